@@ -1,0 +1,5 @@
+"""`python -m sala` is the command `sala`."""
+
+from sala.cli import main
+
+main()

@@ -1,0 +1,66 @@
+"""A plan, packed for the model: all tokens of all rows in one line, and where each row lies in it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sala.protocol import Plan, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One row: `length` tokens at positions `start`…, its pages and its slot."""
+
+    start: int
+    length: int
+    slot: int
+    sparse_from: int
+    table: Tensor  # [N] block → page
+    first_page: int | None  # set when the pages follow each other: views instead of gathers
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    tokens: Tensor  # [T]
+    positions: Tensor  # [T]
+    spans: tuple[Span, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [span.length for span in self.spans]
+
+    @property
+    def slots(self) -> list[int]:
+        return [span.slot for span in self.spans]
+
+    def last_rows(self) -> Tensor:
+        """Index of the last token of every span."""
+        return torch.tensor(self.lengths, device=self.tokens.device).cumsum(0) - 1
+
+
+def pack(plan: Plan, device: torch.device) -> Batch:
+    tokens = [token for row in plan.rows for token in row.tokens]
+    positions = [torch.arange(row.start, row.start + len(row.tokens)) for row in plan.rows]
+    return Batch(
+        tokens=torch.tensor(tokens, device=device),
+        positions=torch.cat(positions).to(device),
+        spans=tuple(_span(row, device) for row in plan.rows),
+    )
+
+
+def _span(row: Row, device: torch.device) -> Span:
+    pages = row.pages
+    is_run = all(after == before + 1 for before, after in zip(pages, pages[1:], strict=False))
+    return Span(
+        start=row.start,
+        length=len(row.tokens),
+        slot=row.slot,
+        sparse_from=row.sparse_from,
+        table=torch.tensor(pages, device=device, dtype=torch.long),
+        first_page=pages[0] if pages and is_run else None,
+    )

@@ -1,0 +1,115 @@
+"""Memory of the past: pages for the sparse layers, slots for the lightning layers, allocated once.
+
+A page holds one block of keys and values and the pooled keys whose windows end in it. A slot holds the recurrent
+state of one sequence. Who owns which is decided elsewhere; here is only where the numbers lie.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sala.backends.torch.batch import Span
+from sala.backends.torch.ops.sparse import pool_keys
+from sala.config import SalaConfig, SparseConfig
+
+
+class KVPages:
+    """Keys, values and pooled keys of one sparse layer; every pool is [G, P, rows per page, D]."""
+
+    def __init__(self, num_pages: int, config: SalaConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.sparse: SparseConfig = config.sparse_config
+        block, stride = self.sparse.block_size, self.sparse.kernel_stride
+
+        def pool(rows: int) -> Tensor:
+            shape = (config.num_key_value_heads, num_pages, rows, config.head_dim)
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.k, self.v = pool(block), pool(block)
+        self.k1, self.k2 = pool(block // stride), pool(block // (4 * stride))
+
+    def append(self, span: Span, k: Tensor, v: Tensor) -> None:
+        """Write k, v [n, G, D] at the span's positions and pool the windows that they complete."""
+        self._clean_last_page(span)
+        for pool, new in ((self.k, k), (self.v, v)):
+            _write(pool, span, span.start, new.transpose(0, 1))
+        kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
+        self._pool(self.k1, span, kernel, stride)
+        self._pool(self.k2, span, 4 * kernel, 4 * stride)
+
+    def _clean_last_page(self, span: Span) -> None:
+        # Masked rows still meet a weight of 0, and 0 * NaN is NaN: a page that someone else left must not leak in.
+        block, offset = divmod(span.end, self.sparse.block_size)
+        if offset and block * self.sparse.block_size >= span.start:
+            page = span.table[block]
+            self.k[:, page] = 0
+            self.v[:, page] = 0
+
+    def _pool(self, target: Tensor, span: Span, kernel: int, stride: int) -> None:
+        overlap = kernel // stride
+        first, end = max(span.start // stride, overlap - 1), span.end // stride
+        if first >= end:
+            return
+        keys = _read(self.k, span, (first + 1 - overlap) * stride, end * stride)
+        _write(target, span, first, pool_keys(keys, kernel, stride))
+
+    def keys_values(self, span: Span, length: int) -> tuple[Tensor, Tensor]:
+        """The first `length` keys and values of the sequence, [G, length, D] each."""
+        return _read(self.k, span, 0, length), _read(self.v, span, 0, length)
+
+    def pooled(self, span: Span, length: int) -> tuple[Tensor, Tensor]:
+        """Pooled keys over the first `length` tokens: k1 [G, n1, D] and k2 [G, n2, D]."""
+        kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
+        unused = kernel // stride - 1  # rows whose window would begin before the sequence
+        k1 = _read(self.k1, span, unused, max(unused, length // stride))
+        k2 = _read(self.k2, span, unused, max(unused, length // (4 * stride)))
+        return k1, k2
+
+
+def _rows(pool: Tensor, span: Span, start: int, end: int) -> Tensor | slice:
+    """Where rows start…end of the sequence lie in the flattened pool [G, P * rows per page, D]."""
+    per_page = pool.shape[2]
+    if span.first_page is not None:
+        base = span.first_page * per_page
+        return slice(base + start, base + end)
+    rows = torch.arange(start, end, device=pool.device)
+    return span.table[rows // per_page] * per_page + rows % per_page
+
+
+def _read(pool: Tensor, span: Span, start: int, end: int) -> Tensor:
+    return pool.flatten(1, 2)[:, _rows(pool, span, start, end)]
+
+
+def _write(pool: Tensor, span: Span, start: int, new: Tensor) -> None:
+    pool.flatten(1, 2)[:, _rows(pool, span, start, start + new.shape[1])] = new
+
+
+class HybridCache:
+    """All layers: `pages[layer]` for the sparse ones, `states[layer]` [slots, H, D, D] in fp32 for the lightning ones."""
+
+    def __init__(self, config: SalaConfig, num_pages: int, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        dim = config.lightning_head_dim
+        shape = (num_slots, config.lightning_nh, dim, dim)
+        self.pages = {layer: KVPages(num_pages, config, dtype, device) for layer in config.sparse_layers}
+        self.states = {layer: torch.zeros(shape, device=device) for layer in config.lightning_layers}
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for states in self.states.values():
+            for source, target in pairs:
+                states[target] = states[source]
+
+    def clear_state(self, slot: int) -> None:
+        for states in self.states.values():
+            states[slot] = 0
+
+
+def bytes_per_token(config: SalaConfig, element_size: int) -> int:
+    """KV and pooled keys of one token, all sparse layers together (an upper bound by less than one byte)."""
+    stride = config.sparse_config.kernel_stride
+    row = config.num_key_value_heads * config.head_dim * element_size
+    return len(config.sparse_layers) * (2 * row + -(-row * 5 // (4 * stride)))
+
+
+def bytes_per_slot(config: SalaConfig) -> int:
+    """Recurrent state of one sequence, fp32."""
+    return len(config.lightning_layers) * config.lightning_nh * config.lightning_head_dim**2 * 4

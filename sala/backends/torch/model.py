@@ -1,0 +1,190 @@
+"""The model, in the order in which a token travels: embed, 32 times (mix, then MLP), norm, head.
+
+Parameter names are those of the released checkpoint. `batch` says which tokens belong together and where their past
+lies; `cache` holds that past. There is no mode: prefill chunks and decode steps are both *n tokens from a position*.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sala.backends.torch.batch import Batch, Span
+from sala.backends.torch.cache import HybridCache, KVPages
+from sala.backends.torch.ops.attention import dense_attention
+from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged
+from sala.backends.torch.ops.norm import rms_norm
+from sala.backends.torch.ops.rope import apply_rope, rope_angles
+from sala.backends.torch.ops.sparse import select_blocks, sparse_attention
+from sala.config import SalaConfig
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def linear(num_in: int, num_out: int) -> nn.Linear:
+    return nn.Linear(num_in, num_out, bias=False)
+
+
+class LightningMixer(nn.Module):
+    """Linear attention with a fixed decay per head: the past is one matrix per head, of constant size."""
+
+    def __init__(self, config: SalaConfig) -> None:
+        super().__init__()
+        hidden, dim = config.hidden_size, config.lightning_head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = config.lightning_nh, config.lightning_nkv, dim
+        self.rope_theta = config.rope_theta if config.lightning_use_rope else None
+        width = self.num_heads * dim
+        self.q_proj = linear(hidden, width)
+        self.k_proj = linear(hidden, self.num_kv_heads * dim)
+        self.v_proj = linear(hidden, self.num_kv_heads * dim)
+        self.o_proj = linear(width, hidden)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
+        self.o_norm = RMSNorm(width, config.rms_norm_eps) if config.use_output_norm else None
+        self.z_proj = linear(hidden, width) if config.use_output_gate else None
+
+    def forward(self, x: Tensor, batch: Batch, states: Tensor) -> Tensor:
+        q = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
+        k = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope_theta is not None:
+            cos, sin = rope_angles(batch.positions, self.head_dim, self.rope_theta)
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if self.num_kv_heads != self.num_heads:
+            shared = self.num_heads // self.num_kv_heads
+            k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+        slopes = decay_slopes(self.num_heads, x.device)
+        past = states[batch.slots]
+        o, states[batch.slots] = lightning_ragged(q, k, v, past, batch.lengths, slopes, self.head_dim**-0.5)
+        o = o.flatten(1).to(x.dtype)
+        if self.o_norm is not None:
+            o = self.o_norm(o)
+        if self.z_proj is not None:
+            o = o * torch.sigmoid(self.z_proj(x))
+        return self.o_proj(o)
+
+
+class SparseMixer(nn.Module):
+    """InfLLM-v2: exact softmax attention over the few blocks that a query chooses; dense while the context is short."""
+
+    def __init__(self, config: SalaConfig) -> None:
+        super().__init__()
+        hidden, dim = config.hidden_size, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, dim
+        self.sparse = config.sparse_config
+        self.rope_theta = config.rope_theta if config.attn_use_rope else None
+        width = self.num_heads * dim
+        self.q_proj = linear(hidden, width)
+        self.k_proj = linear(hidden, self.num_kv_heads * dim)
+        self.v_proj = linear(hidden, self.num_kv_heads * dim)
+        self.o_proj = linear(width, hidden)
+        self.o_gate = linear(hidden, width) if config.attn_use_output_gate else None
+
+    def forward(self, x: Tensor, batch: Batch, pages: KVPages) -> Tensor:
+        q = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
+        k = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+        if self.rope_theta is not None:
+            cos, sin = rope_angles(batch.positions, self.head_dim, self.rope_theta)
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        lengths = batch.lengths
+        rows = zip(batch.spans, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        o = torch.cat([self.attend(*row, pages) for row in rows]).flatten(1)
+        if self.o_gate is not None:
+            o = o * torch.sigmoid(self.o_gate(x))
+        return self.o_proj(o)
+
+    def attend(self, span: Span, q: Tensor, k: Tensor, v: Tensor, pages: KVPages) -> Tensor:
+        """One row: q [n, H, D], k and v [n, G, D] → [n, H, D]. The regime may change inside the row."""
+        pages.append(span, k, v)
+        num_dense = min(max(span.sparse_from - span.start, 0), span.length)
+        outputs = []
+        if num_dense:
+            outputs.append(self.attend_dense(span, q[:num_dense], pages))
+        if num_dense < span.length:
+            outputs.append(self.attend_sparse(span, q[num_dense:], span.start + num_dense, pages))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def attend_dense(self, span: Span, q: Tensor, pages: KVPages) -> Tensor:
+        keys, values = pages.keys_values(span, span.start + q.shape[0])
+        return dense_attention(q, keys, values, span.start, self.head_dim**-0.5)
+
+    def attend_sparse(self, span: Span, q: Tensor, start: int, pages: KVPages) -> Tensor:
+        positions = torch.arange(start, span.end, device=q.device)
+        chosen = self.choose(span, q, positions, pages)
+        return sparse_attention(q, pages.k, pages.v, span.table, chosen, positions, self.head_dim**-0.5)
+
+    def choose(self, span: Span, q: Tensor, positions: Tensor, pages: KVPages) -> Tensor:
+        """The blocks each query attends to, [n, G, C]."""
+        k1, k2 = pages.pooled(span, span.end)
+        num_blocks = -(-span.end // self.sparse.block_size)
+        return select_blocks(q, k1, k2, positions, num_blocks, self.sparse, self.head_dim**-0.5)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: SalaConfig) -> None:
+        super().__init__()
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+MIXERS: dict[str, type[nn.Module]] = {"sparse": SparseMixer, "lightning": LightningMixer}
+
+
+class Layer(nn.Module):
+    def __init__(self, config: SalaConfig, mixer: str) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = MIXERS[mixer](config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+        self.residual_scale = config.residual_scale
+
+    def forward(self, x: Tensor, batch: Batch, past: KVPages | Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), batch, past) * self.residual_scale
+        return x + self.mlp(self.post_attention_layernorm(x)) * self.residual_scale
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: SalaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, mixer) for mixer in config.mixers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class SalaModel(nn.Module):
+    """Tokens in, hidden states out; `logits` turns the hidden states that matter into scores of the vocabulary."""
+
+    def __init__(self, config: SalaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = linear(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, batch: Batch, cache: HybridCache) -> Tensor:
+        """Runs the batch's tokens on top of the cache, which it extends → normed hidden states [T, hidden]."""
+        x = self.model.embed_tokens(batch.tokens) * self.config.scale_emb
+        for index, layer in enumerate(self.model.layers):
+            past = cache.pages[index] if index in cache.pages else cache.states[index]
+            x = layer(x, batch, past)
+        return self.model.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden] → [n, vocab] in fp32."""
+        return self.lm_head(hidden / self.config.logit_divisor).float()

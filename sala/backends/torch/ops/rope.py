@@ -1,0 +1,20 @@
+"""Rotary positions over all dimensions, halves rotated against each other; angles and products in fp32."""
+
+import torch
+from torch import Tensor
+
+
+def rope_angles(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """positions [T] → cos, sin [T, dim] in fp32."""
+    exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
+    angles = positions.float()[:, None] * (1.0 / theta**exponent)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, D], cos and sin [T, D] → [T, H, D] in x's dtype."""
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    rotated = torch.cat((-second, first), dim=-1)
+    return (wide * cos[:, None] + rotated * sin[:, None]).to(x.dtype)

@@ -1,0 +1,108 @@
+"""InfLLM-v2: choose a few blocks of the past for every query, attend to nothing else.
+
+Keys are pooled twice over sliding windows (k1: kernel_size every kernel_stride; k2: four times as coarse).
+A query scores the k1 windows, normalised by the log-sum-exp over the k2 windows; a block's score is the best of
+the windows that touch it, summed over the heads of a kv group. Initial and recent blocks are always in.
+
+Pages hold one block each. A pooled key lives in the page where its window *ends*: pooled row e of stride s
+is the mean of the `kernel` keys up to and including position (e + 1) * s - 1.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sala.config import SparseConfig
+
+SCORE_TILE_BYTES = 64 << 20  # scores of all windows for a tile of queries, fp32
+GATHER_TILE_BYTES = 64 << 20  # keys and values of the chosen blocks for a tile of queries
+
+
+def pool_keys(keys: Tensor, kernel: int, stride: int) -> Tensor:
+    """Means over full windows: keys [G, n, D] → [G, (n - kernel) // stride + 1, D], computed in fp32."""
+    return keys.float().unfold(1, kernel, stride).mean(-1).to(keys.dtype)
+
+
+def num_visible(positions: Tensor, kernel: int, stride: int) -> Tensor:
+    """How many windows lie wholly at or before each position."""
+    return ((positions + 1 - kernel) // stride + 1).clamp(min=0)
+
+
+def window_scores(q: Tensor, k1: Tensor, k2: Tensor, positions: Tensor, sparse: SparseConfig, scale: float) -> Tensor:
+    """q [n, H, D], k1 [G, n1, D], k2 [G, n2, D], positions [n] → scores [n, G, n1] in fp32; invisible windows are 0."""
+    (n, heads, dim), groups = q.shape, k1.shape[0]
+    q = (q.float() * scale).view(n, groups, heads // groups, dim).transpose(0, 1)  # [G, n, H/G, D]
+    kernel, stride = sparse.kernel_size, sparse.kernel_stride
+    seen1 = torch.arange(k1.shape[1], device=q.device) < num_visible(positions, kernel, stride)[:, None]
+    seen2 = torch.arange(k2.shape[1], device=q.device) < num_visible(positions, 4 * kernel, 4 * stride)[:, None]
+    coarse = q.flatten(1, 2) @ k2.float().transpose(1, 2)  # [G, n * H/G, n2]
+    coarse = coarse.view(groups, n, heads // groups, k2.shape[1]).masked_fill(~seen2[:, None], float("-inf"))
+    lse = coarse.logsumexp(-1, keepdim=True)  # -inf where no k2 window is visible yet
+    fine = (q.flatten(1, 2) @ k1.float().transpose(1, 2)).view(groups, n, heads // groups, k1.shape[1])
+    weights = torch.exp(fine - lse).sum(2)  # [G, n, n1]
+    has_lse = seen2.any(-1) if k2.shape[1] else torch.zeros(n, dtype=torch.bool, device=q.device)
+    return weights.masked_fill(~(seen1 & has_lse[:, None]), 0.0).transpose(0, 1)
+
+
+def block_scores(windows: Tensor, num_blocks: int, sparse: SparseConfig) -> Tensor:
+    """The best window that overlaps each block: [n, G, n1] → [n, G, num_blocks]."""
+    ratio = sparse.block_size // sparse.kernel_stride
+    before = sparse.kernel_size // sparse.kernel_stride - 1  # windows that start earlier and reach into the block
+    after = max(0, num_blocks * ratio - windows.shape[-1])
+    padded = F.pad(windows, (before, after))[..., : before + num_blocks * ratio]
+    return padded.unfold(-1, ratio + before, ratio).amax(-1)
+
+
+def choose_blocks(scores: Tensor, positions: Tensor, sparse: SparseConfig) -> Tensor:
+    """scores [n, G, N], positions [n] → chosen block ids [n, G, C]; -1 where fewer than C blocks exist.
+
+    Forced blocks come first, then the best; equal scores (neighbours share a window) go to the lowest id.
+    """
+    num_blocks = scores.shape[-1]
+    block = torch.arange(num_blocks, device=scores.device)
+    own = (positions // sparse.block_size)[:, None]
+    is_forced = (block < sparse.init_blocks) | (block >= own - sparse.num_window_blocks)
+    scores = scores.masked_fill(is_forced[:, None], float("inf"))
+    scores = scores.masked_fill((block > own)[:, None], float("-inf"))
+    ranked, ids = scores.sort(dim=-1, descending=True, stable=True)
+    count = min(sparse.num_chosen, num_blocks)
+    return ids[..., :count].masked_fill(ranked[..., :count] == float("-inf"), -1)
+
+
+def select_blocks(q: Tensor, k1: Tensor, k2: Tensor, positions: Tensor, num_blocks: int, sparse: SparseConfig, scale: float) -> Tensor:
+    """Scores and choice together, in tiles of queries: q [n, H, D] → [n, G, C]."""
+    row_bytes = 4 * q.shape[1] * max(1, k1.shape[1] + k2.shape[1])
+    tile = max(1, SCORE_TILE_BYTES // row_bytes)
+    chosen = []
+    for q_tile, at in zip(q.split(tile), positions.split(tile), strict=True):
+        scores = block_scores(window_scores(q_tile, k1, k2, at, sparse, scale), num_blocks, sparse)
+        chosen.append(choose_blocks(scores, at, sparse))
+    return torch.cat(chosen)
+
+
+def sparse_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, chosen: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    """Attention over chosen blocks alone.
+
+    q [n, H, D]; pages [G, P, B, D]; table [N] maps block to page; chosen [n, G, C]; positions [n] → [n, H, D].
+    """
+    groups, num_pages, block_size, dim = k_pages.shape
+    k_flat, v_flat = (pages.reshape(groups * num_pages, block_size, dim) for pages in (k_pages, v_pages))
+    first_page = torch.arange(groups, device=q.device)[:, None] * num_pages
+    row_bytes = 2 * groups * chosen.shape[-1] * block_size * dim * k_pages.element_size()
+    tile = max(1, GATHER_TILE_BYTES // row_bytes)
+    offsets = torch.arange(block_size, device=q.device)
+    outputs = []
+    for q_tile, ids, at in zip(q.split(tile), chosen.split(tile), positions.split(tile), strict=True):
+        n, heads = q_tile.shape[:2]
+        pages = first_page + table[ids.clamp(min=0)]  # [n, G, C]
+        keys = k_flat[pages].flatten(2, 3)  # [n, G, C * B, D]
+        values = v_flat[pages].flatten(2, 3)
+        token = ids[..., None] * block_size + offsets
+        is_seen = (ids[..., None] >= 0) & (token <= at[:, None, None, None])
+        mask = is_seen.flatten(2)[:, :, None]  # [n, G, 1, C * B]
+        rows = q_tile.reshape(n, groups, heads // groups, dim)
+        output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+        outputs.append(output.reshape(n, heads, dim))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -1,0 +1,224 @@
+"""Safetensors, one file or many, opened without reading a weight.
+
+Opening parses the headers alone and checks them against the files: lengths, offsets, shapes, names. After that a tensor
+is a view of the memory-mapped file, read by the operating system when it is touched.
+"""
+
+import json
+import math
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from sala.errors import CheckpointError, ConfigError, ModelNotFound
+
+ITEM_SIZES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+MAX_HEADER_BYTES = 100 << 20
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_DAMAGED = "the file is damaged: download it again"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies: bytes start…end of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """Bytes of a tensor, in C order and little-endian, and how to read them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+class Checkpoint:
+    """The tensors of a model directory. Close it, or use it in `with`, when no view of it is in use any more."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._maps: dict[Path, mmap.mmap] = {}
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(_scan(self.path))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def read(self, name: str) -> RawTensor:
+        """A view of the mapped file; nothing is copied. Writing to it changes this process's memory, never the file."""
+        info = self.tensors[name]
+        data = memoryview(self._map(info.file))[info.start : info.end]
+        return RawTensor(info.dtype, info.shape, data)
+
+    def forget(self, name: str) -> None:
+        """Let the operating system drop the tensor's pages from memory; they can be read again."""
+        info = self.tensors[name]
+        first = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = info.end // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self._map(info.file).madvise(mmap.MADV_DONTNEED, first, length)
+
+    def _map(self, file: Path) -> mmap.mmap:
+        if file not in self._maps:
+            with file.open("rb") as handle:
+                # copy-on-write, so that a buffer is writable as frameworks want it, and the file is safe
+                self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[file]
+
+    def close(self) -> None:
+        maps, self._maps = self._maps, {}
+        for mapped in maps.values():
+            mapped.close()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _scan(directory: Path) -> dict[str, TensorInfo]:
+    if not directory.is_dir():
+        raise ModelNotFound(f"{directory} is not a directory", "give a directory that holds a checkpoint")
+    if (directory / INDEX_FILE).is_file():
+        return _scan_shards(directory)
+    if (directory / SINGLE_FILE).is_file():
+        return _scan_file(_inside(directory, SINGLE_FILE))
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
+        raise CheckpointError(f"{directory} has pickled weights, which can run code", "get the safetensors files of the model")
+    raise ModelNotFound(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}", "download the model's safetensors files")
+
+
+def _scan_shards(directory: Path) -> dict[str, TensorInfo]:
+    weight_map = _read_index(directory / INDEX_FILE)
+    tensors: dict[str, TensorInfo] = {}
+    for shard in sorted(set(weight_map.values())):
+        for name, info in _scan_file(_inside(directory, shard)).items():
+            if weight_map.get(name) != shard:
+                raise CheckpointError(f"{directory / shard} holds {name}, which the index does not place there", _DAMAGED)
+            tensors[name] = info
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise CheckpointError(f"{directory / shard} lacks {name}, which the index places there", _DAMAGED)
+    return tensors
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    try:
+        if file.stat().st_size > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{file} is larger than {MAX_HEADER_BYTES >> 20} MiB", _DAMAGED)
+        weight_map = json.loads(file.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(f"{file} has no weight_map", _DAMAGED) from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{file}: weight_map must map names to files", _DAMAGED)
+    return weight_map
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """The file of that plain name; a link may lead to the blobs of a hub cache and nowhere else outside."""
+    if not name or name in (".", "..") or Path(name).name != name or "\\" in name or "\0" in name:
+        raise CheckpointError(f"{directory}: the index names {name!r}, which leads out of the directory", "do not use this model")
+    file = directory / name
+    home = directory.resolve()
+    allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not file.exists():
+        raise CheckpointError(f"{file} is missing", "download the rest of the model")
+    if not any(file.resolve().is_relative_to(place) for place in allowed):
+        raise CheckpointError(f"{file} is a link that leads out of the directory", "copy the file into it")
+    if not file.is_file():
+        raise CheckpointError(f"{file} is not a file", _DAMAGED)
+    return file
+
+
+def _scan_file(file: Path) -> dict[str, TensorInfo]:
+    try:
+        with file.open("rb") as handle:
+            file_size = handle.seek(0, 2)
+            handle.seek(0)
+            header_size = int.from_bytes(handle.read(8), "little")
+            if file_size < 8 or header_size > file_size - 8:
+                raise CheckpointError(f"{file} is truncated: its header does not fit in {file_size:,} bytes", _DAMAGED)
+            if header_size > MAX_HEADER_BYTES:
+                raise CheckpointError(f"{file} has a header of {header_size:,} bytes", "this is no safetensors file")
+            header = handle.read(header_size)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    entries = _parse_header(file, header)
+    tensors = {name: _tensor_info(file, name, entry, 8 + header_size) for name, entry in entries.items()}
+    _check_layout(file, tensors, 8 + header_size, file_size)
+    return tensors
+
+
+def _parse_header(file: Path, header: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            raise ConfigError("duplicate key")
+        return out
+
+    try:
+        entries = json.loads(header, object_pairs_hook=unique)
+    except ConfigError:
+        raise CheckpointError(f"{file} names a tensor twice", _DAMAGED) from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{file} has a header that is not JSON", "this is no safetensors file") from None
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{file} has a header that is no JSON object", "this is no safetensors file")
+    entries.pop("__metadata__", None)
+    return entries
+
+
+def _tensor_info(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
+    def is_count(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{file}: the entry of {name} is malformed", _DAMAGED)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+        raise CheckpointError(f"{file}: {name} has the unknown precision {dtype!r}", "known: " + ", ".join(ITEM_SIZES))
+    if not isinstance(shape, list) or not all(map(is_count, shape)):
+        raise CheckpointError(f"{file}: {name} has the impossible shape {shape!r}", _DAMAGED)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
+        raise CheckpointError(f"{file}: {name} has the impossible offsets {offsets!r}", _DAMAGED)
+    if offsets[1] - offsets[0] != math.prod(shape) * ITEM_SIZES[dtype]:
+        raise CheckpointError(f"{file}: {name} {shape} {dtype} does not fill its {offsets[1] - offsets[0]} bytes", _DAMAGED)
+    return TensorInfo(dtype, tuple(shape), file, base + offsets[0], base + offsets[1])
+
+
+def _check_layout(file: Path, tensors: Mapping[str, TensorInfo], base: int, file_size: int) -> None:
+    """Tensors follow each other without gap or overlap, and fill the file."""
+    at = base
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if info.start < at:
+            raise CheckpointError(f"{file}: {name} overlaps another tensor", _DAMAGED)
+        if info.start > at:
+            raise CheckpointError(f"{file}: {info.start - at} bytes before {name} belong to no tensor", _DAMAGED)
+        at = info.end
+    if at > file_size:
+        raise CheckpointError(f"{file} is truncated: {at - file_size:,} bytes are missing", "download it again")
+    if at < file_size:
+        raise CheckpointError(f"{file} has {file_size - at:,} bytes after the last tensor", _DAMAGED)

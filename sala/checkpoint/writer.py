@@ -1,0 +1,110 @@
+"""Writes a checkpoint: shards with an index, one tensor in memory at a time, visible only when complete."""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from sala.checkpoint.reader import INDEX_FILE, ITEM_SIZES, SINGLE_FILE
+from sala.errors import CheckpointError
+
+SHARD_BYTES = 5 << 30
+Spec = tuple[str, tuple[int, ...]]  # dtype, shape
+Read = Callable[[str], bytes | memoryview]
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A directory that appears under its name only when the block ends well; an existing one is never touched."""
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"{target} exists already", "choose another directory, or remove it yourself")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.parent / f".{target.name}.{secrets.token_hex(6)}.part"
+    draft.mkdir()
+    try:
+        yield draft
+        _sync(draft)
+        draft.rename(target)
+        _sync(target.parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def write_weights(directory: Path, specs: Mapping[str, Spec], read: Read, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write every tensor of `specs` into `directory`; `read(name)` gives its bytes when their turn comes."""
+    shards = plan_shards(specs, shard_bytes)
+    if len(shards) == 1:
+        _write_shard(directory / SINGLE_FILE, shards[0], specs, read)
+        return
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_shard(directory / file, names, specs, read)
+        weight_map |= dict.fromkeys(names, file)
+    total = sum(spec_bytes(spec) for spec in specs.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_text(directory / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+
+
+def plan_shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
+    """Names in order, cut so that no shard passes the limit (a tensor larger than it stands alone)."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, spec in specs.items():
+        size = spec_bytes(spec)
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def spec_bytes(spec: Spec) -> int:
+    dtype, shape = spec
+    size = ITEM_SIZES[dtype]
+    for length in shape:
+        size *= length
+    return size
+
+
+def _write_shard(file: Path, names: list[str], specs: Mapping[str, Spec], read: Read) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        dtype, shape = specs[name]
+        size = spec_bytes(specs[name])
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts at a multiple of 8
+    with file.open("xb") as handle:
+        handle.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            data = memoryview(read(name)).cast("B")
+            if data.nbytes != spec_bytes(specs[name]):
+                raise CheckpointError(f"{name} has {data.nbytes} bytes instead of {spec_bytes(specs[name])}")
+            handle.write(data)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def write_text(file: Path, text: str) -> None:
+    with file.open("x", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _sync(directory: Path) -> None:
+    if os.name != "posix":
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

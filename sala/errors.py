@@ -1,0 +1,60 @@
+"""What a user may see: every error says what happened and what to do about it, in one line."""
+
+
+class SalaError(Exception):
+    """The root of all errors that are meant for a user. `remedy` is what to do next."""
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        self.message = message
+        self.remedy = remedy
+        super().__init__(f"{message}; {remedy}" if remedy else message)
+
+
+class ConfigError(SalaError):
+    """config.json describes a model that cannot exist or that we cannot run."""
+
+
+class CheckpointError(SalaError):
+    """The weight files are damaged, incomplete, or belong to another model."""
+
+
+class ModelNotFound(SalaError):
+    """No model at that place."""
+
+
+class MissingExtra(SalaError):
+    """An optional dependency is needed; the remedy is its pip command."""
+
+    def __init__(self, library: str, extra: str) -> None:
+        super().__init__(f"{library} is not installed", f"run: pip install 'minicpm-sala[{extra}]'")
+
+
+class InputError(SalaError, ValueError):
+    """A request asks for something impossible; `field` names the culprit."""
+
+    def __init__(self, field: str, message: str, remedy: str = "") -> None:
+        self.field = field
+        super().__init__(f"{field} {message}", remedy)
+
+
+class ContextTooLong(SalaError):
+    """The prompt does not fit; carries the numbers."""
+
+    def __init__(self, num_tokens: int, max_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+        super().__init__(
+            f"the prompt has {num_tokens:,} tokens and the context holds {max_tokens:,}",
+            f"shorten it or raise --ctx to at least {num_tokens + 1}",
+        )
+
+
+class TemplateError(SalaError):
+    """The chat template is broken, hostile, or does not like the messages."""
+
+
+class NoTokenizer(SalaError):
+    """The checkpoint has no tokenizer files, and text was asked for."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"{where} has no tokenizer.json", "pass token ids, or copy the tokenizer files there")

@@ -1,0 +1,155 @@
+"""The seam between policy and backends: small frozen values and one protocol, nothing of any framework.
+
+A prefill chunk, a decode step and a speculative verify have one shape: *n tokens from `start`*.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sala.errors import InputError
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn. Temperature 0 takes the most probable one."""
+
+    temperature: float = 0.7
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 256
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _whole("top_k", self.top_k, 0, 1 << 31)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _whole("max_tokens", self.max_tokens, 1, 1 << 31)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._check_stop()
+        self._check_bias()
+
+    def _check_stop(self) -> None:
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InputError("stop", f"holds {text!r}", "give one or more strings that are not empty")
+
+    def _check_bias(self) -> None:
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias token", token, 0, 1 << 31)
+            _number("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether drawing depends on the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
+        above = f"above {low:g} and at most" if open_low else f"from {low:g} to"
+        raise InputError(name, f"is {value!r}", f"it must be a number {above} {high:g}")
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InputError(name, f"is {value!r}", f"it must be a whole number from {low} to {high}")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to run a checkpoint: chosen once, at load."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    ctx: int | None = None
+    prefill_chunk: int | None = None
+    num_slots: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the executor can hold: pages of KV, tokens per page, slots of recurrent state, tokens per sequence."""
+
+    num_pages: int
+    page_size: int
+    num_slots: int
+    prefill_chunk: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`tokens` of one sequence, to be run at positions `start`, `start + 1`, …"""
+
+    tokens: tuple[int, ...]
+    start: int
+    pages: tuple[int, ...]  # KV of the sparse layers, in order
+    slot: int  # state of the lightning layers
+    sparse_from: int  # first position under the sparse rule (the regime of the request)
+    sampling: Sampling | None = None  # None: a prefill chunk, nothing is drawn
+    history: Sequence[int] = ()  # the tokens so far, `tokens` included; only where penalties need them
+    prompt_len: int = 0  # how many of `history` are the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One drawn token; log-probabilities are of the model, before temperature and penalties."""
+
+    token: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What each row of the plan drew; None for a prefill chunk."""
+
+    drawn: tuple[Drawn | None, ...]
+
+
+class Executor(Protocol):
+    """Owns weights and cache of one backend. Runs plans; decides nothing."""
+
+    capacity: Capacity
+
+    def run(self, plan: Plan) -> Result:
+        """Advance every row by its tokens and draw where asked."""
+
+    def logits(self, row: Row) -> Any:
+        """Advance one row and return a NumPy array [len(row.tokens), vocab] in float32: for scoring only."""
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy recurrent state from slot to slot, for every (source, target)."""
+
+    def clear_state(self, slot: int) -> None:
+        """Make a slot the state of an empty sequence."""
+
+    def close(self) -> None:
+        """Give memory and files back; further calls are errors."""

@@ -1,0 +1,1 @@
+"""From text to tokens and back: tokenizer, chat template, streaming detokenizer, stops, reasoning, tools."""

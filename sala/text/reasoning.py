@@ -1,0 +1,120 @@
+"""Splits `<think>` reasoning from the answer, in a stream whose pieces may end anywhere."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from sala.text.stops import longest_overlap
+
+OPEN, CLOSE = "<think>", "</think>"
+Kind = Literal["reasoning", "content"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`was_reasoning`: a closing tag came without an opening one, so all content before it was reasoning."""
+
+    kind: Kind
+    text: str
+    was_reasoning: bool = False
+
+
+class ReasoningSplitter:
+    """Feed text, get pieces. `is_open`: the prompt itself ended with the opening tag.
+
+    Reasoning is opened only at the beginning of the answer: a `<think>` in the middle of it is text like any other.
+    """
+
+    def __init__(self, is_open: bool = False) -> None:
+        self._kind: Kind | None = "reasoning" if is_open else None  # None: nothing but white space so far
+        self._held = ""
+        self._trims = is_open  # white space around the tags belongs to neither side
+        self._is_closed = False
+
+    def push(self, text: str) -> Iterator[Piece]:
+        self._held += text
+        while (piece := self._next()) is not None:
+            if piece.text or piece.was_reasoning:
+                yield piece
+
+    def flush(self) -> Iterator[Piece]:
+        """What was held back, as it is; unclosed reasoning stays reasoning."""
+        held, self._held = self._held, ""
+        if self._trims:
+            held = held.lstrip()
+        if held:
+            yield Piece(self._kind or "content", held)
+
+    def _next(self) -> Piece | None:
+        if self._trims:
+            self._held = self._held.lstrip()
+            self._trims = not self._held
+        if not self._held:
+            return None
+        if self._kind is None:
+            return self._begin()
+        if self._is_closed:
+            return self._take(len(self._held))
+        return self._until_close()
+
+    def _begin(self) -> Piece | None:
+        body = self._held.lstrip()
+        if body.startswith(OPEN):
+            self._kind, self._held, self._trims = "reasoning", body[len(OPEN) :], True
+            return Piece("reasoning", "")
+        if OPEN.startswith(body):  # also when there is only white space
+            return None
+        self._kind = "content"
+        return Piece("content", "")
+
+    def _until_close(self) -> Piece | None:
+        at = self._held.find(CLOSE)
+        if at < 0:
+            keep = longest_overlap(self._held, CLOSE)
+            if self._kind == "reasoning":  # the white space before the tag is not part of the thought
+                body = self._held[: len(self._held) - keep].rstrip()
+                return self._take(len(body)) if body else None
+            return self._take(len(self._held) - keep) if len(self._held) > keep else None
+        before, self._held = self._held[:at], self._held[at + len(CLOSE) :]
+        kind, self._kind = self._kind, "content"
+        self._is_closed = self._trims = True
+        if kind == "content":
+            return Piece("content", before, was_reasoning=True)
+        return Piece("reasoning", before.rstrip())
+
+    def _take(self, count: int) -> Piece:
+        assert self._kind is not None
+        out, self._held = self._held[:count], self._held[count:]
+        return Piece(self._kind, out)
+
+
+def split_reasoning(text: str, is_open: bool = False) -> tuple[str, str]:
+    """A whole answer → (reasoning, content)."""
+    parts: dict[Kind, str] = {"reasoning": "", "content": ""}
+    splitter = ReasoningSplitter(is_open)
+    for pieces in (splitter.push(text), splitter.flush()):
+        for piece in pieces:
+            parts[piece.kind] += piece.text
+            if piece.was_reasoning:
+                parts = {"reasoning": (parts["reasoning"] + parts["content"]).strip(), "content": ""}
+    return parts["reasoning"], parts["content"]
+
+
+class ThinkFilter:
+    """Removes reasoning from a stream of text: `next(piece)` is what to show. With `no_think=False` all passes.
+
+    Call `finish()` at the end for the characters that were held back because a tag might have begun.
+    """
+
+    def __init__(self, no_think: bool = True) -> None:
+        self._splitter = ReasoningSplitter() if no_think else None
+
+    def next(self, text: str) -> str:
+        if self._splitter is None:
+            return text
+        return "".join(piece.text for piece in self._splitter.push(text) if piece.kind == "content")
+
+    def finish(self) -> str:
+        if self._splitter is None:
+            return ""
+        return "".join(piece.text for piece in self._splitter.flush() if piece.kind == "content")

@@ -1,0 +1,85 @@
+"""The process that renders chat templates: `python -m sala.text.render`, requests on stdin, replies on stdout.
+
+Each message is a length of 8 bytes, then JSON. The process holds nothing worth stealing and can be killed at any time.
+"""
+
+import json
+import sys
+from datetime import datetime
+from typing import Any, BinaryIO, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MEMORY_BYTES = 1 << 30
+MAX_RANGE = 1_000_000
+
+
+class _TooLong(Exception):
+    """The output passed its limit."""
+
+
+def render(source: str, variables: dict[str, Any], limit: int) -> str:
+    """Render under the sandbox; output beyond `limit` bytes is an error."""
+    pieces, size = [], 0
+    for piece in environment().from_string(source).generate(**variables):
+        size += len(piece)
+        if size > limit:
+            raise _TooLong(f"more than {limit >> 20} MiB of output")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    env.policies["ext.i18n.trimmed"] = False
+    return env
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def answer(request: dict[str, Any]) -> dict[str, str]:
+    """Every failure of a template is an answer, not a crash."""
+    try:
+        return {"text": render(request["source"], request["variables"], request["limit"])}
+    except MemoryError:
+        return {"error": "it ran out of memory"}
+    except RecursionError:
+        return {"error": "it is nested too deeply"}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:1000]}
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    while len(head := requests.read(8)) == 8:
+        request = json.loads(requests.read(int.from_bytes(head, "little")).decode("utf-8", "surrogatepass"))
+        reply = json.dumps(answer(request)).encode()
+        replies.write(len(reply).to_bytes(8, "little") + reply)
+        replies.flush()
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit; the time limit stays
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+
+if __name__ == "__main__":
+    _limit_memory()
+    serve(sys.stdin.buffer, sys.stdout.buffer)

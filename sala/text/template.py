@@ -1,0 +1,119 @@
+"""Chat templates, rendered where they can do no harm.
+
+A template is a program from a stranger. It runs in Jinja's immutable sandbox, which stops it from reaching Python, and in
+a process of its own, which can be killed: the sandbox bounds neither time nor memory, a thread cannot be stopped.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sala.errors import TemplateError
+
+SECONDS = 2.0
+SECONDS_PER_MIB = 0.1  # rendering a long document takes time honestly
+MAX_OUTPUT_BYTES = 128 << 20
+
+
+class ChatTemplate:
+    """One template; `marks` respells special tokens in its source (see tokenizer)."""
+
+    def __init__(self, source: str, names: Mapping[str, str | None], marks: Mapping[str, str]) -> None:
+        for plain, secret in sorted(marks.items(), key=lambda item: -len(item[0])):
+            source = source.replace(plain, secret)
+        self._source = source
+        self._names = {key: marks.get(name, name) for key, name in names.items() if name is not None}
+        self._renderer = _Renderer()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """`extra` reaches the template as variables; the names above cannot be overridden through it."""
+        variables = {
+            **extra,
+            **self._names,
+            "messages": list(messages),
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._renderer.render(self._source, variables)
+
+
+class _Renderer:
+    """A worker process that is started when first needed and started again after it had to be killed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def render(self, source: str, variables: Mapping[str, Any]) -> str:
+        try:
+            request = json.dumps({"source": source, "variables": variables, "limit": MAX_OUTPUT_BYTES})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TemplateError(f"the messages cannot be given to the chat template: {error}") from None
+        data = request.encode("utf-8", "surrogatepass")
+        with self._lock:
+            reply = self._ask(data, SECONDS + SECONDS_PER_MIB * len(data) / (1 << 20))
+        if "error" in reply:
+            raise TemplateError(f"the chat template refused the messages: {reply['error']}")
+        text: str = reply["text"]
+        return text
+
+    def _ask(self, data: bytes, seconds: float) -> dict[str, Any]:
+        process = self._start()
+        timer = threading.Timer(seconds, process.kill)
+        try:
+            if process.stdin is None or process.stdout is None:
+                raise TemplateError("the template renderer has no pipes")
+            timer.start()
+            process.stdin.write(len(data).to_bytes(8, "little") + data)
+            process.stdin.flush()
+            size = int.from_bytes(_exactly(process.stdout, 8), "little")
+            reply: dict[str, Any] = json.loads(_exactly(process.stdout, size))
+        except (OSError, EOFError):
+            self.close()
+            raise TemplateError(
+                f"the chat template did not finish within {seconds:.1f} s or ran out of memory", "use another template"
+            ) from None
+        except BaseException:
+            self.close()  # an answer nobody waits for must not meet the next question
+            raise
+        finally:
+            timer.cancel()
+        return reply
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            command = [sys.executable, "-m", "sala.text.render"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        return self._process
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:
+                    continue  # a broken pipe is what we came for
+        process.wait()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _exactly(pipe: Any, size: int) -> bytes:
+    data: bytes = pipe.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data

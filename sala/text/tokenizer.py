@@ -1,0 +1,170 @@
+"""The tokenizer of a checkpoint, and the border between its control tokens and what people write.
+
+A checkpoint marks turns with special tokens such as `<|im_end|>`. Text that merely *spells* one must stay text, or
+anybody could end their own turn and speak as the system. So text is encoded by a twin of the tokenizer in which
+every special token has a secret spelling, and the chat template is rendered with the same secret spellings:
+what the template writes becomes special, what people write cannot.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from sala.config import read_json_object
+from sala.errors import CheckpointError, InputError, NoTokenizer, TemplateError
+from sala.text.template import ChatTemplate
+
+MAX_TOKENIZER_BYTES = 256 << 20
+
+
+class Tokenizer:
+    """Encodes, decodes, and renders chats, as the files of one checkpoint say."""
+
+    def __init__(self, definition: str, settings: Mapping[str, Any], template: str | None) -> None:
+        self._inner = _build(definition)
+        self._settings = settings
+        self._marks = _secret_spellings(definition)
+        self._guarded = _build(_respell(definition, self._marks)) if self._marks else self._inner
+        self.bos_id = self._find_bos()
+        self._adds_bos = self._wants_bos()
+        names = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        self._template = None if template is None else ChatTemplate(template, names, self._marks)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Tokenizer":
+        directory = Path(directory)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise NoTokenizer(str(directory))
+        if file.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise CheckpointError(f"{file} is larger than {MAX_TOKENIZER_BYTES >> 20} MiB", "this is no tokenizer")
+        settings_file = directory / "tokenizer_config.json"
+        settings = read_json_object(settings_file) if settings_file.is_file() else {}
+        try:
+            return cls(file.read_text(encoding="utf-8"), settings, _find_template(directory, settings))
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}", "download it again") from None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
+        """Text to ids, with BOS first where the model wants it. Special tokens are read only if asked for."""
+        inner = self._inner if parse_special else self._guarded
+        ids: list[int] = inner.encode(_encodable(text), add_special_tokens=False).ids
+        return [self.bos_id, *ids] if bos and self._adds_bos and self.bos_id is not None else ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special)
+        return text
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token by its spelling, special ones included."""
+        found: int | None = self._inner.token_to_id(text)
+        return found
+
+    def token_text(self, token: int) -> str:
+        """The spelling of one token, as in the vocabulary."""
+        return self._inner.id_to_token(token) or ""
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The conversation as the template writes it, for people to read."""
+        text = self._render(messages, **options)
+        for plain, secret in self._marks.items():
+            text = text.replace(secret, plain)
+        return text
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """The conversation as token ids: no BOS but what the template writes; nobody's text becomes special."""
+        ids: list[int] = self._guarded.encode(self._render(messages, **options), add_special_tokens=False).ids
+        return ids
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        if self._template is None:
+            raise TemplateError("this checkpoint has no chat template", "use --raw, or add chat_template.jinja to it")
+        text = self._template.render(messages, **options)
+        return _encodable(text)
+
+    def _find_bos(self) -> int | None:
+        name = _content(self._settings.get("bos_token"))
+        if name is not None:
+            return self.token_id(name)
+        with_special = self._inner.encode("", add_special_tokens=True).ids
+        return with_special[0] if with_special else None
+
+    def _wants_bos(self) -> bool:
+        setting = self._settings.get("add_bos_token")
+        if isinstance(setting, bool):
+            return setting
+        ids = self._inner.encode("", add_special_tokens=True).ids
+        return bool(ids) and ids[0] == self.bos_id
+
+
+def _build(definition: str) -> RustTokenizer:
+    try:
+        tokenizer = RustTokenizer.from_str(definition)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(str(error)) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _encodable(text: str) -> str:
+    """Lone surrogates have no bytes: they are replaced, as every decoder does."""
+    if not isinstance(text, str):
+        raise InputError("text", f"is of type {type(text).__name__}", "give a string")
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+def _content(token: object) -> str | None:
+    """Token names come as a string or as a table with the string inside."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _secret_spellings(definition: str) -> dict[str, str]:
+    """Special token → a spelling that nobody can guess, from the private-use area of Unicode."""
+    added = json.loads(definition).get("added_tokens") or []
+    specials = [token["content"] for token in added if token.get("special")]
+    nonce = "".join(chr(0xE000 + secrets.randbelow(0x1000)) for _ in range(8))
+    return {content: f"{nonce}{chr(0xF000 + index)}" for index, content in enumerate(specials)}
+
+
+def _respell(definition: str, marks: Mapping[str, str]) -> str:
+    """The same tokenizer with other names for its special tokens; every id stays."""
+    data = json.loads(definition)
+    for token in data["added_tokens"]:
+        token["content"] = marks.get(token["content"], token["content"])
+    model = data["model"]
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {marks.get(piece, piece): index for piece, index in vocab.items()}
+    elif isinstance(vocab, list):
+        model["vocab"] = [[marks.get(piece, piece), score] for piece, score in vocab]
+    if isinstance(model.get("unk_token"), str):
+        model["unk_token"] = marks.get(model["unk_token"], model["unk_token"])
+    data["post_processor"] = None  # it adds BOS by name; we add it by id
+    return json.dumps(data, ensure_ascii=False)
+
+
+def _find_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

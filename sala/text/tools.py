@@ -1,0 +1,134 @@
+"""Tool calls as the release writes them: `<function name="f"><param name="p">v</param></function>`, CDATA allowed.
+
+What is not a well-formed call stays text.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sala.text.stops import longest_overlap
+
+OPEN, CLOSE = "<function", "</function>"
+_CDATA = r"<!\[CDATA\[(?P<cdata>.*?)\]\]>"
+_PARAM = re.compile(rf'\s*<param\s+name="(?P<name>[^"<>]*)"\s*>(?:\s*{_CDATA}\s*|(?P<plain>[^<]*))</param>', re.DOTALL)
+_HEAD = re.compile(r'<function\s+name="(?P<name>[^"<>]+)"\s*>')
+_MAX_CALL = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+def parse_call(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ToolCall | None:
+    """One call, from `<function` to `</function>`; None if it is malformed."""
+    head = _HEAD.match(text)
+    if head is None or not text.endswith(CLOSE):
+        return None
+    types = _parameter_types(head["name"], tools)
+    arguments: dict[str, Any] = {}
+    at = head.end()
+    while found := _PARAM.match(text, at):
+        raw = found["plain"] if found["cdata"] is None else found["cdata"]
+        arguments[found["name"]] = _typed(raw, types.get(found["name"]))
+        at = found.end()
+    if text[at : -len(CLOSE)].strip():
+        return None
+    return ToolCall(f"call_{secrets.token_hex(12)}", head["name"], arguments)
+
+
+def _parameter_types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping) and function.get("name") == name:
+            properties = (function.get("parameters") or {}).get("properties") or {}
+            return {key: value.get("type") for key, value in properties.items() if isinstance(value, Mapping)}
+    return {}
+
+
+def _typed(raw: str, wanted: Any) -> Any:
+    """XML knows only text; the tool's schema says what it means. What does not fit stays text."""
+    kinds = wanted if isinstance(wanted, list) else [wanted]
+    if "string" in kinds or not any(kind in ("integer", "number", "boolean", "object", "array", "null") for kind in kinds):
+        return raw
+    text = {"True": "true", "False": "false", "None": "null"}.get(raw.strip(), raw)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return raw
+
+
+class ToolSplitter:
+    """Feed text, get text and calls in order. A call comes out when its closing tag has arrived."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._tools = tools
+        self._held = ""
+
+    def push(self, text: str) -> Iterator[str | ToolCall]:
+        self._held += text
+        while self._held:
+            at = self._held.find(OPEN)
+            if at < 0:
+                yield from self._text(len(self._held) - longest_overlap(self._held, OPEN))
+                return
+            yield from self._text(at)
+            end = _find_close(self._held)
+            if end < 0:
+                if _may_be_call(self._held):
+                    return
+                yield from self._text(len(OPEN))
+                continue
+            call = parse_call(self._held[:end], self._tools)
+            if call is None:
+                yield from self._text(len(OPEN))
+                continue
+            self._held = self._held[end:]
+            yield call
+
+    def flush(self) -> Iterator[str]:
+        yield from self._text(len(self._held))
+
+    def _text(self, count: int) -> Iterator[str]:
+        out, self._held = self._held[:count], self._held[count:]
+        if out:
+            yield out
+
+
+def _find_close(text: str) -> int:
+    """End of the call at the beginning of `text`; a closing tag inside CDATA is data."""
+    at = 0
+    while True:
+        close, cdata = text.find(CLOSE, at), text.find("<![CDATA[", at)
+        if cdata < 0 or (0 <= close < cdata):
+            return close + len(CLOSE) if close >= 0 else -1
+        end = text.find("]]>", cdata)
+        if end < 0:
+            return -1
+        at = end + 3
+
+
+def _may_be_call(text: str) -> bool:
+    """Whether an unfinished `<function…` can still become a call."""
+    if len(text) > _MAX_CALL:
+        return False
+    head = text.split(">", 1)[0] + ">" if ">" in text else None
+    return head is None and len(text) < 512 or head is not None and _HEAD.match(head) is not None
+
+
+def parse_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[ToolCall]]:
+    """A whole answer → (text without the calls, calls)."""
+    splitter = ToolSplitter(tools)
+    content, calls = "", []
+    for part in [*splitter.push(text), *splitter.flush()]:
+        if isinstance(part, ToolCall):
+            calls.append(part)
+        else:
+            content += part
+    return (content.rstrip("\n") if calls else content), calls
