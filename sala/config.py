@@ -402,11 +402,27 @@ def _sparse_config(table: _Parser) -> SparseConfig:
     )
     table.finish()
     if sparse.kernel_size % sparse.kernel_stride:
-        raise table.fail("kernel_size", f"is {sparse.kernel_size}", f"it must be a multiple of kernel_stride ({sparse.kernel_stride})")
+        raise table.fail(
+            "kernel_size",
+            f"is {sparse.kernel_size}",
+            f"it must be a multiple of kernel_stride ({sparse.kernel_stride})",
+        )
     if sparse.block_size % (4 * sparse.kernel_stride):
-        raise table.fail("block_size", f"is {sparse.block_size}", f"it must be a multiple of 4 x kernel_stride ({4 * sparse.kernel_stride})")
+        raise table.fail(
+            "block_size",
+            f"is {sparse.block_size}",
+            f"it must be a multiple of 4 x kernel_stride ({4 * sparse.kernel_stride})",
+        )
     if sparse.window_size % sparse.block_size:
-        raise table.fail("window_size", f"is {sparse.window_size}", f"it must be a multiple of block_size ({sparse.block_size})")
+        raise table.fail(
+            "window_size",
+            f"is {sparse.window_size}",
+            f"it must be a multiple of block_size ({sparse.block_size})",
+        )
     if sparse.init_blocks + sparse.num_window_blocks + 1 > sparse.num_chosen:
-        raise table.fail("topk", f"is {sparse.topk}", f"it must leave room for {sparse.init_blocks} initial blocks and the block of the query")
+        raise table.fail(
+            "topk",
+            f"is {sparse.topk}",
+            f"it must leave room for {sparse.init_blocks} initial blocks and the block of the query",
+        )
     return sparse

@@ -34,6 +34,7 @@ def _mixer(config: SalaConfig, mixer: str) -> dict[str, tuple[int, ...]]:
         "v_proj": (kv_width, hidden),
         "o_proj": (hidden, width),
     }
+    optional: dict[str, tuple[tuple[int, ...], bool]]
     if is_sparse:
         optional = {"o_gate": ((width, hidden), config.attn_use_output_gate)}
     else:
@@ -65,13 +66,23 @@ def check_tensors(checkpoint: Checkpoint, config: SalaConfig) -> None:
         found.pop("lm_head.weight", None)  # some writers store the shared matrix twice
     where = checkpoint.path
     _refuse(where, "lacks", [name for name in expected if name not in found], "download it again")
-    _refuse(where, "has unexpected", [name for name in found if name not in expected], "config.json is of another model")
+    _refuse(
+        where,
+        "has unexpected",
+        [name for name in found if name not in expected],
+        "config.json is of another model",
+    )
     for name, shape in expected.items():
         info = found[name]
         if info.shape != shape:
-            raise CheckpointError(f"{where}: {name} is {list(info.shape)}, config.json says {list(shape)}", "they do not belong together")
+            raise CheckpointError(
+                f"{where}: {name} is {list(info.shape)}, config.json says {list(shape)}",
+                "they do not belong together",
+            )
         if info.dtype not in FLOAT_DTYPES:
-            raise CheckpointError(f"{where}: {name} is stored as {info.dtype}", "weights must be " + ", ".join(FLOAT_DTYPES))
+            raise CheckpointError(
+                f"{where}: {name} is stored as {info.dtype}", "weights must be " + ", ".join(FLOAT_DTYPES)
+            )
 
 
 def _refuse(where: object, verb: str, names: list[str], remedy: str) -> None:

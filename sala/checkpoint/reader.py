@@ -105,8 +105,12 @@ def _scan(directory: Path) -> dict[str, TensorInfo]:
     if (directory / SINGLE_FILE).is_file():
         return _scan_file(_inside(directory, SINGLE_FILE))
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
-        raise CheckpointError(f"{directory} has pickled weights, which can run code", "get the safetensors files of the model")
-    raise ModelNotFound(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}", "download the model's safetensors files")
+        raise CheckpointError(
+            f"{directory} has pickled weights, which can run code", "get the safetensors files of the model"
+        )
+    raise ModelNotFound(
+        f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}", "download the model's safetensors files"
+    )
 
 
 def _scan_shards(directory: Path) -> dict[str, TensorInfo]:
@@ -115,7 +119,9 @@ def _scan_shards(directory: Path) -> dict[str, TensorInfo]:
     for shard in sorted(set(weight_map.values())):
         for name, info in _scan_file(_inside(directory, shard)).items():
             if weight_map.get(name) != shard:
-                raise CheckpointError(f"{directory / shard} holds {name}, which the index does not place there", _DAMAGED)
+                raise CheckpointError(
+                    f"{directory / shard} holds {name}, which the index does not place there", _DAMAGED
+                )
             tensors[name] = info
     for name, shard in weight_map.items():
         if name not in tensors:
@@ -140,7 +146,10 @@ def _read_index(file: Path) -> dict[str, str]:
 def _inside(directory: Path, name: str) -> Path:
     """The file of that plain name; a link may lead to the blobs of a hub cache and nowhere else outside."""
     if not name or name in (".", "..") or Path(name).name != name or "\\" in name or "\0" in name:
-        raise CheckpointError(f"{directory}: the index names {name!r}, which leads out of the directory", "do not use this model")
+        raise CheckpointError(
+            f"{directory}: the index names {name!r}, which leads out of the directory",
+            "do not use this model",
+        )
     file = directory / name
     home = directory.resolve()
     allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
@@ -205,7 +214,9 @@ def _tensor_info(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
         raise CheckpointError(f"{file}: {name} has the impossible offsets {offsets!r}", _DAMAGED)
     if offsets[1] - offsets[0] != math.prod(shape) * ITEM_SIZES[dtype]:
-        raise CheckpointError(f"{file}: {name} {shape} {dtype} does not fill its {offsets[1] - offsets[0]} bytes", _DAMAGED)
+        raise CheckpointError(
+            f"{file}: {name} {shape} {dtype} does not fill its {offsets[1] - offsets[0]} bytes", _DAMAGED
+        )
     return TensorInfo(dtype, tuple(shape), file, base + offsets[0], base + offsets[1])
 
 

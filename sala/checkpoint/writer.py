@@ -40,7 +40,7 @@ def write_weights(directory: Path, specs: Mapping[str, Spec], read: Read, shard_
     if len(shards) == 1:
         _write_shard(directory / SINGLE_FILE, shards[0], specs, read)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         _write_shard(directory / file, names, specs, read)

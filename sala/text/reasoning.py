@@ -83,9 +83,8 @@ class ReasoningSplitter:
         return Piece("reasoning", before.rstrip())
 
     def _take(self, count: int) -> Piece:
-        assert self._kind is not None
         out, self._held = self._held[:count], self._held[count:]
-        return Piece(self._kind, out)
+        return Piece(self._kind or "content", out)
 
 
 def split_reasoning(text: str, is_open: bool = False) -> tuple[str, str]:

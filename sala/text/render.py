@@ -1,6 +1,7 @@
-"""The process that renders chat templates: `python -m sala.text.render`, requests on stdin, replies on stdout.
+"""The process that renders chat templates: requests on stdin, replies on stdout.
 
-Each message is a length of 8 bytes, then JSON. The process holds nothing worth stealing and can be killed at any time.
+After one byte that says it is ready, each message is a length of 8 bytes, then JSON. The process holds nothing worth
+stealing and can be killed at any time.
 """
 
 import json
@@ -13,7 +14,6 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 1 << 30
-MAX_RANGE = 1_000_000
 
 
 class _TooLong(Exception):
@@ -36,11 +36,16 @@ def environment() -> ImmutableSandboxedEnvironment:
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
-    env.policies["ext.i18n.trimmed"] = False
     return env
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -65,6 +70,8 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    replies.write(b"+")
+    replies.flush()
     while len(head := requests.read(8)) == 8:
         request = json.loads(requests.read(int.from_bytes(head, "little")).decode("utf-8", "surrogatepass"))
         reply = json.dumps(answer(request)).encode()

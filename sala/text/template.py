@@ -1,7 +1,7 @@
 """Chat templates, rendered where they can do no harm.
 
-A template is a program from a stranger. It runs in Jinja's immutable sandbox, which stops it from reaching Python, and in
-a process of its own, which can be killed: the sandbox bounds neither time nor memory, a thread cannot be stopped.
+A template is a program from a stranger. It runs in Jinja's immutable sandbox, which stops it from reaching Python, and
+in a process of its own, which can be killed: the sandbox bounds neither time nor memory, a thread cannot be stopped.
 """
 
 import json
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sala.errors import TemplateError
@@ -80,7 +81,8 @@ class _Renderer:
         except (OSError, EOFError):
             self.close()
             raise TemplateError(
-                f"the chat template did not finish within {seconds:.1f} s or ran out of memory", "use another template"
+                f"the chat template did not finish within {seconds:.1f} s or ran out of memory",
+                "use another template",
             ) from None
         except BaseException:
             self.close()  # an answer nobody waits for must not meet the next question
@@ -91,8 +93,13 @@ class _Renderer:
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            command = [sys.executable, "-m", "sala.text.render"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            self.close()
+            command = [sys.executable, "-P", str(Path(__file__).with_name("render.py"))]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+            if self._process.stdout is None or not self._process.stdout.read(1):  # it says when it is ready
+                raise TemplateError("the template renderer did not start", "is jinja2 installed?")
         return self._process
 
     def close(self) -> None:

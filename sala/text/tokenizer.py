@@ -27,7 +27,8 @@ class Tokenizer:
     def __init__(self, definition: str, settings: Mapping[str, Any], template: str | None) -> None:
         self._inner = _build(definition)
         self._settings = settings
-        self._marks = _secret_spellings(definition)
+        self._nonce = "".join(chr(0xE000 + secrets.randbelow(0x1000)) for _ in range(8))
+        self._marks = _secret_spellings(definition, self._nonce)
         self._guarded = _build(_respell(definition, self._marks)) if self._marks else self._inner
         self.bos_id = self._find_bos()
         self._adds_bos = self._wants_bos()
@@ -79,14 +80,31 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The conversation as the template writes it, for people to read."""
-        text = self._render(messages, **options)
+        text = self._render([_visible(message) for message in messages], **options)
         for plain, secret in self._marks.items():
             text = text.replace(secret, plain)
         return text
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """The conversation as token ids: no BOS but what the template writes; nobody's text becomes special."""
-        ids: list[int] = self._guarded.encode(self._render(messages, **options), add_special_tokens=False).ids
+        """The conversation as token ids: no BOS but what the template writes; nobody's text becomes special.
+
+        An assistant's message may carry `token_ids`: they stand for its content as they are, since encoding
+        the text of drawn tokens again need not give the same tokens.
+        """
+        stand_ins = [f"{self._nonce}{index}{self._nonce}" for index in range(len(messages))]
+        given = [_is_spliced(message) for message in messages]
+        prepared = [
+            {**_visible(message), "content": stand_in} if is_given else _visible(message)
+            for message, stand_in, is_given in zip(messages, stand_ins, given, strict=True)
+        ]
+        text = self._render(prepared, **options)
+        ids: list[int] = []
+        for message, stand_in, is_given in zip(messages, stand_ins, given, strict=True):
+            if is_given and stand_in in text:
+                before, _, text = text.partition(stand_in)
+                ids += self._guarded.encode(before, add_special_tokens=False).ids
+                ids += message["token_ids"]
+        ids += self._guarded.encode(text, add_special_tokens=False).ids
         return ids
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -134,11 +152,19 @@ def _content(token: object) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _secret_spellings(definition: str) -> dict[str, str]:
+def _is_spliced(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("token_ids")) and message.get("role") == "assistant" and not message.get("tool_calls")
+
+
+def _visible(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template may see of a message."""
+    return {key: value for key, value in message.items() if key != "token_ids"}
+
+
+def _secret_spellings(definition: str, nonce: str) -> dict[str, str]:
     """Special token → a spelling that nobody can guess, from the private-use area of Unicode."""
     added = json.loads(definition).get("added_tokens") or []
     specials = [token["content"] for token in added if token.get("special")]
-    nonce = "".join(chr(0xE000 + secrets.randbelow(0x1000)) for _ in range(8))
     return {content: f"{nonce}{chr(0xF000 + index)}" for index, content in enumerate(specials)}
 
 

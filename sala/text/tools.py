@@ -55,7 +55,9 @@ def _parameter_types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str,
 def _typed(raw: str, wanted: Any) -> Any:
     """XML knows only text; the tool's schema says what it means. What does not fit stays text."""
     kinds = wanted if isinstance(wanted, list) else [wanted]
-    if "string" in kinds or not any(kind in ("integer", "number", "boolean", "object", "array", "null") for kind in kinds):
+    if "string" in kinds or not any(
+        kind in ("integer", "number", "boolean", "object", "array", "null") for kind in kinds
+    ):
         return raw
     text = {"True": "true", "False": "false", "None": "null"}.get(raw.strip(), raw)
     try:
@@ -119,7 +121,7 @@ def _may_be_call(text: str) -> bool:
     if len(text) > _MAX_CALL:
         return False
     head = text.split(">", 1)[0] + ">" if ">" in text else None
-    return head is None and len(text) < 512 or head is not None and _HEAD.match(head) is not None
+    return (head is None and len(text) < 512) or (head is not None and _HEAD.match(head) is not None)
 
 
 def parse_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[ToolCall]]:

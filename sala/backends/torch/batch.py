@@ -1,6 +1,7 @@
 """A plan, packed for the model: all tokens of all rows in one line, and where each row lies in it."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def pack(plan: Plan, device: torch.device) -> Batch:
 
 def _span(row: Row, device: torch.device) -> Span:
     pages = row.pages
-    is_run = all(after == before + 1 for before, after in zip(pages, pages[1:], strict=False))
+    is_run = all(after == before + 1 for before, after in pairwise(pages))
     return Span(
         start=row.start,
         length=len(row.tokens),

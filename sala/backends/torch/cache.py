@@ -85,9 +85,11 @@ def _write(pool: Tensor, span: Span, start: int, new: Tensor) -> None:
 
 
 class HybridCache:
-    """All layers: `pages[layer]` for the sparse ones, `states[layer]` [slots, H, D, D] in fp32 for the lightning ones."""
+    """All layers: `pages[layer]` of the sparse ones, `states[layer]` [slots, H, D, D] in fp32 of the lightning ones."""
 
-    def __init__(self, config: SalaConfig, num_pages: int, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: SalaConfig, num_pages: int, num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         dim = config.lightning_head_dim
         shape = (num_slots, config.lightning_nh, dim, dim)
         self.pages = {layer: KVPages(num_pages, config, dtype, device) for layer in config.sparse_layers}
@@ -101,15 +103,3 @@ class HybridCache:
     def clear_state(self, slot: int) -> None:
         for states in self.states.values():
             states[slot] = 0
-
-
-def bytes_per_token(config: SalaConfig, element_size: int) -> int:
-    """KV and pooled keys of one token, all sparse layers together (an upper bound by less than one byte)."""
-    stride = config.sparse_config.kernel_stride
-    row = config.num_key_value_heads * config.head_dim * element_size
-    return len(config.sparse_layers) * (2 * row + -(-row * 5 // (4 * stride)))
-
-
-def bytes_per_slot(config: SalaConfig) -> int:
-    """Recurrent state of one sequence, fp32."""
-    return len(config.lightning_layers) * config.lightning_nh * config.lightning_head_dim**2 * 4

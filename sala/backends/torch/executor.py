@@ -7,17 +7,18 @@ import psutil
 import torch
 
 from sala.backends.torch.batch import pack
-from sala.backends.torch.cache import HybridCache, bytes_per_slot, bytes_per_token
+from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.sampler import draw
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError
+from sala.memory import state_bytes, token_bytes
 from sala.protocol import Capacity, Options, Plan, Result, Row
 
 _CACHE_SHARE = 0.5  # of the free memory, when no context length is asked for
-_PREFILL_CHUNK = {"cpu": 512, "cuda": 8192, "mps": 2048}
+_PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}
 
 
 class TorchExecutor:
@@ -69,18 +70,18 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
 def plan_capacity(config: SalaConfig, options: Options, dtype: torch.dtype, device: torch.device) -> Capacity:
     """How many pages there will be: what was asked for, or what half of the free memory holds."""
     page_size = config.sparse_config.block_size
-    token_bytes = max(1, bytes_per_token(config, dtype.itemsize))
-    room = free_bytes(device) - options.num_slots * bytes_per_slot(config)
+    per_token = max(1, token_bytes(config, dtype.itemsize))
+    room = free_bytes(device) - options.num_slots * state_bytes(config)
     if options.ctx is None:
-        ctx = min(config.max_position_embeddings, int(room * _CACHE_SHARE) // token_bytes)
+        ctx = min(config.max_position_embeddings, int(room * _CACHE_SHARE) // per_token)
         ctx = max(ctx, page_size)
     else:
         ctx = options.ctx
-        if ctx < 1 or ctx * token_bytes > room:
-            most = max(0, room // token_bytes)
+        if ctx < 1 or ctx * per_token > room:
+            most = max(0, room // per_token)
             raise InputError(
                 "ctx",
-                f"is {ctx:,}, which needs {ctx * token_bytes / 2**30:.1f} GiB of cache",
+                f"is {ctx:,}, which needs {ctx * per_token / 2**30:.1f} GiB of cache",
                 f"{most:,} tokens fit in the {room / 2**30:.1f} GiB that are free",
             )
     chunk = options.prefill_chunk or _PREFILL_CHUNK.get(device.type, 512)

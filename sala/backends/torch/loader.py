@@ -20,7 +20,8 @@ def load_model(checkpoint: Checkpoint, config: SalaConfig, dtype: torch.dtype, d
     """
     if config.quantization is not None:
         raise CheckpointError(
-            f"{checkpoint.path} is quantized to {config.quantization.bits} bits", "load the original weights instead"
+            f"{checkpoint.path} is quantized to {config.quantization.bits} bits",
+            "load the original weights instead",
         )
     check_tensors(checkpoint, config)
     with torch.device("meta"):
@@ -59,7 +60,11 @@ def pick_device(name: str) -> torch.device:
     except RuntimeError:
         raise InputError("device", f"is {name!r}", "use auto, cpu, cuda, cuda:N or mps") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError("device", f"is {name!r}, but no CUDA device is usable", "use cpu, or install a CUDA build of torch")
+        raise InputError(
+            "device",
+            f"is {name!r}, but no CUDA device is usable",
+            "use cpu, or install a CUDA build of torch",
+        )
     return device
 
 

@@ -79,7 +79,11 @@ class SparseMixer(nn.Module):
     def __init__(self, config: SalaConfig) -> None:
         super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, dim
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            dim,
+        )
         self.sparse = config.sparse_config
         self.rope_theta = config.rope_theta if config.attn_use_rope else None
         width = self.num_heads * dim

@@ -26,7 +26,9 @@ def _slopes(num_heads: int) -> list[float]:
     return _slopes(below) + _slopes(2 * below)[0::2][: num_heads - below]
 
 
-def lightning_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def lightning_step(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """One token per sequence: q, k, v [S, H, D], state [S, H, D, D] fp32 → output [S, H, D] fp32, next state."""
     decay = torch.exp(-slopes)[None, :, None, None]
     state = decay * state + k.float()[..., :, None] * v.float()[..., None, :]
@@ -34,7 +36,9 @@ def lightning_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tenso
     return output[..., 0, :], state
 
 
-def lightning_prefill(q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def lightning_prefill(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """n tokens of one sequence: q, k, v [n, H, D], state [H, D, D] fp32 → output [n, H, D] fp32, next state."""
     if q.shape[0] == 1:
         output, state = lightning_step(q, k, v, state[None], slopes, scale)

@@ -69,7 +69,9 @@ def choose_blocks(scores: Tensor, positions: Tensor, sparse: SparseConfig) -> Te
     return ids[..., :count].masked_fill(ranked[..., :count] == float("-inf"), -1)
 
 
-def select_blocks(q: Tensor, k1: Tensor, k2: Tensor, positions: Tensor, num_blocks: int, sparse: SparseConfig, scale: float) -> Tensor:
+def select_blocks(
+    q: Tensor, k1: Tensor, k2: Tensor, positions: Tensor, num_blocks: int, sparse: SparseConfig, scale: float
+) -> Tensor:
     """Scores and choice together, in tiles of queries: q [n, H, D] → [n, G, C]."""
     row_bytes = 4 * q.shape[1] * max(1, k1.shape[1] + k2.shape[1])
     tile = max(1, SCORE_TILE_BYTES // row_bytes)
@@ -81,7 +83,13 @@ def select_blocks(q: Tensor, k1: Tensor, k2: Tensor, positions: Tensor, num_bloc
 
 
 def sparse_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, chosen: Tensor, positions: Tensor, scale: float
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    chosen: Tensor,
+    positions: Tensor,
+    scale: float,
 ) -> Tensor:
     """Attention over chosen blocks alone.
 

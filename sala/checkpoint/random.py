@@ -1,0 +1,141 @@
+"""Checkpoints with random weights: for tests, for timing, and for trying the tools before a real model is there."""
+
+import json
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from sala.checkpoint.names import expected_tensors
+from sala.checkpoint.writer import new_directory, write_text, write_weights
+from sala.config import SalaConfig, SparseConfig
+from sala.errors import InputError
+
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+# One turn per message; reasoning of earlier turns is left out.
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+RELEASED = SalaConfig(
+    vocab_size=73448,
+    hidden_size=4096,
+    intermediate_size=16384,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=2,
+    head_dim=128,
+    mixer_types=tuple("minicpm4" if i in (0, 9, 16, 17, 22, 29, 30, 31) else "lightning-attn" for i in range(32)),
+    lightning_nh=32,
+    lightning_nkv=32,
+    lightning_head_dim=128,
+    eos_token_id=(2, 73440),
+    pad_token_id=2,
+)
+TINY = SalaConfig(
+    vocab_size=256 + len(SPECIAL),
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=16,
+    mixer_types=("minicpm4", "lightning-attn", "lightning-attn", "minicpm4"),
+    lightning_nh=8,
+    lightning_nkv=8,
+    lightning_head_dim=16,
+    sparse_config=SparseConfig(window_size=256, topk=8, dense_len=1024),
+    dim_model_base=32,
+    bos_token_id=256,
+    eos_token_id=(257, 259),
+    pad_token_id=257,
+    dtype="float32",
+)
+SHAPES = {"tiny": TINY, "9b": RELEASED}
+
+
+def cut_layers(config: SalaConfig, num_layers: int) -> SalaConfig:
+    """The same model with only its first layers."""
+    if not 1 <= num_layers <= config.num_hidden_layers:
+        raise InputError("layers", f"is {num_layers}", f"it must be from 1 to {config.num_hidden_layers}")
+    return replace(config, num_hidden_layers=num_layers, mixer_types=config.mixer_types[:num_layers])
+
+
+def write_random(target: Path, config: SalaConfig, seed: int = 0) -> None:
+    """A complete checkpoint directory; one with a byte tokenizer and chat template if its vocabulary is that small."""
+    dtype = _DTYPES[config.dtype]
+    shapes = expected_tensors(config)
+    specs = {name: (dtype, shape) for name, shape in shapes.items()}
+    with new_directory(target) as draft:
+        write_weights(draft, specs, lambda name: _weights(name, shapes[name], config, seed))
+        write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        if config.vocab_size == TINY.vocab_size:
+            write_byte_tokenizer(draft)
+
+
+def _weights(name: str, shape: tuple[int, ...], config: SalaConfig, seed: int) -> memoryview:
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    if len(shape) == 1:
+        values = np.ones(shape, np.float32)
+    else:
+        values = rng.standard_normal(shape, np.float32)
+        values *= _spread(name, shape, config)
+    if name == "lm_head.weight" and config.vocab_size == TINY.vocab_size:
+        values[~_readable_rows(config.vocab_size)] = 0  # so that a random model babbles in letters
+    return _encode(values, config.dtype).data.cast("B")
+
+
+def _spread(name: str, shape: tuple[int, ...], config: SalaConfig) -> float:
+    """Standard deviation that keeps activations near one."""
+    if name == "model.embed_tokens.weight":
+        return 1.0 / config.scale_emb
+    spread: float = shape[1] ** -0.5
+    return 3.0 * config.logit_divisor * spread if name == "lm_head.weight" else spread
+
+
+def _readable_rows(vocab_size: int) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    rows = np.zeros(vocab_size, np.bool_)
+    rows[[ord(char) for char in "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,"]] = True
+    return rows
+
+
+def _encode(values: Floats, dtype: str) -> "np.ndarray[Any, Any]":
+    if dtype == "float32":
+        return values
+    if dtype == "float16":
+        return values.astype(np.float16)
+    bits = values.view(np.uint32)
+    bits += 0x7FFF + ((bits >> 16) & 1)  # round to nearest even, then keep the upper half
+    return (bits >> 16).astype(np.uint16)
+
+
+def write_byte_tokenizer(directory: Path) -> None:
+    """A tokenizer whose tokens are the 256 bytes and a few special tokens, and a plain chat template."""
+    unicode_of = _byte_alphabet()
+    vocab = {unicode_of[byte]: byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    write_text(directory / "tokenizer.json", tokenizer.to_str())
+    settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "add_bos_token": True}
+    write_text(directory / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+    write_text(directory / "chat_template.jinja", CHAT_TEMPLATE)
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable stand-in of every byte in byte-level tokenizers: itself if it is visible, else from U+0100 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in visible else chr(next(spare)) for byte in range(256)]

@@ -1,0 +1,85 @@
+"""The command `sala`: one file per verb; whatever is heavy is imported inside the command."""
+
+import os
+import signal
+import sys
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from sala.errors import InputError, SalaError
+
+VERBS = {
+    "generate": "Answer one prompt.",
+    "chat": "Talk to a model in the terminal.",
+    "show": "What a checkpoint is: architecture, layers, sizes, memory by context length.",
+    "init": "Make a checkpoint with random weights, to try or time things with.",
+}
+
+
+class Verbs(TyperGroup):
+    """Loads the module of a verb when that verb is called, and not before."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in VERBS:
+            return None
+        module = import_module(f"sala.cli.{cmd_name}")
+        verb = typer.Typer(add_completion=False, rich_markup_mode=None)
+        verb.command(name=cmd_name, help=VERBS[cmd_name])(getattr(module, cmd_name))
+        return typer.main.get_command(verb)
+
+
+# Some versions of typer carry a click of their own: ask it for the class that it raises.
+UsageProblem: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+app = typer.Typer(
+    cls=Verbs, rich_markup_mode=None, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(False, "--version", help="Show the version and exit.", is_eager=True),
+) -> None:
+    """Run, serve, convert and fine-tune MiniCPM-SALA."""
+    if version:
+        from sala import __version__
+
+        typer.echo(f"sala {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 failed, 2 asked wrongly, 130 interrupted."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    try:
+        result: Any = typer.main.get_command(app).main(arguments, prog_name="sala", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:  # the reader has gone (`| head`); keep Python from complaining about it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + getattr(signal, "SIGPIPE", 13)
+    except UsageProblem as error:
+        error.show(file=sys.stderr)  # type: ignore[attr-defined]
+        return error.exit_code  # type: ignore[attr-defined, no-any-return]
+    except InputError as error:
+        fail(error)
+        return 2
+    except SalaError as error:
+        fail(error)
+        return 1
+
+
+def fail(error: Exception) -> None:
+    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(error))
+    print(f"sala: {text}", file=sys.stderr)

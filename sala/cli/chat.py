@@ -1,0 +1,282 @@
+"""`sala chat`: a conversation in the terminal, on a live cache: every turn computes only what is new."""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sala.cli import settings as s
+from sala.cli.generate import show_answer, statistics
+from sala.cli.progress import PrefillBar
+from sala.errors import InputError, SalaError
+
+if TYPE_CHECKING:
+    from sala.llm import LLM, Completion
+
+HELP = """\
+/help          this text
+/clear         forget the conversation (also the word: clear)
+/regen         answer the last question again
+/read FILE     put a text file before your next message
+/set           show the settings; /set NAME VALUE changes one (temperature, top_p, max_tokens, system, …)
+/show          the model and how full the context is
+/save FILE     write the conversation to a file; /load FILE reads one
+/bye           leave (also: quit, exit, Ctrl-D)
+\"\"\"            begins and ends a message of several lines; Ctrl-C stops the answer"""
+WORDS = {"clear": "/clear", "quit": "/bye", "exit": "/bye"}
+FORMAT = "sala-chat-1"
+
+
+def chat(
+    model: s.Model = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Length of an answer at most.")] = 1024,
+    temperature: s.Temperature = 0.7,
+    top_p: s.TopP = 1.0,
+    top_k: s.TopK = 0,
+    min_p: s.MinP = 0.0,
+    seed: s.Seed = None,
+    stop: s.Stop = None,
+    system: s.System = None,
+    no_think: s.NoThink = False,
+    device: s.Device = "auto",
+    dtype: s.Dtype = "auto",
+    ctx: s.Ctx = None,
+    verbose: s.Verbose = False,
+) -> None:
+    from sala.protocol import Sampling
+
+    sampling = Sampling(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
+        stop=tuple(stop or ()), max_tokens=max_tokens,
+    )  # fmt: skip
+    llm = s.load(model, device, dtype, ctx, verbose)
+    s.note(f"{llm.path.name}, context {llm.ctx:,} tokens. /help shows what you can do, /bye leaves.")
+    Conversation(llm, sampling, system, no_think).run(_reader())
+
+
+class Interrupt:
+    """Ctrl-C while it is active sets `is_set`, so that a step can be finished; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True
+
+    def __enter__(self) -> "Interrupt":
+        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+
+class Conversation:
+    def __init__(self, llm: "LLM", sampling: Any, system: str | None, no_think: bool) -> None:
+        self.llm = llm
+        self.sampling = sampling
+        self.system = system
+        self.no_think = no_think
+        self.messages: list[dict[str, Any]] = []
+        self.attached: list[str] = []
+        self.last: Completion | None = None
+
+    def run(self, read: Callable[[], str]) -> None:
+        while True:
+            try:
+                line = read()
+            except KeyboardInterrupt:
+                s.note("(to leave, type /bye or press Ctrl-D)")
+                continue
+            except EOFError:
+                return
+            line = WORDS.get(line.strip(), line)
+            try:
+                if line.startswith("/"):
+                    if not self.command(line.strip()):
+                        return
+                elif line.strip():
+                    self.ask(line)
+            except SalaError as error:
+                s.note(str(error))
+
+    def command(self, line: str) -> bool:
+        """Carry out a command; False to leave."""
+        name, _, rest = line.partition(" ")
+        if name in ("/bye", "/exit", "/quit"):
+            return False
+        commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: s.note(HELP),
+            "/clear": self.clear,
+            "/regen": self.regenerate,
+            "/read": self.attach,
+            "/set": self.set,
+            "/show": self.show,
+            "/save": self.save,
+            "/load": self.load,
+        }
+        if name not in commands:
+            s.note(f"{name} is no command; /help lists them")
+        else:
+            commands[name](rest.strip())
+        return True
+
+    def ask(self, text: str) -> None:
+        content = "\n\n".join([*self.attached, text])
+        self.messages.append({"role": "user", "content": content})
+        try:
+            self.answer()
+        except BaseException:
+            self.messages.pop()  # the question has no answer: it can be asked again
+            raise
+        self.attached = []
+
+    def answer(self) -> None:
+        began = time.perf_counter()
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        with Interrupt() as interrupt, PrefillBar() as bar:
+
+            def on_progress(done: int, total: int) -> None:
+                bar(done, total)
+                if interrupt.is_set and done < total:
+                    raise _Stopped
+
+            events = self.llm.stream_chat([*opening, *self.messages], self.sampling, on_progress=on_progress)
+            shown: list[Any] = []
+            try:
+                completion = show_answer(_until(events, interrupt, shown), self.no_think)
+            except _Stopped:
+                raise SalaError("stopped before the answer began", "what was read is kept") from None
+        if completion is None:
+            partial = "".join(event.delta.text for event in shown)
+            print("\n(stopped)")
+            self.messages.append({"role": "assistant", "content": partial})
+            return
+        print()
+        s.note(statistics(completion, time.perf_counter() - began))
+        self.messages.append(completion.as_message())
+        self.last = completion
+
+    def clear(self, _: str = "") -> None:
+        self.messages, self.attached, self.last = [], [], None
+        s.note("(the conversation is forgotten)")
+
+    def regenerate(self, _: str) -> None:
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise InputError("/regen", "has no answer to replace", "ask something first")
+        old = self.messages.pop()
+        try:
+            self.answer()
+        except BaseException:
+            self.messages.append(old)
+            raise
+
+    def attach(self, name: str) -> None:
+        if not name:
+            raise InputError("/read", "needs a file", "/read FILE")
+        text = s.read_text(name)
+        self.attached.append(text)
+        count = len(self.llm.tokenizer.encode(text, bos=False))
+        s.note(f"({name}: {count:,} tokens, sent with your next message)")
+
+    def set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        settings = {field.name: getattr(self.sampling, field.name) for field in fields(self.sampling)}
+        if not name:
+            for key, current in {"system": self.system, **settings}.items():
+                s.note(f"  {key} = {current!r}")
+        elif name == "system":
+            self.system = value or None
+        elif name in settings and value:
+            try:
+                parsed = json.loads(value)
+            except ValueError:
+                parsed = value
+            self.sampling = replace(self.sampling, **{name: parsed})
+        else:
+            raise InputError("/set", f"does not know {name!r}" if value else "needs a value", "/set NAME VALUE")
+
+    def show(self, _: str) -> None:
+        config = self.llm.config
+        s.note(f"  model    {self.llm.path}")
+        s.note(f"  layers   {len(config.sparse_layers)} sparse, {len(config.lightning_layers)} lightning")
+        used = 0 if self.last is None else self.last.usage.total_tokens
+        s.note(f"  context  {used:,} of {self.llm.ctx:,} tokens, {len(self.messages)} messages")
+
+    def save(self, name: str) -> None:
+        if not name:
+            raise InputError("/save", "needs a file", "/save FILE")
+        text = json.dumps(
+            {"format": FORMAT, "system": self.system, "messages": self.messages}, ensure_ascii=False, indent=1
+        )
+        try:
+            with Path(name).expanduser().open("x", encoding="utf-8") as file:
+                file.write(text + "\n")
+        except FileExistsError:
+            raise InputError("/save", f"{name} exists already", "choose another name, or remove it yourself") from None
+        except OSError as error:
+            raise InputError("/save", f"{name} cannot be written: {error.strerror}") from None
+        s.note(f"(saved to {name})")
+
+    def load(self, name: str) -> None:
+        from sala.llm import check_messages
+
+        if not name:
+            raise InputError("/load", "needs a file", "/load FILE")
+        try:
+            data = json.loads(s.read_text(name))
+            is_ours = isinstance(data, dict) and data.get("format") == FORMAT and isinstance(data["messages"], list)
+        except (ValueError, KeyError, RecursionError):
+            is_ours = False
+        if not is_ours:
+            raise InputError("/load", f"{name} is no saved conversation", "use a file that /save wrote")
+        if data["messages"]:
+            check_messages(data["messages"])
+        self.messages, self.system, self.last = data["messages"], data.get("system"), None
+        s.note(f"({len(self.messages)} messages loaded)")
+
+
+class _Stopped(Exception):
+    """Ctrl-C between two chunks of a prefill."""
+
+
+def _until(events: Any, interrupt: Interrupt, shown: list[Any]) -> Any:
+    for event in events:
+        shown.append(event)
+        yield event
+        if interrupt.is_set and event.completion is None:
+            events.close()
+            return
+
+
+def _reader() -> Callable[[], str]:
+    """Reads one message: with history and editing at a terminal, plainly from a pipe."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return _multi_line(input)
+    from prompt_toolkit import PromptSession
+
+    session: PromptSession[str] = PromptSession()
+    return _multi_line(lambda: session.prompt("> "), lambda: session.prompt(". "))
+
+
+def _multi_line(read: Callable[[], str], read_more: Callable[[], str] | None = None) -> Callable[[], str]:
+    def message() -> str:
+        line = read()
+        if not line.lstrip().startswith('"""'):
+            return line
+        lines = [line.lstrip().removeprefix('"""')]
+        while not lines[-1].rstrip().endswith('"""'):
+            lines.append((read_more or read)())
+        lines[-1] = lines[-1].rstrip().removesuffix('"""')
+        return "\n".join(lines).strip("\n")
+
+    return message

@@ -1,0 +1,141 @@
+"""`sala generate`: one prompt, one answer. The answer goes to stdout, everything else to stderr."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sala.cli import settings as s
+from sala.errors import InputError, SalaError
+
+if TYPE_CHECKING:
+    from sala.llm import Completion, Event
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to ask. Without it, and without -f, stdin is read.")
+    ] = None,
+    model: s.Model = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Length of the answer at most.")] = 256,
+    temperature: s.Temperature = 0.7,
+    top_p: s.TopP = 1.0,
+    top_k: s.TopK = 0,
+    min_p: s.MinP = 0.0,
+    seed: s.Seed = None,
+    stop: s.Stop = None,
+    system: s.System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat format.")] = False,
+    no_think: s.NoThink = False,
+    file: Annotated[
+        list[str] | None, typer.Option("--file", "-f", help="Text before the prompt; - is stdin. Repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a stream of text.")] = False,
+    device: s.Device = "auto",
+    dtype: s.Dtype = "auto",
+    ctx: s.Ctx = None,
+    verbose: s.Verbose = False,
+) -> None:
+    from sala.cli.progress import PrefillBar
+    from sala.protocol import Sampling
+
+    text = _gather(prompt, file or [])
+    sampling = Sampling(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
+        stop=tuple(stop or ()), max_tokens=max_tokens,
+    )  # fmt: skip
+    llm = s.load(model, device, dtype, ctx, verbose)
+    began = time.perf_counter()
+    with PrefillBar() as bar:
+        if raw:
+            events = llm.stream(text, sampling, on_progress=bar)
+        else:
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": text})
+            events = llm.stream_chat(messages, sampling, on_progress=bar)
+        completion = _collect(events) if as_json else show_answer(events, no_think)
+    if completion is None:
+        raise SalaError("the answer was cut off")
+    if as_json:
+        print(json.dumps(_as_json(completion, no_think), ensure_ascii=False))
+    else:
+        print()
+    s.note(statistics(completion, time.perf_counter() - began))
+
+
+def _gather(prompt: str | None, files: list[str]) -> str:
+    parts = [s.read_text(name) for name in files]
+    if prompt is not None:
+        parts.append(prompt)
+    elif not files:
+        if sys.stdin.isatty():
+            raise InputError("prompt", "is missing", "write it after the verb, or use -f FILE")
+        parts.append(s.read_text("-"))
+    text = "\n\n".join(part for part in parts if part)
+    if not text.strip():
+        raise InputError("prompt", "is empty", "write something to answer")
+    return text
+
+
+def _collect(events: "Iterator[Event]") -> "Completion":
+    from sala.llm import last_completion
+
+    return last_completion(events)
+
+
+def show_answer(events: "Iterator[Event]", no_think: bool) -> "Completion | None":
+    """Write the answer as it comes; None if the stream ended early.
+
+    Reasoning stands between its tags, dimmed where there are colours.
+    """
+    completion: Completion | None = None
+    dim, plain = ("\033[2m", "\033[0m") if s.uses_colour(sys.stdout) else ("", "")
+    is_thinking = False
+    for event in events:
+        delta = event.delta
+        if delta.reasoning and not no_think:
+            sys.stdout.write(delta.reasoning if is_thinking else f"{dim}<think>\n{delta.reasoning}")
+            is_thinking = True
+        if (delta.text or delta.tool_call or event.completion) and is_thinking:
+            sys.stdout.write(f"\n</think>{plain}\n\n")
+            is_thinking = False
+        sys.stdout.write(delta.text)
+        if delta.tool_call is not None:
+            sys.stdout.write(f"[{delta.tool_call.name} {json.dumps(delta.tool_call.arguments, ensure_ascii=False)}]")
+        sys.stdout.flush()
+        completion = event.completion or completion
+    return completion
+
+
+def statistics(completion: "Completion", seconds: float) -> str:
+    usage, timings = completion.usage, completion.timings
+    cached = f" ({usage.cached_tokens:,} cached)" if usage.cached_tokens else ""
+    return (
+        f"[prompt {usage.prompt_tokens:,} tokens{cached}, {timings.prompt_per_second:,.1f} tok/s"
+        f" | answer {usage.completion_tokens:,} tokens, {timings.predicted_per_second:,.1f} tok/s"
+        f" | total {seconds:.2f} s | {completion.finish_reason}]"
+    )
+
+
+def _as_json(completion: "Completion", no_think: bool) -> dict[str, Any]:
+    timings = completion.timings
+    out = {
+        "text": completion.text,
+        "reasoning": completion.reasoning,
+        "tool_calls": [asdict(call) for call in completion.tool_calls],
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "usage": {**asdict(completion.usage), "total_tokens": completion.usage.total_tokens},
+        "timings": {
+            **asdict(timings),
+            "prompt_per_second": timings.prompt_per_second,
+            "predicted_per_second": timings.predicted_per_second,
+        },
+    }
+    if no_think:
+        del out["reasoning"]
+    return out

@@ -1,0 +1,89 @@
+"""Flags that several verbs share, and how their values are read."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sala.errors import InputError, ModelNotFound
+
+if TYPE_CHECKING:
+    from sala.llm import LLM
+
+UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
+
+
+def count(text: str) -> int:
+    """A whole number with an optional unit: 128k = 128,000, 128K = 131,072, 1m, 1M."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", text.strip())
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no count; write 4096, 128k or 1M")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", help="Checkpoint directory; or set SALA_MODEL.", envvar="SALA_MODEL")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+Ctx = Annotated[
+    int | None, typer.Option(parser=count, metavar="COUNT", help="Longest sequence in tokens, e.g. 128k or 1M.")
+]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 takes the most probable token.")]
+TopP = Annotated[float, typer.Option(help="Draw from the most probable tokens that make up this share.")]
+TopK = Annotated[int, typer.Option(help="Draw from this many tokens at most; 0: no limit.")]
+MinP = Annotated[float, typer.Option(help="Leave out tokens below this share of the most probable one.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed draws the same tokens.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text. Repeatable.")]
+System = Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")]
+NoThink = Annotated[bool, typer.Option("--no-think", "--hide-thinking", help="Do not show the model's reasoning.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Say more about the run on stderr.")]
+
+
+def find_model(model: str | None) -> Path:
+    if not model:
+        raise InputError("model", "is not given", "use -m DIR, set SALA_MODEL, or make a random one: sala init DIR")
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise ModelNotFound(f"there is no model at {path}", "give a directory that holds a checkpoint")
+    return path
+
+
+def load(model: str | None, device: str, dtype: str, ctx: int | None, verbose: bool) -> "LLM":
+    """Load the model, and say so when it is worth saying."""
+    import time
+
+    path = find_model(model)
+    began = time.perf_counter()
+    from sala.llm import LLM
+
+    llm = LLM(path, device=device, dtype=dtype, ctx=ctx)
+    if verbose:
+        seconds = time.perf_counter() - began
+        note(f"{path}: {llm.config.num_hidden_layers} layers, context {llm.ctx:,}, loaded in {seconds:.1f} s")
+    return llm
+
+
+def note(text: str) -> None:
+    """A line for the reader that is not part of the answer."""
+    print(text, file=sys.stderr)
+
+
+def read_text(name: str) -> str:
+    """A text file, or stdin for `-`."""
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+    except OSError as error:
+        raise InputError("file", f"{name} cannot be read: {error.strerror}") from None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError("file", f"{name} is not UTF-8 text (byte {error.start})", "convert it to text first") from None
+
+
+def uses_colour(stream: object) -> bool:
+    is_terminal = bool(getattr(stream, "isatty", lambda: False)())
+    return is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,105 @@
+"""`sala show`: what a checkpoint is, from its headers alone; no weight is read."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sala.cli import settings as s
+
+if TYPE_CHECKING:
+    from sala.checkpoint.reader import Checkpoint
+    from sala.config import SalaConfig
+
+LENGTHS = {"1K": 1 << 10, "8K": 1 << 13, "128K": 1 << 17, "1M": 1 << 20}
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def show(
+    model: Annotated[str | None, typer.Argument(help="Checkpoint directory.", envvar="SALA_MODEL")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    from sala.checkpoint.names import check_tensors
+    from sala.checkpoint.reader import Checkpoint
+    from sala.config import SalaConfig
+
+    path = s.find_model(model)
+    config = SalaConfig.load(path)
+    with Checkpoint(path) as checkpoint:
+        if config.quantization is None:
+            check_tensors(checkpoint, config)
+        facts = describe(config, checkpoint)
+    if as_json:
+        print(json.dumps(facts, ensure_ascii=False))
+    else:
+        _print(str(path), facts, config)
+
+
+def describe(config: "SalaConfig", checkpoint: "Checkpoint") -> dict[str, Any]:
+    from sala.checkpoint.names import count_parameters
+    from sala.memory import cache_bytes, state_bytes
+
+    element = ELEMENT_BYTES[config.dtype]
+    sparse, quant = config.sparse_config, config.quantization
+    state = state_bytes(config)
+    return {
+        "parameters": count_parameters({name: info.shape for name, info in checkpoint.tensors.items()}),
+        "weight_bytes": checkpoint.nbytes,
+        "files": len({info.file for info in checkpoint.tensors.values()}),
+        "dtype": config.dtype,
+        "quantization": None if quant is None else f"{quant.bits} bits, groups of {quant.group_size}",
+        "layers": config.num_hidden_layers,
+        "sparse_layers": list(config.sparse_layers),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "sparse_heads": [config.num_attention_heads, config.num_key_value_heads, config.head_dim],
+        "lightning_heads": [config.lightning_nh, config.lightning_nkv, config.lightning_head_dim],
+        "blocks_per_query": sparse.num_chosen,
+        "block_size": sparse.block_size,
+        "dense_below": sparse.dense_len,
+        "max_position_embeddings": config.max_position_embeddings,
+        "state_bytes": state,
+        "cache_bytes": {name: cache_bytes(config, length, element) + state for name, length in LENGTHS.items()},
+    }
+
+
+def _print(path: str, facts: dict[str, Any], config: "SalaConfig") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    pattern = Text()
+    for mixer in config.mixers:
+        pattern.append("S" if mixer == "sparse" else "·", style="bold yellow" if mixer == "sparse" else "cyan")
+    q, kv, dim = facts["sparse_heads"]
+    lq, lkv, ldim = facts["lightning_heads"]
+    weights = size(facts["weight_bytes"])
+    blocks = f"{facts['blocks_per_query']} blocks of {facts['block_size']} tokens"
+    rows: list[tuple[str, str | Text]] = [
+        ("parameters", f"{facts['parameters']:,}"),
+        ("weights", f"{weights} in {facts['files']} file(s), {facts['quantization'] or facts['dtype']}"),
+        ("layers", pattern),
+        ("", f"{len(config.sparse_layers)} sparse (S), {len(config.lightning_layers)} lightning (·)"),
+        ("hidden, MLP", f"{facts['hidden_size']:,}, {facts['intermediate_size']:,}"),
+        ("vocabulary", f"{facts['vocab_size']:,}"),
+        ("sparse heads", f"{q} query, {kv} key/value, of {dim}"),
+        ("lightning heads", f"{lq} query, {lkv} key/value, of {ldim}"),
+        ("a query sees", f"{blocks}; everything while there are fewer than {facts['dense_below']:,} tokens"),
+        ("trained context", f"{facts['max_position_embeddings']:,} tokens"),
+    ]
+    for name, count in facts["cache_bytes"].items():
+        rows.append((f"memory at {name}", f"{size(count)} cache + {weights} weights"))
+    table = Table(title=path, show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+
+
+def size(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024  # type: ignore[assignment]
+    return f"{count:.2f} GiB"

@@ -1,0 +1,110 @@
+"""The model by hand: load it, keep its caches, run tokens, draw one. For those who want to own the loop.
+
+>>> model = load_model("path/to/MiniCPM-SALA")
+>>> caches = create_layer_caches(model)
+>>> logits = forward(model, [1, 2, 3], caches)
+>>> token = sample(logits[-1], temperature=0.7)
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sala.config import SalaConfig
+from sala.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sala.backends.torch.cache import HybridCache
+    from sala.backends.torch.model import SalaModel
+
+
+@dataclass(slots=True)
+class LayerCaches:
+    """The past of one sequence, all layers; `length` tokens so far."""
+
+    hybrid: "HybridCache"
+    max_tokens: int
+    length: int = 0
+    sparse_from: int = 0
+
+
+def get_model_args(model_dir: str | Path) -> SalaConfig:
+    """The configuration of a checkpoint."""
+    return SalaConfig.load(model_dir)
+
+
+def load_tokenizer(model_dir: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint."""
+    return Tokenizer.load(model_dir)
+
+
+def load_model(model_dir: str | Path, device: str = "auto", dtype: str = "auto") -> "SalaModel":
+    """The torch model with its weights."""
+    from sala.backends.torch import loader
+    from sala.checkpoint.reader import Checkpoint
+
+    config = SalaConfig.load(model_dir)
+    return loader.load_model(
+        Checkpoint(model_dir), config, loader.pick_dtype(dtype, config), loader.pick_device(device)
+    )
+
+
+def create_layer_caches(model: "SalaModel", max_tokens: int = 8192) -> LayerCaches:
+    """Empty caches for one sequence of at most `max_tokens` tokens."""
+    from sala.backends.torch.cache import HybridCache
+
+    weight = model.lm_head.weight
+    num_pages = -(-max_tokens // model.config.sparse_config.block_size)
+    return LayerCaches(HybridCache(model.config, num_pages, 1, weight.dtype, weight.device), max_tokens)
+
+
+def forward(model: "SalaModel", tokens: Sequence[int], caches: LayerCaches) -> "Tensor":
+    """Run tokens on top of the caches → logits of every one of them, [len(tokens), vocab] in fp32.
+
+    The first call is the prompt: its length decides between dense and sparse attention, as it does in `LLM`.
+    """
+    import torch
+
+    from sala.backends.torch.batch import pack
+    from sala.errors import ContextTooLong
+    from sala.protocol import Plan, Row
+
+    if caches.length + len(tokens) > caches.max_tokens:
+        raise ContextTooLong(caches.length + len(tokens), caches.max_tokens)
+    if caches.length == 0:
+        caches.sparse_from = model.config.sparse_config.sparse_from(len(tokens))
+    num_pages = -(-caches.max_tokens // model.config.sparse_config.block_size)
+    row = Row(tuple(tokens), caches.length, tuple(range(num_pages)), 0, caches.sparse_from)
+    with torch.inference_mode():
+        logits = model.logits(model(pack(Plan((row,)), model.lm_head.weight.device), caches.hybrid))
+    caches.length += len(tokens)
+    return logits
+
+
+def sample(logits: "Tensor", temperature: float = 0.7, seed: int | None = None) -> int:
+    """Draw a token from logits [vocab]; temperature 0 takes the most probable one."""
+    import secrets
+
+    from sala.backends.torch.sampler import draw
+    from sala.protocol import Row, Sampling
+
+    sampling = Sampling(temperature=temperature, seed=secrets.randbits(63) if seed is None else seed)
+    return draw(logits, Row((), 0, (), 0, 0, sampling)).token
+
+
+def is_stop_token(token: int, stop: SalaConfig | Collection[int]) -> bool:
+    """Whether a token ends the answer, by the configuration or by a collection of stop ids."""
+    return token in (stop.eos_token_id if isinstance(stop, SalaConfig) else stop)
+
+
+def format_chat_prompt(system: str, user: str) -> str:
+    """One question in the model's chat format; an empty system prompt is left out.
+
+    The result is text: encode it with `parse_special=True` and no BOS. Prefer `Tokenizer.encode_chat`, which keeps
+    special tokens that somebody wrote into `user` from taking effect.
+    """
+    opening = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
+    return f"{opening}<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
