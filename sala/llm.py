@@ -165,8 +165,7 @@ class LLM:
         **settings: Any,
     ) -> Iterator[Event]:
         """Like `generate` for one prompt, piece by piece; the last event carries the completion."""
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return self._answer(ids, _merge(sampling, settings), Plain(), on_progress)
+        return self._answer(self._to_ids(prompt), _merge(sampling, settings), Plain(), on_progress)
 
     def chat(
         self,
@@ -214,7 +213,7 @@ class LLM:
         """exp of the mean negative log-likelihood of every token after the first; holds one chunk of logits."""
         import numpy as np
 
-        ids = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        ids = self._to_ids(text)
         if len(ids) < 2:
             raise InputError("text", f"has {len(ids)} tokens", "perplexity needs at least two")
         total, at = 0.0, 0
@@ -291,6 +290,13 @@ class LLM:
         )
         usage = Usage(len(ids), len(record.drawn), cached)
         yield Event(Delta(), (), record.completion(finish_reason, usage, timings, sampling, is_cut))
+
+    def _to_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not hasattr(prompt, "__len__"):
+            raise InputError("prompt", f"is {prompt!r}", "give text or a list of token ids")
+        return list(prompt)
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         if not len(ids):
@@ -387,4 +393,4 @@ def _merge(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:
 def _is_batch(prompt: object) -> TypeGuard[Sequence[Prompt]]:
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return False
-    return bool(prompt) and not hasattr(prompt[0], "__index__")
+    return bool(prompt) and hasattr(prompt[0], "__len__")

@@ -50,7 +50,7 @@ class RawTensor:
 
 
 class Checkpoint:
-    """The tensors of a model directory. Close it, or use it in `with`, when no view of it is in use any more."""
+    """The tensors of a model directory."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -86,9 +86,8 @@ class Checkpoint:
         return self._maps[file]
 
     def close(self) -> None:
-        maps, self._maps = self._maps, {}
-        for mapped in maps.values():
-            mapped.close()
+        """Let go of the files; a view that is still in use keeps its own mapped."""
+        self._maps = {}
 
     def __enter__(self) -> "Checkpoint":
         return self

@@ -14,8 +14,8 @@ from sala.errors import InputError, SalaError
 VERBS = {
     "generate": "Answer one prompt.",
     "chat": "Talk to a model in the terminal.",
-    "show": "What a checkpoint is: architecture, layers, sizes, memory by context length.",
-    "init": "Make a checkpoint with random weights, to try or time things with.",
+    "show": "Describe a checkpoint: layers, sizes, memory.",
+    "init": "Make a checkpoint with random weights.",
 }
 
 
@@ -42,16 +42,21 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def options(
-    version: bool = typer.Option(False, "--version", help="Show the version and exit.", is_eager=True),
-) -> None:
-    """Run, serve, convert and fine-tune MiniCPM-SALA."""
-    if version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         from sala import __version__
 
         typer.echo(f"sala {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", is_eager=True, callback=_show_version
+    ),
+) -> None:
+    """Run, serve, convert and fine-tune MiniCPM-SALA."""
 
 
 def main() -> None:

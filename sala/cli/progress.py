@@ -34,8 +34,10 @@ class PrefillBar:
             transient=True,
         )
         self._task = self._progress.add_task("reading", total=None, visible=True, speed=0.0)
-        self._timer = threading.Timer(PATIENCE, self._progress.start)
+        self._timer = threading.Timer(PATIENCE, self._show)
         self._timer.daemon = True
+        self._lock = threading.Lock()
+        self._is_closed = False
         self._first: tuple[float, int] | None = None
         self._is_shown = sys.stderr.isatty()
 
@@ -57,9 +59,17 @@ class PrefillBar:
         speed = (done - at) / (now - began) if now > began else 0.0
         self._progress.update(self._task, total=total, completed=done, speed=speed)
 
+    def _show(self) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._progress.start()
+
     def close(self) -> None:
         self._timer.cancel()
-        self._progress.stop()
+        with self._lock:
+            if not self._is_closed and self._progress.live.is_started:
+                self._progress.stop()
+            self._is_closed = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

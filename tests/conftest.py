@@ -1,0 +1,18 @@
+"""Shared fixtures: golden checkpoints and a tiny random one with tokenizer and chat template."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sala.checkpoint.random import TINY, write_random
+
+DATA = Path(__file__).parent / "data"
+torch.set_num_threads(1)  # the models are tiny: threads only get in each other's way
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    write_random(path, TINY)
+    return path

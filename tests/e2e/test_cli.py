@@ -1,0 +1,172 @@
+"""The command as people use it: answers on stdout, the rest on stderr, exit codes, one-line errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sala.cli.settings import count
+
+SALA = [sys.executable, "-m", "sala"]
+
+
+def sala(
+    *arguments: str, stdin: str | bytes = b"", env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    out = subprocess.run(
+        [*SALA, *arguments], input=data, capture_output=True, timeout=120, env={**os.environ, **(env or {})}
+    )
+    return subprocess.CompletedProcess(out.args, out.returncode, out.stdout.decode(), out.stderr.decode())
+
+
+def test_generate(tiny: Path) -> None:
+    out = sala("generate", "hello", "-m", str(tiny), "-n", "20", "-t", "0")
+    assert out.returncode == 0
+    assert len(out.stdout.strip()) > 5
+    assert "prompt 24 tokens" in out.stderr
+    assert "answer 20 tokens" in out.stderr
+    assert "tok/s" in out.stderr
+    assert "total" in out.stderr
+    again = sala("generate", "hello", "-n", "20", "-t", "0", env={"SALA_MODEL": str(tiny)})
+    assert again.stdout == out.stdout
+
+
+def test_json(tiny: Path) -> None:
+    out = sala("generate", "hello", "-m", str(tiny), "-n", "5", "--json", "--seed", "3")
+    data = json.loads(out.stdout)
+    assert len(data["token_ids"]) == data["usage"]["completion_tokens"] == 5
+    assert data["finish_reason"] == "length"
+    assert data["timings"]["predicted_per_second"] > 0
+
+
+def test_files_stdin_raw_system_stop(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "doc.txt").write_text("a document")
+    base = ["-m", str(tiny), "-t", "0", "-n", "12", "--json"]
+
+    def prompt_tokens(*arguments: str, stdin: str = "") -> int:
+        return json.loads(sala("generate", *arguments, *base, stdin=stdin).stdout)["usage"]["prompt_tokens"]
+
+    assert prompt_tokens("q", "--raw") == 2  # BOS and one byte
+    assert prompt_tokens("--raw", stdin="abc") == 4
+    assert prompt_tokens("q", "--raw", "-f", str(tmp_path / "doc.txt")) == len("a document\n\nq") + 1
+    assert prompt_tokens("q", "--raw", "-f", "-", stdin="xy") == len("xy\n\nq") + 1
+    with_system = prompt_tokens("q", "-s", "be brief") - prompt_tokens("q")
+    assert with_system == len("system\nbe brief\n") + 2
+    text = json.loads(sala("generate", "q", *base).stdout)["text"]
+    stopped = json.loads(sala("generate", "q", *base, "--stop", text[3:6]).stdout)
+    assert stopped["text"] == text[: text.find(text[3:6])]
+    assert stopped["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["generate", "x"], 2, "SALA_MODEL"),
+        (["generate", "x", "-m", "/nowhere"], 1, "no model at /nowhere"),
+        (["generate", "x", "-m", "TINY/config.json"], 1, "config.json"),
+        (["generate", "x", "-m", "TINY", "-t", "-1"], 2, "temperature"),
+        (["generate", "x", "-m", "TINY", "--top-p", "2"], 2, "top_p"),
+        (["generate", "x", "-m", "TINY", "-n", "0"], 2, "max_tokens"),
+        (["generate", "x", "-m", "TINY", "--device", "tpu"], 2, "device"),
+        (["generate", "x", "-m", "TINY", "--ctx", "lots"], 2, "ctx"),
+        (["generate", "x", "-m", "TINY", "--ctx", "19"], 1, "raise --ctx"),
+        (["generate", "-m", "TINY", "-f", "/nowhere"], 2, "cannot be read"),
+        (["generate", "-m", "TINY", "-f", "/"], 2, "cannot be read"),
+        (["generate", "-m", "TINY"], 2, "prompt is empty"),
+        (["generate", "--bogus"], 2, "bogus"),
+        (["frobnicate"], 2, "frobnicate"),
+        (["show", "/nowhere"], 1, "no model"),
+        (["init", "TINY"], 1, "exists already"),
+    ],
+    ids=lambda item: " ".join(item) if isinstance(item, list) else str(item),
+)
+def test_errors(tiny: Path, arguments: list[str], code: int, words: str) -> None:
+    out = sala(*(part.replace("TINY", str(tiny)) for part in arguments), env={"SALA_MODEL": ""})
+    assert out.returncode == code
+    assert words in out.stderr
+    assert "Traceback" not in out.stderr
+    assert out.stdout == ""
+    if out.stderr.startswith("sala: "):
+        assert out.stderr.count("\n") == 1
+
+
+def test_binary_input(tiny: Path) -> None:
+    out = sala("generate", "-m", str(tiny), "-f", "-", stdin=b"\xff\xfe\x00")
+    assert out.returncode == 2
+    assert "not UTF-8" in out.stderr
+
+
+def test_a_closed_pipe_is_no_drama(tiny: Path) -> None:
+    command = f"{sys.executable} -m sala generate hello -m {tiny} -n 400 -t 1 --seed 1 | head -c 5"
+    out = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert len(out.stdout) == 5
+    assert "Traceback" not in out.stderr
+    assert "Exception" not in out.stderr
+
+
+def test_ctrl_c(tiny: Path) -> None:
+    process = subprocess.Popen(
+        [*SALA, "generate", "hello", "-m", str(tiny), "-n", "200000", "-t", "0", "--stop", "never"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.read(10)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_show(tiny: Path) -> None:
+    out = sala("show", str(tiny))
+    assert out.returncode == 0
+    assert "S··S" in out.stdout
+    assert "memory at 1M" in out.stdout
+    facts = json.loads(sala("show", str(tiny), "--json").stdout)
+    assert facts["parameters"] == 739776
+    assert facts["state_bytes"] == 2 * 8 * 16 * 16 * 4
+    assert facts["cache_bytes"]["1M"] - facts["state_bytes"] == (1 << 20) * 2 * (2 * 128 + 10)
+
+
+def test_show_knows_the_release() -> None:
+    """The arithmetic of `show` on the released shapes gives the published memory."""
+    from sala.checkpoint.random import RELEASED
+    from sala.memory import cache_bytes, state_bytes, token_bytes
+
+    assert token_bytes(RELEASED, 2) == 8192 + 320
+    assert state_bytes(RELEASED) == 48 << 20
+    assert (cache_bytes(RELEASED, 1 << 20, 2)) / 2**30 == pytest.approx(8.31, abs=0.005)
+
+
+def test_counts() -> None:
+    assert [count(text) for text in ("4096", "128k", "128K", "1m", "1M", "0.5M")] == [
+        4096, 128_000, 131_072, 1_000_000, 1 << 20, 1 << 19,
+    ]  # fmt: skip
+
+
+def test_version_and_help() -> None:
+    assert sala("--version").stdout.startswith("sala 0.")
+    assert "generate" in sala("--help").stdout
+
+
+def test_the_prefill_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from sala.cli import progress
+
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress.PrefillBar() as bar:
+        bar(0, 1000)
+        time.sleep(0.3)
+        bar(400, 1000)
+        time.sleep(0.3)
+        bar(1000, 1000)
+    shown = capsys.readouterr().err
+    assert "400/1,000 tokens" in shown
+    assert "tok/s" in shown

@@ -1,0 +1,60 @@
+"""Loading a checkpoint of the released shapes costs its weights once, and nothing is read before it is needed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sala.checkpoint.names import check_tensors
+from sala.checkpoint.random import RELEASED, cut_layers, write_random
+from sala.checkpoint.reader import Checkpoint
+from sala.config import SalaConfig
+
+SCRIPT = """
+import json, resource, sys
+import torch
+from sala.llm import LLM
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+torch.ones(256, 256).bfloat16() @ torch.ones(256, 256).bfloat16()
+before = peak()
+llm = LLM(sys.argv[1], device="cpu", dtype=sys.argv[2], ctx=4096)
+loaded = peak() - before
+llm.generate([1, 2, 3, 4], temperature=0, max_tokens=2, ignore_eos=True)
+print(json.dumps({"loaded": loaded, "used": peak() - before}))
+"""
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One sparse and one lightning layer of the real size, the real vocabulary: 2.3 GB."""
+    path = tmp_path_factory.mktemp("big") / "model"
+    write_random(path, cut_layers(RELEASED, 2))
+    return path
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("bfloat16", 1), ("float32", 2)])
+def test_peak_memory(released: Path, dtype: str, factor: int) -> None:
+    out = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(released), dtype], capture_output=True, text=True, check=True
+    )
+    measured = json.loads(out.stdout)
+    weights = Checkpoint(released).nbytes * factor
+    assert weights > 2.2e9
+    if factor == 1:
+        assert measured["loaded"] < 0.1 * weights  # nothing is read at load
+    assert measured["used"] < 1.1 * weights
+
+
+def test_nothing_is_allocated_for_a_lie(tmp_path: Path) -> None:
+    """A header that promises terabytes, and weights of another model, are refused before memory is asked for."""
+    (tmp_path / "m").mkdir()
+    config = RELEASED.to_dict()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    header = json.dumps({"a": {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]}}).encode()
+    (tmp_path / "m" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    from sala.errors import CheckpointError
+
+    with pytest.raises(CheckpointError, match="truncated"):
+        check_tensors(Checkpoint(tmp_path / "m"), SalaConfig.load(tmp_path / "m"))

@@ -1,0 +1,52 @@
+"""Importing is free, and the package holds no door to foreign code."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sala
+
+HEAVY = ("torch", "mlx", "triton", "transformers", "fastapi", "numpy", "jinja2", "tokenizers", "prompt_toolkit")
+PACKAGE = Path(sala.__file__).parent
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sala",
+        "import sala; dir(sala); sala.Sampling; sala.SalaConfig",
+        "from sala.cli import run; run(['--help'])",
+        "from sala.cli import run; run(['generate', '--help'])",
+        "from sala.cli import run; run(['chat', '--help'])",
+    ],
+)
+def test_nothing_heavy_is_loaded(code: str) -> None:
+    check = f"{code}\nimport sys\nprint('LOADED', [name for name in {HEAVY!r} if name in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert "LOADED []" in out.stdout
+
+
+def test_every_public_name_is_there() -> None:
+    for name in sala.__all__:
+        assert getattr(sala, name) is not None
+    with pytest.raises(AttributeError):
+        sala.nothing  # noqa: B018
+
+
+FORBIDDEN = {"pickle", "dill", "marshal", "shelve", "cloudpickle"}
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_no_pickle_no_eval(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            assert not FORBIDDEN & {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] not in FORBIDDEN
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            assert name not in {"eval", "exec", "torch.load", "os.system"}
+            assert not any(keyword.arg == "shell" for keyword in node.keywords)
