@@ -2,18 +2,22 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sala.backends import open_executor
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig, read_json_object
-from sala.engine.live import LiveSequence, Progress
+from sala.engine.engine import Engine, Update
+from sala.engine.sequence import Request, SequenceState
 from sala.errors import ConfigError, InputError, NoTokenizer
-from sala.protocol import Drawn, Options, Sampling
+from sala.protocol import Control, Drawn, Options, Sampling
 from sala.text.answer import Answer, Delta, Plain, Structured
+from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
 from sala.text.detokenize import Detokenizer
 from sala.text.reasoning import OPEN
 from sala.text.tokenizer import Tokenizer
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+Progress = Callable[[int, int], None]  # tokens of the prompt done, tokens in all
+
+MAX_ANSWERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,7 @@ class Completion:
     tool_calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[Drawn] | None = None
     is_whole: bool = True  # all tokens are shown in `text`: nothing was cut at a stop string or taken out
+    stop_token: int | None = None  # the last of `token_ids`, if it ended the answer
 
     def as_message(self) -> dict[str, Any]:
         """The answer as a message of the conversation; where possible with its very tokens, so that nothing of it
@@ -79,7 +87,7 @@ class Completion:
             calls = [{"name": call.name, "arguments": call.arguments} for call in self.tool_calls]
             message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
         if self.is_whole:
-            message["token_ids"] = self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
+            message["token_ids"] = self.token_ids if self.stop_token is None else self.token_ids[:-1]
         return message
 
 
@@ -97,7 +105,7 @@ class Event:
 
 
 class LLM:
-    """Loads a checkpoint directory and answers prompts, one at a time, on a live cache.
+    """Loads a checkpoint directory and answers prompts, one or many at a time.
 
     >>> llm = LLM("path/to/MiniCPM-SALA")
     >>> llm.chat([{"role": "user", "content": "Hello"}]).text
@@ -105,8 +113,11 @@ class LLM:
     - backend: `auto` or `torch`
     - device: `auto`, `cpu`, `cuda`, `cuda:N`, `mps`
     - dtype: `auto` (the checkpoint's own), `bfloat16`, `float16`, `float32`
-    - ctx: longest sequence in tokens; by default what half of the free memory holds, up to the model's own limit
-    - prefill_chunk: tokens computed at a time; it bounds memory and changes no result
+    - ctx: longest sequence in tokens; by default what the cache holds, up to the model's own limit
+    - cache_memory: bytes for the past of all sequences; by default half of the free memory
+    - max_batch: sequences that run at a time; num_snapshots: states kept for reuse
+    - prefill_chunk: tokens computed in a step; it bounds memory and changes no result
+    - speculate: `off`, `lookup` (drafts from the text so far) or `layers` (from the first `draft_layers` layers)
     """
 
     def __init__(
@@ -116,7 +127,13 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         ctx: int | None = None,
+        cache_memory: int | None = None,
+        max_batch: int = 8,
+        num_snapshots: int = 16,
         prefill_chunk: int | None = None,
+        speculate: str = "off",
+        num_draft: int = 4,
+        draft_layers: int = 8,
     ) -> None:
         self.path = Path(model).expanduser()
         self.config = SalaConfig.load(self.path)
@@ -124,9 +141,22 @@ class LLM:
         self._check_vocabulary()
         self.stop_ids = read_stop_ids(self.path, self.config)
         self._checkpoint = Checkpoint(self.path)
-        options = Options(device=device, dtype=dtype, ctx=ctx, prefill_chunk=prefill_chunk)
+        options = Options(
+            device=device,
+            dtype=dtype,
+            ctx=ctx,
+            cache_memory=cache_memory,
+            max_batch=max_batch,
+            num_snapshots=num_snapshots,
+            prefill_chunk=prefill_chunk,
+            speculate=speculate,
+            num_draft=num_draft,
+            draft_layers=draft_layers,
+        )
         self._executor = open_executor(backend, self._checkpoint, self.config, options)
-        self._live = LiveSequence(self._executor, self.config.sparse_config)
+        self.engine = Engine(self._executor, self.config.sparse_config, options)
+        self._grammars = GrammarCompiler(self.path / "tokenizer.json", self.config.vocab_size, self.stop_ids)
+        self._runs: dict[int, _Run] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -144,28 +174,35 @@ class LLM:
         prompt: Prompt | Sequence[Prompt],
         sampling: Sampling | None = None,
         *,
+        n: int = 1,
         on_progress: Progress | None = None,
         **settings: Any,
     ) -> Any:
-        """Continue a text or token ids; for a list of prompts, a list of completions.
+        """Continue a text or token ids → Completion; a list for several prompts, and for several answers (`n` > 1).
 
         `settings` are fields of Sampling, such as `temperature=0`. A string is encoded with BOS as the model wants it;
         special tokens that it spells out stay text (encode with `tokenizer.encode(..., parse_special=True)` otherwise).
+        Several prompts run together, several answers share one reading of their prompt.
         """
+        if not 1 <= n <= MAX_ANSWERS:
+            raise InputError("n", f"is {n}", f"it must be from 1 to {MAX_ANSWERS}")
+        merged = _merge(sampling, settings)
+        prompts = list(prompt) if _is_batch(prompt) else [prompt]
+        all_ids = [self._checked(self._to_ids(one)) for one in prompts]  # type: ignore[arg-type]
+        groups = [self._prepare(ids, merged, Plain, False, n, on_progress) for ids in all_ids]
+        for group in groups:
+            self._submit(group)
+        answers = [[last_completion(self._events(run)) for run in group] for group in groups]
         if _is_batch(prompt):
-            return [self.generate(one, sampling, on_progress=on_progress, **settings) for one in prompt]
-        return last_completion(self.stream(prompt, sampling, on_progress=on_progress, **settings))  # type: ignore[arg-type]
+            return answers if n > 1 else [group[0] for group in answers]
+        return answers[0] if n > 1 else answers[0][0]
 
     def stream(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None = None,
-        *,
-        on_progress: Progress | None = None,
-        **settings: Any,
+        self, prompt: Prompt, sampling: Sampling | None = None, *, on_progress: Progress | None = None, **settings: Any
     ) -> Iterator[Event]:
         """Like `generate` for one prompt, piece by piece; the last event carries the completion."""
-        return self._answer(self._to_ids(prompt), _merge(sampling, settings), Plain(), on_progress)
+        ids = self._checked(self._to_ids(prompt))
+        return self._stream(self._prepare(ids, _merge(sampling, settings), Plain, False, 1, on_progress))
 
     def chat(
         self,
@@ -178,7 +215,7 @@ class LLM:
     ) -> Completion:
         """Answer a conversation in the form `[{"role": "user", "content": "..."}, …]`.
 
-        A conversation that continues the last one computes only what is new.
+        A conversation that continues an earlier one computes only what is new.
         """
         return last_completion(self.stream_chat(messages, sampling, tools=tools, on_progress=on_progress, **settings))
 
@@ -193,9 +230,12 @@ class LLM:
     ) -> Iterator[Event]:
         """Like `chat`, piece by piece; the last event carries the completion."""
         check_messages(messages)
-        ids = self.tokenizer.encode_chat(messages, tools=tools)
+        ids = self._checked(self.tokenizer.encode_chat(messages, tools=tools))
         is_open = self.tokenizer.decode(ids[-16:]).rstrip().endswith(OPEN)
-        return self._answer(ids, _merge(sampling, settings), Structured(tools or (), is_open), on_progress)
+        merged = _merge(sampling, settings)
+        form = partial(Structured, tools or (), is_open)
+        boundary = self._last_message(messages, ids, tools)
+        return self._stream(self._prepare(ids, merged, form, is_open, 1, on_progress, (boundary,)))
 
     def logits(
         self, token_ids: Sequence[int], chunk: int | None = None, prompt_len: int | None = None
@@ -209,87 +249,136 @@ class LLM:
 
         return np.concatenate(list(self._logit_pieces(token_ids, chunk, prompt_len)))
 
-    def perplexity(self, text: str | Sequence[int], chunk: int | None = None) -> float:
-        """exp of the mean negative log-likelihood of every token after the first; holds one chunk of logits."""
+    def score(self, prompt: Prompt, top: int = 0, chunk: int | None = None) -> list[Drawn]:
+        """Log-probability of every token of the prompt after the first, given those before it, with `top` rivals."""
         import numpy as np
 
-        ids = self._to_ids(text)
-        if len(ids) < 2:
-            raise InputError("text", f"has {len(ids)} tokens", "perplexity needs at least two")
-        total, at = 0.0, 0
+        ids = self._checked(self._to_ids(prompt))
+        out: list[Drawn] = []
         for piece in self._logit_pieces(ids, chunk, None):
-            targets = ids[at + 1 : at + 1 + len(piece)]
+            targets = ids[len(out) + 1 : len(out) + 1 + len(piece)]
             scores = piece[: len(targets)].astype(np.float64)
             peak = scores.max(-1, keepdims=True)
-            lse = np.log(np.exp(scores - peak).sum(-1)) + peak[:, 0]
-            total += float((lse - scores[np.arange(len(targets)), targets]).sum())
-            at += len(piece)
-        return math.exp(total / (len(ids) - 1))
+            logprobs = scores - peak - np.log(np.exp(scores - peak).sum(-1, keepdims=True))
+            for row, token in zip(logprobs, targets, strict=True):
+                best = np.argsort(-row, kind="stable")[:top] if top else ()
+                out.append(Drawn(token, float(row[token]), tuple((int(i), float(row[i])) for i in best)))
+        return out
+
+    def perplexity(self, text: Prompt, chunk: int | None = None) -> float:
+        """exp of the mean negative log-likelihood of every token after the first."""
+        scores = self.score(text, chunk=chunk)
+        if not scores:
+            raise InputError("text", "has one token", "perplexity needs at least two")
+        return math.exp(-sum(drawn.logprob or 0.0 for drawn in scores) / len(scores))
 
     def reset(self) -> None:
-        """Forget the live sequence: the next prompt is computed from its first token."""
-        self._live.reset()
+        """Forget all that is cached: the next prompt is computed from its first token."""
+        self.engine.forget()
 
     def close(self) -> None:
         """Give the memory back. The object cannot be used afterwards."""
-        self._live.reset()
+        for run in list(self._runs.values()):
+            self.engine.cancel(run.sequence)
+        self._runs = {}
         self._executor.close()
+
+    def _prepare(
+        self,
+        ids: list[int],
+        sampling: Sampling,
+        form: Callable[[], Plain | Structured],
+        is_open: bool,
+        count: int,
+        on_progress: Progress | None,
+        boundaries: tuple[int, ...] = (),
+    ) -> "list[_Run]":
+        """Check everything that can be wrong with a request; nothing is queued yet."""
+        if self._tokenizer is None and (sampling.stop or sampling.think_budget is not None):
+            raise InputError("stop", "needs a tokenizer, and the checkpoint has none", "leave it out")
+        for token in sampling.logit_bias:
+            if token >= self.config.vocab_size:
+                raise InputError("logit_bias", f"names token {token}", f"ids go to {self.config.vocab_size - 1}")
+        self.engine.check(ids)
+        runs = []
+        for index in range(count):
+            controls, forced = self._controls(sampling, is_open)
+            request = Request(ids, sampling, self.stop_ids, "", boundaries, controls, forced)
+            detokenizer = None if self._tokenizer is None else Detokenizer(self._tokenizer, ids)
+            answer = None if detokenizer is None else Answer(detokenizer, sampling.stop, form())
+            runs.append(_Run(request, answer, on_progress if index == 0 else None))
+        return runs
+
+    def _submit(self, runs: "Sequence[_Run]") -> None:
+        """Queue the answers to one prompt; the first reads it for all."""
+        first: SequenceState | None = None
+        for index, run in enumerate(runs):
+            sequence = self.engine.submit(run.request, first, index)
+            run.begin(sequence)
+            first = first or sequence
+            self._runs[sequence.id] = run
+
+    def _stream(self, runs: "Sequence[_Run]") -> Iterator[Event]:
+        """Queued when the first event is asked for, and not before."""
+        self._submit(runs)
+        yield from self._events(runs[0])
+
+    def _controls(self, sampling: Sampling, is_open: bool) -> tuple[tuple[Control, ...], tuple[int, ...]]:
+        controls: list[Control] = []
+        forced: tuple[int, ...] = ()
+        if sampling.think_budget is not None:
+            budget = ThinkBudget(self.tokenizer, sampling.think_budget, is_open)
+            controls.append(budget)
+            forced = budget.opening
+        if sampling.loop_guard:
+            controls.append(LoopGuard(sampling.loop_guard))
+        grammar = self._grammars.compile(sampling)
+        if grammar is not None:
+            controls.append(grammar)
+        return tuple(controls), forced
+
+    def _last_message(
+        self, messages: Sequence[Message], ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None
+    ) -> int:
+        """Where the last message begins: the place where a conversation is most likely to be continued differently."""
+        if len(messages) < 2:
+            return 0
+        before = self.tokenizer.encode_chat(messages[:-1], tools=tools, add_generation_prompt=False)
+        return next((at for at, pair in enumerate(zip(before, ids, strict=False)) if pair[0] != pair[1]), len(before))
+
+    def _events(self, run: "_Run") -> Iterator[Event]:
+        """Run the engine until this request has ended; leaving early cancels it."""
+        try:
+            run.progress(0)
+            while not run.is_over:
+                if not run.inbox:
+                    self._step()
+                while run.inbox:
+                    yield from run.take(run.inbox.popleft())
+                    if run.is_stopped:
+                        self.engine.cancel(run.sequence, "stop")
+            if run.sequence.error is not None:
+                raise run.sequence.error
+            yield from run.finish()
+        finally:
+            self.engine.cancel(run.sequence)
+            self._runs.pop(run.sequence.id, None)
+
+    def _step(self) -> None:
+        """One step for everybody; each request finds its tokens in its inbox."""
+        for update in self.engine.step():
+            run = self._runs.get(update.sequence.id)
+            if run is not None:
+                run.inbox.append(update)
+        for run in list(self._runs.values()):
+            run.progress(run.sequence.num_computed)
 
     def _logit_pieces(self, token_ids: Sequence[int], chunk: int | None, prompt_len: int | None) -> Iterator[Any]:
         ids = self._checked(token_ids)
         size = self._executor.capacity.prefill_chunk if chunk is None else chunk
         if size < 1:
             raise InputError("chunk", f"is {chunk}", "it must be at least 1")
-        return self._live.logits(ids, len(ids) if prompt_len is None else prompt_len, size)
-
-    def _answer(
-        self, ids: Sequence[int], sampling: Sampling, form: Plain | Structured, on_progress: Progress | None
-    ) -> Iterator[Event]:
-        """Checks at once, computes when iterated."""
-        ids = self._checked(ids)
-        if self._tokenizer is None and sampling.stop:
-            raise InputError("stop", "needs a tokenizer, and the checkpoint has none", "leave it out")
-        for token in sampling.logit_bias:
-            if token >= self.config.vocab_size:
-                raise InputError("logit_bias", f"names token {token}", f"ids go to {self.config.vocab_size - 1}")
-        answer = None if self._tokenizer is None else Answer(Detokenizer(self._tokenizer, ids), sampling.stop, form)
-        return self._events(ids, sampling, answer, on_progress)
-
-    def _events(
-        self, ids: list[int], sampling: Sampling, answer: Answer | None, on_progress: Progress | None
-    ) -> Iterator[Event]:
-        record = _Record()
-        began = time.perf_counter()
-        cached = self._live.prefill(ids, on_progress)
-        prefilled = time.perf_counter()
-        source = self._live.draw(ids, sampling, self.stop_ids)
-        while True:
-            try:
-                drawn = next(source)
-            except StopIteration as end:
-                finish_reason = end.value
-                break
-            if not record.drawn:
-                prefilled = time.perf_counter()  # the first token ends the prefill
-                if on_progress is not None:
-                    on_progress(len(ids), len(ids))
-            record.drawn.append(drawn)
-            is_stop = drawn.token in self.stop_ids and not sampling.ignore_eos
-            deltas = [] if answer is None or is_stop else answer.push(drawn.token)
-            yield from record.events(deltas or [Delta()], (drawn.token,))
-            if answer is not None and answer.is_stopped:
-                finish_reason = "stop"
-                break
-        yield from record.events(answer.finish() if answer is not None else [], ())
-        is_cut = answer is None or answer.is_stopped
-        timings = Timings(
-            len(ids) - cached,
-            prefilled - began,
-            max(0, len(record.drawn) - 1),
-            time.perf_counter() - prefilled,
-        )
-        usage = Usage(len(ids), len(record.drawn), cached)
-        yield Event(Delta(), (), record.completion(finish_reason, usage, timings, sampling, is_cut))
+        return self.engine.score(ids, len(ids) if prompt_len is None else prompt_len, size)
 
     def _to_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -314,16 +403,65 @@ class LLM:
             )
 
 
-class _Record:
-    """Collects what a stream has shown, so that its end can carry the whole."""
+class _Run:
+    """A request on its way through the engine, and what its reader has been shown so far."""
 
-    def __init__(self) -> None:
-        self.drawn: list[Drawn] = []
+    sequence: SequenceState
+
+    def __init__(self, request: Request, answer: Answer | None, on_progress: Progress | None) -> None:
+        self.request = request
+        self.inbox: deque[Update] = deque()
+        self._answer = answer
+        self._on_progress = on_progress
+        self._reported = -1
+        self._drawn: list[Drawn] = []
         self._text = ""
         self._reasoning = ""
         self._calls: list[ToolCall] = []
 
-    def events(self, deltas: Sequence[Delta], tokens: tuple[int, ...]) -> Iterator[Event]:
+    def begin(self, sequence: SequenceState) -> None:
+        self.sequence = sequence
+        self._began = self._first_token = time.perf_counter()
+
+    @property
+    def is_over(self) -> bool:
+        return self.sequence.is_finished and not self.inbox
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._answer is not None and self._answer.is_stopped
+
+    def progress(self, done: int) -> None:
+        """Tell how much of the prompt is read, whenever that changes; the reader may raise to stop."""
+        total = self.sequence.prompt_len
+        done = total if self._drawn else min(done, total - 1)
+        if self._on_progress is not None and done > self._reported:
+            self._reported = done
+            self._on_progress(done, total)
+
+    def take(self, update: Update) -> Iterator[Event]:
+        for drawn in update.drawn:
+            if self.is_stopped:
+                return
+            if not self._drawn:
+                self._first_token = time.perf_counter()
+            self._drawn.append(drawn)
+            self.progress(0)
+            is_end = self._ends_with(drawn.token)
+            deltas = [] if self._answer is None or is_end else self._answer.push(drawn.token)
+            yield from self._show(deltas or [Delta()], (drawn.token,))
+
+    def _ends_with(self, token: int) -> bool:
+        """Whether this is the stop token at the very end, which is not shown."""
+        sequence = self.sequence
+        is_last = sequence.is_finished and len(self._drawn) == len(sequence.drawn)
+        return is_last and sequence.finish_reason == "stop" and token in sequence.request.stop_ids
+
+    def finish(self) -> Iterator[Event]:
+        yield from self._show(self._answer.finish() if self._answer is not None else [], ())
+        yield Event(Delta(), (), self._completion())
+
+    def _show(self, deltas: Sequence[Delta], tokens: tuple[int, ...]) -> Iterator[Event]:
         for index, delta in enumerate(deltas):
             self._text += delta.text
             self._reasoning += delta.reasoning
@@ -333,19 +471,27 @@ class _Record:
                 self._reasoning, self._text = (self._reasoning + self._text).strip(), ""
             yield Event(delta, tokens if index == len(deltas) - 1 else ())
 
-    def completion(
-        self, finish_reason: str, usage: Usage, timings: Timings, sampling: Sampling, is_cut: bool
-    ) -> Completion:
+    def _completion(self) -> Completion:
+        sequence, drawn = self.sequence, self._drawn
+        cached = sequence.num_cached or 0
+        reason = sequence.finish_reason or "stop"
+        is_cut = self._answer is None or self.is_stopped
         return Completion(
             text=self._text.rstrip("\n") if self._calls else self._text,
-            token_ids=[drawn.token for drawn in self.drawn],
-            finish_reason="tool_calls" if self._calls and finish_reason == "stop" else finish_reason,
-            usage=usage,
-            timings=timings,
+            token_ids=[one.token for one in drawn],
+            finish_reason="tool_calls" if self._calls and reason == "stop" else reason,
+            usage=Usage(sequence.prompt_len, len(drawn), cached),
+            timings=Timings(
+                prompt_n=sequence.prompt_len - cached,
+                prompt_s=self._first_token - self._began,
+                predicted_n=max(0, len(drawn) - 1),
+                predicted_s=time.perf_counter() - self._first_token,
+            ),
             reasoning=self._reasoning,
             tool_calls=self._calls,
-            logprobs=self.drawn if sampling.logprobs is not None else None,
+            logprobs=drawn if sequence.sampling.logprobs is not None else None,
             is_whole=not is_cut and not self._reasoning and not self._calls,
+            stop_token=drawn[-1].token if drawn and self._ends_with(drawn[-1].token) else None,
         )
 
 

@@ -27,9 +27,15 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     max_tokens: int = 256
+    min_tokens: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     ignore_eos: bool = False
+    think_budget: int | None = None  # tokens of reasoning at most
+    loop_guard: int = 0  # end an answer that repeats itself for so many tokens; 0: never
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None  # in Lark's syntax
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -42,8 +48,13 @@ class Sampling:
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("max_tokens", self.max_tokens, 1, 1 << 31)
+        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.seed is not None:
             _whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        if self.think_budget is not None:
+            _whole("think_budget", self.think_budget, 0, 1 << 31)
+        if self.loop_guard:
+            _whole("loop_guard", self.loop_guard, 32, 1 << 20)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         self._check_stop()
@@ -83,9 +94,14 @@ class Options:
 
     device: str = "auto"
     dtype: str = "auto"
-    ctx: int | None = None
-    prefill_chunk: int | None = None
-    num_slots: int = 2
+    ctx: int | None = None  # tokens of one sequence
+    cache_memory: int | None = None  # bytes for pages and slots together
+    max_batch: int = 8  # sequences that run at a time
+    num_snapshots: int = 16  # states kept for reuse, at most
+    speculate: str = "off"  # where drafts come from: off, lookup (the text so far), layers (the first of the model)
+    num_draft: int = 4
+    draft_layers: int = 8
+    prefill_chunk: int | None = None  # tokens of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +125,11 @@ class Row:
     slot: int  # state of the lightning layers
     sparse_from: int  # first position under the sparse rule (the regime of the request)
     sampling: Sampling | None = None  # None: a prefill chunk, nothing is drawn
+    num_drafts: int = 0  # trailing guesses to verify
     history: Sequence[int] = ()  # the tokens so far, `tokens` included; only where penalties need them
     prompt_len: int = 0  # how many of `history` are the prompt
+    banned: tuple[int, ...] = ()  # tokens that may not be drawn now
+    mask: bytes | None = None  # one bit per token of the vocabulary, little-endian: which may be drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +148,38 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What each row of the plan drew; None for a prefill chunk."""
+    """What each row of the plan drew: nothing for a prefill chunk, else the accepted drafts and one token more."""
 
-    drawn: tuple[Drawn | None, ...]
+    drawn: tuple[tuple[Drawn, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Bytes of a tensor on their way to or from a file."""
+
+    dtype: str  # as safetensors names it
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a control says about the token it has just seen: tokens that must follow, or an end."""
+
+    force: tuple[int, ...] = ()
+    finish: str | None = None
+
+
+class Control(Protocol):
+    """Steers one sequence: which tokens may come next, what must come, when it is enough."""
+
+    allows_drafts: bool  # whether several tokens may be drawn before it is asked again
+
+    def mask(self) -> bytes | None:
+        """The tokens that may be drawn next, one bit each; None: all."""
+
+    def observe(self, token: int) -> Verdict | None:
+        """A token has been added to the answer."""
 
 
 class Executor(Protocol):
@@ -145,11 +193,23 @@ class Executor(Protocol):
     def logits(self, row: Row) -> Any:
         """Advance one row and return a NumPy array [len(row.tokens), vocab] in float32: for scoring only."""
 
+    def draft(self, plan: Plan, num_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
+        """Guess `count` tokens per row with the first layers alone; no state is advanced."""
+
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy recurrent state from slot to slot, for every (source, target)."""
 
+    def copy_page(self, source: int, target: int, num_rows: int) -> None:
+        """Copy the first rows of a page (and its pooled keys) to another, whose other rows become zero."""
+
     def clear_state(self, slot: int) -> None:
         """Make a slot the state of an empty sequence."""
+
+    def dump(self, pages: Sequence[int], num_tokens: int, slot: int) -> dict[str, Blob]:
+        """Everything that a sequence of so many tokens has in the cache."""
+
+    def restore(self, blobs: Mapping[str, Blob], pages: Sequence[int], num_tokens: int, slot: int) -> None:
+        """The reverse of `dump`; blobs of other names, sizes or precisions are a ValueError, and nothing changes."""
 
     def close(self) -> None:
         """Give memory and files back; further calls are errors."""

@@ -127,8 +127,9 @@ def test_cancelling_a_prefill_keeps_what_was_read(tiny: Path) -> None:
     assert llm.generate("x" * 450, **GREEDY).token_ids == out.token_ids
 
 
-def test_a_failure_in_the_model_forgets_the_cache(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm.generate("hello there", **GREEDY)
+def test_a_failure_in_the_model_ends_that_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm.reset()
+    want = llm.generate("hello there", **GREEDY).token_ids
 
     def explode(plan: object) -> None:
         raise MemoryError
@@ -137,8 +138,8 @@ def test_a_failure_in_the_model_forgets_the_cache(llm: LLM, monkeypatch: pytest.
         patch.setattr(llm._executor, "run", explode)
         with pytest.raises(MemoryError):
             llm.generate("hello there and more", **GREEDY)
-    out = llm.generate("hello there", **GREEDY)
-    assert out.usage.cached_tokens == 0
+    assert llm.engine.integrity() == []
+    assert llm.generate("hello there", **GREEDY).token_ids == want
 
 
 def test_the_context_has_an_end(tiny: Path) -> None:

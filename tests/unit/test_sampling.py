@@ -39,7 +39,7 @@ def test_unknown_settings_are_errors() -> None:
 
 
 def row(sampling: Sampling, position: int = 0, history: tuple[int, ...] = (), prompt_len: int = 0) -> Row:
-    return Row((0,), position, (), 0, 0, sampling, history, prompt_len)
+    return Row((0,), position, (), 0, 0, sampling, history=history, prompt_len=prompt_len)
 
 
 def test_greedy() -> None:

@@ -1,7 +1,7 @@
 """A plan, packed for the model: all tokens of all rows in one line, and where each row lies in it."""
 
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ class Span:
     length: int
     slot: int
     sparse_from: int
+    num_drafts: int
     table: Tensor  # [N] block → page
     first_page: int | None  # set when the pages follow each other: views instead of gathers
 
@@ -26,10 +27,22 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Pending:
+    """Keys and values [n, H, D] of a span with drafts: its state waits until it is known how many are accepted."""
+
+    span: int
+    states: Tensor
+    slopes: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
     spans: tuple[Span, ...]
+    pending: list[Pending] = field(default_factory=list)  # filled by the lightning layers
 
     @property
     def lengths(self) -> list[int]:
@@ -39,9 +52,11 @@ class Batch:
     def slots(self) -> list[int]:
         return [span.slot for span in self.spans]
 
-    def last_rows(self) -> Tensor:
-        """Index of the last token of every span."""
-        return torch.tensor(self.lengths, device=self.tokens.device).cumsum(0) - 1
+    def drawing_rows(self, indices: list[int]) -> Tensor:
+        """Rows whose logits are needed by these spans: the last token of each, and those before its drafts."""
+        ends = list(accumulate(self.lengths))
+        rows = [row for i in indices for row in range(ends[i] - 1 - self.spans[i].num_drafts, ends[i])]
+        return torch.tensor(rows, device=self.tokens.device)
 
 
 def pack(plan: Plan, device: torch.device) -> Batch:
@@ -62,6 +77,7 @@ def _span(row: Row, device: torch.device) -> Span:
         length=len(row.tokens),
         slot=row.slot,
         sparse_from=row.sparse_from,
+        num_drafts=row.num_drafts,
         table=torch.tensor(pages, device=device, dtype=torch.long),
         first_page=pages[0] if pages and is_run else None,
     )

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sala.backends.torch.batch import Span
+from sala.backends.torch.batch import Batch, Span
+from sala.backends.torch.ops.lightning import lightning_fold
 from sala.backends.torch.ops.sparse import pool_keys
 from sala.config import SalaConfig, SparseConfig
 
@@ -94,6 +95,41 @@ class HybridCache:
         shape = (num_slots, config.lightning_nh, dim, dim)
         self.pages = {layer: KVPages(num_pages, config, dtype, device) for layer in config.sparse_layers}
         self.states = {layer: torch.zeros(shape, device=device) for layer in config.lightning_layers}
+
+    def for_drafts(self, slots: Sequence[int], num_layers: int) -> "HybridCache":
+        """A view for guessing: the same pages, but copies of the states, numbered as `slots` are."""
+        view = object.__new__(HybridCache)
+        view.pages = self.pages
+        view.states = {
+            layer: states[list(slots)].clone() for layer, states in self.states.items() if layer < num_layers
+        }
+        return view
+
+    def fold(self, batch: Batch, num_accepted: Sequence[int]) -> None:
+        """Advance the states that waited for a verdict, by as many tokens as were accepted."""
+        for wait in batch.pending:
+            slot, count = batch.spans[wait.span].slot, num_accepted[wait.span]
+            wait.states[slot] = lightning_fold(wait.k[:count], wait.v[:count], wait.states[slot], wait.slopes)
+
+    def copy_page(self, source: int, target: int, num_rows: int) -> None:
+        for layer in self.pages.values():
+            for pool in (layer.k, layer.v):
+                pool[:, target] = 0
+                pool[:, target, :num_rows] = pool[:, source, :num_rows]
+            for pool in (layer.k1, layer.k2):
+                pool[:, target] = pool[:, source]
+
+    def tensors(self, table: Tensor, num_tokens: int, slot: int) -> dict[str, tuple[Tensor, Tensor | slice | int, int]]:
+        """Name → (pool, where in it, rows that count) for everything that one sequence has here."""
+        out: dict[str, tuple[Tensor, Tensor | slice | int, int]] = {}
+        for index, layer in self.pages.items():
+            for name in ("k", "v", "k1", "k2"):
+                pool = getattr(layer, name)
+                rows = num_tokens * pool.shape[2] // layer.sparse.block_size
+                out[f"{name}.{index}"] = (pool, table, rows)
+        for index, states in self.states.items():
+            out[f"state.{index}"] = (states, slot, 0)
+        return out
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         for states in self.states.values():

@@ -1,24 +1,28 @@
 """The torch side of the seam: weights, cache, and `run`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
+from torch import Tensor
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
-from sala.backends.torch.sampler import draw
+from sala.backends.torch.sampler import draw, verify
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.memory import state_bytes, token_bytes
-from sala.protocol import Capacity, Options, Plan, Result, Row
+from sala.protocol import Blob, Capacity, Options, Plan, Result, Row
 
-_CACHE_SHARE = 0.5  # of the free memory, when no context length is asked for
+_CACHE_SHARE = 0.5  # of the free memory, when no budget is given
 _PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}
+_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 class TorchExecutor:
@@ -36,12 +40,31 @@ class TorchExecutor:
         batch = pack(plan, self.device)
         hidden = self.model(batch, self.cache)
         drawing = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
-        drawn: list[Any] = [None] * len(plan.rows)
+        drawn: list[Any] = [()] * len(plan.rows)
         if drawing:
-            logits = self.model.logits(hidden[batch.last_rows()[drawing]])
-            for index, scores in zip(drawing, logits, strict=True):
-                drawn[index] = draw(scores, plan.rows[index])
+            logits = self.model.logits(hidden[batch.drawing_rows(drawing)])
+            for index, scores in zip(
+                drawing, logits.split([plan.rows[i].num_drafts + 1 for i in drawing]), strict=True
+            ):
+                drawn[index] = verify(scores, plan.rows[index])
+            self.cache.fold(batch, [len(tokens) for tokens in drawn])
         return Result(tuple(drawn))
+
+    @torch.inference_mode()
+    def draft(self, plan: Plan, num_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
+        rows = [replace(row, slot=index) for index, row in enumerate(plan.rows)]
+        cache = self.cache.for_drafts([row.slot for row in plan.rows], num_layers)
+        guesses: list[list[int]] = [[] for _ in rows]
+        for _ in range(count):
+            batch = pack(Plan(tuple(rows)), self.device)
+            hidden = self.model(batch, cache, num_layers)
+            logits = self.model.logits(hidden[batch.drawing_rows(list(range(len(rows))))])
+            for index, (row, scores) in enumerate(zip(rows, logits, strict=True)):
+                token = draw(scores, row).token
+                guesses[index].append(token)
+                history = (*row.history, token) if row.history else ()
+                rows[index] = replace(row, tokens=(token,), start=row.start + len(row.tokens), history=history)
+        return tuple(tuple(tokens) for tokens in guesses)
 
     @torch.inference_mode()
     def logits(self, row: Row) -> Any:
@@ -53,11 +76,52 @@ class TorchExecutor:
         self.cache.copy_states(pairs)
 
     @torch.inference_mode()
+    def copy_page(self, source: int, target: int, num_rows: int) -> None:
+        self.cache.copy_page(source, target, num_rows)
+
+    @torch.inference_mode()
     def clear_state(self, slot: int) -> None:
         self.cache.clear_state(slot)
 
+    @torch.inference_mode()
+    def dump(self, pages: Sequence[int], num_tokens: int, slot: int) -> dict[str, Blob]:
+        table = torch.tensor(list(pages), device=self.device)
+        blobs = {}
+        for name, (pool, where, rows) in self.cache.tensors(table, num_tokens, slot).items():
+            tensor = pool[where] if isinstance(where, int) else pool[:, where].flatten(1, 2)[:, :rows]
+            tensor = tensor.contiguous().cpu()
+            raw = tensor.flatten().view(torch.uint8).numpy()
+            blobs[name] = Blob(_NAMES[tensor.dtype], tuple(tensor.shape), raw.data)
+        return blobs
+
+    @torch.inference_mode()
+    def restore(self, blobs: Mapping[str, Blob], pages: Sequence[int], num_tokens: int, slot: int) -> None:
+        table = torch.tensor(list(pages), device=self.device)
+        targets = self.cache.tensors(table, num_tokens, slot)
+        if set(targets) != set(blobs):
+            raise ValueError("other layers")
+        for name, (pool, where, rows) in targets.items():
+            state_shape, page_shape = tuple(pool.shape[1:]), (pool.shape[0], rows, pool.shape[3])
+            shape = state_shape if isinstance(where, int) else page_shape
+            if (blobs[name].dtype, blobs[name].shape) != (_NAMES[pool.dtype], shape):
+                raise ValueError(f"{name} is {blobs[name].dtype} {blobs[name].shape}")
+        for name, (pool, where, rows) in targets.items():
+            tensor = _tensor(blobs[name], pool)
+            if isinstance(where, int):
+                pool[where] = tensor
+                continue
+            per_page = pool.shape[2]
+            index = torch.arange(rows, device=self.device)
+            pool[:, table] = 0
+            pool.flatten(1, 2)[:, table[index // per_page] * per_page + index % per_page] = tensor
+
     def close(self) -> None:
         self.__dict__.clear()
+
+
+def _tensor(blob: Blob, like: Tensor) -> Tensor:
+    raw = np.frombuffer(blob.data, np.uint8).copy()
+    return torch.from_numpy(raw).view(like.dtype).view(blob.shape).to(like.device)
 
 
 def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) -> TorchExecutor:
@@ -68,24 +132,38 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
 
 
 def plan_capacity(config: SalaConfig, options: Options, dtype: torch.dtype, device: torch.device) -> Capacity:
-    """How many pages there will be: what was asked for, or what half of the free memory holds."""
+    """How many pages and slots there will be: as the budget allows, and never less than one sequence needs."""
     page_size = config.sparse_config.block_size
-    per_token = max(1, token_bytes(config, dtype.itemsize))
-    room = free_bytes(device) - options.num_slots * state_bytes(config)
-    if options.ctx is None:
-        ctx = min(config.max_position_embeddings, int(room * _CACHE_SHARE) // per_token)
-        ctx = max(ctx, page_size)
-    else:
-        ctx = options.ctx
-        if ctx < 1 or ctx * per_token > room:
-            most = max(0, room // per_token)
+    page_bytes = page_size * max(1, token_bytes(config, dtype.itemsize))
+    slot_bytes = max(1, state_bytes(config))
+    free = free_bytes(device)
+    budget = int(free * _CACHE_SHARE) if options.cache_memory is None else options.cache_memory
+    least = 2 * slot_bytes + page_bytes
+    if budget < least or budget > free:
+        raise InputError(
+            "cache_memory",
+            f"is {budget / 2**20:,.0f} MiB",
+            f"it must hold one sequence ({least / 2**20:,.1f} MiB) and fit in the {free / 2**30:.1f} GiB that are free",
+        )
+    wanted_slots = options.max_batch + options.num_snapshots
+    num_slots = max(2, min(wanted_slots, budget // 4 // slot_bytes))  # a quarter for states, pages get the rest
+    num_pages = (budget - num_slots * slot_bytes) // page_bytes
+    if options.ctx is not None and options.ctx < 1:
+        raise InputError("ctx", f"is {options.ctx}", "it must be at least 1")
+    ctx = options.ctx if options.ctx is not None else min(config.max_position_embeddings, num_pages * page_size)
+    ctx_pages = -(-ctx // page_size)
+    if options.ctx is not None and ctx_pages > num_pages:
+        if options.cache_memory is None and num_slots * slot_bytes + ctx_pages * page_bytes <= free:
+            num_pages = ctx_pages  # asked for by name: half of the memory is only a default
+        else:
             raise InputError(
                 "ctx",
-                f"is {ctx:,}, which needs {ctx * per_token / 2**30:.1f} GiB of cache",
-                f"{most:,} tokens fit in the {room / 2**30:.1f} GiB that are free",
+                f"is {ctx:,}, which needs {ctx_pages * page_bytes / 2**30:.2f} GiB of pages",
+                f"{num_pages * page_size:,} tokens fit in the budget of {budget / 2**30:.2f} GiB",
             )
-    chunk = options.prefill_chunk or _PREFILL_CHUNK.get(device.type, 512)
-    return Capacity(-(-ctx // page_size), page_size, options.num_slots, chunk, ctx)
+    most_pages = ctx_pages * (options.max_batch + options.num_snapshots)
+    chunk = options.prefill_chunk or _PREFILL_CHUNK.get(device.type, 256)
+    return Capacity(min(num_pages, most_pages), page_size, num_slots, chunk, ctx)
 
 
 def free_bytes(device: torch.device) -> int:

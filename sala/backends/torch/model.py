@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sala.backends.torch.batch import Batch, Span
+from sala.backends.torch.batch import Batch, Pending, Span
 from sala.backends.torch.cache import HybridCache, KVPages
 from sala.backends.torch.ops.attention import dense_attention
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged
@@ -63,14 +63,26 @@ class LightningMixer(nn.Module):
             shared = self.num_heads // self.num_kv_heads
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
         slopes = decay_slopes(self.num_heads, x.device)
-        past = states[batch.slots]
-        o, states[batch.slots] = lightning_ragged(q, k, v, past, batch.lengths, slopes, self.head_dim**-0.5)
+        o, after = lightning_ragged(q, k, v, states[batch.slots], batch.lengths, slopes, self.head_dim**-0.5)
+        self.advance(batch, states, after, slopes, k, v)
         o = o.flatten(1).to(x.dtype)
         if self.o_norm is not None:
             o = self.o_norm(o)
         if self.z_proj is not None:
             o = o * torch.sigmoid(self.z_proj(x))
         return self.o_proj(o)
+
+    def advance(self, batch: Batch, states: Tensor, after: Tensor, slopes: Tensor, k: Tensor, v: Tensor) -> None:
+        """State advances only by accepted tokens: where there are drafts, it waits for the verdict."""
+        if not any(span.num_drafts for span in batch.spans):
+            states[batch.slots] = after
+            return
+        rows = zip(batch.spans, after, k.split(batch.lengths), v.split(batch.lengths), strict=True)
+        for index, (span, state, k_row, v_row) in enumerate(rows):
+            if span.num_drafts:
+                batch.pending.append(Pending(index, states, slopes, k_row, v_row))
+            else:
+                states[span.slot] = state
 
 
 class SparseMixer(nn.Module):
@@ -181,10 +193,13 @@ class SalaModel(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, batch: Batch, cache: HybridCache) -> Tensor:
-        """Runs the batch's tokens on top of the cache, which it extends → normed hidden states [T, hidden]."""
+    def forward(self, batch: Batch, cache: HybridCache, num_layers: int | None = None) -> Tensor:
+        """Runs the batch's tokens on top of the cache, which it extends → normed hidden states [T, hidden].
+
+        With `num_layers`, only the first layers run: a cheap guess at what all of them would say.
+        """
         x = self.model.embed_tokens(batch.tokens) * self.config.scale_emb
-        for index, layer in enumerate(self.model.layers):
+        for index, layer in enumerate(self.model.layers[:num_layers]):
             past = cache.pages[index] if index in cache.pages else cache.states[index]
             x = layer(x, batch, past)
         return self.model.norm(x)

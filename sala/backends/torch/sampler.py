@@ -1,4 +1,8 @@
-"""From logits to a token. A draw depends on the logits, the seed and the position alone, never on the neighbours."""
+"""From logits to tokens. A draw depends on the logits, the seed and the position alone, never on the neighbours.
+
+That is also why speculation loses nothing: every position is drawn as it would have been without drafts, and a draft is
+accepted if it is the token that was drawn.
+"""
 
 import torch
 from torch import Tensor
@@ -17,39 +21,63 @@ def uniform(seed: int, position: int) -> float:
     return (state >> 11) / (1 << 53)
 
 
-def draw(logits: Tensor, row: Row) -> Drawn:
-    """logits [V] in fp32, before any change; `row.sampling` says how to draw."""
+def verify(logits: Tensor, row: Row) -> tuple[Drawn, ...]:
+    """logits [num_drafts + 1, V] after the last certain token and after each draft → accepted drafts and one more."""
+    drafts = row.tokens[len(row.tokens) - row.num_drafts :]
+    out = []
+    for index, scores in enumerate(logits):
+        out.append(draw(scores, row, index))
+        if index < len(drafts) and out[-1].token != drafts[index]:
+            break
+    return tuple(out)
+
+
+def draw(logits: Tensor, row: Row, num_accepted: int = 0) -> Drawn:
+    """logits [V] in fp32, before any change; `row.sampling` says how to draw. The first drafts are taken as certain."""
     sampling = row.sampling
     assert sampling is not None
-    adjusted = adjust(logits, sampling, row)
+    adjusted = adjust(logits, sampling, row, num_accepted)
     if sampling.temperature == 0:
         token = int(adjusted.argmax())
     else:
-        position = row.start + len(row.tokens)
+        position = row.start + len(row.tokens) - row.num_drafts + num_accepted
         token = _draw_at(adjusted / sampling.temperature, sampling, uniform(sampling.seed or 0, position))
     return _with_logprobs(token, logits, sampling.logprobs)
 
 
-def adjust(logits: Tensor, sampling: Sampling, row: Row) -> Tensor:
-    """Bias and penalties, before temperature; the given logits stay as they are."""
-    if not sampling.logit_bias and not sampling.has_penalty:
+def adjust(logits: Tensor, sampling: Sampling, row: Row, num_accepted: int = 0) -> Tensor:
+    """Bias, penalties and bans, before temperature; the given logits stay as they are."""
+    if not (sampling.logit_bias or sampling.has_penalty or row.banned or row.mask):
         return logits
     logits = logits.clone()
     if sampling.has_penalty:
-        _penalise(logits, sampling, row)
+        history = row.history[: len(row.history) - row.num_drafts + num_accepted]
+        _penalise(logits, sampling, torch.tensor(history, device=logits.device, dtype=torch.long), row.prompt_len)
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
+    if row.mask is not None:
+        logits[~_allowed(row.mask, logits)] = float("-inf")
+    if row.banned:
+        logits[list(row.banned)] = float("-inf")
     return logits
 
 
-def _penalise(logits: Tensor, sampling: Sampling, row: Row) -> None:
+def _allowed(mask: bytes, logits: Tensor) -> Tensor:
+    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    allowed = torch.zeros(logits.shape[0], dtype=torch.bool)
+    bits = bits.flatten()[: logits.shape[0]].bool()
+    allowed[: bits.shape[0]] = bits
+    return allowed.to(logits.device)
+
+
+def _penalise(logits: Tensor, sampling: Sampling, history: Tensor, prompt_len: int) -> None:
     """Repetition counts prompt and answer, presence and frequency the answer alone."""
     vocab = logits.shape[0]
-    history = torch.tensor(list(row.history), device=logits.device, dtype=torch.long)
     seen = torch.bincount(history, minlength=vocab) > 0
     penalty = sampling.repetition_penalty
     logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
-    counts = torch.bincount(history[row.prompt_len :], minlength=vocab)
+    counts = torch.bincount(history[prompt_len:], minlength=vocab)
     logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
 
 
@@ -72,6 +100,7 @@ def filters(probs: Tensor, sampling: Sampling) -> Tensor:
         keep &= probs.cumsum(0) - probs < sampling.top_p
     if sampling.min_p > 0.0:
         keep &= probs >= sampling.min_p * probs[0]
+    keep &= probs > 0
     keep[0] = True
     return keep
 

@@ -1,0 +1,1 @@
+"""Who owns which page and which slot. `hybrid` is the only door."""

@@ -1,0 +1,283 @@
+"""The engine: requests in, tokens out, one step at a time. It holds no tensor and knows no framework."""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sala.config import SparseConfig
+from sala.engine.cache.hybrid import Hybrid
+from sala.engine.cache.prefix import as_bytes
+from sala.engine.draft import Speculation, lookup
+from sala.engine.scheduler import Scheduler, Work
+from sala.engine.sequence import Request, SequenceState
+from sala.errors import ContextTooLong, InputError
+from sala.protocol import Drawn, Executor, Options, Plan, Row, Sampling
+
+SPACED_FROM = 2048  # prompts of this length leave snapshots on the way, closer and closer to the end
+NUM_SPACED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a step did for a sequence: tokens that it drew, maybe its end."""
+
+    sequence: SequenceState
+    drawn: tuple[Drawn, ...]
+
+
+class Engine:
+    """Owns the executor. `submit`, then `step` until the sequence is finished."""
+
+    def __init__(self, executor: Executor, sparse: SparseConfig, options: Options, is_measured: bool = True) -> None:
+        self._executor = executor
+        self._sparse = sparse
+        self.hybrid = Hybrid(executor, sparse, options.num_snapshots)
+        self.scheduler = Scheduler(self.hybrid, options.max_batch, executor.capacity.prefill_chunk)
+        self.speculation = Speculation(options.speculate, options.num_draft, options.draft_layers, is_measured)
+        self.before: Callable[[SequenceState], None] | None = None  # a request arrives: is its past elsewhere?
+        self.after: Callable[[SequenceState], None] | None = None  # a sequence has ended: keep its past elsewhere?
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.scheduler.running and not self.scheduler.waiting
+
+    def submit(self, request: Request, sibling: SequenceState | None = None, index: int = 0) -> SequenceState:
+        """Queue a request. Siblings are other answers to the same prompt: they wait until the first has read it."""
+        self.check(request.prompt)
+        limit = self._executor.capacity.max_tokens
+        seed = request.sampling.seed
+        if seed is None:
+            seed = sibling.sampling.seed if sibling is not None else secrets.randbits(62)
+        sequence = SequenceState(
+            request=request,
+            sampling=replace(request.sampling, seed=_other_seed(seed or 0, index)),
+            sparse_from=self._sparse.sparse_from(len(request.prompt)),
+            max_len=min(limit + 1, len(request.prompt) + request.sampling.max_tokens),
+            boundaries=self._boundaries(request),
+            after=sibling,
+            tokens=list(request.prompt),
+            token_bytes=bytearray(as_bytes(request.prompt)),
+            forced=deque(request.forced),
+        )
+        if self.before is not None and sibling is None:
+            self.before(sequence)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Refuse a prompt that can never run."""
+        limit = self._executor.capacity.max_tokens
+        if not len(prompt):
+            raise InputError("prompt", "is empty", "give at least one token")
+        if len(prompt) > limit:
+            raise ContextTooLong(len(prompt), limit)
+
+    def _boundaries(self, request: Request) -> tuple[int, ...]:
+        """Lengths worth a snapshot: those the caller names, where the regimes part, and some on the way."""
+        length = len(request.prompt)
+        spaced = [length - (length >> (k + 1)) for k in range(NUM_SPACED)] if length >= SPACED_FROM else []
+        page = self._executor.capacity.page_size
+        wanted = {*request.boundaries, self._sparse.agreement_len, *(at // page * page for at in spaced)}
+        return tuple(sorted(at for at in wanted if 0 < at < length))
+
+    def cancel(self, sequence: SequenceState, reason: str = "cancelled") -> None:
+        """Stop a sequence at any point; what it has computed may still serve others."""
+        if not sequence.is_finished:
+            sequence.finish_reason = reason
+            self._leave(sequence)
+
+    def forget(self) -> None:
+        """Give up all snapshots."""
+        for snapshot in list(self.hybrid.prefix):
+            self.hybrid.forget(snapshot)
+
+    def step(self) -> list[Update]:
+        """Run the next plan; returns what became of its sequences."""
+        began = time.perf_counter()
+        work = self.scheduler.plan()
+        if not work:
+            return []
+        with self._isolating(work) as failures:
+            work = self._with_drafts(work)
+            result = self._executor.run(Plan(tuple(self._row(item) for item in work)))
+        if failures:
+            return failures
+        updates = [self._advance(item, drawn) for item, drawn in zip(work, result.drawn, strict=True)]
+        if all(update.drawn for update in updates):
+            num_tokens = sum(len(update.drawn) for update in updates)
+            self.speculation.measure(num_tokens, time.perf_counter() - began, any(item.drafts for item in work))
+        return [update for update in updates if update.drawn or update.sequence.is_finished]
+
+    def _with_drafts(self, work: list[Work]) -> list[Work]:
+        """Guesses for the sequences that decode, if guessing is on and all of the step decodes."""
+        if not self.speculation.is_on or not all(self._may_draft(item) for item in work):
+            return work
+        count = self.speculation.num_draft
+        rooms = [min(count, item.sequence.max_len - len(item.sequence.tokens) - 1) for item in work]
+        rooms = [
+            room if room > 0 and self.scheduler.can_draft(item.sequence, room) else 0
+            for item, room in zip(work, rooms, strict=True)
+        ]
+        if self.speculation.mode == "lookup":
+            guesses = [lookup(item.sequence, room) for item, room in zip(work, rooms, strict=True)]
+        else:
+            guesses = self._ask_layers(work, rooms)
+        return [replace(item, drafts=drafts[:room]) for item, drafts, room in zip(work, guesses, rooms, strict=True)]
+
+    def _ask_layers(self, work: list[Work], rooms: list[int]) -> list[tuple[int, ...]]:
+        able = [index for index, room in enumerate(rooms) if room]
+        guesses: list[tuple[int, ...]] = [()] * len(work)
+        if able:
+            plan = Plan(tuple(self._row(work[index]) for index in able))
+            made = self._executor.draft(plan, self.speculation.draft_layers, min(rooms[index] for index in able))
+            for index, tokens in zip(able, made, strict=True):
+                guesses[index] = tokens
+        return guesses
+
+    def _may_draft(self, item: Work) -> bool:
+        controls = item.sequence.request.controls
+        return item.sequence.is_decoding and all(control.allows_drafts for control in controls)
+
+    def _row(self, item: Work) -> Row:
+        sequence = item.sequence
+        assert sequence.slot is not None
+        start, end = sequence.num_computed, sequence.num_computed + item.num_tokens
+        is_drawing = end == len(sequence.tokens)
+        sampling = sequence.sampling
+        tokens = (*sequence.tokens[start:end], *item.drafts)
+        needs_bans = len(sequence.tokens) - sequence.prompt_len < sampling.min_tokens
+        masks = [control.mask() for control in sequence.request.controls] if is_drawing else []
+        return Row(
+            tokens=tokens,
+            start=start,
+            pages=tuple(sequence.pages),
+            slot=sequence.slot,
+            sparse_from=sequence.sparse_from,
+            sampling=sampling if is_drawing else None,
+            num_drafts=len(item.drafts),
+            history=(*sequence.tokens, *item.drafts) if sampling.has_penalty and is_drawing else (),
+            prompt_len=sequence.prompt_len,
+            banned=tuple(sequence.request.stop_ids) if needs_bans else (),
+            mask=next((mask for mask in masks if mask is not None), None),
+        )
+
+    def _advance(self, item: Work, drawn: tuple[Drawn, ...]) -> Update:
+        """Book what a row has done."""
+        sequence = item.sequence
+        sequence.is_suspect = False
+        sequence.num_computed += item.num_tokens + max(0, len(drawn) - 1)
+        if not drawn:
+            self._reached(sequence)
+            return Update(sequence, ())
+        if item.drafts:
+            self.speculation.count(len(item.drafts), len(drawn) - 1)
+        kept: list[Drawn] = []
+        for one in drawn:
+            kept.append(self._take(sequence, one))
+            if sequence.is_finished:
+                break
+        if sequence.is_finished:
+            self._leave(sequence)
+        else:
+            self.hybrid.truncate(sequence)
+        return Update(sequence, tuple(kept))
+
+    def _reached(self, sequence: SequenceState) -> None:
+        """The prefill has come to a boundary, or to the last token but one."""
+        if sequence.num_remaining == 1 or sequence.num_computed in sequence.boundaries:
+            self.hybrid.snapshot(sequence)
+
+    def _take(self, sequence: SequenceState, drawn: Drawn) -> Drawn:
+        """Add a token to the answer; may set the finish reason."""
+        if sequence.forced:
+            drawn = Drawn(sequence.forced.popleft())
+        sequence.append(drawn.token)
+        sequence.drawn.append(drawn)
+        num_drawn = len(sequence.tokens) - sequence.prompt_len
+        if (
+            drawn.token in sequence.request.stop_ids
+            and not sequence.sampling.ignore_eos
+            and num_drawn > sequence.sampling.min_tokens
+        ):
+            sequence.finish_reason = "stop"
+            return drawn
+        for control in sequence.request.controls:
+            verdict = control.observe(drawn.token)
+            if verdict is not None:
+                sequence.forced.extend(verdict.force)
+                sequence.finish_reason = sequence.finish_reason or verdict.finish
+        if sequence.finish_reason is None and len(sequence.tokens) >= sequence.max_len:
+            sequence.finish_reason = "length"
+        return drawn
+
+    def _leave(self, sequence: SequenceState) -> None:
+        self.scheduler.remove(sequence)
+        self.hybrid.donate(sequence)
+        if self.after is not None:
+            self.after(sequence)
+
+    @contextmanager
+    def _isolating(self, work: list[Work]) -> Iterator[list[Update]]:
+        """If a step fails, what its rows have computed cannot be trusted: they start again, each alone.
+
+        One that fails alone is the culprit: it ends with the error, the others go on.
+        """
+        failures: list[Update] = []
+        try:
+            yield failures
+        except Exception as error:
+            sequences = [item.sequence for item in work]
+            for sequence in sequences:
+                self.hybrid.release(sequence)
+                self.scheduler.remove(sequence)
+            if len(sequences) == 1:
+                sequences[0].error = error
+                sequences[0].finish_reason = "error"
+            else:
+                for sequence in sequences:
+                    sequence.is_suspect = True
+                    self.scheduler.requeue(sequence)
+            failures.extend(Update(sequence, ()) for sequence in sequences)
+        except BaseException:
+            for item in work:
+                self.scheduler.preempt(item.sequence)
+            raise
+
+    def score(self, tokens: list[int], prompt_len: int, chunk: int) -> Iterator[Any]:
+        """Logits of all tokens, in pieces: the prompt by chunks, what follows token by token as when decoding."""
+        self.check(tokens)
+        sampling = Sampling()
+        sequence = SequenceState(
+            request=Request(tokens, sampling, salt=f"score {secrets.token_hex(8)}"),
+            sampling=sampling,
+            sparse_from=self._sparse.sparse_from(prompt_len),
+            max_len=len(tokens),
+            boundaries=(),
+            tokens=list(tokens),
+            token_bytes=bytearray(as_bytes(tokens)),
+        )
+        if not self.hybrid.admit(sequence):
+            raise InputError("prompt", "does not fit beside the requests that run", "wait for them, or cancel them")
+        assert sequence.slot is not None
+        try:
+            at = 0
+            while at < len(tokens):
+                size = min(chunk, prompt_len - at) if at < prompt_len else 1
+                piece = tuple(tokens[at : at + size])
+                yield self._executor.logits(Row(piece, at, tuple(sequence.pages), sequence.slot, sequence.sparse_from))
+                at += size
+        finally:
+            self.hybrid.release(sequence)
+
+    def integrity(self) -> list[str]:
+        """What is wrong with the accounts of the cache; nothing, one hopes."""
+        return self.hybrid.integrity(self.scheduler)
+
+
+def _other_seed(seed: int, index: int) -> int:
+    """Seeds of siblings, all within 64 bits."""
+    return (seed + index + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,100 @@
+"""Which sequences run in the next step, and how much of each.
+
+Requests are admitted in the order of arrival. Every step carries one token of each sequence that decodes, and what is
+left of the step's budget goes in equal parts to those that still read their prompts: a short prompt is not stuck behind
+a long one, and nobody starves. When pages run out, the youngest sequence gives way and is computed again later.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sala.engine.cache.hybrid import Hybrid
+from sala.engine.sequence import SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """So many tokens of a sequence in this step, then the drafts."""
+
+    sequence: SequenceState
+    num_tokens: int
+    drafts: tuple[int, ...] = ()
+
+
+class Scheduler:
+    def __init__(self, hybrid: Hybrid, max_batch: int, step_tokens: int) -> None:
+        self._hybrid = hybrid
+        self._max_batch = max_batch
+        self._step_tokens = step_tokens
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []  # in order of arrival
+        self.num_preemptions = 0
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        yield from self.running
+        yield from self.waiting
+
+    def add(self, sequence: SequenceState) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Forget a sequence, wherever it is. Its pages are the caller's business."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def preempt(self, sequence: SequenceState) -> None:
+        """Back to the queue with all its tokens and none of its memory."""
+        self._hybrid.release(sequence)
+        self.running.remove(sequence)
+        self.requeue(sequence)
+        self.num_preemptions += 1
+
+    def requeue(self, sequence: SequenceState) -> None:
+        """Into the queue, at its place by arrival."""
+        at = sum(1 for other in self.waiting if other.id < sequence.id)
+        self.waiting.insert(at, sequence)
+
+    def plan(self) -> list[Work]:
+        self._admit()
+        suspects = [sequence for sequence in self.running if sequence.is_suspect]
+        group = suspects[:1] or list(self.running)
+        decoding = [sequence for sequence in group if sequence.is_decoding and self._has_page(sequence)]
+        decoding = [
+            sequence for sequence in decoding if sequence in self.running
+        ]  # a later one may have been preempted
+        work = [Work(sequence, 1) for sequence in decoding]
+        prefilling = [sequence for sequence in group if sequence in self.running and not sequence.is_decoding]
+        budget = max(len(prefilling), self._step_tokens - len(work))
+        for left, sequence in zip(range(len(prefilling), 0, -1), prefilling, strict=True):
+            share = min(budget // left, sequence.next_stop() - sequence.num_computed)
+            work.append(Work(sequence, share))
+            budget -= share
+        return work
+
+    def _admit(self) -> None:
+        for sequence in list(self.waiting):
+            if len(self.running) >= self._max_batch:
+                return
+            if sequence.after is not None and not self._is_read(sequence.after):
+                continue  # its sibling reads the prompt for both
+            if not self._hybrid.admit(sequence):
+                return  # in order: a large one is not overtaken for ever
+            self.waiting.remove(sequence)
+            at = sum(1 for other in self.running if other.id < sequence.id)
+            self.running.insert(at, sequence)
+
+    def _is_read(self, sibling: SequenceState) -> bool:
+        return sibling.is_finished or sibling.num_computed >= sibling.prompt_len - 1
+
+    def _has_page(self, sequence: SequenceState) -> bool:
+        """Room for the token to come, taken from the youngest if need be."""
+        while sequence in self.running and not self._hybrid.extend(sequence, len(sequence.tokens)):
+            self.preempt(self.running[-1])
+        return sequence in self.running
+
+    def can_draft(self, sequence: SequenceState, count: int) -> bool:
+        """Pages for drafts, but never at the cost of others."""
+        return self._hybrid.extend(sequence, len(sequence.tokens) + count)

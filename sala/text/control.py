@@ -1,0 +1,165 @@
+"""Controls of an answer: a grammar it must follow, a budget for its thoughts, an end to endless repetition."""
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as TooSlow
+from pathlib import Path
+from typing import Any
+
+from sala.errors import InputError, MissingExtra
+from sala.protocol import Sampling, Verdict
+from sala.text.detokenize import Detokenizer
+from sala.text.reasoning import CLOSE, OPEN
+from sala.text.tokenizer import Tokenizer
+
+COMPILE_SECONDS = 2.0
+MAX_GRAMMAR_BYTES = 256 << 10
+CHECK_EVERY = 16  # tokens between two looks for a loop
+_compilers = ThreadPoolExecutor(4, thread_name_prefix="grammar")
+
+
+class ThinkBudget:
+    """Closes the reasoning after so many tokens of it, and lets the answer follow."""
+
+    allows_drafts = False
+
+    def __init__(self, tokenizer: Tokenizer, budget: int, is_open: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._closing = tuple(tokenizer.encode(f"\n{CLOSE}\n\n", bos=False))
+        self._left = budget
+        self._text = ""
+        self._is_open: bool | None = True if is_open else None  # None: not known yet
+        self.opening = self._closing if is_open and budget == 0 else ()  # to be forced before anything is drawn
+        if self.opening:
+            self._is_open = False
+
+    def mask(self) -> bytes | None:
+        return None
+
+    def observe(self, token: int) -> Verdict | None:
+        if self._is_open is False:
+            return None
+        self._text += self._detokenizer.push(token)
+        if self._is_open is None:
+            self._is_open = self._opened()
+            if not self._is_open:
+                return None
+        elif CLOSE in self._text:
+            self._is_open = False
+            return None
+        else:
+            self._text = self._text[-len(CLOSE) :]
+            self._left -= 1
+        if self._left > 0:
+            return None
+        self._is_open = False
+        return Verdict(force=self._closing)
+
+    def _opened(self) -> bool | None:
+        start = self._text.lstrip()
+        if start.startswith(OPEN):
+            self._text = start[len(OPEN) :]
+            return True
+        return None if OPEN.startswith(start) else False
+
+
+class LoopGuard:
+    """Ends an answer whose last `limit` tokens only repeat themselves, with a finish reason of its own."""
+
+    allows_drafts = True
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._tokens: list[int] = []
+
+    def mask(self) -> bytes | None:
+        return None
+
+    def observe(self, token: int) -> Verdict | None:
+        tokens = self._tokens
+        tokens.append(token)
+        if len(tokens) % CHECK_EVERY or len(tokens) < self._limit:
+            return None
+        del tokens[: -2 * self._limit]
+        recent = tokens[-self._limit :]
+        for period in range(1, self._limit // 4 + 1):
+            if recent[period:] == recent[:-period]:
+                return Verdict(finish="repetition")
+        return None
+
+
+class Grammar:
+    """Only tokens that keep the answer inside a JSON schema, a regular expression or a Lark grammar may be drawn."""
+
+    allows_drafts = False
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def mask(self) -> bytes | None:
+        mask: bytes = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise InputError("grammar", f"cannot go on: {self._matcher.get_error()[:200]}")
+        return mask
+
+    def observe(self, token: int) -> Verdict | None:
+        if not self._matcher.consume_token(token):
+            raise InputError("grammar", f"cannot go on: {self._matcher.get_error()[:200]}")
+        return Verdict(finish="stop") if self._matcher.is_stopped() else None
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, away from the thread that runs the model, within a time limit."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, stop_ids: frozenset[int]) -> None:
+        self._file = tokenizer_file
+        self._vocab_size = vocab_size
+        self._stop_ids = sorted(stop_ids)
+        self._tokenizer: Any = None
+
+    def compile(self, sampling: Sampling) -> Grammar | None:
+        """The control for what `sampling` asks for; None if it asks for nothing."""
+        given = {name: getattr(sampling, name) for name in ("json_schema", "regex", "grammar")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given:
+            return None
+        if len(given) > 1:
+            raise InputError(" and ".join(given), "exclude each other", "give one of them")
+        field, text = next(iter(given.items()))
+        if len(text) > MAX_GRAMMAR_BYTES:
+            raise InputError(field, f"has {len(text):,} characters", f"at most {MAX_GRAMMAR_BYTES:,} are allowed")
+        return Grammar(self._in_time(field, lambda: self._matcher(field, text)))
+
+    def _in_time(self, field: str, work: Callable[[], Any]) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        try:
+            return _compilers.submit(work).result(COMPILE_SECONDS)
+        except TooSlow:
+            raise InputError(field, f"takes longer than {COMPILE_SECONDS:g} s to compile", "make it simpler") from None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise InputError(field, f"is not understood: {str(error)[:200]}") from None
+
+    def _load(self) -> Any:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise MissingExtra("llguidance", "server") from None
+        return LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=self._stop_ids or None)
+
+    def _matcher(self, field: str, text: str) -> Any:
+        from llguidance import LLMatcher
+
+        if field == "json_schema":
+            json.loads(text)
+            grammar = LLMatcher.grammar_from_json_schema(text)
+        elif field == "regex":
+            grammar = LLMatcher.grammar_from_regex(text)
+        else:
+            grammar = LLMatcher.grammar_from_lark(text)
+        matcher = LLMatcher(self._tokenizer, grammar)
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher

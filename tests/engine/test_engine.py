@@ -1,0 +1,426 @@
+"""The engine on a fake executor: whatever happens, every answer is the plain one, and nothing leaks."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sala.config import SparseConfig
+from sala.engine.engine import Engine
+from sala.engine.sequence import Request, SequenceState
+from sala.errors import ContextTooLong, InputError
+from sala.protocol import Options, Sampling, Verdict
+from tests.engine.fake import VOCAB, FakeExecutor, Faults, plain
+
+SPARSE = SparseConfig(8, 4, 1, 16, 32, 4, False, 128)
+GREEDY = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def engine(executor: FakeExecutor | None = None, is_measured: bool = False, **options: Any) -> Engine:
+    return Engine(executor or FakeExecutor(), SPARSE, Options(**options), is_measured)
+
+
+def finish(eng: Engine, *sequences: SequenceState, limit: int = 10_000) -> None:
+    for _ in range(limit):
+        if all(sequence.is_finished for sequence in sequences):
+            return
+        eng.step()
+        assert eng.integrity() == []
+    raise AssertionError("starved")
+
+
+def want(request: Request, index: int = 0) -> list[int]:
+    sampling = request.sampling
+    seed = None if sampling.temperature == 0 else (sampling.seed or 0) + index
+    return plain(request.prompt, sampling.max_tokens, seed, SPARSE.sparse_from(len(request.prompt)))
+
+
+def answer(sequence: SequenceState) -> list[int]:
+    return [drawn.token for drawn in sequence.drawn]
+
+
+def prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 95, 96, 97, 127, 128, 200])
+def test_one_request(length: int) -> None:
+    eng = engine()
+    request = Request(prompt(random.Random(length), length), GREEDY)
+    sequence = eng.submit(request)
+    finish(eng, sequence)
+    assert answer(sequence) == want(request)
+    assert sequence.finish_reason == "length"
+    again = eng.submit(request)
+    finish(eng, again)
+    assert answer(again) == want(request)
+    assert again.num_cached == length - 1
+
+
+def test_neighbours_change_nothing() -> None:
+    rng = random.Random(0)
+    eng = engine(FakeExecutor(num_pages=200, num_slots=20))
+    requests = [
+        Request(prompt(rng, rng.randint(1, 150)), Sampling(temperature=1.0, seed=i, max_tokens=20)) for i in range(12)
+    ]
+    sequences = [eng.submit(request) for request in requests]
+    finish(eng, *sequences)
+    for request, sequence in zip(requests, sequences, strict=True):
+        assert answer(sequence) == want(request)
+
+
+def test_a_short_request_is_not_stuck_behind_a_long_one() -> None:
+    eng = engine(FakeExecutor(num_pages=100, ctx=1600, chunk=32))
+    long = eng.submit(Request([1] * 1500, GREEDY))
+    for _ in range(3):
+        eng.step()
+    short = eng.submit(Request([2] * 20, GREEDY))
+    for _ in range(6):
+        eng.step()
+    assert short.drawn
+    assert not long.drawn
+    finish(eng, short, long)
+    assert answer(long) == want(long.request)
+
+
+def test_preemption_loses_nothing() -> None:
+    rng = random.Random(1)
+    eng = engine(FakeExecutor(num_pages=20, num_slots=8, ctx=300), num_snapshots=2)
+    sampling = Sampling(temperature=0.5, seed=3, max_tokens=100)
+    requests = [Request(prompt(rng, 60), sampling) for _ in range(4)]
+    sequences = [eng.submit(request) for request in requests]
+    finish(eng, *sequences)
+    assert eng.scheduler.num_preemptions > 0
+    for request, sequence in zip(requests, sequences, strict=True):
+        assert answer(sequence) == want(request)
+
+
+def test_answers_share_the_reading() -> None:
+    executor = FakeExecutor(num_pages=100, num_slots=12)
+    eng = engine(executor)
+    request = Request(prompt(random.Random(2), 150), Sampling(temperature=1.0, seed=5, max_tokens=10))
+    first = eng.submit(request)
+    siblings = [first, *(eng.submit(request, first, index) for index in range(1, 5))]
+    finish(eng, *siblings)
+    for index, sequence in enumerate(siblings):
+        assert answer(sequence) == want(request, index)
+    assert executor.num_tokens < 150 + 5 * 12
+    assert len({tuple(answer(sequence)) for sequence in siblings}) == 5
+
+
+def test_prefixes_are_reused_wherever_they_end() -> None:
+    """Continue, edit, diverge in the middle, repeat: 60 random prompts, always the plain answer."""
+    rng = random.Random(4)
+    eng = engine(FakeExecutor(num_pages=120, num_slots=14))
+    known = [prompt(rng, 100)]
+    total = reused = 0
+    for _ in range(60):
+        base = rng.choice(known)
+        cut = rng.randint(1, len(base))
+        tokens = (base[:cut] + prompt(rng, rng.randint(0, 30)))[:400]
+        boundary = rng.randint(1, len(tokens))
+        request = Request(tokens, GREEDY, boundaries=(boundary,))
+        sequence = eng.submit(request)
+        finish(eng, sequence)
+        assert answer(sequence) == want(request)
+        known.append(tokens + answer(sequence))
+        total += len(tokens)
+        reused += sequence.num_cached or 0
+    assert reused > total / 8  # cuts are random: most fall between two snapshots
+
+
+def test_regimes_do_not_mix() -> None:
+    eng = engine(FakeExecutor(num_pages=100))
+    base = prompt(random.Random(5), 120)  # dense: below 128 tokens
+    first = eng.submit(Request(base, GREEDY))
+    finish(eng, first)
+    longer = Request(base + [7] * 40, GREEDY)  # sparse: only the first 96 rows agree
+    second = eng.submit(longer)
+    finish(eng, second)
+    assert answer(second) == want(longer)
+    assert (second.num_cached or 0) <= SPARSE.agreement_len
+    assert second.num_cached == SPARSE.agreement_len  # a snapshot was left there on purpose
+
+
+def test_salts_do_not_share() -> None:
+    eng = engine()
+    request = Request([3] * 50, GREEDY, salt="a")
+    finish(eng, eng.submit(request))
+    other = eng.submit(replace_salt(request, "b"))
+    finish(eng, other)
+    assert other.num_cached == 0
+    same = eng.submit(request)
+    finish(eng, same)
+    assert same.num_cached == 49
+
+
+def replace_salt(request: Request, salt: str) -> Request:
+    return Request(request.prompt, request.sampling, salt=salt)
+
+
+def test_snapshots_go_oldest_first() -> None:
+    eng = engine(FakeExecutor(num_pages=100), num_snapshots=4)
+    prompts = [[i] * 40 for i in range(6)]
+    for tokens in prompts:
+        finish(eng, eng.submit(Request(tokens, GREEDY)))
+        assert len(eng.hybrid.prefix) <= 4
+    newest, oldest = eng.submit(Request(prompts[-1], GREEDY)), None
+    finish(eng, newest)
+    assert newest.num_cached == 39
+    oldest = eng.submit(Request(prompts[0], GREEDY))
+    finish(eng, oldest)
+    assert oldest.num_cached == 0
+
+
+@pytest.mark.parametrize("when", [0, 1, 2, 4, 8, 15])
+def test_cancelling_frees_everything(when: int) -> None:
+    eng = engine(num_snapshots=0)
+    stays = eng.submit(Request([1] * 70, GREEDY))
+    goes = eng.submit(Request([2] * 200, GREEDY))
+    for _ in range(when):
+        eng.step()
+    eng.cancel(goes)
+    assert goes.pages == []
+    assert goes.slot is None
+    assert eng.integrity() == []
+    finish(eng, stays)
+    assert answer(stays) == want(stays.request)
+    assert eng.hybrid.pages.num_free == 64
+    assert eng.hybrid.slots.num_free == 8
+
+
+def test_a_cancelled_reading_serves_the_next() -> None:
+    eng = engine(FakeExecutor(num_pages=100))
+    request = Request(prompt(random.Random(6), 300), GREEDY)
+    sequence = eng.submit(request)
+    for _ in range(5):
+        eng.step()
+    done = sequence.num_computed
+    eng.cancel(sequence)
+    again = eng.submit(request)
+    finish(eng, again)
+    assert again.num_cached == done > 0
+    assert answer(again) == want(request)
+
+
+def test_one_bad_request_harms_no_other() -> None:
+    executor = FakeExecutor(num_pages=100)
+    executor.faults = Faults(fail_on=49)
+    eng = engine(executor)
+    good = [eng.submit(Request([i] * 40, Sampling(temperature=0, max_tokens=5))) for i in range(3)]
+    bad = eng.submit(Request([1, 2, 49, 3] * 10, GREEDY))
+    finish(eng, bad, *good)
+    assert isinstance(bad.error, MemoryError)
+    assert bad.finish_reason == "error"
+    for sequence in good:
+        if sequence.error is None:  # unless it happened to draw the token itself
+            assert answer(sequence) == want(sequence.request)
+    executor.faults = Faults()
+    after = eng.submit(Request([1, 2, 49, 3] * 10, GREEDY))
+    finish(eng, after)
+    assert answer(after) == want(after.request)
+
+
+def test_an_interrupt_loses_no_request() -> None:
+    executor = FakeExecutor()
+    eng = engine(executor)
+    sequence = eng.submit(Request([5] * 100, GREEDY))
+    eng.step()
+    run = executor.run
+
+    def interrupt(plan: object) -> None:
+        raise KeyboardInterrupt
+
+    executor.run = interrupt  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        eng.step()
+    executor.run = run  # type: ignore[method-assign]
+    assert eng.integrity() == []
+    finish(eng, sequence)
+    assert answer(sequence) == want(sequence.request)
+
+
+@pytest.mark.parametrize("mode", ["lookup", "layers"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_speculation_changes_nothing(mode: str, temperature: float) -> None:
+    rng = random.Random(7)
+    eng = engine(FakeExecutor(num_pages=200, num_slots=20), speculate=mode, num_draft=4)
+    sampling = Sampling(temperature=temperature, seed=9, max_tokens=60)
+    requests = [Request((prompt(rng, 40) * 3)[: rng.randint(5, 120)], sampling) for _ in range(6)]
+    sequences = [eng.submit(request) for request in requests]
+    finish(eng, *sequences)
+    for request, sequence in zip(requests, sequences, strict=True):
+        assert answer(sequence) == want(request)
+    if mode == "layers":
+        assert eng.speculation.accepted > 0
+        assert 0 < eng.speculation.acceptance < 1
+        assert eng.speculation.tokens_per_round > 1
+    follow = Request(list(requests[0].prompt) + answer(sequences[0]) + [1, 2], GREEDY)
+    last = eng.submit(follow)
+    finish(eng, last)
+    assert answer(last) == want(follow)
+    assert (last.num_cached or 0) > len(requests[0].prompt)
+
+
+@pytest.mark.parametrize("fault", ["advance_rejected", "snapshot_off_by_one"])
+def test_planted_faults_are_caught(fault: str) -> None:
+    executor = FakeExecutor(num_pages=100)
+    executor.faults = replace(Faults(), **{fault: True})
+    eng = engine(executor, speculate="layers")
+    with pytest.raises(AssertionError):
+        for _ in range(3):
+            sequence = eng.submit(Request([4] * 60, replace(GREEDY, max_tokens=30)))
+            finish(eng, sequence)
+            if sequence.error is not None:
+                raise sequence.error
+            assert answer(sequence) == want(sequence.request)
+
+
+def test_drafts_that_do_not_pay_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**6))
+    now = [0.0]
+    executor = FakeExecutor(num_pages=100)
+    original, draft = executor.run, executor.draft
+
+    def run(plan: Any) -> Any:
+        now[0] += 1.0
+        return original(plan)
+
+    def slow(plan: Any, layers: int, count: int) -> Any:
+        now[0] += 5.0
+        next(clock)
+        return draft(plan, layers, count)
+
+    executor.run, executor.draft = run, slow  # type: ignore[method-assign]
+    monkeypatch.setattr("sala.engine.engine.time.perf_counter", lambda: now[0])
+    eng = engine(executor, is_measured=True, speculate="layers")
+    sequence = eng.submit(Request([4] * 60, replace(GREEDY, max_tokens=150)))
+    finish(eng, sequence)
+    assert answer(sequence) == want(sequence.request)
+    assert eng.speculation.off_because is not None
+    assert "switched off" in eng.speculation.summary()
+    assert eng.speculation.rounds < 30
+
+
+class Force:
+    """A control that makes the third token be followed by two given ones, and ends after eight."""
+
+    allows_drafts = False
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def mask(self) -> bytes | None:
+        return None
+
+    def observe(self, token: int) -> Verdict | None:
+        self.seen.append(token)
+        if len(self.seen) == 3:
+            return Verdict(force=(41, 42))
+        return Verdict(finish="enough") if len(self.seen) == 8 else None
+
+
+def test_controls() -> None:
+    eng = engine(speculate="layers")
+    control = Force()
+    sequence = eng.submit(Request([1] * 30, GREEDY, controls=(control,)))
+    finish(eng, sequence)
+    assert sequence.finish_reason == "enough"
+    assert answer(sequence) == control.seen
+    assert control.seen[3:5] == [41, 42]
+    assert len(control.seen) == 8
+
+
+def test_stop_tokens_and_min_tokens() -> None:
+    eng = engine()
+    first = eng.submit(Request([1] * 30, GREEDY))
+    finish(eng, first)
+    stop = answer(first)[4]
+    at = answer(first).index(stop)
+    sampling = replace(GREEDY, ignore_eos=False)
+    sequence = eng.submit(Request([1] * 30, sampling, stop_ids={stop}))
+    finish(eng, sequence)
+    assert answer(sequence) == answer(first)[: at + 1]
+    assert sequence.finish_reason == "stop"
+    executor = eng._executor
+    eng.submit(Request([1] * 30, replace(sampling, min_tokens=8), stop_ids={stop}))
+    eng.step()
+    assert executor.plans[-1].rows[0].banned == (stop,)  # type: ignore[attr-defined]
+
+
+def test_what_can_never_run_is_refused() -> None:
+    eng = engine(FakeExecutor(ctx=100))
+    with pytest.raises(InputError):
+        eng.submit(Request([], GREEDY))
+    with pytest.raises(ContextTooLong, match=r"101 .* 100"):
+        eng.submit(Request([1] * 101, GREEDY))
+    for length, count in ((100, 1), (99, 2)):
+        sequence = eng.submit(Request([1] * length, GREEDY))
+        finish(eng, sequence)
+        assert len(sequence.drawn) == count
+
+
+@given(st.integers(0, 2**32), st.integers(12, 40), st.integers(2, 9), st.sampled_from(["off", "lookup", "layers"]))
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_random_life(seed: int, num_pages: int, num_slots: int, mode: str) -> None:
+    """Requests come, go, repeat, and are cancelled in a cache that is always too small."""
+    rng = random.Random(seed)
+    eng = engine(
+        FakeExecutor(num_pages=num_pages, num_slots=num_slots, chunk=rng.choice([5, 16, 40])),
+        max_batch=rng.randint(1, 5), num_snapshots=rng.randint(0, 6), speculate=mode,
+    )  # fmt: skip
+    known, live, done = [prompt(rng, 30)], [], []
+    for _ in range(120):
+        if rng.random() < 0.25:
+            base = rng.choice(known)
+            tokens = (base[: rng.randint(1, len(base))] + prompt(rng, rng.randint(0, 40)))[:180]
+            sampling = Sampling(
+                temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(99), max_tokens=rng.randint(1, 25)
+            )
+            live.append(eng.submit(Request(tokens, sampling, boundaries=(rng.randint(1, 180),))))
+            known.append(tokens)
+        if live and rng.random() < 0.05:
+            eng.cancel(live.pop(rng.randrange(len(live))))
+        if eng.scheduler.running and rng.random() < 0.05:
+            eng.scheduler.preempt(rng.choice(eng.scheduler.running))
+        if rng.random() < 0.03:
+            eng.forget()
+        eng.step()
+        assert eng.integrity() == []
+        done += [sequence for sequence in live if sequence.is_finished]
+        live = [sequence for sequence in live if not sequence.is_finished]
+    finish(eng, *live)
+    for sequence in [*done, *live]:
+        assert sequence.error is None, sequence.error
+        assert answer(sequence) == want(sequence.request)
+
+
+def test_ten_thousand_operations_leak_nothing() -> None:
+    rng = random.Random(99)
+    eng = engine(FakeExecutor(num_pages=30, num_slots=6, chunk=40), max_batch=4, num_snapshots=3)
+    live: list[SequenceState] = []
+    for number in range(10_000):
+        operation = rng.random()
+        if operation < 0.2:
+            sampling = Sampling(temperature=0, max_tokens=rng.randint(1, 30))
+            live.append(eng.submit(Request([rng.randrange(4)] * rng.randint(1, 150), sampling)))
+        elif operation < 0.3 and live:
+            eng.cancel(live.pop(rng.randrange(len(live))))
+        elif operation < 0.35 and eng.scheduler.running:
+            eng.scheduler.preempt(rng.choice(eng.scheduler.running))
+        elif operation < 0.37 and (oldest := eng.hybrid.prefix.oldest()):
+            eng.hybrid.forget(oldest)
+        else:
+            eng.step()
+        if number % 50 == 0:
+            assert eng.integrity() == []
+            live = [sequence for sequence in live if not sequence.is_finished]
+    for sequence in live:
+        eng.cancel(sequence)
+    eng.forget()
+    assert eng.integrity() == []
+    assert eng.hybrid.pages.num_free == 30
+    assert eng.hybrid.slots.num_free == 6
