@@ -184,9 +184,7 @@ class SalaConfig:
 def read_json_object(file: Path) -> dict[str, Any]:
     """A JSON object from a small file; every failure is one line that names the file."""
     try:
-        if file.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ConfigError(f"{file} is larger than {_MAX_CONFIG_BYTES >> 20} MiB", "this is no configuration file")
-        values = json.loads(file.read_bytes())
+        values = json.loads(read_small_file(file, _MAX_CONFIG_BYTES))
     except FileNotFoundError:
         raise ModelNotFound(f"{file} does not exist", "give a directory that holds a MiniCPM-SALA checkpoint") from None
     except OSError as error:
@@ -198,6 +196,17 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return values
 
 
+def read_small_file(file: Path, limit: int) -> bytes:
+    """The bytes of an ordinary file, never more than `limit` of them."""
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{file} is not a file", "give a directory that holds a checkpoint")
+    with file.open("rb") as handle:
+        data = handle.read(limit + 1)
+    if len(data) > limit:
+        raise ConfigError(f"{file} is larger than {limit >> 20} MiB", "this is not what it should be")
+    return data
+
+
 class _Parser:
     """Takes keys out of the dictionary one by one; what is left at the end is unknown."""
 
@@ -207,7 +216,7 @@ class _Parser:
         self.seen: set[str] = set()
 
     def fail(self, name: str, problem: str, remedy: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {name} {problem}", remedy)
+        return ConfigError(f"{self.where}: {name} {problem}"[:500], remedy)
 
     def take(self, name: str, default: Any = None) -> Any:
         self.seen.add(name)
@@ -225,8 +234,8 @@ class _Parser:
     def real(self, name: str, low: float, high: float, default: float) -> float:
         value = self.take(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not low <= value <= high:
-            raise self.fail(name, f"is {value!r}", f"it must be a number from {low:g} to {high:g}")
+        if not is_number or not low <= value <= high:
+            raise self.fail(name, f"is {value!r}"[:200], f"it must be a number from {low:g} to {high:g}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:

@@ -1,9 +1,11 @@
 """LLM: a checkpoint, ready to answer. The place where tokenizer, engine and executor meet."""
 
+import hashlib
 import math
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from sala.backends import open_executor
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig, read_json_object
+from sala.engine.cache.prefix import as_bytes, as_tokens
+from sala.engine.cache.sessions import SessionStore
 from sala.engine.engine import Engine, Update
 from sala.engine.sequence import Request, SequenceState
-from sala.errors import ConfigError, InputError, NoTokenizer
+from sala.errors import ConfigError, InputError, NoTokenizer, SalaError
 from sala.protocol import Control, Drawn, Options, Sampling
 from sala.text.answer import Answer, Delta, Plain, Structured
 from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
@@ -31,6 +35,7 @@ Message = Mapping[str, Any]
 Progress = Callable[[int, int], None]  # tokens of the prompt done, tokens in all
 
 MAX_ANSWERS = 128
+MIN_DISK_TOKENS = 256  # shorter pasts are computed sooner than read
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,17 @@ class Event:
         return self.delta.text
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One of many requests: a conversation or a prompt, and a key to know its answer by."""
+
+    key: Any
+    sampling: Sampling
+    prompt: Prompt = ()
+    messages: Sequence[Message] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
 class LLM:
     """Loads a checkpoint directory and answers prompts, one or many at a time.
 
@@ -117,6 +133,7 @@ class LLM:
     - cache_memory: bytes for the past of all sequences; by default half of the free memory
     - max_batch: sequences that run at a time; num_snapshots: states kept for reuse
     - prefill_chunk: tokens computed in a step; it bounds memory and changes no result
+    - cache_dir: keep long pasts on disk, across restarts; cache_disk: bytes there at most
     - speculate: `off`, `lookup` (drafts from the text so far) or `layers` (from the first `draft_layers` layers)
     """
 
@@ -134,6 +151,8 @@ class LLM:
         speculate: str = "off",
         num_draft: int = 4,
         draft_layers: int = 8,
+        cache_dir: str | Path | None = None,
+        cache_disk: int | None = None,
     ) -> None:
         self.path = Path(model).expanduser()
         self.config = SalaConfig.load(self.path)
@@ -157,6 +176,54 @@ class LLM:
         self.engine = Engine(self._executor, self.config.sparse_config, options)
         self._grammars = GrammarCompiler(self.path / "tokenizer.json", self.config.vocab_size, self.stop_ids)
         self._runs: dict[int, _Run] = {}
+        self._store = None if cache_dir is None else self.open_store(Path(cache_dir).expanduser(), cache_disk)
+        if self._store is not None:
+            self.engine.before, self.engine.after = self._fetch_past, self._keep_past
+
+    def open_store(self, directory: Path, max_bytes: int | None = None) -> SessionStore:
+        """The sessions of a directory, as far as they belong to this model."""
+        return SessionStore(directory, self.fingerprint(), max_bytes, warnings.warn)
+
+    def fingerprint(self) -> str:
+        """Identifies weights, configuration and precision: what a saved past depends on."""
+        text = f"{self._checkpoint.fingerprint()} {self.config} {self._executor.capacity.dtype}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def save_session(self, store: SessionStore, name: str, prompt: Prompt, on_progress: Progress | None = None) -> int:
+        """Read a prompt and keep its past under a name; returns its number of tokens."""
+        ids = self._checked(self._to_ids(prompt))
+        list(self.stream([*ids, ids[-1]], max_tokens=1, temperature=0, on_progress=on_progress))
+        sparse_from = self.config.sparse_config.sparse_from(len(ids) + 1)
+        snapshot = self.engine.hybrid.prefix.has(as_bytes(ids), len(ids), sparse_from, "")
+        if snapshot is None:
+            raise InputError("session", "does not fit in the cache", "raise --cache-memory")
+        store.save(name, snapshot, self._executor)
+        return len(ids)
+
+    def load_session(self, store: SessionStore, name: str) -> list[int]:
+        """Bring a saved past into the cache; returns its tokens, to be continued."""
+        snapshot = store.load(store.find(name), self.engine.hybrid, self._executor)
+        if snapshot is None:
+            raise InputError("session", "does not fit in the cache", "raise --cache-memory")
+        return as_tokens(snapshot.tokens)
+
+    def _fetch_past(self, sequence: SequenceState) -> None:
+        known = self.engine.hybrid.prefix.find(bytes(sequence.token_bytes), sequence.sparse_from, "")
+        agreement_len = self.config.sparse_config.agreement_len
+        if self._store is not None and not sequence.request.salt:
+            self._store.fetch(
+                bytes(sequence.token_bytes), sequence.sparse_from, agreement_len,
+                known.length if known else 0, self.engine.hybrid, self._executor,
+            )  # fmt: skip
+
+    def _keep_past(self, sequence: SequenceState) -> None:
+        """The prompt without its last token: what the next turn, or the same question again, begins with."""
+        length = sequence.prompt_len - 1
+        if self._store is None or length < MIN_DISK_TOKENS or sequence.request.salt:
+            return
+        snapshot = self.engine.hybrid.prefix.has(bytes(sequence.token_bytes), length, sequence.sparse_from, "")
+        if snapshot is not None:
+            self._store.keep(snapshot, self._executor)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -231,11 +298,68 @@ class LLM:
         """Like `chat`, piece by piece; the last event carries the completion."""
         check_messages(messages)
         ids = self._checked(self.tokenizer.encode_chat(messages, tools=tools))
-        is_open = self.tokenizer.decode(ids[-16:]).rstrip().endswith(OPEN)
+        is_open = self._is_open(ids)
         merged = _merge(sampling, settings)
         form = partial(Structured, tools or (), is_open)
         boundary = self._last_message(messages, ids, tools)
         return self._stream(self._prepare(ids, merged, form, is_open, 1, on_progress, (boundary,)))
+
+    def many(self, calls: Iterable[Call], max_waiting: int = 64) -> Iterator[tuple[Any, "Completion | Exception"]]:
+        """Answer a stream of calls, as many at a time as fit; yields (key, completion or error) in order of completion.
+
+        Calls are taken from the iterable only as there is room for them, so it may be endless.
+        """
+        source = iter(calls)
+        active: dict[int, tuple[Any, _Run]] = {}
+        is_dry = False
+        try:
+            while active or not is_dry:
+                while not is_dry and len(active) < max_waiting:
+                    call = next(source, None)
+                    if call is None:
+                        is_dry = True
+                        break
+                    try:
+                        run = self._prepare_call(call)
+                        self._submit([run])
+                        active[run.sequence.id] = (call.key, run)
+                    except SalaError as error:
+                        yield call.key, error
+                if active:
+                    self._step()
+                for number, (key, run) in list(active.items()):
+                    done = self._drain(run)
+                    if done is not None:
+                        del active[number]
+                        yield key, done
+        finally:
+            for _, run in active.values():
+                self.engine.cancel(run.sequence)
+                self._runs.pop(run.sequence.id, None)
+
+    def _prepare_call(self, call: Call) -> "_Run":
+        if call.messages is None:
+            return self._prepare(self._checked(self._to_ids(call.prompt)), call.sampling, Plain, False, 1, None)[0]
+        check_messages(call.messages)
+        ids = self._checked(self.tokenizer.encode_chat(call.messages, tools=call.tools))
+        is_open = self._is_open(ids)
+        form = partial(Structured, call.tools or (), is_open)
+        return self._prepare(ids, call.sampling, form, is_open, 1, None)[0]
+
+    def _drain(self, run: "_Run") -> "Completion | Exception | None":
+        """Take what has arrived; the completion when it is over."""
+        while run.inbox:
+            list(run.take(run.inbox.popleft()))
+            if run.is_stopped:
+                self.engine.cancel(run.sequence, "stop")
+        if not run.is_over:
+            return None
+        self._runs.pop(run.sequence.id, None)
+        return run.sequence.error or last_completion(run.finish())
+
+    def _is_open(self, ids: Sequence[int]) -> bool:
+        """Whether the template itself begins the reasoning."""
+        return self.tokenizer.decode(ids[-16:], skip_special=False).rstrip().endswith(OPEN)
 
     def logits(
         self, token_ids: Sequence[int], chunk: int | None = None, prompt_len: int | None = None
@@ -468,7 +592,7 @@ class _Run:
             if delta.tool_call is not None:
                 self._calls.append(delta.tool_call)
             if delta.was_reasoning:
-                self._reasoning, self._text = (self._reasoning + self._text).strip(), ""
+                self._reasoning, self._text, self._calls = (self._reasoning + self._text).strip(), "", []
             yield Event(delta, tokens if index == len(deltas) - 1 else ())
 
     def _completion(self) -> Completion:
@@ -527,6 +651,9 @@ def check_messages(messages: Sequence[Message]) -> None:
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InputError(f"messages[{index}]", "has no role", 'use {"role": "user", "content": "..."}')
+        tokens = message.get("token_ids")
+        if tokens is not None and not (isinstance(tokens, list) and all(isinstance(item, int) for item in tokens)):
+            raise InputError(f"messages[{index}].token_ids", "is no list of token ids", "leave it out")
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             raise InputError(f"messages[{index}].content", f"is of type {type(content).__name__}", "give text")

@@ -46,6 +46,7 @@ def load_model(model_dir: str | Path, device: str = "auto", dtype: str = "auto")
     from sala.backends.torch import loader
     from sala.checkpoint.reader import Checkpoint
 
+    model_dir = Path(model_dir).expanduser()
     config = SalaConfig.load(model_dir)
     return loader.load_model(
         Checkpoint(model_dir), config, loader.pick_dtype(dtype, config), loader.pick_device(device)
@@ -84,15 +85,18 @@ def forward(model: "SalaModel", tokens: Sequence[int], caches: LayerCaches) -> "
     return logits
 
 
-def sample(logits: "Tensor", temperature: float = 0.7, seed: int | None = None) -> int:
-    """Draw a token from logits [vocab]; temperature 0 takes the most probable one."""
+def sample(logits: "Tensor", temperature: float = 0.7, seed: int | None = None, position: int = 0) -> int:
+    """Draw a token from logits [vocab]; temperature 0 takes the most probable one.
+
+    With a seed the draw is repeatable: it depends on the seed and on `position`, which should differ from step to step.
+    """
     import secrets
 
     from sala.backends.torch.sampler import draw
     from sala.protocol import Row, Sampling
 
     sampling = Sampling(temperature=temperature, seed=secrets.randbits(63) if seed is None else seed)
-    return draw(logits, Row((), 0, (), 0, 0, sampling)).token
+    return draw(logits, Row((), position, (), 0, 0, sampling)).token
 
 
 def is_stop_token(token: int, stop: SalaConfig | Collection[int]) -> bool:

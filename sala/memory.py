@@ -1,6 +1,10 @@
-"""How many bytes a context costs: the arithmetic that `show` prints and the backends plan with."""
+"""How many bytes a run needs: the arithmetic that `show` and `estimate` print and the backends plan with."""
+
+from dataclasses import dataclass
 
 from sala.config import SalaConfig
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def token_bytes(config: SalaConfig, element_bytes: int) -> int:
@@ -19,3 +23,77 @@ def cache_bytes(config: SalaConfig, num_tokens: int, element_bytes: int) -> int:
 def state_bytes(config: SalaConfig) -> int:
     """Recurrent state of one sequence in fp32: constant, however long it is."""
     return len(config.lightning_layers) * config.lightning_nh * config.lightning_head_dim**2 * 4
+
+
+def weight_bytes(config: SalaConfig, num_parameters: int, bits: int | None, element_bytes: int, group: int = 64) -> int:
+    """Weights as stored, or quantized: codes, a scale and a bias per group; the embedding stays as it is."""
+    if bits is None:
+        return num_parameters * element_bytes
+    embedding = config.vocab_size * config.hidden_size
+    quantized = num_parameters - embedding
+    return embedding * element_bytes + quantized * bits // 8 + quantized // group * 4
+
+
+def activation_bytes(config: SalaConfig, chunk: int, num_tokens: int, element_bytes: int, tile_bytes: int) -> int:
+    """What a step of `chunk` tokens holds for a moment, at its widest place."""
+    width = config.lightning_nh * config.lightning_head_dim
+    mlp = chunk * 3 * config.intermediate_size * element_bytes
+    lightning = chunk * width * (6 * element_bytes + 4 * 6)  # projections, then q, k, v, output and temporaries in fp32
+    windows = num_tokens * 5 // (4 * config.sparse_config.kernel_stride)
+    scores = min(
+        chunk * config.num_attention_heads * windows * 4, max(tile_bytes, config.num_attention_heads * windows * 4)
+    )
+    chosen = config.sparse_config.num_chosen * config.sparse_config.block_size
+    gathered = 2 * config.num_key_value_heads * chosen * config.head_dim * element_bytes
+    sparse = max(3 * scores, min(chunk * gathered, max(tile_bytes, gathered)))
+    is_sparse = bool(config.sparse_layers) and num_tokens >= config.sparse_config.dense_len
+    residual = 4 * chunk * config.hidden_size * element_bytes
+    return residual + max(mlp, lightning, sparse if is_sparse else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes by purpose, for sequences of `num_tokens` tokens each."""
+
+    num_tokens: int
+    weights: int
+    pages: int
+    states: int
+    snapshots: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.pages + self.states + self.snapshots + self.activations
+
+
+def estimate(
+    config: SalaConfig,
+    num_parameters: int,
+    num_tokens: int,
+    batch: int = 1,
+    bits: int | None = None,
+    num_snapshots: int = 1,
+    chunk: int = 256,
+    element_bytes: int = 2,
+    tile_bytes: int = 64 << 20,
+) -> Estimate:
+    return Estimate(
+        num_tokens=num_tokens,
+        weights=weight_bytes(config, num_parameters, bits, element_bytes),
+        pages=batch * cache_bytes(config, num_tokens, element_bytes),
+        states=batch * state_bytes(config),
+        snapshots=num_snapshots * state_bytes(config),
+        activations=activation_bytes(config, chunk, num_tokens, element_bytes, tile_bytes),
+    )
+
+
+def longest(config: SalaConfig, num_parameters: int, free: int, **settings: int | None) -> int:
+    """The longest context whose estimate fits into `free` bytes, in whole blocks; 0 if none does."""
+    block = config.sparse_config.block_size
+    low, high = 0, 1 << 32
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = estimate(config, num_parameters, middle * block, **settings).total <= free  # type: ignore[arg-type]
+        low, high = (middle, high) if fits else (low, middle)
+    return low * block

@@ -3,7 +3,6 @@
 A prefill chunk, a decode step and a speculative verify have one shape: *n tokens from `start`*.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -38,8 +37,7 @@ class Sampling:
     grammar: str | None = None  # in Lark's syntax
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
+        self._check_stop()
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _whole("top_k", self.top_k, 0, 1 << 31)
@@ -57,15 +55,22 @@ class Sampling:
             _whole("loop_guard", self.loop_guard, 32, 1 << 20)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        self._check_stop()
+        if not isinstance(self.ignore_eos, bool):
+            raise InputError("ignore_eos", f"is {self.ignore_eos!r}", "it must be true or false")
         self._check_bias()
 
     def _check_stop(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, list | tuple):
+            raise InputError("stop", f"is {stop!r}", "give one or more strings")
+        object.__setattr__(self, "stop", tuple(stop))
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InputError("stop", f"holds {text!r}", "give one or more strings that are not empty")
 
     def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise InputError("logit_bias", f"is {self.logit_bias!r}", "it maps token ids to numbers")
         for token, bias in self.logit_bias.items():
             _whole("logit_bias token", token, 0, 1 << 31)
             _number("logit_bias", bias, -100.0, 100.0)
@@ -77,7 +82,7 @@ class Sampling:
 
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
         above = f"above {low:g} and at most" if open_low else f"from {low:g} to"
         raise InputError(name, f"is {value!r}", f"it must be a number {above} {high:g}")
@@ -101,6 +106,18 @@ class Options:
     speculate: str = "off"  # where drafts come from: off, lookup (the text so far), layers (the first of the model)
     num_draft: int = 4
     draft_layers: int = 8
+
+    def __post_init__(self) -> None:
+        _whole("max_batch", self.max_batch, 1, 1 << 16)
+        _whole("num_snapshots", self.num_snapshots, 0, 1 << 16)
+        _whole("num_draft", self.num_draft, 1, 64)
+        _whole("draft_layers", self.draft_layers, 1, 1 << 10)
+        for name in ("ctx", "cache_memory", "prefill_chunk"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1, 1 << 50)
+        if self.speculate not in ("off", "lookup", "layers"):
+            raise InputError("speculate", f"is {self.speculate!r}", "use off, lookup or layers")
+
     prefill_chunk: int | None = None  # tokens of a step
 
 
@@ -113,6 +130,7 @@ class Capacity:
     num_slots: int
     prefill_chunk: int
     max_tokens: int
+    dtype: str = ""  # of keys and values
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ Opening parses the headers alone and checks them against the files: lengths, off
 is a view of the memory-mapped file, read by the operating system when it is touched.
 """
 
+import hashlib
 import json
 import math
 import mmap
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from sala.errors import CheckpointError, ConfigError, ModelNotFound
+from sala.errors import CheckpointError, ModelNotFound
 
 ITEM_SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -22,6 +23,8 @@ ITEM_SIZES = {
 MAX_HEADER_BYTES = 100 << 20
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_SAMPLE_BYTES = 4096
+_MAX_DIMS = 8
 _DAMAGED = "the file is damaged: download it again"
 
 
@@ -85,6 +88,16 @@ class Checkpoint:
                 self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
 
+    def fingerprint(self) -> str:
+        """Tells checkpoints apart without reading them whole: names, shapes, and samples of every tensor."""
+        digest = hashlib.sha256()
+        for name, info in sorted(self.tensors.items()):
+            digest.update(f"{name} {info.dtype} {info.shape} ".encode())
+            data = self.read(name).data
+            for at in (0, data.nbytes // 3, data.nbytes // 2, max(0, data.nbytes - _SAMPLE_BYTES)):
+                digest.update(data[at : at + _SAMPLE_BYTES])
+        return digest.hexdigest()
+
     def close(self) -> None:
         """Let go of the files; a view that is still in use keeps its own mapped."""
         self._maps = {}
@@ -102,7 +115,7 @@ def _scan(directory: Path) -> dict[str, TensorInfo]:
     if (directory / INDEX_FILE).is_file():
         return _scan_shards(directory)
     if (directory / SINGLE_FILE).is_file():
-        return _scan_file(_inside(directory, SINGLE_FILE))
+        return read_file_header(_inside(directory, SINGLE_FILE))[1]
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
         raise CheckpointError(
             f"{directory} has pickled weights, which can run code", "get the safetensors files of the model"
@@ -116,7 +129,7 @@ def _scan_shards(directory: Path) -> dict[str, TensorInfo]:
     weight_map = _read_index(directory / INDEX_FILE)
     tensors: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):
-        for name, info in _scan_file(_inside(directory, shard)).items():
+        for name, info in read_file_header(_inside(directory, shard))[1].items():
             if weight_map.get(name) != shard:
                 raise CheckpointError(
                     f"{directory / shard} holds {name}, which the index does not place there", _DAMAGED
@@ -161,7 +174,20 @@ def _inside(directory: Path, name: str) -> Path:
     return file
 
 
-def _scan_file(file: Path) -> dict[str, TensorInfo]:
+def read_tensors(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, RawTensor]:
+    """Tensors of one file, read into memory."""
+    out = {}
+    with file.open("rb") as handle:
+        for name, info in infos.items():
+            handle.seek(info.start)
+            out[name] = RawTensor(info.dtype, info.shape, memoryview(handle.read(info.nbytes)))
+            if out[name].data.nbytes != info.nbytes:
+                raise CheckpointError(f"{file} is truncated", _DAMAGED)
+    return out
+
+
+def read_file_header(file: Path) -> tuple[dict[str, str], dict[str, TensorInfo]]:
+    """Metadata and tensors of one safetensors file, checked against the file's size."""
     try:
         with file.open("rb") as handle:
             file_size = handle.seek(0, 2)
@@ -175,43 +201,51 @@ def _scan_file(file: Path) -> dict[str, TensorInfo]:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
     entries = _parse_header(file, header)
+    metadata = entries.pop("__metadata__", None) or {}
     tensors = {name: _tensor_info(file, name, entry, 8 + header_size) for name, entry in entries.items()}
     _check_layout(file, tensors, 8 + header_size, file_size)
-    return tensors
+    return {str(key): str(value) for key, value in dict(metadata).items()}, tensors
+
+
+class _DuplicateName(Exception):
+    """A header that says two things about one tensor."""
 
 
 def _parse_header(file: Path, header: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) != len(pairs):
-            raise ConfigError("duplicate key")
+            raise _DuplicateName
         return out
 
     try:
         entries = json.loads(header, object_pairs_hook=unique)
-    except ConfigError:
+    except _DuplicateName:
         raise CheckpointError(f"{file} names a tensor twice", _DAMAGED) from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{file} has a header that is not JSON", "this is no safetensors file") from None
     if not isinstance(entries, dict):
         raise CheckpointError(f"{file} has a header that is no JSON object", "this is no safetensors file")
-    entries.pop("__metadata__", None)
+    if not isinstance(entries.get("__metadata__", {}), dict):
+        raise CheckpointError(f"{file} has metadata that is no JSON object", "this is no safetensors file")
     return entries
 
 
 def _tensor_info(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
     def is_count(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{file}: the entry of {name} is malformed", _DAMAGED)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        raise CheckpointError(f"{file}: {name} has the unknown precision {dtype!r}", "known: " + ", ".join(ITEM_SIZES))
-    if not isinstance(shape, list) or not all(map(is_count, shape)):
-        raise CheckpointError(f"{file}: {name} has the impossible shape {shape!r}", _DAMAGED)
+        raise CheckpointError(
+            f"{file}: {name} has the unknown precision {str(dtype)[:20]!r}", "known: " + ", ".join(ITEM_SIZES)
+        )
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(map(is_count, shape)):
+        raise CheckpointError(f"{file}: {name} has the impossible shape {str(shape)[:80]}", _DAMAGED)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
-        raise CheckpointError(f"{file}: {name} has the impossible offsets {offsets!r}", _DAMAGED)
+        raise CheckpointError(f"{file}: {name} has the impossible offsets {str(offsets)[:80]}", _DAMAGED)
     if offsets[1] - offsets[0] != math.prod(shape) * ITEM_SIZES[dtype]:
         raise CheckpointError(
             f"{file}: {name} {shape} {dtype} does not fill its {offsets[1] - offsets[0]} bytes", _DAMAGED

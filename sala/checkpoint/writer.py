@@ -38,12 +38,12 @@ def write_weights(directory: Path, specs: Mapping[str, Spec], read: Read, shard_
     """Write every tensor of `specs` into `directory`; `read(name)` gives its bytes when their turn comes."""
     shards = plan_shards(specs, shard_bytes)
     if len(shards) == 1:
-        _write_shard(directory / SINGLE_FILE, shards[0], specs, read)
+        write_file(directory / SINGLE_FILE, specs, read, {"format": "pt"})
         return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_shard(directory / file, names, specs, read)
+        write_file(directory / file, {name: specs[name] for name in names}, read, {"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     total = sum(spec_bytes(spec) for spec in specs.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -72,11 +72,11 @@ def spec_bytes(spec: Spec) -> int:
     return size
 
 
-def _write_shard(file: Path, names: list[str], specs: Mapping[str, Spec], read: Read) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def write_file(file: Path, specs: Mapping[str, Spec], read: Read, metadata: Mapping[str, str]) -> None:
+    """One safetensors file, synced to disk; it must not exist."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
-    for name in names:
-        dtype, shape = specs[name]
+    for name, (dtype, shape) in specs.items():
         size = spec_bytes(specs[name])
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
@@ -84,7 +84,7 @@ def _write_shard(file: Path, names: list[str], specs: Mapping[str, Spec], read: 
     text += b" " * (-len(text) % 8)  # data starts at a multiple of 8
     with file.open("xb") as handle:
         handle.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
+        for name in specs:
             data = memoryview(read(name)).cast("B")
             if data.nbytes != spec_bytes(specs[name]):
                 raise CheckpointError(f"{name} has {data.nbytes} bytes instead of {spec_bytes(specs[name])}")

@@ -15,6 +15,9 @@ VERBS = {
     "generate": "Answer one prompt.",
     "chat": "Talk to a model in the terminal.",
     "show": "Describe a checkpoint: layers, sizes, memory.",
+    "batch": "Answer a file of requests.",
+    "session": "Read a long text once, ask about it any time.",
+    "estimate": "What a context costs, and what fits here.",
     "init": "Make a checkpoint with random weights.",
 }
 
@@ -28,9 +31,13 @@ class Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             return None
-        module = import_module(f"sala.cli.{cmd_name}")
+        target = getattr(import_module(f"sala.cli.{cmd_name}"), cmd_name)
+        if isinstance(target, typer.Typer):
+            group = typer.main.get_command(target)
+            group.help = VERBS[cmd_name]
+            return group
         verb = typer.Typer(add_completion=False, rich_markup_mode=None)
-        verb.command(name=cmd_name, help=VERBS[cmd_name])(getattr(module, cmd_name))
+        verb.command(name=cmd_name, help=VERBS[cmd_name])(target)
         return typer.main.get_command(verb)
 
 
@@ -65,6 +72,9 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a narrow locale shows "?" instead of failing
     try:
         result: Any = typer.main.get_command(app).main(arguments, prog_name="sala", standalone_mode=False)
         sys.stdout.flush()
@@ -80,11 +90,12 @@ def run(arguments: list[str]) -> int:
     except InputError as error:
         fail(error)
         return 2
-    except SalaError as error:
+    except (SalaError, OSError) as error:
         fail(error)
         return 1
 
 
 def fail(error: Exception) -> None:
-    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(error))
-    print(f"sala: {text}", file=sys.stderr)
+    from sala.cli.settings import note
+
+    note("sala: " + " ".join(str(error).splitlines()))

@@ -15,7 +15,7 @@ import typer
 from sala.cli import settings as s
 from sala.cli.generate import show_answer, statistics
 from sala.cli.progress import PrefillBar
-from sala.errors import InputError, SalaError
+from sala.errors import ContextTooLong, InputError, SalaError
 
 if TYPE_CHECKING:
     from sala.llm import LLM, Completion
@@ -48,15 +48,25 @@ def chat(
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
     ctx: s.Ctx = None,
+    cache_memory: s.CacheMemory = None,
+    cache_dir: s.CacheDir = None,
+    speculate: s.Speculate = "off",
+    num_draft: s.NumDraft = 4,
+    draft_layers: s.DraftLayers = 8,
+    think_budget: s.ThinkBudget = None,
+    loop_guard: s.LoopLimit = 512,
     verbose: s.Verbose = False,
 ) -> None:
     from sala.protocol import Sampling
 
     sampling = Sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
-        stop=tuple(stop or ()), max_tokens=max_tokens,
+        stop=tuple(stop or ()), max_tokens=max_tokens, think_budget=think_budget, loop_guard=loop_guard,
     )  # fmt: skip
-    llm = s.load(model, device, dtype, ctx, verbose)
+    llm = s.load(
+        model, verbose, device=device, dtype=dtype, ctx=ctx, cache_memory=cache_memory, cache_dir=cache_dir,
+        speculate=speculate, num_draft=num_draft, draft_layers=draft_layers,
+    )  # fmt: skip
     s.note(f"{llm.path.name}, context {llm.ctx:,} tokens. /help shows what you can do, /bye leaves.")
     Conversation(llm, sampling, system, no_think).run(_reader())
 
@@ -108,6 +118,8 @@ class Conversation:
                     self.ask(line)
             except SalaError as error:
                 s.note(str(error))
+            except (OSError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+                s.note(f"that went wrong ({type(error).__name__}: {error}); the conversation is kept")
 
     def command(self, line: str) -> bool:
         """Carry out a command; False to leave."""
@@ -135,8 +147,10 @@ class Conversation:
         self.messages.append({"role": "user", "content": content})
         try:
             self.answer()
-        except BaseException:
+        except BaseException as error:
             self.messages.pop()  # the question has no answer: it can be asked again
+            if isinstance(error, ContextTooLong):
+                self.attached = []  # or no question would ever fit again
             raise
         self.attached = []
 
@@ -157,9 +171,8 @@ class Conversation:
             except _Stopped:
                 raise SalaError("stopped before the answer began", "what was read is kept") from None
         if completion is None:
-            partial = "".join(event.delta.text for event in shown)
             print("\n(stopped)")
-            self.messages.append({"role": "assistant", "content": partial})
+            self.messages.append(_partial_message(shown))
             return
         print()
         s.note(statistics(completion, time.perf_counter() - began))
@@ -197,10 +210,7 @@ class Conversation:
         elif name == "system":
             self.system = value or None
         elif name in settings and value:
-            try:
-                parsed = json.loads(value)
-            except ValueError:
-                parsed = value
+            parsed = _parse_setting(name, value)
             self.sampling = replace(self.sampling, **{name: parsed})
         else:
             raise InputError("/set", f"does not know {name!r}" if value else "needs a value", "/set NAME VALUE")
@@ -241,8 +251,37 @@ class Conversation:
             raise InputError("/load", f"{name} is no saved conversation", "use a file that /save wrote")
         if data["messages"]:
             check_messages(data["messages"])
-        self.messages, self.system, self.last = data["messages"], data.get("system"), None
+        if not isinstance(data.get("system"), str | None):
+            raise InputError("/load", f"{name} has a system prompt that is no text", "use a file that /save wrote")
+        # tokens of a stranger might say something else than the text: it is encoded again
+        self.messages = [{key: value for key, value in m.items() if key != "token_ids"} for m in data["messages"]]
+        self.system, self.last = data.get("system"), None
         s.note(f"({len(self.messages)} messages loaded)")
+
+
+def _parse_setting(name: str, value: str) -> Any:
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        return value
+    if name == "logit_bias" and isinstance(parsed, dict):
+        return {int(token): bias for token, bias in parsed.items()}
+    return parsed if parsed is not None or name != "stop" else ()
+
+
+def _partial_message(shown: list[Any]) -> dict[str, Any]:
+    """What was shown before the answer was stopped, with its tokens if nothing was taken out of them."""
+    text = reasoning = ""
+    for event in shown:
+        text, reasoning = text + event.delta.text, reasoning + event.delta.reasoning
+        if event.delta.was_reasoning:
+            text, reasoning = "", reasoning + text
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    elif not any(event.delta.tool_call for event in shown):
+        message["token_ids"] = [token for event in shown for token in event.token_ids]
+    return message
 
 
 class _Stopped(Exception):

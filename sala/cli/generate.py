@@ -35,9 +35,18 @@ def generate(
         list[str] | None, typer.Option("--file", "-f", help="Text before the prompt; - is stdin. Repeatable.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a stream of text.")] = False,
+    schema: Annotated[str | None, typer.Option(help="JSON schema (text or file) that the answer must follow.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that the answer must match.")] = None,
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
     ctx: s.Ctx = None,
+    cache_memory: s.CacheMemory = None,
+    cache_dir: s.CacheDir = None,
+    speculate: s.Speculate = "off",
+    num_draft: s.NumDraft = 4,
+    draft_layers: s.DraftLayers = 8,
+    think_budget: s.ThinkBudget = None,
+    loop_guard: s.LoopLimit = 512,
     verbose: s.Verbose = False,
 ) -> None:
     from sala.cli.progress import PrefillBar
@@ -46,9 +55,13 @@ def generate(
     text = _gather(prompt, file or [])
     sampling = Sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
-        stop=tuple(stop or ()), max_tokens=max_tokens,
+        stop=tuple(stop or ()), max_tokens=max_tokens, think_budget=think_budget, loop_guard=loop_guard,
+        json_schema=None if schema is None else _read_schema(schema), regex=regex,
     )  # fmt: skip
-    llm = s.load(model, device, dtype, ctx, verbose)
+    llm = s.load(
+        model, verbose, device=device, dtype=dtype, ctx=ctx, cache_memory=cache_memory, cache_dir=cache_dir,
+        speculate=speculate, num_draft=num_draft, draft_layers=draft_layers,
+    )  # fmt: skip
     began = time.perf_counter()
     with PrefillBar() as bar:
         if raw:
@@ -65,6 +78,12 @@ def generate(
     else:
         print()
     s.note(statistics(completion, time.perf_counter() - began))
+    if speculate != "off":
+        s.note(f"[{llm.engine.speculation.summary()}]")
+
+
+def _read_schema(schema: str) -> str:
+    return schema if schema.lstrip().startswith(("{", "true", "false")) else s.read_text(schema)
 
 
 def _gather(prompt: str | None, files: list[str]) -> str:

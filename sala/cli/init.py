@@ -12,7 +12,7 @@ def init(
     directory: Annotated[Path, typer.Argument(help="Where to write it; must not exist.")],
     shape: Annotated[str, typer.Option(help="tiny (a few MB) or 9b (the released shapes).")] = "tiny",
     layers: Annotated[int | None, typer.Option(help="Only this many layers.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.", min=0)] = 0,
 ) -> None:
     from sala.checkpoint.random import SHAPES, cut_layers, write_random
     from sala.errors import InputError

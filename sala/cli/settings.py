@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
 
 
-def count(text: str) -> int:
+def count(text: str | int) -> int:
     """A whole number with an optional unit: 128k = 128,000, 128K = 131,072, 1m, 1M."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", text.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(text).strip())
     if found is None:
         raise typer.BadParameter(f"{text!r} is no count; write 4096, 128k or 1M")
     return int(float(found[1]) * UNITS[found[2]])
@@ -32,6 +32,16 @@ Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Ctx = Annotated[
     int | None, typer.Option(parser=count, metavar="COUNT", help="Longest sequence in tokens, e.g. 128k or 1M.")
 ]
+CacheMemory = Annotated[
+    int | None,
+    typer.Option(parser=count, metavar="BYTES", help="Memory for the past, e.g. 8G; by default half of what is free."),
+]
+CacheDir = Annotated[Path | None, typer.Option(help="Keep long pasts here, across restarts.", envvar="SALA_CACHE_DIR")]
+Speculate = Annotated[str, typer.Option(help="Drafts: off, lookup (from the text so far) or layers (from the model).")]
+NumDraft = Annotated[int, typer.Option(help="Tokens guessed at a time.", min=1, max=16)]
+DraftLayers = Annotated[int, typer.Option(help="Layers that guess, with --speculate layers.", min=1)]
+ThinkBudget = Annotated[int | None, typer.Option(help="Tokens of reasoning at most, then the answer.", min=0)]
+LoopLimit = Annotated[int, typer.Option(help="End an answer that repeats itself for so many tokens; 0: never.", min=0)]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 takes the most probable token.")]
 TopP = Annotated[float, typer.Option(help="Draw from the most probable tokens that make up this share.")]
 TopK = Annotated[int, typer.Option(help="Draw from this many tokens at most; 0: no limit.")]
@@ -52,7 +62,7 @@ def find_model(model: str | None) -> Path:
     return path
 
 
-def load(model: str | None, device: str, dtype: str, ctx: int | None, verbose: bool) -> "LLM":
+def load(model: str | None, verbose: bool, **options: Any) -> "LLM":
     """Load the model, and say so when it is worth saying."""
     import time
 
@@ -60,7 +70,7 @@ def load(model: str | None, device: str, dtype: str, ctx: int | None, verbose: b
     began = time.perf_counter()
     from sala.llm import LLM
 
-    llm = LLM(path, device=device, dtype=dtype, ctx=ctx)
+    llm = LLM(path, **options)
     if verbose:
         seconds = time.perf_counter() - began
         note(f"{path}: {llm.config.num_hidden_layers} layers, context {llm.ctx:,}, loaded in {seconds:.1f} s")
@@ -68,8 +78,9 @@ def load(model: str | None, device: str, dtype: str, ctx: int | None, verbose: b
 
 
 def note(text: str) -> None:
-    """A line for the reader that is not part of the answer."""
-    print(text, file=sys.stderr)
+    """A line for the reader that is not part of the answer; what might steer a terminal is spelt out."""
+    safe = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+    print(safe, file=sys.stderr)
 
 
 def read_text(name: str) -> str:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from sala.config import SalaConfig
 
 LENGTHS = {"1K": 1 << 10, "8K": 1 << 13, "128K": 1 << 17, "1M": 1 << 20}
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def show(
@@ -37,7 +36,7 @@ def show(
 
 def describe(config: "SalaConfig", checkpoint: "Checkpoint") -> dict[str, Any]:
     from sala.checkpoint.names import count_parameters
-    from sala.memory import cache_bytes, state_bytes
+    from sala.memory import ELEMENT_BYTES, cache_bytes, state_bytes
 
     element = ELEMENT_BYTES[config.dtype]
     sparse, quant = config.sparse_config, config.quantization
@@ -91,7 +90,7 @@ def _print(path: str, facts: dict[str, Any], config: "SalaConfig") -> None:
     ]
     for name, count in facts["cache_bytes"].items():
         rows.append((f"memory at {name}", f"{size(count)} cache + {weights} weights"))
-    table = Table(title=path, show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=Text(path), show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name, value in rows:
         table.add_row(name, value)
     console.print(table)

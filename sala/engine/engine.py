@@ -98,19 +98,33 @@ class Engine:
     def step(self) -> list[Update]:
         """Run the next plan; returns what became of its sequences."""
         began = time.perf_counter()
-        work = self.scheduler.plan()
+        work, refused = self._masked(self.scheduler.plan())
         if not work:
-            return []
+            return refused
         with self._isolating(work) as failures:
             work = self._with_drafts(work)
             result = self._executor.run(Plan(tuple(self._row(item) for item in work)))
         if failures:
-            return failures
+            return refused + failures
         updates = [self._advance(item, drawn) for item, drawn in zip(work, result.drawn, strict=True)]
         if all(update.drawn for update in updates):
             num_tokens = sum(len(update.drawn) for update in updates)
             self.speculation.measure(num_tokens, time.perf_counter() - began, any(item.drafts for item in work))
-        return [update for update in updates if update.drawn or update.sequence.is_finished]
+        return refused + [update for update in updates if update.drawn or update.sequence.is_finished]
+
+    def _masked(self, work: list[Work]) -> tuple[list[Work], list[Update]]:
+        """Ask the controls what may come next; a control that fails ends its own sequence and no other."""
+        out, refused = [], []
+        for item in work:
+            sequence = item.sequence
+            try:
+                masks = [control.mask() for control in sequence.request.controls] if sequence.is_decoding else []
+                out.append(replace(item, mask=next((mask for mask in masks if mask is not None), None)))
+            except Exception as error:
+                sequence.error = error
+                self.cancel(sequence, "error")
+                refused.append(Update(sequence, ()))
+        return out, refused
 
     def _with_drafts(self, work: list[Work]) -> list[Work]:
         """Guesses for the sequences that decode, if guessing is on and all of the step decodes."""
@@ -150,7 +164,6 @@ class Engine:
         sampling = sequence.sampling
         tokens = (*sequence.tokens[start:end], *item.drafts)
         needs_bans = len(sequence.tokens) - sequence.prompt_len < sampling.min_tokens
-        masks = [control.mask() for control in sequence.request.controls] if is_drawing else []
         return Row(
             tokens=tokens,
             start=start,
@@ -162,7 +175,7 @@ class Engine:
             history=(*sequence.tokens, *item.drafts) if sampling.has_penalty and is_drawing else (),
             prompt_len=sequence.prompt_len,
             banned=tuple(sequence.request.stop_ids) if needs_bans else (),
-            mask=next((mask for mask in masks if mask is not None), None),
+            mask=item.mask,
         )
 
     def _advance(self, item: Work, drawn: tuple[Drawn, ...]) -> Update:
@@ -205,11 +218,14 @@ class Engine:
         ):
             sequence.finish_reason = "stop"
             return drawn
-        for control in sequence.request.controls:
-            verdict = control.observe(drawn.token)
-            if verdict is not None:
-                sequence.forced.extend(verdict.force)
-                sequence.finish_reason = sequence.finish_reason or verdict.finish
+        try:
+            for control in sequence.request.controls:
+                verdict = control.observe(drawn.token)
+                if verdict is not None:
+                    sequence.forced.extend(verdict.force)
+                    sequence.finish_reason = sequence.finish_reason or verdict.finish
+        except Exception as error:
+            sequence.error, sequence.finish_reason = error, "error"
         if sequence.finish_reason is None and len(sequence.tokens) >= sequence.max_len:
             sequence.finish_reason = "length"
         return drawn

@@ -20,6 +20,7 @@ class Work:
     sequence: SequenceState
     num_tokens: int
     drafts: tuple[int, ...] = ()
+    mask: bytes | None = None
 
 
 class Scheduler:

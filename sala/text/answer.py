@@ -54,6 +54,8 @@ class Structured:
             for part in self._tools.push(piece.text):
                 yield Delta(tool_call=part) if isinstance(part, ToolCall) else Delta(text=part)
             if piece.was_reasoning:
+                for text in self._tools.flush():
+                    yield Delta(text=text)
                 yield Delta(was_reasoning=True)
 
 

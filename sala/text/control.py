@@ -94,19 +94,29 @@ class Grammar:
 
     allows_drafts = False
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, field: str, matcher: Any) -> None:
+        self._field = field
         self._matcher = matcher
 
     def mask(self) -> bytes | None:
         mask: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise InputError("grammar", f"cannot go on: {self._matcher.get_error()[:200]}")
+            raise self._problem()
         return mask
 
     def observe(self, token: int) -> Verdict | None:
         if not self._matcher.consume_token(token):
-            raise InputError("grammar", f"cannot go on: {self._matcher.get_error()[:200]}")
+            raise self._problem()
         return Verdict(finish="stop") if self._matcher.is_stopped() else None
+
+    def _problem(self) -> InputError:
+        return InputError(
+            self._field, f"cannot be followed: {_first_line(self._matcher.get_error())}", "make it simpler"
+        )
+
+
+def _first_line(error: object) -> str:
+    return str(error).partition("\n")[0][:200]
 
 
 class GrammarCompiler:
@@ -129,7 +139,7 @@ class GrammarCompiler:
         field, text = next(iter(given.items()))
         if len(text) > MAX_GRAMMAR_BYTES:
             raise InputError(field, f"has {len(text):,} characters", f"at most {MAX_GRAMMAR_BYTES:,} are allowed")
-        return Grammar(self._in_time(field, lambda: self._matcher(field, text)))
+        return Grammar(field, self._in_time(field, lambda: self._matcher(field, text)))
 
     def _in_time(self, field: str, work: Callable[[], Any]) -> Any:
         if self._tokenizer is None:
@@ -139,7 +149,7 @@ class GrammarCompiler:
         except TooSlow:
             raise InputError(field, f"takes longer than {COMPILE_SECONDS:g} s to compile", "make it simpler") from None
         except (ValueError, TypeError, RecursionError) as error:
-            raise InputError(field, f"is not understood: {str(error)[:200]}") from None
+            raise InputError(field, f"is not understood: {_first_line(error)}", "check it") from None
 
     def _load(self) -> Any:
         try:

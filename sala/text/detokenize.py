@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 REPLACEMENT = "�"
-CONTEXT = 6  # tokens of the prompt that decide about a leading space
+CONTEXT = 6  # tokens of the past that decide about a leading space
+WINDOW = 16  # tokens of the past that are decoded again at most, while no good place to begin is found
 MAX_HELD = 8  # no character takes more tokens: what is held longer is not valid text
 TAIL = 4  # of those, the tokens that may still begin a character
 
@@ -14,13 +15,17 @@ class Decoder(Protocol):
 
 
 class Detokenizer:
-    """`push` gives the text that a token completes, `flush` whatever is left; together they are the whole text."""
+    """`push` gives the text that a token completes, `flush` whatever is left; together they are the whole text.
+
+    New tokens are decoded together with a few earlier ones, since spaces and byte runs depend on what stands before.
+    The window of earlier tokens moves only to places between two characters.
+    """
 
     def __init__(self, decoder: Decoder, prompt: Sequence[int] = ()) -> None:
         self._decoder = decoder
         self._ids = list(prompt[-CONTEXT:])
-        self._shown = len(self._ids)  # tokens whose text is out; those before serve as context
-        self._start = 0
+        self._start = next((n for n in range(len(self._ids)) if self._is_whole(n, len(self._ids))), len(self._ids))
+        self._shown = len(self._ids)  # tokens whose text is out; those from _start on serve as context
 
     def push(self, token: int) -> str:
         self._ids.append(token)
@@ -42,7 +47,16 @@ class Detokenizer:
         return text[len(before) :]
 
     def _show(self, text: str, upto: int) -> str:
-        if text:
-            self._start = max(self._start, self._shown - CONTEXT)
-            self._shown = upto
+        if not text:
+            return ""
+        self._shown = upto
+        if upto - self._start > CONTEXT:
+            latest = upto - WINDOW
+            places = range(upto - CONTEXT, max(self._start, latest), -1)
+            self._start = next((n for n in places if self._is_whole(n, upto)), max(self._start, latest))
         return text
+
+    def _is_whole(self, start: int, end: int) -> bool:
+        """Whether decoding may begin at this token: it shows something, and no half character."""
+        text = self._decoder.decode(self._ids[start:end])
+        return bool(text) and REPLACEMENT not in text

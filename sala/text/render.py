@@ -5,6 +5,7 @@ stealing and can be killed at any time.
 """
 
 import json
+import signal
 import sys
 from datetime import datetime
 from typing import Any, BinaryIO, NoReturn
@@ -74,17 +75,29 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     replies.flush()
     while len(head := requests.read(8)) == 8:
         request = json.loads(requests.read(int.from_bytes(head, "little")).decode("utf-8", "surrogatepass"))
+        _die_after(request["seconds"] + 1)
         reply = json.dumps(answer(request)).encode()
+        _die_after(0)
         replies.write(len(reply).to_bytes(8, "little") + reply)
         replies.flush()
 
 
 def _limit_memory() -> None:
+    """Where the system allows it; the time limit holds everywhere."""
     try:
         import resource
-    except ImportError:  # Windows has no such limit; the time limit stays
+
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    except (ImportError, ValueError, OSError):  # Windows has no such module, macOS no such limit
         return
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+
+def _die_after(seconds: float) -> None:
+    """Nobody waits longer than this for an answer: not even if the parent has been killed meanwhile."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ class StopFinder:
         if self.is_found or not self._stops:
             return "" if self.is_found else text
         self._held += text
-        hits = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
-        if hits:
-            at, self.found = min(hits, key=lambda hit: hit[0])
+        hits = [(self._held.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
+        if hits:  # the one that is complete first, as a reader of single characters would see it
+            end, size, self.found = min(hits)
+            at = end + size
             out, self._held = self._held[:at], ""
             return out
         keep = max(longest_overlap(self._held, stop) for stop in self._stops)

@@ -23,6 +23,7 @@ class ChatTemplate:
     """One template; `marks` respells special tokens in its source (see tokenizer)."""
 
     def __init__(self, source: str, names: Mapping[str, str | None], marks: Mapping[str, str]) -> None:
+        self._marks = marks
         for plain, secret in sorted(marks.items(), key=lambda item: -len(item[0])):
             source = source.replace(plain, secret)
         self._source = source
@@ -44,7 +45,16 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._renderer.render(self._source, variables)
+        try:
+            return self._renderer.render(self._source, variables)
+        except TemplateError as error:
+            raise TemplateError(self._plain(error.message), error.remedy) from None
+
+    def _plain(self, text: str) -> str:
+        """Without secret spellings, for people's eyes."""
+        for plain, secret in self._marks.items():
+            text = text.replace(secret, plain)
+        return "".join(char for char in text if not "\ue000" <= char <= "\uf8ff")
 
 
 class _Renderer:
@@ -56,12 +66,13 @@ class _Renderer:
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
         try:
-            request = json.dumps({"source": source, "variables": variables, "limit": MAX_OUTPUT_BYTES})
+            seconds = SECONDS + SECONDS_PER_MIB * len(json.dumps(variables)) / (1 << 20)
+            limits = {"limit": MAX_OUTPUT_BYTES, "seconds": seconds}
+            request = json.dumps({"source": source, "variables": variables, **limits})
         except (TypeError, ValueError, RecursionError) as error:
             raise TemplateError(f"the messages cannot be given to the chat template: {error}") from None
-        data = request.encode("utf-8", "surrogatepass")
         with self._lock:
-            reply = self._ask(data, SECONDS + SECONDS_PER_MIB * len(data) / (1 << 20))
+            reply = self._ask(request.encode("utf-8", "surrogatepass"), seconds)
         if "error" in reply:
             raise TemplateError(f"the chat template refused the messages: {reply['error']}")
         text: str = reply["text"]

@@ -14,11 +14,12 @@ from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from sala.config import read_json_object
+from sala.config import read_json_object, read_small_file
 from sala.errors import CheckpointError, InputError, NoTokenizer, TemplateError
 from sala.text.template import ChatTemplate
 
 MAX_TOKENIZER_BYTES = 256 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
 
 
 class Tokenizer:
@@ -41,19 +42,18 @@ class Tokenizer:
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise NoTokenizer(str(directory))
-        if file.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise CheckpointError(f"{file} is larger than {MAX_TOKENIZER_BYTES >> 20} MiB", "this is no tokenizer")
         settings_file = directory / "tokenizer_config.json"
         settings = read_json_object(settings_file) if settings_file.is_file() else {}
         try:
-            return cls(file.read_text(encoding="utf-8"), settings, _find_template(directory, settings))
+            definition = read_small_file(file, MAX_TOKENIZER_BYTES).decode()
+            return cls(definition, settings, _find_template(directory, settings))
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}", "download it again") from None
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
-        return max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def has_template(self) -> bool:
@@ -98,14 +98,26 @@ class Tokenizer:
             for message, stand_in, is_given in zip(messages, stand_ins, given, strict=True)
         ]
         text = self._render(prepared, **options)
+        if any(is_given and text.count(one) != 1 for one, is_given in zip(stand_ins, given, strict=True)):
+            given = [False] * len(messages)  # this template does more with content than print it
+            text = self._render([_visible(message) for message in messages], **options)
         ids: list[int] = []
         for message, stand_in, is_given in zip(messages, stand_ins, given, strict=True):
-            if is_given and stand_in in text:
+            if is_given:
                 before, _, text = text.partition(stand_in)
                 ids += self._guarded.encode(before, add_special_tokens=False).ids
                 ids += message["token_ids"]
         ids += self._guarded.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_around(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
+        """The conversation with its last message left open: ids up to the end of its text, and ids that close it."""
+        hole = f"{self._nonce}hole{self._nonce}"
+        opened = [_visible(message) for message in messages]
+        opened[-1]["content"] = f"{opened[-1].get('content') or ''}{hole}"
+        before, _, after = self._render(opened, **options).partition(hole)
+        head, tail = (self._guarded.encode(text, add_special_tokens=False).ids for text in (before, after))
+        return list(head), list(tail)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         if self._template is None:
@@ -188,7 +200,7 @@ def _respell(definition: str, marks: Mapping[str, str]) -> str:
 def _find_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return read_small_file(file, MAX_TEMPLATE_BYTES).decode()
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}

@@ -17,6 +17,10 @@ _CDATA = r"<!\[CDATA\[(?P<cdata>.*?)\]\]>"
 _PARAM = re.compile(rf'\s*<param\s+name="(?P<name>[^"<>]*)"\s*>(?:\s*{_CDATA}\s*|(?P<plain>[^<]*))</param>', re.DOTALL)
 _HEAD = re.compile(r'<function\s+name="(?P<name>[^"<>]+)"\s*>')
 _MAX_CALL = 1 << 20
+_KINDS: dict[Any, tuple[type, ...]] = {
+    "integer": (int,), "number": (int, float), "boolean": (bool,),
+    "object": (dict,), "array": (list,), "null": (type(None),),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,10 @@ def _parameter_types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str,
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            if not isinstance(properties, Mapping):
+                return {}
             return {key: value.get("type") for key, value in properties.items() if isinstance(value, Mapping)}
     return {}
 
@@ -61,9 +68,11 @@ def _typed(raw: str, wanted: Any) -> Any:
         return raw
     text = {"True": "true", "False": "false", "None": "null"}.get(raw.strip(), raw)
     try:
-        return json.loads(text)
+        value = json.loads(text, parse_constant=lambda name: name)
     except (ValueError, RecursionError):
         return raw
+    is_fitting = any(type(value) in _KINDS.get(kind, ()) for kind in kinds)
+    return value if is_fitting else raw
 
 
 class ToolSplitter:

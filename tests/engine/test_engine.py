@@ -243,6 +243,29 @@ def test_an_interrupt_loses_no_request() -> None:
     assert answer(sequence) == want(sequence.request)
 
 
+@pytest.mark.parametrize("where", ["clear_state", "copy_states", "copy_page"])
+def test_an_interrupt_in_a_copy_leaves_no_half_past(where: str) -> None:
+    executor = FakeExecutor()
+    eng = engine(executor)
+    request = Request(prompt(random.Random(3), 70), GREEDY)
+    if where == "copy_page":
+        finish(eng, eng.submit(request))
+    sequence = eng.submit(request)
+    original = getattr(executor, where)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    setattr(executor, where, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(20):
+            eng.step()
+    setattr(executor, where, original)
+    assert eng.integrity() == []
+    finish(eng, sequence)
+    assert answer(sequence) == want(request)
+
+
 @pytest.mark.parametrize("mode", ["lookup", "layers"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_speculation_changes_nothing(mode: str, temperature: float) -> None:

@@ -163,7 +163,7 @@ def plan_capacity(config: SalaConfig, options: Options, dtype: torch.dtype, devi
             )
     most_pages = ctx_pages * (options.max_batch + options.num_snapshots)
     chunk = options.prefill_chunk or _PREFILL_CHUNK.get(device.type, 256)
-    return Capacity(min(num_pages, most_pages), page_size, num_slots, chunk, ctx)
+    return Capacity(min(num_pages, most_pages), page_size, num_slots, chunk, ctx, _NAMES[dtype])
 
 
 def free_bytes(device: torch.device) -> int:

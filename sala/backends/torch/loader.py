@@ -59,6 +59,12 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise InputError("device", f"is {name!r}", "use auto, cpu, cuda, cuda:N or mps") from None
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise InputError("device", f"is {name!r}", "use auto, cpu, cuda, cuda:N or mps")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise InputError("device", "is 'mps', which needs a Mac with Apple Silicon", "use cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count() > 0:
+        raise InputError("device", f"is {name!r}", f"there are {torch.cuda.device_count()} CUDA devices")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(
             "device",

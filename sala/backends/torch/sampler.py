@@ -41,7 +41,8 @@ def draw(logits: Tensor, row: Row, num_accepted: int = 0) -> Drawn:
         token = int(adjusted.argmax())
     else:
         position = row.start + len(row.tokens) - row.num_drafts + num_accepted
-        token = _draw_at(adjusted / sampling.temperature, sampling, uniform(sampling.seed or 0, position))
+        scaled = (adjusted - adjusted.max()) / sampling.temperature  # the largest is 0, whatever the temperature
+        token = _draw_at(scaled, sampling, uniform(sampling.seed or 0, position))
     return _with_logprobs(token, logits, sampling.logprobs)
 
 

@@ -41,10 +41,14 @@ class Hybrid:
             return False
         sequence.slot = self.slots.take(1)[0]
         sequence.pages = self.pages.take(needed - shared)
-        if past is None:
-            self._executor.clear_state(sequence.slot)
-        else:
-            self._continue_from(past, shared, sequence)
+        try:
+            if past is None:
+                self._executor.clear_state(sequence.slot)
+            else:
+                self._continue_from(past, shared, sequence)
+        except BaseException:  # half a copy is no past
+            self.release(sequence)
+            raise
         sequence.num_computed = past.length if past else 0
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
@@ -93,7 +97,11 @@ class Hybrid:
             if not self._evict():
                 return
         slot = self.slots.take(1)[0]
-        self._executor.copy_states([(sequence.slot, slot)])
+        try:
+            self._executor.copy_states([(sequence.slot, slot)])
+        except BaseException:
+            self.slots.release([slot])
+            raise
         pages = tuple(sequence.pages[: self._num_pages(sequence.num_computed)])
         self.pages.share(pages)
         self._add(sequence, pages, slot)

@@ -14,6 +14,10 @@ def as_bytes(tokens: Sequence[int]) -> bytes:
     return b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in tokens)
 
 
+def as_tokens(data: bytes) -> list[int]:
+    return [int.from_bytes(data[at : at + TOKEN_BYTES], "little") for at in range(0, len(data), TOKEN_BYTES)]
+
+
 @dataclass(eq=False, slots=True)
 class Snapshot:
     tokens: bytes  # at least `length` of them; shared with others of the same prompt

@@ -39,7 +39,7 @@ def window_scores(q: Tensor, k1: Tensor, k2: Tensor, positions: Tensor, sparse: 
     coarse = coarse.view(groups, n, heads // groups, k2.shape[1]).masked_fill(~seen2[:, None], float("-inf"))
     lse = coarse.logsumexp(-1, keepdim=True)  # -inf where no k2 window is visible yet
     fine = (q.flatten(1, 2) @ k1.float().transpose(1, 2)).view(groups, n, heads // groups, k1.shape[1])
-    weights = torch.exp(fine - lse).sum(2)  # [G, n, n1]
+    weights = torch.exp(fine - lse).sum(2).clamp(max=torch.finfo(torch.float32).max)  # [G, n, n1]; inf means forced
     has_lse = seen2.any(-1) if k2.shape[1] else torch.zeros(n, dtype=torch.bool, device=q.device)
     return weights.masked_fill(~(seen1 & has_lse[:, None]), 0.0).transpose(0, 1)
 

@@ -1,0 +1,225 @@
+"""Pasts on disk: a snapshot in a file, so that a long prompt is read once, even across restarts.
+
+A file is safetensors: the tokens, the pages of the sparse layers, the states of the lightning layers. Its header names
+the model it belongs to (fingerprint) and a checksum of everything; a file that fails either is not used. Files appear
+complete or not at all (temporary name, fsync, link).
+"""
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sala.checkpoint.reader import read_file_header, read_tensors
+from sala.checkpoint.writer import write_file
+from sala.engine.cache.hybrid import Hybrid
+from sala.engine.cache.prefix import TOKEN_BYTES, Snapshot
+from sala.errors import CheckpointError, InputError, SalaError
+from sala.protocol import Blob, Executor
+
+FORMAT = "sala-session-1"
+SUFFIX = ".sala"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_AUTOMATIC = re.compile(r"auto-[0-9a-f]{32}")
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file of the store, as its header tells."""
+
+    name: str
+    path: Path
+    num_tokens: int
+    sparse_from: int
+    nbytes: int
+    modified: float
+    fits: bool  # made by this very model
+
+
+class SessionStore:
+    """A directory of pasts. `fingerprint` says which model, precision and format they must come from."""
+
+    def __init__(self, directory: Path, fingerprint: str, max_bytes: int | None = None, warn: Warn = print) -> None:
+        self._directory = directory
+        self._fingerprint = fingerprint
+        self._max_bytes = max_bytes
+        self._warn = warn
+        self._refused: set[Path] = set()
+        self._is_broken = False
+        _check_directory(directory)
+
+    def entries(self) -> list[Entry]:
+        """What is there and readable, newest first."""
+        found = []
+        for path in self._directory.glob(f"*{SUFFIX}") if self._directory.is_dir() else ():
+            entry = self._entry(path)
+            if entry is not None:
+                found.append(entry)
+        return sorted(found, key=lambda entry: -entry.modified)
+
+    def _entry(self, path: Path) -> Entry | None:
+        if path in self._refused or path.is_symlink() or not path.is_file():
+            return None
+        try:
+            metadata = read_file_header(path)[0]
+            stat = path.stat()
+            return Entry(
+                path.stem,
+                path,
+                int(metadata["num_tokens"]),
+                int(metadata["sparse_from"]),
+                stat.st_size,
+                stat.st_mtime,
+                metadata.get("format") == FORMAT and metadata.get("fingerprint") == self._fingerprint,
+            )
+        except (SalaError, KeyError, ValueError, OSError) as error:
+            self._refuse(path, str(error))
+            return None
+
+    def save(self, name: str, snapshot: Snapshot, executor: Executor) -> Path:
+        """Write a snapshot under a name; an existing file is never replaced."""
+        path = self._path(name)
+        if path.exists() or path.is_symlink():
+            raise InputError(
+                "session", f"{name!r} exists already", "choose another name, or remove it: sala session rm"
+            )
+        size = snapshot.length * TOKEN_BYTES
+        tokens = Blob("U32", (snapshot.length,), memoryview(snapshot.tokens[:size]))
+        blobs = {"tokens": tokens, **executor.dump(snapshot.pages, snapshot.length, snapshot.slot)}
+        metadata = {
+            "format": FORMAT,
+            "fingerprint": self._fingerprint,
+            "num_tokens": str(snapshot.length),
+            "sparse_from": str(snapshot.sparse_from),
+        }
+        metadata["checksum"] = _checksum(metadata, blobs)
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft = self._directory / f".{name}.{secrets.token_hex(6)}.part"
+        try:
+            specs = {key: (blob.dtype, blob.shape) for key, blob in blobs.items()}
+            write_file(draft, specs, lambda key: blobs[key].data, metadata)
+            os.link(draft, path)  # unlike a rename it never replaces what somebody else has just written
+        finally:
+            draft.unlink(missing_ok=True)
+        return path
+
+    def load(self, entry: Entry, hybrid: Hybrid, executor: Executor) -> Snapshot | None:
+        """Put a file's past into the cache; None if there is no room. A bad file is an error and changes nothing."""
+        if not entry.fits:
+            raise CheckpointError(f"{entry.path} was made by another model, precision or version", "make it again")
+        metadata, infos = read_file_header(entry.path)
+        blobs = {name: Blob(raw.dtype, raw.shape, raw.data) for name, raw in read_tensors(entry.path, infos).items()}
+        claimed = metadata.pop("checksum", "")
+        if not secrets.compare_digest(claimed, _checksum(metadata, blobs)):
+            raise CheckpointError(f"{entry.path} is damaged", "remove it: sala session rm")
+        tokens = bytes(blobs.pop("tokens").data)
+        if len(tokens) != entry.num_tokens * TOKEN_BYTES or entry.num_tokens > executor.capacity.max_tokens:
+            raise CheckpointError(f"{entry.path} does not fit in this context", "raise --ctx")
+        snapshot = hybrid.insert(tokens, entry.sparse_from, "")
+        if snapshot is None:
+            return None
+        try:
+            executor.restore(blobs, snapshot.pages, snapshot.length, snapshot.slot)
+        except BaseException:
+            hybrid.forget(snapshot)
+            raise
+        return snapshot
+
+    def remove(self, name: str) -> None:
+        path = self._path(name)
+        if not path.is_file() and not path.is_symlink():
+            raise InputError("session", f"{name!r} does not exist", "sala session ls shows what is there")
+        path.unlink()
+
+    def find(self, name: str) -> Entry:
+        path = self._path(name)
+        entry = self._entry(path) if path.exists() else None
+        if entry is None:
+            raise InputError("session", f"{name!r} does not exist", "sala session ls shows what is there")
+        return entry
+
+    def _path(self, name: str) -> Path:
+        if not _NAME.fullmatch(name) or name.endswith(SUFFIX):
+            raise InputError("session", f"{name!r} is no name", "use letters, digits, '.', '_' and '-'")
+        return self._directory / f"{name}{SUFFIX}"
+
+    # --- the automatic tier: never an error, at most one warning
+
+    def keep(self, snapshot: Snapshot, executor: Executor) -> None:
+        """Write a snapshot for whoever comes after a restart; older automatic ones make room."""
+        if self._is_broken or snapshot.salt:
+            return
+        size = snapshot.length * TOKEN_BYTES
+        digest = hashlib.sha256(f"{snapshot.sparse_from} {self._fingerprint} ".encode() + snapshot.tokens[:size])
+        name = f"auto-{digest.hexdigest()[:32]}"
+        path = self._path(name)
+        try:
+            if path.exists():
+                path.touch()
+                return
+            self.save(name, snapshot, executor)
+            self._shrink()
+        except (OSError, SalaError) as error:
+            self._is_broken = True
+            self._warn(f"the disk cache is off: {error}")
+
+    def fetch(
+        self, tokens: bytes, sparse_from: int, agreement_len: int, longer_than: int, hybrid: Hybrid, executor: Executor
+    ) -> None:
+        """Bring the longest past of these tokens into the cache, if the disk knows more than the cache does."""
+        most = len(tokens) // TOKEN_BYTES - 1
+        candidates = [
+            entry
+            for entry in self.entries()
+            if entry.fits
+            and longer_than < entry.num_tokens <= most
+            and (entry.sparse_from == sparse_from or entry.num_tokens <= agreement_len)
+        ]
+        for entry in sorted(candidates, key=lambda entry: -entry.num_tokens):
+            try:
+                if _starts_with(entry, tokens):
+                    self.load(entry, hybrid, executor)
+                    entry.path.touch()
+                    return
+            except (SalaError, OSError, ValueError) as error:
+                self._refuse(entry.path, str(error))
+
+    def _shrink(self) -> None:
+        if self._max_bytes is None:
+            return
+        ours = [entry for entry in self.entries() if _AUTOMATIC.fullmatch(entry.name)]
+        total = sum(entry.nbytes for entry in ours)
+        for entry in reversed(ours):
+            if total <= self._max_bytes:
+                return
+            entry.path.unlink(missing_ok=True)
+            total -= entry.nbytes
+
+    def _refuse(self, path: Path, why: str) -> None:
+        self._refused.add(path)
+        self._warn(f"{path.name} is not used: {why}")
+
+
+def _starts_with(entry: Entry, tokens: bytes) -> bool:
+    _, infos = read_file_header(entry.path)
+    stored = read_tensors(entry.path, {"tokens": infos["tokens"]})["tokens"]
+    return bytes(stored.data) == tokens[: entry.num_tokens * TOKEN_BYTES]
+
+
+def _checksum(metadata: Mapping[str, str], blobs: Mapping[str, Blob]) -> str:
+    digest = hashlib.sha256(repr(sorted(metadata.items())).encode())
+    for name in sorted(blobs):
+        digest.update(f"{name} {blobs[name].dtype} {blobs[name].shape}".encode())
+        digest.update(blobs[name].data)
+    return digest.hexdigest()
+
+
+def _check_directory(directory: Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise InputError("cache-dir", f"{directory} is not a directory", "choose another")
+    if os.name == "posix" and directory.is_dir() and directory.stat().st_mode & 0o002:
+        raise InputError("cache-dir", f"{directory} can be written by anybody", f"run: chmod o-w {directory}")

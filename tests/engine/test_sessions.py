@@ -1,0 +1,201 @@
+"""Pasts on disk: found again after a restart; refused if anything about them is wrong."""
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+
+from sala.config import SalaConfig
+from sala.errors import CheckpointError, InputError
+from sala.llm import LLM
+from tests.golden import DATA
+
+MODEL = DATA / "block16"
+GREEDY = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
+PROMPT = [(7 * i * i + 3) % 256 for i in range(400)]
+
+
+def open_llm(cache_dir: Path | None = None, model: Path = MODEL, **options: object) -> LLM:
+    return LLM(model, device="cpu", ctx=1024, cache_dir=cache_dir, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def want() -> list[int]:
+    return open_llm().generate(PROMPT, **GREEDY).token_ids
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir()) if directory.is_dir() else []
+
+
+def test_a_restart_goes_on_from_disk(tmp_path: Path, want: list[int]) -> None:
+    cache = tmp_path / "cache"
+    first = open_llm(cache).generate(PROMPT, **GREEDY)
+    assert first.usage.cached_tokens == 0
+    assert len(files(cache)) == 1
+    again = open_llm(cache)
+    second = again.generate(PROMPT, **GREEDY)
+    assert second.usage.cached_tokens == len(PROMPT) - 1
+    assert first.token_ids == second.token_ids == want
+    longer = PROMPT + want + [5, 6, 7]
+    assert again.generate(longer, **GREEDY).token_ids == open_llm().generate(longer, **GREEDY).token_ids
+    assert again.engine.integrity() == []
+
+
+def test_regimes_on_disk(tmp_path: Path) -> None:
+    """A dense past from disk serves a sparse request no further than both agree, which here is not at all."""
+    short = PROMPT[:120]  # dense
+    cache = tmp_path / "cache"
+    llm = open_llm(cache)
+    import sala.llm
+
+    assert sala.llm.MIN_DISK_TOKENS > 100  # so short a past is not written by itself
+    store = llm.open_store(cache)
+    llm.save_session(store, "short", short)
+    longer = PROMPT[:300]
+    fresh = open_llm(cache).generate(longer, **GREEDY)
+    assert fresh.usage.cached_tokens == 0
+    assert fresh.token_ids == open_llm().generate(longer, **GREEDY).token_ids
+
+
+def test_named_sessions(tmp_path: Path, want: list[int]) -> None:
+    llm = open_llm()
+    store = llm.open_store(tmp_path / "s")
+    assert llm.save_session(store, "doc", PROMPT[:-1]) == len(PROMPT) - 1
+    assert [entry.name for entry in store.entries()] == ["doc"]
+    with pytest.raises(InputError, match="exists already"):
+        llm.save_session(store, "doc", PROMPT[:-1])
+    other = open_llm()
+    tokens = other.load_session(other.open_store(tmp_path / "s"), "doc")
+    assert tokens == PROMPT[:-1]
+    out = other.generate([*tokens, PROMPT[-1]], **GREEDY)
+    assert out.usage.cached_tokens == len(PROMPT) - 1
+    assert out.token_ids == want
+    store.remove("doc")
+    with pytest.raises(InputError, match="does not exist"):
+        store.remove("doc")
+    with pytest.raises(InputError, match="does not exist"):
+        store.find("doc")
+
+
+@pytest.mark.parametrize("name", ["", "..", "../x", "a/b", ".hidden", "x" * 200, "a\0b", "doc.sala", "~"])
+def test_names_stay_in_their_directory(tmp_path: Path, name: str) -> None:
+    store = open_llm().open_store(tmp_path)
+    for call in (store.find, store.remove):
+        with pytest.raises(InputError, match="no name"):
+            call(name)
+
+
+def damage(kind: str, file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    if kind == "truncated":
+        file.write_bytes(data[:-100])
+    elif kind == "bit flip":
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    elif kind == "flipped header":
+        at = data.find(b'"sparse_from":"')
+        data[at + 15] ^= 1
+        file.write_bytes(data)
+    elif kind == "empty":
+        file.write_bytes(b"")
+    elif kind == "other":
+        file.write_text("hello")
+    elif kind == "link":
+        moved = file.with_suffix(".elsewhere")
+        file.rename(moved)
+        file.symlink_to(moved)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "bit flip", "flipped header", "empty", "other", "link"])
+def test_bad_files_are_refused_and_the_prompt_is_read_instead(tmp_path: Path, kind: str, want: list[int]) -> None:
+    cache = tmp_path / "cache"
+    open_llm(cache).generate(PROMPT, **GREEDY)
+    damage(kind, files(cache)[0])
+    llm = open_llm(cache)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = llm.generate(PROMPT, **GREEDY)
+    assert out.usage.cached_tokens == 0
+    assert out.token_ids == want
+    assert len(caught) <= 2
+    assert llm.engine.integrity() == []
+
+
+def test_another_model_does_not_use_it(tmp_path: Path) -> None:
+    """The same shapes with other weights, another precision: another fingerprint."""
+    cache = tmp_path / "cache"
+    llm = open_llm(cache)
+    llm.generate(PROMPT, **GREEDY)
+    changed = tmp_path / "model"
+    shutil.copytree(MODEL, changed)
+    data = bytearray((changed / "model.safetensors").read_bytes())
+    data[-3] ^= 1  # in the last tensor
+    (changed / "model.safetensors").write_bytes(data)
+    prints = {llm.fingerprint(), open_llm(model=changed).fingerprint(), open_llm(dtype="bfloat16").fingerprint()}
+    assert len(prints) == 3
+    out = open_llm(cache, dtype="bfloat16").generate(PROMPT, **GREEDY)
+    assert out.usage.cached_tokens == 0
+    entries = open_llm(dtype="bfloat16").open_store(cache).entries()
+    assert sorted(entry.fits for entry in entries) == [False, True]  # the one of bf16 has just been written
+    entry = next(entry for entry in entries if not entry.fits)
+    with pytest.raises(CheckpointError, match="another model"):
+        other = open_llm(dtype="bfloat16")
+        other.open_store(cache).load(entry, other.engine.hybrid, other._executor)
+
+
+def test_a_past_longer_than_the_context(tmp_path: Path) -> None:
+    llm = open_llm()
+    store = llm.open_store(tmp_path)
+    llm.save_session(store, "long", PROMPT)
+    small = LLM(MODEL, device="cpu", ctx=200)
+    with pytest.raises(CheckpointError, match="context"):
+        small.load_session(small.open_store(tmp_path), "long")
+
+
+def test_the_disk_has_a_limit(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    probe = open_llm(cache)
+    probe.generate(PROMPT, **GREEDY)
+    size = files(cache)[0].stat().st_size
+    llm = open_llm(cache, cache_disk=3 * size)
+    precious = cache / "precious.txt"
+    precious.write_text("not ours")
+    for start in range(6):
+        os.utime(files(cache)[0])
+        llm.generate([start, *PROMPT[1:]], **GREEDY)
+    kept = [file for file in files(cache) if file.suffix == ".sala"]
+    assert 1 <= len(kept) <= 3
+    assert precious.read_text() == "not ours"
+
+
+def test_an_unwritable_disk_is_one_warning(tmp_path: Path, want: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    import sala.engine.cache.sessions as module
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_file", full)
+    llm = open_llm(tmp_path / "cache")
+    with pytest.warns(UserWarning, match="disk cache is off"):
+        assert llm.generate(PROMPT, **GREEDY).token_ids == want
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm.generate(PROMPT[:-1], **GREEDY)
+    assert files(tmp_path / "cache") == []
+
+
+def test_a_directory_for_everybody_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(InputError, match="by anybody"):
+        open_llm(tmp_path / "open")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="not a directory"):
+        open_llm(tmp_path / "file")
+
+
+def test_geometry_of_the_test() -> None:
+    assert SalaConfig.load(MODEL).sparse_config.agreement_len < 120 < 128

@@ -1,0 +1,162 @@
+"""Controls: grammars, thinking budgets, the guard against repetition."""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sala.errors import InputError
+from sala.llm import LLM
+from sala.protocol import Sampling
+from sala.text.answer import Structured
+from sala.text.control import LoopGuard, ThinkBudget
+from sala.text.tokenizer import Tokenizer
+
+pytest.importorskip("llguidance")
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> LLM:
+    return LLM(tiny, device="cpu", ctx=2048)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_json_schema(llm: LLM, seed: int) -> None:
+    out = llm.chat([{"role": "user", "content": "who?"}], json_schema=json.dumps(SCHEMA), temperature=1.0, seed=seed)
+    data = json.loads(out.text)
+    assert set(data) == {"name", "age"}
+    assert 0 <= data["age"] <= 99
+    assert out.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_regex(llm: LLM, seed: int) -> None:
+    out = llm.generate("x", regex="[a-c]{3}-[0-9]+;", temperature=1.0, seed=seed, max_tokens=200)
+    assert re.fullmatch("[a-c]{3}-[0-9]+;", out.text)
+
+
+def test_lark_grammar(llm: LLM) -> None:
+    out = llm.generate("x", grammar='start: ("yes" | "no") "!"', temperature=1.0, seed=1)
+    assert out.text in ("yes!", "no!")
+
+
+def test_a_short_answer_is_a_beginning_of_json(llm: LLM) -> None:
+    out = llm.generate("x", json_schema=json.dumps(SCHEMA), temperature=0, max_tokens=5)
+    assert out.finish_reason == "length"
+    assert out.text.startswith("{")
+
+
+BAD: list[dict[str, Any]] = [
+    {"json_schema": "{"},
+    {"json_schema": '{"type": "hiccup"}'},
+    {"regex": "("},
+    {"regex": "(?=a)b"},
+    {"grammar": "start: nothing_defined"},
+    {"regex": "a", "json_schema": "{}"},
+    {"json_schema": " " * 300_000},
+]
+
+
+@pytest.mark.parametrize("settings", BAD, ids=lambda item: str(item)[:40])
+def test_bad_grammars_are_refused_before_anything_runs(llm: LLM, settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        llm.generate("x", **settings)
+    assert llm.engine.is_idle
+    assert llm.generate("x", temperature=0, max_tokens=3).token_ids
+
+
+@pytest.mark.parametrize("regex", ["(a+)+b", "(a|aa){500}", "a{1000000}"])
+def test_hostile_patterns_end_in_time(llm: LLM, regex: str) -> None:
+    with contextlib.suppress(InputError):
+        llm.generate("x", regex=regex, temperature=0, max_tokens=3)
+    assert llm.engine.is_idle
+    assert llm.generate("x", temperature=0, max_tokens=3).token_ids
+
+
+def think(tokenizer: Tokenizer, budget: int, text: str, is_open: bool = False) -> str:
+    """The text as a budget would shape it, if the model wanted to say `text`."""
+    control = ThinkBudget(tokenizer, budget, is_open)
+    forced, out = list(control.opening), []
+    source = tokenizer.encode(text, bos=False)
+    while source or forced:
+        token = forced.pop(0) if forced else source.pop(0)
+        out.append(token)
+        verdict = control.observe(token)
+        forced += verdict.force if verdict else ()
+    return tokenizer.decode(out)
+
+
+def test_thinking_budget(tiny: Path) -> None:
+    tokenizer = Tokenizer.load(tiny)
+    closing = "\n</think>\n\n"
+    assert think(tokenizer, 4, "<think>abcdefgh") == f"<think>abcd{closing}efgh"
+    assert think(tokenizer, 0, "<think>abc") == f"<think>{closing}abc"
+    assert think(tokenizer, 99, "<think>abc</think>def") == "<think>abc</think>def"
+    assert think(tokenizer, 2, "no thoughts at all") == "no thoughts at all"
+    assert think(tokenizer, 3, "abcdef", is_open=True) == f"abc{closing}def"
+    assert think(tokenizer, 0, "abc", is_open=True) == f"{closing}abc"
+    assert think(tokenizer, 30, "<think>a</think>b<think>" + "c" * 60).count("</think>") == 1
+
+
+def test_thinking_budget_end_to_end(llm: LLM) -> None:
+    """The model is made to open a thought; the budget closes it and an answer follows."""
+    prompt = llm.tokenizer.encode("<think>")
+    sampling = Sampling(temperature=0, max_tokens=60, think_budget=5)
+    run = llm._prepare(prompt, sampling, lambda: Structured((), True), True, 1, None)
+    completion = None
+    for event in llm._stream(run):
+        completion = event.completion or completion
+    assert completion is not None
+    assert len(completion.reasoning) == 5
+    assert len(completion.text) > 10
+    assert completion.usage.completion_tokens == 60
+
+
+def test_loop_guard() -> None:
+    def runs(tokens: list[int], limit: int = 64) -> str | None:
+        guard = LoopGuard(limit)
+        for token in tokens:
+            verdict = guard.observe(token)
+            if verdict:
+                return verdict.finish
+        return None
+
+    assert runs([5] * 200) == "repetition"
+    assert runs([1, 2, 3] * 60) == "repetition"
+    assert runs(list(range(40)) * 5) is None  # a period longer than a quarter of the limit
+    assert runs(list(range(300))) is None
+    assert runs([5] * 50 + list(range(100))) is None
+
+
+def test_loop_guard_end_to_end(llm: LLM) -> None:
+    out = llm.generate("hello", temperature=0, max_tokens=2000, loop_guard=64, ignore_eos=True)
+    assert out.finish_reason == "repetition"
+    assert out.usage.completion_tokens < 2000
+
+
+def test_min_tokens(llm: LLM) -> None:
+    bias = {257: 100.0}
+    assert llm.generate("x", temperature=0, logit_bias=bias).usage.completion_tokens == 1
+    out = llm.generate("x", temperature=0, logit_bias=bias, min_tokens=7)
+    assert out.usage.completion_tokens == 8
+    assert out.finish_reason == "stop"
+
+
+def test_echo_scoring(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("score me")
+    scores = llm.score(ids, top=3, chunk=4)
+    assert [drawn.token for drawn in scores] == ids[1:]
+    assert all(len(drawn.top_logprobs) == 3 for drawn in scores)
+    logits = llm.logits(ids).astype("float64")
+    assert scores[2].top_logprobs[0][0] == int(logits[2].argmax())
