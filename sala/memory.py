@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from sala.config import SalaConfig
 
+RUNTIME_BYTES = 96 << 20  # work areas of the libraries, measured on a CPU: the same at every length
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -61,10 +62,11 @@ class Estimate:
     states: int
     snapshots: int
     activations: int
+    runtime: int = RUNTIME_BYTES
 
     @property
     def total(self) -> int:
-        return self.weights + self.pages + self.states + self.snapshots + self.activations
+        return self.weights + self.pages + self.states + self.snapshots + self.activations + self.runtime
 
 
 def estimate(
@@ -76,7 +78,7 @@ def estimate(
     num_snapshots: int = 1,
     chunk: int = 256,
     element_bytes: int = 2,
-    tile_bytes: int = 64 << 20,
+    tile_bytes: int = 8 << 20,
 ) -> Estimate:
     return Estimate(
         num_tokens=num_tokens,

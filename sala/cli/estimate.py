@@ -42,6 +42,7 @@ def estimate(
         "states": needed.states,
         "snapshots": needed.snapshots,
         "activations": needed.activations,
+        "runtime": needed.runtime,
         "total": needed.total,
     }
     if as_json:

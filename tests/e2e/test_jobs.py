@@ -164,7 +164,9 @@ def test_estimate(tiny: Path) -> None:
     assert "longest context" in out.stdout
     data = json.loads(sala("estimate", str(tiny), "--ctx", "128K", "--batch", "2", "--json").stdout)
     assert data["pages"] == 2 * 131072 * 2 * (2 * 128 + 10)
-    assert data["total"] == sum(data[name] for name in ("weights", "pages", "states", "snapshots", "activations"))
+    assert data["total"] == sum(
+        data[name] for name in ("weights", "pages", "states", "snapshots", "activations", "runtime")
+    )
     tight = json.loads(sala("estimate", str(tiny), "--memory", "500M", "--json").stdout)
     assert tight["fits"]
     assert 100_000 < tight["longest"] < 2_000_000

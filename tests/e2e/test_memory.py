@@ -58,3 +58,49 @@ def test_nothing_is_allocated_for_a_lie(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="truncated"):
         check_tensors(Checkpoint(tmp_path / "m"), SalaConfig.load(tmp_path / "m"))
+
+
+ESTIMATE = """
+import json, resource, sys
+import torch
+import sala.backends.torch.executor
+from sala.llm import LLM
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+torch.ones(512, 512) @ torch.ones(512, 512)
+before = peak()
+length = int(sys.argv[2])
+llm = LLM(sys.argv[1], device="cpu", ctx=length, num_snapshots=1, max_batch=1)
+llm.generate([i * i % 251 for i in range(length - 4)], temperature=0, max_tokens=4, ignore_eos=True)
+print(peak() - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def middling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from dataclasses import replace
+
+    from sala.config import SparseConfig
+
+    config = replace(
+        RELEASED, vocab_size=256, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
+        mixer_types=("minicpm4", "lightning-attn", "minicpm4", "minicpm4"), num_attention_heads=16,
+        num_key_value_heads=4, head_dim=64, lightning_nh=8, lightning_nkv=8, lightning_head_dim=64,
+        sparse_config=SparseConfig(window_size=512, topk=16, dense_len=2048), eos_token_id=(2,), dtype="float32",
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("middling") / "model"
+    write_random(path, config)
+    return path
+
+
+@pytest.mark.parametrize("length", [1024, 4096, 12288])
+def test_the_estimate_is_what_is_used(middling: Path, length: int) -> None:
+    """Dense, sparse, long: within 10% of the measured peak."""
+    from sala.checkpoint.names import count_parameters, expected_tensors
+    from sala.memory import estimate
+
+    config = SalaConfig.load(middling)
+    command = [sys.executable, "-c", ESTIMATE, str(middling), str(length)]
+    measured = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    parameters = count_parameters(expected_tensors(config))
+    expected = estimate(config, parameters, length, element_bytes=4, chunk=256, num_snapshots=1).total
+    assert expected == pytest.approx(measured, rel=0.10)

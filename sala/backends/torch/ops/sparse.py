@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sala.config import SparseConfig
 
-SCORE_TILE_BYTES = 64 << 20  # scores of all windows for a tile of queries, fp32
-GATHER_TILE_BYTES = 64 << 20  # keys and values of the chosen blocks for a tile of queries
+SCORE_TILE_BYTES = 8 << 20  # scores of all windows for a tile of queries, fp32
+GATHER_TILE_BYTES = 8 << 20  # keys and values of the chosen blocks for a tile of queries
 
 
 def pool_keys(keys: Tensor, kernel: int, stride: int) -> Tensor:
@@ -102,11 +102,12 @@ def sparse_attention(
     tile = max(1, GATHER_TILE_BYTES // row_bytes)
     offsets = torch.arange(block_size, device=q.device)
     outputs = []
+    num_blocks = min(tile, q.shape[0]) * groups * chosen.shape[-1]
+    k_room, v_room = (k_flat.new_empty(num_blocks, block_size, dim) for _ in range(2))  # one place for all tiles
     for q_tile, ids, at in zip(q.split(tile), chosen.split(tile), positions.split(tile), strict=True):
         n, heads = q_tile.shape[:2]
         pages = first_page + table[ids.clamp(min=0)]  # [n, G, C]
-        keys = k_flat[pages].flatten(2, 3)  # [n, G, C * B, D]
-        values = v_flat[pages].flatten(2, 3)
+        keys, values = (_gather(flat, pages, room) for flat, room in ((k_flat, k_room), (v_flat, v_room)))
         token = ids[..., None] * block_size + offsets
         is_seen = (ids[..., None] >= 0) & (token <= at[:, None, None, None])
         mask = is_seen.flatten(2)[:, :, None]  # [n, G, 1, C * B]
@@ -114,3 +115,10 @@ def sparse_attention(
         output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
         outputs.append(output.reshape(n, heads, dim))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _gather(flat: Tensor, pages: Tensor, room: Tensor) -> Tensor:
+    """Blocks flat[pages], written into `room`: [pages, B, D], [n, G, C] → [n, G, C * B, D]."""
+    out = room[: pages.numel()]
+    torch.index_select(flat, 0, pages.flatten(), out=out)
+    return out.view(*pages.shape[:2], -1, flat.shape[-1])
