@@ -1,4 +1,4 @@
-"""MiniCPM-SALA on your machine: run it, serve it, convert to it, fine-tune it.
+"""MiniCPM-SALA on your machine.
 
 Importing this package is free: names below are loaded when first used.
 """

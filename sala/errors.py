@@ -45,7 +45,7 @@ class ContextTooLong(SalaError):
         self.max_tokens = max_tokens
         super().__init__(
             f"the prompt has {num_tokens:,} tokens and the context holds {max_tokens:,}",
-            f"shorten it or raise --ctx to at least {num_tokens + 1}",
+            f"shorten it or raise the context (ctx) to at least {num_tokens + 1}",
         )
 
 

@@ -1,5 +1,6 @@
 """The golden cases: checkpoints with random weights and the numbers that the vendor's model computes on them."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 DATA = Path(__file__).parent / "data"
+DEVICE = os.environ.get("SALA_TEST_DEVICE", "cpu")  # cuda: the same tests on a GPU
 
 
 @dataclass(frozen=True)

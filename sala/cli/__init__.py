@@ -63,7 +63,7 @@ def options(
         False, "--version", help="Show the version and exit.", is_eager=True, callback=_show_version
     ),
 ) -> None:
-    """Run, serve, convert and fine-tune MiniCPM-SALA."""
+    """Run MiniCPM-SALA on your machine."""
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sala.errors import InputError, ModelNotFound
+from sala.errors import InputError, ModelNotFound, SalaError
 
 if TYPE_CHECKING:
     from sala.llm import LLM
@@ -55,7 +55,9 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Say more about the run
 
 def find_model(model: str | None) -> Path:
     if not model:
-        raise InputError("model", "is not given", "use -m DIR, set SALA_MODEL, or make a random one: sala init DIR")
+        raise InputError(
+            "model", "is not given", "name its directory, set SALA_MODEL, or try a random one: sala init DIR"
+        )
     path = Path(model).expanduser()
     if not path.exists():
         raise ModelNotFound(f"there is no model at {path}", "give a directory that holds a checkpoint")
@@ -70,7 +72,12 @@ def load(model: str | None, verbose: bool, **options: Any) -> "LLM":
     began = time.perf_counter()
     from sala.llm import LLM
 
-    llm = LLM(path, **options)
+    try:
+        llm = LLM(path, **options)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
+            raise
+        raise SalaError(f"{path} does not fit into memory", f"see what would: sala estimate {path}") from None
     if verbose:
         seconds = time.perf_counter() - began
         note(f"{path}: {llm.config.num_hidden_layers} layers, context {llm.ctx:,}, loaded in {seconds:.1f} s")

@@ -121,7 +121,10 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         if self._template is None:
-            raise TemplateError("this checkpoint has no chat template", "use --raw, or add chat_template.jinja to it")
+            raise TemplateError(
+                "this checkpoint has no chat template",
+                "add chat_template.jinja to it, or generate without the chat format (--raw)",
+            )
         text = self._template.render(messages, **options)
         return _encodable(text)
 

@@ -75,7 +75,7 @@ def test_files_stdin_raw_system_stop(tiny: Path, tmp_path: Path) -> None:
         (["generate", "x", "-m", "TINY", "-n", "0"], 2, "max_tokens"),
         (["generate", "x", "-m", "TINY", "--device", "tpu"], 2, "device"),
         (["generate", "x", "-m", "TINY", "--ctx", "lots"], 2, "ctx"),
-        (["generate", "x", "-m", "TINY", "--ctx", "19"], 1, "raise --ctx"),
+        (["generate", "x", "-m", "TINY", "--ctx", "19"], 1, "raise the context"),
         (["generate", "-m", "TINY", "-f", "/nowhere"], 2, "cannot be read"),
         (["generate", "-m", "TINY", "-f", "/"], 2, "cannot be read"),
         (["generate", "-m", "TINY"], 2, "prompt is empty"),

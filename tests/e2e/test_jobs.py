@@ -66,6 +66,12 @@ def test_good_and_bad_lines(llm: LLM, tmp_path: Path) -> None:
     assert llm.engine.integrity() == []
 
 
+def test_a_hundred_thousand_lines(llm: LLM, tmp_path: Path) -> None:
+    lines = [f'{{"custom_id": "{i}", "url": "/nowhere", "body": {{}}}}' for i in range(100_000)]
+    tally = run_batch(llm, write(tmp_path / "in.jsonl", [*lines, request("good")]), tmp_path / "out.jsonl")
+    assert (tally.done, tally.failed) == (1, 100_000)
+
+
 def test_nothing_is_overwritten(llm: LLM, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [request("a")])
     (tmp_path / "out.jsonl").write_text("precious")

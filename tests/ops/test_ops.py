@@ -93,6 +93,16 @@ def test_lightning_ragged_rows_are_strangers(lengths: list[int]) -> None:
         at += length
 
 
+def test_lightning_state_stays_finite_over_a_million_tokens() -> None:
+    heads, dim, count = 2, 4, 1_000_000
+    q, k, v = (rand(count, heads, dim, seed=s) for s in range(3))
+    slopes = torch.tensor([0.5, 1 / 256])
+    got, state = lightning_prefill(q, k, v, torch.zeros(heads, dim, dim), slopes, 1.0)
+    assert bool(torch.isfinite(got).all())
+    _, recent = lightning_prefill(q[-9000:], k[-9000:], v[-9000:], torch.zeros(heads, dim, dim), slopes, 1.0)
+    torch.testing.assert_close(state, recent, atol=1e-4, rtol=1e-4)  # what is older has decayed away
+
+
 def test_lightning_step_keeps_fp32_for_bf16_inputs() -> None:
     q, k, v = (rand(2, 3, 4, seed=s).bfloat16() for s in range(3))
     output, state = lightning_step(q, k, v, torch.zeros(2, 3, 4, 4), decay_slopes(3), 1.0)

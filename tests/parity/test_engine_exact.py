@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sala.config import SalaConfig
 from sala.llm import LLM
-from tests.golden import DATA
+from tests.golden import DATA, DEVICE
 
 MODELS = ["block16", "block64"]
 COUNT = 10
@@ -17,7 +17,7 @@ GREEDY = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
 
 
 def llm(model: str, **options: object) -> LLM:
-    return LLM(DATA / model, device="cpu", ctx=1024, **options)  # type: ignore[arg-type]
+    return LLM(DATA / model, device=DEVICE, ctx=1024, **options)  # type: ignore[arg-type]
 
 
 _PLAIN: dict[str, LLM] = {}
@@ -133,7 +133,7 @@ def test_sampled_answers_do_not_depend_on_neighbours() -> None:
 
 
 def test_several_answers_share_one_reading(tiny: Path) -> None:
-    model = LLM(tiny, device="cpu", ctx=2048)
+    model = LLM(tiny, device=DEVICE, ctx=2048)
     answers = model.generate("x" * 500, n=4, temperature=1.0, seed=5, max_tokens=8)
     assert len({tuple(out.token_ids) for out in answers}) == 4
     assert [out.usage.cached_tokens for out in answers] == [0, 500, 500, 500]

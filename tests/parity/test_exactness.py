@@ -13,7 +13,7 @@ from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.llm import LLM
 from sala.protocol import Options, Plan, Row, Sampling
-from tests.golden import DATA
+from tests.golden import DATA, DEVICE
 
 NUM_TOKENS = 6
 
@@ -32,7 +32,7 @@ def test_whole_chunked_and_token_by_token(model: str, count: int) -> None:
     path = DATA / model
     config = SalaConfig.load(path)
     rng = random.Random(7)
-    ways = {chunk: LLM(path, device="cpu", ctx=2048, prefill_chunk=chunk) for chunk in (2048, 29, 1)}
+    ways = {chunk: LLM(path, device=DEVICE, ctx=2048, prefill_chunk=chunk) for chunk in (2048, 29, 1)}
     for length in border_lengths(config, count, seed=11):
         prompt = [rng.randrange(config.vocab_size) for _ in range(length)]
         answers = {}
@@ -46,7 +46,7 @@ def test_a_reused_cache_gives_the_same_tokens() -> None:
     """Continue, edit the end, regenerate, cross into the sparse regime: always as if computed afresh."""
     path = DATA / "block16"
     config = SalaConfig.load(path)
-    live, fresh = LLM(path, device="cpu", ctx=2048), LLM(path, device="cpu", ctx=2048)
+    live, fresh = LLM(path, device=DEVICE, ctx=2048), LLM(path, device=DEVICE, ctx=2048)
     rng = random.Random(3)
     prompt = [rng.randrange(config.vocab_size) for _ in range(40)]
     reused = 0
@@ -73,7 +73,7 @@ def test_regimes_share_only_what_agrees() -> None:
     path = DATA / "block16"
     config = SalaConfig.load(path)
     sparse = config.sparse_config
-    llm = LLM(path, device="cpu", ctx=2048)
+    llm = LLM(path, device=DEVICE, ctx=2048)
     rng = random.Random(5)
     short = [rng.randrange(256) for _ in range(sparse.dense_len - 5)]
     assert len(short) > sparse.agreement_len
@@ -81,7 +81,7 @@ def test_regimes_share_only_what_agrees() -> None:
     longer = short + [rng.randrange(256) for _ in range(30)]
     got = llm.generate(longer, temperature=0, max_tokens=8, ignore_eos=True)
     assert got.usage.cached_tokens == 0
-    again = LLM(path, device="cpu", ctx=2048).generate(longer, temperature=0, max_tokens=8, ignore_eos=True)
+    again = LLM(path, device=DEVICE, ctx=2048).generate(longer, temperature=0, max_tokens=8, ignore_eos=True)
     assert got.token_ids == again.token_ids
 
 
@@ -93,7 +93,7 @@ def test_neighbours_change_nothing() -> None:
     prompts = [[rng.randrange(256) for _ in range(length)] for length in (1, 17, 64, 130)]
 
     def run(groups: list[list[int]]) -> dict[int, int]:
-        executor = open_executor(Checkpoint(path), config, Options(ctx=1024, device="cpu", max_batch=4))
+        executor = open_executor(Checkpoint(path), config, Options(ctx=1024, device=DEVICE, max_batch=4))
         drawn = {}
         for group in groups:
             rows = tuple(
@@ -116,7 +116,7 @@ def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
 
     write_random(tmp_path / "m", replace(TINY, dtype="bfloat16"))
     config = SalaConfig.load(tmp_path / "m")
-    executor = open_executor(Checkpoint(tmp_path / "m"), config, Options(ctx=2048, device="cpu"))
+    executor = open_executor(Checkpoint(tmp_path / "m"), config, Options(ctx=2048, device=DEVICE))
     seen: dict[str, torch.dtype] = {}
 
     def record(name: str):
@@ -146,8 +146,8 @@ def test_a_poisoned_cache_harms_nobody() -> None:
     path = DATA / "block16"
     config = SalaConfig.load(path)
     prompt = [random.Random(1).randrange(256) for _ in range(150)]
-    clean = LLM(path, device="cpu", ctx=512)
-    poisoned = LLM(path, device="cpu", ctx=512)
+    clean = LLM(path, device=DEVICE, ctx=512)
+    poisoned = LLM(path, device=DEVICE, ctx=512)
     for kv in poisoned._executor.cache.pages.values():
         for pool in (kv.k, kv.v, kv.k1, kv.k2):
             pool.fill_(float("nan"))

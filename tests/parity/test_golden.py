@@ -10,7 +10,7 @@ from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.llm import LLM
 from sala.protocol import Options, Row
-from tests.golden import CASES, Case
+from tests.golden import CASES, DEVICE, Case
 
 WHOLE = 100_000
 CHUNKS = [1, 7, 63, 64, 65, 1000, WHOLE]
@@ -24,7 +24,7 @@ class Run:
         self.config = SalaConfig.load(case.model)
         self.chosen: dict[int, list[np.ndarray]] = {layer: [] for layer in self.config.sparse_layers}
         self.executor: TorchExecutor = open_executor(
-            Checkpoint(case.model), self.config, Options(ctx=2048, device="cpu", dtype="float32")
+            Checkpoint(case.model), self.config, Options(ctx=2048, device=DEVICE, dtype="float32")
         )
         mixers = {layer: self.executor.model.model.layers[layer].self_attn for layer in self.config.sparse_layers}
         layer_of = {id(mixer): layer for layer, mixer in mixers.items()}
@@ -32,7 +32,7 @@ class Run:
 
         def spy(mixer, span, q, positions, pages):
             chosen = choose(mixer, span, q, positions, pages)
-            self.chosen[layer_of[id(mixer)]] += list(chosen.numpy())
+            self.chosen[layer_of[id(mixer)]] += list(chosen.cpu().numpy())
             return chosen
 
         monkeypatch.setattr(SparseMixer, "choose", spy)
@@ -60,7 +60,7 @@ class Run:
         from sala.backends.torch.batch import pack
         from sala.protocol import Plan
 
-        return pack(Plan((Row((0,), self.length - 1, self.pages, 0, 0),)), torch.device("cpu")).spans[0]
+        return pack(Plan((Row((0,), self.length - 1, self.pages, 0, 0),)), torch.device(DEVICE)).spans[0]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -80,7 +80,7 @@ def check(run: Run) -> None:
     np.testing.assert_allclose(run.decode, run.data["decode_logits"], atol=1e-4, rtol=0)
     check_chosen(run)
     for layer, state in run.of_layers("final.state").items():
-        got = run.executor.cache.states[layer][0].numpy()
+        got = run.executor.cache.states[layer][0].cpu().numpy()
         np.testing.assert_allclose(got, state, atol=1e-5 * np.abs(state).max(), rtol=0)
     for layer in run.config.sparse_layers:
         pages = run.executor.cache.pages[layer]
@@ -88,11 +88,11 @@ def check(run: Run) -> None:
         for got, prefix in ((k1, "final.k1"), (k2, "final.k2")):
             if layer in (expected := run.of_layers(prefix)):
                 assert got.shape[1] == len(expected[layer])
-                np.testing.assert_allclose(got.transpose(0, 1), expected[layer], atol=1e-5, rtol=0)
+                np.testing.assert_allclose(got.transpose(0, 1).cpu(), expected[layer], atol=1e-5, rtol=0)
         keys, values = pages.keys_values(run.span(), run.length)
         for got, prefix in ((keys, "final.k_cache"), (values, "final.v_cache")):
             if layer in (expected := run.of_layers(prefix)):
-                np.testing.assert_allclose(got, expected[layer], atol=1e-5, rtol=0)
+                np.testing.assert_allclose(got.cpu(), expected[layer], atol=1e-5, rtol=0)
 
 
 def check_chosen(run: Run) -> None:
@@ -121,7 +121,7 @@ def as_set(blocks: np.ndarray) -> set[int]:
 @pytest.mark.parametrize("case", [case for case in CASES if "prefill_hidden_states" in case.data], ids=str)
 def test_hidden_states(case: Case) -> None:
     config = SalaConfig.load(case.model)
-    executor = open_executor(Checkpoint(case.model), config, Options(ctx=2048, device="cpu"))
+    executor = open_executor(Checkpoint(case.model), config, Options(ctx=2048, device=DEVICE))
     states: list[torch.Tensor] = []
     for layer in executor.model.model.layers:
         layer.register_forward_pre_hook(lambda _, args: states.append(args[0].clone()))
@@ -133,12 +133,12 @@ def test_hidden_states(case: Case) -> None:
     pages = tuple(range(executor.capacity.num_pages))
     executor.logits(Row(ids, 0, pages, 0, config.sparse_config.sparse_from(prompt_len)))
     for got, want in zip(states, expected, strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(got.cpu(), want, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_through_the_llm(case: Case) -> None:
-    llm = LLM(case.model, device="cpu")
+    llm = LLM(case.model, device=DEVICE)
     data = case.data
     prompt_len = len(data["prefill_logits"])
     logits = llm.logits(data["input_ids"].tolist(), chunk=50, prompt_len=prompt_len)

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 from sala.checkpoint.random import write_random
 from sala.config import SalaConfig, SparseConfig
 from sala.llm import LLM
+from tests.golden import DEVICE
 from tests.parity.naive import NaiveModel
 
 BASE = SalaConfig(
@@ -54,7 +55,7 @@ def test_against_the_definition(name: str, prompt_len: int, tmp_path: Path) -> N
     ids = np.random.default_rng(1).integers(0, config.vocab_size, prompt_len + 40).tolist()
     weights = load_file(tmp_path / "model" / "model.safetensors")
     naive = NaiveModel(config.to_dict(), weights).logits(ids, prompt_len)
-    logits = LLM(tmp_path / "model", device="cpu").logits(ids, chunk=37, prompt_len=prompt_len)
+    logits = LLM(tmp_path / "model", device=DEVICE).logits(ids, chunk=37, prompt_len=prompt_len)
     np.testing.assert_allclose(logits, naive, atol=1e-4, rtol=0)
 
 

@@ -110,6 +110,12 @@ def test_drawn_tokens_are_spliced_in(tokenizer: Tokenizer) -> None:
     assert whole[len(first) + len(drawn)] == tokenizer.token_id("<|im_end|>")
 
 
+def test_a_megabyte_without_a_space(tokenizer: Tokenizer) -> None:
+    """The worst case of a tokenizer is bounded: it takes as long as it takes, and comes back whole."""
+    text = "a" * 1_000_000
+    assert tokenizer.decode(tokenizer.encode(text, bos=False)) == text
+
+
 def test_surrogates_and_nul_do_no_harm(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("a\ud800b\0c", bos=False)
     assert tokenizer.encode_chat([{"role": "user", "content": "a\ud800b\0c"}])
