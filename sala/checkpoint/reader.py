@@ -73,11 +73,12 @@ class Checkpoint:
         data = memoryview(self._map(info.file))[info.start : info.end]
         return RawTensor(info.dtype, info.shape, data)
 
-    def forget(self, name: str) -> None:
-        """Let the operating system drop the tensor's pages from memory; they can be read again."""
+    def forget(self, name: str, begin: int = 0, end: int | None = None) -> None:
+        """Let the operating system drop bytes of a tensor from memory; they can be read again."""
         info = self.tensors[name]
-        first = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = info.end // mmap.PAGESIZE * mmap.PAGESIZE - first
+        stop = info.end if end is None else info.start + end
+        first = -(-(info.start + begin) // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = stop // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
             self._map(info.file).madvise(mmap.MADV_DONTNEED, first, length)
 

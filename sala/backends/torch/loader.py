@@ -10,6 +10,7 @@ from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_PIECE = 1 << 24  # elements converted at a time
 _FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -44,9 +45,12 @@ def read_tensor(checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: t
     tensor = torch.frombuffer(raw.data, dtype=stored).view(raw.shape)
     if stored == dtype and device.type == "cpu":
         return tensor
-    converted = tensor.to(device=device, dtype=dtype)
-    del tensor
-    checkpoint.forget(name)  # the file's pages are no longer needed in memory
+    converted = torch.empty(raw.shape, dtype=dtype, device=device)
+    source, target = tensor.view(-1), converted.view(-1)
+    for begin in range(0, source.numel(), _PIECE):
+        end = min(begin + _PIECE, source.numel())
+        target[begin:end] = source[begin:end]  # not `copy_` of all: the file's pages go as soon as they are read
+        checkpoint.forget(name, begin * stored.itemsize, end * stored.itemsize)
     return converted
 
 
