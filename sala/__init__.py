@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "sala.llm",
-    "Completion": "sala.llm",
+    "Completion": "sala.completion",
     "Sampling": "sala.protocol",
     "SalaConfig": "sala.config",
     "SalaError": "sala.errors",
@@ -28,10 +28,10 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
+    from sala.completion import Completion as Completion
     from sala.config import SalaConfig as SalaConfig
     from sala.errors import SalaError as SalaError
     from sala.llm import LLM as LLM
-    from sala.llm import Completion as Completion
     from sala.lowlevel import create_layer_caches as create_layer_caches
     from sala.lowlevel import format_chat_prompt as format_chat_prompt
     from sala.lowlevel import forward as forward

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sala.completion import Completion
 from sala.errors import ContextTooLong, InputError, SalaError
-from sala.llm import LLM, Call, Completion
+from sala.llm import LLM, Call
 from sala.protocol import Sampling
 
 URLS = ("/v1/chat/completions", "/v1/completions")

@@ -2,111 +2,37 @@
 
 import hashlib
 import math
-import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sala.backends import open_executor
 from sala.checkpoint.reader import Checkpoint
+from sala.completion import Completion, Event, Progress, Run, last_completion
 from sala.config import SalaConfig, read_json_object
 from sala.engine.cache.prefix import as_bytes, as_tokens
 from sala.engine.cache.sessions import SessionStore
-from sala.engine.engine import Engine, Update
+from sala.engine.engine import Engine
 from sala.engine.sequence import Request, SequenceState
 from sala.errors import ConfigError, InputError, NoTokenizer, SalaError
 from sala.protocol import Control, Drawn, Options, Sampling
-from sala.text.answer import Answer, Delta, Plain, Structured
+from sala.text.answer import Answer, Plain, Structured
 from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
 from sala.text.detokenize import Detokenizer
 from sala.text.reasoning import OPEN
 from sala.text.tokenizer import Tokenizer
-from sala.text.tools import ToolCall
 
 if TYPE_CHECKING:
     import numpy
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-Progress = Callable[[int, int], None]  # tokens of the prompt done, tokens in all
 
 MAX_ANSWERS = 128
 MIN_DISK_TOKENS = 256  # shorter pasts are computed sooner than read
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Seconds for the tokens that were really computed: the prompt's new ones, then the answer's."""
-
-    prompt_n: int
-    prompt_s: float
-    predicted_n: int
-    predicted_s: float
-
-    @property
-    def prompt_per_second(self) -> float:
-        return self.prompt_n / self.prompt_s if self.prompt_s > 0 else 0.0
-
-    @property
-    def predicted_per_second(self) -> float:
-        return self.predicted_n / self.predicted_s if self.predicted_s > 0 else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """An answer. `text` is what to show; in a chat, `reasoning` and `tool_calls` are taken out of it."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    usage: Usage
-    timings: Timings
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    logprobs: list[Drawn] | None = None
-    is_whole: bool = True  # all tokens are shown in `text`: nothing was cut at a stop string or taken out
-    stop_token: int | None = None  # the last of `token_ids`, if it ended the answer
-
-    def as_message(self) -> dict[str, Any]:
-        """The answer as a message of the conversation; where possible with its very tokens, so that nothing of it
-        needs computing again."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            calls = [{"name": call.name, "arguments": call.arguments} for call in self.tool_calls]
-            message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-        if self.is_whole:
-            message["token_ids"] = self.token_ids if self.stop_token is None else self.token_ids[:-1]
-        return message
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A step of a stream: a piece of the answer, or at the very end the whole `completion`."""
-
-    delta: Delta
-    token_ids: tuple[int, ...] = ()
-    completion: Completion | None = None
-
-    @property
-    def text(self) -> str:
-        return self.delta.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +101,7 @@ class LLM:
         self._executor = open_executor(backend, self._checkpoint, self.config, options)
         self.engine = Engine(self._executor, self.config.sparse_config, options)
         self._grammars = GrammarCompiler(self.path / "tokenizer.json", self.config.vocab_size, self.stop_ids)
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, Run] = {}
         self._store = None if cache_dir is None else self.open_store(Path(cache_dir).expanduser(), cache_disk)
         if self._store is not None:
             self.engine.before, self.engine.after = self._fetch_past, self._keep_past
@@ -304,13 +230,13 @@ class LLM:
         boundary = self._last_message(messages, ids, tools)
         return self._stream(self._prepare(ids, merged, form, is_open, 1, on_progress, (boundary,)))
 
-    def many(self, calls: Iterable[Call], max_waiting: int = 64) -> Iterator[tuple[Any, "Completion | Exception"]]:
+    def many(self, calls: Iterable[Call], max_waiting: int = 64) -> Iterator[tuple[Any, Completion | Exception]]:
         """Answer a stream of calls, as many at a time as fit; yields (key, completion or error) in order of completion.
 
         Calls are taken from the iterable only as there is room for them, so it may be endless.
         """
         source = iter(calls)
-        active: dict[int, tuple[Any, _Run]] = {}
+        active: dict[int, tuple[Any, Run]] = {}
         is_dry = False
         try:
             while active or not is_dry:
@@ -337,7 +263,7 @@ class LLM:
                 self.engine.cancel(run.sequence)
                 self._runs.pop(run.sequence.id, None)
 
-    def _prepare_call(self, call: Call) -> "_Run":
+    def _prepare_call(self, call: Call) -> Run:
         if call.messages is None:
             return self._prepare(self._checked(self._to_ids(call.prompt)), call.sampling, Plain, False, 1, None)[0]
         check_messages(call.messages)
@@ -346,7 +272,7 @@ class LLM:
         form = partial(Structured, call.tools or (), is_open)
         return self._prepare(ids, call.sampling, form, is_open, 1, None)[0]
 
-    def _drain(self, run: "_Run") -> "Completion | Exception | None":
+    def _drain(self, run: Run) -> Completion | Exception | None:
         """Take what has arrived; the completion when it is over."""
         while run.inbox:
             list(run.take(run.inbox.popleft()))
@@ -400,8 +326,16 @@ class LLM:
         """Forget all that is cached: the next prompt is computed from its first token."""
         self.engine.forget()
 
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Give the memory back. The object cannot be used afterwards."""
+        if self._tokenizer is not None:
+            self._tokenizer.close()
         for run in list(self._runs.values()):
             self.engine.cancel(run.sequence)
         self._runs = {}
@@ -416,7 +350,7 @@ class LLM:
         count: int,
         on_progress: Progress | None,
         boundaries: tuple[int, ...] = (),
-    ) -> "list[_Run]":
+    ) -> list[Run]:
         """Check everything that can be wrong with a request; nothing is queued yet."""
         if self._tokenizer is None and (sampling.stop or sampling.think_budget is not None):
             raise InputError("stop", "needs a tokenizer, and the checkpoint has none", "leave it out")
@@ -430,10 +364,10 @@ class LLM:
             request = Request(ids, sampling, self.stop_ids, "", boundaries, controls, forced)
             detokenizer = None if self._tokenizer is None else Detokenizer(self._tokenizer, ids)
             answer = None if detokenizer is None else Answer(detokenizer, sampling.stop, form())
-            runs.append(_Run(request, answer, on_progress if index == 0 else None))
+            runs.append(Run(request, answer, on_progress if index == 0 else None))
         return runs
 
-    def _submit(self, runs: "Sequence[_Run]") -> None:
+    def _submit(self, runs: Sequence[Run]) -> None:
         """Queue the answers to one prompt; the first reads it for all."""
         first: SequenceState | None = None
         for index, run in enumerate(runs):
@@ -442,7 +376,7 @@ class LLM:
             first = first or sequence
             self._runs[sequence.id] = run
 
-    def _stream(self, runs: "Sequence[_Run]") -> Iterator[Event]:
+    def _stream(self, runs: Sequence[Run]) -> Iterator[Event]:
         """Queued when the first event is asked for, and not before."""
         self._submit(runs)
         yield from self._events(runs[0])
@@ -470,7 +404,7 @@ class LLM:
         before = self.tokenizer.encode_chat(messages[:-1], tools=tools, add_generation_prompt=False)
         return next((at for at, pair in enumerate(zip(before, ids, strict=False)) if pair[0] != pair[1]), len(before))
 
-    def _events(self, run: "_Run") -> Iterator[Event]:
+    def _events(self, run: Run) -> Iterator[Event]:
         """Run the engine until this request has ended; leaving early cancels it."""
         try:
             run.progress(0)
@@ -525,108 +459,6 @@ class LLM:
                 f"{self.path}: the tokenizer has {self._tokenizer.vocab_size} ids, the model {self.config.vocab_size}",
                 "they do not belong together",
             )
-
-
-class _Run:
-    """A request on its way through the engine, and what its reader has been shown so far."""
-
-    sequence: SequenceState
-
-    def __init__(self, request: Request, answer: Answer | None, on_progress: Progress | None) -> None:
-        self.request = request
-        self.inbox: deque[Update] = deque()
-        self._answer = answer
-        self._on_progress = on_progress
-        self._reported = -1
-        self._drawn: list[Drawn] = []
-        self._text = ""
-        self._reasoning = ""
-        self._calls: list[ToolCall] = []
-
-    def begin(self, sequence: SequenceState) -> None:
-        self.sequence = sequence
-        self._began = self._first_token = time.perf_counter()
-
-    @property
-    def is_over(self) -> bool:
-        return self.sequence.is_finished and not self.inbox
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._answer is not None and self._answer.is_stopped
-
-    def progress(self, done: int) -> None:
-        """Tell how much of the prompt is read, whenever that changes; the reader may raise to stop."""
-        total = self.sequence.prompt_len
-        done = total if self._drawn else min(done, total - 1)
-        if self._on_progress is not None and done > self._reported:
-            self._reported = done
-            self._on_progress(done, total)
-
-    def take(self, update: Update) -> Iterator[Event]:
-        for drawn in update.drawn:
-            if self.is_stopped:
-                return
-            if not self._drawn:
-                self._first_token = time.perf_counter()
-            self._drawn.append(drawn)
-            self.progress(0)
-            is_end = self._ends_with(drawn.token)
-            deltas = [] if self._answer is None or is_end else self._answer.push(drawn.token)
-            yield from self._show(deltas or [Delta()], (drawn.token,))
-
-    def _ends_with(self, token: int) -> bool:
-        """Whether this is the stop token at the very end, which is not shown."""
-        sequence = self.sequence
-        is_last = sequence.is_finished and len(self._drawn) == len(sequence.drawn)
-        return is_last and sequence.finish_reason == "stop" and token in sequence.request.stop_ids
-
-    def finish(self) -> Iterator[Event]:
-        yield from self._show(self._answer.finish() if self._answer is not None else [], ())
-        yield Event(Delta(), (), self._completion())
-
-    def _show(self, deltas: Sequence[Delta], tokens: tuple[int, ...]) -> Iterator[Event]:
-        for index, delta in enumerate(deltas):
-            self._text += delta.text
-            self._reasoning += delta.reasoning
-            if delta.tool_call is not None:
-                self._calls.append(delta.tool_call)
-            if delta.was_reasoning:
-                self._reasoning, self._text, self._calls = (self._reasoning + self._text).strip(), "", []
-            yield Event(delta, tokens if index == len(deltas) - 1 else ())
-
-    def _completion(self) -> Completion:
-        sequence, drawn = self.sequence, self._drawn
-        cached = sequence.num_cached or 0
-        reason = sequence.finish_reason or "stop"
-        is_cut = self._answer is None or self.is_stopped
-        return Completion(
-            text=self._text.rstrip("\n") if self._calls else self._text,
-            token_ids=[one.token for one in drawn],
-            finish_reason="tool_calls" if self._calls and reason == "stop" else reason,
-            usage=Usage(sequence.prompt_len, len(drawn), cached),
-            timings=Timings(
-                prompt_n=sequence.prompt_len - cached,
-                prompt_s=self._first_token - self._began,
-                predicted_n=max(0, len(drawn) - 1),
-                predicted_s=time.perf_counter() - self._first_token,
-            ),
-            reasoning=self._reasoning,
-            tool_calls=self._calls,
-            logprobs=drawn if sequence.sampling.logprobs is not None else None,
-            is_whole=not is_cut and not self._reasoning and not self._calls,
-            stop_token=drawn[-1].token if drawn and self._ends_with(drawn[-1].token) else None,
-        )
-
-
-def last_completion(events: Iterator[Event]) -> Completion:
-    """Run a stream to its end."""
-    completion = None
-    for event in events:
-        completion = event.completion or completion
-    if completion is None:
-        raise RuntimeError("the stream ended without a completion")
-    return completion
 
 
 def read_stop_ids(directory: Path, config: SalaConfig) -> frozenset[int]:

@@ -18,7 +18,8 @@ from sala.cli.progress import PrefillBar
 from sala.errors import ContextTooLong, InputError, SalaError
 
 if TYPE_CHECKING:
-    from sala.llm import LLM, Completion
+    from sala.completion import Completion
+    from sala.llm import LLM
 
 HELP = """\
 /help          this text
@@ -32,6 +33,7 @@ HELP = """\
 \"\"\"            begins and ends a message of several lines; Ctrl-C stops the answer"""
 WORDS = {"clear": "/clear", "quit": "/bye", "exit": "/bye"}
 FORMAT = "sala-chat-1"
+QUOTED = "\0"  # marks a message that stood between triple quotes
 
 
 def chat(
@@ -99,6 +101,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self.attached: list[str] = []
         self.last: Completion | None = None
+        self.has_told = False
 
     def run(self, read: Callable[[], str]) -> None:
         while True:
@@ -109,9 +112,10 @@ class Conversation:
                 continue
             except EOFError:
                 return
-            line = WORDS.get(line.strip(), line)
+            is_text = line.startswith(QUOTED)  # between triple quotes, nothing is a command
+            line = line.removeprefix(QUOTED) if is_text else WORDS.get(line.strip(), line)
             try:
-                if line.startswith("/"):
+                if line.startswith("/") and not is_text:
                     if not self.command(line.strip()):
                         return
                 elif line.strip():
@@ -178,6 +182,10 @@ class Conversation:
         s.note(statistics(completion, time.perf_counter() - began))
         self.messages.append(completion.as_message())
         self.last = completion
+        off_because = self.llm.engine.speculation.off_because
+        if off_because and not self.has_told:
+            s.note(f"(speculation is switched off: {off_because})")
+            self.has_told = True
 
     def clear(self, _: str = "") -> None:
         self.messages, self.attached, self.last = [], [], None
@@ -220,6 +228,7 @@ class Conversation:
         s.note(f"  model    {self.llm.path}")
         s.note(f"  layers   {len(config.sparse_layers)} sparse, {len(config.lightning_layers)} lightning")
         used = 0 if self.last is None else self.last.usage.total_tokens
+        s.note(f"  drafts   {self.llm.engine.speculation.summary()}")
         s.note(f"  context  {used:,} of {self.llm.ctx:,} tokens, {len(self.messages)} messages")
 
     def save(self, name: str) -> None:
@@ -316,6 +325,6 @@ def _multi_line(read: Callable[[], str], read_more: Callable[[], str] | None = N
         while not lines[-1].rstrip().endswith('"""'):
             lines.append((read_more or read)())
         lines[-1] = lines[-1].rstrip().removesuffix('"""')
-        return "\n".join(lines).strip("\n")
+        return QUOTED + "\n".join(lines).strip("\n")
 
     return message

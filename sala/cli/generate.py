@@ -13,7 +13,7 @@ from sala.cli import settings as s
 from sala.errors import InputError, SalaError
 
 if TYPE_CHECKING:
-    from sala.llm import Completion, Event
+    from sala.completion import Completion, Event
 
 
 def generate(
@@ -50,7 +50,11 @@ def generate(
     verbose: s.Verbose = False,
 ) -> None:
     from sala.cli.progress import PrefillBar
+    from sala.completion import last_completion
     from sala.protocol import Sampling
+
+    if raw and system:
+        raise InputError("system", "does not go with --raw", "write it into the text")
 
     text = _gather(prompt, file or [])
     sampling = Sampling(
@@ -70,7 +74,7 @@ def generate(
             messages = [{"role": "system", "content": system}] if system else []
             messages.append({"role": "user", "content": text})
             events = llm.stream_chat(messages, sampling, on_progress=bar)
-        completion = _collect(events) if as_json else show_answer(events, no_think)
+        completion = last_completion(events) if as_json else show_answer(events, no_think)
     if completion is None:
         raise SalaError("the answer was cut off")
     if as_json:
@@ -98,12 +102,6 @@ def _gather(prompt: str | None, files: list[str]) -> str:
     if not text.strip():
         raise InputError("prompt", "is empty", "write something to answer")
     return text
-
-
-def _collect(events: "Iterator[Event]") -> "Completion":
-    from sala.llm import last_completion
-
-    return last_completion(events)
 
 
 def show_answer(events: "Iterator[Event]", no_think: bool) -> "Completion | None":

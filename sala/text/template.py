@@ -50,6 +50,9 @@ class ChatTemplate:
         except TemplateError as error:
             raise TemplateError(self._plain(error.message), error.remedy) from None
 
+    def close(self) -> None:
+        self._renderer.close()
+
     def _plain(self, text: str) -> str:
         """Without secret spellings, for people's eyes."""
         for plain, secret in self._marks.items():

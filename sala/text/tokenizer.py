@@ -55,10 +55,6 @@ class Tokenizer:
         """One more than the largest id."""
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    @property
-    def has_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
         """Text to ids, with BOS first where the model wants it. Special tokens are read only if asked for."""
         inner = self._inner if parse_special else self._guarded
@@ -73,10 +69,6 @@ class Tokenizer:
         """The id of a token by its spelling, special ones included."""
         found: int | None = self._inner.token_to_id(text)
         return found
-
-    def token_text(self, token: int) -> str:
-        """The spelling of one token, as in the vocabulary."""
-        return self._inner.id_to_token(token) or ""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The conversation as the template writes it, for people to read."""
@@ -127,6 +119,11 @@ class Tokenizer:
             )
         text = self._template.render(messages, **options)
         return _encodable(text)
+
+    def close(self) -> None:
+        """Stop the process that renders templates, if there is one."""
+        if self._template is not None:
+            self._template.close()
 
     def _find_bos(self) -> int | None:
         name = _content(self._settings.get("bos_token"))

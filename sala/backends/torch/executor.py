@@ -128,15 +128,20 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config)
     model = load_model(checkpoint, config, dtype, device)
-    return TorchExecutor(model, plan_capacity(config, options, dtype, device), device, dtype)
+    is_mapped = device.type == "cpu" and _NAMES[dtype] in {info.dtype for info in checkpoint.tensors.values()}
+    free = free_bytes(device)
+    if is_mapped:  # the weights are not in memory yet, but they will be
+        free = max(free - checkpoint.nbytes, free // 10)
+    return TorchExecutor(model, plan_capacity(config, options, dtype, device, free), device, dtype)
 
 
-def plan_capacity(config: SalaConfig, options: Options, dtype: torch.dtype, device: torch.device) -> Capacity:
+def plan_capacity(
+    config: SalaConfig, options: Options, dtype: torch.dtype, device: torch.device, free: int
+) -> Capacity:
     """How many pages and slots there will be: as the budget allows, and never less than one sequence needs."""
     page_size = config.sparse_config.block_size
     page_bytes = page_size * max(1, token_bytes(config, dtype.itemsize))
     slot_bytes = max(1, state_bytes(config))
-    free = free_bytes(device)
     budget = int(free * _CACHE_SHARE) if options.cache_memory is None else options.cache_memory
     least = 2 * slot_bytes + page_bytes
     if budget < least or budget > free:

@@ -4,6 +4,8 @@ A snapshot is a slot with the lightning state after `length` tokens, and the pag
 comparing tokens, not hashes: there are few of them, and comparing bytes is fast.
 """
 
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,11 +13,18 @@ TOKEN_BYTES = 4
 
 
 def as_bytes(tokens: Sequence[int]) -> bytes:
-    return b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in tokens)
+    """Four bytes per token, little-endian."""
+    return _little(array("I", tokens)).tobytes()
 
 
 def as_tokens(data: bytes) -> list[int]:
-    return [int.from_bytes(data[at : at + TOKEN_BYTES], "little") for at in range(0, len(data), TOKEN_BYTES)]
+    return _little(array("I", data)).tolist()
+
+
+def _little(numbers: "array[int]") -> "array[int]":
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
 
 
 @dataclass(eq=False, slots=True)
