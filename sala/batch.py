@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sala.checkpoint.writer import publish
 from sala.completion import Completion
 from sala.errors import ContextTooLong, InputError, SalaError
 from sala.llm import LLM, Call
 from sala.protocol import Sampling
 
 URLS = ("/v1/chat/completions", "/v1/completions")
-RENAMED = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
+RENAMED = {"max_completion_tokens": "max_tokens"}
 SETTINGS = {
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "stop", "max_tokens", "min_tokens", "ignore_eos", "think_budget", "loop_guard", "regex", "grammar",
@@ -51,16 +52,15 @@ def run_batch(llm: LLM, source: Path, target: Path, on_progress: Progress | None
     tally = Tally(skipped=len(answered))
     with part.open("a", encoding="utf-8") as out:
         calls = _calls(source, answered, tally, out)
-        for number, result in llm.many(calls):
-            _write(out, _answer(number, result))
+        for (custom_id, url), result in llm.many(calls):
+            _write(out, _answer(custom_id, result, url))
             tally.done += isinstance(result, Completion)
             tally.failed += not isinstance(result, Completion)
             if on_progress is not None:
                 on_progress(tally.done + tally.failed + tally.skipped, total)
         out.flush()
         os.fsync(out.fileno())
-    os.link(part, target)
-    part.unlink()
+    publish(part, target)
     return tally
 
 
@@ -71,11 +71,11 @@ def _resume(part: Path) -> set[str]:
     answered, good = set(), 0
     with part.open("rb") as file:
         for line in file:
+            if not line.endswith(b"\n"):
+                break
             try:
                 answered.add(json.loads(line)["custom_id"])
             except (ValueError, KeyError, TypeError):
-                break
-            if not line.endswith(b"\n"):
                 break
             good += len(line)
     with part.open("r+b") as file:
@@ -95,12 +95,12 @@ def _lines(source: Path) -> Iterator[tuple[int, str]]:
 
 def _calls(source: Path, answered: set[str], tally: Tally, out: Any) -> Iterator[Call]:
     for number, line in _lines(source):
-        custom_id = f"line-{number}"
+        custom_id = f"sala:line-{number}"  # for a line without an id of its own
         try:
             request = _parse(line)
+            if request["custom_id"] in tally.seen:
+                raise InputError("custom_id", f"{request['custom_id']!r} was used before", "give every line its own")
             custom_id = request["custom_id"]
-            if custom_id in tally.seen:
-                raise InputError("custom_id", f"{custom_id!r} was used before", "give every line its own")
             tally.seen.add(custom_id)
             if custom_id in answered:
                 continue
@@ -131,19 +131,19 @@ def _call(custom_id: str, request: dict[str, Any]) -> Call:
         raise InputError("body", "is missing", "it holds the request")
     sampling = _sampling(body)
     if url == "/v1/completions":
-        return Call(custom_id, sampling, prompt=body.get("prompt", ()))
-    return Call(custom_id, sampling, messages=body.get("messages") or [], tools=body.get("tools"))
+        return Call((custom_id, url), sampling, prompt=body.get("prompt", ()))
+    return Call((custom_id, url), sampling, messages=body.get("messages") or [], tools=body.get("tools"))
 
 
 def _sampling(body: dict[str, Any]) -> Sampling:
     settings: dict[str, Any] = dict(DEFAULTS)
     for name, value in body.items():
         known = RENAMED.get(name, name)
-        if known in SETTINGS or name == "top_logprobs":
+        if known in SETTINGS:
             if value is not None:
                 settings[known] = tuple(value) if isinstance(value, list) else value
-        elif name == "logprobs":
-            settings.setdefault("logprobs", 0 if value else None)
+        elif name == "logprobs" and not value:
+            continue
         elif name == "logit_bias":
             settings["logit_bias"] = _bias(value)
         elif name == "response_format":
@@ -176,10 +176,10 @@ def _format(value: Any) -> dict[str, Any]:
     raise InputError("response_format", f"is {value!r}"[:200], "use text, json_object or json_schema with a schema")
 
 
-def _answer(custom_id: str, result: Completion | Exception) -> dict[str, Any]:
+def _answer(custom_id: str, result: Completion | Exception, url: str = URLS[0]) -> dict[str, Any]:
     line: dict[str, Any] = {"id": f"batch_req_{secrets.token_hex(8)}", "custom_id": custom_id}
     if isinstance(result, Completion):
-        line["response"] = {"status_code": 200, "request_id": f"req_{secrets.token_hex(8)}", "body": _body(result)}
+        line["response"] = {"status_code": 200, "request_id": f"req_{secrets.token_hex(8)}", "body": _body(result, url)}
         line["error"] = None
         return line
     is_theirs = isinstance(result, InputError | ContextTooLong)
@@ -195,7 +195,7 @@ def _answer(custom_id: str, result: Completion | Exception) -> dict[str, Any]:
     return line
 
 
-def _body(result: Completion) -> dict[str, Any]:
+def _body(result: Completion, url: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
     if result.reasoning:
         message["reasoning_content"] = result.reasoning
@@ -204,11 +204,13 @@ def _body(result: Completion) -> dict[str, Any]:
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
             for c in result.tool_calls
         ]
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": result.finish_reason}
+    is_chat = url == URLS[0]
+    said = {"message": message} if is_chat else {"text": result.text}
+    choice = {"index": 0, **said, "logprobs": None, "finish_reason": result.finish_reason}
     usage = result.usage
     return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+        "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": "sala",
         "choices": [choice],
@@ -222,5 +224,5 @@ def _body(result: Completion) -> dict[str, Any]:
 
 
 def _write(out: Any, line: dict[str, Any]) -> None:
-    out.write(json.dumps(line, ensure_ascii=False) + "\n")
+    out.write(json.dumps(line) + "\n")
     out.flush()

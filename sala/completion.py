@@ -93,7 +93,8 @@ class Run:
 
     def __init__(self, request: Request, answer: Answer | None, on_progress: Progress | None) -> None:
         self.request = request
-        self.inbox: deque[Update] = deque()
+        self.inbox: deque[Event] = deque()
+        self.failure: BaseException | None = None  # what the reader's own callback raised
         self._answer = answer
         self._on_progress = on_progress
         self._reported = -1
@@ -104,7 +105,11 @@ class Run:
 
     def begin(self, sequence: SequenceState) -> None:
         self.sequence = sequence
-        self._began = self._first_token = time.perf_counter()
+        self._began = self._first_token = self._last_token = time.perf_counter()
+
+    @property
+    def is_begun(self) -> bool:
+        return hasattr(self, "sequence")
 
     @property
     def is_over(self) -> bool:
@@ -114,20 +119,31 @@ class Run:
     def is_stopped(self) -> bool:
         return self._answer is not None and self._answer.is_stopped
 
+    def receive(self, update: Update) -> None:
+        """Turn tokens into events as they come, whether or not somebody is reading."""
+        self._last_token = time.perf_counter()
+        self.inbox.extend(self._take(update))
+
     def progress(self, done: int) -> None:
-        """Tell how much of the prompt is read, whenever that changes; the reader may raise to stop."""
+        """Tell how much of the prompt is read, whenever that changes; the reader may raise to stop itself."""
+        try:
+            self._tell(done)
+        except BaseException as error:
+            self.failure = error
+
+    def _tell(self, done: int) -> None:
         total = self.sequence.prompt_len
         done = total if self._drawn else min(done, total - 1)
         if self._on_progress is not None and done > self._reported:
             self._reported = done
             self._on_progress(done, total)
 
-    def take(self, update: Update) -> Iterator[Event]:
+    def _take(self, update: Update) -> Iterator[Event]:
         for drawn in update.drawn:
             if self.is_stopped:
                 return
             if not self._drawn:
-                self._first_token = time.perf_counter()
+                self._first_token = self._last_token
             self._drawn.append(drawn)
             self.progress(0)
             is_end = self._ends_with(drawn.token)
@@ -157,7 +173,7 @@ class Run:
     def _completion(self) -> Completion:
         sequence, drawn = self.sequence, self._drawn
         cached = sequence.num_cached or 0
-        reason = sequence.finish_reason or "stop"
+        reason = "stop" if self.is_stopped else sequence.finish_reason or "stop"
         is_cut = self._answer is None or self.is_stopped
         return Completion(
             text=self._text.rstrip("\n") if self._calls else self._text,
@@ -168,7 +184,7 @@ class Run:
                 prompt_n=sequence.prompt_len - cached,
                 prompt_s=self._first_token - self._began,
                 predicted_n=max(0, len(drawn) - 1),
-                predicted_s=time.perf_counter() - self._first_token,
+                predicted_s=self._last_token - self._first_token,
             ),
             reasoning=self._reasoning,
             tool_calls=self._calls,

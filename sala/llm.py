@@ -17,7 +17,7 @@ from sala.engine.cache.prefix import as_bytes, as_tokens
 from sala.engine.cache.sessions import SessionStore
 from sala.engine.engine import Engine
 from sala.engine.sequence import Request, SequenceState
-from sala.errors import ConfigError, InputError, NoTokenizer, SalaError
+from sala.errors import ConfigError, InputError, NoTokenizer
 from sala.protocol import Control, Drawn, Options, Sampling
 from sala.text.answer import Answer, Plain, Structured
 from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
@@ -117,12 +117,13 @@ class LLM:
 
     def save_session(self, store: SessionStore, name: str, prompt: Prompt, on_progress: Progress | None = None) -> int:
         """Read a prompt and keep its past under a name; returns its number of tokens."""
+        store.check_new(name)
         ids = self._checked(self._to_ids(prompt))
         list(self.stream([*ids, ids[-1]], max_tokens=1, temperature=0, on_progress=on_progress))
         sparse_from = self.config.sparse_config.sparse_from(len(ids) + 1)
         snapshot = self.engine.hybrid.prefix.has(as_bytes(ids), len(ids), sparse_from, "")
         if snapshot is None:
-            raise InputError("session", "does not fit in the cache", "raise --cache-memory")
+            raise InputError("session", "does not fit in the cache", "free some memory")
         store.save(name, snapshot, self._executor)
         return len(ids)
 
@@ -130,7 +131,7 @@ class LLM:
         """Bring a saved past into the cache; returns its tokens, to be continued."""
         snapshot = store.load(store.find(name), self.engine.hybrid, self._executor)
         if snapshot is None:
-            raise InputError("session", "does not fit in the cache", "raise --cache-memory")
+            raise InputError("session", "does not fit in the cache", "free some memory")
         return as_tokens(snapshot.tokens)
 
     def _fetch_past(self, sequence: SequenceState) -> None:
@@ -183,19 +184,34 @@ class LLM:
         prompts = list(prompt) if _is_batch(prompt) else [prompt]
         all_ids = [self._checked(self._to_ids(one)) for one in prompts]  # type: ignore[arg-type]
         groups = [self._prepare(ids, merged, Plain, False, n, on_progress) for ids in all_ids]
-        for group in groups:
-            self._submit(group)
-        answers = [[last_completion(self._events(run)) for run in group] for group in groups]
+        try:
+            for group in groups:
+                self._submit(group)
+            answers = [[last_completion(self._events(run)) for run in group] for group in groups]
+        finally:
+            for group in groups:
+                self._drop(group)
         if _is_batch(prompt):
             return answers if n > 1 else [group[0] for group in answers]
         return answers[0] if n > 1 else answers[0][0]
 
     def stream(
-        self, prompt: Prompt, sampling: Sampling | None = None, *, on_progress: Progress | None = None, **settings: Any
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        is_chat: bool = False,
+        on_progress: Progress | None = None,
+        **settings: Any,
     ) -> Iterator[Event]:
-        """Like `generate` for one prompt, piece by piece; the last event carries the completion."""
+        """Like `generate` for one prompt, piece by piece; the last event carries the completion.
+
+        With `is_chat` the prompt is a rendered conversation: reasoning and tool calls are taken out of the answer.
+        """
         ids = self._checked(self._to_ids(prompt))
-        return self._stream(self._prepare(ids, _merge(sampling, settings), Plain, False, 1, on_progress))
+        is_open = is_chat and self._is_open(ids)
+        form = partial(Structured, (), is_open) if is_chat else Plain
+        return self._stream(self._prepare(ids, _merge(sampling, settings), form, is_open, 1, on_progress))
 
     def chat(
         self,
@@ -223,6 +239,7 @@ class LLM:
     ) -> Iterator[Event]:
         """Like `chat`, piece by piece; the last event carries the completion."""
         check_messages(messages)
+        check_tools(tools)
         ids = self._checked(self.tokenizer.encode_chat(messages, tools=tools))
         is_open = self._is_open(ids)
         merged = _merge(sampling, settings)
@@ -249,7 +266,7 @@ class LLM:
                         run = self._prepare_call(call)
                         self._submit([run])
                         active[run.sequence.id] = (call.key, run)
-                    except SalaError as error:
+                    except Exception as error:  # one bad call is one bad answer
                         yield call.key, error
                 if active:
                     self._step()
@@ -259,14 +276,13 @@ class LLM:
                         del active[number]
                         yield key, done
         finally:
-            for _, run in active.values():
-                self.engine.cancel(run.sequence)
-                self._runs.pop(run.sequence.id, None)
+            self._drop([run for _, run in active.values()])
 
     def _prepare_call(self, call: Call) -> Run:
         if call.messages is None:
             return self._prepare(self._checked(self._to_ids(call.prompt)), call.sampling, Plain, False, 1, None)[0]
         check_messages(call.messages)
+        check_tools(call.tools)
         ids = self._checked(self.tokenizer.encode_chat(call.messages, tools=call.tools))
         is_open = self._is_open(ids)
         form = partial(Structured, call.tools or (), is_open)
@@ -274,14 +290,13 @@ class LLM:
 
     def _drain(self, run: Run) -> Completion | Exception | None:
         """Take what has arrived; the completion when it is over."""
-        while run.inbox:
-            list(run.take(run.inbox.popleft()))
-            if run.is_stopped:
-                self.engine.cancel(run.sequence, "stop")
+        run.inbox.clear()
         if not run.is_over:
             return None
-        self._runs.pop(run.sequence.id, None)
-        return run.sequence.error or last_completion(run.finish())
+        self._drop([run])
+        if run.sequence.error is not None and not run.is_stopped:
+            return run.sequence.error
+        return last_completion(run.finish())
 
     def _is_open(self, ids: Sequence[int]) -> bool:
         """Whether the template itself begins the reasoning."""
@@ -390,7 +405,7 @@ class LLM:
             forced = budget.opening
         if sampling.loop_guard:
             controls.append(LoopGuard(sampling.loop_guard))
-        grammar = self._grammars.compile(sampling)
+        grammar = self._grammars.compile(sampling, self.tokenizer if is_open else None)
         if grammar is not None:
             controls.append(grammar)
         return tuple(controls), forced
@@ -409,25 +424,35 @@ class LLM:
         try:
             run.progress(0)
             while not run.is_over:
+                if run.failure is not None:
+                    raise run.failure
                 if not run.inbox:
                     self._step()
                 while run.inbox:
-                    yield from run.take(run.inbox.popleft())
-                    if run.is_stopped:
-                        self.engine.cancel(run.sequence, "stop")
-            if run.sequence.error is not None:
+                    yield run.inbox.popleft()
+            if run.sequence.error is not None and not run.is_stopped:
                 raise run.sequence.error
             yield from run.finish()
         finally:
-            self.engine.cancel(run.sequence)
-            self._runs.pop(run.sequence.id, None)
+            self._drop([run])
+
+    def _drop(self, runs: Sequence[Run]) -> None:
+        """These requests are over, or nobody waits for them any more."""
+        for run in runs:
+            if run.is_begun:
+                self.engine.cancel(run.sequence)
+                self._runs.pop(run.sequence.id, None)
 
     def _step(self) -> None:
         """One step for everybody; each request finds its tokens in its inbox."""
         for update in self.engine.step():
             run = self._runs.get(update.sequence.id)
             if run is not None:
-                run.inbox.append(update)
+                run.receive(update)
+                if run.is_stopped:
+                    self.engine.cancel(run.sequence, "stop")
+        if self.engine.is_stuck:
+            raise RuntimeError("no request can be admitted")
         for run in list(self._runs.values()):
             run.progress(run.sequence.num_computed)
 
@@ -489,6 +514,13 @@ def check_messages(messages: Sequence[Message]) -> None:
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             raise InputError(f"messages[{index}].content", f"is of type {type(content).__name__}", "give text")
+
+
+def check_tools(tools: object) -> None:
+    if tools is None:
+        return
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise InputError("tools", "must be a list of objects", 'e.g. [{"type": "function", "function": {…}}]')
 
 
 def _merge(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:

@@ -55,6 +55,9 @@ class Sampling:
             _whole("loop_guard", self.loop_guard, 32, 1 << 20)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("json_schema", "regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise InputError(name, f"is {getattr(self, name)!r}"[:200], "give it as text")
         if not isinstance(self.ignore_eos, bool):
             raise InputError("ignore_eos", f"is {self.ignore_eos!r}", "it must be true or false")
         self._check_bias()

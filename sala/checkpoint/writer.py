@@ -93,6 +93,19 @@ def write_file(file: Path, specs: Mapping[str, Spec], read: Read, metadata: Mapp
         os.fsync(handle.fileno())
 
 
+def publish(draft: Path, target: Path) -> None:
+    """Give a finished file its name, and never replace what is there already."""
+    try:
+        os.link(draft, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if target.exists():
+            raise FileExistsError(f"{target} exists already") from None
+        draft.rename(target)
+    draft.unlink(missing_ok=True)
+
+
 def write_text(file: Path, text: str) -> None:
     with file.open("x", encoding="utf-8") as handle:
         handle.write(text)

@@ -269,6 +269,8 @@ class Conversation:
 
 
 def _parse_setting(name: str, value: str) -> Any:
+    if name in ("json_schema", "regex", "grammar"):
+        return value
     try:
         parsed = json.loads(value)
     except ValueError:

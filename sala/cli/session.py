@@ -69,7 +69,12 @@ def load(
     question = llm.tokenizer.encode(prompt, bos=False)
     with PrefillBar() as bar:
         events = llm.stream(
-            [*tokens, *question, *tail], max_tokens=max_tokens, temperature=temperature, seed=seed, on_progress=bar
+            [*tokens, *question, *tail],
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            is_chat=True,
+            on_progress=bar,
         )
         completion = show_answer(events, no_think)
     print()

@@ -15,7 +15,7 @@ from sala.engine.draft import Speculation, lookup
 from sala.engine.scheduler import Scheduler, Work
 from sala.engine.sequence import Request, SequenceState
 from sala.errors import ContextTooLong, InputError
-from sala.protocol import Drawn, Executor, Options, Plan, Row, Sampling
+from sala.protocol import Drawn, Executor, Options, Plan, Result, Row, Sampling
 
 SPACED_FROM = 2048  # prompts of this length leave snapshots on the way, closer and closer to the end
 NUM_SPACED = 4
@@ -38,12 +38,19 @@ class Engine:
         self.hybrid = Hybrid(executor, sparse, options.num_snapshots)
         self.scheduler = Scheduler(self.hybrid, options.max_batch, executor.capacity.prefill_chunk)
         self.speculation = Speculation(options.speculate, options.num_draft, options.draft_layers, is_measured)
+        self._is_fruitless = False  # the last step had nothing to do
+        self._late: list[Update] = []  # of a step that was interrupted
         self.before: Callable[[SequenceState], None] | None = None  # a request arrives: is its past elsewhere?
         self.after: Callable[[SequenceState], None] | None = None  # a sequence has ended: keep its past elsewhere?
 
     @property
     def is_idle(self) -> bool:
         return not self.scheduler.running and not self.scheduler.waiting
+
+    @property
+    def is_stuck(self) -> bool:
+        """Requests wait, none runs, and the next step will find nothing to do either."""
+        return bool(self.scheduler.waiting) and not self.scheduler.running and self._is_fruitless
 
     def submit(self, request: Request, sibling: SequenceState | None = None, index: int = 0) -> SequenceState:
         """Queue a request. Siblings are other answers to the same prompt: they wait until the first has read it."""
@@ -99,6 +106,7 @@ class Engine:
         """Run the next plan; returns what became of its sequences."""
         began = time.perf_counter()
         work, refused = self._masked(self.scheduler.plan())
+        self._is_fruitless = not work and not refused
         if not work:
             return refused
         with self._isolating(work) as failures:
@@ -106,11 +114,39 @@ class Engine:
             result = self._executor.run(Plan(tuple(self._row(item) for item in work)))
         if failures:
             return refused + failures
-        updates = [self._advance(item, drawn) for item, drawn in zip(work, result.drawn, strict=True)]
+        updates = self._book(work, result)
         if all(update.drawn for update in updates):
             num_tokens = sum(len(update.drawn) for update in updates)
             self.speculation.measure(num_tokens, time.perf_counter() - began, any(item.drafts for item in work))
-        return refused + [update for update in updates if update.drawn or update.sequence.is_finished]
+        late, self._late = self._late, []
+        return late + refused + [update for update in updates if update.drawn or update.sequence.is_finished]
+
+    def _book(self, work: list[Work], result: Result) -> list[Update]:
+        """Book what every row has done; trouble with one row is that row's trouble."""
+        updates = []
+        for index, (item, drawn) in enumerate(zip(work, result.drawn, strict=True)):
+            try:
+                updates.append(self._advance(item, drawn))
+            except Exception as error:
+                self._fail(item.sequence, error)
+                updates.append(Update(item.sequence, ()))
+            except BaseException:
+                for left in work[index:]:  # their states have advanced, their accounts have not: compute them again
+                    if not left.sequence.is_finished:
+                        self.scheduler.preempt(left.sequence)
+                self._late += updates
+                raise
+        if self.after is not None:
+            for update in updates:
+                if update.sequence.is_finished and update.sequence.error is None:
+                    self.after(update.sequence)
+        return updates
+
+    def _fail(self, sequence: SequenceState, error: Exception) -> None:
+        """End a sequence whose state cannot be trusted."""
+        sequence.error, sequence.finish_reason = error, "error"
+        self.hybrid.release(sequence)
+        self.scheduler.remove(sequence)
 
     def _masked(self, work: list[Work]) -> tuple[list[Work], list[Update]]:
         """Ask the controls what may come next; a control that fails ends its own sequence and no other."""
@@ -153,8 +189,9 @@ class Engine:
         return guesses
 
     def _may_draft(self, item: Work) -> bool:
-        controls = item.sequence.request.controls
-        return item.sequence.is_decoding and all(control.allows_drafts for control in controls)
+        sequence = item.sequence
+        is_free = len(sequence.tokens) - sequence.prompt_len >= sequence.sampling.min_tokens  # nothing is banned
+        return sequence.is_decoding and is_free and all(one.allows_drafts for one in sequence.request.controls)
 
     def _row(self, item: Work) -> Row:
         sequence = item.sequence
@@ -181,7 +218,6 @@ class Engine:
     def _advance(self, item: Work, drawn: tuple[Drawn, ...]) -> Update:
         """Book what a row has done."""
         sequence = item.sequence
-        sequence.is_suspect = False
         sequence.num_computed += item.num_tokens + max(0, len(drawn) - 1)
         if not drawn:
             self._reached(sequence)
@@ -233,8 +269,6 @@ class Engine:
     def _leave(self, sequence: SequenceState) -> None:
         self.scheduler.remove(sequence)
         self.hybrid.donate(sequence)
-        if self.after is not None:
-            self.after(sequence)
 
     @contextmanager
     def _isolating(self, work: list[Work]) -> Iterator[list[Update]]:

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as TooSlow
 from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
 from typing import Any
 
 from sala.errors import InputError, MissingExtra
@@ -16,7 +16,6 @@ from sala.text.tokenizer import Tokenizer
 COMPILE_SECONDS = 2.0
 MAX_GRAMMAR_BYTES = 256 << 10
 CHECK_EVERY = 16  # tokens between two looks for a loop
-_compilers = ThreadPoolExecutor(4, thread_name_prefix="grammar")
 
 
 class ThinkBudget:
@@ -94,17 +93,30 @@ class Grammar:
 
     allows_drafts = False
 
-    def __init__(self, field: str, matcher: Any) -> None:
+    def __init__(self, field: str, matcher: Any, tokenizer: Tokenizer | None = None) -> None:
         self._field = field
         self._matcher = matcher
+        self._thoughts = None if tokenizer is None else Detokenizer(tokenizer)  # reasoning is open: not yet
+        self._tail = ""
+        self._has_begun = tokenizer is None
 
     def mask(self) -> bytes | None:
+        if self._thoughts is not None:
+            return None
         mask: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise self._problem()
         return mask
 
     def observe(self, token: int) -> Verdict | None:
+        if self._thoughts is not None:
+            self._tail = (self._tail + self._thoughts.push(token))[-2 * len(CLOSE) :]
+            if CLOSE in self._tail:
+                self._thoughts = None
+            return None
+        if not self._has_begun and not self._matcher.validate_tokens([token]):
+            return None  # white space that was forced after the closing tag
+        self._has_begun = True
         if not self._matcher.consume_token(token):
             raise self._problem()
         return Verdict(finish="stop") if self._matcher.is_stopped() else None
@@ -128,8 +140,11 @@ class GrammarCompiler:
         self._stop_ids = sorted(stop_ids)
         self._tokenizer: Any = None
 
-    def compile(self, sampling: Sampling) -> Grammar | None:
-        """The control for what `sampling` asks for; None if it asks for nothing."""
+    def compile(self, sampling: Sampling, tokenizer: Tokenizer | None = None) -> Grammar | None:
+        """The control for what `sampling` asks for; None if it asks for nothing.
+
+        With a tokenizer, the answer begins inside reasoning, and the grammar holds only after it.
+        """
         given = {name: getattr(sampling, name) for name in ("json_schema", "regex", "grammar")}
         given = {name: value for name, value in given.items() if value is not None}
         if not given:
@@ -139,17 +154,27 @@ class GrammarCompiler:
         field, text = next(iter(given.items()))
         if len(text) > MAX_GRAMMAR_BYTES:
             raise InputError(field, f"has {len(text):,} characters", f"at most {MAX_GRAMMAR_BYTES:,} are allowed")
-        return Grammar(field, self._in_time(field, lambda: self._matcher(field, text)))
+        return Grammar(field, self._in_time(field, lambda: self._matcher(field, text)), tokenizer)
 
     def _in_time(self, field: str, work: Callable[[], Any]) -> Any:
         if self._tokenizer is None:
             self._tokenizer = self._load()
+        outcome: Queue[Any] = Queue()
+
+        def attempt() -> None:
+            try:
+                outcome.put(work())
+            except Exception as error:
+                outcome.put(error)
+
+        Thread(target=attempt, daemon=True, name="grammar").start()
         try:
-            return _compilers.submit(work).result(COMPILE_SECONDS)
-        except TooSlow:
+            result = outcome.get(timeout=COMPILE_SECONDS)
+        except Empty:
             raise InputError(field, f"takes longer than {COMPILE_SECONDS:g} s to compile", "make it simpler") from None
-        except (ValueError, TypeError, RecursionError) as error:
-            raise InputError(field, f"is not understood: {_first_line(error)}", "check it") from None
+        if isinstance(result, Exception):
+            raise InputError(field, f"is not understood: {_first_line(result)}", "check it")
+        return result
 
     def _load(self) -> Any:
         try:

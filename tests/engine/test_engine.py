@@ -447,3 +447,76 @@ def test_ten_thousand_operations_leak_nothing() -> None:
     assert eng.integrity() == []
     assert eng.hybrid.pages.num_free == 30
     assert eng.hybrid.slots.num_free == 6
+
+
+def test_a_past_that_leaves_no_room_is_given_up() -> None:
+    """A prompt that just fits is admitted even if the past it could continue from would need a page more."""
+    eng = engine(FakeExecutor(num_pages=4, ctx=64))
+    base = prompt(random.Random(8), 20)
+    finish(eng, eng.submit(Request(base, replace(GREEDY, max_tokens=2))))
+    request = Request(base + prompt(random.Random(9), 40), replace(GREEDY, max_tokens=3))
+    sequence = eng.submit(request)
+    finish(eng, sequence, limit=50)
+    assert answer(sequence) == want(request)
+
+
+def test_snapshots_are_not_given_up_in_vain() -> None:
+    eng = engine(FakeExecutor(num_pages=30, num_slots=12, ctx=480), max_batch=2)
+    for number in range(4):
+        finish(eng, eng.submit(Request([number] * 20, replace(GREEDY, max_tokens=2))))
+    busy = eng.submit(Request([9] * 150, replace(GREEDY, max_tokens=60)))
+    for _ in range(8):
+        eng.step()
+    kept = len(eng.hybrid.prefix)
+    large = eng.submit(Request([8] * 460, GREEDY))
+    eng.step()
+    assert large in eng.scheduler.waiting
+    assert len(eng.hybrid.prefix) >= kept
+    finish(eng, busy, large)
+    assert answer(large) == want(large.request)
+
+
+def test_rows_that_fail_only_together_still_finish() -> None:
+    executor = FakeExecutor(num_pages=100)
+    original = executor.run
+
+    def run(plan: Any) -> Any:
+        if len(plan.rows) > 1:
+            raise MemoryError
+        return original(plan)
+
+    executor.run = run  # type: ignore[method-assign]
+    eng = engine(executor)
+    sequences = [eng.submit(Request([number] * 100, GREEDY)) for number in range(2)]
+    finish(eng, *sequences, limit=200)
+    for sequence in sequences:
+        assert answer(sequence) == want(sequence.request)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_trouble_while_booking_is_one_rows_trouble(error: type[BaseException]) -> None:
+    executor = FakeExecutor(num_pages=100)
+    eng = engine(executor)
+    sequences = [eng.submit(Request([number] * 40, GREEDY)) for number in range(3)]
+    for _ in range(6):
+        eng.step()
+    truncate, calls = eng.hybrid.truncate, []
+
+    def explode(sequence: SequenceState) -> None:
+        calls.append(sequence)
+        if len(calls) == 2:
+            raise error
+        truncate(sequence)
+
+    eng.hybrid.truncate = explode  # type: ignore[method-assign]
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            eng.step()
+    else:
+        eng.step()
+    assert eng.integrity() == []
+    finish(eng, *sequences)
+    for sequence in sequences:
+        if sequence.error is None:
+            assert answer(sequence) == want(sequence.request)
+    assert sum(sequence.error is not None for sequence in sequences) == (error is MemoryError)

@@ -199,3 +199,15 @@ def test_a_directory_for_everybody_is_refused(tmp_path: Path) -> None:
 
 def test_geometry_of_the_test() -> None:
     assert SalaConfig.load(MODEL).sparse_config.agreement_len < 120 < 128
+
+
+def test_a_damaged_file_is_written_anew(tmp_path: Path, want: list[int]) -> None:
+    cache = tmp_path / "cache"
+    open_llm(cache).generate(PROMPT, **GREEDY)
+    damage("bit flip", files(cache)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert open_llm(cache).generate(PROMPT, **GREEDY).usage.cached_tokens == 0
+    mended = open_llm(cache).generate(PROMPT, **GREEDY)
+    assert mended.usage.cached_tokens == len(PROMPT) - 1
+    assert mended.token_ids == want

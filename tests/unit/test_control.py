@@ -160,3 +160,16 @@ def test_echo_scoring(llm: LLM) -> None:
     assert all(len(drawn.top_logprobs) == 3 for drawn in scores)
     logits = llm.logits(ids).astype("float64")
     assert scores[2].top_logprobs[0][0] == int(logits[2].argmax())
+
+
+def test_a_grammar_waits_for_the_end_of_reasoning(llm: LLM) -> None:
+    prompt = llm.tokenizer.encode("<think>")
+    for budget in (0, 5):
+        sampling = Sampling(temperature=0, max_tokens=60, think_budget=budget, regex="[0-9]{3}")
+        runs = llm._prepare(prompt, sampling, lambda: Structured((), True), True, 1, None)
+        completion = None
+        for event in llm._stream(runs):
+            completion = event.completion or completion
+        assert completion is not None
+        assert re.fullmatch("[0-9]{3}", completion.text)
+        assert len(completion.reasoning) == budget

@@ -250,3 +250,44 @@ def test_the_small_functions(tiny: Path) -> None:
     assert prompt == tokenizer.render_chat(messages)
     with pytest.raises(ContextTooLong):
         sala.forward(model, [65] * 256, caches)
+
+
+def test_stop_strings_among_others(llm: LLM) -> None:
+    """Each request stops at its own stop string, with the right reason and no token too many."""
+    whole = llm.generate("abc def", temperature=0, max_tokens=40).text
+    stop = whole[6:9]
+    alone = llm.generate("abc def", temperature=0, max_tokens=40, stop=(stop,))
+    among = llm.generate(["hello world", "abc def"], temperature=0, max_tokens=40, stop=(stop,))[1]
+    assert (among.text, among.token_ids, among.finish_reason) == (alone.text, alone.token_ids, "stop")
+    at_the_end = llm.generate("abc def", temperature=0, max_tokens=len(alone.token_ids), stop=(stop,))
+    assert at_the_end.finish_reason == "stop"
+
+
+def test_interleaved_streams_do_not_mix(llm: LLM) -> None:
+    alone = [llm.generate(text, **GREEDY).token_ids for text in ("aaaa", "bbbb")]
+    llm.reset()
+    streams = [llm.stream(text, **GREEDY) for text in ("aaaa", "bbbb")]
+    together: list[list[int]] = [[], []]
+    for pair in zip(*streams, strict=True):
+        for tokens, event in zip(together, pair, strict=True):
+            tokens += event.token_ids
+    assert together == alone
+
+
+def test_a_callback_that_raises_stops_its_own_request(llm: LLM) -> None:
+    def explode(done: int, total: int) -> None:
+        raise ValueError("from A")
+
+    other = llm.stream("bbbb", **GREEDY)
+    next(other)
+    with pytest.raises(ValueError, match="from A"):
+        llm.generate(["x" * 40, "y" * 40], on_progress=explode, **GREEDY)
+    assert sum(len(event.token_ids) for event in other) == GREEDY["max_tokens"] - 1
+    assert llm.engine.is_idle
+    assert llm._runs == {}
+
+
+def test_timings_of_every_answer_are_its_own(llm: LLM) -> None:
+    llm.reset()
+    first, second = llm.generate(["one two three", "four five six"], temperature=0, max_tokens=30, ignore_eos=True)
+    assert second.timings.predicted_s > first.timings.predicted_s / 4

@@ -10,6 +10,7 @@ from torch import Tensor
 from sala.protocol import Drawn, Row, Sampling
 
 _MASK = (1 << 64) - 1
+GREEDY_BELOW = 1e-5  # fp32 cannot tell such a temperature from 0
 
 
 def uniform(seed: int, position: int) -> float:
@@ -37,7 +38,7 @@ def draw(logits: Tensor, row: Row, num_accepted: int = 0) -> Drawn:
     sampling = row.sampling
     assert sampling is not None
     adjusted = adjust(logits, sampling, row, num_accepted)
-    if sampling.temperature == 0:
+    if sampling.temperature < GREEDY_BELOW:
         token = int(adjusted.argmax())
     else:
         position = row.start + len(row.tokens) - row.num_drafts + num_accepted

@@ -31,13 +31,10 @@ class Hybrid:
         """A slot, pages for all tokens, and what is known of their past; False if there is no room."""
         needed = self._num_pages(len(sequence.tokens))
         past = self.prefix.find(bytes(sequence.token_bytes), sequence.sparse_from, sequence.request.salt)
-        if past is not None:
-            past.pins += 1
         shared = past.length // self._page_size if past else 0
-        has_room = self._make_room(needed - shared, 1)
-        if past is not None:
-            past.pins -= 1
-        if not has_room:
+        if past is not None and not self._make_room(needed - shared, 1, past):
+            past, shared = None, 0  # keeping the past alive beside its copy takes a page too many: begin anew
+        if past is None and not self._make_room(needed, 1):
             return False
         sequence.slot = self.slots.take(1)[0]
         sequence.pages = self.pages.take(needed - shared)
@@ -156,11 +153,29 @@ class Hybrid:
             Snapshot(tokens, sequence.num_computed, sequence.sparse_from, sequence.request.salt, pages, slot)
         )
 
-    def _make_room(self, num_pages: int, num_slots: int) -> bool:
-        while self.pages.num_free < num_pages or self.slots.num_free < num_slots:
-            if not self._evict():
+    def _make_room(self, num_pages: int, num_slots: int, keep: Snapshot | None = None) -> bool:
+        """Give up snapshots, oldest first, but none if all of them together would not be enough."""
+        if keep is not None:
+            keep.pins += 1
+        try:
+            if not self._could_make_room(num_pages, num_slots):
                 return False
-        return True
+            while self.pages.num_free < num_pages or self.slots.num_free < num_slots:
+                self._evict()
+            return True
+        finally:
+            if keep is not None:
+                keep.pins -= 1
+
+    def _could_make_room(self, num_pages: int, num_slots: int) -> bool:
+        loose = [snapshot for snapshot in self.prefix if not snapshot.pins]
+        if self.slots.num_free + len(loose) < num_slots:
+            return False
+        if self.pages.num_free >= num_pages:
+            return True
+        held = Counter(page for snapshot in loose for page in snapshot.pages)
+        freed = sum(1 for page, count in held.items() if self.pages.num_owners(page) == count)
+        return self.pages.num_free + freed >= num_pages
 
     def _evict(self) -> bool:
         oldest = self.prefix.oldest()

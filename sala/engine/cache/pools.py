@@ -15,6 +15,9 @@ class Pool:
     def num_free(self) -> int:
         return len(self._free)
 
+    def num_owners(self, number: int) -> int:
+        return self._counts[number]
+
     def take(self, count: int) -> list[int]:
         assert count <= len(self._free), "ask num_free first"
         taken = [heapq.heappop(self._free) for _ in range(count)]

@@ -9,12 +9,13 @@ import hashlib
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from sala.checkpoint.reader import read_file_header, read_tensors
-from sala.checkpoint.writer import write_file
+from sala.checkpoint.writer import publish, write_file
 from sala.engine.cache.hybrid import Hybrid
 from sala.engine.cache.prefix import TOKEN_BYTES, Snapshot
 from sala.errors import CheckpointError, InputError, SalaError
@@ -24,6 +25,7 @@ FORMAT = "sala-session-1"
 SUFFIX = ".sala"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _AUTOMATIC = re.compile(r"auto-[0-9a-f]{32}")
+_STALE_SECONDS = 3600
 Warn = Callable[[str], None]
 
 
@@ -51,6 +53,9 @@ class SessionStore:
         self._refused: set[Path] = set()
         self._is_broken = False
         _check_directory(directory)
+        for left in directory.glob(".auto-*.part") if directory.is_dir() else ():  # of a run that was killed
+            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                left.unlink(missing_ok=True)
 
     def entries(self) -> list[Entry]:
         """What is there and readable, newest first."""
@@ -80,13 +85,18 @@ class SessionStore:
             self._refuse(path, str(error))
             return None
 
-    def save(self, name: str, snapshot: Snapshot, executor: Executor) -> Path:
-        """Write a snapshot under a name; an existing file is never replaced."""
+    def check_new(self, name: str) -> Path:
+        """Where a session of that name would go; an error if it is there already."""
         path = self._path(name)
         if path.exists() or path.is_symlink():
             raise InputError(
                 "session", f"{name!r} exists already", "choose another name, or remove it: sala session rm"
             )
+        return path
+
+    def save(self, name: str, snapshot: Snapshot, executor: Executor) -> Path:
+        """Write a snapshot under a name; an existing file is never replaced."""
+        path = self.check_new(name)
         size = snapshot.length * TOKEN_BYTES
         tokens = Blob("U32", (snapshot.length,), memoryview(snapshot.tokens[:size]))
         blobs = {"tokens": tokens, **executor.dump(snapshot.pages, snapshot.length, snapshot.slot)}
@@ -102,7 +112,7 @@ class SessionStore:
         try:
             specs = {key: (blob.dtype, blob.shape) for key, blob in blobs.items()}
             write_file(draft, specs, lambda key: blobs[key].data, metadata)
-            os.link(draft, path)  # unlike a rename it never replaces what somebody else has just written
+            publish(draft, path)
         finally:
             draft.unlink(missing_ok=True)
         return path
@@ -114,7 +124,7 @@ class SessionStore:
         metadata, infos = read_file_header(entry.path)
         blobs = {name: Blob(raw.dtype, raw.shape, raw.data) for name, raw in read_tensors(entry.path, infos).items()}
         claimed = metadata.pop("checksum", "")
-        if not secrets.compare_digest(claimed, _checksum(metadata, blobs)):
+        if claimed != _checksum(metadata, blobs) or "tokens" not in blobs:
             raise CheckpointError(f"{entry.path} is damaged", "remove it: sala session rm")
         tokens = bytes(blobs.pop("tokens").data)
         if len(tokens) != entry.num_tokens * TOKEN_BYTES or entry.num_tokens > executor.capacity.max_tokens:
@@ -158,12 +168,17 @@ class SessionStore:
         name = f"auto-{digest.hexdigest()[:32]}"
         path = self._path(name)
         try:
+            if path in self._refused:
+                path.unlink(missing_ok=True)  # our own file, and no good: written anew
+                self._refused.discard(path)
             if path.exists():
-                path.touch()
+                os.utime(path)
                 return
             self.save(name, snapshot, executor)
             self._shrink()
-        except (OSError, SalaError) as error:
+        except FileExistsError:
+            return  # somebody else was faster
+        except Exception as error:
             self._is_broken = True
             self._warn(f"the disk cache is off: {error}")
 
@@ -183,10 +198,10 @@ class SessionStore:
             try:
                 if _starts_with(entry, tokens):
                     self.load(entry, hybrid, executor)
-                    entry.path.touch()
+                    os.utime(entry.path)
                     return
-            except (SalaError, OSError, ValueError) as error:
-                self._refuse(entry.path, str(error))
+            except Exception as error:  # whatever is wrong with a file, the prompt can still be read
+                self._refuse(entry.path, str(error) or type(error).__name__)
 
     def _shrink(self) -> None:
         if self._max_bytes is None:
