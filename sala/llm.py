@@ -15,6 +15,7 @@ from sala.completion import Completion, Event, Progress, Run, last_completion
 from sala.config import SalaConfig, read_json_object
 from sala.engine.cache.prefix import as_bytes, as_tokens
 from sala.engine.cache.sessions import SessionStore
+from sala.engine.cache.tier import DiskTier
 from sala.engine.engine import Engine
 from sala.engine.sequence import Request, SequenceState
 from sala.errors import ConfigError, InputError, NoTokenizer
@@ -22,6 +23,7 @@ from sala.protocol import Control, Drawn, Options, Sampling
 from sala.text.answer import Answer, Plain, Structured
 from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
 from sala.text.detokenize import Detokenizer
+from sala.text.messages import Message, check_messages, check_tools
 from sala.text.reasoning import OPEN
 from sala.text.tokenizer import Tokenizer
 
@@ -29,10 +31,8 @@ if TYPE_CHECKING:
     import numpy
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
 
 MAX_ANSWERS = 128
-MIN_DISK_TOKENS = 256  # shorter pasts are computed sooner than read
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,10 @@ class LLM:
         self.engine = Engine(self._executor, self.config.sparse_config, options)
         self._grammars = GrammarCompiler(self.path / "tokenizer.json", self.config.vocab_size, self.stop_ids)
         self._runs: dict[int, Run] = {}
-        self._store = None if cache_dir is None else self.open_store(Path(cache_dir).expanduser(), cache_disk)
-        if self._store is not None:
-            self.engine.before, self.engine.after = self._fetch_past, self._keep_past
+        if cache_dir is not None:
+            store = self.open_store(Path(cache_dir).expanduser(), cache_disk)
+            tier = DiskTier(store, self.engine.hybrid, self._executor, self.config.sparse_config.agreement_len)
+            self.engine.before, self.engine.after = tier.fetch, tier.keep
 
     def open_store(self, directory: Path, max_bytes: int | None = None) -> SessionStore:
         """The sessions of a directory, as far as they belong to this model."""
@@ -133,24 +134,6 @@ class LLM:
         if snapshot is None:
             raise InputError("session", "does not fit in the cache", "free some memory")
         return as_tokens(snapshot.tokens)
-
-    def _fetch_past(self, sequence: SequenceState) -> None:
-        known = self.engine.hybrid.prefix.find(bytes(sequence.token_bytes), sequence.sparse_from, "")
-        agreement_len = self.config.sparse_config.agreement_len
-        if self._store is not None and not sequence.request.salt:
-            self._store.fetch(
-                bytes(sequence.token_bytes), sequence.sparse_from, agreement_len,
-                known.length if known else 0, self.engine.hybrid, self._executor,
-            )  # fmt: skip
-
-    def _keep_past(self, sequence: SequenceState) -> None:
-        """The prompt without its last token: what the next turn, or the same question again, begins with."""
-        length = sequence.prompt_len - 1
-        if self._store is None or length < MIN_DISK_TOKENS or sequence.request.salt:
-            return
-        snapshot = self.engine.hybrid.prefix.has(bytes(sequence.token_bytes), length, sequence.sparse_from, "")
-        if snapshot is not None:
-            self._store.keep(snapshot, self._executor)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -496,31 +479,6 @@ def read_stop_ids(directory: Path, config: SalaConfig) -> frozenset[int]:
     if not all(isinstance(item, int) for item in ids):
         raise ConfigError(f"{file}: eos_token_id is {ids!r}", "it must be a token id or a list of them")
     return frozenset(ids)
-
-
-def check_messages(messages: Sequence[Message]) -> None:
-    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise InputError(
-            "messages",
-            "must be a list with at least one message",
-            'e.g. [{"role": "user", "content": "Hello"}]',
-        )
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InputError(f"messages[{index}]", "has no role", 'use {"role": "user", "content": "..."}')
-        tokens = message.get("token_ids")
-        if tokens is not None and not (isinstance(tokens, list) and all(isinstance(item, int) for item in tokens)):
-            raise InputError(f"messages[{index}].token_ids", "is no list of token ids", "leave it out")
-        content = message.get("content")
-        if content is not None and not isinstance(content, str):
-            raise InputError(f"messages[{index}].content", f"is of type {type(content).__name__}", "give text")
-
-
-def check_tools(tools: object) -> None:
-    if tools is None:
-        return
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise InputError("tools", "must be a list of objects", 'e.g. [{"type": "function", "function": {…}}]')
 
 
 def _merge(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:
