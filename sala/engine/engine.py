@@ -96,6 +96,8 @@ class Engine:
         if not sequence.is_finished:
             sequence.finish_reason = reason
             self._leave(sequence)
+            if self.after is not None and sequence.error is None:
+                self.after(sequence)
 
     def forget(self) -> None:
         """Give up all snapshots."""

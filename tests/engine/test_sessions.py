@@ -211,3 +211,18 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path, want: list[int]) -> None
     mended = open_llm(cache).generate(PROMPT, **GREEDY)
     assert mended.usage.cached_tokens == len(PROMPT) - 1
     assert mended.token_ids == want
+
+
+def test_an_answer_that_ends_early_leaves_its_past_too(tiny: Path, tmp_path: Path) -> None:
+    """A stop string or a reader who leaves ends the request from outside; the prompt was read all the same."""
+    text = "some words " * 40
+    llm = LLM(tiny, device="cpu", ctx=1024, cache_dir=tmp_path / "stop")
+    stop = llm.generate(text, temperature=0, max_tokens=20).text[4:6]
+    for name in ("stop", "leave"):
+        llm = LLM(tiny, device="cpu", ctx=1024, cache_dir=tmp_path / f"{name}-cache")
+        stream = llm.stream(text, temperature=0, max_tokens=20, stop=(stop,) if name == "stop" else ())
+        next(stream)
+        if name == "leave":
+            stream.close()
+        list(stream)
+        assert len(files(tmp_path / f"{name}-cache")) == 1
