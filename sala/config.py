@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sala.errors import ConfigError, ModelNotFound
+from sala.quantization import QuantConfig
 
 Mixer = Literal["sparse", "lightning"]
 
@@ -44,6 +45,8 @@ _IGNORED = {
     "transformers_version",
     "use_cache",
 }
+# Ours, for models that were converted from others; the released model has none of them.
+_OWN_FIELDS = ("attn_qk_norm", "attn_log_base")
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_VOCAB = 1 << 24
 
@@ -84,16 +87,12 @@ class SparseConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantConfig:
-    """Affine groups along the input dimension: w = code * scale + bias."""
-
-    bits: int
-    group_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class SalaConfig:
-    """Every field of a released `config.json` that takes part in the computation, under its released name."""
+    """Every field of a released `config.json` that takes part in the computation, under its released name.
+
+    Three more serve models converted from others: `attention_bias` (on q, k and v, as Qwen2 has it), `attn_qk_norm`
+    (in the sparse layers, as Qwen3 has it) and `attn_log_base` a: queries at position t grow by log(t + a) / log(a).
+    """
 
     vocab_size: int
     hidden_size: int
@@ -116,6 +115,8 @@ class SalaConfig:
     mup_denominator: int = 32
     attn_use_rope: bool = False
     attn_use_output_gate: bool = True
+    attn_qk_norm: bool = False
+    attn_log_base: float | None = None
     qk_norm: bool = True
     use_output_gate: bool = True
     use_output_norm: bool = True
@@ -167,12 +168,14 @@ class SalaConfig:
         out: dict[str, Any] = {"architectures": ["MiniCPMSALAForCausalLM"]}
         for item in fields(self):
             value = getattr(self, item.name)
+            if item.name in _OWN_FIELDS and value == item.default:
+                continue
             if item.name == "sparse_config":
                 value = {f.name: getattr(value, f.name) for f in fields(value)}
             elif item.name == "quantization":
                 if value is None:
                     continue
-                value = {"group_size": value.group_size, "bits": value.bits}
+                value = value.to_dict()
             elif item.name == "mixer_types":
                 value = [RELEASED_NAMES[MIXERS[name]] for name in value]
             elif item.name == "eos_token_id":
@@ -294,13 +297,15 @@ class _Parser:
             mup_denominator=self.whole("mup_denominator", 1, 1 << 20, 32),
             attn_use_rope=self.flag("attn_use_rope", False),
             attn_use_output_gate=self.flag("attn_use_output_gate", True),
+            attn_qk_norm=self.flag("attn_qk_norm", False),
+            attn_log_base=self.log_base(),
             qk_norm=self.flag("qk_norm", True),
             use_output_gate=self.flag("use_output_gate", True),
             use_output_norm=self.flag("use_output_norm", True),
             lightning_use_rope=self.flag("lightning_use_rope", True),
             lightning_scale=self.only("lightning_scale", ("1/sqrt(d)",)),
             hidden_act=self.only("hidden_act", ("silu",)),
-            attention_bias=self.only("attention_bias", (False,)),
+            attention_bias=self.flag("attention_bias", False),
             tie_word_embeddings=self.flag("tie_word_embeddings", False),
             bos_token_id=self.token("bos_token_id"),
             eos_token_id=self.tokens("eos_token_id"),
@@ -333,6 +338,12 @@ class _Parser:
             raise self.fail("rope_scaling", "is set", "the model needs none: set it to null")
         return self.real("rope_theta", 1.0, 1e12, theta)
 
+    def log_base(self) -> float | None:
+        if self.values.get("attn_log_base") is None:
+            self.take("attn_log_base")
+            return None
+        return self.real("attn_log_base", 2.0, 1e9, 2.0)
+
     def token(self, name: str) -> int | None:
         if self.values.get(name) is None:
             self.take(name)
@@ -359,18 +370,7 @@ class _Parser:
         table = self.take("quantization", copy)
         if table is None:
             return None
-        if not isinstance(table, dict):
-            raise self.fail("quantization", f"is {table!r}", "it must be an object with bits and group_size")
-        inner = _Parser(dict(table), f"{self.where}: quantization")
-        bits = inner.whole("bits", 2, 8)
-        if bits not in (4, 8):
-            raise inner.fail("bits", f"is {bits}", "4 and 8 bits are supported")
-        group_size = inner.whole("group_size", 1, 1 << 16)
-        if group_size not in (32, 64, 128):
-            raise inner.fail("group_size", f"is {group_size}", "groups of 32, 64 and 128 are supported")
-        inner.only("mode", ("affine",))
-        inner.finish()
-        return QuantConfig(bits=bits, group_size=group_size)
+        return QuantConfig.from_dict(table, f"{self.where}: quantization")
 
     def check_sizes(self, config: SalaConfig) -> None:
         rules: list[tuple[str, Callable[[], bool], str]] = [
@@ -394,6 +394,8 @@ class _Parser:
             value = getattr(config, name)
             if value is not None and value >= config.vocab_size:
                 raise self.fail(name, f"is {value}", f"it must be below vocab_size ({config.vocab_size})")
+        if config.quantization is not None:
+            config.quantization.check_modules(config.mixers, f"{self.where}: quantization")
         if any(value >= config.vocab_size for value in config.eos_token_id):
             raise self.fail("eos_token_id", f"is {list(config.eos_token_id)}", "ids must be below vocab_size")
 

@@ -57,7 +57,7 @@ def create_layer_caches(model: "SalaModel", max_tokens: int = 8192) -> LayerCach
     """Empty caches for one sequence of at most `max_tokens` tokens."""
     from sala.backends.torch.cache import HybridCache
 
-    weight = model.lm_head.weight
+    weight = model.model.norm.weight
     num_pages = -(-max_tokens // model.config.sparse_config.block_size)
     return LayerCaches(HybridCache(model.config, num_pages, 1, weight.dtype, weight.device), max_tokens)
 
@@ -80,7 +80,7 @@ def forward(model: "SalaModel", tokens: Sequence[int], caches: LayerCaches) -> "
     num_pages = -(-caches.max_tokens // model.config.sparse_config.block_size)
     row = Row(tuple(tokens), caches.length, tuple(range(num_pages)), 0, caches.sparse_from)
     with torch.inference_mode():
-        logits = model.logits(model(pack(Plan((row,)), model.lm_head.weight.device), caches.hybrid))
+        logits = model.logits(model(pack(Plan((row,)), model.model.norm.weight.device), caches.hybrid))
     caches.length += len(tokens)
     return logits
 

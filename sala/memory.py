@@ -79,10 +79,13 @@ def estimate(
     chunk: int = 256,
     element_bytes: int = 2,
     tile_bytes: int = 8 << 20,
+    stored_bytes: int | None = None,
 ) -> Estimate:
+    """`stored_bytes`: the weights of a checkpoint that is quantized already, as its files have them."""
+    weights = weight_bytes(config, num_parameters, bits, element_bytes)
     return Estimate(
         num_tokens=num_tokens,
-        weights=weight_bytes(config, num_parameters, bits, element_bytes),
+        weights=stored_bytes if stored_bytes is not None and bits is None else weights,
         pages=batch * cache_bytes(config, num_tokens, element_bytes),
         states=batch * state_bytes(config),
         snapshots=num_snapshots * state_bytes(config),

@@ -2,15 +2,20 @@
 
 from collections.abc import Mapping
 
-from sala.checkpoint.reader import Checkpoint
+from sala.checkpoint.reader import Checkpoint, TensorInfo
 from sala.config import SalaConfig
 from sala.errors import CheckpointError
+from sala.quantization import Groups
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
+SCALES = ("scales", "biases")
 
 
-def expected_tensors(config: SalaConfig) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor, in the order of the computation."""
+def expected_tensors(config: SalaConfig, packed: Mapping[str, Groups] | None = None) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every tensor, in the order of the computation; modules of `packed` as they are in a file.
+
+    Without `packed` the shapes are those of the weights, however few bits they have.
+    """
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for index, mixer in enumerate(config.mixers):
@@ -19,7 +24,7 @@ def expected_tensors(config: SalaConfig) -> dict[str, tuple[int, ...]]:
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+    return _pack_shapes(shapes, packed) if packed else shapes
 
 
 def _mixer(config: SalaConfig, mixer: str) -> dict[str, tuple[int, ...]]:
@@ -36,7 +41,11 @@ def _mixer(config: SalaConfig, mixer: str) -> dict[str, tuple[int, ...]]:
     }
     optional: dict[str, tuple[tuple[int, ...], bool]]
     if is_sparse:
-        optional = {"o_gate": ((width, hidden), config.attn_use_output_gate)}
+        optional = {
+            "q_norm": ((dim,), config.attn_qk_norm),
+            "k_norm": ((dim,), config.attn_qk_norm),
+            "o_gate": ((width, hidden), config.attn_use_output_gate),
+        }
     else:
         optional = {
             "q_norm": ((dim,), config.qk_norm),
@@ -45,7 +54,10 @@ def _mixer(config: SalaConfig, mixer: str) -> dict[str, tuple[int, ...]]:
             "z_proj": ((width, hidden), config.use_output_gate),
         }
     shapes |= {name: shape for name, (shape, is_present) in optional.items() if is_present}
-    return {f"self_attn.{name}.weight": shape for name, shape in shapes.items()}
+    named = {f"self_attn.{name}.weight": shape for name, shape in shapes.items()}
+    if config.attention_bias:
+        named |= {f"self_attn.{name}.bias": shapes[name][:1] for name in ("q_proj", "k_proj", "v_proj")}
+    return named
 
 
 def _mlp(config: SalaConfig) -> dict[str, tuple[int, ...]]:
@@ -60,10 +72,12 @@ def _mlp(config: SalaConfig) -> dict[str, tuple[int, ...]]:
 
 def check_tensors(checkpoint: Checkpoint, config: SalaConfig) -> None:
     """Names, shapes and precisions against the configuration; the first difference is the error."""
-    expected = expected_tensors(config)
     found = dict(checkpoint.tensors)
     if config.tie_word_embeddings:
-        found.pop("lm_head.weight", None)  # some writers store the shared matrix twice
+        for part in ("weight", *SCALES):
+            found.pop(f"lm_head.{part}", None)  # some writers store the shared matrix twice
+    packed = quantized_modules(found, config)
+    expected = expected_tensors(config, packed)
     where = checkpoint.path
     _refuse(where, "lacks", [name for name in expected if name not in found], "download it again")
     _refuse(
@@ -79,10 +93,46 @@ def check_tensors(checkpoint: Checkpoint, config: SalaConfig) -> None:
                 f"{where}: {name} is {list(info.shape)}, config.json says {list(shape)}",
                 "they do not belong together",
             )
-        if info.dtype not in FLOAT_DTYPES:
-            raise CheckpointError(
-                f"{where}: {name} is stored as {info.dtype}", "weights must be " + ", ".join(FLOAT_DTYPES)
-            )
+        module, _, leaf = name.rpartition(".")
+        allowed = ("U32",) if module in packed and leaf == "weight" else FLOAT_DTYPES
+        if info.dtype not in allowed:
+            raise CheckpointError(f"{where}: {name} is stored as {info.dtype}", "weights must be " + ", ".join(allowed))
+    for module in packed:
+        if found[f"{module}.scales"].dtype != found[f"{module}.biases"].dtype:
+            raise CheckpointError(f"{where}: scales and biases of {module} differ in precision", "quantize it again")
+
+
+def quantized_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> dict[str, Groups]:
+    """Module → its groups, for every module that has scales; it must agree with what config.json says."""
+    names = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
+    quant = config.quantization
+    if quant is None:
+        _refuse("the checkpoint", "is quantized, but config.json is silent about", names, "add its quantization table")
+        return {}
+    if not names:
+        raise CheckpointError(f"config.json says {quant.bits} bits, but no tensor has scales", "they are of two models")
+    wanted = [name for name, groups in quant.overrides if groups is not None and name not in names]
+    _refuse("the checkpoint", "lacks scales of", wanted, "config.json says that it is quantized")
+    packed = {name: quant.of(name) for name in names}
+    spared = [name for name, groups in packed.items() if groups is None]
+    _refuse("the checkpoint", "has scales of", spared, "config.json says that it is not quantized")
+    return {name: groups for name, groups in packed.items() if groups is not None}
+
+
+def _pack_shapes(shapes: dict[str, tuple[int, ...]], packed: Mapping[str, Groups]) -> dict[str, tuple[int, ...]]:
+    """Shapes as they are in the file: codes as words, then scales and biases."""
+    out: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        module, _, leaf = name.rpartition(".")
+        groups = packed.get(module) if leaf == "weight" and len(shape) == 2 else None
+        if groups is None:
+            out[name] = shape
+            continue
+        if shape[1] % groups.group_size:
+            raise CheckpointError(f"{module} {list(shape)} has no groups of {groups.group_size}", "use smaller groups")
+        out[name] = (shape[0], shape[1] * groups.bits // 32)
+        out |= {f"{module}.{part}": (shape[0], shape[1] // groups.group_size) for part in SCALES}
+    return out
 
 
 def _refuse(where: object, verb: str, names: list[str], remedy: str) -> None:

@@ -18,6 +18,7 @@ VERBS = {
     "batch": "Answer a file of requests.",
     "session": "Read a long text once, ask about it any time.",
     "estimate": "What a context costs, and what fits here.",
+    "convert": "Turn a dense model into a hybrid.",
     "init": "Make a checkpoint with random weights.",
 }
 

@@ -22,6 +22,7 @@ def estimate(
     import psutil
 
     from sala.checkpoint.names import count_parameters, expected_tensors
+    from sala.checkpoint.reader import Checkpoint
     from sala.cli.show import size
     from sala.config import SalaConfig
     from sala.errors import InputError
@@ -30,9 +31,13 @@ def estimate(
 
     if bits not in (None, 4, 8):
         raise InputError("bits", f"is {bits}", "use 4 or 8")
-    config = SalaConfig.load(s.find_model(model))
+    path = s.find_model(model)
+    config = SalaConfig.load(path)
     parameters = count_parameters(expected_tensors(config))
     settings = {"batch": batch, "bits": bits, "num_snapshots": snapshots, "element_bytes": ELEMENT_BYTES[config.dtype]}
+    if config.quantization is not None:
+        with Checkpoint(path) as checkpoint:
+            settings["stored_bytes"] = checkpoint.nbytes
     needed = compute(config, parameters, ctx, **settings)  # type: ignore[arg-type]
     free = int(psutil.virtual_memory().available) if memory is None else memory
     most = longest(config, parameters, free, **settings)

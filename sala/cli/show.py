@@ -1,6 +1,8 @@
 """`sala show`: what a checkpoint is, from its headers alone; no weight is read."""
 
 import json
+from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +12,7 @@ from sala.cli import settings as s
 if TYPE_CHECKING:
     from sala.checkpoint.reader import Checkpoint
     from sala.config import SalaConfig
+    from sala.quantization import Groups
 
 LENGTHS = {"1K": 1 << 10, "8K": 1 << 13, "128K": 1 << 17, "1M": 1 << 20}
 
@@ -25,8 +28,7 @@ def show(
     path = s.find_model(model)
     config = SalaConfig.load(path)
     with Checkpoint(path) as checkpoint:
-        if config.quantization is None:
-            check_tensors(checkpoint, config)
+        check_tensors(checkpoint, config)
         facts = describe(config, checkpoint)
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
@@ -35,18 +37,19 @@ def show(
 
 
 def describe(config: "SalaConfig", checkpoint: "Checkpoint") -> dict[str, Any]:
-    from sala.checkpoint.names import count_parameters
+    from sala.checkpoint.names import count_parameters, expected_tensors, quantized_modules
     from sala.memory import ELEMENT_BYTES, cache_bytes, state_bytes
 
     element = ELEMENT_BYTES[config.dtype]
-    sparse, quant = config.sparse_config, config.quantization
+    sparse, packed = config.sparse_config, quantized_modules(checkpoint.tensors, config)
     state = state_bytes(config)
     return {
-        "parameters": count_parameters({name: info.shape for name, info in checkpoint.tensors.items()}),
+        "parameters": count_parameters(expected_tensors(config)),
         "weight_bytes": checkpoint.nbytes,
         "files": len({info.file for info in checkpoint.tensors.values()}),
         "dtype": config.dtype,
-        "quantization": None if quant is None else f"{quant.bits} bits, groups of {quant.group_size}",
+        "quantization": _bits(packed.values()),
+        "quantized_modules": len(packed),
         "layers": config.num_hidden_layers,
         "sparse_layers": list(config.sparse_layers),
         "hidden_size": config.hidden_size,
@@ -61,6 +64,12 @@ def describe(config: "SalaConfig", checkpoint: "Checkpoint") -> dict[str, Any]:
         "state_bytes": state,
         "cache_bytes": {name: cache_bytes(config, length, element) + state for name, length in LENGTHS.items()},
     }
+
+
+def _bits(groups: Iterable["Groups"]) -> str | None:
+    """What is most frequent first."""
+    kinds = Counter(f"{one.bits} bits, groups of {one.group_size}" for one in groups)
+    return "; ".join(kind for kind, _ in kinds.most_common()) or None
 
 
 def _print(path: str, facts: dict[str, Any], config: "SalaConfig") -> None:

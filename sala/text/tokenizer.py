@@ -6,6 +6,7 @@ every special token has a secret spelling, and the chat template is rendered wit
 what the template writes becomes special, what people write cannot.
 """
 
+import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ class Tokenizer:
 
     def __init__(self, definition: str, settings: Mapping[str, Any], template: str | None) -> None:
         self._inner = _build(definition)
+        self.fingerprint = hashlib.sha256(definition.encode()).hexdigest()
         self._settings = settings
         self._nonce = "".join(chr(0xE000 + secrets.randbelow(0x1000)) for _ in range(8))
         self._marks = _secret_spellings(definition, self._nonce)
@@ -60,6 +62,11 @@ class Tokenizer:
         inner = self._inner if parse_special else self._guarded
         ids: list[int] = inner.encode(_encodable(text), add_special_tokens=False).ids
         return [self.bos_id, *ids] if bos and self._adds_bos and self.bos_id is not None else ids
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """Plain texts on all cores, without BOS."""
+        encodings = self._guarded.encode_batch([_encodable(text) for text in texts], add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special)

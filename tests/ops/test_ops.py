@@ -165,7 +165,7 @@ def test_tiles_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     q, keys = rand(n, 4, dim), rand(2, n, dim, seed=1)
     pools = (pool_keys(keys, 8, 4), pool_keys(keys, 32, 16))
     whole = select_blocks(q, *pools, torch.arange(n), 10, SPARSE, 1.0)
-    monkeypatch.setattr(module, "SCORE_TILE_BYTES", 1)
+    monkeypatch.setitem(module.TILE_BYTES, "cpu", 1)
     assert torch.equal(whole, select_blocks(q, *pools, torch.arange(n), 10, SPARSE, 1.0))
 
 
@@ -173,7 +173,7 @@ def test_tiles_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sparse_attention_is_dense_attention_over_the_chosen(tile_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import sala.backends.torch.ops.sparse as module
 
-    monkeypatch.setattr(module, "GATHER_TILE_BYTES", tile_bytes)
+    monkeypatch.setitem(module.TILE_BYTES, "cpu", tile_bytes)
     n, heads, groups, dim, block, num_pages = 70, 4, 2, 8, 16, 9
     table = torch.tensor([7, 0, 3, 8, 2])
     k_pages, v_pages = rand(groups, num_pages, block, dim), rand(groups, num_pages, block, dim, seed=1)

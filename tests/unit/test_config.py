@@ -10,6 +10,7 @@ from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.random import RELEASED
 from sala.config import SalaConfig
 from sala.errors import ConfigError, ModelNotFound
+from sala.quantization import Groups, matrix_modules
 from tests.golden import DATA
 
 RELEASE: dict[str, Any] = json.loads((DATA / "released" / "config.json").read_text())
@@ -58,6 +59,54 @@ def test_quantization() -> None:
     assert (config.quantization.bits, config.quantization.group_size) == (8, 64)
 
 
+MODULES = {
+    "model.embed_tokens": {"group_size": 32, "bits": 8},
+    "model.layers.0.self_attn.q_proj": {"group_size": 128, "bits": 6},
+    "model.layers.3.mlp.up_proj": False,
+}
+
+
+def test_quantization_of_single_modules() -> None:
+    table = {"group_size": 64, "bits": 4, **MODULES}
+    config = SalaConfig.from_dict({**RELEASE, "quantization": table, "quantization_config": table})
+    quant = config.quantization
+    assert quant is not None
+    assert quant.of("model.embed_tokens") == Groups(8, 32)
+    assert quant.of("model.layers.3.mlp.up_proj") is None
+    assert quant.of("lm_head") == Groups(4, 64)
+    assert config.to_dict()["quantization"] == table
+    assert SalaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    hash(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.layers.32.mlp.up_proj", False),
+        ("model.layers.0.mlp.up_proj.weight", False),
+        ("model.layers.0.self_attn.z_proj", False),  # layer 0 is sparse: it has o_gate
+        ("model.norm", False),
+        ("group_sizes", 64),
+        ("lm_head", True),
+        ("lm_head", {"bits": 4}),
+        ("lm_head", {"bits": 4, "group_size": 64, "mode": "mxfp4"}),
+        ("lm_head", {"bits": 4, "group_size": 64, "color": 1}),
+        ("lm_head", {"bits": True, "group_size": 64}),
+        ("mode", "nvfp4"),
+    ],
+)
+def test_modules_that_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match="quantization") as caught:
+        SalaConfig.from_dict({**RELEASE, "quantization": {"group_size": 64, "bits": 4, name: value}})
+    assert caught.value.remedy
+
+
+def test_matrices_are_the_modules_that_can_be_quantized() -> None:
+    shapes = expected_tensors(RELEASED)
+    matrices = {name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2}
+    assert matrix_modules(RELEASED.mixers) == matrices
+
+
 def test_regimes() -> None:
     sparse = SalaConfig.load(DATA / "released").sparse_config
     assert sparse.sparse_from(8192) == 0
@@ -98,7 +147,7 @@ WRONG = [
     ("eos_token_id", [2, 10**9]),
     ("eos_token_id", ["</s>"]),
     ("bos_token_id", 73448),
-    ("quantization", {"bits": 3, "group_size": 64}),
+    ("quantization", {"bits": 7, "group_size": 64}),
     ("quantization", {"bits": 4, "group_size": 48}),
     ("quantization", {"bits": 4}),
     ("quantization", "8bit"),

@@ -1,5 +1,6 @@
 """A plan, packed for the model: all tokens of all rows in one line, and where each row lies in it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -35,6 +36,27 @@ class Pending:
     slopes: Tensor
     k: Tensor
     v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Whole sequences without a past, one after another: what training sees."""
+
+    tokens: Tensor  # [T]
+    positions: Tensor  # [T]
+    lengths: tuple[int, ...]
+
+
+def whole(tokens: Tensor, lengths: Sequence[int] | None = None) -> Sequences:
+    """tokens [B, n], a sequence per row; or [T] with the lengths of the sequences packed in it."""
+    if lengths is None:
+        lengths = (tokens.shape[1],) * tokens.shape[0]
+    starts = (torch.arange(length, device=tokens.device) for length in lengths)
+    if len(set(lengths)) == 1:
+        positions = torch.arange(lengths[0], device=tokens.device).repeat(len(lengths))
+    else:
+        positions = torch.cat(list(starts))
+    return Sequences(tokens.flatten(), positions, tuple(lengths))
 
 
 @dataclass(frozen=True, slots=True)

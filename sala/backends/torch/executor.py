@@ -128,7 +128,9 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config)
     model = load_model(checkpoint, config, dtype, device)
-    is_mapped = device.type == "cpu" and _NAMES[dtype] in {info.dtype for info in checkpoint.tensors.values()}
+    is_mapped = device.type == "cpu" and not {_NAMES[dtype], "U32"}.isdisjoint(
+        info.dtype for info in checkpoint.tensors.values()
+    )
     free = free_bytes(device)
     if is_mapped:  # the weights are not in memory yet, but they will be
         free = max(free - checkpoint.nbytes, free // 10)

@@ -2,19 +2,23 @@
 
 Parameter names are those of the released checkpoint. `batch` says which tokens belong together and where their past
 lies; `cache` holds that past. There is no mode: prefill chunks and decode steps are both *n tokens from a position*.
+Without a cache the batch is whole sequences, through which gradients flow.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from sala.backends.torch.batch import Batch, Pending, Span
+from sala.backends.torch.batch import Batch, Pending, Sequences, Span
 from sala.backends.torch.cache import HybridCache, KVPages
-from sala.backends.torch.ops.attention import dense_attention
-from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged
+from sala.backends.torch.ops.attention import dense_attention, whole_attention
+from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged, lightning_whole
 from sala.backends.torch.ops.norm import rms_norm
-from sala.backends.torch.ops.rope import apply_rope, rope_angles
-from sala.backends.torch.ops.sparse import select_blocks, sparse_attention
+from sala.backends.torch.ops.rope import apply_rope, grow_queries, rope_angles
+from sala.backends.torch.ops.sparse import select_blocks, sparse_attention, whole_sparse_attention
 from sala.config import SalaConfig
 
 
@@ -28,8 +32,8 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def linear(num_in: int, num_out: int) -> nn.Linear:
-    return nn.Linear(num_in, num_out, bias=False)
+def linear(num_in: int, num_out: int, bias: bool = False) -> nn.Linear:
+    return nn.Linear(num_in, num_out, bias=bias)
 
 
 class LightningMixer(nn.Module):
@@ -40,17 +44,34 @@ class LightningMixer(nn.Module):
         hidden, dim = config.hidden_size, config.lightning_head_dim
         self.num_heads, self.num_kv_heads, self.head_dim = config.lightning_nh, config.lightning_nkv, dim
         self.rope_theta = config.rope_theta if config.lightning_use_rope else None
-        width = self.num_heads * dim
-        self.q_proj = linear(hidden, width)
-        self.k_proj = linear(hidden, self.num_kv_heads * dim)
-        self.v_proj = linear(hidden, self.num_kv_heads * dim)
+        width, has_bias = self.num_heads * dim, config.attention_bias
+        self.q_proj = linear(hidden, width, has_bias)
+        self.k_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
+        self.v_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
         self.o_proj = linear(width, hidden)
         self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
         self.o_norm = RMSNorm(width, config.rms_norm_eps) if config.use_output_norm else None
         self.z_proj = linear(hidden, width) if config.use_output_gate else None
 
-    def forward(self, x: Tensor, batch: Batch, states: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch | Sequences, states: Tensor | None) -> Tensor:
+        q, k, v = self.project(x, batch)
+        slopes, scale = decay_slopes(self.num_heads, x.device), self.head_dim**-0.5
+        if states is None:
+            o = lightning_whole(q, k, v, batch.lengths, slopes, scale)
+        else:
+            assert isinstance(batch, Batch)
+            o, after = lightning_ragged(q, k, v, states[batch.slots], batch.lengths, slopes, scale)
+            self.advance(batch, states, after, slopes, k, v)
+        o = o.flatten(1).to(x.dtype)
+        if self.o_norm is not None:
+            o = self.o_norm(o)
+        if self.z_proj is not None:
+            o = o * torch.sigmoid(self.z_proj(x))
+        return self.o_proj(o)
+
+    def project(self, x: Tensor, batch: Batch | Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, hidden] → q, k, v [T, H, D]."""
         q = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
         k = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)
         v = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
@@ -62,15 +83,7 @@ class LightningMixer(nn.Module):
         if self.num_kv_heads != self.num_heads:
             shared = self.num_heads // self.num_kv_heads
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-        slopes = decay_slopes(self.num_heads, x.device)
-        o, after = lightning_ragged(q, k, v, states[batch.slots], batch.lengths, slopes, self.head_dim**-0.5)
-        self.advance(batch, states, after, slopes, k, v)
-        o = o.flatten(1).to(x.dtype)
-        if self.o_norm is not None:
-            o = self.o_norm(o)
-        if self.z_proj is not None:
-            o = o * torch.sigmoid(self.z_proj(x))
-        return self.o_proj(o)
+        return q, k, v
 
     def advance(self, batch: Batch, states: Tensor, after: Tensor, slopes: Tensor, k: Tensor, v: Tensor) -> None:
         """State advances only by accepted tokens: where there are drafts, it waits for the verdict."""
@@ -98,26 +111,55 @@ class SparseMixer(nn.Module):
         )
         self.sparse = config.sparse_config
         self.rope_theta = config.rope_theta if config.attn_use_rope else None
-        width = self.num_heads * dim
-        self.q_proj = linear(hidden, width)
-        self.k_proj = linear(hidden, self.num_kv_heads * dim)
-        self.v_proj = linear(hidden, self.num_kv_heads * dim)
+        self.log_base = config.attn_log_base
+        width, has_bias = self.num_heads * dim, config.attention_bias
+        self.q_proj = linear(hidden, width, has_bias)
+        self.k_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
+        self.v_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
         self.o_proj = linear(width, hidden)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.attn_qk_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.attn_qk_norm else None
         self.o_gate = linear(hidden, width) if config.attn_use_output_gate else None
 
-    def forward(self, x: Tensor, batch: Batch, pages: KVPages) -> Tensor:
-        q = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
-        k = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
-        if self.rope_theta is not None:
-            cos, sin = rope_angles(batch.positions, self.head_dim, self.rope_theta)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        lengths = batch.lengths
-        rows = zip(batch.spans, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-        o = torch.cat([self.attend(*row, pages) for row in rows]).flatten(1)
+    def forward(self, x: Tensor, batch: Batch | Sequences, pages: KVPages | None) -> Tensor:
+        q, k, v = self.project(x, batch)
+        if pages is None:
+            o = self.attend_whole(q, k, v, batch.lengths).flatten(1)
+        else:
+            assert isinstance(batch, Batch)
+            lengths = batch.lengths
+            rows = zip(batch.spans, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+            o = torch.cat([self.attend(*row, pages) for row in rows]).flatten(1)
         if self.o_gate is not None:
             o = o * torch.sigmoid(self.o_gate(x))
         return self.o_proj(o)
+
+    def project(self, x: Tensor, batch: Batch | Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, hidden] → q [T, H, D], k and v [T, G, D]."""
+        q = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
+        k = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope_theta is not None:
+            cos, sin = rope_angles(batch.positions, self.head_dim, self.rope_theta)
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if self.log_base is not None:
+            q = grow_queries(q, batch.positions, self.log_base)
+        return q, k, v
+
+    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Whole sequences; each is dense or sparse on all its rows, as its length says."""
+        scale = self.head_dim**-0.5
+        if all(length < self.sparse.dense_len for length in lengths):
+            return whole_attention(q, k, v, lengths, scale)
+        outputs = []
+        for row in zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True):
+            if row[0].shape[0] < self.sparse.dense_len:
+                outputs.append(whole_attention(*row, row[0].shape[:1], scale))
+            else:
+                outputs.append(whole_sparse_attention(*row, self.sparse, scale))
+        return torch.cat(outputs)
 
     def attend(self, span: Span, q: Tensor, k: Tensor, v: Tensor, pages: KVPages) -> Tensor:
         """One row: q [n, H, D], k and v [n, G, D] → [n, H, D]. The regime may change inside the row."""
@@ -169,7 +211,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.residual_scale = config.residual_scale
 
-    def forward(self, x: Tensor, batch: Batch, past: KVPages | Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch | Sequences, past: KVPages | Tensor | None = None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), batch, past) * self.residual_scale
         return x + self.mlp(self.post_attention_layernorm(x)) * self.residual_scale
 
@@ -188,20 +230,29 @@ class SalaModel(nn.Module):
     def __init__(self, config: SalaConfig) -> None:
         super().__init__()
         self.config = config
+        self.is_checkpointing = False  # gradients: keep only the layers' inputs, compute the rest again
         self.model = Decoder(config)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, batch: Batch, cache: HybridCache, num_layers: int | None = None) -> Tensor:
+    def forward(
+        self, batch: Batch | Sequences, cache: HybridCache | None = None, num_layers: int | None = None
+    ) -> Tensor:
         """Runs the batch's tokens on top of the cache, which it extends → normed hidden states [T, hidden].
 
+        Without a cache they are whole sequences, and gradients can flow.
         With `num_layers`, only the first layers run: a cheap guess at what all of them would say.
         """
         x = self.model.embed_tokens(batch.tokens) * self.config.scale_emb
         for index, layer in enumerate(self.model.layers[:num_layers]):
-            past = cache.pages[index] if index in cache.pages else cache.states[index]
-            x = layer(x, batch, past)
+            if cache is not None:
+                past = cache.pages[index] if index in cache.pages else cache.states[index]
+                x = layer(x, batch, past)
+            elif self.is_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, batch, use_reentrant=False)
+            else:
+                x = layer(x, batch)
         return self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Dense causal attention over grouped heads, in tiles of queries so that memory stays linear."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,3 +33,18 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
     folded = q.reshape(1, groups, -1, dim)
     output = F.scaled_dot_product_attention(folded, k[None], v[None], attn_mask=mask, scale=scale)
     return output.view(groups, heads // groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """Causal attention inside each packed sequence, differentiable: q [T, H, D], k and v [T, G, D] → [T, H, D]."""
+    if len(set(lengths)) == 1:
+        return _causal(*(x.unflatten(0, (len(lengths), -1)) for x in (q, k, v)), scale).flatten(0, 1)
+    rows = zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)
+    return torch.cat([_causal(*(x[None] for x in row), scale)[0] for row in rows])
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """[B, n, heads, D] → the same."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    is_grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped).transpose(1, 2)

@@ -4,19 +4,32 @@
 
 `lightning_step` is that definition, one token for many sequences. `lightning_prefill` computes the same for
 many tokens of one sequence: inside a chunk as masked attention, between chunks through the state.
+`lightning_whole` does so for whole sequences at once, with gradients.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from sala.backends.torch.ops.precision import widen
+
 CHUNK = 64
+CHUNKS_AT_ONCE = 64  # of a whole sequence; states of that many chunks are held together
+
+
+_made: dict[tuple[int, torch.device | str], Tensor] = {}
 
 
 def decay_slopes(num_heads: int, device: torch.device | str = "cpu") -> Tensor:
     """ALiBi slopes s_h [H] in fp32: powers of 2^(-8/H); interleaved with those of 2H when H is no power of two."""
-    return torch.tensor(_slopes(num_heads), dtype=torch.float32, device=device)
+    key = (num_heads, device)
+    if key not in _made:
+        with torch.inference_mode(False):  # they may be used in training later
+            _made[key] = torch.tensor(_slopes(num_heads), dtype=torch.float32, device=device)
+    return _made[key]
 
 
 def _slopes(num_heads: int) -> list[float]:
@@ -88,3 +101,74 @@ def lightning_ragged(
         outputs.append(output)
         nexts.append(state)
     return torch.cat(outputs), torch.stack(nexts)
+
+
+def lightning_whole(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], slopes: Tensor, scale: float) -> Tensor:
+    """Whole sequences from an empty state, differentiable: q, k, v [T, H, D] packed → [T, H, D], at least fp32.
+
+    Sequences of one length are computed side by side; others lie in one line and do not see each other.
+    """
+    is_even = len(set(lengths)) == 1
+    rows = len(lengths) if is_even else 1
+    docs = (
+        None
+        if is_even
+        else torch.repeat_interleave(
+            torch.arange(len(lengths), device=q.device), torch.tensor(lengths, device=q.device)
+        )[None]
+    )
+    q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))  # [B, H, n, D]
+    output = _many_chunks(widen(q) * scale, widen(k), widen(v), slopes.to(widen(q).dtype), docs)
+    return output.transpose(1, 2).flatten(0, 1)
+
+
+def _many_chunks(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, docs: Tensor | None) -> Tensor:
+    """q, k, v [B, H, n, D], docs [B, n] or None → [B, H, n, D], `CHUNKS_AT_ONCE` chunks after another."""
+    num_rows, heads, length, dim = q.shape
+    state = q.new_zeros(num_rows, heads, dim, dim)
+    doc = None if docs is None else docs[:, :1]  # whose state it is
+    outputs = []
+    for begin in range(0, length, CHUNK * CHUNKS_AT_ONCE):
+        piece = slice(begin, min(begin + CHUNK * CHUNKS_AT_ONCE, length))
+        pad = -(piece.stop - begin) % CHUNK  # zeros on the right change nothing before them
+        q_, k_, v_ = (F.pad(x[:, :, piece], (0, 0, 0, pad)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))
+        docs_ = None
+        if docs is not None:
+            docs_ = F.pad(docs[:, piece], (0, pad), value=-1).unflatten(1, (-1, CHUNK))
+        output, state, doc = _chunks_side_by_side(q_, k_, v_, state, doc, docs_, slopes)
+        outputs.append(output.flatten(2, 3)[:, :, : piece.stop - begin])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+
+def _chunks_side_by_side(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, doc: Tensor | None, docs: Tensor | None, slopes: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """N chunks in parallel: q, k, v [B, H, N, C, D], state [B, H, D, D] before them → output, state after them.
+
+    `docs` [B, N, C] says to which document a token belongs, `doc` [B, 1] whose the state is; None: there is one.
+    """
+    num_chunks, size = q.shape[2:4]
+    step = torch.arange(size, device=q.device, dtype=q.dtype)
+    age = step[:, None] - step
+    inside = torch.where(age >= 0, torch.exp(-slopes[:, None, None] * age.clamp(min=0)), 0.0)[:, None]  # [H, 1, C, C]
+    until_end = torch.exp(-slopes[:, None] * (size - 1 - step))[:, None, :, None]  # [H, 1, C, 1]
+    since_start = torch.exp(-slopes[:, None] * (step + 1))[:, None, :, None]
+    chunk = torch.arange(num_chunks + 1, device=q.device, dtype=q.dtype)
+    gap = chunk[:, None] - 1 - chunk[:-1]  # whole chunks between the end of chunk m and the start of chunk n
+    across = torch.where(gap >= 0, torch.exp(-slopes[:, None, None] * size * gap.clamp(min=0)), 0.0)  # [H, N + 1, N]
+    from_state = torch.exp(-slopes[:, None] * size * chunk)  # [H, N + 1]
+    if docs is not None and doc is not None:
+        ends = docs[:, :, -1]
+        owner = torch.cat((doc, ends), 1)  # whose state enters chunk n
+        inside = inside * (docs[:, None, :, :, None] == docs[:, None, :, None, :])
+        until_end = until_end * (docs == ends[..., None])[:, None, ..., None]
+        since_start = since_start * (docs == owner[:, :-1, None])[:, None, ..., None]
+        across = across * (owner[:, :, None] == ends[:, None])[:, None]
+        from_state = from_state * (owner == doc)[:, None]
+        doc = owner[:, -1:]
+    updates = (k * until_end).transpose(-1, -2) @ v  # [B, H, N, D, D]
+    states = (across @ updates.flatten(3)).unflatten(3, state.shape[2:]) + from_state[..., None, None] * state[
+        :, :, None
+    ]
+    output = (q @ k.transpose(-1, -2) * inside) @ v + since_start * (q @ states[:, :, :-1])
+    return output, states[:, :, -1], doc

@@ -1,7 +1,11 @@
 """Rotary positions over all dimensions, halves rotated against each other; angles and products in fp32."""
 
+import math
+
 import torch
 from torch import Tensor
+
+from sala.backends.torch.ops.precision import widen
 
 
 def rope_angles(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -12,9 +16,15 @@ def rope_angles(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tens
     return angles.cos(), angles.sin()
 
 
+def grow_queries(q: Tensor, positions: Tensor, base: float) -> Tensor:
+    """q [T, H, D] times log(t + base) / log(base): attention without positions stays sharp far beyond its training."""
+    factor = torch.log(positions.float() + base) / math.log(base)
+    return (widen(q) * factor[:, None, None]).to(q.dtype)
+
+
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D], cos and sin [T, D] → [T, H, D] in x's dtype."""
-    wide = x.float()
+    wide = widen(x)
     first, second = wide.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
     return (wide * cos[:, None] + rotated * sin[:, None]).to(x.dtype)

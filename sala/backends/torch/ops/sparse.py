@@ -8,18 +8,34 @@ Pages hold one block each. A pooled key lives in the page where its window *ends
 is the mean of the `kernel` keys up to and including position (e + 1) * s - 1.
 """
 
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sala.config import SparseConfig
 
-SCORE_TILE_BYTES = 8 << 20  # scores of all windows for a tile of queries, fp32
-GATHER_TILE_BYTES = 8 << 20  # keys and values of the chosen blocks for a tile of queries
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+FLEX_TILE = 128
+
+# Bytes of a tile of queries: its scores of all windows in fp32; the keys and values of its chosen blocks.
+TILE_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
+
+
+def tile_bytes(q: Tensor) -> int:
+    return TILE_BYTES.get(q.device.type, TILE_BYTES["cpu"])
 
 
 def pool_keys(keys: Tensor, kernel: int, stride: int) -> Tensor:
     """Means over full windows: keys [G, n, D] → [G, (n - kernel) // stride + 1, D], computed in fp32."""
+    if keys.shape[1] < kernel:
+        return keys[:, :0]
     return keys.float().unfold(1, kernel, stride).mean(-1).to(keys.dtype)
 
 
@@ -74,7 +90,7 @@ def select_blocks(
 ) -> Tensor:
     """Scores and choice together, in tiles of queries: q [n, H, D] → [n, G, C]."""
     row_bytes = 4 * q.shape[1] * max(1, k1.shape[1] + k2.shape[1])
-    tile = max(1, SCORE_TILE_BYTES // row_bytes)
+    tile = max(1, tile_bytes(q) // row_bytes)
     chosen = []
     for q_tile, at in zip(q.split(tile), positions.split(tile), strict=True):
         scores = block_scores(window_scores(q_tile, k1, k2, at, sparse, scale), num_blocks, sparse)
@@ -99,7 +115,7 @@ def sparse_attention(
     k_flat, v_flat = (pages.reshape(groups * num_pages, block_size, dim) for pages in (k_pages, v_pages))
     first_page = torch.arange(groups, device=q.device)[:, None] * num_pages
     row_bytes = 2 * groups * chosen.shape[-1] * block_size * dim * k_pages.element_size()
-    tile = max(1, GATHER_TILE_BYTES // row_bytes)
+    tile = max(1, tile_bytes(q) // row_bytes)
     offsets = torch.arange(block_size, device=q.device)
     outputs = []
     num_blocks = min(tile, q.shape[0]) * groups * chosen.shape[-1]
@@ -119,6 +135,76 @@ def sparse_attention(
 
 def _gather(flat: Tensor, pages: Tensor, room: Tensor) -> Tensor:
     """Blocks flat[pages], written into `room`: [pages, B, D], [n, G, C] → [n, G, C * B, D]."""
+    if torch.is_grad_enabled() and flat.requires_grad:
+        return flat[pages].flatten(2, 3)
     out = room[: pages.numel()]
     torch.index_select(flat, 0, pages.flatten(), out=out)
     return out.view(*pages.shape[:2], -1, flat.shape[-1])
+
+
+def whole_sparse_attention(q: Tensor, k: Tensor, v: Tensor, sparse: SparseConfig, scale: float) -> Tensor:
+    """One whole sequence, every row by the sparse rule: q [n, H, D], k and v [n, G, D] → [n, H, D].
+
+    Blocks are chosen without a gradient; keys and values of the chosen ones get theirs.
+    """
+    positions = torch.arange(q.shape[0], device=q.device)
+    num_blocks = -(-q.shape[0] // sparse.block_size)
+    with torch.no_grad():
+        keys = k.detach().transpose(0, 1)
+        k1 = pool_keys(keys, sparse.kernel_size, sparse.kernel_stride)
+        k2 = pool_keys(keys, 4 * sparse.kernel_size, 4 * sparse.kernel_stride)
+        chosen = select_blocks(q.detach(), k1, k2, positions, num_blocks, sparse, scale)
+    if q.is_cuda and FLEX_TILE % sparse.block_size == 0:
+        return _fused_block_attention(q, k, v, chosen, sparse.block_size, scale)
+    pad = num_blocks * sparse.block_size - q.shape[0]
+    pages = [F.pad(x.transpose(0, 1), (0, 0, 0, pad)).unflatten(1, (num_blocks, -1)) for x in (k, v)]
+    row_bytes = 2 * pages[0].numel() // num_blocks * chosen.shape[-1] * k.element_size()
+    tile = max(1, tile_bytes(q) // row_bytes)
+    table = torch.arange(num_blocks, device=q.device)
+    tiles = zip(q.split(tile), chosen.split(tile), positions.split(tile), strict=True)
+    # a tile's gathered blocks are gathered again for its gradient: held for all tiles they would fill the memory
+    outputs = [
+        checkpoint(sparse_attention, rows, *pages, table, ids, at, scale, use_reentrant=False)
+        for rows, ids, at in tiles
+    ]
+    return torch.cat(outputs)
+
+
+def _fused_block_attention(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block_size: int, scale: float) -> Tensor:
+    """The same on a GPU: PyTorch's flex attention, which skips the tiles that no query of a tile has chosen."""
+    length, heads = q.shape[:2]
+    num_blocks, per_group = -(-length // block_size), heads // k.shape[1]
+    is_chosen = torch.zeros(length, k.shape[1], num_blocks + 1, dtype=torch.bool, device=q.device)
+    is_chosen = is_chosen.scatter_(2, torch.where(chosen < 0, num_blocks, chosen), True)
+
+    def is_seen(_: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return is_chosen[row, head // per_group, column // block_size] & (row >= column)
+
+    attend = _compiled_flex_attention()
+    mask = _tile_mask(is_chosen[:, :, :num_blocks], block_size, per_group, is_seen)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=per_group > 1)[0].transpose(0, 1)
+
+
+def _tile_mask(is_chosen: Tensor, block_size: int, per_group: int, is_seen: Callable[..., Tensor]) -> "BlockMask":
+    """Which key tiles each query tile must look at: those in which some query of it chose a block."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    length, groups, num_blocks = is_chosen.shape
+    rows, columns = -(-length // FLEX_TILE), -(-length // FLEX_TILE)
+    per_tile = FLEX_TILE // block_size
+    padded = F.pad(is_chosen, (0, columns * per_tile - num_blocks, 0, 0, 0, rows * FLEX_TILE - length))
+    tiles = padded.view(rows, FLEX_TILE, groups, columns, per_tile).any(4).any(1)  # [rows, G, columns]
+    tile = torch.arange(columns, device=is_chosen.device)
+    tiles &= tile[None, None] <= tile[:rows, None, None]
+    tiles = tiles.permute(1, 0, 2).repeat_interleave(per_group, 0)[None]  # [1, H, rows, columns]
+    counts = tiles.sum(-1, dtype=torch.int32)
+    order = tiles.int().argsort(dim=-1, descending=True, stable=True).int()
+    return BlockMask.from_kv_blocks(counts, order, BLOCK_SIZE=FLEX_TILE, mask_mod=is_seen, seq_lengths=(length, length))
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)

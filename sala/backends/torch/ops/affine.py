@@ -1,0 +1,24 @@
+"""Quantized matrices, readably: codes out of their words, then w = code * scale + bias."""
+
+import torch
+from torch import Tensor
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """words [..., W] as int32 → codes [..., W * 32 / bits] as int32, from a little-endian stream of bits."""
+    groups = words.unflatten(-1, (words.shape[-1] // bits, bits))
+    codes = torch.empty((*groups.shape[:-1], 32), dtype=torch.int32, device=words.device)
+    for index in range(32):
+        word, offset = divmod(index * bits, 32)
+        code = groups[..., word] >> offset  # keeps the sign, which the mask takes off
+        if offset + bits > 32:
+            low = (1 << (32 - offset)) - 1
+            code = (code & low) | (groups[..., word + 1] << (32 - offset))
+        codes[..., index] = code & ((1 << bits) - 1)
+    return codes.flatten(-2)
+
+
+def dequantize(words: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int) -> Tensor:
+    """words [..., in * bits / 32], scales and biases [..., in / group_size] → weights [..., in] in fp32."""
+    codes = unpack(words, bits).unflatten(-1, (scales.shape[-1], group_size)).float()
+    return (codes * scales.float().unsqueeze(-1) + biases.float().unsqueeze(-1)).flatten(-2)

@@ -1,0 +1,138 @@
+"""Quantized linears and embeddings, put into the model from outside: the model knows no bits.
+
+On the CPU the weights stay as they are in the file, mapped. A few rows at a time (decoding) run in a kernel that
+reads the codes themselves; many rows (a prompt) expand the weights piece by piece and multiply in fp32. Expanding costs
+as much as a handful of rows, so that nothing is kept. Both ways give the numbers of fp32 arithmetic on
+w = code * scale + bias, whatever the precision of the activations: the answer does not depend on how many rows are
+computed together.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sala.backends.torch.kernels import affine as native
+from sala.backends.torch.ops.affine import dequantize
+
+FEW_ROWS = 16  # up to here the kernel is the faster way
+NATIVE_BITS = (4, 8)
+_PIECE = 1 << 22  # weights expanded at a time
+
+
+def linear_backend() -> str:
+    """How quantized linears run on this machine's CPU, in words."""
+    if native.load() is None:
+        return f"torch, dequantized at load: {native.describe()}"
+    return f"native: {native.describe()}"
+
+
+def can_run_packed(bits: int, device: torch.device) -> bool:
+    """Whether a matrix may stay packed; if not, it is better dequantized once, when it is loaded."""
+    return device.type == "cpu" and bits in NATIVE_BITS and native.load() is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AffineWeight:
+    """A matrix [out, in]: codes [out, in * bits / 32] as int32; scales and biases [out, in / group_size]."""
+
+    codes: Tensor
+    scales: Tensor
+    biases: Tensor
+    bits: int
+    group_size: int
+
+    @property
+    def num_out(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def num_in(self) -> int:
+        return self.scales.shape[1] * self.group_size
+
+    def rows(self, index: Tensor | slice) -> Tensor:
+        """Some rows, dequantized to fp32."""
+        return dequantize(self.codes[index], self.scales[index], self.biases[index], self.bits, self.group_size)
+
+    def expand(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The whole matrix [out, in], never more than a piece of it in fp32."""
+        out = torch.empty(self.num_out, self.num_in, dtype=dtype, device=device)
+        for begin, end in _pieces(self):
+            out[begin:end] = self.rows(slice(begin, end))
+        return out
+
+
+class AffineLinear(nn.Module):
+    """Stands in for a linear: x [..., in] → [..., out]."""
+
+    def __init__(self, weight: AffineWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.bias = bias
+        self.packed = weight  # no buffer: `.to()` must not move what the kernel points to
+        self.in_features, self.out_features = weight.num_in, weight.num_out
+        self.kernel = native.load() if can_run_packed(weight.bits, weight.codes.device) else None
+        self.native = _native_weight(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).float().contiguous()
+        y = self.many(rows) if self.kernel is None or len(rows) > FEW_ROWS else self.few(rows)
+        y = y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
+
+    def few(self, x: Tensor) -> Tensor:
+        """In the kernel: x [n, in] → [n, out], both fp32."""
+        assert self.kernel is not None
+        y = torch.empty(len(x), self.out_features)
+        self.native.num_threads = torch.get_num_threads()
+        self.kernel.linear(ctypes.addressof(self.native), x.data_ptr(), y.data_ptr(), len(x))
+        return y
+
+    def many(self, x: Tensor) -> Tensor:
+        """By expanded weights: x [n, in] → [n, out], both fp32."""
+        pieces = [F.linear(x, self.expand(begin, end)) for begin, end in _pieces(self.packed)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+
+    def expand(self, begin: int, end: int) -> Tensor:
+        """Rows of the weights in fp32, [end - begin, in]."""
+        if self.kernel is None:
+            return self.packed.rows(slice(begin, end))
+        out = torch.empty(end - begin, self.in_features)
+        self.native.num_threads = torch.get_num_threads()
+        self.kernel.expand(ctypes.addressof(self.native), begin, end, out.data_ptr())
+        return out
+
+
+class AffineEmbedding(nn.Module):
+    """Stands in for an embedding: only the rows that are looked up are dequantized."""
+
+    def __init__(self, weight: AffineWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.packed = weight
+        self.dtype = dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.packed.rows(tokens).to(self.dtype)
+
+
+def _pieces(weight: AffineWeight) -> list[tuple[int, int]]:
+    step = max(1, _PIECE // weight.num_in)
+    return [(begin, min(begin + step, weight.num_out)) for begin in range(0, weight.num_out, step)]
+
+
+def _native_weight(weight: AffineWeight) -> native.Weight:
+    for tensor in (weight.codes, weight.scales, weight.biases):
+        assert tensor.is_contiguous()
+    assert weight.scales.dtype == weight.biases.dtype
+    return native.Weight(
+        weight.codes.data_ptr(),
+        weight.scales.data_ptr(),
+        weight.biases.data_ptr(),
+        weight.num_out,
+        weight.num_in,
+        weight.bits,
+        weight.group_size,
+        native.SCALE_TYPES[str(weight.scales.dtype).removeprefix("torch.")],
+        1,
+    )

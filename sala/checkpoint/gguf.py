@@ -1,0 +1,238 @@
+"""GGUF as a source: a dense model of llama.cpp, read under its Hugging Face names.
+
+Quantized blocks become fp32 or, where the format allows it, affine codes without any loss: Q4_0, Q4_1 and Q8_0 are
+groups of 32 with a scale in fp16. llama.cpp reorders the rows of q and k for its kind of rotary embedding (architecture
+`llama`); that is undone here.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from sala.checkpoint.gguf_tokenizer import tokenizer_definition, tokenizer_settings
+from sala.checkpoint.packing import Array, Floats, Packed, pack
+from sala.checkpoint.writer import new_directory, write_text, write_weights
+from sala.errors import CheckpointError, MissingExtra, ModelNotFound
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_UNSUPPORTED = "only dense llama, qwen2 and qwen3 models without rope scaling are read"
+_GROUP = 32
+
+
+class GGUF:
+    """A GGUF file, mapped: `facts` of the model, and tensors by Hugging Face name.
+
+    `facts` has architecture, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
+    num_key_value_heads, head_dim, vocab_size, rope_theta, rms_norm_eps, max_position_embeddings, tie_word_embeddings,
+    attention_bias, bos_token_id, eos_token_id, pad_token_id and name.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise ModelNotFound(f"{self.path} is not a file", "give a .gguf file")
+        self._library = _import_gguf()
+        try:
+            reader = self._library.GGUFReader(str(self.path))
+            self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
+        except (ValueError, KeyError, IndexError, TypeError, OSError, OverflowError, MemoryError) as error:
+            raise CheckpointError(f"{self.path} is no GGUF file: {error}"[:300], "download it again") from None
+        self._tensors = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
+        self.facts = self._find_facts()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def kind(self, name: str) -> str:
+        """The format of a tensor, such as F32 or Q4_1."""
+        return str(self._tensors[name].tensor_type.name)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(int(tensor.n_elements) for tensor in self._tensors.values())
+
+    @property
+    def chat_template(self) -> str | None:
+        template = self.metadata.get("tokenizer.chat_template")
+        return template if isinstance(template, str) else None
+
+    def read(self, name: str) -> Floats:
+        """A tensor in fp32."""
+        tensor = self._tensors[name]
+        values = self._library.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        ordered: Floats = self._reorder(name, values.reshape(self.shape(name)))
+        return ordered
+
+    def read_packed(self, name: str) -> Packed | None:
+        """A matrix as affine codes in groups of 32 that stand for exactly the values of `read`; None if there are none.
+
+        Scales are fp16 as in the file, or fp32 where the bias does not fit in fp16.
+        """
+        unpack = _LOSSLESS.get(self.kind(name))
+        if unpack is None or len(self.shape(name)) != 2:
+            return None
+        num_out, num_in = self.shape(name)
+        blocks = np.ascontiguousarray(self._tensors[name].data).view(np.uint8).reshape(num_out, num_in // _GROUP, -1)
+        codes, scales, biases = unpack(blocks)
+        bits = 8 if codes.max(initial=0) > 15 or self.kind(name) == "Q8_0" else 4
+        with np.errstate(over="ignore"):
+            halves = biases.astype(np.float16)
+        if not np.array_equal(halves.astype(np.float32), biases):
+            scales, halves = scales.astype(np.float32), biases
+        codes, scales, halves = (self._reorder(name, part) for part in (codes.reshape(num_out, num_in), scales, halves))
+        return Packed(pack(codes, bits), scales, halves, bits, _GROUP, "F16" if scales.dtype == np.float16 else "F32")
+
+    def config(self) -> dict[str, Any]:
+        """The model's facts as Hugging Face's `config.json` spells them."""
+        return _dense_config(self.facts)
+
+    def tokenizer_json(self) -> str:
+        """The tokenizer for the `tokenizers` library."""
+        return tokenizer_definition(self.metadata, self.facts["vocab_size"])
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        """`tokenizer_config.json`: names of the special tokens, and the chat template."""
+        return tokenizer_settings(self.metadata) | ({"chat_template": self.chat_template} if self.chat_template else {})
+
+    def _reorder(self, name: str, rows: Array) -> Array:
+        """From pairs of neighbours back to two halves per head."""
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+        if heads is None or self.facts["architecture"] != "llama":
+            return rows
+        pairs = rows.reshape(self.facts[heads], rows.shape[0] // self.facts[heads] // 2, 2, *rows.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+    def _find_facts(self) -> dict[str, Any]:
+        architecture = self.metadata.get("general.architecture")
+        if architecture not in ARCHITECTURES:
+            raise CheckpointError(f"{self.path} holds a model of kind {str(architecture)[:40]!r}", _UNSUPPORTED)
+        if self._fact("rope.scaling.type", "none") != "none" or self._fact("expert_count", 0):
+            raise CheckpointError(f"{self.path} has rope scaling or experts", _UNSUPPORTED)
+        hidden, heads = self._count("embedding_length"), self._count("attention.head_count")
+        facts: dict[str, Any] = {
+            "architecture": architecture,
+            "name": self.metadata.get("general.name"),
+            "hidden_size": hidden,
+            "intermediate_size": self._count("feed_forward_length"),
+            "num_hidden_layers": self._count("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._count("attention.head_count_kv", heads),
+            "head_dim": self._count("attention.key_length", hidden // heads),
+            "rope_theta": _short(self._fact("rope.freq_base", 10000.0)),
+            "rms_norm_eps": _short(self._fact("attention.layer_norm_rms_epsilon", 1e-6)),
+            "max_position_embeddings": self._count("context_length"),
+            "tie_word_embeddings": "lm_head.weight" not in self._tensors,
+            "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
+        }
+        for key in ("bos", "eos"):
+            facts[f"{key}_token_id"] = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        facts["pad_token_id"] = self.metadata.get("tokenizer.ggml.padding_token_id")
+        if "model.embed_tokens.weight" not in self._tensors:
+            raise CheckpointError(f"{self.path} has no embedding", _UNSUPPORTED)
+        return facts | {"vocab_size": self.shape("model.embed_tokens.weight")[0]}
+
+    def _fact(self, name: str, default: Any) -> Any:
+        return self.metadata.get(f"{self.metadata['general.architecture']}.{name}", default)
+
+    def _count(self, name: str, default: int | None = None) -> int:
+        value = self._fact(name, default)
+        if not isinstance(value, int) or not 0 < value < 1 << 24:
+            raise CheckpointError(f"{self.path}: {name} is {str(value)[:80]}", _UNSUPPORTED)
+        return value
+
+
+def write_dense(source: GGUF, target: Path) -> None:
+    """A plain Hugging Face directory in fp32: config.json, model.safetensors, the tokenizer and its chat template."""
+    specs = {name: ("F32", source.shape(name)) for name in source}
+    with new_directory(target) as draft:
+        write_weights(draft, specs, lambda name: np.ascontiguousarray(source.read(name)).data.cast("B"))
+        write_text(draft / "config.json", json.dumps(_dense_config(source.facts), indent=2) + "\n")
+        write_text(draft / "tokenizer.json", source.tokenizer_json())
+        write_text(draft / "tokenizer_config.json", json.dumps(source.tokenizer_config(), indent=2) + "\n")
+
+
+def _dense_config(facts: dict[str, Any]) -> dict[str, Any]:
+    own = {key: value for key, value in facts.items() if key not in ("architecture", "name") and value is not None}
+    head = {"architectures": [ARCHITECTURES[facts["architecture"]]], "model_type": facts["architecture"]}
+    return head | own | {"hidden_act": "silu", "dtype": "float32"}
+
+
+def _import_gguf() -> ModuleType:
+    try:
+        import gguf
+    except ImportError:
+        raise MissingExtra("gguf", "convert") from None
+    return gguf
+
+
+def _hugging_face_name(name: str) -> str:
+    """blk.3.attn_q.weight → model.layers.3.self_attn.q_proj.weight"""
+    stem, _, leaf = name.rpartition(".")
+    parts = stem.split(".")
+    if len(parts) == 1 and stem in _TOP and leaf == "weight":
+        return f"{_TOP[stem]}.{leaf}"
+    if (
+        len(parts) == 3
+        and parts[0] == "blk"
+        and parts[1].isdecimal()
+        and parts[2] in _LAYER
+        and leaf in ("weight", "bias")
+    ):
+        return f"model.layers.{int(parts[1])}.{_LAYER[parts[2]]}.{leaf}"
+    raise CheckpointError(f"the GGUF file holds {name[:80]!r}", _UNSUPPORTED)
+
+
+def _short(value: Any) -> float:
+    """The shortest decimal number that is this one in fp32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _nibbles(bytes_: Array) -> Array:
+    """[..., 16] → [..., 32]: the low halves come first."""
+    return np.concatenate([bytes_ & 15, bytes_ >> 4], -1)
+
+
+def _halves(blocks: Array, at: int) -> Array:
+    """The fp16 number at a byte of every block."""
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
+
+
+def _unpack_q4_0(blocks: Array) -> tuple[Array, Array, Array]:
+    scales = _halves(blocks, 0)
+    return _nibbles(blocks[..., 2:]), scales, scales.astype(np.float32) * np.float32(-8)
+
+
+def _unpack_q4_1(blocks: Array) -> tuple[Array, Array, Array]:
+    return _nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2).astype(np.float32)
+
+
+def _unpack_q8_0(blocks: Array) -> tuple[Array, Array, Array]:
+    scales = _halves(blocks, 0)
+    return blocks[..., 2:] ^ 0x80, scales, scales.astype(np.float32) * np.float32(-128)
+
+
+_LOSSLESS = {"Q4_0": _unpack_q4_0, "Q4_1": _unpack_q4_1, "Q8_0": _unpack_q8_0}

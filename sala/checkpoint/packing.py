@@ -1,0 +1,148 @@
+"""Few bits per weight, in the layout of MLX: groups along the input dimension, each with a scale and a bias.
+
+w = code * scale + bias. Codes lie one after the other in a little-endian stream of bits, which is cut into words of
+32 bits: 32 codes always fill `bits` words, so a row never ends inside one. Scales are kept as the file has them;
+bfloat16, which numpy does not know, as its 16 bits.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sala.errors import CheckpointError
+from sala.quantization import BITS, GROUP_SIZES
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Words = np.ndarray[Any, np.dtype[np.uint32]]
+_NUMPY_DTYPES: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix [out, in]: codes [out, in * bits / 32] as words; scales and biases [out, in / group_size]."""
+
+    codes: Words
+    scales: Array
+    biases: Array
+    bits: int
+    group_size: int
+    dtype: str = "F32"  # of scales and biases: F32, F16, or BF16 as raw bits
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1] * 32 // self.bits
+
+
+PACKED_PARTS = {"weight": "codes", "scales": "scales", "biases": "biases"}  # tensor of a module → field of Packed
+
+
+def packed_specs(module: str, packed: Packed) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name → precision and shape of the three tensors of a quantized module."""
+    return {
+        f"{module}.weight": ("U32", packed.codes.shape),
+        f"{module}.scales": (packed.dtype, packed.scales.shape),
+        f"{module}.biases": (packed.dtype, packed.biases.shape),
+    }
+
+
+def quantize(weight: Floats, bits: int, group_size: int, dtype: str = "F32") -> Packed:
+    """weight [out, in] → the nearest codes, by the rule of MLX, bit for bit.
+
+    The end of the range that lies farther from zero is a code exactly, and so is zero. Codes are chosen with the
+    fp32 scale, which is rounded to `dtype` afterwards.
+    """
+    _check_format(bits, group_size)
+    if weight.ndim != 2 or weight.shape[1] % group_size:
+        raise CheckpointError(f"a matrix {list(weight.shape)} has no groups of {group_size}", "use smaller groups")
+    if not np.isfinite(weight).all():
+        raise CheckpointError("a weight is infinite or no number", "the original model is damaged")
+    num_out, num_in = weight.shape
+    groups = np.ascontiguousarray(weight, np.float32).reshape(num_out, num_in // group_size, group_size)
+    low, high = groups.min(-1), groups.max(-1)
+    most = np.float32((1 << bits) - 1)
+    is_low = np.abs(low) > np.abs(high)
+    scale = np.maximum((high - low) / most, np.float32(1e-7))
+    scale = np.where(is_low, scale, -scale)
+    edge = np.where(is_low, low, high)
+    zero = np.rint(edge / scale)
+    has_zero = zero != 0
+    scale = np.where(has_zero, edge / np.where(has_zero, zero, np.float32(1)), scale)
+    bias = np.where(has_zero, edge, np.float32(0))
+    codes = np.rint((groups - bias[..., None]) / scale[..., None]).clip(0, most).astype(np.uint32)
+    words = pack(codes.reshape(weight.shape), bits)
+    return Packed(words, encode(scale, dtype), encode(bias, dtype), bits, group_size, dtype)
+
+
+def dequantize(packed: Packed) -> Floats:
+    """The weights in fp32, [out, in]."""
+    num_out, num_in = packed.shape
+    codes = unpack(packed.codes, packed.bits, num_in).reshape(num_out, num_in // packed.group_size, packed.group_size)
+    scales, biases = decode(packed.scales, packed.dtype), decode(packed.biases, packed.dtype)
+    weight: Floats = (codes.astype(np.float32) * scales[..., None] + biases[..., None]).reshape(num_out, num_in)
+    return weight
+
+
+def pack(codes: Array, bits: int) -> Words:
+    """codes [..., in], each below 2^bits → words [..., in * bits / 32]; `in` is a multiple of 32."""
+    if bits not in BITS or codes.shape[-1] % 32:
+        raise CheckpointError(f"{codes.shape[-1]} codes of {bits} bits fill no whole words", "pack 32 at a time")
+    if codes.size and int(codes.max()) >> bits:
+        raise CheckpointError(f"code {int(codes.max())} does not fit in {bits} bits", "quantize it again")
+    lanes = codes.astype(np.uint32).reshape(*codes.shape[:-1], codes.shape[-1] // 32, 32)
+    words = np.zeros((*lanes.shape[:-1], bits), np.uint32)
+    for index in range(32):
+        word, offset = divmod(index * bits, 32)
+        words[..., word] |= lanes[..., index] << np.uint32(offset)
+        if offset + bits > 32:
+            words[..., word + 1] |= lanes[..., index] >> np.uint32(32 - offset)
+    return words.reshape(*codes.shape[:-1], codes.shape[-1] * bits // 32)
+
+
+def unpack(words: Words, bits: int, num_in: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """words [..., in * bits / 32] → codes [..., in]."""
+    if bits not in BITS or num_in % 32 or words.shape[-1] * 32 != num_in * bits:
+        raise CheckpointError(f"{words.shape[-1]} words do not hold {num_in} codes of {bits} bits", "check the bits")
+    groups = words.reshape(*words.shape[:-1], num_in // 32, bits)
+    codes = np.empty((*groups.shape[:-1], 32), np.uint8)
+    for index in range(32):
+        word, offset = divmod(index * bits, 32)
+        code = groups[..., word] >> np.uint32(offset)
+        if offset + bits > 32:
+            code = code | (groups[..., word + 1] << np.uint32(32 - offset))
+        codes[..., index] = code & np.uint32((1 << bits) - 1)
+    return codes.reshape(*words.shape[:-1], num_in)
+
+
+def encode(values: Floats, dtype: str) -> Array:
+    """fp32 → the array that a file of that precision holds."""
+    if dtype == "F32":
+        return values.astype(np.float32)
+    if dtype == "F16":
+        return values.astype(np.float16)
+    _check_dtype(dtype)
+    raw = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
+    return ((raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).astype(np.uint16)  # to nearest even, then the upper half
+
+
+def decode(values: Array, dtype: str) -> Floats:
+    """What a file of that precision holds → fp32."""
+    _check_dtype(dtype)
+    if values.dtype != _NUMPY_DTYPES[dtype]:
+        raise CheckpointError(f"{dtype} is not kept as {values.dtype}", "read it again")
+    if dtype == "BF16":
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float32)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in _NUMPY_DTYPES:
+        raise CheckpointError(f"scales are stored as {dtype}", "they must be " + ", ".join(_NUMPY_DTYPES))
+
+
+def _check_format(bits: int, group_size: int) -> None:
+    if bits not in BITS:
+        raise CheckpointError(f"{bits} bits per weight", "use " + ", ".join(map(str, BITS)))
+    if group_size not in GROUP_SIZES:
+        raise CheckpointError(f"groups of {group_size}", "use " + ", ".join(map(str, GROUP_SIZES)))

@@ -1,0 +1,1 @@
+"""What a model can do, measured: tasks make prompts and score answers."""

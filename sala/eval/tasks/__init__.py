@@ -1,0 +1,1 @@
+"""One module per task: it makes the cases and scores the answers, and runs no model."""

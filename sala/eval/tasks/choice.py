@@ -1,0 +1,90 @@
+"""Multiple choice by likelihood, with the conventions of lm-eval: the choice that the model finds likeliest counts."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from sala.errors import InputError
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class ChoiceTask:
+    """A context, its possible continuations (without the space before them), and the index of the right one."""
+
+    context: str
+    choices: tuple[str, ...]
+    gold: int
+
+
+class Request(NamedTuple):
+    """What to score: the sum of the log-probabilities of the continuation after the context."""
+
+    context_ids: tuple[int, ...]
+    continuation_ids: tuple[int, ...]
+
+
+class Accuracy(NamedTuple):
+    """The share of tasks won by the largest sum of log-probabilities, and by the largest sum per character."""
+
+    acc: float
+    acc_norm: float
+
+
+def read_tasks(file: Path) -> list[ChoiceTask]:
+    """The tasks of a JSONL file: an object with context, choices and gold per line; blank lines are skipped."""
+    return list(_parse(file))
+
+
+def requests(task: ChoiceTask, encode: Encode, delimiter: str = " ") -> list[Request]:
+    """One request per choice, which follows the context and the delimiter. `encode` adds BOS if the model wants one.
+
+    Spaces at the end of the context go to the continuation, and the continuation is what the whole has more
+    than the context: then its tokens are those of running text.
+    """
+    context = task.context.rstrip()
+    moved = task.context[len(context) :] + delimiter
+    context_ids = tuple(encode(context))
+    if not context_ids:
+        raise InputError("context", "is empty", "let encode add a BOS, or give a context")
+    wholes = [tuple(encode(context + moved + choice)) for choice in task.choices]
+    return [Request(context_ids, whole[len(context_ids) :]) for whole in wholes]
+
+
+def accuracy(tasks: Sequence[ChoiceTask], scores: Sequence[Sequence[float]]) -> Accuracy:
+    """`scores[i][j]`: the sum of the log-probabilities of choice j of task i. Among equals the first wins."""
+    if not tasks:
+        raise InputError("tasks", "are none", "give at least one")
+    won = won_norm = 0
+    for task, sums in zip(tasks, scores, strict=True):
+        per_character = [one / len(choice) for one, choice in zip(sums, task.choices, strict=True)]
+        won += _argmax(sums) == task.gold
+        won_norm += _argmax(per_character) == task.gold
+    return Accuracy(won / len(tasks), won_norm / len(tasks))
+
+
+def _argmax(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def _parse(file: Path) -> Iterator[ChoiceTask]:
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            task = ChoiceTask(record["context"], tuple(record["choices"]), record["gold"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise _bad(file, number, f"cannot be read: {error!r}") from None
+        if not isinstance(task.context, str) or not all(isinstance(one, str) and one for one in task.choices):
+            raise _bad(file, number, "has a context or choice that is no text")
+        if type(task.gold) is not int or not 0 <= task.gold < len(task.choices):
+            raise _bad(file, number, "has a gold that is no index of a choice")
+        yield task
+
+
+def _bad(file: Path, number: int, message: str) -> InputError:
+    return InputError(f"{file}:{number}", message, 'each line is {"context": text, "choices": [texts], "gold": index}')

@@ -1,0 +1,100 @@
+"""Weights from a dense model's attention into new mixers; no training yet."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from sala.backends.torch.model import LightningMixer, SalaModel, SparseMixer
+from sala.config import RELEASED_NAMES, SalaConfig, SparseConfig
+
+GATE_SPREAD = 0.02
+
+
+def hybrid_config(dense: SalaConfig, attention: Iterable[int], sparse: SparseConfig) -> SalaConfig:
+    """The hybrid of a dense model: attention without positions in the given layers, lightning with them elsewhere."""
+    kept = set(attention)
+    kinds = ("sparse" if index in kept else "lightning" for index in range(dense.num_hidden_layers))
+    return replace(
+        dense,
+        mixer_types=tuple(RELEASED_NAMES[kind] for kind in kinds),  # type: ignore[index]
+        lightning_nh=dense.num_attention_heads,
+        lightning_nkv=dense.num_attention_heads,
+        lightning_head_dim=dense.head_dim,
+        sparse_config=sparse,
+        attn_use_rope=False,
+        attn_use_output_gate=True,
+        qk_norm=True,
+        use_output_gate=True,
+        use_output_norm=True,
+        lightning_use_rope=True,
+        max_position_embeddings=max(dense.max_position_embeddings, 1 << 20),
+    )
+
+
+def to_lightning(source: SparseMixer, config: SalaConfig, generator: torch.Generator) -> LightningMixer:
+    """Copies q and o, repeats each kv head for the query heads that shared it; norms begin at one, gates at random."""
+    mixer = LightningMixer(config)
+    shared = source.num_heads // source.num_kv_heads
+    with torch.no_grad():
+        _copy(mixer.q_proj, source.q_proj)
+        _copy(mixer.o_proj, source.o_proj)
+        for new, old in ((mixer.k_proj, source.k_proj), (mixer.v_proj, source.v_proj)):
+            new.weight.copy_(_repeat_heads(old.weight, shared, source.head_dim))
+            if old.bias is not None:
+                new.bias.copy_(_repeat_heads(old.bias, shared, source.head_dim))
+        for norm, old_norm in ((mixer.q_norm, source.q_norm), (mixer.k_norm, source.k_norm)):
+            if norm is not None:
+                norm.weight.copy_(torch.ones_like(norm.weight) if old_norm is None else old_norm.weight)
+        if mixer.o_norm is not None:
+            mixer.o_norm.weight.fill_(1.0)
+        if mixer.z_proj is not None:
+            _randomise(mixer.z_proj, generator)
+    return mixer
+
+
+def to_sparse(source: SparseMixer, config: SalaConfig, generator: torch.Generator) -> SparseMixer:
+    """The same attention without positions, behind a gate; a gate begins half open, so its output is doubled."""
+    mixer = SparseMixer(config)
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            _copy(getattr(mixer, name), getattr(source, name))
+        for norm, old_norm in ((mixer.q_norm, source.q_norm), (mixer.k_norm, source.k_norm)):
+            if norm is not None and old_norm is not None:
+                norm.weight.copy_(old_norm.weight)
+        if mixer.o_gate is not None:
+            _randomise(mixer.o_gate, generator)
+            mixer.o_proj.weight.mul_(2.0)
+    return mixer
+
+
+def to_hybrid(dense: SalaModel, config: SalaConfig, seed: int) -> SalaModel:
+    """A hybrid with the dense model's embeddings, norms and MLPs, and transferred mixers."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        model = SalaModel(config)
+    model.model.embed_tokens = dense.model.embed_tokens
+    model.model.norm = dense.model.norm
+    model.lm_head = dense.lm_head
+    for layer, old in zip(model.model.layers, dense.model.layers, strict=True):
+        layer.input_layernorm, layer.mlp = old.input_layernorm, old.mlp
+        layer.post_attention_layernorm = old.post_attention_layernorm
+        make = to_sparse if isinstance(layer.self_attn, SparseMixer) else to_lightning
+        layer.self_attn = make(old.self_attn, config, generator)  # type: ignore[arg-type]
+    return model
+
+
+def _copy(new: nn.Linear, old: nn.Linear) -> None:
+    new.weight.copy_(old.weight)
+    if old.bias is not None:
+        new.bias.copy_(old.bias)
+
+
+def _repeat_heads(values: Tensor, times: int, head_dim: int) -> Tensor:
+    heads = values.unflatten(0, (-1, head_dim))
+    return heads.repeat_interleave(times, 0).flatten(0, 1)
+
+
+def _randomise(linear: nn.Linear, generator: torch.Generator) -> None:
+    linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) * GATE_SPREAD)

@@ -1,0 +1,54 @@
+"""Models between disk and training: loaded in fp32 to learn, written as ordinary checkpoints."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sala.backends.torch.loader import load_model
+from sala.backends.torch.model import SalaModel
+from sala.checkpoint.names import expected_tensors
+from sala.checkpoint.reader import Checkpoint
+from sala.checkpoint.writer import new_directory, write_text, write_weights
+from sala.config import SalaConfig
+
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_for_training(directory: Path, device: torch.device) -> SalaModel:
+    """In fp32, with its own memory, nothing learning yet."""
+    config = SalaConfig.load(directory)
+    with Checkpoint(directory) as checkpoint:
+        model = load_model(checkpoint, config, torch.float32, device, is_expanded=True)
+        own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for name, tensor in own.items():
+        place, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(place), leaf, nn.Parameter(tensor, requires_grad=False))
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.config = replace(config, quantization=None)
+    return model
+
+
+def save_model(
+    model: SalaModel, target: Path, tokenizer_from: Path, dtype: str, copy: Callable[[Path, Path], None]
+) -> None:
+    """A complete checkpoint; `copy` brings the tokenizer's files along."""
+    config = replace(model.config, dtype=dtype)
+    tensors = dict(model.named_parameters())
+    kind = _DTYPES[dtype]
+    specs = {name: (_NAMES[kind], shape) for name, shape in expected_tensors(config).items()}
+    with new_directory(target) as draft:
+        write_weights(draft, specs, lambda name: _bytes(tensors[name], kind))
+        write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        copy(tokenizer_from, draft)
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> memoryview:
+    plain = tensor.detach().to("cpu", dtype).contiguous().view(-1)
+    return memoryview(plain.view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8))

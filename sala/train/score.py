@@ -1,0 +1,83 @@
+"""Scores of given continuations under a model, many rows at once: for choosing layers and for reports."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sala.backends.torch.batch import whole
+from sala.backends.torch.model import SalaModel
+
+_TOKENS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Of one continuation: its log-probability, and which of its tokens were the model's first choice."""
+
+    logprob: float
+    is_first: tuple[bool, ...]
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding would have written exactly this."""
+        return all(self.is_first)
+
+
+@torch.inference_mode()
+def score_rows(model: SalaModel, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+    """(context, continuation) pairs of token ids → their scores. Padding on the right does not reach back."""
+    scores: list[Score | None] = [None] * len(rows)
+    order = sorted(range(len(rows)), key=lambda i: _padded(rows[i]))
+    while order:
+        length = _padded(rows[order[0]])
+        limit = max(1, _TOKENS_AT_ONCE // length)
+        same = [i for i in order[:limit] if _padded(rows[i]) == length]
+        order = order[len(same) :]
+        for index, score in zip(same, _score_batch(model, [rows[i] for i in same], length), strict=True):
+            scores[index] = score
+    return [score for score in scores if score is not None]
+
+
+def _padded(row: tuple[Sequence[int], Sequence[int]]) -> int:
+    """Rows are padded on the right, by an eighth at most, so that few shapes occur."""
+    length = len(row[0]) + len(row[1])
+    step = max(64, 1 << (length.bit_length() - 4))
+    return -(-length // step) * step
+
+
+def _score_batch(model: SalaModel, rows: Sequence[tuple[Sequence[int], Sequence[int]]], length: int) -> list[Score]:
+    device = model.model.norm.weight.device
+    tokens = torch.zeros(len(rows), length, dtype=torch.long)
+    for at, (context, continuation) in enumerate(rows):
+        tokens[at, : len(context) + len(continuation)] = torch.tensor([*context, *continuation])
+    hidden = model(whole(tokens.to(device))).view(len(rows), length, -1)
+    out = []
+    for at, (context, continuation) in enumerate(rows):
+        end = len(context) + len(continuation)
+        logits = model.logits(hidden[at, len(context) - 1 : end - 1])
+        out.append(_score(logits, tokens[at, len(context) : end].to(device)))
+    return out
+
+
+def _score(logits: Tensor, labels: Tensor) -> Score:
+    chosen = logits.log_softmax(-1).gather(1, labels[:, None]).sum()
+    return Score(float(chosen), tuple((logits.argmax(-1) == labels).tolist()))
+
+
+@torch.inference_mode()
+def perplexity(model: SalaModel, tokens: Sequence[int], length: int, rows_at_once: int = 16) -> float:
+    """exp of the mean loss over pieces of `length` tokens, the first token of each unpredicted; the rest is left out."""
+    device = model.model.norm.weight.device
+    count = len(tokens) // length
+    pieces = torch.tensor(tokens[: count * length]).view(count, length)
+    total = 0.0
+    for some in pieces.split(max(1, min(rows_at_once, _TOKENS_AT_ONCE // length))):
+        hidden = model(whole(some.to(device))).view(*some.shape, -1)
+        for row, ids in zip(hidden, some.to(device), strict=True):
+            for begin in range(0, length - 1, 1024):
+                end = min(begin + 1024, length - 1)
+                logp = model.logits(row[begin:end]).log_softmax(-1)
+                total -= float(logp.gather(1, ids[begin + 1 : end + 1, None]).double().sum())
+    return float(torch.tensor(total / (count * (length - 1))).exp())

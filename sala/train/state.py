@@ -1,0 +1,82 @@
+"""The state of a run on disk: weights that learn, the optimizer's memory, the step. No pickle; complete or absent."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sala.checkpoint.reader import read_file_header, read_tensors
+from sala.checkpoint.writer import write_file
+
+_FILE = "state.safetensors"
+
+
+def save_state(directory: Path, step: int, model: Any, optimizer: Any, accelerator: Any) -> None:
+    """Write the state beside the old one, then replace it: a kill in between leaves one of the two."""
+    tensors = _gather(model, optimizer)  # on every process: sharded weights are collected
+    if accelerator.is_main_process:
+        draft = directory / f".{_FILE}.part"
+        draft.unlink(missing_ok=True)
+        specs = {name: ("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
+        write_file(draft, specs, lambda name: _bytes(tensors[name]), {"step": json.dumps(step)})
+        draft.replace(directory / _FILE)
+    accelerator.wait_for_everyone()
+
+
+def load_state(directory: Path, model: Any, optimizer: Any) -> int:
+    """Put a saved state into model and optimizer → the step it was saved at; 0 where there is none."""
+    file = directory / _FILE
+    if not file.is_file():
+        return 0
+    metadata, infos = read_file_header(file)
+    tensors = {name: _tensor(raw) for name, raw in read_tensors(file, infos).items()}
+    _scatter(model, optimizer, tensors)
+    return int(json.loads(metadata["step"]))
+
+
+def _options() -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
+
+
+def _gather(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, memory = get_state_dict(model, _inner(optimizer), options=_options())
+    out = {f"weight.{name}": tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+    for name, entries in memory["state"].items():
+        out |= {f"memory.{kind}.{name}": torch.as_tensor(value) for kind, value in entries.items()}
+    return out
+
+
+def _scatter(model: Any, optimizer: Any, tensors: dict[str, Tensor]) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    inner = _inner(optimizer)
+    _, memory = get_state_dict(model, inner, options=_options())
+    weights = {name.removeprefix("weight."): value for name, value in tensors.items() if name.startswith("weight.")}
+    state: dict[str, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith("memory."):
+            kind, _, parameter = name.removeprefix("memory.").partition(".")
+            state.setdefault(parameter, {})[kind] = value
+    groups = {"state": state, "param_groups": memory["param_groups"]}
+    set_state_dict(model, inner, model_state_dict=weights, optim_state_dict=groups, options=_options())
+
+
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    values = tensor.detach().float().contiguous().cpu()
+    return memoryview(np.ascontiguousarray(values.numpy()).reshape(-1).view(np.uint8))
+
+
+def _tensor(raw: Any) -> Tensor:
+    values = np.frombuffer(raw.data, np.float32).reshape(raw.shape).copy()
+    return torch.from_numpy(values)
