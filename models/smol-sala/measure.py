@@ -72,12 +72,12 @@ def choices(models: dict, file: Path, tokenizer: Tokenizer, limit: int) -> dict:
     return out
 
 
-def needles(models: dict, maker: NeedleMaker, lengths: list[int], keys: int, trials: int, teacher_max: int) -> dict:
+def needles(models: dict, maker: NeedleMaker, encode, lengths, keys: int, trials: int, teacher_max: int) -> dict:
     out = {}
     for length in lengths:
         spec = NeedleSpec(length, num_keys=keys, value="mixed", split="test")
         cases = [maker.make(spec, index) for index in range(trials)]
-        rows = [(case.token_ids, case.answer_ids) for case in cases]
+        rows = [(case.token_ids, encode(f" {case.value}")) for case in cases]
         out[length] = {}
         for who, model in models.items():
             if who == "teacher" and length > teacher_max:
@@ -115,8 +115,8 @@ def main() -> None:
     results = {
         "perplexity": perplexities(models, options.corpus, tokenizer, eos, 1024, options.rows),
         "arc_easy": choices(models, options.corpus / "tasks" / "arc_easy.jsonl", tokenizer, options.questions),
-        "needle": needles(models, maker, lengths, 1, options.trials, options.teacher_max),
-        "needle_4_keys": needles(models, maker, lengths, 4, options.trials, options.teacher_max),
+        "needle": needles(models, maker, encode, lengths, 1, options.trials, options.teacher_max),
+        "needle_4_keys": needles(models, maker, encode, lengths, 4, options.trials, options.teacher_max),
     }
     results["seconds"] = round(time.time() - began)
     results["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"

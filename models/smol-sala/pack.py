@@ -1,11 +1,10 @@
-"""The overlay of smol-sala from a finished conversion: what differs from the base, in as few bytes as it was trained for.
+"""The overlay of smol-sala from a finished conversion: what differs from the base, in the bits it was trained for.
 
 python models/smol-sala/pack.py FINAL_MODEL TEACHER OUT --bits 5 --group-size 64 --rank 24
 """
 
 import argparse
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 
 from sala.checkpoint.overlay import changes, low_rank, write_overlay
 from sala.checkpoint.packing import quantize
+from sala.quantization import QuantConfig
 from sala.train.models import load_for_training
 
 
@@ -44,7 +44,8 @@ def main() -> None:
     modules |= dict(changes(thin))
     options.out.mkdir(parents=True, exist_ok=True)
     write_overlay(options.out, modules, norms)
-    config = replace(model.config, dtype="float32").to_dict()
+    groups = QuantConfig(options.bits, options.group_size)
+    config = replace(model.config, dtype="float32", quantization=groups).to_dict()
     (options.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     total = sum(file.stat().st_size for file in options.out.glob("overlay-*"))
     print(

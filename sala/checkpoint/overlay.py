@@ -46,8 +46,8 @@ def write_overlay(
         write_file(file, {name: specs[name] for name in names}, lambda name: _bytes(arrays[name]), {})
 
 
-def read_overlay(directory: Path) -> tuple[dict[str, Packed], dict[str, Floats]]:
-    """Packed matrices by module, and plain tensors by name."""
+def read_overlay(directory: Path, quantization: QuantConfig) -> tuple[dict[str, Packed], dict[str, Floats]]:
+    """Packed matrices by module, and plain tensors by name; `quantization` is the overlay's own."""
     files = sorted(directory.glob("overlay-*.safetensors"))
     if not files:
         raise CheckpointError(f"{directory} holds no overlay", "install the package again")
@@ -58,20 +58,17 @@ def read_overlay(directory: Path) -> tuple[dict[str, Packed], dict[str, Floats]]
     modules = {}
     for name in [name for name in arrays if name.endswith(".scales")]:
         module = name.removesuffix(".scales")
-        modules[module] = _packed(module, arrays)
+        groups = CHANGE_GROUPS if module.endswith((".up", ".down")) else quantization.of(module)
+        modules[module] = _packed(module, arrays, groups)
     parts = {f"{module}.{part}" for module in modules for part in PACKED_PARTS}
     return modules, {name: array for name, array in arrays.items() if name not in parts}
 
 
-def _packed(module: str, arrays: Mapping[str, Any]) -> Packed:
-    """Bits and group size follow from the shapes: a group has one scale, a matrix fills its words."""
+def _packed(module: str, arrays: Mapping[str, Any], groups: Groups | None) -> Packed:
     codes, scales, biases = (arrays[f"{module}.{part}"] for part in ("weight", "scales", "biases"))
-    words, groups = codes.shape[1], scales.shape[1]
-    for bits in (4, 5, 6, 8):
-        for size in (32, 64, 128):
-            if groups * size * bits == words * 32:
-                return Packed(codes, scales, biases, bits, size, "F16" if scales.dtype == np.float16 else "F32")
-    raise CheckpointError(f"{module} has {words} words for {groups} groups", "install the package again")
+    if groups is None or scales.shape[1] * groups.group_size * groups.bits != codes.shape[1] * 32:
+        raise CheckpointError(f"{module} of the overlay does not have the bits that config.json says", "install it again")
+    return Packed(codes, scales, biases, groups.bits, groups.group_size, "F16" if scales.dtype == np.float16 else "F32")
 
 
 def low_rank(change: Floats, rank: int) -> tuple[Floats, Floats]:
@@ -88,7 +85,8 @@ def assemble(
     draft: Path, config: SalaConfig, base: Base, overlay: Path, note: Callable[[int, int], None] = lambda *_: None
 ) -> SalaConfig:
     """Write the weights of an ordinary checkpoint into `draft` → its configuration."""
-    modules, plain = read_overlay(overlay)
+    assert config.quantization is not None
+    modules, plain = read_overlay(overlay, config.quantization)
     specs: dict[str, Spec] = {}
     packed: dict[str, Groups] = {}
     arrays: dict[str, Any] = {}

@@ -25,6 +25,7 @@ class NeedleRows:
         ids[: len(dialogue.token_ids)] = dialogue.token_ids
         answer[: len(dialogue.is_answer)] = dialogue.is_answer
         learn[: len(dialogue.token_ids)] = True
+        learn[answer] = False  # a teacher may be wrong about them; they have a loss of their own
         return Row(ids, learn, answer, (self.length,))
 
     def _fit(self, num_keys: int, num_questions: int, index: int) -> NeedleDialogue:
