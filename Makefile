@@ -5,14 +5,13 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-MODEL  := build/random-tiny
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test lint unit clean
 
-demo: $(VENV)/.installed $(MODEL)
-	@echo "No trained model is included yet: this one has random weights, so it babbles."
-	$(BIN)/sala generate -m $(MODEL) "What is in this document?" -f README.md -n 80
+demo: $(VENV)/.installed
+	$(BIN)/sala setup
+	$(BIN)/sala generate "What is the capital of France?" --temperature 0
 
 test: lint unit
 
@@ -24,9 +23,6 @@ lint: $(VENV)/.installed-dev
 
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto
-
-$(MODEL): | $(VENV)/.installed
-	$(BIN)/sala init $(MODEL)
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'

@@ -19,6 +19,7 @@ from sala.engine.cache.tier import DiskTier
 from sala.engine.engine import Engine
 from sala.engine.sequence import Request, SequenceState
 from sala.errors import ConfigError, InputError, NoTokenizer
+from sala.models import find_model
 from sala.protocol import Control, Drawn, Options, Sampling
 from sala.text.answer import Answer, Plain, Structured
 from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
@@ -47,7 +48,7 @@ class Call:
 
 
 class LLM:
-    """Loads a checkpoint directory and answers prompts, one or many at a time.
+    """Loads a checkpoint directory, or without one the embedded model, and answers prompts, one or many at a time.
 
     >>> llm = LLM("path/to/MiniCPM-SALA")
     >>> llm.chat([{"role": "user", "content": "Hello"}]).text
@@ -65,7 +66,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | None = None,
         backend: str = "auto",
         device: str = "auto",
         dtype: str = "auto",
@@ -80,7 +81,7 @@ class LLM:
         cache_dir: str | Path | None = None,
         cache_disk: int | None = None,
     ) -> None:
-        self.path = Path(model).expanduser()
+        self.path = find_model(model)
         self.config = SalaConfig.load(self.path)
         self._tokenizer = Tokenizer.load(self.path) if (self.path / "tokenizer.json").is_file() else None
         self._check_vocabulary()

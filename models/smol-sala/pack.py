@@ -48,9 +48,7 @@ def main() -> None:
     config = replace(model.config, dtype="float32", quantization=groups).to_dict()
     (options.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     total = sum(file.stat().st_size for file in options.out.glob("overlay-*"))
-    print(
-        f"{len(modules)} matrices, {len(norms)} norms, {total / 1e6:.1f} MB; free disk {shutil.disk_usage('.').free >> 30} GiB"
-    )
+    print(f"{len(modules)} matrices, {len(norms)} norms, {total / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ def _import_gguf() -> ModuleType:
     try:
         import gguf
     except ImportError:
-        raise MissingExtra("gguf", "convert") from None
+        raise MissingExtra("gguf", "train") from None
     return gguf
 
 

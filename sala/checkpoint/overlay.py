@@ -67,7 +67,9 @@ def read_overlay(directory: Path, quantization: QuantConfig) -> tuple[dict[str, 
 def _packed(module: str, arrays: Mapping[str, Any], groups: Groups | None) -> Packed:
     codes, scales, biases = (arrays[f"{module}.{part}"] for part in ("weight", "scales", "biases"))
     if groups is None or scales.shape[1] * groups.group_size * groups.bits != codes.shape[1] * 32:
-        raise CheckpointError(f"{module} of the overlay does not have the bits that config.json says", "install it again")
+        raise CheckpointError(
+            f"{module} of the overlay does not have the bits that config.json says", "install it again"
+        )
     return Packed(codes, scales, biases, groups.bits, groups.group_size, "F16" if scales.dtype == np.float16 else "F32")
 
 

@@ -86,7 +86,9 @@ def write_random(target: Path, config: SalaConfig, seed: int = 0) -> None:
 
 def _weights(name: str, shape: tuple[int, ...], config: SalaConfig, seed: int) -> memoryview:
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    if len(shape) == 1:
+    if name.endswith(".bias"):
+        values = 0.5 * rng.standard_normal(shape, np.float32)
+    elif len(shape) == 1:
         values = np.ones(shape, np.float32)
     else:
         values = rng.standard_normal(shape, np.float32)

@@ -18,7 +18,9 @@ VERBS = {
     "batch": "Answer a file of requests.",
     "session": "Read a long text once, ask about it any time.",
     "estimate": "What a context costs, and what fits here.",
+    "setup": "Put the embedded model together.",
     "convert": "Turn a dense model into a hybrid.",
+    "train": "Train a model through the stages of a recipe.",
     "init": "Make a checkpoint with random weights.",
 }
 

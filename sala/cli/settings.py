@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sala.errors import InputError, ModelNotFound, SalaError
+from sala.errors import InputError, SalaError
 
 if TYPE_CHECKING:
     from sala.llm import LLM
@@ -25,7 +25,10 @@ def count(text: str | int) -> int:
 
 
 Model = Annotated[
-    str | None, typer.Option("--model", "-m", help="Checkpoint directory; or set SALA_MODEL.", envvar="SALA_MODEL")
+    str | None,
+    typer.Option(
+        "--model", "-m", help="Checkpoint directory, or set SALA_MODEL; else smol-sala, embedded.", envvar="SALA_MODEL"
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
@@ -54,14 +57,10 @@ Verbose = Annotated[bool, typer.Option("--verbose", help="Say more about the run
 
 
 def find_model(model: str | None) -> Path:
-    if not model:
-        raise InputError(
-            "model", "is not given", "name its directory, set SALA_MODEL, or try a random one: sala init DIR"
-        )
-    path = Path(model).expanduser()
-    if not path.exists():
-        raise ModelNotFound(f"there is no model at {path}", "give a directory that holds a checkpoint")
-    return path
+    """The model that is meant; the embedded one if none is named."""
+    from sala.models import find_model as find
+
+    return find(model or None, note)
 
 
 def load(model: str | None, verbose: bool, **options: Any) -> "LLM":

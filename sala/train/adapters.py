@@ -62,8 +62,8 @@ def round_to_codes(weight: Tensor, bits: int, group_size: int) -> Tensor:
     zero = (edge / scale).round()
     scale = torch.where(zero != 0, edge / zero, scale)
     bias = torch.where(zero != 0, edge, 0.0)
+    codes = ((groups - bias) / scale).round().clamp(0, top)  # before the scale is rounded, as the layout's writer does
     scale, bias = scale.half().float(), bias.half().float()
-    codes = ((groups - bias) / scale).round().clamp(0, top)
     return (codes * scale + bias).flatten(1).to(weight.dtype)
 
 

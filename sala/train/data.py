@@ -9,6 +9,7 @@ import json
 import lzma
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Line:
         piece = slice(begin, begin + length)
         inner = self.ends[np.searchsorted(self.ends, begin, "right") : np.searchsorted(self.ends, begin + length)]
         edges = [begin, *inner.tolist(), begin + length]
-        lengths = tuple(after - before for before, after in zip(edges, edges[1:], strict=False) if after > before)
+        lengths = tuple(after - before for before, after in pairwise(edges) if after > before)
         learn = self.learn[piece]
         return Row(self.tokens[piece].astype(np.int64), learn, np.zeros(length, np.bool_), lengths)
 
@@ -71,9 +72,8 @@ def read_documents(source: Source, base: Path) -> Iterator[Any]:
     path = base / source.path
     if not path.is_file():
         raise InputError("data", f"{path} does not exist", "paths in a recipe are relative to the recipe's directory")
-    opened = lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8")
     name = path.name.removesuffix(".xz")
-    with opened as handle:
+    with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as handle:
         if not name.endswith((".jsonl", ".json")):
             yield handle.read()
             return

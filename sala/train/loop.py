@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sala.errors import MissingExtra, SalaError
+from sala.errors import InputError, MissingExtra, SalaError
 from sala.train.data import Mixture, Row
 from sala.train.objectives import counts
+from sala.train.processes import agree
 from sala.train.recipe import Learning
 from sala.train.state import load_state, save_state
 
@@ -62,7 +63,9 @@ def train(
     dtype: str = "bfloat16",
 ) -> list[dict[str, float]]:
     """Train the objective for the stage's steps → its log. `directory` holds the state and `metrics.jsonl`."""
-    accelerator = _accelerator(dtype)
+    accelerator = _accelerator(dtype, next(objective.parameters()).device)
+    if stage.batch_rows % accelerator.num_processes:
+        raise InputError("batch_rows", f"is {stage.batch_rows}", f"{accelerator.num_processes} processes must share it")
     directory.mkdir(parents=True, exist_ok=True)
     named = dict(objective.named_parameters())
     rates = [group.scale for group in groups]
@@ -84,7 +87,7 @@ def train(
             for group, scale in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * scale
             sums, totals, norm = _update(accelerator, wrapped, objective, optimizer, feed.next(), stage)
-            is_late = deadline is not None and time.monotonic() > deadline
+            is_late = deadline is not None and agree(time.monotonic() > deadline, accelerator.device)
             is_last = step + 1 == stage.num_steps
             is_due = (step + 1) % stage.save_every == 0 or is_last or is_late
             if (step + 1) % LOG_EVERY == 0 or step == 0 or is_due:
@@ -103,13 +106,13 @@ def train(
     return log.entries
 
 
-def _accelerator(dtype: str) -> Any:
+def _accelerator(dtype: str, device: torch.device) -> Any:
     try:
         from accelerate import Accelerator
     except ImportError:
         raise MissingExtra("accelerate", "train") from None
-    is_mixed = dtype == "bfloat16" and torch.cuda.is_available()
-    return Accelerator(mixed_precision="bf16" if is_mixed else "no")
+    is_mixed = dtype == "bfloat16" and device.type == "cuda"
+    return Accelerator(mixed_precision="bf16" if is_mixed else "no", cpu=device.type == "cpu")
 
 
 def _update(
@@ -222,8 +225,8 @@ class _Log:
     def __init__(self, file: Path, first: int, is_writer: bool) -> None:
         self.file, self.is_writer = file, is_writer
         self.entries: list[dict[str, float]] = []
-        if file.is_file():
-            lines = file.read_text().splitlines()
+        if is_writer and file.is_file():
+            lines = file.read_text().split("\n")[:-1]  # what a kill left of a line has no end
             self.entries = [entry for entry in map(json.loads, lines) if entry["step"] <= first]
         if is_writer:
             file.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries))

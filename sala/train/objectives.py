@@ -20,6 +20,7 @@ class NextToken(nn.Module):
     """Cross-entropy of the tokens to learn; those of answers can weigh more."""
 
     terms = ("loss", "answer")
+    _no_split_modules = ("Layer",)  # Accelerate's word for what it shards as one
 
     def __init__(self, model: SalaModel) -> None:
         super().__init__()
@@ -37,6 +38,7 @@ class Distil(nn.Module):
     """
 
     terms = ("kl", "answer")
+    _no_split_modules = ("Layer",)
 
     def __init__(self, student: SalaModel, teacher: SalaModel, window: int | None = None) -> None:
         super().__init__()
@@ -66,6 +68,7 @@ class Align(nn.Module):
     def __init__(self, mixers: Mapping[int, nn.Module], teacher: SalaModel) -> None:
         super().__init__()
         self.mixers = nn.ModuleDict({str(index): mixer for index, mixer in mixers.items()})
+        self._no_split_modules = sorted({type(mixer).__name__ for mixer in mixers.values()})
         self._teacher = [teacher]
         self.layer_errors: dict[int, Tensor] = {}
 

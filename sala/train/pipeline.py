@@ -26,10 +26,12 @@ from sala.train.halo.sample import make_openings, to_line, write_rows
 from sala.train.halo.select import Probe, choose_layers, measure_layers, needle_pairs
 from sala.train.halo.source import ALWAYS_DENSE, copy_tokenizer
 from sala.train.halo.transfer import hybrid_config, to_hybrid, to_sparse
-from sala.train.loop import Group, Progress, train
+from sala.train.loop import Group, OutOfTime, Progress, train
 from sala.train.models import load_for_training, save_model
 from sala.train.needles import NeedleRows
 from sala.train.objectives import Align, Distil, NextToken
+from sala.train.plots import plot_log
+from sala.train.processes import agree, gather, is_first, one_ahead, wait
 from sala.train.recipe import (
     AlignStage,
     DistilStage,
@@ -63,7 +65,7 @@ class Run:
 
     def load_teacher(self) -> SalaModel:
         if self.teacher is None:
-            raise InputError("recipe", "has a stage that needs a teacher", "run it with: sala convert SOURCE")
+            raise InputError("recipe", "has a stage that needs a teacher", "name one: --teacher DIR")
         return load_for_training(self.teacher, self.device)
 
 
@@ -74,22 +76,20 @@ def run_recipe(run: Run, start: Path) -> Path:
     model = start
     for stage in run.recipe.stages:
         directory = run.directory(stage)
-        _claim(directory, stage)
-        if run.deadline is not None and time.monotonic() > run.deadline:
-            from sala.train.loop import OutOfTime
-
+        is_sampling = isinstance(stage, SampleStage)
+        if is_first():
+            _claim(directory, stage)
+        wait()
+        produced = directory / ("samples.npz" if is_sampling else "model")
+        is_done = produced.exists()
+        if agree(run.deadline is not None and time.monotonic() > run.deadline, run.device):
             raise OutOfTime(f"time is over before stage {stage.name}", "run it again to go on")
-        produced = directory / "model"
-        if isinstance(stage, SampleStage):
-            if not (directory / "samples.npz").is_file():
-                _sample(run, stage, directory)
-            continue
-        if not produced.is_dir():
+        if not is_done:
             began = time.monotonic()
             _STEPS[type(stage)](run, stage, directory, model)
             run.note(stage.name, f"done in {time.monotonic() - began:,.0f} s")
             torch.compiler.reset()
-        model = produced
+        model = model if is_sampling else produced
     return model
 
 
@@ -106,7 +106,13 @@ def _claim(directory: Path, stage: Stage) -> None:
         )
 
 
-def _sample(run: Run, stage: SampleStage, directory: Path) -> None:
+def _sample(run: Run, stage: SampleStage, directory: Path, start: Path) -> None:
+    if is_first():
+        _write_samples(run, stage, directory)
+    wait()
+
+
+def _write_samples(run: Run, stage: SampleStage, directory: Path) -> None:
     model = run.load_teacher()
     assert run.teacher is not None
     tokenizer = Tokenizer.load(run.teacher)
@@ -160,11 +166,18 @@ def _align(run: Run, stage: AlignStage, directory: Path, start: Path) -> None:
     names = tuple(name for name, _ in objective.named_parameters())
     _learn(run, stage, directory, objective, [Group(names, 1.0)], start)
     errors = {str(index): float(error) for index, error in objective.layer_errors.items()}
-    (directory / "errors.json").write_text(json.dumps(errors, indent=2) + "\n")
+    if is_first():
+        (directory / "errors.json").write_text(json.dumps(errors, indent=2) + "\n")
     _finish(student, directory, config, start)
 
 
 def _select(run: Run, stage: SelectStage, directory: Path, start: Path) -> None:
+    if is_first():
+        _choose(run, stage, directory, start)
+    wait()
+
+
+def _choose(run: Run, stage: SelectStage, directory: Path, start: Path) -> None:
     """The hybrid's first form: attention kept where it counts, the aligned mixers elsewhere."""
     teacher, aligned = run.load_teacher(), load_for_training(start, run.device)
     num_layers = teacher.config.num_hidden_layers
@@ -186,7 +199,7 @@ def _select(run: Run, stage: SelectStage, directory: Path, start: Path) -> None:
     student = to_hybrid(teacher, config, run.recipe.seed)
     for index in config.lightning_layers:
         student.model.layers[index].self_attn = aligned.model.layers[index].self_attn
-    _finish(student, directory, config, start)
+    _save(student, directory, config, start)
 
 
 def _probe(run: Run, stage: SelectStage) -> Probe:
@@ -214,7 +227,12 @@ def _train(run: Run, stage: TrainStage, directory: Path, start: Path) -> None:
         _dense(student)
     if _is_compiled(run):
         teaching = teacher.model.layers if teacher is not None and isinstance(stage, DistilStage) else ()
-        _compile([*student.model.layers, *teaching], config, run.device)
+        # sparse attention has a compiled kernel of its own, which does not survive being compiled into a layer
+        learning = [
+            layer.mlp if stage.is_sparse and isinstance(layer.self_attn, SparseMixer) else layer
+            for layer in student.model.layers
+        ]
+        _compile([*learning, *teaching], config, run.device)
     objective: nn.Module = NextToken(student)
     if isinstance(stage, DistilStage):
         assert teacher is not None
@@ -264,14 +282,14 @@ def _learn(
         run.deadline,
         run.recipe.dtype,
     )
-    from sala.train.plots import plot_log
-
-    plot_log(log, directory / "loss.png", stage.name)
+    if is_first():
+        plot_log(log, directory / "loss.png", stage.name)
 
 
 def _mixture(run: Run, stage: Learning, start: Path) -> Mixture:
     tokenizer = Tokenizer.load(start)
-    makers = [_rows_of(run, stage, source, tokenizer, start) for source in stage.data]
+    with one_ahead():
+        makers = [_rows_of(run, stage, source, tokenizer, start) for source in stage.data]
     return Mixture(makers, [source.weight for source in stage.data], run.recipe.seed)
 
 
@@ -305,6 +323,14 @@ def _needle_maker(run: Run, tokenizer: Tokenizer, path: str, limit: int | None =
 
 
 def _finish(student: SalaModel, directory: Path, config: SalaConfig, start: Path) -> None:
+    """What all processes have learnt, written by one of them."""
+    gather(student)
+    if is_first():
+        _save(student, directory, config, start)
+    wait()
+
+
+def _save(student: SalaModel, directory: Path, config: SalaConfig, start: Path) -> None:
     student.config = config
     save_model(student, directory / "model", start, "float32", copy_tokenizer)
 
@@ -331,6 +357,7 @@ def _is_mixed(run: Run) -> bool:
 
 
 _STEPS: dict[type[Any], Callable[[Run, Any, Path, Path], None]] = {
+    SampleStage: _sample,
     AlignStage: _align,
     SelectStage: _select,
     TrainStage: _train,

@@ -145,12 +145,24 @@ STAGES: dict[str, type[Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """What to measure when all stages are done, on the result and on what it came from."""
+
+    texts: tuple[str, ...] = ()  # files for perplexity
+    tasks: tuple[str, ...] = ()  # files of multiple-choice questions
+    haystack: str = ""  # documents for needles
+    lengths: tuple[int, ...] = (1024, 4096)  # tokens, for needles and for speed
+    trials: int = 20  # needles per length
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     stages: tuple[Stage, ...]
     seed: int = 0
     sparse: SparseConfig = field(default_factory=SparseConfig)
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     is_compiled: bool = True
+    report: Report | None = None
 
 
 def load_recipe(path: Path) -> Recipe:

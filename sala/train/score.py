@@ -29,22 +29,24 @@ class Score:
 def score_rows(model: SalaModel, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
     """(context, continuation) pairs of token ids → their scores. Padding on the right does not reach back."""
     scores: list[Score | None] = [None] * len(rows)
-    order = sorted(range(len(rows)), key=lambda i: _padded(rows[i]))
+    dense_len = model.config.sparse_config.dense_len
+    lengths = [_padded(len(context) + len(continuation), dense_len) for context, continuation in rows]
+    order = sorted(range(len(rows)), key=lambda i: lengths[i])
     while order:
-        length = _padded(rows[order[0]])
+        length = lengths[order[0]]
         limit = max(1, _TOKENS_AT_ONCE // length)
-        same = [i for i in order[:limit] if _padded(rows[i]) == length]
+        same = [i for i in order[:limit] if lengths[i] == length]
         order = order[len(same) :]
         for index, score in zip(same, _score_batch(model, [rows[i] for i in same], length), strict=True):
             scores[index] = score
     return [score for score in scores if score is not None]
 
 
-def _padded(row: tuple[Sequence[int], Sequence[int]]) -> int:
-    """Rows are padded on the right, by an eighth at most, so that few shapes occur."""
-    length = len(row[0]) + len(row[1])
-    step = max(64, 1 << (length.bit_length() - 4))
-    return -(-length // step) * step
+def _padded(length: int, dense_len: int) -> int:
+    """Rows are padded on the right, by an eighth at most, so that few shapes occur; a dense row stays dense."""
+    step = max(64, 1 << max(0, length.bit_length() - 4))
+    padded = -(-length // step) * step
+    return dense_len - 1 if length < dense_len <= padded else padded
 
 
 def _score_batch(model: SalaModel, rows: Sequence[tuple[Sequence[int], Sequence[int]]], length: int) -> list[Score]:
@@ -68,7 +70,7 @@ def _score(logits: Tensor, labels: Tensor) -> Score:
 
 @torch.inference_mode()
 def perplexity(model: SalaModel, tokens: Sequence[int], length: int, rows_at_once: int = 16) -> float:
-    """exp of the mean loss over pieces of `length` tokens, the first token of each unpredicted; the rest is left out."""
+    """exp of the mean loss over pieces of `length` tokens, the first of each unpredicted; the rest is left out."""
     device = model.model.norm.weight.device
     count = len(tokens) // length
     pieces = torch.tensor(tokens[: count * length]).view(count, length)

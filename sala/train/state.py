@@ -37,10 +37,10 @@ def load_state(directory: Path, model: Any, optimizer: Any) -> int:
     return int(json.loads(metadata["step"]))
 
 
-def _options() -> Any:
+def _options(is_whole: bool = True) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    return StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
+    return StateDictOptions(full_state_dict=is_whole, cpu_offload=is_whole, ignore_frozen_params=True, strict=False)
 
 
 def _gather(model: Any, optimizer: Any) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ def _gather(model: Any, optimizer: Any) -> dict[str, Tensor]:
 
     weights, memory = get_state_dict(model, _inner(optimizer), options=_options())
     out = {f"weight.{name}": tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
-    for name, entries in memory["state"].items():
+    for name, entries in memory.get("state", {}).items():  # whole tensors come to the first process alone
         out |= {f"memory.{kind}.{name}": torch.as_tensor(value) for kind, value in entries.items()}
     return out
 
@@ -57,7 +57,7 @@ def _scatter(model: Any, optimizer: Any, tensors: dict[str, Tensor]) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     inner = _inner(optimizer)
-    _, memory = get_state_dict(model, inner, options=_options())
+    _, memory = get_state_dict(model, inner, options=_options(is_whole=False))
     weights = {name.removeprefix("weight."): value for name, value in tensors.items() if name.startswith("weight.")}
     state: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():

@@ -61,7 +61,10 @@ class NaiveModel:
         return x @ w[head].T
 
     def project(self, h, name, heads, dim):
-        return (h @ self.w[name].T).reshape(len(h), heads, dim)
+        out = h @ self.w[name].T
+        if self.c.get("attention_bias"):
+            out = out + self.w[name.replace(".weight", ".bias")]
+        return out.reshape(len(h), heads, dim)
 
     def lightning(self, h, p, prompt_len):
         c, w = self.c, self.w
@@ -96,9 +99,15 @@ class NaiveModel:
         q = self.project(h, p + "q_proj.weight", heads, dim)
         k = self.project(h, p + "k_proj.weight", kv, dim)
         v = self.project(h, p + "v_proj.weight", kv, dim)
+        if c.get("attn_qk_norm"):
+            q = norm(q, self.w[p + "q_norm.weight"], c["rms_norm_eps"])
+            k = norm(k, self.w[p + "k_norm.weight"], c["rms_norm_eps"])
         if c["attn_use_rope"]:
             q = np.stack([rotate(q[t], t, c["rope_theta"]) for t in range(len(h))])
             k = np.stack([rotate(k[t], t, c["rope_theta"]) for t in range(len(h))])
+        if c.get("attn_log_base"):
+            a = c["attn_log_base"]
+            q = np.stack([q[t] * math.log(t + a) / math.log(a) for t in range(len(h))])
         out = np.zeros((len(h), heads, dim))
         group = heads // kv
         for t in range(len(h)):

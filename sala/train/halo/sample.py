@@ -11,12 +11,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sala.backends.torch.batch import Sequences
 from sala.backends.torch.model import SalaModel
 from sala.train.data import Line
 from sala.train.recipe import Prompts
 
+# cuDNN, the default on new GPUs, prepares itself anew for every length, which takes minutes for a growing cache.
+_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 MIN_P = 0.05  # tokens less likely than this share of the likeliest are never drawn
 
 
@@ -121,7 +124,9 @@ class _Cache:
             keys[:, :, position], values[:, :, position] = k, v
             past = (pool[:, :, : position + 1] for pool in (keys, values))
             grouped = q.unflatten(1, (keys.shape[1], -1)).to(keys.dtype)  # the heads of a group as rows: [B, G, H/G, D]
-            x = self.after(layer, x, F.scaled_dot_product_attention(grouped, *past).flatten(1))
+            with sdpa_kernel(_ANY_LENGTH):
+                o = F.scaled_dot_product_attention(grouped, *past)
+            x = self.after(layer, x, o.flatten(1))
         return model.model.norm(x)
 
 

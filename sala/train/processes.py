@@ -1,0 +1,69 @@
+"""Several processes on one recipe, as `accelerate launch` starts them: all train, the first one writes."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+
+from sala.backends.torch.loader import pick_device
+from sala.errors import MissingExtra
+
+PATIENCE = timedelta(days=2)  # the others wait while the first one writes text or measures layers
+
+
+def join(device: str) -> torch.device:
+    """The device of this process, which joins the others if there are any."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return pick_device(device)
+    try:
+        from accelerate import PartialState
+    except ImportError:
+        raise MissingExtra("accelerate", "train") from None
+    here: torch.device = PartialState(cpu=device == "cpu", timeout=PATIENCE).device
+    return here
+
+
+def is_first() -> bool:
+    return not _are_many() or distributed.get_rank() == 0
+
+
+def wait() -> None:
+    """Until every process is here."""
+    if _are_many():
+        distributed.barrier()
+
+
+@contextmanager
+def one_ahead() -> Iterator[None]:
+    """The first process goes through the block alone, the others after it: they find what it left on disk."""
+    if not is_first():
+        wait()
+    yield
+    if is_first():
+        wait()
+
+
+def agree(is_so: bool, device: torch.device) -> bool:
+    """Whether it is so for any of the processes."""
+    if not _are_many():
+        return is_so
+    flag = torch.tensor(float(is_so), device=device)
+    distributed.all_reduce(flag, distributed.ReduceOp.MAX)
+    return bool(flag > 0)
+
+
+def gather(model: nn.Module) -> None:
+    """Weights that are spread over the processes become whole again, in every one of them."""
+    for name, parameter in list(model.named_parameters()):
+        if isinstance(parameter, DTensor):
+            whole: torch.Tensor = DTensor.full_tensor(parameter).detach()
+            place, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(place), leaf, nn.Parameter(whole))
+
+
+def _are_many() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

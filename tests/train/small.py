@@ -1,0 +1,138 @@
+"""A hybrid so small that it trains in seconds, rows for it, and a run that other processes can repeat."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sala.backends.torch.model import SalaModel
+from sala.checkpoint.random import TINY, write_random
+from sala.config import SparseConfig
+from sala.train.data import Line, LineRows, Mixture, Row
+from sala.train.loop import Group, Progress, train
+from sala.train.models import load_for_training
+from sala.train.objectives import Align, Distil, NextToken
+from sala.train.recipe import Source, TrainStage
+
+SMALL = replace(
+    TINY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=4,
+    head_dim=8,
+    lightning_nh=4,
+    lightning_nkv=4,
+    lightning_head_dim=8,
+    dim_model_base=32,
+    num_hidden_layers=3,
+    mixer_types=("minicpm4", "lightning-attn", "minicpm4"),
+    sparse_config=SparseConfig(kernel_size=4, kernel_stride=2, block_size=8, window_size=8, topk=2, dense_len=24),
+)
+
+
+def small_model(directory: Path, seed: int = 0, **changes: object) -> SalaModel:
+    path = directory / f"model-{seed}"
+    if not path.exists():
+        write_random(path, replace(SMALL, **changes), seed)  # type: ignore[arg-type]
+    return load_for_training(path, torch.device("cpu"))
+
+
+def rows_of(seed: int, length: int = 32) -> Callable[[int], Row]:
+    """Documents of many lengths; every third token belongs to an answer."""
+    rng = np.random.default_rng(seed)
+    ends = np.cumsum(rng.integers(1, 50, 60))
+    tokens = rng.integers(0, 256, ends[-1]).astype(np.uint32)
+    line = LineRows(Line(tokens, rng.random(ends[-1]) > 0.2, ends), length, seed)
+
+    def make(index: int) -> Row:
+        row = line(index)
+        answer = np.arange(length) % 3 == 0
+        return Row(row.tokens, row.learn & ~answer, answer, row.lengths)
+
+    return make
+
+
+def small_mixture() -> Mixture:
+    return Mixture([rows_of(1), rows_of(2)], [1.0, 0.5], 3)
+
+
+def small_stage(**changes: object) -> TrainStage:
+    values = {
+        "name": "small",
+        "kind": "train",
+        "data": (Source(),),
+        "seq_len": 32,
+        "batch_rows": 4,
+        "steps": 12,
+        "warmup_steps": 2,
+        "lr": 1e-2,
+        "save_every": 5,
+        "answer_weight": 0.5,
+    }
+    return TrainStage(**values | changes)  # type: ignore[arg-type]
+
+
+def learn(
+    model: SalaModel,
+    directory: Path,
+    stage: TrainStage | None = None,
+    mixture: Mixture | None = None,
+    note: Callable[[Progress], None] = lambda progress: None,
+    deadline: float | None = None,
+    teacher: SalaModel | None = None,
+) -> list[dict[str, float]]:
+    objective = NextToken(model) if teacher is None else Distil(model, teacher)
+    model.requires_grad_(True)
+    names = [name for name, _ in objective.named_parameters()]
+    groups = [
+        Group(tuple(n for n in names if ".mlp." not in n), 1.0),
+        Group(tuple(n for n in names if ".mlp." in n), 0.5),
+    ]
+    return train(objective, stage or small_stage(), mixture or small_mixture(), directory, groups, note, deadline)
+
+
+def align(model: SalaModel, teacher: SalaModel, directory: Path, stage: TrainStage) -> list[dict[str, float]]:
+    model.requires_grad_(True)
+    objective = Align({i: model.model.layers[i].self_attn for i in (0, 2)}, teacher)
+    names = tuple(name for name, _ in objective.named_parameters())
+    return train(objective, stage, small_mixture(), directory, [Group(names, 1.0)], lambda progress: None)
+
+
+def shard_on_cpu() -> None:
+    """Accelerate shards on accelerators only; told that this is one, it does the same with processes on a CPU."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def main() -> None:
+    """A run in a process of its own: python -m tests.train.small KIND MODELS RUN CHANGES [STOP]."""
+    kind, models, directory = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        shard_on_cpu()
+    stage = small_stage(**json.loads(sys.argv[4]))
+    stop = int(sys.argv[5]) if len(sys.argv) > 5 else None
+
+    def note(progress: Progress) -> None:
+        if progress.step == stop:
+            os.kill(os.getpid(), 9)
+
+    teacher = small_model(models, 1) if kind in ("align", "distil") else None
+    model = small_model(models, 2, tie_word_embeddings=True) if kind == "tied" else small_model(models)
+    if kind == "align":
+        assert teacher is not None
+        align(model, teacher, directory, stage)
+    else:
+        learn(model, directory, stage, note=note, teacher=teacher)
+
+
+if __name__ == "__main__":
+    main()
