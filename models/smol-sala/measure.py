@@ -17,20 +17,17 @@ from pathlib import Path
 import torch
 
 from sala.backends.torch.loader import pick_device
-from sala.eval.tasks.choice import accuracy, read_tasks, requests
-from sala.eval.tasks.needle import NeedleMaker, NeedleSpec
+from sala.eval.tasks.choice import read_tasks
+from sala.eval.tasks.needle import NeedleMaker
 from sala.text.tokenizer import Tokenizer
 from sala.train.models import load_for_training
-from sala.train.score import perplexity, score_rows
+from sala.train.report import choice_accuracy, needle_rows, recall, to_tokens
+from sala.train.score import perplexity
 
 
 def read(file: Path) -> list[dict]:
     with lzma.open(file, "rt", encoding="utf-8") as handle:
         return [json.loads(line) for line in handle]
-
-
-def line(documents: list[dict], tokenizer: Tokenizer, eos: int) -> list[int]:
-    return [token for ids in tokenizer.encode_many([d["text"] for d in documents]) for token in [*ids, eos]]
 
 
 def perplexities(models: dict, corpus: Path, tokenizer: Tokenizer, eos: int, length: int, limit: int) -> dict:
@@ -39,7 +36,7 @@ def perplexities(models: dict, corpus: Path, tokenizer: Tokenizer, eos: int, len
         sets.setdefault(document["source"], []).append(document)
     out = {}
     for name, documents in sets.items():
-        tokens = line(documents, tokenizer, eos)[: limit * length]
+        tokens = to_tokens((document["text"] for document in documents), tokenizer, eos)[: limit * length]
         values = {who: perplexity(model, tokens, length) for who, model in models.items()}
         out[name] = values | {"ratio": values["student"] / values["teacher"], "tokens": len(tokens)}
         print(
@@ -55,13 +52,8 @@ def perplexities(models: dict, corpus: Path, tokenizer: Tokenizer, eos: int, len
 
 def choices(models: dict, file: Path, tokenizer: Tokenizer, limit: int) -> dict:
     tasks = read_tasks(file)[:limit]
-    asked = [requests(task, partial(tokenizer.encode, bos=False)) for task in tasks]
-    flat = [(r.context_ids, r.continuation_ids) for group in asked for r in group]
-    out = {}
-    for who, model in models.items():
-        scores = iter(score_rows(model, flat))
-        found = accuracy(tasks, [[next(scores).logprob for _ in group] for group in asked])
-        out[who] = {"acc": found.acc, "acc_norm": found.acc_norm}
+    encode = partial(tokenizer.encode, bos=False)
+    out = {who: choice_accuracy(model, tasks, encode)._asdict() for who, model in models.items()}
     out["ratio"] = out["student"]["acc"] / out["teacher"]["acc"]
     print(
         f"{file.stem} ({len(tasks)}): "
@@ -75,14 +67,12 @@ def choices(models: dict, file: Path, tokenizer: Tokenizer, limit: int) -> dict:
 def needles(models: dict, maker: NeedleMaker, encode, lengths, keys: int, trials: int, teacher_max: int) -> dict:
     out = {}
     for length in lengths:
-        spec = NeedleSpec(length, num_keys=keys, value="mixed", split="test")
-        cases = [maker.make(spec, index) for index in range(trials)]
-        rows = [(case.token_ids, encode(f" {case.value}")) for case in cases]
+        rows = needle_rows(maker, encode, length, keys, trials)
         out[length] = {}
         for who, model in models.items():
             if who == "teacher" and length > teacher_max:
                 continue
-            out[length][who] = sum(score.is_greedy for score in score_rows(model, rows)) / trials
+            out[length][who] = recall(model, rows)
         print(f"needle keys {keys} length {length}: {out[length]}", flush=True)
     return out
 

@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-from sala.cli import settings as s
-
 
 def convert(
     source: Annotated[Path, typer.Argument(help="A Llama- or Qwen-style model: a directory, or a .gguf file.")],
@@ -21,4 +19,3 @@ def convert(
 
     with TrainingBar() as bar:
         run(source, output, recipe, work or output.with_name(output.name + ".run"), device, bar, minutes)
-    s.note(f"wrote {output}")

@@ -27,4 +27,3 @@ def train(
         train_model(
             start, output, recipe, work or output.with_name(output.name + ".run"), device, bar, minutes, teacher
         )
-    s.note(f"wrote {output}")

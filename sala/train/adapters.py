@@ -11,12 +11,13 @@ MIXER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "z_proj", "o_gate")
 class LowRank(nn.Module):
     """A frozen linear plus up(down(x)), of which only the two thin matrices learn."""
 
-    def __init__(self, base: nn.Linear, rank: int, change: Tensor | None = None) -> None:
+    def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator, change: Tensor | None = None) -> None:
         """`change` [out, in] is what was learnt before; its largest `rank` components are taken over."""
         super().__init__()
         self.base = base
         num_out, num_in = base.weight.shape
-        self.down = nn.Parameter(torch.randn(rank, num_in, device=base.weight.device) * num_in**-0.5)
+        start = torch.randn(rank, num_in, generator=generator) * num_in**-0.5
+        self.down = nn.Parameter(start.to(base.weight.device))
         self.up = nn.Parameter(torch.zeros(num_out, rank, device=base.weight.device))
         if change is not None and change.abs().max() > 0:
             self.take_over(change)
@@ -67,13 +68,14 @@ def round_to_codes(weight: Tensor, bits: int, group_size: int) -> Tensor:
     return (codes * scale + bias).flatten(1).to(weight.dtype)
 
 
-def add_low_rank(model: SalaModel, origin: SalaModel, rank: int) -> None:
+def add_low_rank(model: SalaModel, origin: SalaModel, rank: int, seed: int) -> None:
     """MLPs learn as low-rank changes of the origin's; what they differ by already is taken over."""
+    generator = torch.Generator().manual_seed(seed)
     for layer, old in zip(model.model.layers, origin.model.layers, strict=True):
         for name in ("gate_proj", "up_proj", "down_proj"):
             base, now = getattr(old.mlp, name), getattr(layer.mlp, name)
             change = None if now is base else (now.weight - base.weight).detach()
-            setattr(layer.mlp, name, LowRank(base, rank, change))
+            setattr(layer.mlp, name, LowRank(base, rank, generator, change))
 
 
 def merge_low_rank(model: SalaModel) -> None:
@@ -82,7 +84,8 @@ def merge_low_rank(model: SalaModel) -> None:
         for name in ("gate_proj", "up_proj", "down_proj"):
             module = getattr(layer.mlp, name)
             if isinstance(module, LowRank):
-                merged = nn.Linear(*reversed(module.base.weight.shape), bias=False, device="meta")
+                num_out, num_in = module.base.weight.shape
+                merged = nn.Linear(num_in, num_out, bias=False, device="meta")
                 merged.weight = nn.Parameter(module.weight.detach())
                 setattr(layer.mlp, name, merged)
 

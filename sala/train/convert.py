@@ -66,6 +66,7 @@ def _run(run: Run, start: Path, output: Path) -> None:
         with new_directory(output) as draft:
             for file in final.iterdir():
                 shutil.copy2(file, draft / file.name)
+        run.note("recipe", f"wrote {output}")
     wait()
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sala.errors import InputError, MissingExtra, SalaError
 from sala.train.data import Mixture, Row
-from sala.train.objectives import counts
+from sala.train.objectives import Objective, counts
 from sala.train.processes import agree
 from sala.train.recipe import Learning
 from sala.train.state import load_state, save_state
@@ -53,7 +53,7 @@ class Progress:
 
 
 def train(
-    objective: nn.Module,
+    objective: Objective,
     stage: Learning,
     mixture: Mixture,
     directory: Path,
@@ -63,7 +63,7 @@ def train(
     dtype: str = "bfloat16",
 ) -> list[dict[str, float]]:
     """Train the objective for the stage's steps → its log. `directory` holds the state and `metrics.jsonl`."""
-    accelerator = _accelerator(dtype, next(objective.parameters()).device)
+    accelerator = _accelerator(dtype, next(objective.parameters()).device, objective.units)
     if stage.batch_rows % accelerator.num_processes:
         raise InputError("batch_rows", f"is {stage.batch_rows}", f"{accelerator.num_processes} processes must share it")
     directory.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def train(
         weight_decay=stage.weight_decay,
         fused=accelerator.device.type == "cuda",
     )
-    objective = objective.to(accelerator.device)
+    objective.to(accelerator.device)
     wrapped, optimizer = accelerator.prepare(objective, optimizer)
     first = load_state(directory, wrapped, optimizer)
     log = _Log(directory / "metrics.jsonl", first, is_writer=accelerator.is_main_process)
@@ -106,19 +106,23 @@ def train(
     return log.entries
 
 
-def _accelerator(dtype: str, device: torch.device) -> Any:
+def _accelerator(dtype: str, device: torch.device, units: Sequence[str]) -> Any:
     try:
-        from accelerate import Accelerator
+        from accelerate import Accelerator  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
         raise MissingExtra("accelerate", "train") from None
     is_mixed = dtype == "bfloat16" and device.type == "cuda"
-    return Accelerator(mixed_precision="bf16" if is_mixed else "no", cpu=device.type == "cpu")
+    accelerator = Accelerator(mixed_precision="bf16" if is_mixed else "no", cpu=device.type == "cpu")
+    sharding = getattr(accelerator.state, "fsdp_plugin", None)
+    if sharding is not None:  # it is one for all stages, and remembers the units of the last
+        sharding.transformer_cls_names_to_wrap = list(units)
+    return accelerator
 
 
 def _update(
     accelerator: Any,
     wrapped: Any,
-    objective: nn.Module,
+    objective: Objective,
     optimizer: Any,
     parts: list[dict[str, Tensor]],
     stage: Learning,
@@ -150,9 +154,9 @@ def _no_sync_unless(accelerator: Any, wrapped: Any, is_last: bool) -> Any:
     return nullcontext() if is_last else accelerator.no_sync(wrapped)
 
 
-def _values(objective: nn.Module, sums: Tensor, totals: Tensor, norm: Tensor, rate: float) -> dict[str, float]:
+def _values(objective: Objective, sums: Tensor, totals: Tensor, norm: Tensor, rate: float) -> dict[str, float]:
     means = (sums / totals.clamp(min=1)).tolist()
-    named = dict(zip(objective.terms, means, strict=True))  # type: ignore[call-overload]
+    named = dict(zip(objective.terms, means, strict=True))
     return named | {"norm": float(norm), "rate": rate}
 
 
@@ -191,7 +195,7 @@ class _Feed:
         return False
 
     def next(self) -> list[dict[str, Tensor]]:
-        item = self._queue.get()
+        item: list[dict[str, Tensor]] | Exception = self._queue.get()
         if isinstance(item, Exception):
             raise item
         return item

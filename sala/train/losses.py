@@ -33,7 +33,9 @@ def head_loss(
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, main: Tensor, answer: Tensor, teacher: Any):
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, main: Tensor, answer: Tensor, teacher: Any
+    ) -> Any:
         tile_rows = TILE_ROWS.get(hidden.device.type, TILE_ROWS["cpu"])
         learns_head = head.requires_grad
         grad_hidden = torch.empty_like(hidden)
@@ -53,7 +55,7 @@ class _HeadLoss(torch.autograd.Function):
         return loss, sums
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_hidden, grad_head = ctx.saved_tensors
         scaled = None if grad_head is None else grad_head * grads[0]
         return grad_hidden * grads[0], scaled, None, None, None, None

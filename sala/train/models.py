@@ -51,4 +51,4 @@ def save_model(
 
 def _bytes(tensor: Tensor, dtype: torch.dtype) -> memoryview:
     plain = tensor.detach().to("cpu", dtype).contiguous().view(-1)
-    return memoryview(plain.view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8))
+    return plain.view(torch.uint8).numpy().data if plain.numel() else np.empty(0, np.uint8).data

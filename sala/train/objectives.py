@@ -5,6 +5,7 @@ losses, and returns the loss with unscaled sums for the log.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,17 @@ from sala.train.losses import head_loss
 Rows = Mapping[str, Tensor]  # tokens [B, n] long; learn, answer [B, n] bool; lengths [documents], or absent
 
 
-class NextToken(nn.Module):
+class Objective(nn.Module):
+    """`terms` names its losses, `units` the classes of the modules that are sharded each as one."""
+
+    terms: tuple[str, ...]
+    units: tuple[str, ...] = ("Layer",)
+
+
+class NextToken(Objective):
     """Cross-entropy of the tokens to learn; those of answers can weigh more."""
 
     terms = ("loss", "answer")
-    _no_split_modules = ("Layer",)  # Accelerate's word for what it shards as one
 
     def __init__(self, model: SalaModel) -> None:
         super().__init__()
@@ -31,14 +38,13 @@ class NextToken(nn.Module):
         return _loss(self.student, hidden, rows, scales, None)
 
 
-class Distil(nn.Module):
+class Distil(Objective):
     """Kullback-Leibler divergence from a teacher's next-token distribution, and cross-entropy of answers.
 
     The teacher reads no further back than `window` tokens, if set: it may know no longer texts.
     """
 
     terms = ("kl", "answer")
-    _no_split_modules = ("Layer",)
 
     def __init__(self, student: SalaModel, teacher: SalaModel, window: int | None = None) -> None:
         super().__init__()
@@ -57,7 +63,7 @@ class Distil(nn.Module):
         return _loss(self.student, hidden, rows, scales, (wanted, teacher.lm_head.weight))
 
 
-class Align(nn.Module):
+class Align(Objective):
     """Each new mixer imitates its teacher's mixer on the teacher's own input; the layers learn apart from each other.
 
     The loss of a layer is the mean squared error in units of the teacher's mean square.
@@ -68,7 +74,7 @@ class Align(nn.Module):
     def __init__(self, mixers: Mapping[int, nn.Module], teacher: SalaModel) -> None:
         super().__init__()
         self.mixers = nn.ModuleDict({str(index): mixer for index, mixer in mixers.items()})
-        self._no_split_modules = sorted({type(mixer).__name__ for mixer in mixers.values()})
+        self.units = tuple({type(mixer).__name__ for mixer in mixers.values()})
         self._teacher = [teacher]
         self.layer_errors: dict[int, Tensor] = {}
 
@@ -78,6 +84,7 @@ class Align(nn.Module):
         with torch.no_grad():
             x = teacher.model.embed_tokens(batch.tokens) * teacher.config.scale_emb
         total = x.new_zeros(())
+        layer: Any
         for index, layer in enumerate(teacher.model.layers):
             with torch.no_grad():
                 inner = layer.input_layernorm(x)

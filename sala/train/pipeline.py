@@ -29,7 +29,7 @@ from sala.train.halo.transfer import hybrid_config, to_hybrid, to_sparse
 from sala.train.loop import Group, OutOfTime, Progress, train
 from sala.train.models import load_for_training, save_model
 from sala.train.needles import NeedleRows
-from sala.train.objectives import Align, Distil, NextToken
+from sala.train.objectives import Align, Distil, NextToken, Objective
 from sala.train.plots import plot_log
 from sala.train.processes import agree, gather, is_first, one_ahead, wait
 from sala.train.recipe import (
@@ -147,6 +147,7 @@ def _align(run: Run, stage: AlignStage, directory: Path, start: Path) -> None:
     """All layers as lightning mixers of the teacher, or the sparse mixers of the hybrid so far."""
     teacher = run.load_teacher()
     generator = torch.Generator().manual_seed(run.recipe.seed)
+    mixers: dict[int, Any]
     if stage.mixers == "lightning":
         config = hybrid_config(teacher.config, (), run.recipe.sparse)
         student = to_hybrid(teacher, config, run.recipe.seed)
@@ -154,13 +155,14 @@ def _align(run: Run, stage: AlignStage, directory: Path, start: Path) -> None:
     else:
         student = load_for_training(start, run.device)
         config = student.config
-        mixers = {i: to_sparse(teacher.model.layers[i].self_attn, config, generator) for i in config.sparse_layers}
+        old: Any = [layer.self_attn for layer in teacher.model.layers]
+        mixers = {i: to_sparse(old[i], config, generator) for i in config.sparse_layers}
     for index, mixer in mixers.items():
         student.model.layers[index].self_attn = mixer.to(run.device).requires_grad_(True)
     objective = Align(mixers, teacher)
     if _is_compiled(run):
         layers = teacher.model.layers
-        parts = [part for layer in layers for part in (layer.self_attn, layer.mlp)]
+        parts: list[Any] = [part for layer in layers for part in (layer.self_attn, layer.mlp)]
         _compile([*mixers.values(), *parts], config, run.device)
     _dense(student)
     names = tuple(name for name, _ in objective.named_parameters())
@@ -183,7 +185,7 @@ def _choose(run: Run, stage: SelectStage, directory: Path, start: Path) -> None:
     num_layers = teacher.config.num_hidden_layers
     kept = stage.layers
     if not kept:
-        mixers = {i: layer.self_attn for i, layer in enumerate(aligned.model.layers)}
+        mixers: dict[int, Any] = {i: layer.self_attn for i, layer in enumerate(aligned.model.layers)}
         probe = _probe(run, stage)
 
         def heard(index: int, recall: float, sense: float) -> None:
@@ -218,7 +220,7 @@ def _train(run: Run, stage: TrainStage, directory: Path, start: Path) -> None:
     teacher = run.load_teacher() if needs_teacher else None
     if stage.mlp_rank:
         assert teacher is not None
-        adapters.add_low_rank(student, teacher, stage.mlp_rank)
+        adapters.add_low_rank(student, teacher, stage.mlp_rank, run.recipe.seed)
     groups = _learning_groups(student, stage)
     if stage.bits:
         adapters.add_rounding(student, stage.bits, stage.group_size)
@@ -228,12 +230,12 @@ def _train(run: Run, stage: TrainStage, directory: Path, start: Path) -> None:
     if _is_compiled(run):
         teaching = teacher.model.layers if teacher is not None and isinstance(stage, DistilStage) else ()
         # sparse attention has a compiled kernel of its own, which does not survive being compiled into a layer
-        learning = [
+        learning: list[Any] = [
             layer.mlp if stage.is_sparse and isinstance(layer.self_attn, SparseMixer) else layer
             for layer in student.model.layers
         ]
         _compile([*learning, *teaching], config, run.device)
-    objective: nn.Module = NextToken(student)
+    objective: Objective = NextToken(student)
     if isinstance(stage, DistilStage):
         assert teacher is not None
         objective = Distil(student, teacher, stage.teacher_window)
@@ -269,7 +271,7 @@ def _part(name: str) -> str:
 
 
 def _learn(
-    run: Run, stage: Learning, directory: Path, objective: nn.Module, groups: Sequence[Group], start: Path
+    run: Run, stage: Learning, directory: Path, objective: Objective, groups: Sequence[Group], start: Path
 ) -> None:
     mixture = _mixture(run, stage, start)
     log = train(
@@ -296,7 +298,7 @@ def _mixture(run: Run, stage: Learning, start: Path) -> Mixture:
 def _rows_of(run: Run, stage: Learning, source: Source, tokenizer: Tokenizer, start: Path) -> Callable[[int], Row]:
     config = SalaConfig.load(start)
     eos = config.eos_token_id[0] if config.eos_token_id else 0
-    seed = run.recipe.seed * 1009 + run.recipe.stages.index(stage)  # type: ignore[arg-type]
+    seed = run.recipe.seed * 1009 + run.recipe.stages.index(stage)
     if source.kind == "needle":
         maker = _needle_maker(run, tokenizer, source.path, source.max_documents)
         return NeedleRows(maker, stage.seq_len, source.num_keys, eos, seed)

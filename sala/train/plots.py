@@ -33,7 +33,8 @@ def plot_log(log: Sequence[Mapping[str, float]], file: Path, title: str) -> None
     axes.set_yscale("log")
     axes.set_title(title)
     axes.grid(alpha=0.25, which="both")
-    axes.legend(loc="upper right")
+    if axes.get_lines():
+        axes.legend(loc="upper right")
     rates = axes.twinx()
     rates.plot(steps, [entry["rate"] for entry in log], color="0.75", linewidth=1, linestyle="--")
     rates.set_ylabel("learning rate", color="0.5")

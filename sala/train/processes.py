@@ -57,12 +57,14 @@ def agree(is_so: bool, device: torch.device) -> bool:
 
 
 def gather(model: nn.Module) -> None:
-    """Weights that are spread over the processes become whole again, in every one of them."""
-    for name, parameter in list(model.named_parameters()):
+    """Weights that are spread over the processes become whole again, in every one of them; tied ones stay tied."""
+    whole: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if isinstance(parameter, DTensor):
-            whole: torch.Tensor = DTensor.full_tensor(parameter).detach()
+            if parameter not in whole:
+                whole[parameter] = nn.Parameter(DTensor.full_tensor(parameter).detach())
             place, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(place), leaf, nn.Parameter(whole))
+            setattr(model.get_submodule(place), leaf, whole[parameter])
 
 
 def _are_many() -> bool:

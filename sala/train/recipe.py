@@ -194,6 +194,9 @@ def _check(recipe: Recipe, path: Path) -> None:
             raise ConfigError(f"{where} has no data", "add [[stage.data]] with a path, a dataset or kind = 'needle'")
         if stage.micro_rows is not None and stage.batch_rows % stage.micro_rows:
             raise ConfigError(f"{where}: batch_rows {stage.batch_rows} is no multiple of micro_rows {stage.micro_rows}")
+        window = stage.teacher_window if isinstance(stage, DistilStage) else None
+        if window is not None and (not window or (window < stage.seq_len and stage.seq_len % window)):
+            raise ConfigError(f"{where}: seq_len {stage.seq_len} is no multiple of teacher_window {window}")
 
 
 def _build(kind: Any, values: Any, where: str) -> Any:
@@ -236,7 +239,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where} must have {len(kinds)} entries")
         return tuple(_value(arg, item, f"{where}[{i}]") for i, (arg, item) in enumerate(zip(kinds, value, strict=True)))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ConfigError(f"{where} is {value!r}", f"it must be a {_PLAIN.get(hint, hint.__name__)}")
     if hint in (int, float) and value < 0:

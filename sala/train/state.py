@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ def _options(is_whole: bool = True) -> Any:
 def _gather(model: Any, optimizer: Any) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    weights, memory = get_state_dict(model, _inner(optimizer), options=_options())
+    weights, memory = cast(Any, get_state_dict(model, _inner(optimizer), options=_options()))
     out = {f"weight.{name}": tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
     for name, entries in memory.get("state", {}).items():  # whole tensors come to the first process alone
         out |= {f"memory.{kind}.{name}": torch.as_tensor(value) for kind, value in entries.items()}
@@ -58,13 +58,15 @@ def _scatter(model: Any, optimizer: Any, tensors: dict[str, Tensor]) -> None:
 
     inner = _inner(optimizer)
     _, memory = get_state_dict(model, inner, options=_options(is_whole=False))
-    weights = {name.removeprefix("weight."): value for name, value in tensors.items() if name.startswith("weight.")}
+    weights: dict[str, Any] = {
+        name.removeprefix("weight."): value for name, value in tensors.items() if name.startswith("weight.")
+    }
     state: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         if name.startswith("memory."):
             kind, _, parameter = name.removeprefix("memory.").partition(".")
             state.setdefault(parameter, {})[kind] = value
-    groups = {"state": state, "param_groups": memory["param_groups"]}
+    groups: dict[str, Any] = {"state": state, "param_groups": memory["param_groups"]}
     set_state_dict(model, inner, model_state_dict=weights, optim_state_dict=groups, options=_options())
 
 
@@ -74,7 +76,7 @@ def _inner(optimizer: Any) -> Any:
 
 def _bytes(tensor: Tensor) -> memoryview:
     values = tensor.detach().float().contiguous().cpu()
-    return memoryview(np.ascontiguousarray(values.numpy()).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(values.numpy()).reshape(-1).view(np.uint8).data
 
 
 def _tensor(raw: Any) -> Tensor:

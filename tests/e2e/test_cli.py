@@ -67,7 +67,6 @@ def test_files_stdin_raw_system_stop(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["generate", "x"], 2, "SALA_MODEL"),
         (["generate", "x", "-m", "/nowhere"], 1, "no model at /nowhere"),
         (["generate", "x", "-m", "TINY/config.json"], 1, "config.json"),
         (["generate", "x", "-m", "TINY", "-t", "-1"], 2, "temperature"),

@@ -1,6 +1,5 @@
 """A hybrid so small that it trains in seconds, rows for it, and a run that other processes can repeat."""
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -9,14 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.random import TINY, write_random
 from sala.config import SparseConfig
+from sala.train import loop
 from sala.train.data import Line, LineRows, Mixture, Row
-from sala.train.loop import Group, Progress, train
+from sala.train.loop import Group, OutOfTime, Progress, train
 from sala.train.models import load_for_training
 from sala.train.objectives import Align, Distil, NextToken
+from sala.train.processes import gather, is_first
 from sala.train.recipe import Source, TrainStage
 
 SMALL = replace(
@@ -96,11 +98,13 @@ def learn(
     return train(objective, stage or small_stage(), mixture or small_mixture(), directory, groups, note, deadline)
 
 
-def align(model: SalaModel, teacher: SalaModel, directory: Path, stage: TrainStage) -> list[dict[str, float]]:
+def align(
+    model: SalaModel, teacher: SalaModel, directory: Path, stage: TrainStage, deadline: float | None = None
+) -> list[dict[str, float]]:
     model.requires_grad_(True)
     objective = Align({i: model.model.layers[i].self_attn for i in (0, 2)}, teacher)
     names = tuple(name for name, _ in objective.named_parameters())
-    return train(objective, stage, small_mixture(), directory, [Group(names, 1.0)], lambda progress: None)
+    return train(objective, stage, small_mixture(), directory, [Group(names, 1.0)], lambda progress: None, deadline)
 
 
 def shard_on_cpu() -> None:
@@ -112,26 +116,49 @@ def shard_on_cpu() -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def main() -> None:
-    """A run in a process of its own: python -m tests.train.small KIND MODELS RUN CHANGES [STOP]."""
-    kind, models, directory = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        shard_on_cpu()
-    stage = small_stage(**json.loads(sys.argv[4]))
-    stop = int(sys.argv[5]) if len(sys.argv) > 5 else None
+SPREAD = {"steps": 6, "save_every": 2, "micro_rows": 1, "packing": "documents"}
+KINDS = ("train", "tied", "distil", "align")
 
-    def note(progress: Progress) -> None:
-        if progress.step == stop:
-            os.kill(os.getpid(), 9)
 
+def run_kind(kind: str, models: Path, directory: Path, deadline: float | None = None) -> SalaModel:
+    """A short run of one kind of objective."""
+    stage = small_stage(**SPREAD)
     teacher = small_model(models, 1) if kind in ("align", "distil") else None
     model = small_model(models, 2, tie_word_embeddings=True) if kind == "tied" else small_model(models)
     if kind == "align":
         assert teacher is not None
-        align(model, teacher, directory, stage)
+        align(model, teacher, directory, stage, deadline)
     else:
-        learn(model, directory, stage, note=note, teacher=teacher)
+        learn(model, directory, stage, deadline=deadline, teacher=teacher)
+    return model
+
+
+def run_all(models: Path, directory: Path, is_sharded: bool) -> None:
+    """Every kind, stopped after a step and then run to its end; the weights it ends with are written."""
+    for kind in KINDS:
+        try:
+            run_kind(kind, models, directory / kind, deadline=0.0)
+        except OutOfTime:
+            model = run_kind(kind, models, directory / kind)
+        assert any(isinstance(weight, DTensor) for weight in model.parameters()) == is_sharded
+        gather(model)
+        if is_first():
+            torch.save(dict(model.named_parameters()), directory / f"{kind}.pt")
+
+
+def main() -> None:
+    """In a process of its own: `killed MODELS RUN` ends at step 10; `all MODELS RUNS` is one of several processes."""
+    what, models, directory = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    if what == "killed":
+        loop.LOG_EVERY = 1
+        stage = small_stage(save_every=4)
+        learn(small_model(models), directory, stage, note=lambda p: p.step < 10 or os.kill(os.getpid(), 9))  # type: ignore[func-returns-value,arg-type,return-value]
+        return
+    is_sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if is_sharded:
+        shard_on_cpu()
+    run_all(models, directory, is_sharded)
 
 
 if __name__ == "__main__":

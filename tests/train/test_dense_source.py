@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from sala.backends.torch.batch import whole
 from sala.backends.torch.model import SparseMixer
@@ -118,6 +119,16 @@ def test_rows_end_at_the_first_end_mark(teacher: Path) -> None:
     for row in write_rows(model, openings, 64, ends, 0, torch.float32):
         assert not any(token in ends for token in row[2:-1])
         assert row[-1] in ends or len(row) == 64
+
+
+def test_derived_values_are_left_out(tmp_path: Path) -> None:
+    """Some writers store the frequencies of RoPE."""
+    write_dense_model(tmp_path / "dense")
+    file = tmp_path / "dense" / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}, file)
+    import_dense(tmp_path / "dense", tmp_path / "teacher")
+    with Checkpoint(tmp_path / "teacher") as checkpoint:
+        assert not any("rotary" in name for name in checkpoint)
 
 
 def test_imported_twice_is_imported_once(source: Path, teacher: Path) -> None:

@@ -240,7 +240,7 @@ def test_head_loss(has_teacher: bool, learns_head: bool, tile_rows: int, monkeyp
 
 def test_low_rank_learns_its_two_halves_alone() -> None:
     base = nn.Linear(5, 4, bias=False).double().requires_grad_(False)
-    module = LowRank(base, 2).double()
+    module = LowRank(base, 2, torch.Generator().manual_seed(0)).double()
     x = draw(3, 5)
     torch.testing.assert_close(module(x), base(x))  # it begins as the base
     with torch.no_grad():
@@ -255,13 +255,13 @@ def test_low_rank_learns_its_two_halves_alone() -> None:
 
 
 def test_low_rank_takes_over_a_change() -> None:
-    base = nn.Linear(9, 8, bias=False)
+    base, generator = nn.Linear(9, 8, bias=False), torch.Generator().manual_seed(0)
     thin = torch.randn(8, 2) @ torch.randn(2, 9)
-    torch.testing.assert_close(LowRank(base, 2, thin).weight, base.weight + thin)
+    torch.testing.assert_close(LowRank(base, 2, generator, thin).weight, base.weight + thin)
     change = torch.randn(8, 9)
     left, sizes, right = torch.linalg.svd(change)
     best = left[:, :3] * sizes[:3] @ right[:3]
-    torch.testing.assert_close(LowRank(base, 3, change).weight, base.weight + best, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(LowRank(base, 3, generator, change).weight, base.weight + best, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

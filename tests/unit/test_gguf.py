@@ -219,5 +219,5 @@ def test_what_is_missing(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ModelNotFound):
         GGUF(tmp_path / "nothing.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(MissingExtra, match=r"minicpm-sala\[convert\]"):
+    with pytest.raises(MissingExtra, match=r"minicpm-sala\[train\]"):
         GGUF(file)

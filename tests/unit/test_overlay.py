@@ -61,8 +61,12 @@ def test_assembled(tmp_path: Path) -> None:
         np.testing.assert_array_equal(matrix(new), dequantize(modules[new]))
         assert config.quantization.of(new).bits == 8  # wider words, the same values
         np.testing.assert_array_equal(read("model.norm.weight", np.float32), norm)
-        changed = base.tensors["model.layers.0.mlp.up_proj.weight"] + up @ down
-        np.testing.assert_allclose(matrix("model.layers.0.mlp.up_proj"), changed, atol=0.05)
+        name = "model.layers.0.mlp.up_proj"
+        stored = dequantize(modules[f"{name}.up"]).T @ dequantize(modules[f"{name}.down"])
+        changed = quantize(base.tensors[f"{name}.weight"] + stored, 8, 32, "F16")
+        np.testing.assert_array_equal(matrix(name), dequantize(changed))
+        wanted = base.tensors[f"{name}.weight"] + up @ down
+        assert np.linalg.norm(matrix(name) - wanted) < 0.01 * np.linalg.norm(wanted)
         untouched = "model.layers.2.mlp.up_proj.weight"
         np.testing.assert_array_equal(read(untouched, np.float32), base.tensors[untouched])
         packed = dequantize(base.read_packed("model.embed_tokens.weight"))

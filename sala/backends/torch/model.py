@@ -153,12 +153,12 @@ class SparseMixer(nn.Module):
         scale = self.head_dim**-0.5
         if all(length < self.sparse.dense_len for length in lengths):
             return whole_attention(q, k, v, lengths, scale)
-        outputs = []
-        for row in zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True):
-            if row[0].shape[0] < self.sparse.dense_len:
-                outputs.append(whole_attention(*row, row[0].shape[:1], scale))
+        outputs, sizes = [], list(lengths)
+        for q_row, k_row, v_row in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+            if len(q_row) < self.sparse.dense_len:
+                outputs.append(whole_attention(q_row, k_row, v_row, [len(q_row)], scale))
             else:
-                outputs.append(whole_sparse_attention(*row, self.sparse, scale))
+                outputs.append(whole_sparse_attention(q_row, k_row, v_row, self.sparse, scale))
         return torch.cat(outputs)
 
     def attend(self, span: Span, q: Tensor, k: Tensor, v: Tensor, pages: KVPages) -> Tensor:

@@ -6,11 +6,12 @@ Distilling on the teacher's own words keeps what plain text erodes, above all it
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sala.backends.torch.batch import Sequences
@@ -42,7 +43,7 @@ def make_openings(
         prompt = prompts[choice]
         text = prompt.templates[rng.integers(len(prompt.templates))]
         if "{topic}" in text:
-            text = text.replace("{topic}", topics[rng.integers(len(topics))])
+            text = text.replace("{topic}", topics[int(rng.integers(len(topics)))])
         out.append(Opening(tuple(encode(text, prompt.is_chat)), prompt.temperature))
     return out
 
@@ -110,32 +111,32 @@ class _Cache:
         device = model.model.norm.weight.device
         self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in model.model.layers]
         self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in model.model.layers]
-        self.before, self.after = _before, _after
+        self.before: Callable[..., Any] = _before
+        self.after: Callable[..., Any] = _after
         if device.type == "cuda":
             self.before, self.after = (torch.compile(part, dynamic=False) for part in (_before, _after))
 
     def step(self, tokens: Tensor, position: int) -> Tensor:
         """tokens [B] → normed hidden states [B, hidden]."""
         model = self.model
-        positions = torch.full_like(tokens, position)
+        positions, end = torch.full_like(tokens, position), position + 1
         x = model.model.embed_tokens(tokens) * model.config.scale_emb
         for layer, keys, values in zip(model.model.layers, self.keys, self.values, strict=True):
             q, k, v = self.before(layer, x, positions)
             keys[:, :, position], values[:, :, position] = k, v
-            past = (pool[:, :, : position + 1] for pool in (keys, values))
             grouped = q.unflatten(1, (keys.shape[1], -1)).to(keys.dtype)  # the heads of a group as rows: [B, G, H/G, D]
             with sdpa_kernel(_ANY_LENGTH):
-                o = F.scaled_dot_product_attention(grouped, *past)
+                o = F.scaled_dot_product_attention(grouped, keys[:, :, :end], values[:, :, :end])
             x = self.after(layer, x, o.flatten(1))
         return model.model.norm(x)
 
 
-def _before(layer: nn.Module, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _before(layer: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Up to where the rows look back."""
     return layer.self_attn.project(layer.input_layernorm(x), Sequences(positions, positions, ()))
 
 
-def _after(layer: nn.Module, x: Tensor, o: Tensor) -> Tensor:
+def _after(layer: Any, x: Tensor, o: Tensor) -> Tensor:
     x = x + layer.self_attn.o_proj(o) * layer.residual_scale
     return x + layer.mlp(layer.post_attention_layernorm(x)) * layer.residual_scale
 

@@ -49,8 +49,8 @@ def import_dense(source: Path, target: Path) -> None:
         return
     config = dense_config(values)
     with Checkpoint(source) as checkpoint, new_directory(target) as draft:
-        for name in [name for name in checkpoint.tensors if name.endswith(_UNKNOWN_TENSORS)]:
-            del checkpoint.tensors[name]
+        known = {name: info for name, info in checkpoint.tensors.items() if not name.endswith(_UNKNOWN_TENSORS)}
+        checkpoint.tensors = known
         check_tensors(checkpoint, config)
         specs = {name: (checkpoint.tensors[name].dtype, shape) for name, shape in expected_tensors(config).items()}
         write_weights(draft, specs, lambda name: checkpoint.read(name).data)

@@ -38,9 +38,11 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
 def whole_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
     """Causal attention inside each packed sequence, differentiable: q [T, H, D], k and v [T, G, D] → [T, H, D]."""
     if len(set(lengths)) == 1:
-        return _causal(*(x.unflatten(0, (len(lengths), -1)) for x in (q, k, v)), scale).flatten(0, 1)
-    rows = zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)
-    return torch.cat([_causal(*(x[None] for x in row), scale)[0] for row in rows])
+        q, k, v = (x.unflatten(0, (len(lengths), -1)) for x in (q, k, v))
+        return _causal(q, k, v, scale).flatten(0, 1)
+    sizes = list(lengths)
+    rows = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+    return torch.cat([_causal(q_row[None], k_row[None], v_row[None], scale)[0] for q_row, k_row, v_row in rows])
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -7,8 +7,11 @@ many tokens of one sequence: inside a chunk as masked attention, between chunks 
 `lightning_whole` does so for whole sequences at once, with gradients.
 """
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,6 +113,9 @@ def lightning_whole(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], slo
     """
     is_even = len(set(lengths)) == 1
     rows = len(lengths) if is_even else 1
+    library = None if torch.compiler.is_compiling() or not q.is_cuda else _simple_gla()
+    if library is not None:
+        return _whole_by_library(library, q, k, v, lengths, slopes, scale)
     docs = (
         None
         if is_even
@@ -120,6 +126,28 @@ def lightning_whole(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], slo
     q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))  # [B, H, n, D]
     output = _many_chunks(widen(q) * scale, widen(k), widen(v), slopes.to(widen(q).dtype), docs)
     return output.transpose(1, 2).flatten(0, 1)
+
+
+@functools.cache
+def _simple_gla() -> Callable[..., Any] | None:
+    """flash-linear-attention's kernel for the same recurrence, where it is installed."""
+    try:
+        from fla.ops.simple_gla import chunk_simple_gla
+    except ImportError:
+        return None
+    return chunk_simple_gla
+
+
+def _whole_by_library(
+    library: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], slopes: Tensor, scale: float
+) -> Tensor:
+    """In fp32, so that its states between chunks are too."""
+    is_even = len(set(lengths)) == 1
+    rows = len(lengths) if is_even else 1
+    edges = None if is_even else torch.tensor([0, *itertools.accumulate(lengths)], device=q.device)
+    batch = (x.float().unflatten(0, (rows, -1)) for x in (q, k, v))
+    output, _ = library(*batch, g_gamma=-slopes, scale=scale, cu_seqlens=edges)
+    return output.flatten(0, 1)
 
 
 def _many_chunks(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, docs: Tensor | None) -> Tensor:
