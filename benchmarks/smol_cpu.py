@@ -2,9 +2,9 @@
 
     python benchmarks/smol_cpu.py TEACHER_DIR --transformers PYTHON
 
-TEACHER_DIR is the dense SmolLM2 as a Hugging Face directory (`sala.checkpoint.gguf.write_dense` makes one); PYTHON is
-an interpreter that has transformers, if this one has not. Both decode greedily after prompts of the same lengths, in turn,
-several times; the median of each counts. Results go to smol_cpu.json beside this file.
+TEACHER_DIR is the dense SmolLM2 as a Hugging Face directory (`sala.checkpoint.gguf.write_dense`); PYTHON is
+an interpreter that has transformers, if this one has not. Both decode greedily after prompts of the same lengths, in
+turn, several times; the median of each counts. Results go to smol_cpu.json beside this file.
 """
 
 import argparse

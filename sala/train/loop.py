@@ -1,7 +1,7 @@
 """The training loop: rows in, updates out; it can be killed at any moment and goes on as if it had not been.
 
 Accelerate spreads it over devices and nodes (plain, or sharded with FSDP). What a run has learnt and its optimizer's
-memory are written as safetensors, and only after a look that they hold no NaN.
+memory are written as safetensors, and only while losses and gradients are numbers.
 """
 
 import json
@@ -92,7 +92,7 @@ def train(
             is_due = (step + 1) % stage.save_every == 0 or is_last or is_late
             if (step + 1) % LOG_EVERY == 0 or step == 0 or is_due:
                 values = _values(objective, sums, totals, norm, rate)
-                _refuse_nan(values, step, last_save)
+                _refuse_nan(values, step, last_save, directory)
                 log.add(step + 1, values)
                 note(Progress(step + 1, stage.num_steps, values))
             if is_due:
@@ -160,11 +160,14 @@ def _values(objective: Objective, sums: Tensor, totals: Tensor, norm: Tensor, ra
     return named | {"norm": float(norm), "rate": rate}
 
 
-def _refuse_nan(values: Mapping[str, float], step: int, last_save: int) -> None:
+def _refuse_nan(values: Mapping[str, float], step: int, last_save: int, directory: Path) -> None:
     bad = [name for name, value in values.items() if not math.isfinite(value)]
     if bad:
         kept = f"the state of step {last_save} is kept" if last_save else "nothing was saved yet"
-        raise Diverged(f"{bad[0]} is no number at step {step + 1}; {kept}", "lower the rate (lr) and run it again")
+        raise Diverged(
+            f"{bad[0]} is no number at step {step + 1}; {kept}",
+            f"lower its rate (lr), remove {directory}, and run it again",
+        )
 
 
 class _Feed:

@@ -229,7 +229,7 @@ def _train(run: Run, stage: TrainStage, directory: Path, start: Path) -> None:
         _dense(student)
     if _is_compiled(run):
         teaching = teacher.model.layers if teacher is not None and isinstance(stage, DistilStage) else ()
-        # sparse attention has a compiled kernel of its own, which does not survive being compiled into a layer
+        # sparse attention is compiled by itself: inside a compiled layer its gradients were once no numbers
         learning: list[Any] = [
             layer.mlp if stage.is_sparse and isinstance(layer.self_attn, SparseMixer) else layer
             for layer in student.model.layers

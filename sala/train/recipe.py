@@ -197,6 +197,10 @@ def _check(recipe: Recipe, path: Path) -> None:
         window = stage.teacher_window if isinstance(stage, DistilStage) else None
         if window is not None and (not window or (window < stage.seq_len and stage.seq_len % window)):
             raise ConfigError(f"{where}: seq_len {stage.seq_len} is no multiple of teacher_window {window}")
+        if window and stage.packing == "documents":
+            raise ConfigError(f"{where}: teacher_window goes with packing 'stream' only", "leave one of them out")
+        if stage.schedule == "exponential" and not (stage.lr and stage.final_lr):
+            raise ConfigError(f"{where}: an exponential schedule cannot begin or end at 0", "raise lr and final_lr")
 
 
 def _build(kind: Any, values: Any, where: str) -> Any:

@@ -93,6 +93,14 @@ def test_windows_of_the_teacher_fill_a_row(tmp_path: Path) -> None:
         read(tmp_path, text.format(300))
 
 
+def test_what_cannot_be_computed_is_refused(tmp_path: Path) -> None:
+    distil = STAGE.replace('"train"', '"distil"').replace("lr = 1", "seq_len = 512\nteacher_window = 256\nlr = 1")
+    with pytest.raises(ConfigError, match="goes with packing 'stream'"):
+        read(tmp_path, distil.replace("lr = 1", 'packing = "documents"\nlr = 1'))
+    with pytest.raises(ConfigError, match="cannot begin or end at 0"):
+        read(tmp_path, STAGE.replace("lr = 1", 'schedule = "exponential"\nfinal_lr = 0\nlr = 1'))
+
+
 def test_no_recipe(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_recipe(tmp_path / "none.toml")

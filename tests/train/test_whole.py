@@ -105,7 +105,7 @@ def test_gradients_of_packed_documents_add_up() -> None:
 
 def test_scores_of_continuations() -> None:
     model = load_for_training(MODELS[0], CPU)
-    rows = [(draw(n, n).tolist(), draw(m, m + 1).tolist()) for n, m in ((1, 1), (60, 3), (60, 9), (2, 70), (90, 3))]
+    rows = [(draw(n, n).tolist(), draw(m, m + 1).tolist()) for n, m in ((1, 1), (60, 3), (60, 9), (2, 70), (115, 10))]
     greedy = logits(model, torch.tensor(rows[1][0]))[-1].argmax()
     rows[1] = (rows[1][0], [int(greedy)])
     for (context, continuation), score in zip(rows, score_rows(model, rows), strict=True):

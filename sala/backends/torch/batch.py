@@ -65,6 +65,7 @@ class Batch:
     positions: Tensor  # [T]
     spans: tuple[Span, ...]
     pending: list[Pending] = field(default_factory=list)  # filled by the lightning layers
+    angles: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)  # RoPE, by dimension and theta
 
     @property
     def lengths(self) -> list[int]:

@@ -36,6 +36,15 @@ def linear(num_in: int, num_out: int, bias: bool = False) -> nn.Linear:
     return nn.Linear(num_in, num_out, bias=bias)
 
 
+def angles_of(batch: Batch | Sequences, dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """RoPE's cos and sin [T, dim]; all layers of a batch share them."""
+    if isinstance(batch, Sequences):
+        return rope_angles(batch.positions, dim, theta)
+    if (dim, theta) not in batch.angles:
+        batch.angles[dim, theta] = rope_angles(batch.positions, dim, theta)
+    return batch.angles[dim, theta]
+
+
 class LightningMixer(nn.Module):
     """Linear attention with a fixed decay per head: the past is one matrix per head, of constant size."""
 
@@ -61,7 +70,10 @@ class LightningMixer(nn.Module):
             o = lightning_whole(q, k, v, batch.lengths, slopes, scale)
         else:
             assert isinstance(batch, Batch)
-            o, after = lightning_ragged(q, k, v, states[batch.slots], batch.lengths, slopes, scale)
+            slots: slice | list[int] = batch.slots
+            if len(batch.slots) == 1:
+                slots = slice(batch.slots[0], batch.slots[0] + 1)  # a view is much cheaper than a gather
+            o, after = lightning_ragged(q, k, v, states[slots], batch.lengths, slopes, scale)
             self.advance(batch, states, after, slopes, k, v)
         o = o.flatten(1).to(x.dtype)
         if self.o_norm is not None:
@@ -78,7 +90,7 @@ class LightningMixer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is not None:
-            cos, sin = rope_angles(batch.positions, self.head_dim, self.rope_theta)
+            cos, sin = angles_of(batch, self.head_dim, self.rope_theta)
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         if self.num_kv_heads != self.num_heads:
             shared = self.num_heads // self.num_kv_heads
@@ -88,7 +100,10 @@ class LightningMixer(nn.Module):
     def advance(self, batch: Batch, states: Tensor, after: Tensor, slopes: Tensor, k: Tensor, v: Tensor) -> None:
         """State advances only by accepted tokens: where there are drafts, it waits for the verdict."""
         if not any(span.num_drafts for span in batch.spans):
-            states[batch.slots] = after
+            if len(batch.slots) == 1:
+                states[batch.slots[0]] = after[0]
+            else:
+                states[batch.slots] = after
             return
         rows = zip(batch.spans, after, k.split(batch.lengths), v.split(batch.lengths), strict=True)
         for index, (span, state, k_row, v_row) in enumerate(rows):
@@ -142,7 +157,7 @@ class SparseMixer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is not None:
-            cos, sin = rope_angles(batch.positions, self.head_dim, self.rope_theta)
+            cos, sin = angles_of(batch, self.head_dim, self.rope_theta)
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         if self.log_base is not None:
             q = grow_queries(q, batch.positions, self.log_base)
@@ -212,8 +227,11 @@ class Layer(nn.Module):
         self.residual_scale = config.residual_scale
 
     def forward(self, x: Tensor, batch: Batch | Sequences, past: KVPages | Tensor | None = None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), batch, past) * self.residual_scale
-        return x + self.mlp(self.post_attention_layernorm(x)) * self.residual_scale
+        x = x + self.scaled(self.self_attn(self.input_layernorm(x), batch, past))
+        return x + self.scaled(self.mlp(self.post_attention_layernorm(x)))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
 
 
 class Decoder(nn.Module):

@@ -47,7 +47,7 @@ def lightning_step(
 ) -> tuple[Tensor, Tensor]:
     """One token per sequence: q, k, v [S, H, D], state [S, H, D, D] fp32 → output [S, H, D] fp32, next state."""
     decay = torch.exp(-slopes)[None, :, None, None]
-    state = decay * state + k.float()[..., :, None] * v.float()[..., None, :]
+    state = torch.addcmul(decay * state, k.float()[..., :, None], v.float()[..., None, :])
     output = (q.float() * scale)[..., None, :] @ state
     return output[..., 0, :], state
 
