@@ -108,6 +108,7 @@ def main() -> None:
         "needle": needles(models, maker, encode, lengths, 1, options.trials, options.teacher_max),
         "needle_4_keys": needles(models, maker, encode, lengths, 4, options.trials, options.teacher_max),
     }
+    results["settings"] = {name: getattr(options, name) for name in ("rows", "questions", "trials", "lengths")}
     results["seconds"] = round(time.time() - began)
     results["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     if options.output:

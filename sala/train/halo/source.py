@@ -81,7 +81,7 @@ def _import_gguf(source: GGUF, target: Path) -> None:
 
 def _gguf_bytes(source: GGUF, name: str) -> memoryview:
     module, _, part = name.rpartition(".")
-    matrix = source.read_packed(f"{module}.weight") if f"{module}.weight" in set(source) else None
+    matrix = source.read_packed(f"{module}.weight") if f"{module}.weight" in source else None
     array = source.read(name) if matrix is None else getattr(matrix, PACKED_PARTS[part])
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
