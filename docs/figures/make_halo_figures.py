@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 RUN = HERE.parents[1] / "models" / "smol-sala" / "run"
 INK, SOFT = "#24292f", "#6e7781"
 SPARSE, LIGHTNING, ANSWER = "#e8a33d", "#4a90c2", "#8a6fc0"
-TOKENS = {"align": 64 * 512, "settle": 64 * 512, "distil": 32 * 1024, "round": 32 * 1024}  # per step
+TOKENS = {"align": 64 * 512, "settle": 64 * 512, "distil": 32 * 1024, "distil-2": 32 * 1024}  # per step
 LOOK = {
     "font.size": 10,
     "text.color": INK,
@@ -39,7 +39,7 @@ def losses() -> None:
     """How each stage learns, over the tokens it read."""
     log = read("losses.json")
     figure, (first, second, third) = pyplot.subplots(
-        1, 3, figsize=(9.6, 3.3), layout="constrained", width_ratios=[1, 1.6, 0.75]
+        1, 3, figsize=(9.6, 3.3), layout="constrained", width_ratios=[1, 1.3, 1.6]
     )
     for stage, colour, words in (
         ("align", LIGHTNING, "30 lightning mixers"),
@@ -50,7 +50,7 @@ def losses() -> None:
     first.set_yscale("log")
     first.set_yticks([0.1, 0.3, 1, 3, 10], ["0.1", "0.3", "1", "3", "10"])
     first.minorticks_off()
-    for axes, stage, title in ((second, "distil", "Distillation: losses"), (third, "round", "Rounded to 5 bits")):
+    for axes, stage, title in ((second, "distil", "Distillation: losses"), (third, "distil-2", "Second run, rounded")):
         curve(axes, log, stage, "kl", SOFT, "KL from the teacher")
         curve(axes, log, stage, "answer", ANSWER, "answers about hidden facts (median of 9)", smooth=9, alpha=0.9)
         axes.set_title(title)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import lzma
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,16 @@ _MAX_KEYS_LEN = 256  # a row holds at most one hidden fact per so many tokens
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """tokens [n], and which of them are learnt and which belong to an answer; where documents end in it."""
+    """tokens [n], and which of them are learnt and which belong to an answer; where documents end in it.
+
+    `truth` is how much the text itself counts where a teacher's opinion is learnt too.
+    """
 
     tokens: Array
     learn: Array
     answer: Array
     lengths: tuple[int, ...]
+    truth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +182,8 @@ def line_of(
 class LineRows:
     """Rows of one line, each once per epoch, in an order that differs every time."""
 
-    def __init__(self, line: Line, length: int, seed: int) -> None:
-        self.line, self.length, self.seed = line, length, seed
+    def __init__(self, line: Line, length: int, seed: int, truth: float = 0.0) -> None:
+        self.line, self.length, self.seed, self.truth = line, length, seed, truth
         self.count = len(line.tokens) // length
         if not self.count:
             raise InputError("data", f"{len(line.tokens):,} tokens make no row of {length:,}", "lower seq_len")
@@ -190,7 +194,7 @@ class LineRows:
         if epoch != self._epoch:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
             self._epoch = epoch
-        return self.line.row(int(self._order[place]), self.length)
+        return replace(self.line.row(int(self._order[place]), self.length), truth=self.truth)
 
 
 class Mixture:

@@ -6,9 +6,8 @@ memory are written as safetensors, and only while losses and gradients are numbe
 
 import json
 import math
-import queue
+import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from sala.errors import InputError, MissingExtra, SalaError
 from sala.train.data import Mixture, Row
@@ -79,29 +79,28 @@ def train(
     wrapped, optimizer = accelerator.prepare(objective, optimizer)
     first = load_state(directory, wrapped, optimizer)
     log = _Log(directory / "metrics.jsonl", first, is_writer=accelerator.is_main_process)
-    feed = _Feed(stage, mixture, first, accelerator.process_index, accelerator.num_processes)
+    steps = _Steps(stage, mixture, accelerator.process_index, accelerator.num_processes)
+    feed = _feed(steps, first, accelerator.device)
     last_save = first
-    try:
-        for step in range(first, stage.num_steps):
-            rate = stage.rate.rate(step)
-            for group, scale in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * scale
-            sums, totals, norm = _update(accelerator, wrapped, objective, optimizer, feed.next(), stage)
-            is_late = deadline is not None and agree(time.monotonic() > deadline, accelerator.device)
-            is_last = step + 1 == stage.num_steps
-            is_due = (step + 1) % stage.save_every == 0 or is_last or is_late
-            if (step + 1) % LOG_EVERY == 0 or step == 0 or is_due:
-                values = _values(objective, sums, totals, norm, rate)
-                _refuse_nan(values, step, last_save, directory)
-                log.add(step + 1, values)
-                note(Progress(step + 1, stage.num_steps, values))
-            if is_due:
-                save_state(directory, step + 1, wrapped, optimizer, accelerator)
-                last_save = step + 1
-            if is_late and not is_last:
-                raise OutOfTime(f"time is over after step {step + 1} of {stage.num_steps}", "run it again to go on")
-    finally:
-        feed.close()
+    for step in range(first, stage.num_steps):
+        rate = stage.rate.rate(step)
+        for group, scale in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * scale
+        parts = [collate(rows, stage.packing) for rows in next(feed)]
+        sums, totals, norm = _update(accelerator, wrapped, objective, optimizer, parts, stage)
+        is_late = deadline is not None and agree(time.monotonic() > deadline, accelerator.device)
+        is_last = step + 1 == stage.num_steps
+        is_due = (step + 1) % stage.save_every == 0 or is_last or is_late
+        if (step + 1) % LOG_EVERY == 0 or step == 0 or is_due:
+            values = _values(objective, sums, totals, norm, rate)
+            _refuse_nan(values, step, last_save, directory)
+            log.add(step + 1, values)
+            note(Progress(step + 1, stage.num_steps, values))
+        if is_due:
+            save_state(directory, step + 1, wrapped, optimizer, accelerator)
+            last_save = step + 1
+        if is_late and not is_last:
+            raise OutOfTime(f"time is over after step {step + 1} of {stage.num_steps}", "run it again to go on")
     accelerator.unwrap_model(wrapped)
     return log.entries
 
@@ -170,49 +169,36 @@ def _refuse_nan(values: Mapping[str, float], step: int, last_save: int, director
         )
 
 
-class _Feed:
-    """Prepares the rows of coming steps in a thread, so that the device never waits for them."""
+class _Steps(Dataset[list[list[Row]]]):
+    """The rows of each step, in the parts that are computed at once."""
 
-    def __init__(self, stage: Learning, mixture: Mixture, first: int, rank: int, world: int) -> None:
-        self._queue: queue.Queue[Any] = queue.Queue(maxsize=8)
-        self._stop = threading.Event()
-        self._work = _steps(stage, mixture, first, rank, world)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+    def __init__(self, stage: Learning, mixture: Mixture, rank: int, world: int) -> None:
+        self.stage, self.mixture, self.rank, self.world = stage, mixture, rank, world
 
-    def _run(self) -> None:
-        try:
-            for parts in self._work:
-                if not self._put(parts):
-                    return
-        except Exception as error:  # it belongs to whoever asks for the next rows
-            self._put(error)
-
-    def _put(self, item: Any) -> bool:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def next(self) -> list[dict[str, Tensor]]:
-        item: list[dict[str, Tensor]] | Exception = self._queue.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
+    def __getitem__(self, step: int) -> list[list[Row]]:
+        count = self.stage.batch_rows
+        rows = self.mixture.rows(step * count, count, self.rank, self.world)
+        size = min(self.stage.micro_rows or len(rows), len(rows))
+        return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
-def _steps(stage: Learning, mixture: Mixture, first: int, rank: int, world: int) -> Iterator[list[dict[str, Tensor]]]:
-    for step in range(first, stage.num_steps):
-        rows = mixture.rows(step * stage.batch_rows, stage.batch_rows, rank, world)
-        size = min(stage.micro_rows or len(rows), len(rows))
-        yield [collate(rows[at : at + size], stage.packing) for at in range(0, len(rows), size)]
+def _feed(steps: _Steps, first: int, device: torch.device) -> Iterator[list[list[Row]]]:
+    """Beside a GPU other processes prepare the rows of coming steps, so that it never waits for them."""
+    num_workers = min(8, (os.cpu_count() or 1) // 2) if device.type == "cuda" else 0
+    return iter(
+        DataLoader(
+            steps,
+            batch_size=None,
+            sampler=range(first, steps.stage.num_steps),
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            multiprocessing_context="fork" if num_workers else None,
+        )
+    )
+
+
+def _as_it_is(rows: list[list[Row]]) -> list[list[Row]]:
+    return rows
 
 
 def collate(rows: Sequence[Row], packing: str) -> dict[str, Tensor]:
@@ -221,6 +207,8 @@ def collate(rows: Sequence[Row], packing: str) -> dict[str, Tensor]:
         "learn": torch.from_numpy(np.stack([row.learn for row in rows])),
         "answer": torch.from_numpy(np.stack([row.answer for row in rows])),
     }
+    if any(row.truth for row in rows):
+        out["truth"] = torch.tensor([row.truth for row in rows])
     if packing == "documents":
         out["lengths"] = torch.tensor([length for row in rows for length in row.lengths])
     return out

@@ -6,7 +6,7 @@ its gradient at once, and only gradients of the hidden states (and of the head, 
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,28 +14,32 @@ from torch import Tensor
 TILE_ROWS = {"cuda": 8192, "cpu": 512}
 
 
+class LossWeights(NamedTuple):
+    """Of each row [T]: of its main loss, of its answer's, and the share of the label in what the teacher says."""
+
+    main: Tensor
+    answer: Tensor
+    truth: Tensor | None = None
+
+    def part(self, rows: slice) -> "LossWeights":
+        return LossWeights(self.main[rows], self.answer[rows], None if self.truth is None else self.truth[rows])
+
+
 def head_loss(
-    hidden: Tensor,
-    head: Tensor,
-    labels: Tensor,
-    main: Tensor,
-    answer: Tensor,
-    teacher: tuple[Tensor, Tensor] | None = None,
+    hidden: Tensor, head: Tensor, labels: Tensor, weights: LossWeights, teacher: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """hidden [T, h], head [V, h], labels [T]; `main` and `answer` [T] weigh each row's two losses.
+    """hidden [T, h], head [V, h], labels [T] → the weighted loss, and without gradient two unweighted sums [2].
 
     The main loss is the cross-entropy of the label, or with `teacher` (its hidden states, its head) the divergence
-    KL(teacher || student); the answer's is always the cross-entropy. Returns their weighted sum, and apart from it,
-    without gradient, the two unweighted sums over the rows that have a weight, [2].
+    KL(teacher || student), into which the label's cross-entropy is mixed by its share; the answer's is always the
+    cross-entropy. The sums, of the divergence and of the answers, are over the rows that have a weight.
     """
-    return _HeadLoss.apply(hidden, head, labels, main, answer, teacher)
+    return _HeadLoss.apply(hidden, head, labels, weights, teacher)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, main: Tensor, answer: Tensor, teacher: Any
-    ) -> Any:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: LossWeights, teacher: Any) -> Any:
         tile_rows = TILE_ROWS.get(hidden.device.type, TILE_ROWS["cpu"])
         learns_head = head.requires_grad
         grad_hidden = torch.empty_like(hidden)
@@ -45,7 +49,7 @@ class _HeadLoss(torch.autograd.Function):
         for begin in range(0, hidden.shape[0], tile_rows):
             rows = slice(begin, begin + tile_rows)
             wanted = None if teacher is None else teacher[0][rows] @ teacher[1].T
-            part, part_sums, grad = compute(hidden[rows] @ head.T, labels[rows], main[rows], answer[rows], wanted)
+            part, part_sums, grad = compute(hidden[rows] @ head.T, labels[rows], weights.part(rows), wanted)
             grad_hidden[rows] = grad @ head
             if grad_head is not None:
                 grad_head.addmm_(grad.T, hidden[rows])
@@ -58,27 +62,28 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_hidden, grad_head = ctx.saved_tensors
         scaled = None if grad_head is None else grad_head * grads[0]
-        return grad_hidden * grads[0], scaled, None, None, None, None
+        return grad_hidden * grads[0], scaled, None, None, None
 
 
-def _tile(
-    logits: Tensor, labels: Tensor, main: Tensor, answer: Tensor, wanted: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _tile(logits: Tensor, labels: Tensor, weights: LossWeights, wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, unweighted sums and the gradient of one tile's logits [n, V]."""
+    main, answer, truth = weights
+    share = torch.zeros_like(main) if truth is None else truth.to(main.dtype)
     logp = logits.log_softmax(-1)
     chosen = -logp.gather(1, labels[:, None])[:, 0]
     column = torch.arange(logits.shape[1], device=logits.device)
     is_label = (column == labels[:, None]).to(logits.dtype)
     p = logp.exp()
     if wanted is None:
-        main_loss = chosen
+        shown = main_loss = chosen
         grad = (p - is_label) * (main + answer)[:, None]
     else:
         wanted_logp = wanted.log_softmax(-1)
         wanted_p = wanted_logp.exp()
-        main_loss = (wanted_p * (wanted_logp - logp)).sum(-1)
-        grad = (p - wanted_p) * main[:, None] + (p - is_label) * answer[:, None]
-    sums = torch.stack(((main_loss * (main != 0)).sum(), (chosen * (answer != 0)).sum()))
+        shown = (wanted_p * (wanted_logp - logp)).sum(-1)
+        main_loss = shown * (1 - share) + chosen * share
+        grad = (p - wanted_p) * (main * (1 - share))[:, None] + (p - is_label) * (answer + main * share)[:, None]
+    sums = torch.stack(((shown * (main != 0)).sum(), (chosen * (answer != 0)).sum()))
     return (main_loss * main + chosen * answer).sum(), sums, grad
 
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from sala.backends.torch.batch import whole
 from sala.backends.torch.model import SalaModel
-from sala.train.losses import head_loss
+from sala.train.losses import LossWeights, head_loss
 
-Rows = Mapping[str, Tensor]  # tokens [B, n] long; learn, answer [B, n] bool; lengths [documents], or absent
+# tokens [B, n] long; learn, answer [B, n] bool; truth [B]; lengths [documents], or absent
+Rows = Mapping[str, Tensor]
 
 
 class Objective(nn.Module):
@@ -40,6 +41,8 @@ class NextToken(Objective):
 
 class Distil(Objective):
     """Kullback-Leibler divergence from a teacher's next-token distribution, and cross-entropy of answers.
+
+    Rows with a `truth` learn from a mixture: that share of the text's own next token, the rest of the teacher.
 
     The teacher reads no further back than `window` tokens, if set: it may know no longer texts.
     """
@@ -140,7 +143,15 @@ def _loss(
         head = model.lm_head.weight.to(wide)
         if teacher is not None:
             teacher = (teacher[0].to(wide), teacher[1].to(wide))
-        return head_loss(hidden.to(wide), head, labels, learn * scales[0], answer * scales[1], teacher)
+        weights = LossWeights(learn * scales[0], answer * scales[1], _truth(rows))
+        return head_loss(hidden.to(wide), head, labels, weights, teacher)
+
+
+def _truth(rows: Rows) -> Tensor | None:
+    """The share of the truth in each position's target, [B * n]; None where the teacher alone counts."""
+    if "truth" not in rows:
+        return None
+    return rows["truth"].repeat_interleave(rows["tokens"].shape[1])
 
 
 def _relative_error(found: Tensor, wanted: Tensor) -> Tensor:

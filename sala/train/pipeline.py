@@ -312,7 +312,7 @@ def _rows_of(run: Run, stage: Learning, source: Source, tokenizer: Tokenizer, st
     line = line_of(
         source, tokenizer, eos, run.base, cache, lambda name, n: run.note(stage.name, f"reading {name}: {n:,}")
     )
-    return LineRows(line, stage.seq_len, seed)
+    return LineRows(line, stage.seq_len, seed, source.truth)
 
 
 def _needle_maker(run: Run, tokenizer: Tokenizer, path: str, limit: int | None = None) -> NeedleMaker:

@@ -30,6 +30,9 @@ class Source:
     weight: float = 1.0
     max_documents: int | None = None
     num_keys: int = 4  # needle: at most so many hidden facts, of which one is asked for
+    truth: float = (
+        0.0  # text: the share of the text's own words in what a distil stage learns, the teacher's is the rest
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +202,8 @@ def _check(recipe: Recipe, path: Path) -> None:
             raise ConfigError(f"{where}: seq_len {stage.seq_len} is no multiple of teacher_window {window}")
         if window and stage.packing == "documents":
             raise ConfigError(f"{where}: teacher_window goes with packing 'stream' only", "leave one of them out")
+        if any(source.truth > 1 for source in stage.data):
+            raise ConfigError(f"{where}: truth is a share", "give a number from 0 to 1")
         if stage.schedule == "exponential" and not (stage.lr and stage.final_lr):
             raise ConfigError(f"{where}: an exponential schedule cannot begin or end at 0", "raise lr and final_lr")
 

@@ -15,26 +15,27 @@ from sala.checkpoint.writer import write_text
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.eval.tasks.choice import Accuracy, ChoiceTask, accuracy, read_tasks, requests
-from sala.eval.tasks.needle import NeedleMaker, NeedleSpec
+from sala.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec, ValueChoice
+from sala.eval.tasks.needle import score as find
 from sala.llm import LLM
 from sala.text.tokenizer import Tokenizer
 from sala.train.data import read_documents
 from sala.train.models import load_for_training
 from sala.train.plots import plot_by_length
 from sala.train.recipe import Source
-from sala.train.score import perplexity, score_rows
+from sala.train.score import perplexity, score_rows, write_greedy
 
 if TYPE_CHECKING:
     from sala.train.pipeline import Run
 
 Encode = Callable[[str], list[int]]
-Pairs = list[tuple[tuple[int, ...], list[int]]]
 Values = dict[str, Any]
 
 WHO = ("source", "hybrid")
 PIECE = 1024  # tokens that a perplexity looks back at most
 MAX_PIECES = 200
 MAX_QUESTIONS = 1000
+NUM_ANSWERED = 32  # tokens in which a needle's value must come
 NUM_DECODED = 32  # tokens written to measure the speed of decoding
 
 
@@ -100,7 +101,7 @@ def _measure(
         encode = partial(tokenizer.encode, bos=False, parse_special=True)
         maker = NeedleMaker(encode, list(read_documents(Source(path=haystack.name), haystack.parent)), seed=11)
         for length in _known(model.config, lengths):
-            out["needle"][str(length)] = recall(model, needle_rows(maker, encode, length, 1, trials))
+            out["needle"][str(length)] = recall(model, tokenizer, needle_cases(maker, length, 1, trials))
     return out
 
 
@@ -123,16 +124,22 @@ def choice_accuracy(model: SalaModel, tasks: Sequence[ChoiceTask], encode: Encod
     return accuracy(tasks, [[next(scores).logprob for _ in group] for group in asked])
 
 
-def needle_rows(maker: NeedleMaker, encode: Encode, length: int, num_keys: int, trials: int) -> Pairs:
-    """Prompts with hidden facts of the test split, each with the value that is asked for."""
-    spec = NeedleSpec(length, num_keys=num_keys, value="mixed", split="test")
-    cases = (maker.make(spec, index) for index in range(trials))
-    return [(case.token_ids, encode(f" {case.value}")) for case in cases]
+def needle_cases(
+    maker: NeedleMaker, length: int, num_keys: int, trials: int, value: ValueChoice = "mixed"
+) -> list[NeedleCase]:
+    """Prompts with hidden facts of the test split; `length` holds prompt and answer."""
+    spec = NeedleSpec(length - NUM_ANSWERED, num_keys=num_keys, value=value, split="test")
+    return [maker.make(spec, index) for index in range(trials)]
 
 
-def recall(model: SalaModel, rows: Pairs) -> float:
-    """The share of needles found: greedy decoding would write exactly the right value."""
-    return sum(score.is_greedy for score in score_rows(model, rows)) / len(rows)
+def recall(model: SalaModel, tokenizer: Tokenizer, cases: Sequence[NeedleCase]) -> float:
+    """The share of needles found: the right value is in what the model answers, decoding greedily."""
+    values = [tokenizer.encode(f" {case.value}", bos=False) for case in cases]
+    scores = score_rows(model, [(case.token_ids, value) for case, value in zip(cases, values, strict=True)])
+    others = [case for case, score in zip(cases, scores, strict=True) if not score.is_greedy]
+    answers = write_greedy(model, [case.token_ids for case in others], NUM_ANSWERED, model.config.eos_token_id)
+    found = sum(find(case.value, tokenizer.decode(ids)) == 1 for case, ids in zip(others, answers, strict=True))
+    return (len(cases) - len(others) + found) / len(cases)
 
 
 def measure_speed(directory: Path, lengths: Sequence[int], device: torch.device) -> Values:

@@ -1,6 +1,6 @@
 """Scores of given continuations under a model, many rows at once: for choosing layers and for reports."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,15 +31,19 @@ def score_rows(model: SalaModel, rows: Sequence[tuple[Sequence[int], Sequence[in
     scores: list[Score | None] = [None] * len(rows)
     dense_len = model.config.sparse_config.dense_len
     lengths = [_padded(len(context) + len(continuation), dense_len) for context, continuation in rows]
-    order = sorted(range(len(rows)), key=lambda i: lengths[i])
-    while order:
-        length = lengths[order[0]]
-        limit = max(1, _TOKENS_AT_ONCE // length)
-        same = [i for i in order[:limit] if lengths[i] == length]
-        order = order[len(same) :]
-        for index, score in zip(same, _score_batch(model, [rows[i] for i in same], length), strict=True):
+    for same in _alike(sorted(range(len(rows)), key=lambda i: lengths[i]), lengths):
+        for index, score in zip(same, _score_batch(model, [rows[i] for i in same], lengths[same[0]]), strict=True):
             scores[index] = score
     return [score for score in scores if score is not None]
+
+
+def _alike(order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of rows that are computed at once: neighbours of one length, not too many."""
+    while order:
+        length = lengths[order[0]]
+        same = [i for i in order[: max(1, _TOKENS_AT_ONCE // length)] if lengths[i] == length]
+        order = order[len(same) :]
+        yield same
 
 
 def _padded(length: int, dense_len: int) -> int:
@@ -50,22 +54,46 @@ def _padded(length: int, dense_len: int) -> int:
 
 
 def _score_batch(model: SalaModel, rows: Sequence[tuple[Sequence[int], Sequence[int]]], length: int) -> list[Score]:
-    device = model.model.norm.weight.device
-    tokens = torch.zeros(len(rows), length, dtype=torch.long)
-    for at, (context, continuation) in enumerate(rows):
-        tokens[at, : len(context) + len(continuation)] = torch.tensor([*context, *continuation])
-    hidden = model(whole(tokens.to(device))).view(len(rows), length, -1)
+    hidden = _read(model, [[*context, *continuation] for context, continuation in rows], length)
     out = []
     for at, (context, continuation) in enumerate(rows):
         end = len(context) + len(continuation)
         logits = model.logits(hidden[at, len(context) - 1 : end - 1])
-        out.append(_score(logits, tokens[at, len(context) : end].to(device)))
+        out.append(_score(logits, torch.tensor(continuation, device=logits.device)))
     return out
+
+
+def _read(model: SalaModel, rows: Sequence[Sequence[int]], length: int) -> Tensor:
+    """Hidden states [B, length, hidden] of rows that are padded on the right."""
+    tokens = torch.zeros(len(rows), length, dtype=torch.long)
+    for at, row in enumerate(rows):
+        tokens[at, : len(row)] = torch.tensor(row)
+    return model(whole(tokens.to(model.model.norm.weight.device))).view(len(rows), length, -1)
 
 
 def _score(logits: Tensor, labels: Tensor) -> Score:
     chosen = logits.log_softmax(-1).gather(1, labels[:, None]).sum()
     return Score(float(chosen), tuple((logits.argmax(-1) == labels).tolist()))
+
+
+@torch.inference_mode()
+def write_greedy(
+    model: SalaModel, contexts: Sequence[Sequence[int]], max_tokens: int, ends: Sequence[int]
+) -> list[list[int]]:
+    """What the model would write after each context, up to an end mark. Everything is read anew for every token."""
+    written: list[list[int]] = [[] for _ in contexts]
+    dense_len = model.config.sparse_config.dense_len
+    lengths = [_padded(len(context) + max_tokens, dense_len) for context in contexts]
+    open_rows = sorted(range(len(contexts)), key=lambda i: lengths[i])
+    for _ in range(max_tokens):
+        for some in _alike(open_rows, lengths):
+            rows = [[*contexts[i], *written[i]] for i in some]
+            hidden = _read(model, rows, lengths[some[0]])
+            last = torch.stack([hidden[at, len(row) - 1] for at, row in enumerate(rows)])
+            for i, token in zip(some, model.logits(last).argmax(-1).tolist(), strict=True):
+                written[i].append(token)
+        open_rows = [i for i in open_rows if written[i][-1] not in ends]
+    return written
 
 
 @torch.inference_mode()

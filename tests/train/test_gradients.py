@@ -16,7 +16,7 @@ from sala.checkpoint.packing import dequantize, quantize
 from sala.config import SparseConfig
 from sala.train import losses
 from sala.train.adapters import LowRank, RoundedLinear, round_to_codes
-from sala.train.losses import head_loss
+from sala.train.losses import LossWeights, head_loss
 
 HEADS, DIM = 3, 6
 SMALL = SparseConfig(kernel_size=4, kernel_stride=2, block_size=8, window_size=8, topk=2, dense_len=1, init_blocks=1)
@@ -198,7 +198,7 @@ ROWS, VOCAB, HIDDEN = 23, 11, 7
 
 
 def plain_loss(
-    hidden: Tensor, head: Tensor, labels: Tensor, main: Tensor, answer: Tensor, teacher: tuple[Tensor, Tensor] | None
+    hidden: Tensor, head: Tensor, labels: Tensor, weights: LossWeights, teacher: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     logits = hidden @ head.T
     entropy = F.cross_entropy(logits, labels, reduction="none")
@@ -206,35 +206,41 @@ def plain_loss(
     if teacher is not None:
         wanted = (teacher[0] @ teacher[1].T).log_softmax(-1)
         loss = F.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
-    return (loss * main).sum() + (entropy * answer).sum()
+        share = torch.zeros_like(weights.main) if weights.truth is None else weights.truth
+        loss = loss * (1 - share) + entropy * share
+    return (loss * weights.main).sum() + (entropy * weights.answer).sum()
 
 
-@pytest.mark.parametrize("has_teacher", [False, True])
+@pytest.mark.parametrize(("has_teacher", "has_truth"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("learns_head", [False, True])
 @pytest.mark.parametrize("tile_rows", [5, 512])
-def test_head_loss(has_teacher: bool, learns_head: bool, tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_loss(
+    has_teacher: bool, has_truth: bool, learns_head: bool, tile_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(losses.TILE_ROWS, "cpu", tile_rows)
     hidden, head = draw(ROWS, HIDDEN), draw(VOCAB, HIDDEN).requires_grad_(learns_head)
     rng = torch.Generator().manual_seed(2)
     labels = torch.randint(VOCAB, (ROWS,), generator=rng)
     main = torch.rand(ROWS, generator=rng).double() * (torch.arange(ROWS) % 3 > 0)
     answer = torch.rand(ROWS, generator=rng).double() * (torch.arange(ROWS) % 4 == 0)
+    weights = LossWeights(main, answer, torch.rand(ROWS, generator=rng).double() if has_truth else None)
     # a teacher of another width
     teacher = (draw(ROWS, 4, seed=3).detach(), draw(VOCAB, 4, seed=4).detach()) if has_teacher else None
     inputs = (hidden, head) if learns_head else (hidden,)
 
     def ours(hidden: Tensor, head: Tensor = head) -> Tensor:
-        return 3 * head_loss(hidden, head, labels, main, answer, teacher)[0]
+        return 3 * head_loss(hidden, head, labels, weights, teacher)[0]
 
     def plain(hidden: Tensor, head: Tensor = head) -> Tensor:
-        return 3 * plain_loss(hidden, head, labels, main, answer, teacher)
+        return 3 * plain_loss(hidden, head, labels, weights, teacher)
 
     same(ours, plain, inputs)
     assert torch.autograd.gradcheck(ours, inputs)
-    sums = head_loss(hidden, head, labels, main, answer, teacher)[1]
+    sums = head_loss(hidden, head, labels, weights, teacher)[1]
     seen, told = (main != 0).double(), (answer != 0).double()
-    torch.testing.assert_close(sums[0], plain_loss(hidden, head, labels, seen, 0 * told, teacher).detach())
-    torch.testing.assert_close(sums[1], plain_loss(hidden, head, labels, 0 * seen, told, teacher).detach())
+    only_main, only_answer = LossWeights(seen, 0 * told), LossWeights(0 * seen, told)
+    torch.testing.assert_close(sums[0], plain_loss(hidden, head, labels, only_main, teacher).detach())
+    torch.testing.assert_close(sums[1], plain_loss(hidden, head, labels, only_answer, teacher).detach())
     assert not sums.requires_grad
 
 

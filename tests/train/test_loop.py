@@ -14,7 +14,9 @@ import torch
 from sala.errors import InputError
 from sala.train import loop
 from sala.train.data import Line, LineRows, Mixture, Row
-from sala.train.loop import Diverged, OutOfTime, Progress, clear_state
+from sala.train.loop import Diverged, OutOfTime, Progress, clear_state, collate
+from sala.train.objectives import Distil, NextToken
+from sala.train.score import score_rows, write_greedy
 from tests.train.small import learn, rows_of, small_mixture, small_model, small_stage
 
 EXACT = {"rtol": 0, "atol": 0}
@@ -211,6 +213,29 @@ def test_distilling_from_oneself_costs_nothing(models: Path, tmp_path: Path) -> 
 def test_distilling_comes_nearer(models: Path, tmp_path: Path) -> None:
     log = learn(small_model(models), tmp_path, small_stage(steps=40), teacher=small_model(models, 1))
     assert log[-1]["kl"] < 0.8 * log[0]["kl"]
+
+
+def test_truth_alone_is_the_next_token(models: Path) -> None:
+    """All truth and no teacher: the loss of a plain stage, but for what is shown."""
+    student, teacher = small_model(models), small_model(models, 1)
+    rows = collate([replace(rows_of(0)(index), truth=1.0) for index in range(3)], "stream")
+    plain = {name: value for name, value in rows.items() if name != "truth"}
+    scales = torch.tensor([0.5, 0.25])
+    told, shown = Distil(student, teacher)(rows, scales)
+    torch.testing.assert_close(told, NextToken(student)(plain, scales)[0])
+    torch.testing.assert_close(shown, Distil(student, teacher)(plain, scales)[1])
+
+
+def test_greedy_writing_equals_reading(models: Path) -> None:
+    """What is written token by token is what reading it says, dense or sparse."""
+    model = small_model(models)
+    contexts = [list(range(1, 6)), list(range(9, 37)), [7]]
+    written = write_greedy(model, contexts, 4, ends=(-1,))
+    scores = score_rows(model, list(zip(contexts, written, strict=True)))
+    assert all(len(ids) == 4 for ids in written)
+    assert all(score.is_greedy for score in scores)
+    stopped = write_greedy(model, contexts, 4, ends=(written[0][1],))
+    assert stopped[0] == written[0][: written[0].index(written[0][1]) + 1]
 
 
 def test_errors_of_the_data_reach_the_caller(models: Path, tmp_path: Path) -> None:

@@ -101,6 +101,13 @@ def test_what_cannot_be_computed_is_refused(tmp_path: Path) -> None:
         read(tmp_path, STAGE.replace("lr = 1", 'schedule = "exponential"\nfinal_lr = 0\nlr = 1'))
 
 
+def test_truth_is_a_share(tmp_path: Path) -> None:
+    stage = read(tmp_path, STAGE.replace("[[stage.data]]", "[[stage.data]]\ntruth = 0.25", 1)).stages
+    assert any(source.truth == 0.25 for one in stage if hasattr(one, "data") for source in one.data)
+    with pytest.raises(ConfigError, match="truth is a share"):
+        read(tmp_path, STAGE.replace("[[stage.data]]", "[[stage.data]]\ntruth = 1.5", 1))
+
+
 def test_no_recipe(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_recipe(tmp_path / "none.toml")

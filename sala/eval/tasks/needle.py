@@ -15,11 +15,13 @@ import numpy as np
 
 from sala.errors import InputError
 from sala.eval.tasks.haystack import PARAGRAPH, Encode, Haystack, Ids, Stretch, by_piece
+from sala.eval.tasks.phrases import compose
 from sala.eval.tasks.wordings import AURORA, FILLER, FRAMES, WORDINGS, Wording
 from sala.eval.tasks.words import Split, ValueKind, count_keys, draw_keys, draw_values, in_split, words_of
 
 ValueChoice = Literal["number", "word", "uuid", "mixed"]
 UNOPENED = 0.25  # share of the training cases in which the whole sentence is to be written
+COMPOSED = 0.75  # share of the training cases whose wording is put together from parts
 
 
 class Wrap(NamedTuple):
@@ -258,17 +260,24 @@ def _random(seed: int, spec: NeedleSpec, index: int) -> np.random.Generator:
 
 def _draw_wording(spec: NeedleSpec, rng: np.random.Generator) -> tuple[Wording, ValueKind]:
     """A wording and a kind of value that are rich enough for the number of needles."""
-    choices: dict[Wording, list[ValueKind]] = {}
-    for wording in WORDINGS[spec.split]:
-        kinds = [kind for kind in wording.values if spec.value in (kind, "mixed")]
-        if len(words_of(wording.category)) < spec.num_keys:
-            kinds = [kind for kind in kinds if kind != "word"]
-        if kinds and count_keys(wording.key, spec.split) >= spec.num_keys:
-            choices[wording] = kinds
+    if spec.split == "train" and rng.random() < COMPOSED:
+        wording = compose(rng)
+        kinds = _kinds(wording, spec)
+        if kinds:
+            return wording, kinds[int(rng.integers(len(kinds)))]
+    choices = {wording: kinds for wording in WORDINGS[spec.split] if (kinds := _kinds(wording, spec))}
     if not choices:
         raise InputError("num_keys", f"is {spec.num_keys}, more than there are different needles", "lower it")
     wording = list(choices)[int(rng.integers(len(choices)))]
     return wording, choices[wording][int(rng.integers(len(choices[wording])))]
+
+
+def _kinds(wording: Wording, spec: NeedleSpec) -> list[ValueKind]:
+    """The kinds of values that this wording can have; none if it has too few keys."""
+    if count_keys(wording.key, spec.split) < spec.num_keys:
+        return []
+    is_short = len(words_of(wording.category)) < spec.num_keys
+    return [kind for kind in wording.values if spec.value in (kind, "mixed") and not (is_short and kind == "word")]
 
 
 def _choose_places(stretch: Stretch, spec: NeedleSpec, rng: np.random.Generator) -> list[int]:
