@@ -9,11 +9,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from sala.backends.torch.batch import pack
+from sala.backends.torch.batch import Batch, pack
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.sampler import draw, verify
+from sala.backends.torch.steps import find_steps
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError
@@ -34,11 +35,18 @@ class TorchExecutor:
         self.device = device
         self.dtype = dtype
         self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype, device)
+        self.steps = find_steps(model, device, dtype)
+
+    def forward(self, batch: Batch, cache: HybridCache, num_layers: int | None = None) -> Tensor:
+        """The model, by the faster way where there is one."""
+        if self.steps is not None and self.steps.can_run(batch):
+            return self.steps(batch, cache, num_layers)
+        return self.model(batch, cache, num_layers)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Result:
         batch = pack(plan, self.device)
-        hidden = self.model(batch, self.cache)
+        hidden = self.forward(batch, self.cache)
         drawing = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
         drawn: list[Any] = [()] * len(plan.rows)
         if drawing:
@@ -57,7 +65,7 @@ class TorchExecutor:
         guesses: list[list[int]] = [[] for _ in rows]
         for _ in range(count):
             batch = pack(Plan(tuple(rows)), self.device)
-            hidden = self.model(batch, cache, num_layers)
+            hidden = self.forward(batch, cache, num_layers)
             logits = self.model.logits(hidden[batch.drawing_rows(list(range(len(rows))))])
             for index, (row, scores) in enumerate(zip(rows, logits, strict=True)):
                 token = draw(scores, row).token
@@ -69,7 +77,7 @@ class TorchExecutor:
     @torch.inference_mode()
     def logits(self, row: Row) -> Any:
         batch = pack(Plan((row,)), self.device)
-        return self.model.logits(self.model(batch, self.cache)).cpu().numpy()
+        return self.model.logits(self.forward(batch, self.cache)).cpu().numpy()
 
     @torch.inference_mode()
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -50,7 +50,7 @@ def put_quantized(
     """Put a quantized matrix in the place of a linear or of the embedding (and of the head that shares it)."""
     is_embedding = name == "model.embed_tokens"
     is_shared = is_embedding and model.config.tie_word_embeddings
-    if not is_expanded and can_run_packed(weight.bits, device):
+    if not is_expanded and can_run_packed(device):
         if is_embedding:
             model.model.embed_tokens = AffineEmbedding(weight, dtype)  # type: ignore[assignment]
         if is_shared or not is_embedding:

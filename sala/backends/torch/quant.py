@@ -1,10 +1,10 @@
 """Quantized linears and embeddings, put into the model from outside: the model knows no bits.
 
-On the CPU the weights stay as they are in the file, mapped. A few rows at a time (decoding) run in a kernel that
-reads the codes themselves; many rows (a prompt) expand the weights piece by piece and multiply in fp32. Expanding costs
-as much as a handful of rows, so that nothing is kept. Both ways give the numbers of fp32 arithmetic on
-w = code * scale + bias, whatever the precision of the activations: the answer does not depend on how many rows are
-computed together.
+On the CPU the weights stay as they are in the file, mapped; codes of 2, 3, 5 and 6 bits are widened to the next width
+that the kernel reads. A few rows at a time (decoding) run in a kernel that reads the codes themselves; many rows (a
+prompt) expand the weights piece by piece and multiply in fp32. Expanding costs as much as a handful of rows, so that
+nothing is kept. Both ways give the numbers of fp32 arithmetic on w = code * scale + bias, whatever the precision of the
+activations: the answer does not depend on how many rows are computed together.
 """
 
 import ctypes
@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sala.backends.torch.kernels import affine as native
-from sala.backends.torch.ops.affine import dequantize
+from sala.backends.torch.kernels import native
+from sala.backends.torch.ops.affine import dequantize, pack, unpack
 
 FEW_ROWS = 16  # up to here the kernel is the faster way
-NATIVE_BITS = (4, 8)
+NATIVE_BITS = {2: 4, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}  # codes are widened to what the kernel reads
 _PIECE = 1 << 22  # weights expanded at a time
 
 
@@ -29,9 +29,9 @@ def linear_backend() -> str:
     return f"native: {native.describe()}"
 
 
-def can_run_packed(bits: int, device: torch.device) -> bool:
-    """Whether a matrix may stay packed; if not, it is better dequantized once, when it is loaded."""
-    return device.type == "cpu" and bits in NATIVE_BITS and native.load() is not None
+def can_run_packed(device: torch.device) -> bool:
+    """Whether matrices may stay packed; if not, they are better dequantized once, when they are loaded."""
+    return device.type == "cpu" and native.load() is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +52,19 @@ class AffineWeight:
     def num_in(self) -> int:
         return self.scales.shape[1] * self.group_size
 
+    def widened(self) -> "AffineWeight":
+        """The same matrix with codes of a width that the kernel reads: times 2^n, as the scales are divided by it.
+
+        So the middle of the codes stays the middle, from which the kernel counts. In fp32 no scale underflows.
+        """
+        bits = NATIVE_BITS[self.bits]
+        if bits == self.bits:
+            return self
+        pieces = (unpack(self.codes[begin:end], self.bits) << (bits - self.bits) for begin, end in _pieces(self))
+        codes = torch.cat([pack(piece, bits) for piece in pieces])
+        scales = self.scales.float() / 2 ** (bits - self.bits)
+        return AffineWeight(codes, scales, self.biases.float(), bits, self.group_size)
+
     def rows(self, index: Tensor | slice) -> Tensor:
         """Some rows, dequantized to fp32."""
         return dequantize(self.codes[index], self.scales[index], self.biases[index], self.bits, self.group_size)
@@ -70,10 +83,10 @@ class AffineLinear(nn.Module):
     def __init__(self, weight: AffineWeight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.bias = bias
-        self.packed = weight  # no buffer: `.to()` must not move what the kernel points to
+        self.kernel = native.load() if can_run_packed(weight.codes.device) else None
+        self.packed = weight if self.kernel is None else weight.widened()
         self.in_features, self.out_features = weight.num_in, weight.num_out
-        self.kernel = native.load() if can_run_packed(weight.bits, weight.codes.device) else None
-        self.native = _native_weight(weight)
+        self.native = _native_weight(self.packed)  # no buffers: `.to()` must not move what the kernel points to
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None and self.kernel is not None and _is_ready(x):  # decoding: every microsecond counts
@@ -136,6 +149,7 @@ def _native_weight(weight: AffineWeight) -> native.Weight:
         weight.codes.data_ptr(),
         weight.scales.data_ptr(),
         weight.biases.data_ptr(),
+        None,
         weight.num_out,
         weight.num_in,
         weight.bits,

@@ -1,30 +1,12 @@
-// y = x W^T for W in affine groups (MLX layout): w = code * scale + bias, codes of 4 or 8 bits, fp32 arithmetic.
-//
 // A group adds scale * sum((code - center) x) + (bias + center * scale) * sum(x): the codes never become weights in
 // memory, and the second sum is computed once per input. Centered codes keep the two terms small, so nothing cancels.
-// Each row of x is computed in the same order however many there are. Vector extensions of GCC and Clang: the same
-// source for AVX-512, AVX2 and NEON.
 
-#include <cstdint>
-#include <cstring>
-#include <vector>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "affine.h"
+#include "vectors.h"
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
+static const int AHEAD = 2048;  // bytes of codes that are fetched before they are needed, across the borders of pages
+
 typedef uint8_t Bytes __attribute__((vector_size(16)));
-
-enum ScaleType { FP32 = 0, FP16 = 1, BF16 = 2 };
-
-struct Weight {
-    const uint8_t* codes;  // [num_out, num_in * bits / 8]
-    const void* scales;    // [num_out, num_in / group_size]
-    const void* biases;
-    int64_t num_out, num_in;
-    int32_t bits, group_size, scale_type, num_threads;
-};
 
 struct Half {
     static constexpr bool is_half = true;
@@ -45,19 +27,11 @@ struct Half {
 struct Brain {
     static constexpr bool is_half = false;
     uint16_t raw;
-    operator float() const { uint32_t out = uint32_t(raw) << 16; float value; std::memcpy(&value, &out, 4); return value; }
+    operator float() const {
+        uint32_t out = uint32_t(raw) << 16;
+        float value; std::memcpy(&value, &out, 4); return value;
+    }
 };
-
-static inline float sum(Floats v) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_ps((__m512)v);
-#endif
-    float parts[16];
-    std::memcpy(parts, &v, 64);
-    for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; i++) parts[i] += parts[i + width];
-    return parts[0];
-}
 
 // 32 codes as two vectors of centered floats. Four bits: lane l holds code l/4 (then 4 + l/4) of word l%4.
 template <int BITS> static inline void expand(const uint8_t* codes, Floats& first, Floats& second) {
@@ -93,30 +67,36 @@ template <int BITS> static inline void expand(const uint8_t* codes, Floats& firs
     }
 }
 
+// Floats that the sums of one row take, so that sixteen can always be read.
+static inline int64_t padded(int64_t num_in) { return (num_in / 32 + 15) / 16 * 16; }
+
 // Where input i of 32 lies in the two vectors of `expand`.
 template <int BITS> static inline int lane(int i) { return BITS == 4 ? (i & 4) * 4 + (i & 3) * 4 + i / 8 : i; }
-
-static inline Floats load(const float* x) { Floats v; std::memcpy(&v, x, 64); return v; }
-static inline void store(float* x, Floats v) { std::memcpy(x, &v, 64); }
 
 // The scales of up to 16 blocks of 32 inputs, in fp32; a group is 2^per_group of them.
 template <class Scale> static inline Floats widen(const Scale* scales, int64_t block, int count, int per_group) {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-    if constexpr (sizeof(Scale) == 2) if (per_group == 0) {
-        const __m256i raw = _mm256_maskz_loadu_epi16(__mmask16((1u << count) - 1), scales + block);
-        return Scale::is_half ? (Floats)_mm512_cvtph_ps(raw)
-                              : (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
+    const __mmask16 mask = __mmask16((1u << ((count + (1 << per_group) - 1) >> per_group)) - 1);
+    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    __m512 wide;
+    if constexpr (sizeof(Scale) == 4) wide = _mm512_maskz_loadu_ps(mask, scales + (block >> per_group));
+    else {
+        const __m256i raw = _mm256_maskz_loadu_epi16(mask, scales + (block >> per_group));
+        wide = Scale::is_half ? _mm512_cvtph_ps(raw)
+                              : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
     }
-#endif
+    return per_group == 0 ? (Floats)wide : (Floats)_mm512_permutexvar_ps((__m512i)(lanes >> per_group), wide);
+#else
     float out[16] = {};
     for (int i = 0; i < count; i++) out[i] = scales[(block + i) >> per_group];
     return load(out);
+#endif
 }
 
-// ROWS rows of x, in the order of `expand`, with one row of W. `sums` [rows, blocks up to a multiple of 16].
+// ROWS rows of x, in the order of `expand`, with one row of W. `sums` [rows, padded].
 template <int BITS, int ROWS, class Scale>
 static inline void dot(const Weight& w, int64_t out, const float* x, const float* sums, float* y) {
-    const int64_t blocks = w.num_in / 32, padded = (blocks + 15) / 16 * 16, stride = w.num_in;
+    const int64_t blocks = w.num_in / 32, stride = w.num_in, sum_stride = padded(w.num_in);
     const int per_group = w.group_size == 32 ? 0 : w.group_size == 64 ? 1 : 2;
     const uint8_t* codes = w.codes + out * (w.num_in * BITS / 8);
     const Scale* scales = (const Scale*)w.scales + out * (blocks >> per_group);
@@ -128,10 +108,11 @@ static inline void dot(const Weight& w, int64_t out, const float* x, const float
         const Floats bias = widen(biases, block, count, per_group) + scale * float(1 << (BITS - 1));
         float factors[16];
         store(factors, scale);
-        for (int r = 0; r < ROWS; r++) shift[r] += load(sums + r * padded + block) * bias;
+        for (int r = 0; r < ROWS; r++) shift[r] += load(sums + r * sum_stride + block) * bias;
 #pragma GCC unroll 2
         for (int j = 0; j < count; j++, codes += 4 * BITS) {
             Floats first, second;
+            __builtin_prefetch(codes + AHEAD);
             expand<BITS>(codes, first, second);
             const float* at = x + (block + j) * 32;
             for (int r = 0; r < ROWS; r++) {
@@ -144,29 +125,58 @@ static inline void dot(const Weight& w, int64_t out, const float* x, const float
     for (int r = 0; r < ROWS; r++) y[r * w.num_out + out] = sum(total[r] + shift[r]);
 }
 
+// The same with a row of plain weights.
+template <int ROWS> static inline void dot(const Weight& w, int64_t out, const float* x, float* y) {
+    const float* row = (const float*)w.codes + out * w.num_in;
+    Floats total[ROWS] = {}, other[ROWS] = {};
+    int64_t i = 0;
+    for (; i + 32 <= w.num_in; i += 32)
+        for (int r = 0; r < ROWS; r++) {
+            total[r] += load(row + i) * load(x + r * w.num_in + i);
+            other[r] += load(row + i + 16) * load(x + r * w.num_in + i + 16);
+        }
+    for (; i < w.num_in; i += 16)
+        for (int r = 0; r < ROWS; r++) total[r] += load(row + i) * load(x + r * w.num_in + i);
+    for (int r = 0; r < ROWS; r++) y[r * w.num_out + out] = sum(total[r] + other[r]);
+}
+
+template <int BITS, int ROWS, class Scale>
+static inline void some_rows(const Weight& w, int64_t out, const Input& x, int64_t r, float* y) {
+    float* to = y + r * w.num_out;
+    if constexpr (BITS == 32) dot<ROWS>(w, out, x.plain + r * x.num_in, to);
+    else dot<BITS, ROWS, Scale>(w, out, (BITS == 4 ? x.ordered : x.plain) + r * x.num_in,
+                                x.sums + r * padded(x.num_in), to);
+}
+
 template <int BITS, class Scale>
-static void multiply(const Weight& w, const float* x, float* y, int64_t rows) {
-    const int64_t padded = (w.num_in / 32 + 15) / 16 * 16;
-    std::vector<float> space(rows * w.num_in + 16), sums(rows * padded, 0.0f);
-    float* ordered = (float*)((uintptr_t(space.data()) + 63) / 64 * 64);  // no load crosses a cache line
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < w.num_in; i += 32) {
-            const float* from = x + r * w.num_in + i;
-            float *to = ordered + r * w.num_in + i, value = 0;
-            for (int j = 0; j < 32; j++) { to[lane<BITS>(j)] = from[j]; value += from[j]; }
-            sums[r * padded + i / 32] = value;
+static void multiply_as(const Weight& w, const Input& x, float* y, int64_t begin, int64_t end) {
+    for (int64_t out = begin; out < end; out++) {
+        for (int64_t r = 0; r < x.rows;) {
+            if (x.rows - r >= 8) { some_rows<BITS, 8, Scale>(w, out, x, r, y); r += 8; }
+            else if (x.rows - r >= 4) { some_rows<BITS, 4, Scale>(w, out, x, r, y); r += 4; }
+            else if (x.rows - r >= 2) { some_rows<BITS, 2, Scale>(w, out, x, r, y); r += 2; }
+            else { some_rows<BITS, 1, Scale>(w, out, x, r, y); r += 1; }
         }
-    const float *input = ordered, *total = sums.data();
-#pragma omp parallel for schedule(static) num_threads(w.num_threads)
-    for (int64_t out = 0; out < w.num_out; out++)
-        for (int64_t r = 0; r < rows;) {
-            const float *xr = input + r * w.num_in, *sr = total + r * padded;
-            float* yr = y + r * w.num_out;
-            if (rows - r >= 8) { dot<BITS, 8, Scale>(w, out, xr, sr, yr); r += 8; }
-            else if (rows - r >= 4) { dot<BITS, 4, Scale>(w, out, xr, sr, yr); r += 4; }
-            else if (rows - r >= 2) { dot<BITS, 2, Scale>(w, out, xr, sr, yr); r += 2; }
-            else { dot<BITS, 1, Scale>(w, out, xr, sr, yr); r += 1; }
+        if (w.addend) for (int64_t r = 0; r < x.rows; r++) y[r * w.num_out + out] += w.addend[out];
+    }
+}
+
+Input::Input(float* space, int64_t rows, int64_t num_in)
+    : rows(rows), num_in(num_in), plain(space), ordered(plain + rows * num_in), sums(ordered + rows * num_in) {}
+
+int64_t Input::floats(int64_t rows, int64_t num_in) { return rows * (2 * num_in + padded(num_in)); }
+
+void Input::fill(const float* x, bool has_four_bits) {
+    if (x != plain) std::memcpy(plain, x, rows * num_in * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        std::memset(sums + r * padded(num_in), 0, padded(num_in) * sizeof(float));
+        for (int64_t i = 0; i + 32 <= num_in; i += 32) {
+            const float* from = plain + r * num_in + i;
+            sums[r * padded(num_in) + i / 32] = sum(load(from) + load(from + 16));
+            if (has_four_bits)
+                for (int j = 0; j < 32; j++) ordered[r * num_in + i + lane<4>(j)] = from[j];
         }
+    }
 }
 
 template <int BITS, class Scale> static void expand_rows(const Weight& w, int64_t begin, int64_t end, float* y) {
@@ -192,19 +202,30 @@ template <int BITS, class Scale> static void expand_rows(const Weight& w, int64_
     }
 }
 
-template <class Scale> static void multiply_any(const Weight& w, const float* x, float* y, int64_t rows) {
-    w.bits == 4 ? multiply<4, Scale>(w, x, y, rows) : multiply<8, Scale>(w, x, y, rows);
+template <class Scale> static void multiply_any(const Weight& w, const Input& x, float* y, int64_t begin, int64_t end) {
+    w.bits == 4 ? multiply_as<4, Scale>(w, x, y, begin, end) : multiply_as<8, Scale>(w, x, y, begin, end);
 }
 
 template <class Scale> static void expand_any(const Weight& w, int64_t begin, int64_t end, float* y) {
     w.bits == 4 ? expand_rows<4, Scale>(w, begin, end, y) : expand_rows<8, Scale>(w, begin, end, y);
 }
 
+void multiply(const Weight& w, const Input& x, float* y, int64_t begin, int64_t end) {
+    if (w.bits == 32) multiply_as<32, float>(w, x, y, begin, end);
+    else if (w.scale_type == FP32) multiply_any<float>(w, x, y, begin, end);
+    else if (w.scale_type == FP16) multiply_any<Half>(w, x, y, begin, end);
+    else multiply_any<Brain>(w, x, y, begin, end);
+}
+
 // x [rows, num_in] → y [rows, num_out], both fp32.
 extern "C" void affine_linear(const Weight* w, const float* x, float* y, int64_t rows) {
-    if (w->scale_type == FP32) multiply_any<float>(*w, x, y, rows);
-    else if (w->scale_type == FP16) multiply_any<Half>(*w, x, y, rows);
-    else multiply_any<Brain>(*w, x, y, rows);
+    static thread_local Space space;
+    Input input(space.get(Input::floats(rows, w->num_in)), rows, w->num_in);
+    input.fill(x, w->bits == 4);
+    const int64_t piece = 64, pieces = (w->num_out + piece - 1) / piece;
+#pragma omp parallel for schedule(static) num_threads(w->num_threads)
+    for (int64_t i = 0; i < pieces; i++)
+        multiply(*w, input, y, i * piece, i + 1 < pieces ? (i + 1) * piece : w->num_out);
 }
 
 // Rows begin…end of the weights → y [end - begin, num_in] in fp32.

@@ -6,6 +6,8 @@ from torch import Tensor
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """words [..., W] as int32 → codes [..., W * 32 / bits] as int32, from a little-endian stream of bits."""
+    if bits == 8:
+        return words.contiguous().view(torch.uint8).int()
     groups = words.unflatten(-1, (words.shape[-1] // bits, bits))
     codes = torch.empty((*groups.shape[:-1], 32), dtype=torch.int32, device=words.device)
     for index in range(32):
@@ -16,6 +18,12 @@ def unpack(words: Tensor, bits: int) -> Tensor:
             code = (code & low) | (groups[..., word + 1] << (32 - offset))
         codes[..., index] = code & ((1 << bits) - 1)
     return codes.flatten(-2)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """The reverse of `unpack` for codes that never cross the border of a word: of 4 or 8 bits."""
+    parts = codes.unflatten(-1, (-1, 32 // bits)) << torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
+    return parts.sum(-1, dtype=torch.int32)  # no bit is in two of them
 
 
 def dequantize(words: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sala.backends.torch.kernels import native
 from sala.backends.torch.ops.precision import widen
 
 CHUNK = 64
@@ -84,11 +85,27 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale
 
 def lightning_fold(k: Tensor, v: Tensor, state: Tensor, slopes: Tensor) -> Tensor:
     """Advance a state [H, D, D] by tokens whose outputs are known already: k, v [n, H, D] → next state."""
+    kernel = native.load() if _fits_native(k, v, state) else None
+    if kernel is not None:
+        return _fold_natively(kernel, k, v, state, slopes)
     n = k.shape[0]
     age = torch.arange(n - 1, -1, -1, device=k.device, dtype=torch.float32)
     weight = torch.exp(-slopes[:, None] * age)[..., None]  # [H, n, 1]
     update = (k.float().transpose(0, 1) * weight).transpose(1, 2) @ v.float().transpose(0, 1)
     return torch.exp(-slopes * n)[:, None, None] * state + update
+
+
+def _fits_native(k: Tensor, v: Tensor, state: Tensor) -> bool:
+    is_plain = all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (k, v, state))
+    return is_plain and state.shape[-1] % native.LANES == 0 and not torch.is_grad_enabled()
+
+
+def _fold_natively(kernel: native.Kernel, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor) -> Tensor:
+    """Token after token, as decoding does it: the very same bits."""
+    k, v, decay = k.contiguous(), v.contiguous(), torch.exp(-slopes)
+    state = state.clone(memory_format=torch.contiguous_format)
+    kernel.fold(state.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), *k.shape)
+    return state
 
 
 def lightning_ragged(

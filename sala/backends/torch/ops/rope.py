@@ -18,8 +18,12 @@ def rope_angles(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tens
 
 def grow_queries(q: Tensor, positions: Tensor, base: float) -> Tensor:
     """q [T, H, D] times log(t + base) / log(base): attention without positions stays sharp far beyond its training."""
-    factor = torch.log(positions.float() + base) / math.log(base)
-    return (widen(q) * factor[:, None, None]).to(q.dtype)
+    return (widen(q) * query_growth(positions, base)[:, None, None]).to(q.dtype)
+
+
+def query_growth(positions: Tensor, base: float) -> Tensor:
+    """positions [T] → factors [T] in fp32."""
+    return torch.log(positions.float() + base) / math.log(base)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

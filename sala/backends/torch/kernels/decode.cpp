@@ -1,0 +1,606 @@
+// All layers of the model on a few tokens, in one parallel region: what decoding and verifying drafts run.
+//
+// The readable definition is model.py with ops/; here is the same in fp32, row by row. A token's numbers depend neither
+// on the other tokens of the call nor on the number of threads: every sum has one order, and drafts that are verified
+// together see the bits that they would see one after another.
+//
+// Phases are parted by barriers. Small things (a norm of a few hundred numbers) every thread computes for itself, which
+// is cheaper than waiting for another. All widths are multiples of 16.
+
+#include "affine.h"
+#include "vectors.h"
+#include <algorithm>
+#include <atomic>
+#include <cfloat>
+#include <cmath>
+#include <thread>
+#if defined(_OPENMP)
+#include <omp.h>
+#else
+static int omp_get_thread_num() { return 0; }
+static int omp_get_num_threads() { return 1; }
+#endif
+
+struct Layer {
+    Weight q, k, v, o, gate, mlp_gate, mlp_up, mlp_down;  // a gate without codes is none
+    const float *input_norm, *post_norm, *q_norm, *k_norm, *o_norm;  // null: none
+    const float* decay;  // [H] of lightning layers; null makes it a sparse one
+    int64_t num_heads, num_kv_heads, head_dim;
+};
+
+struct Model {
+    const Layer* layers;
+    const float* norm;
+    int64_t hidden;
+    float eps, residual_scale;
+    int64_t num_pages, block_size, kernel_size, kernel_stride, init_blocks, window_blocks, num_chosen;
+};
+
+struct Past {
+    float* states;            // lightning: [slots, H, D, D]
+    float *k, *v, *k1, *k2;  // sparse: [G, pages, rows per page, D]
+};
+
+struct Span {
+    int64_t start, length, slot, sparse_from, num_drafts;
+    const int64_t* pages;  // block → page
+};
+
+struct Angles {
+    const float *cos, *sin;  // [T, D]; null: no RoPE
+};
+
+struct Step {
+    const Span* spans;
+    const Past* pasts;  // one per layer
+    float* x;           // [T, hidden]: the embedded tokens; in the end, the normed hidden states
+    Angles lightning, sparse;
+    const float* growth;     // [T] factors of the sparse layers' queries, or null
+    float *kept_k, *kept_v;  // [lightning layers, T, H, D] of tokens whose states wait for a verdict, or null
+    int64_t num_spans, num_tokens, num_layers, num_threads;
+};
+
+struct Range { int64_t begin, end; };
+
+// Waits actively, as phases are short; but not for long, as the thread that it waits for may need this processor.
+class Barrier {
+  public:
+    void wait(int64_t count) {
+        const int64_t now = phase.load();
+        if (arrived.fetch_add(1) + 1 == count) {
+            arrived.store(0);
+            phase.store(now + 1);
+            return;
+        }
+        for (int tries = 0; phase.load(std::memory_order_acquire) == now;)
+            if (tries < 4000) tries++;
+            else std::this_thread::yield();
+    }
+
+  private:
+    std::atomic<int64_t> arrived{0}, phase{0};
+};
+
+struct Team {
+    int64_t index, count;
+    Barrier* barrier;
+    Range part(int64_t n) const { return {n * index / count, n * (index + 1) / count}; }
+};
+
+// ---- one vector
+
+static float dot(const float* a, const float* b, int64_t n) {
+    Floats total = {};
+    for (int64_t i = 0; i < n; i += 16) total += load(a + i) * load(b + i);
+    return sum(total);
+}
+
+static void rms_norm(const float* x, const float* weight, float eps, float* y, int64_t n) {
+    const float factor = 1.0f / std::sqrt(dot(x, x, n) / float(n) + eps);
+    for (int64_t i = 0; i < n; i += 16) store(y + i, load(x + i) * factor * load(weight + i));
+}
+
+// Halves rotated against each other; the half of a head need not be a multiple of 16.
+static void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float first = x[i], second = x[i + half];
+        x[i] = first * cos[i] - second * sin[i];
+        x[i + half] = second * cos[i + half] + first * sin[i + half];
+    }
+}
+
+// A head of queries or keys, in place: norm and position.
+static void shape_head(float* x, const float* norm, float eps, Angles angles, int64_t token, int64_t dim) {
+    if (norm) rms_norm(x, norm, eps, x, dim);
+    if (angles.cos) rotate(x, angles.cos + token * dim, angles.sin + token * dim, dim);
+}
+
+// ---- lightning
+
+// S ← decay S + k^T v, o = q S for 16 columns of a head's state, token after token; without q, the state alone.
+// `state` is [dim, 16]; from token to token q and o go on by `stride` floats, k and v by `kv_stride`.
+__attribute__((noinline)) static void recur(float* state, int64_t dim, float decay, int64_t num_tokens, const float* q,
+                                            const float* k, const float* v, float* o, int64_t stride,
+                                            int64_t kv_stride) {
+    for (int64_t t = 0; t < num_tokens; t++) {
+        const Floats value = load(v + t * kv_stride);
+        Floats total = {};
+        for (int64_t i = 0; i < dim; i++) {
+            const Floats row = load(state + i * 16) * decay + value * k[t * kv_stride + i];
+            store(state + i * 16, row);
+            if (q) total += row * q[t * stride + i];
+        }
+        if (q) store(o + t * stride, total);
+    }
+}
+
+static void load_columns(float* to, const float* state, int64_t dim) {
+    for (int64_t i = 0; i < dim; i++) store(to + i * 16, load(state + i * dim));
+}
+
+static void store_columns(float* state, const float* from, int64_t dim) {
+    for (int64_t i = 0; i < dim; i++) store(state + i * dim, load(from + i * 16));
+}
+
+// ---- one step
+
+static const int64_t KEYS = 256;         // in a piece of attention, at least
+static const int64_t MOST_PIECES = 256;  // of one query's attention
+static const int64_t WINDOWS = 256;      // scored in one go
+
+struct Token {
+    const Span* span;
+    int64_t position;
+    bool is_sparse;
+    int64_t num_blocks, per_piece;  // to attend to, and how many of them in one piece
+    int64_t first_piece, num_pieces;
+};
+
+struct Shared {  // between threads
+    float *q, *k, *v, *gate, *o, *hidden, *wide, *up;  // [T, …]
+    float *lse, *windows, *partial;                    // [T, H], [T, G, max_windows], see `partial`
+    int64_t* chosen;                                   // [T, G, num_chosen]
+    const Token* tokens;
+    int64_t num_pieces, max_windows;  // no windows: no token follows the sparse rule
+};
+
+class Worker {
+  public:
+    Worker(const Model& model, const Step& step, const Shared& shared, float* own, float* columns, Team team)
+        : m(model), s(step), sh(shared), own(own), columns(columns), team(team) {}
+
+    void run() {
+        int64_t num_lightning = 0;
+        for (int64_t index = 0; index < s.num_layers; index++) {
+            const Layer& layer = m.layers[index];
+            const Input x = normed(layer.input_norm, has_four(layer.q, layer.k, layer.v, layer.gate));
+            project(layer.q, x, sh.q);
+            project(layer.k, x, sh.k);
+            project(layer.v, x, sh.v);
+            if (layer.gate.codes) project(layer.gate, x, sh.gate);
+            wait();
+            if (layer.decay) lightning(layer, s.pasts[index], num_lightning++);
+            else sparse(layer, s.pasts[index]);
+            wait();
+            add(layer.o, mixed(layer));
+            wait();
+            mlp(layer);
+        }
+        const Range rows = team.part(s.num_tokens);
+        for (int64_t t = rows.begin; t < rows.end; t++)
+            rms_norm(s.x + t * m.hidden, m.norm, m.eps, s.x + t * m.hidden, m.hidden);
+    }
+
+  private:
+    const Model& m;
+    const Step& s;
+    const Shared& sh;
+    float *own, *columns;  // room of this thread: for an Input; for 16 columns of a state, or the weights of a block
+    Team team;
+    std::vector<float> scores;  // of blocks
+    std::vector<int64_t> order;
+
+    void wait() { team.barrier->wait(team.count); }
+
+    template <class... Weights> static bool has_four(const Weights&... weights) { return ((weights.bits == 4) || ...); }
+
+    void project(const Weight& weight, const Input& x, float* y) {
+        const Range part = team.part(weight.num_out);
+        multiply(weight, x, y, part.begin, part.end);
+    }
+
+    Input normed(const float* norm, bool has_four_bits) {
+        Input x(own, s.num_tokens, m.hidden);
+        for (int64_t t = 0; t < s.num_tokens; t++)
+            rms_norm(s.x + t * m.hidden, norm, m.eps, x.plain + t * m.hidden, m.hidden);
+        x.fill(x.plain, has_four_bits);
+        return x;
+    }
+
+    // The mixer's output, normed and gated: what o_proj reads.
+    Input mixed(const Layer& layer) {
+        const int64_t width = layer.num_heads * layer.head_dim;
+        Input x(own, s.num_tokens, width);
+        for (int64_t t = 0; t < s.num_tokens; t++) {
+            const float* from = sh.o + t * width;
+            float* to = x.plain + t * width;
+            if (layer.o_norm) rms_norm(from, layer.o_norm, m.eps, to, width);
+            else std::memcpy(to, from, width * sizeof(float));
+            const float* gate = sh.gate + t * width;
+            if (layer.gate.codes)
+                for (int64_t i = 0; i < width; i += 16) store(to + i, load(to + i) * sigmoid(load(gate + i)));
+        }
+        x.fill(x.plain, has_four(layer.o));
+        return x;
+    }
+
+    // x += scale * y W^T, in the residual stream.
+    void add(const Weight& weight, const Input& y) {
+        const Range part = team.part(m.hidden);
+        multiply(weight, y, sh.hidden, part.begin, part.end);
+        for (int64_t t = 0; t < s.num_tokens; t++)
+            for (int64_t i = t * m.hidden + part.begin; i < t * m.hidden + part.end; i++)
+                s.x[i] += sh.hidden[i] * m.residual_scale;
+    }
+
+    void mlp(const Layer& layer) {
+        const Input x = normed(layer.post_norm, has_four(layer.mlp_gate, layer.mlp_up));
+        project(layer.mlp_gate, x, sh.wide);
+        project(layer.mlp_up, x, sh.up);
+        wait();
+        const int64_t width = layer.mlp_gate.num_out;
+        Input y(own, s.num_tokens, width);
+        for (int64_t i = 0; i < s.num_tokens * width; i += 16) {
+            const Floats gate = load(sh.wide + i);
+            store(y.plain + i, gate * sigmoid(gate) * load(sh.up + i));
+        }
+        y.fill(y.plain, has_four(layer.mlp_down));
+        add(layer.mlp_down, y);
+        wait();
+    }
+
+    void lightning(const Layer& layer, const Past& past, int64_t index) {
+        const int64_t heads = layer.num_heads, kv_heads = layer.num_kv_heads, dim = layer.head_dim;
+        const Range q_part = team.part(s.num_tokens * heads), k_part = team.part(s.num_tokens * kv_heads);
+        const float scale = 1.0f / std::sqrt(float(dim));
+        for (int64_t i = q_part.begin; i < q_part.end; i++) {
+            shape_head(sh.q + i * dim, layer.q_norm, m.eps, s.lightning, i / heads, dim);
+            for (int64_t j = 0; j < dim; j += 16) store(sh.q + i * dim + j, load(sh.q + i * dim + j) * scale);
+        }
+        for (int64_t i = k_part.begin; i < k_part.end; i++)
+            shape_head(sh.k + i * dim, layer.k_norm, m.eps, s.lightning, i / kv_heads, dim);
+        wait();
+        const int64_t blocks = dim / 16;
+        const Range units = team.part(s.num_spans * heads * blocks);
+        int64_t first = 0, span_index = 0;
+        for (int64_t unit = units.begin; unit < units.end; unit++) {
+            for (; span_index < unit / (heads * blocks); span_index++) first += s.spans[span_index].length;
+            const int64_t head = unit / blocks % heads, column = unit % blocks * 16;
+            advance(layer, past, s.spans[span_index], first, head, column);
+        }
+        if (s.kept_k) keep(layer, index);
+    }
+
+    // One span whose tokens begin at `first`, one head, 16 columns.
+    void advance(const Layer& layer, const Past& past, const Span& span, int64_t first, int64_t head, int64_t column) {
+        const int64_t dim = layer.head_dim, width = layer.num_heads * dim, kv_width = layer.num_kv_heads * dim;
+        const int64_t kv_head = head / (layer.num_heads / layer.num_kv_heads);
+        float* state = past.states + ((span.slot * layer.num_heads + head) * dim) * dim + column;
+        load_columns(columns, state, dim);
+        const int64_t at = first * width + head * dim, kv_at = first * kv_width + kv_head * dim;
+        recur(columns, dim, layer.decay[head], span.length, sh.q + at, sh.k + kv_at, sh.v + kv_at + column,
+              sh.o + at + column, width, kv_width);
+        if (!span.num_drafts) store_columns(state, columns, dim);  // where there are drafts, it waits for the verdict
+    }
+
+    void keep(const Layer& layer, int64_t index) {
+        const int64_t heads = layer.num_heads, dim = layer.head_dim, shared = heads / layer.num_kv_heads;
+        const Range part = team.part(s.num_tokens * heads);
+        for (int64_t i = part.begin; i < part.end; i++) {
+            const int64_t from = (i / heads * layer.num_kv_heads + i % heads / shared) * dim;
+            const int64_t to = (index * s.num_tokens * heads + i) * dim;
+            std::memcpy(s.kept_k + to, sh.k + from, dim * sizeof(float));
+            std::memcpy(s.kept_v + to, sh.v + from, dim * sizeof(float));
+        }
+    }
+
+    // ---- sparse attention; dense attention is the same over all blocks
+
+    void sparse(const Layer& layer, const Past& past) {
+        const int64_t heads = layer.num_heads, groups = layer.num_kv_heads, dim = layer.head_dim;
+        const float scale = 1.0f / std::sqrt(float(dim));
+        const Range q_part = team.part(s.num_tokens * heads), k_part = team.part(s.num_spans * groups);
+        for (int64_t i = q_part.begin; i < q_part.end; i++) {
+            shape_head(sh.q + i * dim, layer.q_norm, m.eps, s.sparse, i / heads, dim);
+            const float factor = s.growth ? scale * s.growth[i / heads] : scale;
+            for (int64_t j = 0; j < dim; j += 16) store(sh.q + i * dim + j, load(sh.q + i * dim + j) * factor);
+        }
+        int64_t first = 0, span = 0;
+        for (int64_t unit = k_part.begin; unit < k_part.end; unit++) {
+            for (; span < unit / groups; span++) first += s.spans[span].length;
+            append(layer, past, s.spans[span], first, unit % groups);
+        }
+        wait();
+        if (sh.max_windows) choose(layer, past);
+        attend(layer, past);
+        wait();
+        merge(layer);
+    }
+
+    // Where row `row` of a sequence lies in a pool with `per_page` rows to a page.
+    float* at(float* pool, const Layer& layer, const Span& span, int64_t group, int64_t row, int64_t per_page) const {
+        return pool + ((group * m.num_pages + span.pages[row / per_page]) * per_page + row % per_page) * layer.head_dim;
+    }
+
+    // Keys and values of a span into its pages, and the pooled keys of the windows that they complete.
+    void append(const Layer& layer, const Past& past, const Span& span, int64_t first, int64_t group) {
+        const int64_t dim = layer.head_dim, end = span.start + span.length, last = end / m.block_size;
+        if (end % m.block_size && last * m.block_size >= span.start)  // what is still empty there must not be NaN
+            for (float* pool : {past.k, past.v})
+                std::memset(at(pool, layer, span, group, last * m.block_size, m.block_size), 0,
+                            m.block_size * dim * sizeof(float));
+        for (int64_t i = 0; i < span.length; i++) {
+            const int64_t from = ((first + i) * layer.num_kv_heads + group) * dim;
+            shape_head(sh.k + from, layer.k_norm, m.eps, s.sparse, first + i, dim);
+            const int64_t row = span.start + i;
+            std::memcpy(at(past.k, layer, span, group, row, m.block_size), sh.k + from, dim * sizeof(float));
+            std::memcpy(at(past.v, layer, span, group, row, m.block_size), sh.v + from, dim * sizeof(float));
+        }
+        pool(layer, past, past.k1, span, group, m.kernel_size, m.kernel_stride);
+        pool(layer, past, past.k2, span, group, 4 * m.kernel_size, 4 * m.kernel_stride);
+    }
+
+    void pool(const Layer& layer, const Past& past, float* target, const Span& span, int64_t group, int64_t kernel,
+              int64_t stride) {
+        const int64_t end = (span.start + span.length) / stride;
+        for (int64_t row = std::max(span.start / stride, kernel / stride - 1); row < end; row++)
+            for (int64_t j = 0; j < layer.head_dim; j += 16) {
+                Floats total = {};
+                for (int64_t i = (row + 1) * stride - kernel; i < (row + 1) * stride; i++)
+                    total += load(at(past.k, layer, span, group, i, m.block_size) + j);
+                store(at(target, layer, span, group, row, m.block_size / stride) + j, total / float(kernel));
+            }
+    }
+
+    // Windows that lie wholly at or before a position.
+    static int64_t num_visible(int64_t position, int64_t kernel, int64_t stride) {
+        return position + 1 < kernel ? 0 : (position + 1 - kernel) / stride + 1;
+    }
+
+    // The blocks of every query that follows the sparse rule, in ascending order.
+    void choose(const Layer& layer, const Past& past) {
+        const int64_t groups = layer.num_kv_heads, pieces = (sh.max_windows + WINDOWS - 1) / WINDOWS;
+        const Range part = team.part(s.num_tokens * groups), fine = team.part(s.num_tokens * groups * pieces);
+        for (int64_t i = part.begin; i < part.end; i++)
+            if (sh.tokens[i / groups].is_sparse) score_coarse(layer, past, i / groups, i % groups);
+        wait();
+        for (int64_t i = fine.begin; i < fine.end; i++)
+            if (sh.tokens[i / pieces / groups].is_sparse)
+                score_windows(layer, past, i / pieces / groups, i / pieces % groups, i % pieces * WINDOWS);
+        wait();
+        for (int64_t i = part.begin; i < part.end; i++)
+            if (sh.tokens[i / groups].is_sparse) pick_blocks(layer, i / groups, i % groups);
+        wait();
+    }
+
+    // The log-sum-exp of the coarse windows' scores, per head.
+    void score_coarse(const Layer& layer, const Past& past, int64_t t, int64_t group) {
+        const Token& token = sh.tokens[t];
+        const int64_t dim = layer.head_dim, shared = layer.num_heads / layer.num_kv_heads, stride = 4 * m.kernel_stride;
+        const int64_t count = num_visible(token.position, 4 * m.kernel_size, stride);
+        const int64_t unused = m.kernel_size / m.kernel_stride - 1;
+        for (int64_t head = group * shared; head < (group + 1) * shared; head++) {
+            float most = -FLT_MAX, total = 0;  // of what has been seen, relative to the largest
+            for (int64_t i = 0; i < count; i++) {
+                const float* key = at(past.k2, layer, *token.span, group, i + unused, m.block_size / stride);
+                const float score = dot(sh.q + (t * layer.num_heads + head) * dim, key, dim);
+                if (score > most) { total = total * std::exp(most - score) + 1; most = score; }
+                else total += std::exp(score - most);
+            }
+            sh.lse[t * layer.num_heads + head] = most + std::log(total);
+        }
+    }
+
+    // WINDOWS windows from `first`: exp(score - lse), summed over the heads of the group.
+    void score_windows(const Layer& layer, const Past& past, int64_t t, int64_t group, int64_t first) {
+        const Token& token = sh.tokens[t];
+        const int64_t dim = layer.head_dim, shared = layer.num_heads / layer.num_kv_heads;
+        const int64_t unused = m.kernel_size / m.kernel_stride - 1;
+        float* out = sh.windows + (t * layer.num_kv_heads + group) * sh.max_windows;
+        int64_t end = std::min(first + WINDOWS, num_visible(token.position, m.kernel_size, m.kernel_stride));
+        if (num_visible(token.position, 4 * m.kernel_size, 4 * m.kernel_stride) == 0) end = first;  // no lse yet
+        for (int64_t i = first; i < end; i++) {
+            const float* key = at(past.k1, layer, *token.span, group, i + unused, m.block_size / m.kernel_stride);
+            float total = 0;
+            for (int64_t head = group * shared; head < (group + 1) * shared; head++) {
+                const float score = dot(sh.q + (t * layer.num_heads + head) * dim, key, dim);
+                total += std::exp(score - sh.lse[t * layer.num_heads + head]);
+            }
+            out[i] = total < FLT_MAX ? total : FLT_MAX;  // infinity means forced
+        }
+        for (int64_t i = end; i < std::min(first + WINDOWS, sh.max_windows); i++) out[i] = 0;
+    }
+
+    // Forced blocks first, then those with the best window; equal ones by id.
+    void pick_blocks(const Layer& layer, int64_t t, int64_t group) {
+        const Token& token = sh.tokens[t];
+        const int64_t own_block = token.position / m.block_size, ratio = m.block_size / m.kernel_stride;
+        const int64_t before = m.kernel_size / m.kernel_stride - 1;  // windows that begin earlier and reach in
+        const float* windows = sh.windows + (t * layer.num_kv_heads + group) * sh.max_windows;
+        scores.resize(own_block + 1);
+        order.resize(own_block + 1);
+        for (int64_t block = 0; block <= own_block; block++) {
+            const int64_t first = std::max<int64_t>(block * ratio - before, 0);
+            const int64_t end = std::min((block + 1) * ratio, sh.max_windows);
+            float best = 0;
+            for (int64_t i = first; i < end; i++) best = std::max(best, windows[i]);
+            const bool is_forced = block < m.init_blocks || block >= own_block - m.window_blocks;
+            scores[block] = is_forced ? INFINITY : best;
+            order[block] = block;
+        }
+        const auto is_better = [this](int64_t a, int64_t b) {
+            return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
+        };
+        if (token.num_blocks <= own_block)
+            std::nth_element(order.begin(), order.begin() + token.num_blocks, order.end(), is_better);
+        std::sort(order.begin(), order.begin() + token.num_blocks);
+        std::copy_n(order.begin(), token.num_blocks, sh.chosen + (t * layer.num_kv_heads + group) * m.num_chosen);
+    }
+
+    // Softmax attention over a piece of the blocks: for every head the largest score, the sum and the weighted values.
+    void attend(const Layer& layer, const Past& past) {
+        const int64_t groups = layer.num_kv_heads;
+        const Range part = team.part(sh.num_pieces * groups);
+        for (int64_t t = 0; t < s.num_tokens; t++) {
+            const Token& token = sh.tokens[t];
+            const int64_t first = token.first_piece * groups, last = first + token.num_pieces * groups;
+            for (int64_t unit = std::max(first, part.begin); unit < std::min(last, part.end); unit++)
+                attend_piece(layer, past, t, (unit - first) / token.num_pieces, (unit - first) % token.num_pieces);
+        }
+    }
+
+    float* partial(const Layer& layer, int64_t t, int64_t head, int64_t piece) const {
+        const Token& token = sh.tokens[t];
+        const int64_t index = token.first_piece * layer.num_heads + head * token.num_pieces + piece;
+        return sh.partial + index * (layer.head_dim + 16);
+    }
+
+    void attend_piece(const Layer& layer, const Past& past, int64_t t, int64_t group, int64_t piece) {
+        const Token& token = sh.tokens[t];
+        const int64_t dim = layer.head_dim, shared = layer.num_heads / layer.num_kv_heads, head = group * shared;
+        const int64_t* chosen = sh.chosen + (t * layer.num_kv_heads + group) * m.num_chosen;
+        for (int64_t j = 0; j < shared; j++) {
+            float* out = partial(layer, t, head + j, piece);
+            std::memset(out, 0, (dim + 16) * sizeof(float));
+            out[dim] = -FLT_MAX;
+        }
+        const int64_t end = std::min((piece + 1) * token.per_piece, token.num_blocks);
+        for (int64_t i = piece * token.per_piece; i < end; i++) {
+            const int64_t block = token.is_sparse ? chosen[i] : i;
+            const int64_t count = std::min(m.block_size, token.position + 1 - block * m.block_size);
+            const float* keys = at(past.k, layer, *token.span, group, block * m.block_size, m.block_size);
+            const float* values = at(past.v, layer, *token.span, group, block * m.block_size, m.block_size);
+            for (int64_t j = 0; j < shared; j++)
+                attend_block(sh.q + (t * layer.num_heads + head + j) * dim, keys, values, count, dim,
+                             partial(layer, t, head + j, piece));
+        }
+    }
+
+    // `out` is [dim] weighted values, then the largest score and the sum of the weights, relative to it.
+    void attend_block(const float* q, const float* keys, const float* values, int64_t count, int64_t dim, float* out) {
+        float *weights = columns, most = out[dim];
+        for (int64_t i = 0; i < count; i++) {
+            weights[i] = dot(q, keys + i * dim, dim);
+            most = weights[i] > most ? weights[i] : most;
+        }
+        for (int64_t i = count; i % 16; i++) weights[i] = most;
+        for (int64_t i = 0; i < count; i += 16) store(weights + i, exponential(load(weights + i) - most));
+        for (int64_t i = count; i % 16; i++) weights[i] = 0;
+        const float before = exponential(Floats{} + (out[dim] - most))[0];  // what was there weighs less now
+        Floats total = {};
+        for (int64_t i = 0; i < count; i += 16) total += load(weights + i);
+        for (int64_t j = 0; j < dim; j += 16) {
+            Floats value = load(out + j) * before;
+            for (int64_t i = 0; i < count; i++) value += load(values + i * dim + j) * weights[i];
+            store(out + j, value);
+        }
+        out[dim] = most;
+        out[dim + 1] = out[dim + 1] * before + sum(total);
+    }
+
+    // The pieces of a head's attention, put together in their order.
+    void merge(const Layer& layer) {
+        const int64_t heads = layer.num_heads, dim = layer.head_dim;
+        const Range part = team.part(s.num_tokens * heads);
+        for (int64_t i = part.begin; i < part.end; i++) {
+            const int64_t pieces = sh.tokens[i / heads].num_pieces;
+            float *out = sh.o + i * dim, most = -FLT_MAX, total = 0;
+            for (int64_t p = 0; p < pieces; p++) most = std::max(most, partial(layer, i / heads, i % heads, p)[dim]);
+            std::memset(out, 0, dim * sizeof(float));
+            for (int64_t p = 0; p < pieces; p++) {
+                const float* from = partial(layer, i / heads, i % heads, p);
+                const float factor = std::exp(from[dim] - most);
+                total += from[dim + 1] * factor;
+                for (int64_t j = 0; j < dim; j += 16) store(out + j, load(out + j) + load(from + j) * factor);
+            }
+            for (int64_t j = 0; j < dim; j += 16) store(out + j, load(out + j) / total);
+        }
+    }
+};
+
+// What every token attends to; returns how many pieces of attention there are in all.
+static int64_t plan_tokens(const Model& m, const Step& s, std::vector<Token>& tokens) {
+    int64_t num_pieces = 0;
+    tokens.clear();
+    for (int64_t i = 0; i < s.num_spans; i++)
+        for (int64_t j = 0; j < s.spans[i].length; j++) {
+            const Span& span = s.spans[i];
+            const int64_t position = span.start + j, seen = position / m.block_size + 1;
+            const bool is_sparse = position >= span.sparse_from;
+            const int64_t blocks = is_sparse ? std::min(seen, m.num_chosen) : seen;
+            const int64_t least = std::max<int64_t>(1, KEYS / m.block_size);
+            const int64_t per_piece = std::max(least, (blocks + MOST_PIECES - 1) / MOST_PIECES);
+            const int64_t pieces = (blocks + per_piece - 1) / per_piece;
+            tokens.push_back({&span, position, is_sparse, blocks, per_piece, num_pieces, pieces});
+            num_pieces += pieces;
+        }
+    return num_pieces;
+}
+
+extern "C" void decode_step(const Model* model, const Step* step) {
+    static thread_local Space shared_space, attention_space, own_space;
+    static thread_local std::vector<Token> tokens;
+    static thread_local std::vector<int64_t> chosen;
+    const Model& m = *model;
+    const Step& s = *step;
+    int64_t width = m.hidden, wide = 0, heads = 0, groups = 0, dim = 0;
+    for (int64_t i = 0; i < s.num_layers; i++) {
+        const Layer& layer = m.layers[i];
+        width = std::max(width, layer.num_heads * layer.head_dim);
+        wide = std::max(wide, layer.mlp_gate.num_out);
+        dim = std::max(dim, layer.head_dim);
+        if (!layer.decay) { heads = layer.num_heads; groups = layer.num_kv_heads; }
+    }
+    Shared sh;
+    sh.num_pieces = plan_tokens(m, s, tokens);
+    sh.tokens = tokens.data();
+    sh.max_windows = 0;
+    for (const Token& token : tokens)
+        if (token.is_sparse) sh.max_windows = std::max(sh.max_windows, token.position / m.kernel_stride + 1);
+    const int64_t n = s.num_tokens;
+    float* room = shared_space.get(n * (6 * width + 2 * wide));
+    for (float** part : {&sh.q, &sh.k, &sh.v, &sh.gate, &sh.o, &sh.hidden}) { *part = room; room += n * width; }
+    for (float** part : {&sh.wide, &sh.up}) { *part = room; room += n * wide; }
+    const int64_t partials = sh.num_pieces * heads * (dim + 16);
+    sh.partial = attention_space.get(partials + n * (heads + groups * sh.max_windows));
+    sh.lse = sh.partial + partials;
+    sh.windows = sh.lse + n * heads;
+    chosen.resize(sh.max_windows ? n * groups * m.num_chosen : 0);
+    sh.chosen = chosen.data();
+    const int64_t inputs = Input::floats(n, std::max(width, wide));
+    const int64_t own = inputs + std::max(16 * dim, (m.block_size + 15) / 16 * 16);
+    float* owns = own_space.get(own * s.num_threads);
+    Barrier barrier;
+#pragma omp parallel num_threads(s.num_threads)
+    {
+        const Team team = {omp_get_thread_num(), omp_get_num_threads(), &barrier};
+        float* mine = owns + own * team.index;
+        Worker(m, s, sh, mine, mine + inputs, team).run();
+    }
+}
+
+// Advance a state [H, D, D] by tokens that were accepted: k, v [n, H, D].
+extern "C" void lightning_fold(float* state, const float* k, const float* v, const float* decay, int64_t num_tokens,
+                               int64_t num_heads, int64_t dim) {
+    static thread_local Space space;
+    float* columns = space.get(16 * dim);
+    for (int64_t head = 0; head < num_heads; head++)
+        for (int64_t column = 0; column < dim; column += 16) {
+            float* part = state + head * dim * dim + column;
+            load_columns(columns, part, dim);
+            const int64_t at = head * dim, stride = num_heads * dim;
+            recur(columns, dim, decay[head], num_tokens, nullptr, k + at, v + at + column, nullptr, stride, stride);
+            store_columns(part, columns, dim);
+        }
+}

@@ -1,0 +1,159 @@
+"""The C++ kernels of the CPU: compiled by the machine's own compiler at first use, kept in the user's cache.
+
+No torch headers, so that compiling takes seconds; tensors cross the border as plain pointers. Where there is no
+compiler, `load` gives None.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HEADERS, SOURCES = (
+    tuple(Path(__file__).with_name(name) for name in names)
+    for names in (("vectors.h", "affine.h"), ("affine.cpp", "decode.cpp"))
+)
+LANES = 16  # widths must be multiples of it, where the model runs natively
+SCALE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+_COMPILERS = ("g++", "c++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-w")
+_SPECIAL = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())  # the best that the compiler knows
+
+
+class Weight(ctypes.Structure):
+    """A matrix as affine.h has it; whoever makes one keeps its tensors alive."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "biases", "addend")),
+        *((name, ctypes.c_int64) for name in ("num_out", "num_in")),
+        *((name, ctypes.c_int32) for name in ("bits", "group_size", "scale_type", "num_threads")),
+    )
+
+
+class Layer(ctypes.Structure):
+    """This and the following are those of decode.cpp."""
+
+    _fields_ = (
+        *((name, Weight) for name in ("q", "k", "v", "o", "gate", "mlp_gate", "mlp_up", "mlp_down")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "o_norm", "decay")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(Layer)),
+        ("norm", ctypes.c_void_p),
+        ("hidden", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("eps", "residual_scale")),
+        *((name, ctypes.c_int64) for name in ("num_pages", "block_size", "kernel_size", "kernel_stride")),
+        *((name, ctypes.c_int64) for name in ("init_blocks", "window_blocks", "num_chosen")),
+    )
+
+
+class Past(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("states", "k", "v", "k1", "k2"))
+
+
+class Span(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("start", "length", "slot", "sparse_from", "num_drafts")),
+        ("pages", ctypes.c_void_p),
+    )
+
+
+class Step(ctypes.Structure):
+    _fields_ = (
+        ("spans", ctypes.POINTER(Span)),
+        ("pasts", ctypes.POINTER(Past)),
+        ("x", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("lightning_cos", "lightning_sin", "sparse_cos", "sparse_sin")),
+        *((name, ctypes.c_void_p) for name in ("growth", "kept_k", "kept_v")),
+        *((name, ctypes.c_int64) for name in ("num_spans", "num_tokens", "num_layers", "num_threads")),
+    )
+
+
+class Kernel:
+    """The functions of the library; tensors and structures are given by address."""
+
+    def __init__(self, file: Path) -> None:
+        library, address, number = ctypes.CDLL(str(file)), ctypes.c_void_p, ctypes.c_int64
+        self.linear = _function(library.affine_linear, address, address, address, number)  # weight, x, y, rows
+        self.expand = _function(library.affine_expand, address, number, number, address)  # weight, begin, end, y
+        self.step = _function(library.decode_step, address, address)  # model, step
+        self.fold = _function(
+            library.lightning_fold, address, address, address, address, number, number, number
+        )  # state, k, v, decay, tokens, heads, dim
+
+
+def _function(function: Any, *arguments: type) -> Any:
+    function.argtypes, function.restype = arguments, None
+    return function
+
+
+@functools.cache
+def load() -> Kernel | None:
+    """The kernels of this machine, compiled if need be; None where that is impossible."""
+    found = _attempt()
+    return None if found is None else Kernel(found[0])
+
+
+@functools.cache
+def describe() -> str:
+    """The compiler and its flags, or that there is none."""
+    found = _attempt()
+    return "no C++ compiler that works" if found is None else found[1]
+
+
+@functools.cache
+def _attempt() -> tuple[Path, str] | None:
+    compilers = [path for name in _COMPILERS if (path := shutil.which(name))]
+    for compiler in compilers:
+        for special in _SPECIAL:
+            flags = [*_FLAGS, *special]
+            file = _build(compiler, flags)
+            if file is not None:
+                return file, " ".join([Path(compiler).name, *special])
+    return None
+
+
+def _build(compiler: str, flags: list[str]) -> Path | None:
+    """The library of these sources, compiler, flags and processor; None if it cannot be made."""
+    texts = [file.read_text(encoding="utf-8") for file in (*HEADERS, *SOURCES)]
+    key = "\n".join([*texts, compiler, *flags, _processor()])
+    file = _cache_directory() / f"sala-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+    if file.is_file():
+        return file
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as place:
+            draft = Path(place) / file.name
+            command = [compiler, *flags, "-o", str(draft), *map(str, SOURCES)]
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            ctypes.CDLL(str(draft))  # a library that does not load is none
+            os.replace(draft, file)  # noqa: PTH105 - two processes may build at once; the last one wins
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return file
+
+
+def _cache_directory() -> Path:
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("sala")) / "kernels"
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: a cache may be shared by several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        wanted = [line for line in lines if line.startswith(("flags", "model name", "Features", "CPU part"))]
+        return "\n".join(sorted(set(wanted)))
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
