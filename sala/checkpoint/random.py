@@ -92,13 +92,13 @@ def _weights(name: str, shape: tuple[int, ...], config: SalaConfig, seed: int) -
         values = np.ones(shape, np.float32)
     else:
         values = rng.standard_normal(shape, np.float32)
-        values *= _spread(name, shape, config)
+        values *= spread(name, shape, config)
     if name == "lm_head.weight" and config.vocab_size == TINY.vocab_size:
         values[~_readable_rows(config.vocab_size)] = 0  # so that a random model babbles in letters
     return _encode(values, config.dtype).data.cast("B")
 
 
-def _spread(name: str, shape: tuple[int, ...], config: SalaConfig) -> float:
+def spread(name: str, shape: tuple[int, ...], config: SalaConfig) -> float:
     """Standard deviation that keeps activations near one."""
     if name == "model.embed_tokens.weight":
         return 1.0 / config.scale_emb

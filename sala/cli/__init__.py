@@ -18,6 +18,8 @@ VERBS = {
     "batch": "Answer a file of requests.",
     "session": "Read a long text once, ask about it any time.",
     "estimate": "What a context costs, and what fits here.",
+    "doctor": "What this machine has, what will be used, and whether it computes right.",
+    "bench": "How fast a model runs here.",
     "setup": "Put the embedded model together.",
     "convert": "Turn a dense model into a hybrid.",
     "train": "Train a model through the stages of a recipe.",

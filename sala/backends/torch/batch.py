@@ -1,7 +1,8 @@
 """A plan, packed for the model: all tokens of all rows in one line, and where each row lies in it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from sala.protocol import Plan, Row
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Span:
     """One row: `length` tokens at positions `start`…, its pages and its slot."""
 
@@ -19,12 +20,23 @@ class Span:
     slot: int
     sparse_from: int
     num_drafts: int
-    table: Tensor  # [N] block → page
-    first_page: int | None  # set when the pages follow each other: views instead of gathers
+    pages: tuple[int, ...]
+    device: torch.device
 
     @property
     def end(self) -> int:
         return self.start + self.length
+
+    @cached_property
+    def table(self) -> Tensor:
+        """[N] block → page."""
+        return torch.tensor(self.pages, device=self.device, dtype=torch.long)
+
+    @cached_property
+    def first_page(self) -> int | None:
+        """Set when the pages follow each other: views instead of gathers."""
+        is_run = all(after == before + 1 for before, after in pairwise(self.pages))
+        return self.pages[0] if self.pages and is_run else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,7 @@ class Batch:
     positions: Tensor  # [T]
     spans: tuple[Span, ...]
     pending: list[Pending] = field(default_factory=list)  # filled by the lightning layers
+    settle: list[Callable[[Sequence[int]], None]] = field(default_factory=list)  # or by whoever runs them faster
     angles: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)  # RoPE, by dimension and theta
 
     @property
@@ -93,14 +106,4 @@ def pack(plan: Plan, device: torch.device) -> Batch:
 
 
 def _span(row: Row, device: torch.device) -> Span:
-    pages = row.pages
-    is_run = all(after == before + 1 for before, after in pairwise(pages))
-    return Span(
-        start=row.start,
-        length=len(row.tokens),
-        slot=row.slot,
-        sparse_from=row.sparse_from,
-        num_drafts=row.num_drafts,
-        table=torch.tensor(pages, device=device, dtype=torch.long),
-        first_page=pages[0] if pages and is_run else None,
-    )
+    return Span(row.start, len(row.tokens), row.slot, row.sparse_from, row.num_drafts, row.pages, device)

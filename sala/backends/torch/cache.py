@@ -107,6 +107,8 @@ class HybridCache:
 
     def fold(self, batch: Batch, num_accepted: Sequence[int]) -> None:
         """Advance the states that waited for a verdict, by as many tokens as were accepted."""
+        for settle in batch.settle:
+            settle(num_accepted)
         for wait in batch.pending:
             slot, count = batch.spans[wait.span].slot, num_accepted[wait.span]
             wait.states[slot] = lightning_fold(wait.k[:count], wait.v[:count], wait.states[slot], wait.slopes)

@@ -13,7 +13,7 @@ from sala.backends.torch.batch import Batch, pack
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
-from sala.backends.torch.sampler import draw, verify
+from sala.backends.torch.sampler import draw_all, verify
 from sala.backends.torch.steps import find_steps
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
@@ -35,13 +35,17 @@ class TorchExecutor:
         self.device = device
         self.dtype = dtype
         self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype, device)
-        self.steps = find_steps(model, device, dtype)
+        self.steps = find_steps(model, device, dtype, capacity.max_tokens)
 
     def forward(self, batch: Batch, cache: HybridCache, num_layers: int | None = None) -> Tensor:
         """The model, by the faster way where there is one."""
         if self.steps is not None and self.steps.can_run(batch):
             return self.steps(batch, cache, num_layers)
         return self.model(batch, cache, num_layers)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden] → logits [n, vocab] in fp32."""
+        return self.model.logits(hidden) if self.steps is None else self.steps.logits(hidden)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Result:
@@ -50,11 +54,11 @@ class TorchExecutor:
         drawing = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
         drawn: list[Any] = [()] * len(plan.rows)
         if drawing:
-            logits = self.model.logits(hidden[batch.drawing_rows(drawing)])
-            for index, scores in zip(
-                drawing, logits.split([plan.rows[i].num_drafts + 1 for i in drawing]), strict=True
-            ):
-                drawn[index] = verify(scores, plan.rows[index])
+            logits = self.scores(hidden[batch.drawing_rows(drawing)])
+            rows = [plan.rows[index] for index in drawing]
+            found = verify(logits.split([row.num_drafts + 1 for row in rows]), rows)
+            for index, tokens in zip(drawing, found, strict=True):
+                drawn[index] = tokens
             self.cache.fold(batch, [len(tokens) for tokens in drawn])
         return Result(tuple(drawn))
 
@@ -66,9 +70,9 @@ class TorchExecutor:
         for _ in range(count):
             batch = pack(Plan(tuple(rows)), self.device)
             hidden = self.forward(batch, cache, num_layers)
-            logits = self.model.logits(hidden[batch.drawing_rows(list(range(len(rows))))])
-            for index, (row, scores) in enumerate(zip(rows, logits, strict=True)):
-                token = draw(scores, row).token
+            logits = self.scores(hidden[batch.drawing_rows(list(range(len(rows))))])
+            for index, (row, drawn) in enumerate(zip(rows, draw_all(logits, [(row, 0) for row in rows]), strict=True)):
+                token = drawn.token
                 guesses[index].append(token)
                 history = (*row.history, token) if row.history else ()
                 rows[index] = replace(row, tokens=(token,), start=row.start + len(row.tokens), history=history)
@@ -77,7 +81,7 @@ class TorchExecutor:
     @torch.inference_mode()
     def logits(self, row: Row) -> Any:
         batch = pack(Plan((row,)), self.device)
-        return self.model.logits(self.forward(batch, self.cache)).cpu().numpy()
+        return self.scores(self.forward(batch, self.cache)).cpu().numpy()
 
     @torch.inference_mode()
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:

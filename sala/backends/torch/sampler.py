@@ -4,6 +4,8 @@ That is also why speculation loses nothing: every position is drawn as it would 
 accepted if it is the token that was drawn.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,35 +24,61 @@ def uniform(seed: int, position: int) -> float:
     return (state >> 11) / (1 << 53)
 
 
-def verify(logits: Tensor, row: Row) -> tuple[Drawn, ...]:
-    """logits [num_drafts + 1, V] after the last certain token and after each draft → accepted drafts and one more."""
-    drafts = row.tokens[len(row.tokens) - row.num_drafts :]
+def verify(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[tuple[Drawn, ...]]:
+    """For each row logits [num_drafts + 1, V], after its last certain token and after each draft → what it drew.
+
+    That is the drafts that were drawn as well, and one token more. All positions of all rows are drawn at once.
+    """
+    places = [(row, index) for row in rows for index in range(row.num_drafts + 1)]
+    drawn = iter(draw_all(torch.cat(list(logits)), places))
     out = []
-    for index, scores in enumerate(logits):
-        out.append(draw(scores, row, index))
-        if index < len(drafts) and out[-1].token != drafts[index]:
-            break
-    return tuple(out)
+    for row in rows:
+        tokens = [next(drawn) for _ in range(row.num_drafts + 1)]
+        drafts = row.tokens[len(row.tokens) - row.num_drafts :]
+        is_same = [token.token == draft for token, draft in zip(tokens, drafts, strict=False)]
+        out.append(tuple(tokens[: 1 + [*is_same, False].index(False)]))
+    return out
 
 
 def draw(logits: Tensor, row: Row, num_accepted: int = 0) -> Drawn:
     """logits [V] in fp32, before any change; `row.sampling` says how to draw. The first drafts are taken as certain."""
-    sampling = row.sampling
-    assert sampling is not None
-    adjusted = adjust(logits, sampling, row, num_accepted)
-    if sampling.temperature < GREEDY_BELOW:
-        token = int(adjusted.argmax())
+    return draw_all(logits[None], [(row, num_accepted)])[0]
+
+
+def draw_all(logits: Tensor, places: Sequence[tuple[Row, int]]) -> list[Drawn]:
+    """A token for each row of logits [n, V]: of which row of the plan it is, and how many drafts come before it."""
+    samplings = [_sampling(row) for row, _ in places]
+    if any(_is_adjusted(row) for row, _ in places):
+        rows = zip(logits, samplings, places, strict=True)
+        adjusted = torch.stack([adjust(scores, sampling, *place) for scores, sampling, place in rows])
     else:
-        position = row.start + len(row.tokens) - row.num_drafts + num_accepted
-        scaled = (adjusted - adjusted.max()) / sampling.temperature  # the largest is 0, whatever the temperature
-        token = _draw_at(scaled, sampling, uniform(sampling.seed or 0, position))
-    return _with_logprobs(token, logits, sampling.logprobs)
+        adjusted = logits
+    tokens = adjusted.argmax(-1)
+    warm = [index for index, sampling in enumerate(samplings) if sampling.temperature >= GREEDY_BELOW]
+    if warm:
+        points = [uniform(samplings[index].seed or 0, _position(*places[index])) for index in warm]
+        index = torch.tensor(warm, device=logits.device)
+        tokens[index] = _draw_at(adjusted[index], [samplings[i] for i in warm], points)
+    found = zip(tokens.tolist(), logits, samplings, strict=True)
+    return [_with_logprobs(token, scores, sampling.logprobs) for token, scores, sampling in found]
+
+
+def _sampling(row: Row) -> Sampling:
+    assert row.sampling is not None
+    return row.sampling
+
+
+def _position(row: Row, num_accepted: int) -> int:
+    return row.start + len(row.tokens) - row.num_drafts + num_accepted
+
+
+def _is_adjusted(row: Row) -> bool:
+    sampling = _sampling(row)
+    return bool(sampling.logit_bias or sampling.has_penalty or row.banned or row.mask)
 
 
 def adjust(logits: Tensor, sampling: Sampling, row: Row, num_accepted: int = 0) -> Tensor:
     """Bias, penalties and bans, before temperature; the given logits stay as they are."""
-    if not (sampling.logit_bias or sampling.has_penalty or row.banned or row.mask):
-        return logits
     logits = logits.clone()
     if sampling.has_penalty:
         history = row.history[: len(row.history) - row.num_drafts + num_accepted]
@@ -83,14 +111,16 @@ def _penalise(logits: Tensor, sampling: Sampling, history: Tensor, prompt_len: i
     logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
 
 
-def _draw_at(scaled: Tensor, sampling: Sampling, point: float) -> int:
-    """The token at `point` of the cumulative distribution, most probable first, after the filters."""
-    probs, ids = scaled.softmax(-1).sort(descending=True, stable=True)
-    keep = filters(probs, sampling)
-    cumulative = torch.where(keep, probs, 0.0).double().cumsum(0)
-    index = int(torch.searchsorted(cumulative, point * cumulative[-1], right=True))
-    last = int(keep.nonzero()[-1])
-    return int(ids[min(index, last)])
+def _draw_at(logits: Tensor, samplings: Sequence[Sampling], points: Sequence[float]) -> Tensor:
+    """logits [n, V] → the token at each point of its cumulative distribution, most probable first, filters applied."""
+    heat = torch.tensor([sampling.temperature for sampling in samplings], device=logits.device)[:, None]
+    scaled = (logits - logits.amax(-1, keepdim=True)) / heat  # the largest is 0, whatever the temperature
+    probs, ids = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    keep = torch.stack([filters(row, sampling) for row, sampling in zip(probs, samplings, strict=True)])
+    cumulative = torch.where(keep, probs, 0.0).double().cumsum(-1)
+    at = torch.tensor(points, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, at, right=True)
+    return ids.gather(1, torch.minimum(index, keep.sum(-1, keepdim=True) - 1))[:, 0]  # what is kept comes first
 
 
 def filters(probs: Tensor, sampling: Sampling) -> Tensor:

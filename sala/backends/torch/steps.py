@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sala.backends.torch.batch import Batch, Pending
 from sala.backends.torch.cache import HybridCache
-from sala.backends.torch.kernels import native
+from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.model import Layer as ModelLayer
 from sala.backends.torch.model import LightningMixer, RMSNorm, SalaModel, SparseMixer, angles_of
 from sala.backends.torch.ops.lightning import decay_slopes
@@ -30,9 +30,17 @@ class Steps(Protocol):
         """As `SalaModel.forward`: extends the cache → normed hidden states [T, hidden]."""
         ...
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `SalaModel.logits`."""
+        ...
 
-def find_steps(model: SalaModel, device: torch.device, dtype: torch.dtype) -> Steps | None:
-    """The faster way of this machine, if there is one for this model."""
+
+def find_steps(model: SalaModel, device: torch.device, dtype: torch.dtype, max_tokens: int) -> Steps | None:
+    """The faster way of this machine, if there is one for this model; `max_tokens` is what a sequence may have."""
+    if triton_kernels.can_run(device) and _has_gpu_shapes(model):
+        from sala.backends.torch.steps_gpu import GpuSteps
+
+        return GpuSteps(model, device, max_tokens)
     if device.type == "cpu" and dtype == torch.float32 and native.load() is not None and _has_fitting_shapes(model):
         return NativeSteps(model)
     return None
@@ -124,6 +132,9 @@ class NativeSteps:
         self.kernel.step(ctypes.addressof(self.struct), ctypes.addressof(step))
         return x
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden)
+
     def past_of(self, cache: HybridCache) -> "ctypes.Array[native.Past]":
         """Where the cache lies; asked at every step, and nearly always about the same one."""
         if self.pasts is None or self.pasts[0] is not cache:
@@ -146,6 +157,14 @@ class NativeSteps:
                 if span.num_drafts:
                     batch.pending.append(Pending(index, cache.states[layer], self.slopes, k_row, v_row))
         return kept
+
+
+def _has_gpu_shapes(model: SalaModel) -> bool:
+    """Heads of 64 or 128 numbers, blocks that tensor cores can take."""
+    config = model.config
+    sparse, dims = config.sparse_config, {config.head_dim, config.lightning_head_dim}
+    is_paged = sparse.block_size % 16 == 0 and sparse.kernel_stride * 4 <= sparse.block_size
+    return dims <= {16, 32, 64, 128} and is_paged
 
 
 def _has_fitting_shapes(model: SalaModel) -> bool:

@@ -1,0 +1,342 @@
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+"""Attention of many new tokens over paged keys and values: over chosen blocks, or over everything.
+
+A tile is a few neighbouring tokens times the heads of a group, so that a block is read once for all of them and the
+products are tall enough for the tensor cores. Neighbours choose much the same blocks: a tile walks the union of its
+tokens' choices, and a bit per token says who chose which. To a token the blocks of others add exactly nothing, so
+its result does not depend on its neighbours.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+UNION_BYTES = 256 << 20  # room for the lists of blocks; longer inputs go in several rounds
+UNION_PROGRAMS = 1024
+UNION_CHUNK = 1024
+
+
+class Config(NamedTuple):
+    """Tokens of a tile, warps, and stages of the pipeline that loads keys and values."""
+
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_chosen", "start", "num_tiles", "max_entries", "row_size"])
+def union_kernel(
+    chosen_ptr,
+    table_ptr,
+    entries_ptr,
+    counts_ptr,
+    seen_ptr,
+    num_tokens,
+    num_chosen,
+    start,
+    num_tiles,
+    max_entries,
+    row_size,
+    GROUPS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The blocks of each tile, ascending, as page * 256 + a bit per token; the own blocks of the tile come last.
+
+    `seen` is a row of zeros per program, a byte per block; it is left as it was found.
+    """
+    program, step = tl.program_id(0), tl.num_programs(0)
+    seen = seen_ptr + program.to(tl.int64) * row_size
+    column = tl.arange(0, CHOSEN)
+    for turn in range(tl.cdiv(num_tiles * GROUPS - program, step)):
+        work = program + turn * step
+        tile, group = work // GROUPS, work % GROUPS
+        for t in tl.static_range(TOKENS):
+            index = tile * TOKENS + t
+            place = (index.to(tl.int64) * GROUPS + group) * num_chosen
+            ids = tl.load(chosen_ptr + place + column, mask=(column < num_chosen) & (index < num_tokens), other=-1)
+            is_valid = (ids >= 0) & (ids <= (start + index) // BLOCK)
+            bits = tl.load(seen + ids, mask=is_valid, other=0).to(tl.int32) | (1 << t)
+            tl.store(seen + ids, bits.to(tl.uint8), mask=is_valid)
+            tl.debug_barrier()  # the next token may change the same bytes
+        first = start + tile * TOKENS
+        last = tl.minimum(first + TOKENS, start + num_tokens) - 1
+        num_full, num_blocks = first // BLOCK, last // BLOCK + 1
+        entries = entries_ptr + work.to(tl.int64) * max_entries
+        count = 0
+        for begin in range(0, num_blocks, CHUNK):
+            block = begin + tl.arange(0, CHUNK)
+            mask = tl.load(seen + block, mask=block < num_blocks, other=0).to(tl.int32)
+            tl.store(seen + block, tl.zeros([CHUNK], tl.uint8), mask=block < num_blocks)
+            is_in = ((mask != 0) | (block >= num_full)) & (block < num_blocks)
+            rank = tl.cumsum(is_in.to(tl.int32), 0)
+            page = tl.load(table_ptr + block, mask=is_in, other=0).to(tl.int32)
+            tl.store(entries + count + rank - 1, page * 256 + mask, mask=is_in)
+            count += tl.sum(is_in.to(tl.int32), 0)
+        tl.store(counts_ptr + work, count - (num_blocks - num_full))
+        tl.debug_barrier()
+
+
+@triton.jit
+def absorb(scores, is_on, v, acc, top, total, scale, PRECISION: tl.constexpr):
+    """Online softmax in base 2: scores [M, B] and values v [B, D] join acc [M, D], top [M] and total [M].
+
+    Rows that are off keep theirs bit for bit: their weights are exp2(-inf).
+    """
+    new_top = tl.where(is_on, tl.maximum(top, tl.max(scores, 1) * scale), top)
+    weights = tl.exp2(scores * scale - tl.where(is_on, new_top, float("inf"))[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, new_top, total
+
+
+@triton.jit(do_not_specialize=["num_tokens", "start", "num_pages", "max_entries", "q_stride"])
+def prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    entries_ptr,
+    counts_ptr,
+    out_ptr,
+    num_tokens,
+    start,
+    num_pages,
+    max_entries,
+    q_stride,
+    scale,
+    GROUPS: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    IS_SPARSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of TOKENS x SHARED heads. Blocks before its own are whole; its own ones are masked and come last.
+
+    The entries are those of the union; without a choice they are the table itself.
+    """
+    tile, group = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the longest first
+    row = tl.arange(0, TOKENS * SHARED_PADDED)
+    token, head = row // SHARED_PADDED, row % SHARED_PADDED
+    index, column, offset = tile * TOKENS + token, tl.arange(0, DIM), tl.arange(0, BLOCK)
+    is_row = (index < num_tokens) & (head < SHARED)
+    head += group * SHARED
+    q_rows = tl.multiple_of(q_ptr + index.to(tl.int64) * q_stride + head * DIM, 16)
+    q = tl.load(q_rows[:, None] + column[None], mask=is_row[:, None], other=0.0)
+    first = start + tile * TOKENS
+    last = tl.minimum(first + TOKENS, start + num_tokens) - 1
+    own, end = first // BLOCK, last // BLOCK + 1
+
+    entries, num_full = entries_ptr, own
+    if IS_SPARSE:
+        work = tile * GROUPS + group
+        entries += work.to(tl.int64) * max_entries
+        num_full = tl.load(counts_ptr + work)
+    first_page = group.to(tl.int64) * num_pages
+    acc = tl.zeros([TOKENS * SHARED_PADDED, DIM], tl.float32)
+    top = tl.full([TOKENS * SHARED_PADDED], -1e30, tl.float32)  # finite: a row may meet its first block late
+    total = tl.zeros([TOKENS * SHARED_PADDED], tl.float32)
+
+    # The list is read a step ahead; as the own blocks follow in it, it never ends too early.
+    entry = tl.load(entries)
+    for i in range(1, num_full + 1):
+        page, is_on = entry, is_row
+        if IS_SPARSE:
+            page, is_on = entry >> 8, (((entry & 255) >> token) & 1) != 0
+        place = (first_page + page) * (BLOCK * DIM) + offset * DIM
+        entry = tl.load(entries + i)
+        k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None])
+        v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None])
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        acc, top, total = absorb(scores, is_on, v, acc, top, total, scale, PRECISION)
+
+    for block in tl.range(own, end, num_stages=1):
+        entry = tl.load(entries + num_full + block - own)
+        page, is_on = entry, is_row
+        if IS_SPARSE:
+            page, is_on = entry >> 8, (((entry & 255) >> token) & 1) != 0
+        key = block * BLOCK + offset
+        is_on &= start + index >= block * BLOCK
+        place = (first_page + page) * (BLOCK * DIM) + offset * DIM
+        is_written = (key <= last)[:, None]  # what lies behind may be anything, even NaN
+        k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None], mask=is_written, other=0.0)
+        v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None], mask=is_written, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = tl.where(key[None] <= (start + index)[:, None], scores, float("-inf"))
+        acc, top, total = absorb(scores, is_on, v, acc, top, total, scale, PRECISION)
+
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_rows = tl.multiple_of(out_ptr + index.to(tl.int64) * (GROUPS * SHARED * DIM) + head * DIM, 16)
+    tl.store(out_rows[:, None] + column[None], acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+
+
+def sparse_prefill(
+    q: Tensor,
+    pages_k: Tensor,
+    pages_v: Tensor,
+    table: Tensor,
+    chosen: Tensor,
+    start: int,
+    scale: float,
+    config: Config | None = None,
+) -> Tensor:
+    """Queries from position `start` on, each over its chosen blocks up to itself.
+
+    q [n, H, D], pages [G, P, B, D], table [N] block to page, chosen [n, G, C] int32 with -1 for none → [n, H, D].
+    """
+    num_tokens, (groups, _, block, _) = q.shape[0], pages_k.shape
+    out = q.new_empty(q.shape)
+    config = config or _config_of(q, pages_k, is_sparse=True)
+    num_blocks = -(-(start + num_tokens) // block)
+    max_entries = min(config.tokens * chosen.shape[2] + 2, num_blocks)
+    tiles = max(1, UNION_BYTES // (4 * groups * max_entries))
+    for begin in range(0, num_tokens, tiles * config.tokens):
+        rows = slice(begin, begin + tiles * config.tokens)
+        union = block_union(chosen[rows], table, start + begin, block, config.tokens, max_entries)
+        _launch(q[rows], pages_k, pages_v, table, union, out[rows], start + begin, scale, config)
+    return out
+
+
+def dense_prefill(
+    q: Tensor,
+    pages_k: Tensor,
+    pages_v: Tensor,
+    table: Tensor,
+    start: int,
+    scale: float,
+    config: Config | None = None,
+) -> Tensor:
+    """Queries from position `start` on, each over all tokens up to itself; shapes as above → [n, H, D]."""
+    out = q.new_empty(q.shape)
+    config = config or _config_of(q, pages_k, is_sparse=False)
+    _launch(q, pages_k, pages_v, table, None, out, start, scale, config)
+    return out
+
+
+def block_union(
+    chosen: Tensor, table: Tensor, start: int, block: int, tokens: int, max_entries: int
+) -> tuple[Tensor, Tensor]:
+    """chosen [n, G, C] → per tile of `tokens` queries: entries [tiles, G, max_entries] and how many, [tiles, G].
+
+    The count leaves out the tile's own blocks, which follow it in any case.
+    """
+    num_tokens, groups, num_chosen = chosen.shape
+    num_tiles, num_blocks = triton.cdiv(num_tokens, tokens), triton.cdiv(start + num_tokens, block)
+    entries = torch.empty(num_tiles, groups, max_entries, dtype=torch.int32, device=chosen.device)
+    counts = torch.empty(num_tiles, groups, dtype=torch.int32, device=chosen.device)
+    programs = min(UNION_PROGRAMS, num_tiles * groups)
+    seen = torch.zeros(programs, triton.cdiv(num_blocks, 128) * 128, dtype=torch.uint8, device=chosen.device)
+    union_kernel[(programs,)](
+        chosen.contiguous(),
+        table,
+        entries,
+        counts,
+        seen,
+        num_tokens,
+        num_chosen,
+        start,
+        num_tiles,
+        max_entries,
+        seen.shape[1],
+        GROUPS=groups,
+        CHOSEN=triton.next_power_of_2(num_chosen),
+        TOKENS=tokens,
+        BLOCK=block,
+        CHUNK=UNION_CHUNK,
+        num_warps=4,
+        num_stages=1,
+    )
+    return entries, counts
+
+
+def _launch(
+    q: Tensor,
+    pages_k: Tensor,
+    pages_v: Tensor,
+    table: Tensor,
+    union: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    start: int,
+    scale: float,
+    config: Config,
+) -> None:
+    (num_tokens, heads, dim), (groups, num_pages, block, _) = q.shape, pages_k.shape
+    assert pages_k.is_contiguous()
+    assert pages_v.is_contiguous()
+    q = rows_of_heads(q)
+    entries, counts = union or (table, table)  # not looked at without a choice
+    prefill_kernel[(triton.cdiv(num_tokens, config.tokens), groups)](
+        q,
+        pages_k,
+        pages_v,
+        entries,
+        counts,
+        out,
+        num_tokens,
+        start,
+        num_pages,
+        entries.shape[-1],
+        q.stride(0),
+        scale * LOG2_E,
+        GROUPS=groups,
+        SHARED=heads // groups,
+        SHARED_PADDED=_padded(heads // groups, config.tokens),
+        TOKENS=config.tokens,
+        BLOCK=block,
+        DIM=dim,
+        IS_SPARSE=union is not None,
+        PRECISION="ieee",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _padded(shared: int, tokens: int) -> int:
+    """Heads of a group, padded so that a tile has a power of two of rows and enough of them for a product."""
+    return max(triton.next_power_of_2(shared), 16 // tokens)
+
+
+def _config_of(q: Tensor, pages: Tensor, is_sparse: bool) -> Config:
+    groups, _, block, dim = pages.shape
+    return _config(q.shape[1] // groups, block, dim, q.element_size(), shared_memory(q.device), is_sparse)
+
+
+def _config(shared: int, block: int, dim: int, element_size: int, limit: int, is_sparse: bool) -> Config:
+    """By heads per group, block size, dimension, bytes per element and the shared memory of the device.
+
+    Four tokens x 16 heads are the shortest tile that the tensor cores of Hopper take whole. Twice as many would read
+    each block half as often, but where neighbours share little the union grows nearly as fast as the tile.
+    """
+    shared = triton.next_power_of_2(shared)
+    if element_size > 2:  # no tensor cores: registers are what is scarce
+        return Config(max(1, min(8, 32 // shared)), 8, 1)
+    num_rows = 128 if limit > 160 << 10 and not is_sparse else 64
+    tokens = max(1, num_rows // shared)
+    num_stages = 3 if limit >= (6 * block + num_rows) * dim * element_size else 2
+    return Config(min(tokens, 8) if is_sparse else tokens, num_rows // 16, num_stages)
+
+
+def rows_of_heads(x: Tensor) -> Tensor:
+    """[n, H, D] whose rows may lie apart, as a part of a wider projection does, but are whole and well aligned."""
+    is_whole = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return x if is_whole and is_aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return 227 << 10
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin

@@ -1,0 +1,306 @@
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+"""Attention of one new token per row, or of a few drafts, over paged keys and values.
+
+A row's blocks are cut into splits of a fixed number of blocks, each a program of its own; a second kernel joins what
+they found. Neither cut nor order depends on the other rows. Whether a row looks at chosen blocks or at all of them is
+read on the device, as are lengths and tables: a captured graph serves every step.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sala.backends.torch.kernels.attention import LOG2_E, absorb, rows_of_heads, shared_memory
+
+SIZES = ("first_length", "num_splits", "num_chosen", "max_dense")
+JOIN_CHUNK = 64  # splits joined at a time; fixed, so that the order of sums does not depend on how many there are
+
+
+class Config(NamedTuple):
+    """Blocks per split (a power of two; the order of sums depends on it), warps, and stages of the pipeline."""
+
+    blocks: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def num_steps(
+    lengths_ptr, is_sparse_ptr, row, first_length, num_chosen, max_dense, NUM_TOKENS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of this row: its length (0 for padding), whether it is sparse, and the blocks or choices that it walks."""
+    length = tl.load(lengths_ptr + row // NUM_TOKENS).to(tl.int32) + first_length
+    length = tl.where(length > 0, length + row % NUM_TOKENS, 0)
+    is_sparse = tl.load(is_sparse_ptr + row) != 0
+    steps = tl.where(is_sparse, num_chosen, tl.minimum((length + BLOCK - 1) // BLOCK, max_dense))
+    return length, is_sparse, tl.where(length > 0, steps, 0)
+
+
+@triton.jit(do_not_specialize=["num_pages", "table_size", *SIZES, "q_stride"])
+def split_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    tables_ptr,
+    row_of_ptr,
+    lengths_ptr,
+    is_sparse_ptr,
+    chosen_ptr,
+    acc_ptr,
+    stats_ptr,
+    num_pages,
+    table_size,
+    first_length,
+    num_splits,
+    num_chosen,
+    max_dense,
+    q_stride,
+    scale,
+    NUM_TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_PADDED: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One split of one group of one row: acc [rows, G, splits, SHARED, D], stats [rows, G, splits, 2, SHARED]."""
+    split, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length, is_sparse, steps = num_steps(
+        lengths_ptr, is_sparse_ptr, row, first_length, num_chosen, max_dense, NUM_TOKENS, BLOCK
+    )
+    begin = split * SPLIT_BLOCKS
+    if begin >= steps:
+        return
+    table_row = row // NUM_TOKENS
+    if row_of_ptr is not None:
+        table_row = tl.load(row_of_ptr + row)
+    head, column, offset = tl.arange(0, SHARED_PADDED), tl.arange(0, DIM), tl.arange(0, BLOCK)
+    is_head = head < SHARED
+    q_rows = tl.multiple_of(q_ptr + row.to(tl.int64) * q_stride + (group * SHARED + head) * DIM, 16)
+    q = tl.load(q_rows[:, None] + column[None], mask=is_head[:, None], other=0.0)
+
+    # Blocks and pages of all steps first, in registers: the loop's loads then wait for nothing and run ahead.
+    turn = tl.arange(0, SPLIT_BLOCKS)
+    ids = chosen_ptr + (row.to(tl.int64) * GROUPS + group) * num_chosen
+    blocks = tl.where(is_sparse, tl.load(ids + tl.minimum(begin + turn, num_chosen - 1)), begin + turn)
+    blocks = tl.where((begin + turn < steps) & (blocks * BLOCK < length), blocks, -1)
+    table = tables_ptr + table_row.to(tl.int64) * table_size
+    pages = tl.load(table + blocks, mask=blocks >= 0, other=0).to(tl.int64) + group.to(tl.int64) * num_pages
+    acc = tl.zeros([SHARED_PADDED, DIM], tl.float32)
+    top = tl.full([SHARED_PADDED], -1e30, tl.float32)  # finite, should there be nothing
+    total = tl.zeros([SHARED_PADDED], tl.float32)
+    for i in range(tl.minimum(SPLIT_BLOCKS, steps - begin)):
+        block = tl.sum(tl.where(turn == i, blocks, 0), 0)
+        place = tl.sum(tl.where(turn == i, pages, 0), 0) * (BLOCK * DIM) + offset * DIM
+        is_seen = (block >= 0) & (block * BLOCK + offset < length)  # what lies elsewhere may be anything, even NaN
+        k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None], mask=is_seen[:, None], other=0.0)
+        v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None], mask=is_seen[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = tl.where(is_seen[None], scores, float("-inf"))
+        acc, top, total = absorb(scores, is_head & (block >= 0), v, acc, top, total, scale, PRECISION)
+    part = (row.to(tl.int64) * GROUPS + group) * num_splits + split
+    acc_rows = tl.multiple_of(acc_ptr + (part * SHARED + head) * DIM, 16)
+    tl.store(acc_rows[:, None] + column[None], acc, mask=is_head[:, None])
+    tl.store(stats_ptr + part * (2 * SHARED) + head, top, mask=is_head)
+    tl.store(stats_ptr + part * (2 * SHARED) + SHARED + head, total, mask=is_head)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "gate_stride"])
+def join_kernel(
+    acc_ptr,
+    stats_ptr,
+    gate_ptr,
+    lengths_ptr,
+    is_sparse_ptr,
+    out_ptr,
+    first_length,
+    num_splits,
+    num_chosen,
+    max_dense,
+    gate_stride,
+    NUM_TOKENS: tl.constexpr,
+    SHARED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The splits of one head of one row, weighed by their log-sums and added in order; then the gate."""
+    head, row, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    length, _, steps = num_steps(
+        lengths_ptr, is_sparse_ptr, row, first_length, num_chosen, max_dense, NUM_TOKENS, BLOCK
+    )
+    count = (steps + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS
+    part = (row.to(tl.int64) * (heads // SHARED) + head // SHARED) * num_splits
+    stats = stats_ptr + part * (2 * SHARED) + head % SHARED
+    accs = tl.multiple_of(acc_ptr + (part * SHARED + head % SHARED) * DIM, 16)
+    column = tl.arange(0, DIM)
+    acc = tl.zeros([DIM], tl.float32)
+    top, total = -1e30, 0.0
+    for begin in tl.static_range(0, SPLITS, CHUNK):
+        split = begin + tl.arange(0, CHUNK)
+        is_split = split < count
+        part_top = tl.load(stats + split * (2 * SHARED), mask=is_split, other=-1e30)
+        part_total = tl.load(stats + split * (2 * SHARED) + SHARED, mask=is_split, other=0.0)
+        part_acc = tl.load(accs + split[:, None] * (SHARED * DIM) + column[None], mask=is_split[:, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(part_top, 0))
+        share, shrink = tl.exp2(part_top - new_top), tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(part_total * share, 0)
+        acc = acc * shrink + tl.sum(part_acc * share[:, None], 0)
+        top = new_top
+    out = (acc / tl.where(total > 0, total, 1.0)).to(out_ptr.dtype.element_ty)
+    if gate_ptr is not None:
+        gate = tl.load(gate_ptr + row.to(tl.int64) * gate_stride + head * DIM + column)
+        factor = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(out.dtype)
+        out = (out.to(tl.float32) * factor.to(tl.float32)).to(out.dtype)
+    out = tl.where(length > 0, out, 0.0)
+    tl.store(out_ptr + (row.to(tl.int64) * heads + head) * DIM + column, out.to(out_ptr.dtype.element_ty))
+
+
+def decode_attention(
+    q: Tensor,
+    pages_k: Tensor,
+    pages_v: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    is_sparse: Tensor,
+    chosen: Tensor,
+    scale: float,
+    max_dense_blocks: int,
+    gate: Tensor | None = None,
+    row_of: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """The newest token of each row, at position lengths[s] - 1, over its chosen blocks or over all → [S, H, D].
+
+    q [S, H, D]; pages [G, P, B, D]; tables [S, N] block to page; lengths [S], 0 or less for padding, which gives 0;
+    is_sparse [S] bool; chosen [S, G, C] int32, -1 for none, not looked at where dense. Rows that are not sparse
+    have at most `max_dense_blocks` blocks. A gate [S, H * D] multiplies by its sigmoid. With row_of [S], row s
+    has table row_of[s].
+    """
+    return _attend(
+        q, pages_k, pages_v, tables, lengths, is_sparse, chosen, scale, max_dense_blocks, gate, row_of, config
+    )
+
+
+def verify_attention(
+    q: Tensor,
+    pages_k: Tensor,
+    pages_v: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    is_sparse: Tensor,
+    chosen: Tensor,
+    scale: float,
+    max_dense_blocks: int,
+    gate: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """A few tokens per sequence, at positions starts[s] + i: bit for bit what as many decode steps give → [S, n, H, D].
+
+    q [S, n, H, D]; starts [S], negative for padding; is_sparse [S, n]; chosen [S, n, G, C]; gate [S, n, H * D].
+    """
+    num_tokens = q.shape[1]
+    gate = None if gate is None else gate.flatten(0, 1)
+    rows, is_sparse, chosen = q.flatten(0, 1), is_sparse.flatten(), chosen.flatten(0, 1)
+    out = _attend(
+        rows,
+        pages_k,
+        pages_v,
+        tables,
+        starts,
+        is_sparse,
+        chosen,
+        scale,
+        max_dense_blocks,
+        gate,
+        None,
+        config,
+        num_tokens,
+    )
+    return out.unflatten(0, (-1, num_tokens))
+
+
+def _attend(
+    q: Tensor,
+    pages_k: Tensor,
+    pages_v: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    is_sparse: Tensor,
+    chosen: Tensor,
+    scale: float,
+    max_dense_blocks: int,
+    gate: Tensor | None,
+    row_of: Tensor | None,
+    config: Config | None,
+    num_drafts: int = 0,
+) -> Tensor:
+    """With `num_drafts`, that many rows in turn share a table, and `lengths` holds the position of the first."""
+    (num_rows, heads, dim), (groups, num_pages, block, _) = q.shape, pages_k.shape
+    assert pages_k.is_contiguous()
+    assert pages_v.is_contiguous()
+    q, shared, num_chosen = rows_of_heads(q), heads // groups, chosen.shape[2]
+    lengths, is_sparse, chosen = lengths.contiguous(), is_sparse.contiguous(), chosen.contiguous()
+    config = config or _config(block * dim * q.element_size(), shared_memory(q.device))
+    splits = triton.cdiv(max(num_chosen, max_dense_blocks), config.blocks)
+    acc = torch.empty(num_rows, groups, splits, shared, dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(num_rows, groups, splits, 2, shared, dtype=torch.float32, device=q.device)
+    out = q.new_empty(q.shape)
+    geometry = {
+        "NUM_TOKENS": max(1, num_drafts),
+        "SHARED": shared,
+        "SPLIT_BLOCKS": config.blocks,
+        "BLOCK": block,
+        "DIM": dim,
+    }
+    sizes = (1 if num_drafts else 0, splits, num_chosen, max_dense_blocks)
+    split_kernel[(splits, groups, num_rows)](
+        q,
+        pages_k,
+        pages_v,
+        tables,
+        row_of,
+        lengths,
+        is_sparse,
+        chosen,
+        acc,
+        stats,
+        num_pages,
+        tables.stride(0),
+        *sizes,
+        q.stride(0),
+        scale * LOG2_E,
+        **geometry,
+        GROUPS=groups,
+        SHARED_PADDED=max(16, triton.next_power_of_2(shared)),
+        PRECISION="ieee",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    join_kernel[(heads, num_rows)](
+        acc,
+        stats,
+        gate,
+        lengths,
+        is_sparse,
+        out,
+        *sizes,
+        0 if gate is None else gate.stride(0),
+        **geometry,
+        SPLITS=triton.cdiv(splits, JOIN_CHUNK) * JOIN_CHUNK,
+        CHUNK=JOIN_CHUNK,
+        num_warps=4,
+    )
+    return out
+
+
+def _config(block_bytes: int, limit: int) -> Config:
+    """By the bytes of a block of keys and the shared memory of the device: small splits fill it even with one row."""
+    return Config(2, 4, 3 if 5 * block_bytes <= limit else 1)

@@ -1,0 +1,132 @@
+"""Keys and values go into their pages, and the windows that they complete are pooled: one launch for any batch."""
+
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sala.config import SparseConfig
+
+
+@triton.jit
+def _pool(
+    k_new, k_pages, pooled, table, token, position, start, group, num_pages, stride_t, stride_g,
+    KERNEL: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """The mean of the KERNEL keys up to `position`; keys of this call come from k_new, as others still write theirs."""
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    at = position + 1 - KERNEL + row
+    is_new = (at >= start) & (row < KERNEL)
+    is_old = (at < start) & (row < KERNEL)
+    page = tl.load(table + at // BLOCK, mask=is_old, other=0).to(tl.int64)
+    old_at = ((group * num_pages + page) * BLOCK + at % BLOCK) * D
+    new_at = (token + 1 - KERNEL + row).to(tl.int64) * stride_t + group * stride_g
+    has_dim = dim[None, :] < D
+    old_rows, new_rows = tl.multiple_of(k_pages + old_at, 16), tl.multiple_of(k_new + new_at, 16)
+    old = tl.load(old_rows[:, None] + dim[None, :], mask=is_old[:, None] & has_dim, other=0.0)
+    new = tl.load(new_rows[:, None] + dim[None, :], mask=is_new[:, None] & has_dim, other=0.0)
+    keys = tl.where(is_new[:, None], new.to(old.dtype), old).to(tl.float32)
+    mean = tl.sum(keys, 0) / KERNEL
+    PER_PAGE: tl.constexpr = BLOCK // STRIDE
+    window = (position + 1) // STRIDE - 1
+    home = tl.load(table + window // PER_PAGE).to(tl.int64)
+    target = ((group * num_pages + home) * PER_PAGE + window % PER_PAGE) * D
+    tl.store(pooled + target + dim, mean.to(pooled.dtype.element_ty), mask=dim < D)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_pages", "stride_table"])
+def _append_kernel(
+    k_new, v_new, k_pages, v_pages, k1_pages, k2_pages, tables, starts, row_of, positions,
+    num_tokens, num_pages, stride_kt, stride_kg, stride_vt, stride_vg, stride_table,
+    KERNEL: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, ROWS2: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    group = tl.program_id(1).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int32)
+    if position < 0:
+        return
+    row = tl.load(row_of + token)
+    start = tl.load(starts + row).to(tl.int32)
+    table = tables + row.to(tl.int64) * stride_table
+    dim = tl.arange(0, DIM)
+    page = tl.load(table + position // BLOCK).to(tl.int64)
+    place = ((group * num_pages + page) * BLOCK + position % BLOCK) * D
+    wide = token.to(tl.int64)
+    k = tl.load(k_new + wide * stride_kt + group * stride_kg + dim, mask=dim < D, other=0.0)
+    v = tl.load(v_new + wide * stride_vt + group * stride_vg + dim, mask=dim < D, other=0.0)
+    tl.store(k_pages + place + dim, k.to(k_pages.dtype.element_ty), mask=dim < D)
+    tl.store(v_pages + place + dim, v.to(v_pages.dtype.element_ty), mask=dim < D)
+
+    # The last token of a row cleans what follows it on a page that the row began in this call.
+    is_last = token + 1 == num_tokens
+    if not is_last:
+        after = tl.load(positions + token + 1).to(tl.int32)
+        is_last = (tl.load(row_of + token + 1) != row) | (after < 0)
+    if is_last & (position // BLOCK * BLOCK >= start):
+        spare = position % BLOCK + 1 + tl.arange(0, PAGE)
+        rest = place + (1 + tl.arange(0, PAGE))[:, None] * D + dim[None, :]
+        nothing = tl.zeros([PAGE, DIM], dtype=k_pages.dtype.element_ty)
+        is_spare = (spare < BLOCK)[:, None] & (dim < D)[None, :]
+        tl.store(k_pages + rest, nothing, mask=is_spare)
+        tl.store(v_pages + rest, nothing, mask=is_spare)
+
+    if ((position + 1) % STRIDE == 0) & (position + 1 >= KERNEL):
+        _pool(
+            k_new, k_pages, k1_pages, table, token, position, start, group, num_pages, stride_kt, stride_kg,
+            KERNEL, STRIDE, BLOCK, D, ROWS, DIM,
+        )  # fmt: skip
+    if ((position + 1) % (4 * STRIDE) == 0) & (position + 1 >= 4 * KERNEL):
+        _pool(
+            k_new, k_pages, k2_pages, table, token, position, start, group, num_pages, stride_kt, stride_kg,
+            4 * KERNEL, 4 * STRIDE, BLOCK, D, ROWS2, DIM,
+        )  # fmt: skip
+
+
+def append(
+    k_new: Tensor, v_new: Tensor, pages_k: Tensor, pages_v: Tensor, pages_k1: Tensor, pages_k2: Tensor,
+    tables: Tensor, starts: Tensor, row_of: Tensor, positions: Tensor, sparse: SparseConfig,
+) -> None:  # fmt: skip
+    """Write k_new, v_new [T, G, D] into pages [G, P, rows, D] and pool the windows that they complete.
+
+    tables [S, N]; starts [S]: the first position of each row in this call; row_of, positions [T]: a row's tokens
+    follow each other in T; a position of -1 is padding. Rows behind the last token of a new page become 0.
+    """
+    num_tokens, groups, dim = k_new.shape
+    if not num_tokens:
+        return
+    assert all(pool.is_contiguous() for pool in (pages_k, pages_v, pages_k1, pages_k2))
+    assert tables.stride(1) == 1
+    k_new, v_new = (x if has_whole_rows(x) else x.contiguous() for x in (k_new, v_new))
+    assert pages_k.shape[2:] == (sparse.block_size, dim)
+    assert dim * k_new.element_size() % 16 == 0
+    _append_kernel[(num_tokens, groups)](
+        k_new, v_new, pages_k, pages_v, pages_k1, pages_k2, tables, starts, row_of, positions,
+        num_tokens, pages_k.shape[1], *k_new.stride()[:2], *v_new.stride()[:2], tables.stride(0),
+        **append_constants(sparse, dim), num_warps=4,  # always: the order of a mean's sum hangs on it
+    )  # fmt: skip
+
+
+def has_whole_rows(x: Tensor) -> bool:
+    """Whether every row of the last dimension lies in whole 16 bytes, which the kernels' wide loads rely on."""
+    steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+    is_even = all(step * x.element_size() % 16 == 0 for step in steps)
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and is_even
+
+
+def append_constants(sparse: SparseConfig, dim: int) -> dict[str, Any]:
+    return {
+        "KERNEL": sparse.kernel_size,
+        "STRIDE": sparse.kernel_stride,
+        "BLOCK": sparse.block_size,
+        "D": dim,
+        "ROWS": triton.next_power_of_2(sparse.kernel_size),
+        "ROWS2": triton.next_power_of_2(4 * sparse.kernel_size),
+        "PAGE": triton.next_power_of_2(sparse.block_size),
+        "DIM": triton.next_power_of_2(dim),
+    }

@@ -1,0 +1,307 @@
+"""The Triton kernels against ops/, in bf16 at the released shapes; then whole steps of a small model, also in fp32."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sala.backends.torch.batch import Span
+from sala.backends.torch.cache import KVPages
+from sala.backends.torch.ops.attention import dense_attention
+from sala.backends.torch.ops.lightning import decay_slopes, lightning_prefill, lightning_step
+from sala.backends.torch.ops.norm import rms_norm
+from sala.backends.torch.ops.rope import apply_rope, rope_angles
+from sala.backends.torch.ops.sparse import select_blocks, sparse_attention
+from sala.backends.torch.random import random_model
+from sala.backends.torch.selftest import ANSWER, PROMPT, SMALL, Pair, Trial, relative_error
+from sala.checkpoint.random import RELEASED
+from sala.config import SalaConfig
+
+EPS = 1e-6
+ROUNDING = 2e-2  # of bf16 results
+NUM_QUERIES = 40
+STEP_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def trials(device: torch.device) -> dict[str, Trial]:
+    return {**kernel_trials(device, RELEASED, torch.bfloat16), **step_trials(device)}
+
+
+def kernel_trials(device: torch.device, config: SalaConfig, dtype: torch.dtype) -> dict[str, Trial]:
+    shapes = Shapes(config, dtype, device)
+    measures: dict[str, Callable[[Shapes], float]] = {
+        "lightning prefill": _lightning_prefill,
+        "lightning decode": _lightning_decode,
+        "lightning verify": _lightning_verify,
+        "lightning fold": _lightning_fold,
+        "norm": _norm,
+        "add and norm": _add_norm,
+        "norm and rope of q and k": _norm_rope,
+        "norm and gate": _norm_gate,
+        "silu": _silu,
+        "pooling": _pooling,
+        "choice, prefill": _choice_prefill,
+        "choice, decode": _choice_decode,
+        "sparse attention, prefill": _sparse_prefill,
+        "dense attention, prefill": _dense_prefill,
+        "attention, decode": _decode_attention,
+    }
+    return {f"Triton {name}": Trial(partial(measure, shapes), ROUNDING) for name, measure in measures.items()}
+
+
+def step_trials(device: torch.device) -> dict[str, Trial]:
+    return {
+        f"GPU {kind}, {regime}, {str(dtype).removeprefix('torch.')}": Trial(
+            partial(_step, device, dtype, kind, regime == "sparse"), tolerance
+        )
+        for dtype, tolerance in STEP_ERRORS.items()
+        for kind in ("prefill", "decode")
+        for regime in ("dense", "sparse")
+    }
+
+
+class Shapes:
+    """Sizes of the tensors of a model, and random ones of them."""
+
+    def __init__(self, config: SalaConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self.sparse = config.sparse_config
+        self.scale = config.head_dim**-0.5
+        self.length = (self.sparse.num_chosen + 8) * self.sparse.block_size + 5  # so that there is something to choose
+        self.start = self.length - NUM_QUERIES
+
+    def random(self, *shape: int) -> Tensor:
+        """Drawn on the CPU: every device gets the same."""
+        return torch.randn(shape).to(self.device, self.dtype)
+
+    def lightning(self, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+        size = (*shape, self.config.lightning_nh, self.config.lightning_head_dim)
+        return self.random(*size), self.random(*size), self.random(*size)
+
+    def states(self, count: int) -> Tensor:
+        dim = self.config.lightning_head_dim
+        return torch.randn(count, self.config.lightning_nh, dim, dim).to(self.device)
+
+    @property
+    def slopes(self) -> Tensor:
+        return decay_slopes(self.config.lightning_nh, self.device)
+
+    def queries(self, count: int) -> Tensor:
+        return self.random(count, self.config.num_attention_heads, self.config.head_dim)
+
+    def positions(self) -> Tensor:
+        return torch.arange(self.start, self.length, device=self.device)
+
+
+class Past:
+    """A sequence in scattered pages, written by the reference."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        config, length = shapes.config, shapes.length
+        num_pages = -(-length // shapes.sparse.block_size)
+        self.num_blocks = num_pages
+        self.pages = KVPages(num_pages + 3, config, shapes.dtype, shapes.device)
+        order = tuple(torch.randperm(num_pages + 3)[:num_pages].tolist())
+        self.span = Span(0, length, 0, 0, 0, order, shapes.device)
+        self.k, self.v = (shapes.random(length, config.num_key_value_heads, config.head_dim) for _ in range(2))
+        for pool in (self.pages.k, self.pages.v, self.pages.k1, self.pages.k2):
+            pool.zero_()
+        self.pages.append(self.span, self.k, self.v)
+
+    def choose(self, shapes: Shapes, q: Tensor, positions: Tensor) -> Tensor:
+        k1, k2 = self.pages.pooled(self.span, shapes.length)
+        return select_blocks(q, k1, k2, positions, self.num_blocks, shapes.sparse, shapes.scale)
+
+
+def _lightning_prefill(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import lightning
+
+    q, k, v = shapes.lightning(200)
+    state, scale = shapes.states(1)[0], shapes.config.lightning_head_dim**-0.5
+    found = lightning.lightning_prefill(q, k, v, state, shapes.slopes, scale)
+    wanted = lightning_prefill(q, k, v, state, shapes.slopes, scale)
+    return max(map(relative_error, found, wanted))
+
+
+def _lightning_decode(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import lightning
+
+    q, k, v = shapes.lightning(3)
+    states, slots = shapes.states(4), torch.tensor([2, 0, 3], device=shapes.device)
+    wanted, after = lightning_step(q, k, v, states[slots], shapes.slopes, shapes.scale)
+    found = lightning.lightning_decode(q, k, v, states, slots, shapes.slopes, shapes.scale)
+    return max(relative_error(found, wanted), relative_error(states[slots], after))
+
+
+def _lightning_verify(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import lightning
+
+    q, k, v = shapes.lightning(2, 4)
+    states, slots = shapes.states(3), torch.tensor([2, 0], device=shapes.device)
+    found = lightning.lightning_verify(q, k, v, states, slots, shapes.slopes, shapes.scale)
+    return relative_error(found, _recur(shapes, q, k, v, states[slots])[0])
+
+
+def _lightning_fold(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import lightning
+
+    _, k, v = shapes.lightning(2, 4)
+    states, slots = shapes.states(3), torch.tensor([2, 0], device=shapes.device)
+    wanted = _recur(shapes, k, k, v, states[slots])[1]
+    counts = torch.tensor([4, 4], device=shapes.device)
+    lightning.lightning_fold(k, v, states, slots, counts, shapes.slopes)
+    return relative_error(states[slots], wanted)
+
+
+def _recur(shapes: Shapes, q: Tensor, k: Tensor, v: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Token after token: q, k, v [S, n, H, D] → outputs [S, n, H, D], next states."""
+    outputs = []
+    for i in range(q.shape[1]):
+        output, states = lightning_step(q[:, i], k[:, i], v[:, i], states, shapes.slopes, shapes.scale)
+        outputs.append(output)
+    return torch.stack(outputs, 1), states
+
+
+def _norm(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import fused
+
+    x, weight = shapes.random(5, shapes.config.hidden_size), shapes.random(shapes.config.hidden_size)
+    return relative_error(fused.rms_norm(x, weight, EPS), rms_norm(x, weight, EPS))
+
+
+def _add_norm(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import fused
+
+    x, delta, weight = (shapes.random(*size, shapes.config.hidden_size) for size in ((5,), (5,), ()))
+    total = x + delta * 0.25
+    found = fused.add_rms_norm(x.clone(), delta, 0.25, weight, EPS)
+    return max(map(relative_error, found, (total, rms_norm(total, weight, EPS))))
+
+
+def _norm_rope(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import fused
+
+    q, k, _ = shapes.lightning(5)
+    q_weight, k_weight = (shapes.random(q.shape[2]) for _ in range(2))
+    cos, sin = rope_angles(torch.arange(1000, 1005, device=shapes.device), q.shape[2], shapes.config.rope_theta)
+    wanted = [apply_rope(rms_norm(x, weight, EPS), cos, sin) for x, weight in ((q, q_weight), (k, k_weight))]
+    found = fused.qk_norm_rope(q.clone(), k.clone(), q_weight, k_weight, EPS, cos, sin, None)
+    return max(map(relative_error, found, wanted))
+
+
+def _norm_gate(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import fused
+
+    x, gate, weight = (shapes.random(*size, shapes.config.hidden_size) for size in ((5,), (5,), ()))
+    wanted = rms_norm(x, weight, EPS) * torch.sigmoid(gate)
+    return relative_error(fused.norm_gate(x, weight, gate, EPS), wanted)
+
+
+def _silu(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import fused
+
+    x = shapes.random(5, 2 * shapes.config.intermediate_size)
+    gate, up = x.chunk(2, 1)
+    return relative_error(fused.silu_mul(x), F.silu(gate) * up)
+
+
+def _pooling(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import pooling
+
+    past = Past(shapes)
+    wanted = past.pages
+    found = KVPages(wanted.k.shape[1], shapes.config, shapes.dtype, shapes.device)
+    pools = [(getattr(found, name), getattr(wanted, name)) for name in ("k", "v", "k1", "k2")]
+    for target, source in pools:
+        target.copy_(source)
+        target[:, past.span.pages[-2:]] = 0
+    start = shapes.length - shapes.sparse.block_size  # the new tokens reach over two pages
+    for target, source in pools[:2]:
+        page, offset = past.span.pages[-2], start % shapes.sparse.block_size
+        target[:, page, :offset] = source[:, page, :offset]
+    for target, source in pools[2:]:
+        page, rows = past.span.pages[-2], start % shapes.sparse.block_size * source.shape[2] // shapes.sparse.block_size
+        target[:, page, :rows] = source[:, page, :rows]
+    positions = torch.arange(start, shapes.length, device=shapes.device)
+    pooling.append(
+        past.k[start:], past.v[start:], found.k, found.v, found.k1, found.k2, past.span.table[None], positions[:1],
+        torch.zeros_like(positions), positions, shapes.sparse,
+    )  # fmt: skip
+    return max(relative_error(target, source) for target, source in pools)
+
+
+def _choice_prefill(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import choice
+
+    past, q, positions = Past(shapes), shapes.queries(NUM_QUERIES), shapes.positions()
+    pages, table = past.pages, past.span.table
+    found = choice.choose_prefill(q, pages.k1, pages.k2, table, shapes.start, shapes.sparse, shapes.scale)
+    return _share_of_others(found, past.choose(shapes, q, positions))
+
+
+def _choice_decode(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import choice
+
+    past, q, positions = Past(shapes), shapes.queries(NUM_QUERIES), shapes.positions()
+    tables = past.span.table.int().repeat(NUM_QUERIES, 1)
+    pages, lengths = past.pages, positions + 1
+    found = choice.choose_decode(
+        q, pages.k1, pages.k2, tables, lengths, shapes.sparse, shapes.scale, past.num_blocks
+    )  # fmt: skip
+    return _share_of_others(found, past.choose(shapes, q, positions))
+
+
+def _share_of_others(found: Tensor, wanted: Tensor) -> float:
+    """Of the chosen blocks, how many are not those of the reference: ties may go either way."""
+    assert found.shape == wanted.shape, f"{tuple(found.shape)} instead of {tuple(wanted.shape)}"
+    is_known = (found[..., :, None] == wanted[..., None, :]).any(-1)
+    return float((~is_known).double().mean())
+
+
+def _sparse_prefill(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import attention
+
+    past, q, positions = Past(shapes), shapes.queries(NUM_QUERIES), shapes.positions()
+    pages, table, chosen = past.pages, past.span.table, past.choose(shapes, q, positions)
+    found = attention.sparse_prefill(q, pages.k, pages.v, table, chosen.int(), shapes.start, shapes.scale)
+    return relative_error(found, sparse_attention(q, pages.k, pages.v, table, chosen, positions, shapes.scale))
+
+
+def _dense_prefill(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import attention
+
+    past, q = Past(shapes), shapes.queries(NUM_QUERIES)
+    keys, values = past.pages.keys_values(past.span, shapes.length)
+    found = attention.dense_prefill(q, past.pages.k, past.pages.v, past.span.table, shapes.start, shapes.scale)
+    return relative_error(found, dense_attention(q, keys, values, shapes.start, shapes.scale))
+
+
+def _decode_attention(shapes: Shapes) -> float:
+    """Rows by turns sparse and dense."""
+    from sala.backends.torch.kernels import decode_attention
+
+    past, q, positions = Past(shapes), shapes.queries(NUM_QUERIES), shapes.positions()
+    pages, table, chosen = past.pages, past.span.table, past.choose(shapes, q, positions)
+    is_sparse = positions % 2 == 0
+    found = decode_attention.decode_attention(
+        q, pages.k, pages.v, table.int().repeat(NUM_QUERIES, 1), positions + 1, is_sparse, chosen.int(), shapes.scale,
+        max_dense_blocks=past.num_blocks,
+    )  # fmt: skip
+    sparse = sparse_attention(q, pages.k, pages.v, table, chosen, positions, shapes.scale)
+    dense = dense_attention(q, *pages.keys_values(past.span, shapes.length), shapes.start, shapes.scale)
+    return relative_error(found, torch.where(is_sparse[:, None, None], sparse, dense))
+
+
+def _step(device: torch.device, dtype: torch.dtype, kind: str, is_sparse: bool) -> float:
+    """A prompt in two chunks, or an answer after one, by all kernels together."""
+    from sala.backends.torch.steps_gpu import GpuSteps
+
+    model = random_model(SMALL, dtype, device)
+    steps = GpuSteps(model, device, PROMPT + 64, has_graphs=device.type == "cuda")
+    two = Pair(steps, model, is_sparse)
+    if kind == "prefill":
+        return two.compare((PROMPT - 300, 300))
+    two.read(PROMPT)
+    return two.compare(ANSWER)

@@ -1,0 +1,339 @@
+"""`sala doctor`: what this machine has, what will be used of it, and whether every kernel computes what it should."""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sala.cli import settings as s
+from sala.errors import ModelNotFound, SalaError
+
+if TYPE_CHECKING:
+    import torch
+
+    from sala.backends.torch.selftest import Check
+
+PACKAGES = ("torch", "triton", "numpy", "tokenizers", "jinja2", "gguf", "llguidance", "accelerate", "matplotlib")
+LITTLE_MEMORY = 2 << 30
+LITTLE_DISK = 1 << 30
+USUAL_CTX = 8192  # tokens for which a model's memory is judged
+
+
+def doctor(
+    model: s.Model = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    facts: dict[str, Any] = {"versions": versions(), "machine": machine()}
+    warnings = list(_machine_warnings(facts["machine"]))
+    facts["places"] = places()
+    warnings += _place_warnings(facts["places"])
+    try:
+        facts["gpus"] = gpus()
+        facts["in_use"] = in_use()
+    except Exception as error:  # a broken torch is what people come here for
+        facts["gpus"], facts["in_use"] = [], {}
+        warnings.append(f"torch does not work ({_line(error)}): install it again, pip install --force-reinstall torch")
+    else:
+        warnings += _use_warnings(facts["in_use"], facts["gpus"])
+    is_well = True
+    if model and facts["in_use"]:
+        try:
+            facts["model"] = about(model)
+            warnings += _model_warnings(facts["model"], facts["in_use"])
+        except (SalaError, OSError) as error:
+            warnings.append(_words(error))
+            is_well = False
+    if not as_json:
+        _print_facts(facts)
+    facts["checks"] = [] if not facts["in_use"] else self_tests(is_shown=not as_json)
+    facts["warnings"] = warnings
+    if as_json:
+        print(json.dumps(facts, ensure_ascii=False))
+    else:
+        _print_warnings(warnings)
+    if not is_well or not all(check["is_good"] for check in facts["checks"]):
+        raise typer.Exit(1)
+
+
+def versions() -> dict[str, str | None]:
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    from sala import __version__
+
+    found: dict[str, str | None] = {"sala": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def machine() -> dict[str, Any]:
+    import os
+    import platform
+
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return {
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "processor": _processor(),
+        "threads": os.cpu_count(),
+        "memory": int(memory.total),
+        "memory_free": int(memory.available),
+    }
+
+
+def _processor() -> str:
+    import platform
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Those that torch sees."""
+    import torch
+
+    from sala.backends.torch.kernels import triton_kernels
+
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.device("cuda", index)
+        facts = torch.cuda.get_device_properties(device)
+        free, total = torch.cuda.mem_get_info(device)
+        found.append(
+            {
+                "name": facts.name,
+                "compute_capability": f"{facts.major}.{facts.minor}",
+                "memory": total,
+                "memory_free": free,
+                "kernels": triton_kernels.describe(device),
+            }
+        )
+    return found
+
+
+def in_use() -> dict[str, Any]:
+    """What a model gets if nothing else is asked for."""
+    import torch
+
+    from sala.backends.torch.kernels import native, triton_kernels
+    from sala.backends.torch.loader import pick_device
+    from sala.backends.torch.quant import linear_backend
+
+    device = pick_device("auto")
+    why_not = triton_kernels.why_not(device) if device.type == "cuda" else None
+    kernels = {"cpu": linear_backend(), "cuda": triton_kernels.describe(device)}
+    return {
+        "backend": "torch",
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "kernels": kernels.get(device.type, "none: PyTorch's own"),
+        "cpu_kernels": linear_backend(),
+        "has_native": native.load() is not None,
+        "cuda": torch.version.cuda,
+        "no_triton": why_not,
+    }
+
+
+def places() -> dict[str, Any]:
+    import shutil
+
+    import platformdirs
+
+    from sala import models
+
+    where = models.models_dir()
+    try:
+        origin = json.loads((models.overlay_dir() / "base.json").read_text(encoding="utf-8"))
+        embedded: Path | None = where / f"{models.EMBEDDED}-{origin['version']}"
+    except (ModelNotFound, OSError, ValueError, KeyError):
+        embedded = None
+    existing = next(path for path in (where, *where.absolute().parents) if path.is_dir())
+    return {
+        "models": str(where),
+        "cache": platformdirs.user_cache_dir("sala"),
+        "kernels": str(Path(platformdirs.user_cache_dir("sala")) / "kernels"),
+        "embedded": None if embedded is None else str(embedded),
+        "is_embedded_ready": embedded is not None and embedded.is_dir(),
+        "disk_free": shutil.disk_usage(existing).free,
+    }
+
+
+def about(model: str) -> dict[str, Any]:
+    """What a model will take here; nothing is loaded."""
+    from sala.checkpoint.names import count_parameters, expected_tensors
+    from sala.checkpoint.reader import Checkpoint
+    from sala.config import SalaConfig
+    from sala.memory import ELEMENT_BYTES, estimate
+    from sala.models import EMBEDDED
+
+    if model == EMBEDDED and not places()["is_embedded_ready"]:  # to look for it would fetch it
+        raise ModelNotFound(f"{EMBEDDED} is not put together yet", "run: sala setup")
+    path = s.find_model(model)
+    config = SalaConfig.load(path)
+    with Checkpoint(path) as checkpoint:
+        stored = checkpoint.nbytes
+    parameters, element = count_parameters(expected_tensors(config)), ELEMENT_BYTES[config.dtype]
+    needed = estimate(config, parameters, USUAL_CTX, element_bytes=element, stored_bytes=stored)
+    return {
+        "path": str(path),
+        "dtype": config.dtype,
+        "is_quantized": config.quantization is not None,
+        "parameters": parameters,
+        "weight_bytes": stored,
+        "expanded_bytes": parameters * element,
+        "needed_bytes": needed.total,
+    }
+
+
+def self_tests(is_shown: bool) -> list[dict[str, Any]]:
+    """The kernels of the CPU, and of the GPU that will be used; one line each, as soon as it is known."""
+    from sala.backends.torch.loader import pick_device
+    from sala.backends.torch.selftest import checks
+
+    if is_shown:
+        print("self-tests")
+    found = []
+    for device in dict.fromkeys((pick_device("cpu"), pick_device("auto"))):
+        for check in _safely(checks, device):
+            found.append(_as_facts(check))
+            if is_shown:
+                print(_check_line(check), flush=True)
+    if is_shown and not found:
+        print("  there are no kernels here to be tested")
+    return found
+
+
+def _safely(checks: Any, device: "torch.device") -> Iterable["Check"]:
+    from sala.backends.torch.selftest import Check
+
+    try:
+        yield from checks(device)
+    except Exception as error:
+        yield Check(f"kernels of {device}", math.inf, 0.0, _line(error))
+
+
+def _as_facts(check: "Check") -> dict[str, Any]:
+    error = check.error if math.isfinite(check.error) else None  # JSON knows no infinity
+    message = {"message": check.message} if check.message else {}
+    return {"name": check.name, "error": error, "tolerance": check.tolerance, "is_good": check.is_good, **message}
+
+
+def _check_line(check: "Check") -> str:
+    error = f"{check.error:.1e}" if math.isfinite(check.error) else "-"
+    reason = check.message or f"more than {check.tolerance:.0e}"
+    return f"  {check.name:<36} {error:>8}  {'ok' if check.is_good else f'FAILED: {reason}'}"
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_words(error)}"[:200]
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _machine_warnings(facts: dict[str, Any]) -> Iterable[str]:
+    from sala.cli.show import size
+
+    if facts["memory_free"] < LITTLE_MEMORY:
+        yield f"only {size(facts['memory_free'])} of memory are free: end other programs; sala estimate says what fits"
+
+
+def _place_warnings(facts: dict[str, Any]) -> Iterable[str]:
+    from sala.cli.show import size
+
+    if facts["disk_free"] < LITTLE_DISK:
+        yield f"only {size(facts['disk_free'])} of disk are free: set SALA_MODELS_DIR to a place with more"
+
+
+def _use_warnings(facts: dict[str, Any], gpus: list[dict[str, Any]]) -> Iterable[str]:
+    import shutil
+
+    if not facts["has_native"]:
+        yield (
+            "no C++ compiler works here: on the CPU quantized models take the memory of full ones, and decode "
+            "without the native step; install g++ or clang++ (Debian: apt install g++; macOS: xcode-select --install)"
+        )
+    if facts["no_triton"]:
+        yield f"the GPU runs by PyTorch alone, without kernels: {facts['no_triton']}"
+    if not gpus and shutil.which("nvidia-smi"):
+        yield "there is an NVIDIA driver, but this torch sees no GPU: install a CUDA build of torch (pytorch.org)"
+
+
+def _model_warnings(facts: dict[str, Any], use: dict[str, Any]) -> Iterable[str]:
+    from sala.cli.show import size
+
+    free = _free(use["device"])
+    if facts["needed_bytes"] > free:
+        yield (
+            f"{facts['path']} needs {size(facts['needed_bytes'])} with {USUAL_CTX:,} tokens and {size(free)} are free: "
+            f"see sala estimate {facts['path']}"
+        )
+    is_whole = use["device"] == "cpu" and use["has_native"] and facts["dtype"] != "float32"
+    if is_whole and facts["expanded_bytes"] * 2 < free:
+        yield f"{facts['path']} is in {facts['dtype']}: the native step of the CPU needs --dtype float32"
+
+
+def _free(device: str) -> int:
+    from sala.backends.torch.executor import free_bytes
+    from sala.backends.torch.loader import pick_device
+
+    return free_bytes(pick_device(device))
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    from sala.cli.show import size
+
+    known = {name: version for name, version in facts["versions"].items() if version is not None}
+    absent = [name for name, version in facts["versions"].items() if version is None]
+    box, place, use = facts["machine"], facts["places"], facts["in_use"]
+    embedded = "ready" if place["is_embedded_ready"] else "not put together yet: sala setup"
+    _section("versions", {**known, **({"not installed": ", ".join(absent)} if absent else {})})
+    _section(
+        "machine",
+        {
+            "system": box["system"],
+            "processor": f"{box['processor']}, {box['threads']} threads",
+            "memory": f"{size(box['memory_free'])} of {size(box['memory'])} free",
+            **{
+                f"GPU {index}": f"{gpu['name']}, compute capability {gpu['compute_capability']}, "
+                f"{size(gpu['memory_free'])} of {size(gpu['memory'])} free; {gpu['kernels']}"
+                for index, gpu in enumerate(facts["gpus"])
+            },
+        },
+    )
+    if use:
+        shown = {"device": f"{use['device']}, {use['threads']} threads of the CPU", "kernels": use["kernels"]}
+        if use["device"] != "cpu":
+            shown["on the CPU"] = use["cpu_kernels"]
+        _section("in use", {"backend": use["backend"], **shown})
+    shown = {"models": place["models"], "disk": f"{size(place['disk_free'])} free", "cache": place["cache"]}
+    _section("places", {**shown, "kernels": place["kernels"], "smol-sala": embedded})
+    if "model" in facts:
+        one = facts["model"]
+        weights = f"{size(one['weight_bytes'])}, {'quantized' if one['is_quantized'] else one['dtype']}"
+        needed = f"{size(one['needed_bytes'])} with {USUAL_CTX:,} tokens"
+        _section("model", {"path": one["path"], "weights": weights, "needs": needed})
+
+
+def _section(title: str, rows: dict[str, str]) -> None:
+    print(title)
+    for name, value in rows.items():
+        print(f"  {name:<14} {value}")
+
+
+def _print_warnings(warnings: list[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}")

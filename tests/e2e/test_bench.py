@@ -1,0 +1,114 @@
+"""`sala bench` on a tiny model: figures of every kind are there, whatever they are."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sala.bench import measure, plots
+from sala.bench.subject import open_checkpoint, open_random
+from sala.cli import run
+from sala.errors import SalaError
+
+
+def test_latency(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    arguments = ["bench", "latency", "-m", str(tiny), "--lengths", "300,64", "-n", "4", "--device", "cpu"]
+    assert run([*arguments, "--json", str(figures), "--plot", str(picture)]) == 0
+    out = capsys.readouterr()
+    assert "against 64" in out.out
+    assert "tiny, float32, cpu" in out.out
+    assert "300: prefill" in out.err
+    found = json.loads(figures.read_text())
+    assert [one["num_tokens"] for one in found["results"]] == [64, 300]
+    assert found["results"][0]["decode_ratio"] == 1
+    for one in found["results"]:
+        assert all(value > 0 for value in one.values())
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_throughput_with_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    arguments = ["bench", "throughput", "--random", "tiny", "--batches", "1,3", "--length", "40", "-n", "4"]
+    assert run([*arguments, "--device", "cpu", "--json", str(figures), "--plot", str(picture)]) == 0
+    assert "random tiny" in capsys.readouterr().out
+    found = json.loads(figures.read_text())
+    assert [one["batch"] for one in found["results"]] == [1, 3]
+    assert found["new_tokens"] == 4
+    assert picture.is_file()
+
+
+def test_all_requests_are_decoded_together() -> None:
+    subject = open_random("tiny", "cpu", "auto")
+    prompts = measure._prompts(3, 20, subject.config.vocab_size, seed=0)
+    with subject.engine(32, 3) as (engine, _):
+        course = measure.run(engine, prompts, 6, subject.device)
+        assert engine.is_idle
+    assert course.num_decoded == 3 * 5
+    assert course.peak_bytes > 0
+
+
+def test_what_does_not_fit_is_left_out(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = measure.measure_latency
+
+    def small_only(subject: object, num_tokens: int, new_tokens: int) -> object:
+        if num_tokens > 32:
+            raise RuntimeError("CUDA out of memory")
+        return real(subject, num_tokens, new_tokens)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measure, "measure_latency", small_only)
+    base = ["bench", "latency", "-m", str(tiny), "--device", "cpu", "-n", "2", "--lengths"]
+    assert run([*base, "16,64,128"]) == 0
+    assert "64 and above left out: out of memory" in capsys.readouterr().err
+    assert run([*base, "64"]) == 1
+    assert "64: out of memory" in capsys.readouterr().err
+
+
+def test_more_than_the_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sala.backends.torch import executor
+
+    subject = open_checkpoint(tiny, "cpu", "auto")
+    monkeypatch.setattr(executor, "free_bytes", lambda _: 1 << 20)
+    with pytest.raises(SalaError, match="50 sequences of 640 tokens"), subject.engine(640, 50):
+        pass
+    with pytest.raises(SalaError, match=r"weights take 17\.\d GiB"):
+        open_random("released", "cpu", "auto")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["latency", "--random", "huge"], "random is 'huge'"),
+        (["latency", "--random", "tiny", "--lengths", "4K,many"], "many"),
+        (["latency", "--random", "tiny", "--lengths", "0"], "at least 1"),
+        (["latency", "--random", "tiny", "--json", "/nowhere/at/all.json"], "cannot be written"),
+        (["throughput", "--random", "tiny", "--length", "0"], "length is 0"),
+    ],
+    ids=lambda item: " ".join(item) if isinstance(item, list) else "",
+)
+def test_errors(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", *arguments]) == 2
+    out = capsys.readouterr()
+    assert words in out.err
+    assert out.out == ""
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(["bench", "latency", "--random", "tiny", "--plot", "picture.png"]) == 1
+    assert "pip install 'minicpm-sala[eval]'" in capsys.readouterr().err
+
+
+def test_labels() -> None:
+    assert [plots.label(n) for n in (300, 1000, 4096, 1 << 20, 1536)] == ["300", "1,000", "4K", "1M", "1,536"]
+
+
+@pytest.mark.parametrize("verb", [["bench", "latency"], ["bench", "throughput"], ["doctor"]])
+def test_help_is_cheap(verb: list[str]) -> None:
+    code = f"from sala.cli import run; run({[*verb, '--help']}); import sys; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.endswith("False\n")

@@ -1,0 +1,318 @@
+"""Attention over pages, sparse and dense, of many tokens and of one: against the readable twins."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from sala.backends.torch.kernels import attention, decode_attention
+from sala.backends.torch.kernels.attention import Config, dense_prefill, sparse_prefill
+from sala.backends.torch.kernels.decode_attention import decode_attention as decode
+from sala.backends.torch.kernels.decode_attention import verify_attention
+from sala.backends.torch.ops.attention import dense_attention
+from sala.backends.torch.ops.sparse import sparse_attention
+from tests.kernels.aot import Build
+
+BLOCK = 16  # small, so that short sequences have many blocks; the released geometry is compiled below
+
+
+class Memory:
+    """Pages in which a few sequences lie scattered; all else is NaN."""
+
+    def __init__(self, lengths: list[int], groups: int, dim: int, block: int, device: torch.device) -> None:
+        counts = [-(-length // block) for length in lengths]
+        num_pages = sum(counts) + 3
+        self.k, self.v = (torch.full((groups, num_pages, block, dim), float("nan"), device=device) for _ in range(2))
+        order = torch.randperm(num_pages)
+        self.tables = torch.zeros(len(lengths), max(counts) + 1, dtype=torch.long)
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            pages, order = order[:count], order[count:]
+            self.tables[row, :count] = pages
+            for pool in (self.k, self.v):
+                rows = torch.full((groups, count * block, dim), float("nan"))
+                rows[:, :length] = torch.randn(groups, length, dim)
+                pool[:, pages] = rows.unflatten(1, (count, block)).to(device)
+        self.tables = self.tables.to(device)
+
+    def clean(self) -> tuple[Tensor, Tensor]:
+        """What the references get: they multiply unwritten rows by 0."""
+        return self.k.nan_to_num(), self.v.nan_to_num()
+
+    def line(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        return tuple(x[:, self.tables[row]].flatten(1, 2)[:, :length] for x in (self.k, self.v))  # type: ignore[return-value]
+
+
+def choose(positions: Tensor, groups: int, count: int, block: int) -> Tensor:
+    """Random blocks [n, G, count], ascending, the own one always; -1 behind where there are too few."""
+    chosen = torch.full((len(positions), groups, count), -1, dtype=torch.int32)
+    for row, position in enumerate(positions.tolist()):
+        own = position // block
+        for group in range(groups):
+            others = torch.randperm(own)[: count - 1]
+            ids = torch.cat([others.sort().values, torch.tensor([own])])
+            chosen[row, group, : len(ids)] = ids
+    return chosen
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert not actual.isnan().any()
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "groups", "dim", "n", "start", "block"),
+    [
+        (4, 4, 2, 16, 37, 0, BLOCK),
+        (8, 4, 2, 16, 21, 75, BLOCK),
+        (2, 8, 1, 16, 5, 30, BLOCK),
+        (8, 9, 3, 64, 19, 180, 64),
+        (4, 2, 2, 16, 1, 63, BLOCK),
+    ],
+)
+def test_sparse_prefill(
+    tokens: int, heads: int, groups: int, dim: int, n: int, start: int, block: int, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    memory = Memory([start + n], groups, dim, block, device)
+    positions = torch.arange(start, start + n, device=device)
+    chosen = choose(positions, groups, 3, block).to(device)
+    q = torch.randn(n, heads, dim, device=device)
+    out = sparse_prefill(q, memory.k, memory.v, memory.tables[0], chosen, start, dim**-0.5, Config(tokens, 4, 2))
+    expected = sparse_attention(q, *memory.clean(), memory.tables[0], chosen, positions, dim**-0.5)
+    assert_close(out, expected)
+
+
+def test_sparse_prefill_in_rounds_and_from_a_wider_tensor(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    torch.manual_seed(1)
+    memory = Memory([60], 2, 16, BLOCK, device)
+    chosen = choose(torch.arange(40, 60), 2, 3, BLOCK).to(device)
+    wide = torch.randn(20, 100, device=device)
+    q = wide[:, :64].view(20, 4, 16)
+    arguments = (q, memory.k, memory.v, memory.tables[0], chosen, 40, 0.25)
+    whole = sparse_prefill(*arguments)
+    monkeypatch.setattr(attention, "UNION_BYTES", 64)
+    monkeypatch.setattr(attention, "UNION_PROGRAMS", 3)
+    monkeypatch.setattr(attention, "UNION_CHUNK", 2)
+    assert torch.equal(sparse_prefill(*arguments), whole)
+
+
+def test_sparse_prefill_of_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:
+    torch.manual_seed(2)
+    memory = Memory([70], 2, 16, BLOCK, device)
+    chosen = choose(torch.arange(50, 70), 2, 3, BLOCK).to(device)
+    q = torch.randn(20, 4, 16, device=device)
+    pages = (memory.k, memory.v, memory.tables[0])
+    whole = sparse_prefill(q, *pages, chosen, 50, 0.25, Config(8, 4, 2))
+    part = sparse_prefill(q[3:14], *pages, chosen[3:14], 53, 0.25, Config(8, 4, 2))
+    assert torch.equal(whole[3:14], part)
+
+
+def test_block_union(device: torch.device) -> None:
+    table = torch.arange(8, device=device) + 100
+    chosen = torch.tensor([[[0, 2, 4]], [[2, 3, 4]], [[-1, -1, -1]], [[0, 4, 5]]], dtype=torch.int32, device=device)
+    entries, counts = attention.block_union(chosen, table, 4 * BLOCK + 13, BLOCK, 4, 8)
+    assert counts.tolist() == [[3]]
+    found = [(entry >> 8, entry & 255) for entry in entries[0, 0, :5].tolist()]
+    assert found == [(100, 0b1001), (102, 0b0011), (103, 0b0010), (104, 0b1011), (105, 0b1000)]
+
+
+@pytest.mark.parametrize(
+    ("n", "start", "heads", "groups"), [(33, 0, 4, 2), (19, 45, 3, 1), (1, 31, 4, 2), (1, 32, 2, 2)]
+)
+def test_dense_prefill(n: int, start: int, heads: int, groups: int, device: torch.device) -> None:
+    torch.manual_seed(3)
+    memory = Memory([start + n], groups, 16, BLOCK, device)
+    q = torch.randn(n, heads, 16, device=device)
+    out = dense_prefill(q, memory.k, memory.v, memory.tables[0], start, 0.25)
+    assert_close(out, dense_attention(q, *memory.line(0, start + n), start, 0.25))
+
+
+class Steps:
+    """A batch in which dense and sparse rows, long, short and absent ones meet."""
+
+    def __init__(
+        self, device: torch.device, heads: int = 4, groups: int = 2, dim: int = 16, block: int = BLOCK
+    ) -> None:
+        torch.manual_seed(4)
+        lengths = [7 * block - 3, 1, 0, 4 * block, 2 * block + 1]
+        self.scale, self.lengths = dim**-0.5, torch.tensor(lengths, device=device)
+        self.memory = Memory(lengths, groups, dim, block, device)
+        self.is_sparse = torch.tensor([True, False, True, False, True], device=device)
+        self.chosen = choose((self.lengths - 1).clamp(min=0), groups, 5, block).to(device)
+        self.q = torch.randn(len(lengths), heads, dim, device=device)
+
+    def run(self, rows: slice, gate: Tensor | None = None) -> Tensor:
+        return decode(
+            self.q[rows],
+            self.memory.k,
+            self.memory.v,
+            self.memory.tables[rows],
+            self.lengths[rows],
+            self.is_sparse[rows],
+            self.chosen[rows],
+            self.scale,
+            max_dense_blocks=4,
+            gate=gate,
+        )
+
+    def expected(self, row: int) -> Tensor:
+        length, q = int(self.lengths[row]), self.q[row : row + 1]
+        if length < 1:
+            return torch.zeros_like(q[0])
+        if not self.is_sparse[row]:
+            return dense_attention(q, *self.memory.line(row, length), length - 1, self.scale)[0]
+        at, ids = self.lengths[row : row + 1] - 1, self.chosen[row : row + 1]
+        return sparse_attention(q, *self.memory.clean(), self.memory.tables[row], ids, at, self.scale)[0]
+
+
+@pytest.mark.parametrize(("heads", "groups", "dim", "block"), [(4, 2, 16, BLOCK), (9, 3, 64, 64)])
+def test_decode(heads: int, groups: int, dim: int, block: int, device: torch.device) -> None:
+    steps = Steps(device, heads, groups, dim, block)
+    assert_close(steps.run(slice(0, 5)), torch.stack([steps.expected(row) for row in range(5)]))
+
+
+def test_decode_of_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:
+    steps = Steps(device)
+    whole = steps.run(slice(0, 5))
+    for row in range(5):
+        assert torch.equal(steps.run(slice(row, row + 1))[0], whole[row])
+
+
+def test_decode_joins_in_several_turns(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    steps = Steps(device)
+    monkeypatch.setattr(decode_attention, "JOIN_CHUNK", 2)
+    assert_close(steps.run(slice(0, 5)), torch.stack([steps.expected(row) for row in range(5)]))
+
+
+def test_decode_with_a_gate(device: torch.device) -> None:
+    steps = Steps(device)
+    gate = torch.randn(5, 64, device=device)
+    expected = steps.run(slice(0, 5)).flatten(1) * torch.sigmoid(gate)
+    gate[2] = float("nan")  # padding
+    expected[2] = 0
+    assert_close(steps.run(slice(0, 5), gate).flatten(1), expected)
+
+
+def test_decode_with_rows_of_shared_tables(device: torch.device) -> None:
+    steps = Steps(device)
+    rows = torch.tensor([3, 0, 3], device=device)
+    pages = (steps.memory.k, steps.memory.v)
+    own = (steps.lengths[rows], steps.is_sparse[rows], steps.chosen[rows], steps.scale, 4)
+    out = decode(steps.q[rows], *pages, steps.memory.tables, *own, row_of=rows)
+    assert torch.equal(out, steps.run(slice(0, 5))[rows])
+
+
+def test_verify_equals_decode_steps(device: torch.device) -> None:
+    torch.manual_seed(5)
+    memory = Memory([41, 20], 2, 16, BLOCK, device)
+    starts, n = torch.tensor([38, 17, -1], device=device), 3
+    tables = torch.cat([memory.tables, memory.tables[:1]])
+    positions = (starts[:, None] + torch.arange(n, device=device)).clamp(min=0)
+    chosen = choose(positions.flatten().cpu(), 2, 3, BLOCK).to(device).view(3, n, 2, 3)
+    is_sparse = torch.tensor([[True, True, False], [False, False, True], [True, True, True]], device=device)
+    q, gate = torch.randn(3, n, 4, 16, device=device), torch.randn(3, n, 64, device=device)
+    pages = (memory.k, memory.v, tables)
+    out = verify_attention(q, *pages, starts, is_sparse, chosen, 0.25, 3, gate)
+    for i in range(n):
+        lengths = torch.where(starts < 0, 0, starts + i + 1)
+        step = decode(q[:, i], *pages, lengths, is_sparse[:, i], chosen[:, i], 0.25, 3, gate[:, i])
+        assert torch.equal(out[:, i], step)
+    assert not out[2].any()
+
+
+def prefill_build(limit: int, is_sparse: bool, dtype: str = "bf16", config: Config | None = None) -> Build:
+    size = 4 if dtype == "fp32" else 2
+    config = config or attention._config(16, 64, 128, size, limit, is_sparse)
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{dtype}")
+    lists = {"entries_ptr": "*i32" if is_sparse else "*i64", "counts_ptr": "*i32", "out_ptr": f"*{dtype}"}
+    sizes = dict.fromkeys(("num_tokens", "start", "num_pages", "max_entries", "q_stride"), "i32")
+    constants = {
+        "GROUPS": 2,
+        "SHARED": 16,
+        "SHARED_PADDED": attention._padded(16, config.tokens),
+        "TOKENS": config.tokens,
+        "BLOCK": 64,
+        "DIM": 128,
+        "IS_SPARSE": is_sparse,
+        "PRECISION": "ieee",
+    }
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return Build(attention.prefill_kernel, {**pointers, **lists, **sizes, "scale": "fp32"}, constants, options)
+
+
+def union_build() -> Build:
+    signature = dict.fromkeys(("num_tokens", "num_chosen", "start", "num_tiles", "max_entries", "row_size"), "i32")
+    pointers = {
+        "chosen_ptr": "*i32",
+        "table_ptr": "*i64",
+        "entries_ptr": "*i32",
+        "counts_ptr": "*i32",
+        "seen_ptr": "*u8",
+    }
+    constants = {"GROUPS": 2, "CHOSEN": 128, "TOKENS": 4, "BLOCK": 64, "CHUNK": 1024}
+    return Build(attention.union_kernel, {**pointers, **signature}, constants, {"num_warps": 4, "num_stages": 1})
+
+
+GEOMETRY = {"NUM_TOKENS": 1, "SHARED": 16, "BLOCK": 64, "DIM": 128}
+
+
+def split_build(limit: int, config: decode_attention.Config | None = None) -> Build:
+    config = config or decode_attention._config(64 * 128 * 2, limit)
+    blocks, options = config.blocks, {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    pointers = {**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16"), "tables_ptr": "*i64", "lengths_ptr": "*i32"}
+    more = {"is_sparse_ptr": "*i1", "chosen_ptr": "*i32", "acc_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32"}
+    sizes = dict.fromkeys(("num_pages", "table_size", *decode_attention.SIZES, "q_stride"), "i32")
+    own = {"row_of_ptr": None, "GROUPS": 2, "SHARED_PADDED": 16, "PRECISION": "ieee"}
+    constants = {**GEOMETRY, **own, "SPLIT_BLOCKS": blocks}
+    return Build(decode_attention.split_kernel, {**pointers, **more, **sizes}, constants, options)
+
+
+def join_build() -> Build:
+    pointers = {"acc_ptr": "*fp32", "stats_ptr": "*fp32", "gate_ptr": "*bf16", "lengths_ptr": "*i32"}
+    more = {"is_sparse_ptr": "*i1", "out_ptr": "*bf16"}
+    sizes = dict.fromkeys((*decode_attention.SIZES, "gate_stride"), "i32")
+    constants = {**GEOMETRY, "SPLITS": 64, "SPLIT_BLOCKS": 2, "CHUNK": decode_attention.JOIN_CHUNK}
+    return Build(decode_attention.join_kernel, {**pointers, **more, **sizes}, constants, {"num_warps": 4})
+
+
+LIMITS = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
+
+
+def builds_for(capability: int) -> list[Build]:
+    """All kernels at the released shapes, configured as for a device of this capability."""
+    limit = LIMITS[capability]
+    builds = [prefill_build(limit, True), prefill_build(limit, False), split_build(limit), union_build(), join_build()]
+    return [*builds, prefill_build(limit, True, "fp32")] if capability == 120 else builds  # where room is scarcest
+
+
+def builds_80() -> list[Build]:
+    return builds_for(80)
+
+
+def builds_90() -> list[Build]:
+    return builds_for(90)
+
+
+def builds_120() -> list[Build]:
+    return builds_for(120)
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+def test_compiles(capability: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    name = f"tests.kernels.test_attention:builds_{capability}"
+    command = [sys.executable, "-m", "tests.kernels.aot", str(capability), name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert all(result["shared"] <= LIMITS[capability] for result in results), results
+    if capability == 90:
+        assert not any(result["spills"] for result in results), results
+        assert results[0]["has_wgmma"], results
+        assert results[1]["has_wgmma"], results
