@@ -15,7 +15,7 @@ from torch import nn
 from sala.backends.torch.model import SalaModel, SparseMixer
 from sala.backends.torch.ops.lightning import decay_slopes
 from sala.checkpoint.writer import write_text
-from sala.config import SalaConfig
+from sala.config import SalaConfig, SparseConfig
 from sala.errors import InputError, SalaError
 from sala.eval.tasks.choice import read_tasks
 from sala.eval.tasks.needle import NeedleMaker
@@ -227,6 +227,8 @@ def _train(run: Run, stage: TrainStage, directory: Path, start: Path) -> None:
     student.is_checkpointing = stage.checkpointing
     if not stage.is_sparse:
         _dense(student)
+    elif stage.sparse is not None:
+        _set_geometry(student, stage.sparse)
     if _is_compiled(run):
         teaching = teacher.model.layers if teacher is not None and isinstance(stage, DistilStage) else ()
         # sparse attention is compiled by itself: inside a compiled layer its gradients were once no numbers
@@ -339,9 +341,13 @@ def _save(student: SalaModel, directory: Path, config: SalaConfig, start: Path) 
 
 def _dense(model: SalaModel) -> None:
     """Attention dense at every length, for stages before sparsity is switched on."""
+    _set_geometry(model, replace(model.config.sparse_config, dense_len=ALWAYS_DENSE))
+
+
+def _set_geometry(model: SalaModel, sparse: SparseConfig) -> None:
     for layer in model.model.layers:
         if isinstance(layer.self_attn, SparseMixer):
-            layer.self_attn.sparse = replace(layer.self_attn.sparse, dense_len=ALWAYS_DENSE)
+            layer.self_attn.sparse = sparse
 
 
 def _is_compiled(run: Run) -> bool:

@@ -127,6 +127,7 @@ class TrainStage(Learning):
     group_size: int = 64
     answer_weight: float = 0.0  # extra weight of the answers in needle rows
     is_sparse: bool = False  # sparse attention from dense_len on; false: dense at every length
+    sparse: SparseConfig | None = None  # another geometry while this stage runs: to learn choosing on short rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +205,8 @@ def _check(recipe: Recipe, path: Path) -> None:
             raise ConfigError(f"{where}: teacher_window goes with packing 'stream' only", "leave one of them out")
         if any(source.truth > 1 for source in stage.data):
             raise ConfigError(f"{where}: truth is a share", "give a number from 0 to 1")
+        if isinstance(stage, TrainStage) and stage.sparse is not None and not stage.is_sparse:
+            raise ConfigError(f"{where}: sparse is given, but is_sparse is not", "set is_sparse = true")
         if stage.schedule == "exponential" and not (stage.lr and stage.final_lr):
             raise ConfigError(f"{where}: an exponential schedule cannot begin or end at 0", "raise lr and final_lr")
 

@@ -108,6 +108,17 @@ def test_truth_is_a_share(tmp_path: Path) -> None:
         read(tmp_path, STAGE.replace("[[stage.data]]", "[[stage.data]]\ntruth = 1.5", 1))
 
 
+def test_a_geometry_of_its_own(tmp_path: Path) -> None:
+    geometry = "[stage.sparse]\ntopk = 3\ndense_len = 0\n[[stage.data]]"
+    text = STAGE.replace("[[stage.data]]", geometry).replace("lr = 1", "lr = 1\nis_sparse = true")
+    stage = read(tmp_path, text).stages[0]
+    assert isinstance(stage, TrainStage)
+    assert stage.sparse is not None
+    assert (stage.sparse.topk, stage.sparse.dense_len, stage.sparse.block_size) == (3, 0, 64)
+    with pytest.raises(ConfigError, match="is_sparse is not"):
+        read(tmp_path, text.replace("is_sparse = true", ""))
+
+
 def test_no_recipe(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_recipe(tmp_path / "none.toml")

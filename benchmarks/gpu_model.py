@@ -1,0 +1,212 @@
+"""The whole model on a GPU, full 9B shapes with random weights, against Qwen3-8B in transformers in the same run.
+
+    SALA_KERNELS=1 python benchmarks/gpu_model.py PART …     writes benchmarks/gpu_model.json
+
+Parts: check (kernels against the definition, 4 layers), decode (one CUDA graph per step, by context and batch),
+prefill (by length, ours and the peer's), peer (a dense decode in a CUDA graph), profile (where a decode step and a
+prefill chunk spend their time).
+"""
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sala.backends.torch.batch import pack
+from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.random import random_model
+from sala.backends.torch.steps_gpu import GpuSteps
+from sala.checkpoint.random import RELEASED
+from sala.protocol import Plan, Row, Sampling
+
+HERE = Path(__file__).parent
+DEVICE = torch.device("cuda")
+CHUNK = 8192
+GREEDY = Sampling(temperature=0)
+RESULTS: dict[str, Any] = {}
+
+
+def row(count: int, start: int, pages: range, slot: int, sparse_from: int) -> Row:
+    used = -(-(start + count) // 64)
+    ids = tuple(torch.randint(0, RELEASED.vocab_size, (count,)).tolist())
+    return Row(ids, start, tuple(pages[:used]), slot, sparse_from, GREEDY)
+
+
+def seconds(work: Callable[[], Any], repeats: int = 1) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / repeats
+
+
+class Ours:
+    """The model with one cache of so many pages; contexts are made of random numbers, not read."""
+
+    def __init__(self, num_layers: int | None, num_pages: int, num_slots: int, max_tokens: int) -> None:
+        config = RELEASED
+        if num_layers is not None:
+            config = replace(config, num_hidden_layers=num_layers, mixer_types=config.mixer_types[:num_layers])
+        self.config = config
+        self.model = random_model(config, torch.bfloat16, DEVICE)
+        self.steps = GpuSteps(self.model, DEVICE, max_tokens)
+        self.reset(num_pages, num_slots)
+
+    def reset(self, num_pages: int, num_slots: int) -> None:
+        self.cache = HybridCache(self.config, num_pages, num_slots, torch.bfloat16, DEVICE)
+        for pages in self.cache.pages.values():
+            for pool in (pages.k, pages.v, pages.k1, pages.k2):
+                pool.normal_()
+        self.steps.graphs.clear()
+        self.steps.cache = None
+
+    @torch.inference_mode()
+    def read(self, length: int, note: Callable[[int], None] = lambda _: None) -> None:
+        """A prompt of `length` tokens into slot 0, chunk by chunk, up to its first logits."""
+        sparse_from = 0 if length >= self.config.sparse_config.dense_len else length
+        for start in range(0, length, CHUNK):
+            count = min(CHUNK, length - start)
+            plan = Plan((row(count, start, range(1 << 20), 0, sparse_from),))
+            hidden = self.steps(pack(plan, DEVICE), self.cache)
+            note(start + count)
+        self.steps.logits(hidden[-1:]).argmax()
+
+    @torch.inference_mode()
+    def step(self, batch: int, context: int) -> Callable[[], Any]:
+        per_row = -(-(context + 1) // 64)
+        rows = tuple(row(1, context, range(i * per_row, (i + 1) * per_row), i, 0) for i in range(batch))
+        plan = pack(Plan(tuple(replace(r, sparse_from=0 if context >= 8192 else 1 << 30) for r in rows)), DEVICE)
+
+        @torch.inference_mode()
+        def once() -> Any:
+            return self.steps.logits(self.steps(plan, self.cache)).argmax(-1)
+
+        return once
+
+
+def check() -> None:
+    """The kernels against the definition: hidden states of a dense and a sparse prompt, then decoding."""
+    ours = Ours(4, 600, 4, 32768)
+    reference = HybridCache(ours.config, 600, 4, torch.bfloat16, DEVICE)
+    out = {}
+    with torch.inference_mode():
+        for name, count, start, sparse_from in (
+            ("dense chunk", 1000, 0, 1 << 30),
+            ("sparse chunk", 9000, 0, 0),
+            ("later chunk", 3000, 9000, 0),
+            ("one token", 1, 12000, 0),
+        ):
+            batch = pack(Plan((row(count, start, range(1, 600), 1, sparse_from),)), DEVICE)
+            if start == 0:
+                ours.cache.clear_state(1)
+                reference.clear_state(1)
+            found, wanted = ours.steps(batch, ours.cache), ours.model(batch, reference)
+            out[name] = float((found.float() - wanted.float()).norm() / wanted.float().norm())
+            print(f"check {name:14} relative error {out[name]:.2e}", flush=True)
+        alone = ours.steps(pack(Plan((row(1, 12001, range(1, 600), 1, 0),)), DEVICE), ours.cache)
+        print("finite:", bool(torch.isfinite(alone).all()), flush=True)
+    RESULTS["check"] = out
+
+
+def decode() -> None:
+    ours = Ours(None, 1 << 15, 34, (1 << 20) + 64)
+    out = {}
+    for batch, context in ((1, 4096), (1, 32768), (1, 131072), (1, 1 << 20), (8, 32768), (32, 4096), (32, 32768)):
+        if batch * -(-(context + 1) // 64) > 1 << 15:
+            continue
+        once = ours.step(batch, context)
+        once()
+        taken = seconds(once, 20)
+        out[f"{batch} x {context}"] = {"ms": taken * 1e3, "tokens_per_second": batch / taken}
+        print(f"decode batch {batch:2} at {context:8,}: {taken * 1e3:6.2f} ms, {batch / taken:7.1f} tok/s", flush=True)
+        graph = ours.steps.graphs.get((batch, 1))
+        if graph is not None:
+            print(f"   the graph alone: {seconds(graph.replay, 20) * 1e3:6.2f} ms", flush=True)
+    RESULTS["decode"] = out
+
+
+def read_prompts(lengths: tuple[int, ...]) -> dict[int, dict[str, float]]:
+    ours = Ours(None, (1 << 20) // 64 + 200, 2, (1 << 20) + 8192)
+    ours.read(2 * CHUNK)
+    out: dict[int, dict[str, float]] = {}
+    for length in lengths:
+        torch.cuda.reset_peak_memory_stats()
+        ours.cache.clear_state(0)
+        taken = seconds(lambda n=length: ours.read(n))
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        out[length] = {"seconds": taken, "peak_gb": peak}
+        print(
+            f"prefill {length:9,}: {taken:7.2f} s, {length / taken / 1e3:6.1f}k tok/s, peak {peak:.1f} GB", flush=True
+        )
+    return out
+
+
+def prefill(lengths: tuple[int, ...] = (32768, 131072, 262144, 1 << 20)) -> None:
+    out = read_prompts(lengths)
+    torch.cuda.empty_cache()
+    peer = qwen()
+    for length in (n for n in lengths if n <= 262144):
+        ids = torch.randint(0, 150000, (1, length), device=DEVICE)
+        with torch.inference_mode():
+            if length == lengths[0]:
+                peer(ids, logits_to_keep=1)
+            taken = seconds(lambda tokens=ids: peer(tokens, logits_to_keep=1))
+        out[length] |= {"peer_seconds": taken, "ratio": taken / out[length]["seconds"]}
+        print(f"Qwen3-8B {length:9,}: {taken:7.2f} s; ours is {out[length]['ratio']:.2f}x as fast", flush=True)
+    RESULTS["prefill"] = out
+
+
+def qwen() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=1 << 20, tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(DEVICE):
+        model = Qwen3ForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def profile() -> None:
+    ours = Ours(None, 1 << 13, 4, 1 << 18)
+    for name, work in (("decode 1 x 128K", ours.step(1, 131072)), ("prefill 32K", lambda: ours.read(32768))):
+        work()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found, torch.inference_mode():
+            work()
+            torch.cuda.synchronize()
+        events = [e for e in found.key_averages() if e.self_device_time_total > 0]
+        total = sum(e.self_device_time_total for e in events)
+        print(f"{name}: {total / 1e3:.2f} ms on the GPU, {sum(e.count for e in events)} launches", flush=True)
+        for event in sorted(events, key=lambda e: -e.self_device_time_total)[:18]:
+            print(f"   {event.self_device_time_total / 1e3:9.3f} ms {event.count:6} x {event.key[:90]}", flush=True)
+
+
+PARTS = {"check": check, "decode": decode, "prefill": prefill, "profile": profile}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or PARTS:
+        began = time.perf_counter()
+        try:
+            PARTS[name]()
+        except Exception:
+            traceback.print_exc()
+        torch.cuda.empty_cache()
+        print(f"== {name}: {time.perf_counter() - began:.0f} s", flush=True)
+    RESULTS["device"] = torch.cuda.get_device_name()
+    (HERE / "gpu_model.json").write_text(json.dumps(RESULTS, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
