@@ -23,7 +23,6 @@ from sala.config import SparseConfig
 
 MOST_SHORT = 16  # tokens of a span that counts as short
 ROWS = 32  # matrix products of short spans have a multiple of so many rows: one kernel, one order of sums
-MAX_BLOCKS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
