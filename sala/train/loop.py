@@ -130,7 +130,8 @@ def _update(
     device, world = accelerator.device, accelerator.num_processes
     totals = torch.tensor([counts(objective, part) for part in parts], dtype=torch.float64).sum(0).to(device)
     totals = accelerator.reduce(totals.float(), "sum")
-    weights = torch.tensor([1.0, getattr(stage, "answer_weight", 0.0)][: len(totals)], device=device)
+    extra = [getattr(stage, name, 0.0) for name in ("answer_weight", "choice_weight")]
+    weights = torch.tensor([1.0, *extra][: len(totals)], device=device)
     scales = weights / totals.clamp(min=1) * world  # processes average their gradients; we want the sum
     sums = torch.zeros_like(totals)
     for index, part in enumerate(parts):

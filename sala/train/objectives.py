@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sala.backends.torch.batch import whole
 from sala.backends.torch.model import SalaModel
+from sala.train.choosing import Listener, count_queries
 from sala.train.losses import LossWeights, head_loss
 
 # tokens [B, n] long; learn, answer [B, n] bool; truth [B]; lengths [documents], or absent
@@ -26,20 +27,31 @@ class Objective(nn.Module):
 
 
 class NextToken(Objective):
-    """Cross-entropy of the tokens to learn; those of answers can weigh more."""
+    """Cross-entropy of the tokens to learn; those of answers can weigh more. Sparse layers may learn to choose."""
 
-    terms = ("loss", "answer")
+    terms: tuple[str, ...] = ("loss", "answer")
 
-    def __init__(self, model: SalaModel) -> None:
+    def __init__(self, model: SalaModel, is_choosing: bool = False) -> None:
         super().__init__()
         self.student = model
+        self.listener = Listener(model) if is_choosing else None
+        if is_choosing:
+            self.terms = (*self.terms, "choice")
 
     def forward(self, rows: Rows, scales: Tensor) -> tuple[Tensor, Tensor]:
+        return self.learn(rows, scales, None)
+
+    def learn(self, rows: Rows, scales: Tensor, teacher: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        if self.listener is None:
+            return _loss(self.student, _hidden(self.student, rows), rows, scales, teacher)
+        self.listener.begin(rows["tokens"], _targets(rows)[1].view_as(rows["tokens"]))
         hidden = _hidden(self.student, rows)
-        return _loss(self.student, hidden, rows, scales, None)
+        choice = self.listener.end()
+        loss, sums = _loss(self.student, hidden, rows, scales, teacher)
+        return loss + choice * scales[2], torch.cat((sums, choice.detach()[None]))
 
 
-class Distil(Objective):
+class Distil(NextToken):
     """Kullback-Leibler divergence from a teacher's next-token distribution, and cross-entropy of answers.
 
     Rows with a `truth` learn from a mixture: that share of the text's own next token, the rest of the teacher.
@@ -49,9 +61,10 @@ class Distil(Objective):
 
     terms = ("kl", "answer")
 
-    def __init__(self, student: SalaModel, teacher: SalaModel, window: int | None = None) -> None:
-        super().__init__()
-        self.student = student
+    def __init__(
+        self, student: SalaModel, teacher: SalaModel, window: int | None = None, is_choosing: bool = False
+    ) -> None:
+        super().__init__(student, is_choosing)
         self.window = window
         self._teacher = [teacher]  # in a list: no part of what is trained, saved or spread
 
@@ -62,8 +75,7 @@ class Distil(Objective):
             if self.window is not None and tokens.shape[1] > self.window:
                 windows = tokens.view(-1, self.window)
             wanted = teacher(whole(windows, _lengths(rows))) / teacher.config.logit_divisor
-        hidden = _hidden(self.student, rows)
-        return _loss(self.student, hidden, rows, scales, (wanted, teacher.lm_head.weight))
+        return self.learn(rows, scales, (wanted, teacher.lm_head.weight))
 
 
 class Align(Objective):
@@ -109,7 +121,10 @@ def counts(objective: nn.Module, rows: Rows) -> list[int]:
     if isinstance(objective, Align):
         return [rows["tokens"].numel()]
     first, second = _targets(rows)
-    return [int(first.sum()), int(second.sum())]
+    found = [int(first.sum()), int(second.sum())]
+    if isinstance(objective, NextToken) and objective.listener is not None:
+        found.append(count_queries(*rows["tokens"].shape))
+    return found
 
 
 def _lengths(rows: Rows) -> tuple[int, ...] | None:

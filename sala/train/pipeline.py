@@ -21,6 +21,7 @@ from sala.eval.tasks.choice import read_tasks
 from sala.eval.tasks.needle import NeedleMaker
 from sala.text.tokenizer import Tokenizer
 from sala.train import adapters
+from sala.train.choosing import least_length
 from sala.train.data import Line, LineRows, Mixture, Row, line_of, read_documents
 from sala.train.halo.sample import make_openings, to_line, write_rows
 from sala.train.halo.select import Probe, choose_layers, measure_layers, needle_pairs
@@ -237,10 +238,13 @@ def _train(run: Run, stage: TrainStage, directory: Path, start: Path) -> None:
             for layer in student.model.layers
         ]
         _compile([*learning, *teaching], config, run.device)
-    objective: Objective = NextToken(student)
+    is_choosing = stage.choice_weight > 0
+    if is_choosing and stage.seq_len < (least := least_length(stage.sparse or config.sparse_config)):
+        raise InputError("seq_len", f"is {stage.seq_len}, which leaves nothing to choose", f"give at least {least}")
+    objective: Objective = NextToken(student, is_choosing)
     if isinstance(stage, DistilStage):
         assert teacher is not None
-        objective = Distil(student, teacher, stage.teacher_window)
+        objective = Distil(student, teacher, stage.teacher_window, is_choosing)
     _learn(run, stage, directory, objective, groups, start)
     if stage.bits:
         adapters.remove_rounding(student)

@@ -128,6 +128,7 @@ class TrainStage(Learning):
     answer_weight: float = 0.0  # extra weight of the answers in needle rows
     is_sparse: bool = False  # sparse attention from dense_len on; false: dense at every length
     sparse: SparseConfig | None = None  # another geometry while this stage runs: to learn choosing on short rows
+    choice_weight: float = 0.0  # above 0: scores of blocks learn what attention looks at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +208,8 @@ def _check(recipe: Recipe, path: Path) -> None:
             raise ConfigError(f"{where}: truth is a share", "give a number from 0 to 1")
         if isinstance(stage, TrainStage) and stage.sparse is not None and not stage.is_sparse:
             raise ConfigError(f"{where}: sparse is given, but is_sparse is not", "set is_sparse = true")
+        if isinstance(stage, TrainStage) and stage.choice_weight and (not stage.is_sparse or stage.packing != "stream"):
+            raise ConfigError(f"{where}: choice_weight needs is_sparse = true and packing 'stream'")
         if stage.schedule == "exponential" and not (stage.lr and stage.final_lr):
             raise ConfigError(f"{where}: an exponential schedule cannot begin or end at 0", "raise lr and final_lr")
 

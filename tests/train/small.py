@@ -88,14 +88,16 @@ def learn(
     deadline: float | None = None,
     teacher: SalaModel | None = None,
 ) -> list[dict[str, float]]:
-    objective = NextToken(model) if teacher is None else Distil(model, teacher)
+    stage = stage or small_stage()
+    is_choosing = stage.choice_weight > 0
+    objective = NextToken(model, is_choosing) if teacher is None else Distil(model, teacher, None, is_choosing)
     model.requires_grad_(True)
     names = [name for name, _ in objective.named_parameters()]
     groups = [
         Group(tuple(n for n in names if ".mlp." not in n), 1.0),
         Group(tuple(n for n in names if ".mlp." in n), 0.5),
     ]
-    return train(objective, stage or small_stage(), mixture or small_mixture(), directory, groups, note, deadline)
+    return train(objective, stage, mixture or small_mixture(), directory, groups, note, deadline)
 
 
 def align(

@@ -5,7 +5,7 @@ lies; `cache` holds that past. There is no mode: prefill chunks and decode steps
 Without a cache the batch is whole sequences, through which gradients flow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -125,6 +125,7 @@ class SparseMixer(nn.Module):
             dim,
         )
         self.sparse = config.sparse_config
+        self.listener: Callable[[Tensor, Tensor], None] | None = None  # hears queries and keys of whole sequences
         self.rope_theta = config.rope_theta if config.attn_use_rope else None
         self.log_base = config.attn_log_base
         width, has_bias = self.num_heads * dim, config.attention_bias
@@ -165,6 +166,8 @@ class SparseMixer(nn.Module):
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
         """Whole sequences; each is dense or sparse on all its rows, as its length says."""
+        if self.listener is not None:
+            self.listener(q, k)
         scale = self.head_dim**-0.5
         if all(length < self.sparse.dense_len for length in lengths):
             return whole_attention(q, k, v, lengths, scale)
