@@ -4,6 +4,7 @@ PYTHONPATH=. python benchmarks/gpu_attention.py
 """
 
 import math
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -330,7 +331,7 @@ def main() -> None:
         time_dense_prefill,
         time_sparse_prefill,
     )
-    for part in parts:
+    for part in (p for p in parts if not sys.argv[1:] or p.__name__ in sys.argv[1:]):
         print(f"\n== {part.__name__}", flush=True)
         try:
             part()

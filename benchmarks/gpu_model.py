@@ -1,27 +1,34 @@
 """The whole model on a GPU, full 9B shapes with random weights, against Qwen3-8B in transformers in the same run.
 
-    SALA_KERNELS=1 python benchmarks/gpu_model.py PART …     writes benchmarks/gpu_model.json
+    PYTHONPATH=. python benchmarks/gpu_model.py PART …     writes into benchmarks/gpu_model.json
 
 Parts: check (kernels against the definition, 4 layers), decode (one CUDA graph per step, by context and batch),
-prefill (by length, ours and the peer's), peer (a dense decode in a CUDA graph), profile (where a decode step and a
-prefill chunk spend their time).
+prefill (by length, ours and the peer's), peer (Qwen3-8B's shapes decoding in a CUDA graph), engine (as a user sees it:
+requests through the engine), long (two million tokens), profile (where a decode step and a prefill chunk spend their
+time). The peer's prompt is read in one call, ours in chunks; both have run before they are timed.
 """
 
+import gc
 import json
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.random import random_model
 from sala.backends.torch.steps_gpu import GpuSteps
+from sala.bench.measure import measure_latency, measure_throughput
+from sala.bench.subject import open_random
 from sala.checkpoint.random import RELEASED
 from sala.protocol import Plan, Row, Sampling
 
@@ -29,7 +36,7 @@ HERE = Path(__file__).parent
 DEVICE = torch.device("cuda")
 CHUNK = 8192
 GREEDY = Sampling(temperature=0)
-RESULTS: dict[str, Any] = {}
+RESULTS: dict[str, Any] = {}  # what earlier runs measured is kept, part by part
 
 
 def row(count: int, start: int, pages: range, slot: int, sparse_from: int) -> Row:
@@ -57,6 +64,7 @@ class Ours:
         self.config = config
         self.model = random_model(config, torch.bfloat16, DEVICE)
         self.steps = GpuSteps(self.model, DEVICE, max_tokens)
+        self.chunk = CHUNK
         self.reset(num_pages, num_slots)
 
     def reset(self, num_pages: int, num_slots: int) -> None:
@@ -71,12 +79,22 @@ class Ours:
     def read(self, length: int, note: Callable[[int], None] = lambda _: None) -> None:
         """A prompt of `length` tokens into slot 0, chunk by chunk, up to its first logits."""
         sparse_from = 0 if length >= self.config.sparse_config.dense_len else length
-        for start in range(0, length, CHUNK):
-            count = min(CHUNK, length - start)
+        for start in range(0, length, self.chunk):
+            count = min(self.chunk, length - start)
             plan = Plan((row(count, start, range(1 << 20), 0, sparse_from),))
-            hidden = self.steps(pack(plan, DEVICE), self.cache)
+            wanted = [count - 1] if start + count == length else []
+            hidden = self.steps(pack(plan, DEVICE), self.cache, None, wanted)
             note(start + count)
-        self.steps.logits(hidden[-1:]).argmax()
+        self.steps.logits(hidden).argmax()
+
+    @torch.inference_mode()
+    def warm(self, length: int) -> None:
+        """Kernels are compiled for sizes that grow with the context: a chunk at each power of two makes them all."""
+        starts = [0]
+        while starts[-1] < length - self.chunk:
+            starts.append(min(max(self.chunk, 2 * starts[-1]), length - self.chunk))
+        for start in starts:
+            self.steps(pack(Plan((row(self.chunk, start, range(1 << 20), 0, 0),)), DEVICE), self.cache, None, [])
 
     @torch.inference_mode()
     def step(self, batch: int, context: int) -> Callable[[], Any]:
@@ -133,8 +151,10 @@ def decode() -> None:
 
 
 def read_prompts(lengths: tuple[int, ...]) -> dict[int, dict[str, float]]:
-    ours = Ours(None, (1 << 20) // 64 + 200, 2, (1 << 20) + 8192)
+    longest = max(lengths)
+    ours = Ours(None, longest // 64 + 200, 2, longest + 8192)
     ours.read(2 * CHUNK)
+    ours.warm(longest)
     out: dict[int, dict[str, float]] = {}
     for length in lengths:
         torch.cuda.reset_peak_memory_stats()
@@ -150,6 +170,7 @@ def read_prompts(lengths: tuple[int, ...]) -> dict[int, dict[str, float]]:
 
 def prefill(lengths: tuple[int, ...] = (32768, 131072, 262144, 1 << 20)) -> None:
     out = read_prompts(lengths)
+    gc.collect()
     torch.cuda.empty_cache()
     peer = qwen()
     for length in (n for n in lengths if n <= 262144):
@@ -161,6 +182,71 @@ def prefill(lengths: tuple[int, ...] = (32768, 131072, 262144, 1 << 20)) -> None
         out[length] |= {"peer_seconds": taken, "ratio": taken / out[length]["seconds"]}
         print(f"Qwen3-8B {length:9,}: {taken:7.2f} s; ours is {out[length]['ratio']:.2f}x as fast", flush=True)
     RESULTS["prefill"] = out
+
+
+def long() -> None:
+    RESULTS["long"] = read_prompts((1 << 21,))
+
+
+def engine() -> None:
+    """Requests through the engine, with everything that a user waits for but the text."""
+    subject = open_random("released", "cuda", "bfloat16")
+    out: dict[str, Any] = {"latency": [], "throughput": []}
+    for length in (4096, 32768, 131072):
+        one = measure_latency(subject, length, 65)
+        out["latency"].append(asdict(one))
+        print(
+            f"engine, {length:,} tokens: first after {one.first_token_s:.3f} s, then {one.decode_per_second:.1f} tok/s",
+            flush=True,
+        )
+    many = measure_throughput(subject, 32, 4096, 33)
+    out["throughput"].append(asdict(many))
+    print(f"engine, 32 x 4,096 tokens: {many.decode_per_second:,.0f} tok/s", flush=True)
+    RESULTS["engine"] = out
+
+
+def peer() -> None:
+    """A dense model of Qwen3-8B's shapes decodes one token in a CUDA graph: what its weights and its cache cost."""
+    layers, heads, groups, dim, hidden, wide, vocab = 36, 32, 8, 128, 4096, 12288, 151936
+    make = partial(torch.randn, dtype=torch.bfloat16, device=DEVICE)
+    weights = [
+        [
+            make(n, k) * 0.02
+            for n, k in (
+                ((heads + 2 * groups) * dim, hidden),
+                (hidden, heads * dim),
+                (2 * wide, hidden),
+                (hidden, wide),
+            )
+        ]
+        for _ in range(layers)
+    ]
+    head, out = make(vocab, hidden) * 0.02, {}
+    for context in (4096, 32768, 131072):
+        caches = [(make(1, groups, context, dim), make(1, groups, context, dim)) for _ in range(layers)]
+        x = make(1, hidden)
+
+        def step(caches: list[Any] = caches, x: torch.Tensor = x) -> torch.Tensor:
+            for (qkv, o, up, down), (k, v) in zip(weights, caches, strict=True):
+                projected = F.linear(F.rms_norm(x, (hidden,)), qkv)
+                q = projected[:, : heads * dim].view(1, heads, 1, dim)
+                found = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+                x = x + F.linear(found.reshape(1, -1), o)
+                gate, value = F.linear(F.rms_norm(x, (hidden,)), up).chunk(2, 1)
+                x = x + F.linear(F.silu(gate) * value, down)
+            return F.linear(x, head).argmax(-1)
+
+        with torch.inference_mode(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            step()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            taken = seconds(graph.replay, 20)
+        out[context] = {"ms": taken * 1e3, "tokens_per_second": 1 / taken}
+        print(f"dense peer decodes at {context:8,}: {taken * 1e3:6.2f} ms, {1 / taken:.1f} tok/s", flush=True)
+        del caches, graph
+        torch.cuda.empty_cache()
+    RESULTS["peer"] = out
 
 
 def qwen() -> Any:
@@ -192,20 +278,32 @@ def profile() -> None:
             print(f"   {event.self_device_time_total / 1e3:9.3f} ms {event.count:6} x {event.key[:90]}", flush=True)
 
 
-PARTS = {"check": check, "decode": decode, "prefill": prefill, "profile": profile}
+PARTS = {
+    "check": check,
+    "decode": decode,
+    "peer": peer,
+    "engine": engine,
+    "prefill": prefill,
+    "long": long,
+    "profile": profile,
+}
 
 
 def main() -> None:
+    file = HERE / "gpu_model.json"
+    if file.exists():
+        RESULTS.update(json.loads(file.read_text()))
     for name in sys.argv[1:] or PARTS:
         began = time.perf_counter()
         try:
             PARTS[name]()
         except Exception:
             traceback.print_exc()
+        gc.collect()
         torch.cuda.empty_cache()
         print(f"== {name}: {time.perf_counter() - began:.0f} s", flush=True)
-    RESULTS["device"] = torch.cuda.get_device_name()
-    (HERE / "gpu_model.json").write_text(json.dumps(RESULTS, indent=2) + "\n")
+        RESULTS["device"] = torch.cuda.get_device_name()
+        file.write_text(json.dumps(RESULTS, indent=2) + "\n")
 
 
 if __name__ == "__main__":

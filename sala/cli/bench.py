@@ -1,4 +1,4 @@
-"""`sala bench`: how fast a model runs here, by context length or by number of requests."""
+"""`sala bench`: how fast a model runs here, by context length or by number of requests; and its kernels, one by one."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,10 @@ from sala.cli import settings as s
 from sala.errors import InputError, SalaError
 
 if TYPE_CHECKING:
+    import torch
+
     from sala.bench.measure import Latency, Throughput
+    from sala.bench.roofline import Measurement, Result, Roofline
     from sala.bench.subject import Subject
 
 T = TypeVar("T", "Latency", "Throughput")
@@ -55,7 +58,7 @@ def latency(
     ]  # fmt: skip
     _print(_title(subject), columns, rows)
     entries = [{**asdict(one), "decode_ratio": ratio} for one, ratio in zip(results, ratios, strict=True)]
-    _write(json_file, "latency", subject, new_tokens, entries)
+    _write(json_file, "latency", _facts(subject, new_tokens), entries)
     if plot is not None:
         plot_latency(results, plot, _title(subject))
 
@@ -94,9 +97,38 @@ def throughput(
         for one in results
     ]  # fmt: skip
     _print(f"{_title(subject)}, prompts of {length:,} tokens", columns, rows)
-    _write(json_file, "throughput", subject, new_tokens, [asdict(one) for one in results])
+    _write(json_file, "throughput", _facts(subject, new_tokens), [asdict(one) for one in results])
     if plot is not None:
         plot_throughput(results, plot, _title(subject))
+
+
+@bench.command()
+def kernels(
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, e.g. 8K,128K.")] = "8K,128K",
+    device: s.Device = "auto",
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Every Triton kernel alone, at the released shapes: time, share of what the GPU could do, and against a peer."""
+    counts = _counts(lengths, "lengths")
+    where = _gpu(device)
+    _check_files(json_file, plot)
+    from sala.bench.plots import plot_kernels
+
+    name, roofline, results = _measure_kernels(where, counts)
+    products, moved = roofline.flops_per_s / 1e12, roofline.bytes_per_s / 1e12
+    title = f"kernels, bfloat16, {name}: {products:,.0f} TFLOP/s and {moved:.2f} TB/s at best"
+    columns = ["kernel", "ms", "share", "TFLOP/s", "times as fast as"]
+    _print(title, columns, map(_kernel_row, results), left=("kernel", "times as fast as"))
+    facts = {
+        "subject": title, "device": str(where), "dtype": "bfloat16", "lengths": counts,
+        "tflops": products, "tb_per_s": moved,
+    }  # fmt: skip
+    _write(json_file, "kernels", facts, [asdict(one) for one in results])
+    if plot is not None:
+        plot_kernels(results, plot, title)
+    if all(one.ms is None for one in results):
+        raise SalaError(f"no kernel ran: {results[0].error}", "see what is wrong: sala doctor")
 
 
 def _counts(text: str, name: str) -> list[int]:
@@ -123,6 +155,67 @@ def _open(model: str | None, random: str | None, device: str, dtype: str) -> "Su
     if random is not None:
         return open_random(random, device, dtype)
     return open_checkpoint(s.find_model(model), device, dtype)
+
+
+def _gpu(device: str) -> "torch.device":
+    """The GPU that is meant, if the kernels run there."""
+    from sala.backends.torch.kernels.triton_kernels import why_not
+    from sala.backends.torch.loader import pick_device
+
+    where = pick_device(device)
+    reason = why_not(where)
+    if reason is not None:
+        raise SalaError(
+            f"the Triton kernels do not run on {where}: {reason}",
+            "`sala doctor` says what this machine has; `sala bench latency` measures a model on any device",
+        )
+    return where
+
+
+def _measure_kernels(where: "torch.device", lengths: Sequence[int]) -> tuple[str, "Roofline", list["Result"]]:
+    """The name of the GPU, what it does at best, and what the kernels do there."""
+    import torch
+
+    from sala.bench.kernels import Shapes, measurements
+    from sala.bench.roofline import measure_roofline
+
+    with torch.cuda.device(where):
+        roofline = measure_roofline(where)
+        results = _time_all(measurements(Shapes(where, tuple(lengths))), roofline)
+    return torch.cuda.get_device_name(where), roofline, results
+
+
+def _time_all(measurements: Sequence["Measurement"], roofline: "Roofline") -> list["Result"]:
+    """One after another; what fails says so, and the rest goes on."""
+    from rich.console import Console
+
+    from sala.bench.roofline import measure
+
+    console = Console(stderr=True)
+    results = []
+    for index, one in enumerate(measurements):
+        name, turn = f"{one.name}, {one.size}", f"({index + 1} of {len(measurements)})"
+        with console.status(f"{name} {turn}"):
+            found = measure(one, roofline)
+        results.append(found)
+        if found.ms is None:
+            s.note(f"{name}: failed: {found.error} {turn}")
+        else:
+            s.note(f"{name}: {_ms(found.ms)} ms, {found.share:.0%} of the roofline {turn}")
+    return results
+
+
+def _kernel_row(one: "Result") -> list[str]:
+    name = f"{one.name}, {one.size}"
+    if one.ms is None:
+        return [name, "failed", "", "", one.error]
+    tflops = "" if one.tflops is None else f"{one.tflops:,.0f}"
+    against = one.error if one.ratio is None else f"{one.ratio:.3g} x {one.peer}"
+    return [name, _ms(one.ms), f"{one.share:.0%}", tflops, against]
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _measure_all(counts: Sequence[int], measure: Callable[[int], T], name: Callable[[int], str]) -> list[T]:
@@ -165,26 +258,30 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
 
 
-def _print(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
+def _print(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="left" if name in left else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     Console(highlight=False).print(table)
 
 
-def _write(file: Path | None, kind: str, subject: "Subject", new_tokens: int, results: list[dict[str, Any]]) -> None:
+def _facts(subject: "Subject", new_tokens: int) -> dict[str, Any]:
+    return {
+        "subject": _title(subject), "device": str(subject.device),
+        "dtype": str(subject.dtype).removeprefix("torch."), "new_tokens": new_tokens,
+    }  # fmt: skip
+
+
+def _write(file: Path | None, kind: str, facts: dict[str, Any], results: list[dict[str, Any]]) -> None:
     if file is None:
         return
     from sala import __version__
 
-    facts = {
-        "kind": kind, "sala": __version__, "subject": _title(subject), "device": str(subject.device),
-        "dtype": str(subject.dtype).removeprefix("torch."), "new_tokens": new_tokens, "results": results,
-    }  # fmt: skip
-    file.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    whole = {"kind": kind, "sala": __version__, **facts, "results": results}
+    file.write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

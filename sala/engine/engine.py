@@ -155,8 +155,11 @@ class Engine:
         out, refused = [], []
         for item in work:
             sequence = item.sequence
+            if not (sequence.request.controls and sequence.is_decoding):
+                out.append(item)
+                continue
             try:
-                masks = [control.mask() for control in sequence.request.controls] if sequence.is_decoding else []
+                masks = [control.mask() for control in sequence.request.controls]
                 out.append(replace(item, mask=next((mask for mask in masks if mask is not None), None)))
             except Exception as error:
                 sequence.error = error

@@ -1,8 +1,9 @@
 """Which sequences run in the next step, and how much of each.
 
-Requests are admitted in the order of arrival. Every step carries one token of each sequence that decodes, and what is
-left of the step's budget goes in equal parts to those that still read their prompts: a short prompt is not stuck behind
-a long one, and nobody starves. When pages run out, the youngest sequence gives way and is computed again later.
+Requests are admitted in the order of arrival. Every step carries one token of each sequence that decodes, and whole
+chunks of those that still read their prompts, as many as the step's budget holds; whoever waited longest comes first.
+So a short prompt is not stuck behind a long one, nobody starves, and a prompt is cut at the same places whoever else is
+there. When pages run out, the youngest sequence gives way and is computed again later.
 """
 
 from collections import deque
@@ -31,6 +32,7 @@ class Scheduler:
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # in order of arrival
         self.num_preemptions = 0
+        self._turn = 0  # even when a step is planned, odd for those who read in it
 
     def __iter__(self) -> Iterator[SequenceState]:
         yield from self.running
@@ -59,6 +61,7 @@ class Scheduler:
         self.waiting.insert(at, sequence)
 
     def plan(self) -> list[Work]:
+        self._turn += 2
         self._admit()
         suspects = [sequence for sequence in self.running if sequence.is_suspect]
         group = suspects[:1] or list(self.running)
@@ -68,11 +71,13 @@ class Scheduler:
         ]  # a later one may have been preempted
         work = [Work(sequence, 1) for sequence in decoding]
         prefilling = [sequence for sequence in group if sequence in self.running and not sequence.is_decoding]
-        budget = max(len(prefilling), self._step_tokens - len(work))
-        for left, sequence in zip(range(len(prefilling), 0, -1), prefilling, strict=True):
-            share = min(budget // left, sequence.next_stop() - sequence.num_computed)
-            work.append(Work(sequence, share))
-            budget -= share
+        room = self._step_tokens
+        for sequence in sorted(prefilling, key=lambda sequence: (sequence.turn, sequence.id)):
+            chunk = min(self._step_tokens, sequence.next_stop() - sequence.num_computed)
+            if chunk <= room:
+                work.append(Work(sequence, chunk))
+                room -= chunk
+                sequence.turn = self._turn + 1
         return work
 
     def _admit(self) -> None:
@@ -86,6 +91,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             at = sum(1 for other in self.running if other.id < sequence.id)
             self.running.insert(at, sequence)
+            sequence.turn = self._turn
 
     def _is_read(self, sibling: SequenceState) -> bool:
         return sibling.is_finished or sibling.num_computed >= sibling.prompt_len - 1

@@ -38,6 +38,7 @@ class SequenceState:
     slot: int | None = None
     num_computed: int = 0
     num_cached: int | None = None  # of the prompt, known at the first admission
+    turn: int = 0  # the scheduler's, when it was admitted or last read
     is_suspect: bool = False  # was there when a step failed: runs alone to its end
     drawn: list[Drawn] = field(default_factory=list)
     forced: deque[int] = field(default_factory=deque)

@@ -520,3 +520,53 @@ def test_trouble_while_booking_is_one_rows_trouble(error: type[BaseException]) -
         if sequence.error is None:
             assert answer(sequence) == want(sequence.request)
     assert sum(sequence.error is not None for sequence in sequences) == (error is MemoryError)
+
+
+def cuts(executor: FakeExecutor, slot: int) -> list[tuple[int, int]]:
+    """Where the prompt of the sequence in this slot was cut."""
+    rows = (row for plan in executor.plans for row in plan.rows)
+    return [(row.start, len(row.tokens)) for row in rows if row.slot == slot and row.sampling is None]
+
+
+def test_a_prompt_is_cut_at_the_same_places_whoever_else_is_there() -> None:
+    rng = random.Random(5)
+    request = Request(prompt(rng, 150), GREEDY)
+    found = []
+    for num_others in (0, 1, 3):
+        executor = FakeExecutor(num_pages=128)
+        eng = engine(executor)
+        others = [eng.submit(Request(prompt(rng, 20 + 37 * index), GREEDY)) for index in range(num_others)]
+        sequence = eng.submit(request)
+        eng.step()
+        slot = sequence.slot
+        assert slot is not None
+        finish(eng, sequence, *others)
+        found.append([cut for cut in cuts(executor, slot) if cut[0] + cut[1] <= 150])
+    assert found[0] == found[1] == found[2]
+    assert all(length == 32 for _, length in found[0][:4])
+
+
+def test_a_short_prompt_waits_for_one_chunk_of_a_long_one_at_most() -> None:
+    rng = random.Random(6)
+    eng = engine(FakeExecutor(num_pages=128))
+    long = eng.submit(Request(prompt(rng, 500), GREEDY))
+    for _ in range(3):
+        eng.step()
+    short = eng.submit(Request(prompt(rng, 20), GREEDY))
+    for _ in range(3):
+        eng.step()
+    assert short.drawn
+    assert not long.drawn
+    finish(eng, long, short)
+    assert answer(long) == want(long.request)
+    assert answer(short) == want(short.request)
+
+
+def test_a_long_prompt_is_read_while_short_ones_keep_coming() -> None:
+    rng = random.Random(7)
+    eng = engine(FakeExecutor(num_pages=128))
+    long = eng.submit(Request(prompt(rng, 500), replace(GREEDY, max_tokens=1)))
+    for _ in range(16 * 8):  # 16 chunks, in turns with at most 7 others
+        eng.submit(Request(prompt(rng, 20), replace(GREEDY, max_tokens=1)))
+        eng.step()
+    assert long.is_finished

@@ -14,6 +14,7 @@ from sala.config import SalaConfig, SparseConfig
 from sala.protocol import Plan, Row, Sampling
 
 SPARSE = SparseConfig(kernel_size=8, kernel_stride=4, block_size=16, window_size=32, topk=2, dense_len=64)
+LIGHTNING = ("lightning-attn", "lightning-attn")
 SHAPE = replace(
     TINY,
     vocab_size=64,
@@ -30,6 +31,9 @@ SHAPE = replace(
     sparse_config=SPARSE,
 )
 MAX_TOKENS = 256
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # rows of padding hold anything, and nobody reads them
 
 
 def make_model(config: SalaConfig) -> SalaModel:
@@ -58,11 +62,15 @@ class Both:
         self.device = device
 
     @torch.inference_mode()
-    def run(self, *rows: Row, accepted: tuple[int, ...] = ()) -> None:
-        plan, found = Plan(rows), []
-        for cache, way in zip(self.caches, (self.model, self.steps), strict=True):
-            batch = pack(plan, self.device)
-            found.append(way(batch, cache))
+    def run(self, *rows: Row, accepted: tuple[int, ...] = (), wanted: list[int] | None = None) -> None:
+        found = []
+        for cache, is_fast in zip(self.caches, (False, True), strict=True):
+            batch = pack(Plan(rows), self.device)
+            if is_fast:
+                found.append(self.steps(batch, cache, None, wanted))
+            else:
+                hidden = self.model(batch, cache)
+                found.append(hidden if wanted is None else hidden[wanted])
             cache.fold(batch, accepted or [row.num_drafts + 1 for row in rows])
         torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
         for layer, states in self.caches[0].states.items():
@@ -83,6 +91,17 @@ def test_prefill_then_decode(changes: dict, device: torch.device) -> None:
         both.run(row(tokens(3 + step, 1), 90 + step, first[:6], 0), row(tokens(9 + step, 1), 21 + step, second[:2], 2))
     both.run(row(tokens(20, 25), 93, first, 0))
     both.run(row(tokens(21, 1), 118, first, 0))
+
+
+@pytest.mark.parametrize("changes", [{}, {"attn_use_rope": True}, {"mixer_types": ("minicpm4", *LIGHTNING)}])
+def test_only_wanted_rows_go_through_the_last_layer(changes: dict, device: torch.device) -> None:
+    both = Both(make_model(replace(SHAPE, **changes)), device)
+    pages, others = (7, 3, 11, 20, 5, 2, 30, 31), (12, 13, 1, 4)
+    both.run(row(tokens(1, 50), 0, pages[:4], 0), wanted=[])
+    both.run(row(tokens(2, 20), 50, pages[:5], 0), row(tokens(3, 20), 0, others[:2], 1), wanted=[19, 39])  # a switch
+    both.run(row(tokens(4, 1), 70, pages[:5], 0), row(tokens(5, 18), 20, others, 1), wanted=[0, 17, 18])
+    both.run(row(tokens(6, 20), 71, pages, 0), row(tokens(7, 3), 38, others, 1), wanted=[2, 5, 21, 22])
+    both.run(row(tokens(8, 1), 91, pages, 0), row(tokens(9, 1), 41, others, 1))
 
 
 def test_drafts(device: torch.device) -> None:

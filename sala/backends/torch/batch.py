@@ -71,14 +71,24 @@ def whole(tokens: Tensor, lengths: Sequence[int] | None = None) -> Sequences:
     return Sequences(tokens.flatten(), positions, tuple(lengths))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
-    tokens: Tensor  # [T]
-    positions: Tensor  # [T]
+    ids: tuple[int, ...]  # tokens of all spans, one after another
     spans: tuple[Span, ...]
+    device: torch.device
     pending: list[Pending] = field(default_factory=list)  # filled by the lightning layers
     settle: list[Callable[[Sequence[int]], None]] = field(default_factory=list)  # or by whoever runs them faster
     angles: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)  # RoPE, by dimension and theta
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[T]; they go to the device when someone asks for them there."""
+        return torch.tensor(self.ids, device=self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T]"""
+        return torch.cat([torch.arange(span.start, span.end) for span in self.spans]).to(self.device)
 
     @property
     def lengths(self) -> list[int]:
@@ -88,21 +98,23 @@ class Batch:
     def slots(self) -> list[int]:
         return [span.slot for span in self.spans]
 
-    def drawing_rows(self, indices: list[int]) -> Tensor:
+    def drawing_rows(self, indices: list[int]) -> list[int]:
         """Rows whose logits are needed by these spans: the last token of each, and those before its drafts."""
         ends = list(accumulate(self.lengths))
-        rows = [row for i in indices for row in range(ends[i] - 1 - self.spans[i].num_drafts, ends[i])]
-        return torch.tensor(rows, device=self.tokens.device)
+        return [row for i in indices for row in range(ends[i] - 1 - self.spans[i].num_drafts, ends[i])]
 
 
 def pack(plan: Plan, device: torch.device) -> Batch:
-    tokens = [token for row in plan.rows for token in row.tokens]
-    positions = [torch.arange(row.start, row.start + len(row.tokens)) for row in plan.rows]
-    return Batch(
-        tokens=torch.tensor(tokens, device=device),
-        positions=torch.cat(positions).to(device),
-        spans=tuple(_span(row, device) for row in plan.rows),
-    )
+    ids = tuple(token for row in plan.rows for token in row.tokens)
+    return Batch(ids, tuple(_span(row, device) for row in plan.rows), device)
+
+
+def take(hidden: Tensor, rows: Sequence[int]) -> Tensor:
+    """hidden[rows]: a view where the rows follow each other, which needs no list on the device."""
+    first = rows[0] if rows else 0
+    if list(rows) == list(range(first, first + len(rows))):
+        return hidden[first : first + len(rows)]
+    return hidden[torch.tensor(rows, device=hidden.device)]
 
 
 def _span(row: Row, device: torch.device) -> Span:

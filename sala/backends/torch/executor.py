@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from sala.backends.torch.batch import Batch, pack
+from sala.backends.torch.batch import Batch, pack, take
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
@@ -37,11 +37,14 @@ class TorchExecutor:
         self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype, device)
         self.steps = find_steps(model, device, dtype, capacity.max_tokens)
 
-    def forward(self, batch: Batch, cache: HybridCache, num_layers: int | None = None) -> Tensor:
-        """The model, by the faster way where there is one."""
+    def forward(
+        self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
+    ) -> Tensor:
+        """The model, by the faster way where there is one → hidden states of the wanted rows, or of all."""
         if self.steps is not None and self.steps.can_run(batch):
-            return self.steps(batch, cache, num_layers)
-        return self.model(batch, cache, num_layers)
+            return self.steps(batch, cache, num_layers, wanted)
+        hidden: Tensor = self.model(batch, cache, num_layers)
+        return hidden if wanted is None else take(hidden, wanted)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] → logits [n, vocab] in fp32."""
@@ -50,11 +53,11 @@ class TorchExecutor:
     @torch.inference_mode()
     def run(self, plan: Plan) -> Result:
         batch = pack(plan, self.device)
-        hidden = self.forward(batch, self.cache)
         drawing = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
+        hidden = self.forward(batch, self.cache, wanted=batch.drawing_rows(drawing))
         drawn: list[Any] = [()] * len(plan.rows)
         if drawing:
-            logits = self.scores(hidden[batch.drawing_rows(drawing)])
+            logits = self.scores(hidden)
             rows = [plan.rows[index] for index in drawing]
             found = verify(logits.split([row.num_drafts + 1 for row in rows]), rows)
             for index, tokens in zip(drawing, found, strict=True):
@@ -69,8 +72,8 @@ class TorchExecutor:
         guesses: list[list[int]] = [[] for _ in rows]
         for _ in range(count):
             batch = pack(Plan(tuple(rows)), self.device)
-            hidden = self.forward(batch, cache, num_layers)
-            logits = self.scores(hidden[batch.drawing_rows(list(range(len(rows))))])
+            hidden = self.forward(batch, cache, num_layers, batch.drawing_rows(list(range(len(rows)))))
+            logits = self.scores(hidden)
             for index, (row, drawn) in enumerate(zip(rows, draw_all(logits, [(row, 0) for row in rows]), strict=True)):
                 token = drawn.token
                 guesses[index].append(token)

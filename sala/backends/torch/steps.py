@@ -6,12 +6,13 @@ model gives, to the rounding of fp32.
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from sala.backends.torch.batch import Batch, Pending
+from sala.backends.torch.batch import Batch, Pending, take
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.model import Layer as ModelLayer
@@ -26,8 +27,10 @@ class Steps(Protocol):
 
     def can_run(self, batch: Batch) -> bool: ...
 
-    def __call__(self, batch: Batch, cache: HybridCache, num_layers: int | None = None) -> Tensor:
-        """As `SalaModel.forward`: extends the cache → normed hidden states [T, hidden]."""
+    def __call__(
+        self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
+    ) -> Tensor:
+        """As `SalaModel.forward`: extends the cache → normed hidden states [T, hidden], or of the wanted rows alone."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -99,9 +102,11 @@ class NativeSteps:
         )
 
     def can_run(self, batch: Batch) -> bool:
-        return batch.tokens.shape[0] <= FEW_ROWS
+        return len(batch.ids) <= FEW_ROWS
 
-    def __call__(self, batch: Batch, cache: HybridCache, num_layers: int | None = None) -> Tensor:
+    def __call__(
+        self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
+    ) -> Tensor:
         config = self.model.config
         count = config.num_hidden_layers if num_layers is None else min(num_layers, config.num_hidden_layers)
         x = (self.model.model.embed_tokens(batch.tokens) * config.scale_emb).contiguous()
@@ -130,7 +135,7 @@ class NativeSteps:
         kept = self.keep(batch, cache, count)
         step.kept_k, step.kept_v = (None, None) if kept is None else (_address(kept[0]), _address(kept[1]))
         self.kernel.step(ctypes.addressof(self.struct), ctypes.addressof(step))
-        return x
+        return x if wanted is None else take(x, wanted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)

@@ -2,27 +2,30 @@
 
 `SalaModel` is the definition; here is the same with less traffic. A batch is run in two ways that never mix, so that
 a row's numbers do not depend on its neighbours: long spans one at a time (`_Chunk`), and all short ones together
-(`_Few`), padded to fixed numbers of rows and replayed as one CUDA graph.
+(`_Few`), padded to a few sizes and replayed as one CUDA graph. Of a chunk, only the rows that somebody will look at
+go through the last layer; the others are remembered there, and no more.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sala.backends.torch.batch import Batch, Span
+from sala.backends.torch.batch import Batch, Span, take
 from sala.backends.torch.cache import HybridCache, KVPages
-from sala.backends.torch.kernels import attention, choice, decode_attention, fused, lightning, pooling
+from sala.backends.torch.kernels import attention, choice, decode_attention, fused, lightning, linear, pooling
 from sala.backends.torch.model import Layer, LightningMixer, RMSNorm, SalaModel
 from sala.backends.torch.ops.lightning import decay_slopes
 from sala.backends.torch.ops.rope import query_growth, rope_angles
 from sala.config import SparseConfig
 
 MOST_SHORT = 16  # tokens of a span that counts as short
-ROWS = 32  # matrix products of short spans have a multiple of so many rows: one kernel, one order of sums
+ROWS = 32  # beyond that, matrix products of short spans have a multiple of so many rows: fewer kernels
+MOST_DRAWN = 128  # rows whose logits are made some at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,8 @@ class FusedLayer:
         self.is_lightning = isinstance(mixer, LightningMixer)
         self.mixer = mixer
         gate = mixer.z_proj if self.is_lightning else mixer.o_gate
-        linears = [linear for linear in (mixer.q_proj, mixer.k_proj, mixer.v_proj, gate) if linear is not None]
-        self.widths = [linear.out_features for linear in linears]
+        linears = [one for one in (mixer.q_proj, mixer.k_proj, mixer.v_proj, gate) if one is not None]
+        self.widths = [one.out_features for one in linears]
         self.has_gate = gate is not None
         self.weight, self.bias = fuse(linears)
         self.out = mixer.o_proj
@@ -69,8 +72,12 @@ class FusedLayer:
         self.num_heads, self.num_kv_heads, self.head_dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
 
     def mix(self, x: Tensor, rows: Mixing, past: Any) -> Tensor:
-        """x [T, hidden], normed → what the mixer adds."""
-        parts = F.linear(x, self.weight, self.bias).split(self.widths, 1)
+        """x [T, hidden], normed → what the mixer adds, as `added` gives it."""
+        return added(self.look(x, rows, past), self.out.weight)
+
+    def look(self, x: Tensor, rows: Mixing, past: Any) -> Tensor:
+        """x [T, hidden], normed → what the rows found, [T, H * D]."""
+        parts = product(x, self.weight, self.bias).split(self.widths, 1)
         q = parts[0].unflatten(1, (self.num_heads, self.head_dim))
         k, v = (part.unflatten(1, (self.num_kv_heads, self.head_dim)) for part in parts[1:3])
         gate = parts[3] if self.has_gate else None
@@ -81,7 +88,7 @@ class FusedLayer:
         if norms[0] is not None or cos is not None or growth is not None:
             q, k = fused.qk_norm_rope(q, k, *norms, self.eps, cos, sin, growth)
         if not self.is_lightning:
-            return F.linear(rows.attend(self, q, k, v, gate, past), self.out.weight)
+            return rows.attend(self, q, k, v, gate, past)
         if self.num_kv_heads != self.num_heads:
             shared = self.num_heads // self.num_kv_heads
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
@@ -89,25 +96,63 @@ class FusedLayer:
         o_norm = _weight(self.mixer.o_norm)
         if o_norm is not None or gate is not None:
             o = fused.norm_gate(o, o_norm, gate, self.eps)
-        return F.linear(o, self.out.weight)
+        return o
+
+    def mix_last(self, x: Tensor, rows: "_Chunk", past: Any, count: int) -> Tensor | None:
+        """As `mix` in the last layer of a chunk: all rows are remembered, the last `count` look back."""
+        angles = rows.angles
+        if self.is_lightning or self.mixer.q_norm is not None or angles.sparse is not None or angles.growth is not None:
+            o = self.look(x, rows, past)[x.shape[0] - count :]
+        else:
+            q_weight, kv_weight, gate_weight = self.slices(self.weight)
+            q_bias, kv_bias, gate_bias = (None, None, None) if self.bias is None else self.slices(self.bias)
+            k, v = product(x, kv_weight, kv_bias).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
+            rows.append(k, v, past)
+            if not count:
+                return None
+            tail = x[x.shape[0] - count :]
+            q = product(tail, q_weight, q_bias).unflatten(1, (self.num_heads, self.head_dim))
+            gate = product(tail, gate_weight, gate_bias) if self.has_gate else None
+            o = rows.attend_from(self, q, rows.span.end - count, gate, past)
+        return added(o, self.out.weight) if count else None
+
+    def slices(self, fused_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the fused projection: queries, keys with values, gate."""
+        q_width, kv_width = self.widths[0], 2 * self.widths[1]
+        return fused_rows[:q_width], fused_rows[q_width : q_width + kv_width], fused_rows[q_width + kv_width :]
 
     @property
     def eps(self) -> float:
         return float(self.input_norm.eps)
 
     def widen(self, x: Tensor) -> Tensor:
-        """The MLP: x [T, hidden], normed → what it adds."""
-        return F.linear(fused.silu_mul(F.linear(x, self.gate_up)), self.down.weight)
+        """The MLP: x [T, hidden], normed → what it adds, as `added` gives it."""
+        if linear.can_take(x.shape[0], self.gate_up):
+            return added(linear.linear_silu_mul(x, self.gate_up), self.down.weight)
+        return added(fused.silu_mul(F.linear(x, self.gate_up)), self.down.weight)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], weight [N, K] → [T, N]; a row of few has the same bits in any company."""
+    if not linear.can_take(x.shape[0], weight):
+        return F.linear(x, weight, bias)
+    out = linear.linear(x, weight)
+    return out if bias is None else out + bias
+
+
+def added(x: Tensor, weight: Tensor) -> Tensor:
+    """As `product`, for what is added to the residual stream: for few rows in parts [S, T, N] that `_norm` adds up."""
+    return linear.split_linear(x, weight) if linear.can_take(x.shape[0], weight) else F.linear(x, weight)
 
 
 def fuse(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """One matrix of all rows; the linears go on with views of it, so that nothing is held twice."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    for linear, part in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
-        linear.weight = nn.Parameter(part, requires_grad=False)
-    if all(linear.bias is None for linear in linears):
+    weight = torch.cat([one.weight.detach() for one in linears])
+    for one, part in zip(linears, weight.split([one.out_features for one in linears]), strict=True):
+        one.weight = nn.Parameter(part, requires_grad=False)
+    if all(one.bias is None for one in linears):
         return weight, None
-    pieces = [weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+    pieces = [weight.new_zeros(one.out_features) if one.bias is None else one.bias for one in linears]
     return weight, torch.cat([piece.detach() for piece in pieces])
 
 
@@ -126,55 +171,89 @@ class GpuSteps:
     def can_run(self, batch: Batch) -> bool:
         return all(span.length <= MOST_SHORT or not span.num_drafts for span in batch.spans)
 
-    def __call__(self, batch: Batch, cache: HybridCache, num_layers: int | None = None) -> Tensor:
-        ends = torch.tensor([0, *batch.lengths]).cumsum(0).tolist()
-        short = [i for i, span in enumerate(batch.spans) if span.length <= MOST_SHORT]
-        hidden: list[Tensor | None] = [None] * len(batch.spans)
+    def __call__(
+        self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
+    ) -> Tensor:
+        """Rows that nobody wants are not computed through the last layer; wanted ones are named in their order."""
+        ends = [0, *accumulate(batch.lengths)]
+        rows = range(ends[-1]) if wanted is None else wanted
+        asked = [[row - ends[i] for row in rows if ends[i] <= row < ends[i + 1]] for i in range(len(batch.spans))]
+        hidden: dict[int, Tensor] = {}
         for i, span in enumerate(batch.spans):
             if span.length > MOST_SHORT:
-                tokens = batch.tokens[ends[i] : ends[i + 1]]
-                hidden[i] = self.run(
-                    tokens, _Chunk(self, span, batch.positions[ends[i] : ends[i + 1]]), cache, num_layers
-                )
-        if short:
-            pieces = [batch.tokens[ends[i] : ends[i + 1]] for i in short]
-            for i, rows in zip(short, self.run_short(batch, short, pieces, cache, num_layers), strict=True):
-                hidden[i] = rows
-        parts = [part for part in hidden if part is not None]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+                here = slice(ends[i], ends[i + 1])
+                chunk = _Chunk(self, span, batch.positions[here])
+                hidden[i] = self.run_chunk(batch.tokens[here], chunk, cache, num_layers, asked[i])
+        short = [i for i, span in enumerate(batch.spans) if span.length <= MOST_SHORT]
+        if not short:
+            return torch.cat(list(hidden.values())) if len(hidden) > 1 else hidden[0]
+        ids = [batch.ids[ends[i] : ends[i + 1]] for i in short]
+        all_short, count = self.run_short(batch, short, ids, cache, num_layers)
+        if not hidden:
+            return take(all_short, [at * count + row for at, i in enumerate(short) for row in asked[i]])
+        for at, i in enumerate(short):
+            hidden[i] = take(all_short, [at * count + row for row in asked[i]])
+        return torch.cat([hidden[i] for i in range(len(batch.spans))])
 
-    def run(self, tokens: Tensor, rows: Mixing, cache: HybridCache, num_layers: int | None) -> Tensor:
-        """tokens [T] → normed hidden states [T, hidden]."""
+    def run_chunk(
+        self, tokens: Tensor, chunk: "_Chunk", cache: HybridCache, num_layers: int | None, asked: Sequence[int]
+    ) -> Tensor:
+        length, count = len(tokens), len(asked)
+        if count <= MOST_SHORT and list(asked) == list(range(length - count, length)):
+            return self.run(tokens, chunk, cache, num_layers, count)
+        return take(self.run(tokens, chunk, cache, num_layers), asked)
+
+    def run(
+        self, tokens: Tensor, rows: Mixing, cache: HybridCache, num_layers: int | None, count: int | None = None
+    ) -> Tensor:
+        """tokens [T] → normed hidden states [T, hidden]; with `count` (of a chunk), those of the last rows alone."""
         x = self.model.model.embed_tokens(tokens)
         if self.config.scale_emb != 1:
             x = x * self.config.scale_emb
         delta: Tensor | None = None
-        for layer in self.layers[:num_layers]:
+        layers = self.layers[:num_layers]
+        for layer in layers:
             past = cache.pages[layer.index] if layer.index in cache.pages else cache.states[layer.index]
             x, normed = _norm(x, delta, layer.scale, layer.input_norm)
-            x, normed = _norm(x, layer.mix(normed, rows, past), layer.scale, layer.post_norm)
+            if count is not None and layer is layers[-1]:
+                assert isinstance(rows, _Chunk)
+                delta = layer.mix_last(normed, rows, past, count)
+                x = x[x.shape[0] - count :]
+            else:
+                delta = layer.mix(normed, rows, past)
+            if delta is None:
+                return x[:0]
+            x, normed = _norm(x, delta, layer.scale, layer.post_norm)
             delta = layer.widen(normed)
         return _norm(x, delta, self.config.residual_scale, self.model.model.norm)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `SalaModel.logits`; a row's scores are the same bits in any company of up to 32."""
-        count = hidden.shape[0]
-        padded = F.pad(hidden, (0, 0, 0, -count % ROWS)) if count < ROWS else hidden
-        return self.model.logits(padded)[:count]
+        """As `SalaModel.logits`; a row's scores are the same bits in any company of a batch."""
+        weight = self.model.lm_head.weight
+        if hidden.shape[0] > MOST_DRAWN or not linear.can_take(1, weight):
+            return self.model.logits(hidden)
+        rows = (hidden / self.config.logit_divisor).split(linear.MOST_ROWS)
+        return torch.cat([linear.linear(some, weight).float() for some in rows])
 
     # short spans
 
     def run_short(
-        self, batch: Batch, short: Sequence[int], tokens: Sequence[Tensor], cache: HybridCache, num_layers: int | None
-    ) -> list[Tensor]:
+        self,
+        batch: Batch,
+        short: Sequence[int],
+        ids: Sequence[tuple[int, ...]],
+        cache: HybridCache,
+        num_layers: int | None,
+    ) -> tuple[Tensor, int]:
+        """Hidden states of all short spans, `count` rows for each, and that count."""
         spans = [batch.spans[i] for i in short]
         count = _bucket(max(span.length for span in spans))
         graph = self.graph_of(_bucket(len(spans)), count, cache, num_layers)
-        graph.fill(spans, tokens)
+        graph.fill(spans, ids)
         hidden = graph.replay()
         if any(span.num_drafts for span in spans):
             batch.settle.append(graph.settler(spans, short))
-        return [hidden[i * count : i * count + span.length] for i, span in enumerate(spans)]
+        return hidden, count
 
     def graph_of(self, num_spans: int, count: int, cache: HybridCache, num_layers: int | None) -> "_Graph":
         is_usual = num_layers is None and (self.cache is None or self.cache is cache)
@@ -213,25 +292,43 @@ class _Chunk(Mixing):
         return output.flatten(1)
 
     def attend(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, pages: KVPages) -> Tensor:
-        span, scale = self.span, layer.head_dim**-0.5
+        self.append(k, v, pages)
+        return self.attend_from(layer, q, self.span.start, gate, pages, (k, v))
+
+    def append(self, k: Tensor, v: Tensor, pages: KVPages) -> None:
         pooling.append(
             k, v, pages.k, pages.v, pages.k1, pages.k2, self.table[None], self.start, self.row_of, self.positions,
             pages.sparse,
         )  # fmt: skip
-        num_dense = min(max(span.sparse_from - span.start, 0), span.length)
+
+    def attend_from(
+        self,
+        layer: FusedLayer,
+        q: Tensor,
+        start: int,
+        gate: Tensor | None,
+        pages: KVPages,
+        fresh: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Queries at start, start + 1, … over the pages; `fresh` keys and values are those of the chunk, if at hand."""
+        scale = layer.head_dim**-0.5
+        num_dense = min(max(self.span.sparse_from - start, 0), q.shape[0])
         outputs = []
         if num_dense:
-            outputs.append(self.attend_dense(q[:num_dense], k, v, pages, scale))
-        if num_dense < span.length:
-            q, start = q[num_dense:], span.start + num_dense
+            outputs.append(self.attend_dense(q[:num_dense], start, fresh, pages, scale))
+        if num_dense < q.shape[0]:
+            q, start = q[num_dense:], start + num_dense
             chosen = choice.choose_prefill(q, pages.k1, pages.k2, self.table, start, pages.sparse, scale)
             outputs.append(attention.sparse_prefill(q, pages.k, pages.v, self.table, chosen, start, scale))
         o = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1)
         return o if gate is None else fused.norm_gate(o, None, gate, layer.eps)
 
-    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, pages: KVPages, scale: float) -> Tensor:
-        if self.span.start:
-            return attention.dense_prefill(q, pages.k, pages.v, self.table, self.span.start, scale)
+    def attend_dense(
+        self, q: Tensor, start: int, fresh: tuple[Tensor, Tensor] | None, pages: KVPages, scale: float
+    ) -> Tensor:
+        if start or fresh is None:
+            return attention.dense_prefill(q, pages.k, pages.v, self.table, start, scale)
+        k, v = fresh
         n, is_grouped = q.shape[0], q.shape[1] != k.shape[1]
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k[:n], v[:n]))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)[0].transpose(
@@ -240,41 +337,49 @@ class _Chunk(Mixing):
 
 
 class _Few(Mixing):
-    """`num_spans` sequences of `count` tokens each, as device tensors alone; positions of -1 are padding."""
+    """`num_spans` sequences of `count` tokens each, as device tensors alone; positions of -1 are padding.
+
+    What changes at every step lies in one tensor, `inputs`, so that it comes to the device in one piece.
+    """
 
     def __init__(self, steps: GpuSteps, num_spans: int, count: int) -> None:
         device, num_rows = steps.device, num_spans * count
         self.steps, self.num_spans, self.count = steps, num_spans, count
+        self.num_padded = num_rows if num_rows <= ROWS else -(-num_rows // ROWS) * ROWS  # rows of matrix products
         self.sparse: SparseConfig = steps.config.sparse_config
-        self.tokens, self.positions = (torch.zeros(num_rows, dtype=torch.long, device=device) for _ in range(2))
-        self.slots, self.starts, self.sparse_from, self.advances = (
-            torch.zeros(num_spans, dtype=torch.long, device=device) for _ in range(4)
+        sizes = [self.num_padded, self.num_padded, *[num_spans] * 4]
+        self.inputs = torch.zeros(sum(sizes), dtype=torch.long, device=device)
+        self.tokens, self.all_positions, self.slots, self.starts, self.sparse_from, self.advances = self.inputs.split(
+            sizes
         )
+        self.positions = self.all_positions[:num_rows]
         self.tables = torch.zeros(num_spans, steps.max_blocks, dtype=torch.int32, device=device)
         self.row_of = torch.arange(num_spans, device=device).repeat_interleave(count)
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def prepare(self) -> None:
         """What all layers share, computed on the device at every step."""
-        self.angles = self.steps.angles(self.positions)
+        self.angles = self.steps.angles(self.all_positions)
         self.lengths = self.positions + 1
         self.is_sparse = self.positions >= self.sparse_from[self.row_of]
         self.row_tables = self.tables if self.count == 1 else self.tables[self.row_of]
 
     def lightning(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, states: Tensor, index: int) -> Tensor:
         slopes, scale = decay_slopes(layer.num_heads, q.device), layer.head_dim**-0.5
-        num_rows = self.num_spans * self.count
+        output = q.new_empty(q.shape)  # nobody reads the rows of padding, which stay as they are
+        q_, k_, v_, o_ = (x[: self.num_spans * self.count] for x in (q, k, v, output))
         if self.count == 1:
-            q_, k_, v_ = (x[:num_rows] for x in (q, k, v))
-            return self.pad(lightning.lightning_decode(q_, k_, v_, states, self.slots, slopes, scale).flatten(1), q)
-        q_, k_, v_ = (x[:num_rows].unflatten(0, (self.num_spans, self.count)) for x in (q, k, v))
-        output = lightning.lightning_verify(q_, k_, v_, states, self.slots, slopes, scale)
+            lightning.lightning_decode(q_, k_, v_, states, self.slots, slopes, scale, o_)
+            return output.flatten(1)
+        q_, k_, v_, o_ = (x.unflatten(0, (self.num_spans, self.count)) for x in (q_, k_, v_, o_))
+        lightning.lightning_verify(q_, k_, v_, states, self.slots, slopes, scale, o_)
         self.kept[index] = k_, v_
         lightning.lightning_fold(k_, v_, states, self.slots, self.advances, slopes)  # spans without drafts
-        return self.pad(output.flatten(2).flatten(0, 1), q)
+        return output.flatten(1)
 
     def attend(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, pages: KVPages) -> Tensor:
         num_rows, scale = self.num_spans * self.count, layer.head_dim**-0.5
+        output = q.new_empty(q.shape)
         q_, k_, v_ = (x[:num_rows] for x in (q, k, v))
         pooling.append(
             k_, v_, pages.k, pages.v, pages.k1, pages.k2, self.tables, self.starts, self.row_of, self.positions,
@@ -285,15 +390,11 @@ class _Few(Mixing):
             q_, pages.k1, pages.k2, self.row_tables, self.lengths, self.sparse, scale, max_blocks, self.is_sparse
         )
         max_dense = min(max_blocks, -(-self.sparse.dense_len // self.sparse.block_size))
-        o = decode_attention.decode_attention(
+        decode_attention.decode_attention(
             q_, pages.k, pages.v, self.row_tables, self.lengths, self.is_sparse, chosen, scale, max_dense,
-            gate=None if gate is None else gate[:num_rows],
+            gate=None if gate is None else gate[:num_rows], output=output[:num_rows],
         )  # fmt: skip
-        return self.pad(o.flatten(1), q)
-
-    def pad(self, o: Tensor, like: Tensor) -> Tensor:
-        """As many rows as the matrix products have."""
-        return F.pad(o, (0, 0, 0, like.shape[0] - o.shape[0])) if o.shape[0] < like.shape[0] else o
+        return output.flatten(1)
 
 
 class _Graph:
@@ -307,20 +408,19 @@ class _Graph:
         self.pages: list[tuple[int, ...]] = [()] * num_spans
         self.graph: Any = None
         self.hidden: Tensor | None = None
+        is_cuda = steps.device.type == "cuda"
+        self.host = torch.empty(self.rows.inputs.shape, dtype=torch.long, pin_memory=is_cuda)
+        self.is_copied = torch.cuda.Event() if is_cuda else None
         if is_captured:
             self.capture()
 
     def run(self) -> Tensor:
         self.rows.prepare()
-        padding = -(self.rows.num_spans * self.rows.count) % ROWS
-        tokens = F.pad(self.rows.tokens, (0, padding))
-        if padding:  # rows that only the matrix products see
-            self.rows.angles = _padded(self.rows.angles, padding)
-        return self.steps.run(tokens, self.rows, self.cache, self.num_layers)
+        return self.steps.run(self.rows.tokens, self.rows, self.cache, self.num_layers)
 
     def capture(self) -> None:
         """Once with padding alone, which changes nothing and compiles what is needed; then record."""
-        self.rows.positions.fill_(-1)
+        self.rows.all_positions.fill_(-1)
         self.rows.slots.fill_(-1)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -338,25 +438,27 @@ class _Graph:
         assert self.hidden is not None
         return self.hidden
 
-    def fill(self, spans: Sequence[Span], tokens: Sequence[Tensor]) -> None:
+    def fill(self, spans: Sequence[Span], ids: Sequence[tuple[int, ...]]) -> None:
         rows, count = self.rows, self.rows.count
         spare = rows.num_spans - len(spans)
-        ids, positions = [], []
-        for span in spans:
+        tokens: list[int] = []
+        positions: list[int] = []
+        for span, some in zip(spans, ids, strict=True):
             rest = count - span.length
+            tokens += [*some, *([0] * rest)]
             positions += [*range(span.start, span.end), *([-1] * rest)]
-        for span, some in zip(spans, tokens, strict=True):
-            ids.append(F.pad(some, (0, count - span.length)))
-        slots = [span.slot for span in spans] + [-1] * spare
-        starts = [span.start for span in spans] + [0] * spare
-        regimes = [span.sparse_from for span in spans] + [0] * spare
-        advances = [0 if span.num_drafts else span.length for span in spans] + [0] * spare
-        positions += [-1] * (spare * count)
-        _copy(rows.positions, positions)
-        for target, values in ((rows.slots, slots), (rows.starts, starts), (rows.advances, advances)):
-            _copy(target, values)
-        _copy(rows.sparse_from, [min(value, 1 << 40) for value in regimes])
-        rows.tokens[: len(spans) * count] = torch.cat(ids)
+        rest = rows.num_padded - len(tokens)
+        values = [*tokens, *([0] * rest), *positions, *([-1] * rest)]
+        values += [span.slot for span in spans] + [-1] * spare
+        values += [span.start for span in spans] + [0] * spare
+        values += [min(span.sparse_from, 1 << 40) for span in spans] + [0] * spare
+        values += [0 if span.num_drafts else span.length for span in spans] + [0] * spare
+        if self.is_copied is not None:
+            self.is_copied.synchronize()  # the last copy may still be reading
+        self.host.copy_(torch.tensor(values))
+        rows.inputs.copy_(self.host, non_blocking=True)
+        if self.is_copied is not None:
+            self.is_copied.record()
         for index, span in enumerate(spans):
             self.fill_table(index, span.pages)
 
@@ -389,21 +491,16 @@ def _copy(target: Tensor, values: Sequence[int]) -> None:
     target.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=True)
 
 
-def _padded(angles: Angles, padding: int) -> Angles:
-    def pad(pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-        return None if pair is None else (F.pad(pair[0], (0, 0, 0, padding)), F.pad(pair[1], (0, 0, 0, padding)))
-
-    growth = None if angles.growth is None else F.pad(angles.growth, (0, padding))
-    return Angles(pad(angles.lightning), pad(angles.sparse), growth)
-
-
 def _bucket(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
 def _norm(x: Tensor, delta: Tensor | None, scale: float, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """`delta` is what a layer adds, or the parts of it."""
     if delta is None:
         return x, fused.rms_norm(x, norm.weight, norm.eps)
+    if delta.dim() == 3:
+        return linear.add_partials_rms_norm(x, delta, scale, norm.weight, norm.eps)
     return fused.add_rms_norm(x, delta, scale, norm.weight, norm.eps)
 
 

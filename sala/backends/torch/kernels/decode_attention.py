@@ -176,6 +176,7 @@ def decode_attention(
     gate: Tensor | None = None,
     row_of: Tensor | None = None,
     config: Config | None = None,
+    output: Tensor | None = None,
 ) -> Tensor:
     """The newest token of each row, at position lengths[s] - 1, over its chosen blocks or over all → [S, H, D].
 
@@ -185,8 +186,9 @@ def decode_attention(
     has table row_of[s].
     """
     return _attend(
-        q, pages_k, pages_v, tables, lengths, is_sparse, chosen, scale, max_dense_blocks, gate, row_of, config
-    )
+        q, pages_k, pages_v, tables, lengths, is_sparse, chosen, scale, max_dense_blocks, gate, row_of, config,
+        output=output,
+    )  # fmt: skip
 
 
 def verify_attention(
@@ -241,6 +243,7 @@ def _attend(
     row_of: Tensor | None,
     config: Config | None,
     num_drafts: int = 0,
+    output: Tensor | None = None,
 ) -> Tensor:
     """With `num_drafts`, that many rows in turn share a table, and `lengths` holds the position of the first."""
     (num_rows, heads, dim), (groups, num_pages, block, _) = q.shape, pages_k.shape
@@ -252,7 +255,8 @@ def _attend(
     splits = triton.cdiv(max(num_chosen, max_dense_blocks), config.blocks)
     acc = torch.empty(num_rows, groups, splits, shared, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(num_rows, groups, splits, 2, shared, dtype=torch.float32, device=q.device)
-    out = q.new_empty(q.shape)
+    out = q.new_empty(q.shape) if output is None else output
+    assert out.is_contiguous()
     geometry = {
         "NUM_TOKENS": max(1, num_drafts),
         "SHARED": shared,

@@ -265,19 +265,33 @@ def _step_kernel(
 
 
 def lightning_decode(
-    q: Tensor, k: Tensor, v: Tensor, states: Tensor, slots: Tensor, slopes: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    slopes: Tensor,
+    scale: float,
+    output: Tensor | None = None,
 ) -> Tensor:
     """A token each: q, k, v [S, H, D], states [P, H, D, D] fp32 advanced at slots [S] (-1: none) → [S, H, D]."""
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device) if output is None else output
     _step(q[:, None], k[:, None], v[:, None], states, slots, None, slopes, scale, output, keeps_state=False)
     return output
 
 
 def lightning_verify(
-    q: Tensor, k: Tensor, v: Tensor, states: Tensor, slots: Tensor, slopes: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    slopes: Tensor,
+    scale: float,
+    output: Tensor | None = None,
 ) -> Tensor:
     """n tokens each: q, k, v [S, n, H, D] → output [S, n, H, D], as decoding would give; states stay as they are."""
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device) if output is None else output
     _step(q, k, v, states, slots, None, slopes, scale, output, keeps_state=True)
     return output
 
@@ -301,6 +315,7 @@ def _step(
 ) -> None:
     sequences, num_tokens, heads, dim = q.shape
     assert states.is_contiguous()
+    assert output is None or output.is_contiguous()
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     if sequences == 0:
         return

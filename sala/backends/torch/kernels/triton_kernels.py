@@ -1,7 +1,4 @@
-"""Whether the Triton kernels are used: on an NVIDIA GPU of 8.0 or newer with Triton, where they are asked for.
-
-They are new: until they have proved themselves on real GPUs, the reference runs unless SALA_KERNELS=1 is set.
-"""
+"""Whether the Triton kernels are used: on an NVIDIA GPU of 8.0 or newer with Triton, unless SALA_KERNELS=0 is set."""
 
 import functools
 import importlib.util
@@ -12,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 LEAST = (8, 0)
-_is_wanted = os.environ.get("SALA_KERNELS") == "1"
+_is_wanted = os.environ.get("SALA_KERNELS", "1") != "0"
 
 
 @contextmanager
@@ -35,7 +32,7 @@ def describe(device: torch.device) -> str:
     reason = why_not(device)
     if reason is not None:
         return f"none: {reason}"
-    return "Triton kernels" if _is_wanted else "none: the Triton kernels are new, SALA_KERNELS=1 turns them on"
+    return "Triton kernels" if _is_wanted else "none: they are switched off (SALA_KERNELS=0 or use_kernels(False))"
 
 
 @functools.cache

@@ -1,0 +1,403 @@
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+"""Products of a few rows with a big weight, as a decode step has them: bound by reading the weight, nothing else.
+
+K is cut into a fixed number of parts, each a program of its own, so that every multiprocessor reads all the time even
+where the output is small. Their sums stay apart in fp32 and are added, in order, by the pass that comes next anyway:
+no kernel is spent on it. Neither cut nor order depends on the rows, so a row's bits are its own.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sala.backends.torch.kernels.attention import shared_memory
+
+MOST_ROWS = 32  # in one tile: more rows are no longer bound by the weight
+PROGRAMS = 128  # as many as a large GPU has multiprocessors, nearly
+SHORTEST_PART = 256  # of K
+MOST_SPLITS = 8  # the pass behind reads them all
+
+
+class Config(NamedTuple):
+    """A tile of the weight is `columns` x `depth`; K is cut into `splits` parts, on which the order of sums depends.
+
+    Swapped, the weight's tile is the left side of the product: Hopper's tensor cores want that side 64 tall, and the
+    rows are too few. Early, programs start while the kernel ahead still runs, fetch their first weights into the L2
+    cache and then wait for its end; from Hopper on.
+    """
+
+    columns: int
+    depth: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    is_swapped: bool = True
+    is_early: bool = False
+
+
+@triton.jit
+def _silu_mul(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up, rounded to dtype where `fused.silu_mul` rounds."""
+    gate = gate.to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return (active * up.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _product(x, weight, acc, IS_SWAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """x [ROWS, DEPTH], weight [COLUMNS, DEPTH]: their product joins acc [ROWS, COLUMNS], or its transpose."""
+    if IS_SWAPPED:
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _fetch(weight_rows, begin, K: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr):
+    """Asks for the first tiles of the weight to come into the L2 cache."""
+    LINE: tl.constexpr = 1024 // weight_rows.dtype.element_ty.primitive_bitwidth
+    line = tl.arange(0, (DEPTH + LINE - 1) // LINE) * LINE
+    for step in tl.static_range(STEPS):
+        place = weight_rows[:, None] + tl.minimum(begin + step * DEPTH + line, K - 1)[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [place.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    x_row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY_STEPS: tl.constexpr,
+    HAS_SILU: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """COLUMNS of one split: out [SPLITS, ROWS, N]. With SiLU, x holds the gate and, K numbers further, its factor."""
+    STEPS: tl.constexpr = (K + DEPTH * SPLITS - 1) // (DEPTH * SPLITS)
+    IS_WHOLE: tl.constexpr = K == STEPS * DEPTH * SPLITS
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    split = tl.program_id(1)
+    begin = split * (STEPS * DEPTH)
+    row, inner = tl.arange(0, TILE_ROWS), tl.arange(0, DEPTH)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # What is past the last row or column repeats it: no mask, and nobody reads the result.
+    x_rows = tl.multiple_of(x_ptr + tl.minimum(row, ROWS - 1) * x_row, 16)
+    weight_rows = tl.multiple_of(weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K, 16)
+    if EARLY_STEPS > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        _fetch(weight_rows, begin, K, DEPTH, EARLY_STEPS)
+        tl.extra.cuda.gdc_wait()
+    x_tile = x_rows[:, None] + (begin + inner)[None, :]
+    weight_tile = weight_rows[:, None] + (begin + inner)[None, :]
+    acc = tl.zeros([COLUMNS, TILE_ROWS] if IS_SWAPPED else [TILE_ROWS, COLUMNS], tl.float32)
+    steps = STEPS
+    if not IS_WHOLE:
+        steps = tl.maximum(0, tl.minimum(STEPS, (K - begin + DEPTH - 1) // DEPTH))
+    for step in range(steps):
+        if IS_WHOLE:
+            weight = tl.load(weight_tile + step * DEPTH)
+            x = tl.load(x_tile + step * DEPTH)
+            if HAS_SILU:
+                x = _silu_mul(x, tl.load(x_tile + K + step * DEPTH), dtype)
+        else:
+            is_here = (begin + step * DEPTH + inner < K)[None, :]
+            weight = tl.load(weight_tile + step * DEPTH, mask=is_here, other=0.0)
+            x = tl.load(x_tile + step * DEPTH, mask=is_here, other=0.0)
+            if HAS_SILU:
+                x = _silu_mul(x, tl.load(x_tile + K + step * DEPTH, mask=is_here, other=0.0), dtype)
+        acc = _product(x, weight, acc, IS_SWAPPED, PRECISION)
+    if IS_SWAPPED:
+        acc = tl.trans(acc)
+    target = out_ptr + (split * ROWS + row).to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=(row < ROWS)[:, None] & (column < N)[None, :])
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    x_row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EARLY_STEPS: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """COLUMNS of the gate and the same ones of its factor, whose weights lie N rows further: out [ROWS, N]."""
+    STEPS: tl.constexpr = (K + DEPTH - 1) // DEPTH
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row, inner = tl.arange(0, TILE_ROWS), tl.arange(0, DEPTH)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    x_rows = tl.multiple_of(x_ptr + tl.minimum(row, ROWS - 1) * x_row, 16)
+    weight_rows = tl.multiple_of(weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K, 16)
+    if EARLY_STEPS > 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        _fetch(weight_rows, 0, K, DEPTH, EARLY_STEPS)
+        _fetch(weight_rows + N * K, 0, K, DEPTH, EARLY_STEPS)
+        tl.extra.cuda.gdc_wait()
+    x_tile = x_rows[:, None] + inner[None, :]
+    gate_tile = weight_rows[:, None] + inner[None, :]
+    up_tile = gate_tile + N * K
+    gate = tl.zeros([COLUMNS, TILE_ROWS] if IS_SWAPPED else [TILE_ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([COLUMNS, TILE_ROWS] if IS_SWAPPED else [TILE_ROWS, COLUMNS], tl.float32)
+    for step in range(STEPS):
+        if K % DEPTH == 0:
+            gate_weight, up_weight = tl.load(gate_tile + step * DEPTH), tl.load(up_tile + step * DEPTH)
+            x = tl.load(x_tile + step * DEPTH)
+        else:
+            is_here = (step * DEPTH + inner < K)[None, :]
+            gate_weight = tl.load(gate_tile + step * DEPTH, mask=is_here, other=0.0)
+            up_weight = tl.load(up_tile + step * DEPTH, mask=is_here, other=0.0)
+            x = tl.load(x_tile + step * DEPTH, mask=is_here, other=0.0)
+        gate = _product(x, gate_weight, gate, IS_SWAPPED, PRECISION)
+        up = _product(x, up_weight, up, IS_SWAPPED, PRECISION)
+    out = _silu_mul(gate.to(dtype), up.to(dtype), dtype)
+    if IS_SWAPPED:
+        out = tl.trans(out)
+    target = out_ptr + row[:, None] * N + column[None, :]
+    tl.store(target, out, mask=(row < ROWS)[:, None] & (column < N)[None, :])
+
+
+def linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
+    """x [T, K], weight [N, K] → [T, N] in x's dtype; at most 32 rows, as everywhere here."""
+    config = config or _config_of(weight, most_splits=1)
+    assert config.splits == 1
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    _launch(x, weight, out, config, has_silu=False)
+    return out
+
+
+def split_linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
+    """x [T, K], weight [N, K] → partials [S, T, N] in fp32, whose sum is the product."""
+    config = config or _config_of(weight)
+    partials = torch.empty(config.splits, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    _launch(x, weight, partials, config, has_silu=False)
+    return partials
+
+
+def silu_split_linear(gate_up: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
+    """gate_up [T, 2 * K], the gate first, weight [N, K] → `split_linear` of silu(gate) * up, to the bit."""
+    config = config or _config_of(weight, num_inputs=2)
+    partials = torch.empty(config.splits, gate_up.shape[0], weight.shape[0], dtype=torch.float32, device=weight.device)
+    _launch(gate_up, weight, partials, config, has_silu=True)
+    return partials
+
+
+def linear_silu_mul(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
+    """x [T, K], weight [2 * m, K], the gate's rows first → silu(gate) * up [T, m] of their product.
+
+    A program has both factors of its columns, so each is made once; `silu_split_linear` makes it in every program.
+    """
+    rows, width, k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
+    if config is None:
+        config = _pair_config(x.element_size(), shared_memory(x.device))._replace(is_early=can_start_early(x.device))
+    assert config.splits == 1
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    x = _checked(x, weight, k)
+    _gate_up_kernel[(triton.cdiv(width, config.columns),)](
+        x, weight, out, x.stride(0), **constants(rows, width, k, x.dtype, config), **options(config)
+    )
+    return out
+
+
+def _launch(x: Tensor, weight: Tensor, out: Tensor, config: Config, has_silu: bool) -> None:
+    """out [T, N] or [S, T, N]."""
+    rows, (n, k) = x.shape[0], weight.shape
+    if rows == 0:
+        return
+    x = _checked(x, weight, 2 * k if has_silu else k)
+    _linear_kernel[(triton.cdiv(n, config.columns), config.splits)](
+        x,
+        weight,
+        out,
+        x.stride(0),
+        **constants(rows, n, k, x.dtype, config),
+        SPLITS=config.splits,
+        HAS_SILU=has_silu,
+        **options(config),
+    )
+
+
+def _checked(x: Tensor, weight: Tensor, width: int) -> Tensor:
+    """x, whose rows may lie apart but begin at whole 16 bytes; else a copy of it."""
+    assert x.shape[0] <= MOST_ROWS
+    assert x.shape[1] == width
+    assert x.dtype == weight.dtype
+    assert weight.is_contiguous()
+    assert weight.shape[1] * weight.element_size() % 16 == weight.data_ptr() % 16 == 0
+    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return x if x.stride(1) == 1 and is_aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def constants(rows: int, n: int, k: int, dtype: torch.dtype, config: Config) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    part = triton.cdiv(k, config.depth * config.splits)
+    return {
+        "N": n,
+        "K": k,
+        "ROWS": rows,
+        "TILE_ROWS": MOST_ROWS,
+        "COLUMNS": config.columns,
+        "DEPTH": config.depth,
+        "EARLY_STEPS": min(part, config.num_stages - 1) if config.is_early else 0,
+        "IS_SWAPPED": config.is_swapped,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+    }
+
+
+def options(config: Config) -> dict[str, Any]:
+    early = {"launch_pdl": True} if config.is_early else {}
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages} | early
+
+
+def _config_of(weight: Tensor, most_splits: int = MOST_SPLITS, num_inputs: int = 1) -> Config:
+    n, k = weight.shape
+    config = _config(n, k, weight.element_size(), shared_memory(weight.device), most_splits, num_inputs)
+    return config._replace(is_early=can_start_early(weight.device))
+
+
+@functools.cache
+def can_start_early(device: torch.device) -> bool:
+    """From Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def can_take(rows: int, weight: Tensor) -> bool:
+    """Whether the products here are made for so many rows of this weight."""
+    return rows <= MOST_ROWS and weight.shape[1] * weight.element_size() % 16 == 0 and weight.is_contiguous()
+
+
+def _config(
+    n: int, k: int, element_size: int, limit: int, most_splits: int = MOST_SPLITS, num_inputs: int = 1
+) -> Config:
+    """By shape, bytes per element and the shared memory of the device; the splits are by shape alone.
+
+    Measured on an H200 (benchmarks/gpu_linear.py): with a program per multiprocessor a deep pipeline pays, with many
+    of them a shallow one, since several programs then share a multiprocessor. SiLU on the way wants wider tiles.
+    """
+    if element_size > 2:  # no tensor cores: registers are what is scarce
+        return Config(64, 32, _splits(n, k, 64, most_splits), 4, 3, is_swapped=False)
+    columns = 128 if num_inputs > 1 and _splits(n, k, 128, most_splits) * n >= 128 * PROGRAMS else 64
+    depth = 128 if limit > 200 << 10 else 64
+    splits = _splits(n, k, columns, most_splits)
+    wanted = 3 if splits == 1 else 4 if k <= 8192 or num_inputs > 1 else 6
+    num_stages = min(wanted, _stages(columns + num_inputs * MOST_ROWS, depth, limit))
+    return Config(columns, depth, splits, columns // 16, num_stages)
+
+
+def _pair_config(element_size: int, limit: int) -> Config:
+    """As `_config`, of a kernel that reads two tiles of the weight at a time; its outputs are many."""
+    if element_size > 2:
+        return Config(64, 32, 1, 4, 3, is_swapped=False)
+    depth = 128 if limit > 200 << 10 else 64
+    return Config(64, depth, 1, 4, _stages(2 * 64 + MOST_ROWS, depth, limit))
+
+
+def _stages(num_rows: int, depth: int, limit: int) -> int:
+    """As deep a pipeline of rows of 16-bit numbers as there is room for."""
+    return min(6, limit // (num_rows * depth * 2))
+
+
+def _splits(n: int, k: int, columns: int, most: int) -> int:
+    """A power of two, so that there is a program for every multiprocessor of a large GPU, or as many as K has."""
+    wanted = min(most, k // SHORTEST_PART, PROGRAMS // triton.cdiv(n, columns))
+    return 1 << max(wanted, 1).bit_length() - 1
+
+
+@triton.jit
+def _add_norm_kernel(
+    x_ptr,
+    partials_ptr,
+    weight_ptr,
+    sum_ptr,
+    out_ptr,
+    x_row,
+    split_stride,
+    scale,
+    eps,
+    SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    is_here = column < WIDTH
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + column, mask=is_here, other=0.0).to(tl.float32)  # first, as it comes from far away
+    if IS_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * x_row + column, mask=is_here, other=0.0).to(tl.float32)
+    part = partials_ptr + row * WIDTH + column
+    delta = tl.load(part, mask=is_here, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        delta += tl.load(part + split * split_stride, mask=is_here, other=0.0)
+    delta = delta.to(dtype).to(tl.float32)  # what a linear would have returned
+    x = (x + (delta * scale).to(dtype).to(tl.float32)).to(dtype)
+    tl.store(sum_ptr + row * WIDTH + column, x, mask=is_here)
+    x = x.to(tl.float32)
+    mean = tl.sum(x * x, axis=0) / WIDTH
+    out = (x * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32) * weight
+    tl.store(out_ptr + row * WIDTH + column, out.to(dtype), mask=is_here)
+
+
+def add_partials_rms_norm(
+    x: Tensor, partials: Tensor, scale: float, weight: Tensor, eps: float, is_early: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """`fused.add_rms_norm` of x [T, h] and the sum of partials [S, T, h], added in order and rounded to x's dtype."""
+    splits, rows, width = partials.shape
+    assert x.shape == (rows, width)
+    assert x.stride(1) == 1
+    assert partials.is_contiguous()
+    is_early = can_start_early(x.device) if is_early is None else is_early
+    total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    if rows == 0:
+        return total, out
+    block = triton.next_power_of_2(width)
+    _add_norm_kernel[(rows,)](
+        x,
+        partials,
+        weight,
+        total,
+        out,
+        x.stride(0),
+        partials.stride(0),
+        scale,
+        eps,
+        SPLITS=splits,
+        WIDTH=width,
+        BLOCK=block,
+        IS_EARLY=is_early,
+        num_warps=max(1, min(32, block // 128)),  # few numbers a thread: all its reads are under way at once
+        enable_fp_fusion=False,  # the model rounds a product before it adds
+        **({"launch_pdl": True} if is_early else {}),
+    )
+    return total, out

@@ -1,0 +1,183 @@
+# mypy: disable-error-code="import-untyped, no-untyped-call, no-any-return"
+"""A kernel alone, by the clock: against a peer, and against the least that its work can take on this GPU.
+
+The least is a roofline measured in the same run: the products at the speed of a large matrix product, the bytes at the
+speed of a large copy, whichever takes longer. Only what cannot be avoided counts: inputs read once, outputs written
+once, no product that a better algorithm could leave out.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from sala.errors import SalaError
+
+MATRIX, COPY_BYTES = 8192, 1 << 30
+WARM_MS, REPEAT_MS, LONG_MS = 10, 40, 200
+_MESSAGE = 200
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The work, ready to be done: by us and by the peer; of several calls, each has memory of its own."""
+
+    ours: Sequence[Call]
+    peer: Sequence[Call]
+    in_graph: bool = False  # so short that launching it would be what is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What is measured: the least that it must do, and how its inputs come about."""
+
+    name: str
+    size: str
+    flops: int
+    num_bytes: int
+    peer: str
+    build: Callable[[], Calls]
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What this GPU does at best."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+    def floor_ms(self, flops: int, num_bytes: int) -> float:
+        return 1e3 * max(flops / self.flops_per_s, num_bytes / self.bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was found; None where something did not run, for the reason in `error`."""
+
+    name: str
+    size: str
+    ms: float | None
+    floor_ms: float
+    share: float | None  # of the roofline
+    peer: str
+    peer_ms: float | None
+    ratio: float | None  # how many times as fast as the peer
+    tflops: float | None  # where products are the limit
+    error: str = ""
+
+
+def measure_roofline(device: torch.device) -> Roofline:
+    """A large product in bf16 and a large copy, read and write."""
+    try:
+        left, right = (torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device=device) for _ in range(2))
+        product_ms = milliseconds(partial(torch.matmul, left, right))
+        del left, right
+        num_bytes = 2 * min(COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
+        copy_ms = milliseconds(copying(num_bytes, device))
+    except torch.OutOfMemoryError:
+        raise SalaError("the GPU has too little free memory", "end what else runs on it") from None
+    finally:
+        clean()
+    return Roofline(2 * MATRIX**3 / product_ms * 1e3, num_bytes / copy_ms * 1e3)
+
+
+def measure(one: Measurement, roofline: Roofline) -> Result:
+    """Never raises: what does not run, or does not fit into memory, is a result with a reason."""
+    try:
+        ms, peer_ms, error = _times(one)
+    except Exception as problem:  # whatever it is, it is the result
+        ms, peer_ms, error = None, None, reason(problem)
+    clean()
+    return result(one, roofline, ms, peer_ms, error)
+
+
+def _times(one: Measurement) -> tuple[float, float | None, str]:
+    with torch.inference_mode():
+        calls = one.build()
+        time = milliseconds_in_graph if calls.in_graph else _milliseconds_of_first
+        ms = time(calls.ours)
+        try:
+            return ms, time(calls.peer), ""
+        except Exception as problem:
+            return ms, None, f"{one.peer}: {reason(problem)}"
+
+
+def result(one: Measurement, roofline: Roofline, ms: float | None, peer_ms: float | None, error: str = "") -> Result:
+    floor = roofline.floor_ms(one.flops, one.num_bytes)
+    is_product = one.flops / roofline.flops_per_s > one.num_bytes / roofline.bytes_per_s
+    return Result(
+        one.name,
+        one.size,
+        ms,
+        floor,
+        share=floor / ms if ms else None,
+        peer=one.peer,
+        peer_ms=peer_ms,
+        ratio=peer_ms / ms if ms and peer_ms else None,
+        tflops=one.flops / ms / 1e9 if ms and is_product else None,
+        error=error,
+    )
+
+
+def reason(problem: BaseException) -> str:
+    if isinstance(problem, MemoryError) or "out of memory" in str(problem).lower():
+        return "out of memory"
+    return " ".join(f"{type(problem).__name__}: {problem}".split())[:_MESSAGE]
+
+
+def clean() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        with contextlib.suppress(RuntimeError):  # a GPU that a kernel has broken says so soon enough
+            torch.cuda.empty_cache()
+
+
+# by the clock
+
+
+def milliseconds(call: Call) -> float:
+    """The median of many, with cold caches; of a long call, one after a warm-up."""
+    from triton.testing import do_bench
+
+    call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    once = begin.elapsed_time(end)
+    if once > LONG_MS:
+        return once
+    return float(do_bench(call, warmup=WARM_MS, rep=REPEAT_MS, return_mode="median"))
+
+
+def milliseconds_in_graph(calls: Sequence[Call]) -> float:
+    """Of one call, when they follow each other in a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:  # all of them: whatever is made at first use must not be made while recording
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return milliseconds(graph.replay) / len(calls)
+
+
+def _milliseconds_of_first(calls: Sequence[Call]) -> float:
+    return milliseconds(calls[0])
+
+
+def copying(num_bytes: int, device: torch.device) -> Call:
+    """A copy that reads and writes so many bytes together."""
+    source = torch.randint(256, (num_bytes // 2,), dtype=torch.uint8, device=device)
+    return partial(torch.empty_like(source).copy_, source)

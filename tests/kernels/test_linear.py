@@ -1,0 +1,245 @@
+"""Products of a few rows with a big weight: against torch, and against the passes that they take in."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sala.backends.torch.kernels import fused, linear
+from sala.backends.torch.kernels.linear import Config
+from sala.backends.torch.ops.norm import rms_norm
+from tests.kernels.aot import Build
+
+EPS = 1e-6
+DTYPES = [torch.float32, torch.float16]
+LIMITS = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}  # shared memory of a program
+SHAPES = [(64, 64), (192, 576), (136, 320)]  # N, K
+CONFIGS = [
+    None,
+    Config(64, 64, 1, 4, 3),
+    Config(16, 64, 2, 4, 3, is_swapped=False),
+    Config(128, 128, 4, 4, 3),
+    Config(32, 256, 8, 8, 4, is_swapped=False),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs begin as NaN: whatever is not written shows."""
+    empty = torch.empty
+
+    def empty_of_nan(*args: Any, **kwargs: Any) -> Tensor:
+        return empty(*args, **kwargs).fill_(float("nan"))
+
+    monkeypatch.setattr(torch, "empty", empty_of_nan)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    torch.manual_seed(0)
+    return request.param
+
+
+def rows(count: int, width: int, dtype: torch.dtype, device: torch.device, before: int = 8) -> Tensor:
+    """A view whose neighbours in memory are NaN; with 8 numbers before and behind, its rows are well aligned."""
+    wide = torch.full((count, width + 2 * before), float("nan"))
+    wide[:, before : width + before] = torch.randn(count, width)
+    return wide.to(dtype).to(device)[:, before : width + before]
+
+
+def weights(n: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The middle of a taller matrix, as of one that several projections share; its neighbours are NaN."""
+    tall = torch.full((n + 2, k), float("nan"))
+    tall[1:-1] = torch.randn(n, k) / k**0.5
+    return tall.to(dtype).to(device)[1:-1]
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
+    if found.dtype == torch.float16:
+        tolerance = 2e-3
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_split_linear(shape: tuple[int, int], config: Config | None, dtype: torch.dtype, device: torch.device) -> None:
+    n, k = shape
+    x, weight = rows(32, k, dtype, device), weights(n, k, dtype, device)
+    partials = linear.split_linear(x, weight, config)
+    assert partials.shape[1:] == (32, n)
+    assert partials.dtype == torch.float32
+    if config is not None:
+        assert partials.shape[0] == config.splits
+        size = -(-k // (config.depth * config.splits)) * config.depth
+        parts = [x.float()[:, i * size : (i + 1) * size] for i in range(config.splits)]
+        pieces = [weight.float()[:, i * size : (i + 1) * size] for i in range(config.splits)]
+        assert_near(partials, torch.stack([F.linear(*both) for both in zip(parts, pieces, strict=True)]), 1e-5)
+    assert_near(partials.sum(0), F.linear(x.float(), weight.float()), 1e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_silu(shape: tuple[int, int], config: Config | None, dtype: torch.dtype, device: torch.device) -> None:
+    n, k = shape
+    gate_up, weight = rows(32, 2 * k, dtype, device), weights(n, k, dtype, device)
+    found = linear.silu_split_linear(gate_up, weight, config)
+    assert torch.equal(found, linear.split_linear(fused.silu_mul(gate_up), weight, config))
+
+
+@pytest.mark.parametrize("config", [None, Config(64, 64, 1, 4, 3), Config(32, 128, 1, 4, 3, is_swapped=False)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_whole_products(
+    shape: tuple[int, int], config: Config | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    n, k = shape
+    x, weight = rows(32, k, dtype, device), weights(2 * n, k, dtype, device)
+    product = linear.linear(x, weight, config)
+    assert product.dtype == dtype
+    assert_near(product, F.linear(x.float(), weight.float()).to(dtype), 1e-5)
+    found = linear.linear_silu_mul(x, weight, config)
+    assert found.shape == (32, n)
+    if config is None:
+        assert_near(found, fused.silu_mul(product), 1e-5)
+    else:
+        assert torch.equal(found, fused.silu_mul(product))
+
+
+@pytest.mark.parametrize("splits", [1, 3, 8])
+@pytest.mark.parametrize("width", [64, 576, 1024])
+def test_add_partials(splits: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, partials = rows(5, width, dtype, device, 3), torch.randn(splits, 5, width, device=device)
+    weight = torch.randn(width, device=device).to(dtype)
+    delta = partials[0]
+    for part in partials[1:]:
+        delta = delta + part
+    total, normed = linear.add_partials_rms_norm(x, partials, 0.2475, weight, EPS)
+    expected = fused.add_rms_norm(x, delta.to(dtype), 0.2475, weight, EPS)
+    assert torch.equal(total, expected[0])
+    assert_near(normed, expected[1])
+    assert_near(normed, rms_norm(total, weight, EPS))
+
+
+def test_small_model(dtype: torch.dtype, device: torch.device) -> None:
+    """The second half of a layer: hidden size 576, MLP 1536."""
+    x, gate_up = rows(32, 576, dtype, device), rows(32, 2 * 1536, dtype, device)
+    weight, norm = weights(576, 1536, dtype, device), torch.randn(576, device=device).to(dtype)
+    partials = linear.silu_split_linear(gate_up, weight)
+    assert partials.shape[0] > 1
+    total, normed = linear.add_partials_rms_norm(x, partials, 0.25, norm, EPS)
+    down = F.linear(fused.silu_mul(gate_up).float(), weight.float()).to(dtype)
+    expected = fused.add_rms_norm(x, down, 0.25, norm, EPS)
+    assert_near(total, expected[0], 1e-5)
+    assert_near(normed, expected[1], 1e-5)
+
+
+@pytest.mark.parametrize("config", [None, Config(64, 64, 4, 4, 3, is_swapped=False)], ids=str)
+def test_rows_do_not_see_each_other(config: Config | None, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = rows(32, 320, dtype, device), weights(192, 320, dtype, device)
+    others = rows(32, 320, dtype, device) * 100
+    others[0] = x[0]
+    others[7] = float("nan")
+    together = linear.split_linear(x, weight, config)
+    assert torch.equal(linear.split_linear(others, weight, config)[:, 0], together[:, 0])
+    assert torch.equal(linear.split_linear(x[:3], weight, config), together[:, :3])
+    norm = torch.randn(192, device=device).to(dtype)
+    residual = rows(32, 192, dtype, device)
+    both = linear.add_partials_rms_norm(residual, together, 0.5, norm, EPS)
+    alone = linear.add_partials_rms_norm(residual[:1], together[:, :1].contiguous(), 0.5, norm, EPS)
+    assert all(torch.equal(a, b[:1]) for a, b in zip(alone, both, strict=True))
+
+
+def test_rows_of_any_layout(dtype: torch.dtype, device: torch.device) -> None:
+    weight = weights(128, 64, dtype, device)
+    odd = rows(6, 64, dtype, device, 3)
+    expected = linear.split_linear(odd.contiguous(), weight)
+    assert torch.equal(linear.split_linear(odd, weight), expected)
+    assert torch.equal(linear.split_linear(odd.T.contiguous().T, weight), expected)
+
+
+def test_nothing(device: torch.device) -> None:
+    x, weight = torch.zeros(0, 64, device=device), torch.ones(128, 64, device=device)
+    partials = linear.split_linear(x, weight)
+    assert partials.shape[1:] == (0, 128)
+    assert linear.linear_silu_mul(x, weight).shape == (0, 64)
+    total, normed = linear.add_partials_rms_norm(torch.zeros(0, 128, device=device), partials, 1.0, weight[:, 0], EPS)
+    assert total.shape == normed.shape == (0, 128)
+
+
+@pytest.mark.parametrize("limit", LIMITS.values())
+def test_splits_are_of_the_shape_alone(limit: int) -> None:
+    assert [linear._config(n, k, 2, limit).splits for n, k in ((4096, 4096), (4096, 16384), (16384, 4096))] == [2, 2, 1]
+    assert linear._config(576, 576, 2, limit).splits == 2
+    assert linear._config(64, 64, 2, limit).splits == 1
+
+
+def build(kernel: Any, constants: dict[str, Any], options: dict[str, Any], dtype: str = "bf16") -> Build:
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name == "partials_ptr" or (name == "out_ptr" and "SPLITS" in constants and kernel.__name__ == LINEAR):
+            signature[name] = "*fp32"
+        elif name.endswith("_ptr"):
+            signature[name] = f"*{dtype}"
+        else:
+            signature[name] = "fp32" if name in ("eps", "scale") else "i32"
+    return Build(kernel, signature, constants, options)
+
+
+LINEAR = linear._linear_kernel.__name__
+
+
+def linear_build(n: int, k: int, config: Config, has_silu: bool = False, dtype: str = "bf16") -> Build:
+    number = torch.float32 if dtype == "fp32" else torch.bfloat16
+    constants = linear.constants(32, n, k, number, config) | {"SPLITS": config.splits, "HAS_SILU": has_silu}
+    return build(linear._linear_kernel, constants, linear.options(config), dtype)
+
+
+def builds_for(capability: int) -> list[Build]:
+    """The released shapes as this device would have them, and a small model; what is early, from Hopper on."""
+    limit = LIMITS[capability]
+    down = linear._config(4096, 16384, 2, limit)
+    pair = linear._pair_config(2, limit)
+    row = {"SPLITS": 4, "WIDTH": 4096, "BLOCK": 4096, "IS_EARLY": capability >= 90}
+    if capability >= 90:
+        down, pair = (config._replace(is_early=True) for config in (down, pair))
+    return [
+        linear_build(4096, 4096, linear._config(4096, 4096, 2, limit)),
+        linear_build(4096, 16384, down),
+        linear_build(4096, 16384, linear._config(4096, 16384, 2, limit, num_inputs=2), has_silu=True),
+        build(linear._gate_up_kernel, linear.constants(32, 16384, 4096, torch.bfloat16, pair), linear.options(pair)),
+        build(linear._add_norm_kernel, row, {"num_warps": 32, "enable_fp_fusion": False}),
+        linear_build(576, 1536, linear._config(576, 1536, 4, limit), has_silu=True, dtype="fp32"),
+    ]
+
+
+def builds_80() -> list[Build]:
+    return builds_for(80)
+
+
+def builds_90() -> list[Build]:
+    return builds_for(90)
+
+
+def builds_120() -> list[Build]:
+    return builds_for(120)
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+def test_compiles(capability: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.aot", str(capability), f"{__name__}:builds_{capability}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for kernel in found:
+        assert kernel["spills"] == 0, kernel
+        assert kernel["shared"] <= LIMITS[capability], kernel
+    if capability == 90:
+        assert all(kernel["has_wgmma"] for kernel in found[:4]), found
