@@ -13,6 +13,7 @@ from sala.protocol import Options, Row
 from tests.golden import CASES, DEVICE, Case
 
 WHOLE = 100_000
+ROUNDING = 1e-5 if DEVICE == "cpu" else 3e-5  # of states, after a thousand sums in fp32; a GPU adds in another order
 CHUNKS = [1, 7, 63, 64, 65, 1000, WHOLE]
 
 
@@ -81,7 +82,7 @@ def check(run: Run) -> None:
     check_chosen(run)
     for layer, state in run.of_layers("final.state").items():
         got = run.executor.cache.states[layer][0].cpu().numpy()
-        np.testing.assert_allclose(got, state, atol=1e-5 * np.abs(state).max(), rtol=0)
+        np.testing.assert_allclose(got, state, atol=ROUNDING * np.abs(state).max(), rtol=0)
     for layer in run.config.sparse_layers:
         pages = run.executor.cache.pages[layer]
         k1, k2 = pages.pooled(run.span(), run.length)
