@@ -283,7 +283,7 @@ def time_silu() -> None:
     LINES.append(f"silu, down:    silu_mul and F.linear {peer:6.2f} us, ours {fastest}")
     peer = microseconds_in_graph(rotated(lambda x, w: fused.silu_mul(F.linear(x, w)), x, both))
     print(f"gate_up and silu_mul: {peer:.2f} us with F.linear; in linear_silu_mul:")
-    usual = linear._pair_config(DTYPE.itemsize, limit())
+    usual = linear._pair_config(32, DTYPE.itemsize, limit())
     configs = list(dict.fromkeys([*PAIR, usual]))
     fastest = time_configs("gate_up silu", linear.linear_silu_mul, configs, (x, both), usual)
     LINES.append(f"gate_up, silu: F.linear and silu_mul {peer:6.2f} us, ours {fastest}")
@@ -400,7 +400,7 @@ def chain_mlp() -> None:
     n, k = SHAPES["down"]
     down = best("down", 1, default("down"))[0]
     silu = best("silu down", 1, linear._config(n, k, DTYPE.itemsize, limit(), num_inputs=2))[0]
-    pair = best("gate_up silu", 1, linear._pair_config(DTYPE.itemsize, limit()))[0]
+    pair = best("gate_up silu", 1, linear._pair_config(32, DTYPE.itemsize, limit()))[0]
     ways: dict[str, Callable[..., Any]] = {
         "F.linear, silu_mul, F.linear, add_rms_norm": usual,
         "F.linear, silu_mul, split_linear, add_partials": partial(apart, down),
@@ -487,6 +487,21 @@ def check_rows() -> None:
             print(f"{title}: a row's bits are its own: {is_own}, alone or not: {is_same}", flush=True)
 
 
+def check_tall() -> None:
+    """Taller tiles, for more rows: a row keeps its bits; and what they cost against cuBLAS."""
+    for name in ("o", "down", "qkvz"):
+        n, k = SHAPES[name]
+        x, weight = numbers(128, k), weights(n, k)
+        found = {rows: linear.split_linear(x[:rows], weight).sum(0) for rows in (1, 32, 64, 100, 128)}
+        is_same = [torch.equal(found[rows][0], found[1][0]) for rows in found]
+        print(f"{name}: the first row's bits among 1, 32, 64, 100, 128 rows: {is_same}", flush=True)
+        for rows in (32, 64, 128):
+            some, many = x[:rows], copies(n, k)
+            ours = microseconds_in_graph([partial(linear.split_linear, some, one) for one in many])
+            peer = microseconds_in_graph([partial(F.linear, some, one) for one in many])
+            print(f"   {rows:3} rows: {ours:.2f} us, F.linear {peer:.2f} us", flush=True)
+
+
 def check_norm() -> None:
     x, weight = numbers(ROWS, HIDDEN), numbers(HIDDEN)
     for splits in (1, 3, 4, 8):
@@ -506,7 +521,7 @@ def check_early() -> None:
     """Kernels that start before the one ahead has ended must see all that it wrote: a chain of layers in a graph."""
     layers = [(weights(2 * MLP, HIDDEN), weights(HIDDEN, MLP), weights(HIDDEN, HIDDEN)) for _ in range(6)]
     norm, first = torch.ones(HIDDEN, dtype=DTYPE, device=DEVICE), numbers(ROWS, HIDDEN)
-    o, down, pair = default("o"), default("down"), linear._pair_config(DTYPE.itemsize, limit())
+    o, down, pair = default("o"), default("down"), linear._pair_config(32, DTYPE.itemsize, limit())
 
     def forward(is_early: bool) -> Tensor:
         configs = [config._replace(is_early=is_early) for config in (o, pair, down)]
@@ -538,6 +553,7 @@ def main() -> None:
         check_silu,
         check_rows,
         check_norm,
+        check_tall,
         check_early,
         time_o,
         time_down,

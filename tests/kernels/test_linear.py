@@ -110,6 +110,16 @@ def test_whole_products(
         assert torch.equal(found, fused.silu_mul(product))
 
 
+@pytest.mark.parametrize("count", [33, 100, 128])
+def test_tall_tiles(count: int, device: torch.device) -> None:
+    torch.manual_seed(0)
+    x, weight = rows(count, 192, torch.float16, device), weights(272, 192, torch.float16, device)
+    wanted = F.linear(x.float(), weight.float())
+    assert_near(linear.linear(x, weight), wanted.half())
+    assert_near(linear.split_linear(x, weight).sum(0), wanted, 1e-4)
+    assert_near(linear.linear_silu_mul(x, weight), fused.silu_mul(wanted.half()))
+
+
 @pytest.mark.parametrize("splits", [1, 3, 8])
 @pytest.mark.parametrize("width", [64, 576, 1024])
 def test_add_partials(splits: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -195,9 +205,9 @@ def build(kernel: Any, constants: dict[str, Any], options: dict[str, Any], dtype
 LINEAR = linear._linear_kernel.__name__
 
 
-def linear_build(n: int, k: int, config: Config, has_silu: bool = False, dtype: str = "bf16") -> Build:
+def linear_build(n: int, k: int, config: Config, has_silu: bool = False, dtype: str = "bf16", rows: int = 32) -> Build:
     number = torch.float32 if dtype == "fp32" else torch.bfloat16
-    constants = linear.constants(32, n, k, number, config) | {"SPLITS": config.splits, "HAS_SILU": has_silu}
+    constants = linear.constants(rows, n, k, number, config) | {"SPLITS": config.splits, "HAS_SILU": has_silu}
     return build(linear._linear_kernel, constants, linear.options(config), dtype)
 
 
@@ -205,7 +215,7 @@ def builds_for(capability: int) -> list[Build]:
     """The released shapes as this device would have them, and a small model; what is early, from Hopper on."""
     limit = LIMITS[capability]
     down = linear._config(4096, 16384, 2, limit)
-    pair = linear._pair_config(2, limit)
+    pair, tall_pair = (linear._pair_config(rows, 2, limit) for rows in (32, 128))
     row = {"SPLITS": 4, "WIDTH": 4096, "BLOCK": 4096, "IS_EARLY": capability >= 90}
     if capability >= 90:
         down, pair = (config._replace(is_early=True) for config in (down, pair))
@@ -216,6 +226,12 @@ def builds_for(capability: int) -> list[Build]:
         build(linear._gate_up_kernel, linear.constants(32, 16384, 4096, torch.bfloat16, pair), linear.options(pair)),
         build(linear._add_norm_kernel, row, {"num_warps": 32, "enable_fp_fusion": False}),
         linear_build(576, 1536, linear._config(576, 1536, 4, limit), has_silu=True, dtype="fp32"),
+        *(linear_build(4096, 16384, linear._config(4096, 16384, 2, limit, rows=rows), rows=rows) for rows in (64, 128)),
+        build(
+            linear._gate_up_kernel,
+            linear.constants(128, 16384, 4096, torch.bfloat16, tall_pair),
+            linear.options(tall_pair),
+        ),
     ]
 
 

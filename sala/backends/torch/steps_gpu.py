@@ -24,8 +24,8 @@ from sala.backends.torch.ops.rope import query_growth, rope_angles
 from sala.config import SparseConfig
 
 MOST_SHORT = 16  # tokens of a span that counts as short
-ROWS = 32  # beyond that, matrix products of short spans have a multiple of so many rows: fewer kernels
-MOST_DRAWN = 128  # rows whose logits are made some at a time
+ROWS = 64  # where rows are too many for kernels of ours, matrix products have a multiple of so many: fewer kernels
+MOST_DRAWN = 256  # rows whose logits are made some at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,8 @@ class GpuSteps:
         weight = self.model.lm_head.weight
         if hidden.shape[0] > MOST_DRAWN or not linear.can_take(1, weight):
             return self.model.logits(hidden)
-        rows = (hidden / self.config.logit_divisor).split(linear.MOST_ROWS)
+        most = linear.MOST_ROWS if weight.element_size() <= 2 else linear.LEAST_ROWS
+        rows = (hidden / self.config.logit_divisor).split(most)
         return torch.cat([linear.linear(some, weight).float() for some in rows])
 
     # short spans
@@ -345,7 +346,7 @@ class _Few(Mixing):
     def __init__(self, steps: GpuSteps, num_spans: int, count: int) -> None:
         device, num_rows = steps.device, num_spans * count
         self.steps, self.num_spans, self.count = steps, num_spans, count
-        self.num_padded = num_rows if num_rows <= ROWS else -(-num_rows // ROWS) * ROWS  # rows of matrix products
+        self.num_padded = num_rows if num_rows <= linear.MOST_ROWS else -(-num_rows // ROWS) * ROWS
         self.sparse: SparseConfig = steps.config.sparse_config
         sizes = [self.num_padded, self.num_padded, *[num_spans] * 4]
         self.inputs = torch.zeros(sum(sizes), dtype=torch.long, device=device)

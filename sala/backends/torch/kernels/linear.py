@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sala.backends.torch.kernels.attention import shared_memory
 
-MOST_ROWS = 32  # in one tile: more rows are no longer bound by the weight
+LEAST_ROWS, MOST_ROWS = 32, 128  # of a tile: more rows are no longer bound by the weight
 PROGRAMS = 128  # as many as a large GPU has multiprocessors, nearly
 SHORTEST_PART = 256  # of K
 MOST_SPLITS = 8  # the pass behind reads them all
@@ -184,8 +184,8 @@ def _gate_up_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
-    """x [T, K], weight [N, K] → [T, N] in x's dtype; at most 32 rows, as everywhere here."""
-    config = config or _config_of(weight, most_splits=1)
+    """x [T, K], weight [N, K] → [T, N] in x's dtype; at most 128 rows, as everywhere here."""
+    config = config or _config_of(weight, x.shape[0], most_splits=1)
     assert config.splits == 1
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x, weight, out, config, has_silu=False)
@@ -194,7 +194,7 @@ def linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
 
 def split_linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
     """x [T, K], weight [N, K] → partials [S, T, N] in fp32, whose sum is the product."""
-    config = config or _config_of(weight)
+    config = config or _config_of(weight, x.shape[0])
     partials = torch.empty(config.splits, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     _launch(x, weight, partials, config, has_silu=False)
     return partials
@@ -202,7 +202,7 @@ def split_linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Ten
 
 def silu_split_linear(gate_up: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
     """gate_up [T, 2 * K], the gate first, weight [N, K] → `split_linear` of silu(gate) * up, to the bit."""
-    config = config or _config_of(weight, num_inputs=2)
+    config = config or _config_of(weight, gate_up.shape[0], num_inputs=2)
     partials = torch.empty(config.splits, gate_up.shape[0], weight.shape[0], dtype=torch.float32, device=weight.device)
     _launch(gate_up, weight, partials, config, has_silu=True)
     return partials
@@ -215,7 +215,8 @@ def linear_silu_mul(x: Tensor, weight: Tensor, config: Config | None = None) -> 
     """
     rows, width, k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
     if config is None:
-        config = _pair_config(x.element_size(), shared_memory(x.device))._replace(is_early=can_start_early(x.device))
+        config = _pair_config(rows, x.element_size(), shared_memory(x.device))
+        config = config._replace(is_early=can_start_early(x.device))
     assert config.splits == 1
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows == 0:
@@ -263,7 +264,7 @@ def constants(rows: int, n: int, k: int, dtype: torch.dtype, config: Config) -> 
         "N": n,
         "K": k,
         "ROWS": rows,
-        "TILE_ROWS": MOST_ROWS,
+        "TILE_ROWS": _tile_rows(rows),
         "COLUMNS": config.columns,
         "DEPTH": config.depth,
         "EARLY_STEPS": min(part, config.num_stages - 1) if config.is_early else 0,
@@ -277,9 +278,14 @@ def options(config: Config) -> dict[str, Any]:
     return {"num_warps": config.num_warps, "num_stages": config.num_stages} | early
 
 
-def _config_of(weight: Tensor, most_splits: int = MOST_SPLITS, num_inputs: int = 1) -> Config:
+def _tile_rows(rows: int) -> int:
+    """A tile holds all rows. Its height changes the work of a program, not the order in which a row is summed up."""
+    return max(LEAST_ROWS, triton.next_power_of_2(rows))
+
+
+def _config_of(weight: Tensor, rows: int, most_splits: int = MOST_SPLITS, num_inputs: int = 1) -> Config:
     n, k = weight.shape
-    config = _config(n, k, weight.element_size(), shared_memory(weight.device), most_splits, num_inputs)
+    config = _config(n, k, weight.element_size(), shared_memory(weight.device), most_splits, num_inputs, rows)
     return config._replace(is_early=can_start_early(weight.device))
 
 
@@ -291,11 +297,18 @@ def can_start_early(device: torch.device) -> bool:
 
 def can_take(rows: int, weight: Tensor) -> bool:
     """Whether the products here are made for so many rows of this weight."""
-    return rows <= MOST_ROWS and weight.shape[1] * weight.element_size() % 16 == 0 and weight.is_contiguous()
+    most = MOST_ROWS if weight.element_size() <= 2 else LEAST_ROWS
+    return rows <= most and weight.shape[1] * weight.element_size() % 16 == 0 and weight.is_contiguous()
 
 
 def _config(
-    n: int, k: int, element_size: int, limit: int, most_splits: int = MOST_SPLITS, num_inputs: int = 1
+    n: int,
+    k: int,
+    element_size: int,
+    limit: int,
+    most_splits: int = MOST_SPLITS,
+    num_inputs: int = 1,
+    rows: int = LEAST_ROWS,
 ) -> Config:
     """By shape, bytes per element and the shared memory of the device; the splits are by shape alone.
 
@@ -308,16 +321,16 @@ def _config(
     depth = 128 if limit > 200 << 10 else 64
     splits = _splits(n, k, columns, most_splits)
     wanted = 3 if splits == 1 else 4 if k <= 8192 or num_inputs > 1 else 6
-    num_stages = min(wanted, _stages(columns + num_inputs * MOST_ROWS, depth, limit))
+    num_stages = min(wanted, _stages(columns + num_inputs * _tile_rows(rows), depth, limit))
     return Config(columns, depth, splits, columns // 16, num_stages)
 
 
-def _pair_config(element_size: int, limit: int) -> Config:
+def _pair_config(rows: int, element_size: int, limit: int) -> Config:
     """As `_config`, of a kernel that reads two tiles of the weight at a time; its outputs are many."""
     if element_size > 2:
         return Config(64, 32, 1, 4, 3, is_swapped=False)
     depth = 128 if limit > 200 << 10 else 64
-    return Config(64, depth, 1, 4, _stages(2 * 64 + MOST_ROWS, depth, limit))
+    return Config(64, depth, 1, 4, _stages(2 * 64 + _tile_rows(rows), depth, limit))
 
 
 def _stages(num_rows: int, depth: int, limit: int) -> int:
