@@ -94,6 +94,8 @@ def measurements(shapes: Shapes) -> list[Measurement]:
         _dense_attention(shapes),
         *(_decode_attention(shapes, rows) for rows in shapes.batches),
         _append(shapes),
+        *(_output(shapes, rows) for rows in shapes.batches),
+        *(_mlp(shapes, rows) for rows in shapes.batches),
         _add_norm(shapes),
         _norm_rope(shapes),
         _norm_gate(shapes),
@@ -527,6 +529,56 @@ def _append(shapes: Shapes) -> Measurement:
         return Calls(*calls, in_graph=True)
 
     return Measurement("append and pool", f"{label(n)} tokens", 0, num_bytes, "reference", build)
+
+
+# products of a decode step
+
+
+def _output(shapes: Shapes, rows: int) -> Measurement:
+    """The output projection and the norm behind it, beside the library's product and our pass."""
+    config, hidden = shapes.config, shapes.config.hidden_size
+    width = config.num_attention_heads * config.head_dim
+    num_bytes = hidden * width * shapes.dtype.itemsize
+
+    def build() -> Calls:
+        from sala.backends.torch.kernels import fused, linear
+
+        x, o, norm = shapes.random(rows, hidden), shapes.random(rows, width), shapes.random(hidden)
+        rest = (config.residual_scale, norm, config.rms_norm_eps)
+        weights = [shapes.random(hidden, width) for _ in range(shapes.num_sets(num_bytes))]
+        ours = [lambda w=w: linear.add_partials_rms_norm(x, linear.split_linear(o, w), *rest) for w in weights]
+        peer = [lambda w=w: fused.add_rms_norm(x, F.linear(o, w), *rest) for w in weights]
+        return Calls(ours, peer, in_graph=True)
+
+    flops = 2 * rows * hidden * width
+    return Measurement("output projection and norm", _rows(rows), flops, num_bytes, "F.linear", build)
+
+
+def _mlp(shapes: Shapes, rows: int) -> Measurement:
+    config, hidden, wide = shapes.config, shapes.config.hidden_size, shapes.config.intermediate_size
+    num_bytes = 3 * hidden * wide * shapes.dtype.itemsize
+
+    def build() -> Calls:
+        from sala.backends.torch.kernels import fused, linear
+
+        x, normed, norm = shapes.random(rows, hidden), shapes.random(rows, hidden), shapes.random(hidden)
+        rest = (config.residual_scale, norm, config.rms_norm_eps)
+
+        def ours(gate_up: Tensor, down: Tensor) -> Any:
+            partials = linear.split_linear(linear.linear_silu_mul(normed, gate_up), down)
+            return linear.add_partials_rms_norm(x, partials, *rest)
+
+        def peer(gate_up: Tensor, down: Tensor) -> Any:
+            return fused.add_rms_norm(x, F.linear(fused.silu_mul(F.linear(normed, gate_up)), down), *rest)
+
+        sets = [
+            (shapes.random(2 * wide, hidden) * hidden**-0.5, shapes.random(hidden, wide) * wide**-0.5)
+            for _ in range(shapes.num_sets(num_bytes))
+        ]
+        return Calls([partial(ours, *one) for one in sets], [partial(peer, *one) for one in sets], in_graph=True)
+
+    flops = 6 * rows * hidden * wide
+    return Measurement("MLP and norm", _rows(rows), flops, num_bytes, "F.linear", build)
 
 
 # passes over rows

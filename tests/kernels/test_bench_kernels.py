@@ -119,6 +119,13 @@ def test_append(device: torch.device) -> None:
         assert getattr(found, name).any()
 
 
+@pytest.mark.parametrize("rows", ["1 row", "3 rows"])
+@pytest.mark.parametrize("name", ["output projection and norm", "MLP and norm"])
+def test_products(name: str, rows: str, device: torch.device) -> None:
+    for found, expected in zip(*results(f"{name}, {rows}", device, call=1), strict=True):
+        assert_near(found, expected)
+
+
 @pytest.mark.parametrize("name", PASSES)
 def test_passes_move_as_much_as_the_copy(name: str, device: torch.device) -> None:
     one = tiny(device)[name]
@@ -133,7 +140,7 @@ def test_passes_move_as_much_as_the_copy(name: str, device: torch.device) -> Non
 
 
 def test_all_are_tested(device: torch.device) -> None:
-    assert len(tiny(device)) == 1 + 2 + 1 + 3 + 1 + 2 + 1 + 2 + 1 + len(PASSES)
+    assert len(tiny(device)) == 1 + 2 + 1 + 3 + 1 + 2 + 1 + 2 + 1 + 4 + len(PASSES)
 
 
 def test_choices_share_what_they_should(device: torch.device) -> None:

@@ -97,7 +97,9 @@ def test_windows_to_look_at() -> None:
 
 def test_released_counts() -> None:
     found = released(8192, 131_072)
-    assert len(found) == 19
+    assert len(found) == 23
+    assert found["output projection and norm, 32 rows"].num_bytes == 4096 * 4096 * 2
+    assert found["MLP and norm, 1 row"].flops == 2 * 3 * 4096 * 16384
     lightning = found["lightning prefill, 128K"]
     assert lightning.num_bytes == 4 * 131_072 * 4096 * 2 + 2 * 32 * 128 * 128 * 4
     assert lightning.flops == 131_072 * 32 * 2 * (2 * 128 * 128)

@@ -41,6 +41,8 @@ def kernel_trials(device: torch.device, config: SalaConfig, dtype: torch.dtype) 
         "norm and rope of q and k": _norm_rope,
         "norm and gate": _norm_gate,
         "silu": _silu,
+        "products of few rows": _products,
+        "MLP of few rows": _mlp,
         "pooling": _pooling,
         "choice, prefill": _choice_prefill,
         "choice, decode": _choice_decode,
@@ -205,6 +207,28 @@ def _silu(shapes: Shapes) -> float:
     x = shapes.random(5, 2 * shapes.config.intermediate_size)
     gate, up = x.chunk(2, 1)
     return relative_error(fused.silu_mul(x), F.silu(gate) * up)
+
+
+def _products(shapes: Shapes) -> float:
+    """Whole, and in parts that the norm behind adds up."""
+    from sala.backends.torch.kernels import fused, linear
+
+    width = shapes.config.hidden_size
+    x, y, norm = shapes.random(5, width), shapes.random(5, width), shapes.random(width)
+    weight = shapes.random(width, width) * width**-0.5
+    wanted = fused.add_rms_norm(x, F.linear(y, weight), 0.25, norm, EPS)
+    found = linear.add_partials_rms_norm(x, linear.split_linear(y, weight), 0.25, norm, EPS)
+    return max(map(relative_error, (linear.linear(y, weight), *found), (F.linear(y, weight), *wanted)))
+
+
+def _mlp(shapes: Shapes) -> float:
+    from sala.backends.torch.kernels import fused, linear
+
+    hidden, wide = shapes.config.hidden_size, shapes.config.intermediate_size
+    x, gate_up = shapes.random(5, hidden), shapes.random(2 * wide, hidden) * hidden**-0.5
+    down = shapes.random(hidden, wide) * wide**-0.5
+    found = linear.split_linear(linear.linear_silu_mul(x, gate_up), down).sum(0)
+    return relative_error(found, F.linear(fused.silu_mul(F.linear(x, gate_up)), down))
 
 
 def _pooling(shapes: Shapes) -> float:
