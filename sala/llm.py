@@ -18,14 +18,14 @@ from sala.engine.cache.sessions import SessionStore
 from sala.engine.cache.tier import DiskTier
 from sala.engine.engine import Engine
 from sala.engine.sequence import Request, SequenceState
-from sala.errors import ConfigError, InputError, NoTokenizer
+from sala.errors import ConfigError, InputError, NoTokenizer, TemplateError
 from sala.models import find_model
-from sala.protocol import Control, Drawn, Options, Sampling
-from sala.text.answer import Answer, Plain, Structured
+from sala.protocol import Capacity, Control, Drawn, Options, Sampling
+from sala.text.answer import Answer, Delta, Plain, Structured
 from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
 from sala.text.detokenize import Detokenizer
 from sala.text.messages import Message, check_messages, check_tools
-from sala.text.reasoning import OPEN
+from sala.text.reasoning import OPEN, Piece
 from sala.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -45,6 +45,18 @@ class Call:
     prompt: Prompt = ()
     messages: Sequence[Message] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+
+
+class Untooled(Structured):
+    """Reasoning taken out; what looks like a tool call stays text, since nobody offered a tool."""
+
+    def _deltas(self, pieces: Iterable[Piece]) -> Iterator[Delta]:
+        for piece in pieces:
+            is_thought = piece.kind == "reasoning"
+            if piece.text:
+                yield Delta(reasoning=piece.text) if is_thought else Delta(text=piece.text)
+            if piece.was_reasoning:
+                yield Delta(was_reasoning=True)
 
 
 class LLM:
@@ -82,6 +94,7 @@ class LLM:
         cache_disk: int | None = None,
     ) -> None:
         self.path = find_model(model)
+        self.max_batch = max_batch
         self.config = SalaConfig.load(self.path)
         self._tokenizer = Tokenizer.load(self.path) if (self.path / "tokenizer.json").is_file() else None
         self._check_vocabulary()
@@ -146,6 +159,11 @@ class LLM:
     def ctx(self) -> int:
         """Longest sequence, prompt and answer together, in tokens."""
         return self._executor.capacity.max_tokens
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the cache holds."""
+        return self._executor.capacity
 
     def generate(
         self,
@@ -262,6 +280,75 @@ class LLM:
         finally:
             self._drop([run for _, run in active.values()])
 
+    # For those who run the engine themselves: `prepare`, `prepare_chat` and `encode_chat` may be called from any thread
+    # and check all that can be wrong with a request; `submit`, `step`, `take`, `drop` and `scoring` belong to the
+    # thread that owns the engine.
+
+    def prepare(
+        self, prompt: Prompt, sampling: Sampling, *, n: int = 1, on_progress: Progress | None = None
+    ) -> list[Run]:
+        """`n` answers to one prompt, ready to be submitted."""
+        return self._prepare(self.encode(prompt), sampling, Plain, False, n, on_progress)
+
+    def prepare_chat(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        n: int = 1,
+        on_progress: Progress | None = None,
+        **variables: Any,
+    ) -> list[Run]:
+        """`n` answers to a conversation, ready to be submitted. `variables` reach the chat template.
+
+        Without tools nothing in the answer is taken for a tool call.
+        """
+        ids = self.encode_chat(messages, tools=tools, **variables)
+        self.engine.check(ids)
+        is_open = self._is_open(ids)
+        form = partial(Structured, tools, is_open) if tools else partial(Untooled, (), is_open)
+        boundary = self._last_message(messages, ids, tools, **variables)
+        return self._prepare(ids, sampling, form, is_open, n, on_progress, (boundary,))
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, with BOS where the model wants it; ids are only checked."""
+        return self._checked(self._to_ids(prompt))
+
+    def encode_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins."""
+        check_messages(messages)
+        check_tools(tools)
+        return self._checked(self.tokenizer.encode_chat(messages, tools=tools, **variables))
+
+    def submit(self, runs: Sequence[Run]) -> None:
+        """Queue what was prepared together; the first reads the prompt for all."""
+        self._submit(runs)
+
+    def step(self) -> None:
+        """One step for everybody who is queued; `engine.is_stuck` says afterwards if nobody can go on."""
+        self._advance()
+
+    def take(self, run: Run) -> list[Event]:
+        """What has arrived for one of them since the last time; the completion is the last event.
+
+        Raises what the request failed with.
+        """
+        events = list(run.inbox)
+        run.inbox.clear()
+        if run.is_over:
+            self._drop([run])
+            if run.sequence.error is not None and not run.is_stopped:
+                raise run.sequence.error
+            events += run.finish()
+        return events
+
+    def drop(self, runs: Sequence[Run]) -> None:
+        """Nobody waits for these any more: they stop wherever they are."""
+        self._drop(runs)
+
     def _prepare_call(self, call: Call) -> Run:
         if call.messages is None:
             return self._prepare(self._checked(self._to_ids(call.prompt)), call.sampling, Plain, False, 1, None)[0]
@@ -300,19 +387,21 @@ class LLM:
 
     def score(self, prompt: Prompt, top: int = 0, chunk: int | None = None) -> list[Drawn]:
         """Log-probability of every token of the prompt after the first, given those before it, with `top` rivals."""
+        ids = self._checked(self._to_ids(prompt))
+        return [drawn for piece in self.scoring(ids, top, chunk) for drawn in piece]
+
+    def scoring(self, ids: Sequence[int], top: int = 0, chunk: int | None = None) -> Iterator[list[Drawn]]:
+        """Like `score`, a chunk at a time: others may take their steps in between."""
         import numpy as np
 
-        ids = self._checked(self._to_ids(prompt))
-        out: list[Drawn] = []
+        ids, at = self._checked(ids), 1
         for piece in self._logit_pieces(ids, chunk, None):
-            targets = ids[len(out) + 1 : len(out) + 1 + len(piece)]
+            targets = ids[at : at + len(piece)]
+            at += len(piece)
             scores = piece[: len(targets)].astype(np.float64)
             peak = scores.max(-1, keepdims=True)
             logprobs = scores - peak - np.log(np.exp(scores - peak).sum(-1, keepdims=True))
-            for row, token in zip(logprobs, targets, strict=True):
-                best = np.argsort(-row, kind="stable")[:top] if top else ()
-                out.append(Drawn(token, float(row[token]), tuple((int(i), float(row[i])) for i in best)))
-        return out
+            yield [_drawn(row, token, top) for row, token in zip(logprobs, targets, strict=True)]
 
     def perplexity(self, text: Prompt, chunk: int | None = None) -> float:
         """exp of the mean negative log-likelihood of every token after the first."""
@@ -395,12 +484,19 @@ class LLM:
         return tuple(controls), forced
 
     def _last_message(
-        self, messages: Sequence[Message], ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None
+        self,
+        messages: Sequence[Message],
+        ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] | None,
+        **variables: Any,
     ) -> int:
         """Where the last message begins: the place where a conversation is most likely to be continued differently."""
         if len(messages) < 2:
             return 0
-        before = self.tokenizer.encode_chat(messages[:-1], tools=tools, add_generation_prompt=False)
+        try:
+            before = self.tokenizer.encode_chat(messages[:-1], tools=tools, add_generation_prompt=False, **variables)
+        except TemplateError:
+            return 0  # this template wants whole conversations only
         return next((at for at, pair in enumerate(zip(before, ids, strict=False)) if pair[0] != pair[1]), len(before))
 
     def _events(self, run: Run) -> Iterator[Event]:
@@ -429,14 +525,17 @@ class LLM:
 
     def _step(self) -> None:
         """One step for everybody; each request finds its tokens in its inbox."""
+        self._advance()
+        if self.engine.is_stuck:
+            raise RuntimeError("no request can be admitted")
+
+    def _advance(self) -> None:
         for update in self.engine.step():
             run = self._runs.get(update.sequence.id)
             if run is not None:
                 run.receive(update)
                 if run.is_stopped:
                     self.engine.cancel(run.sequence, "stop")
-        if self.engine.is_stuck:
-            raise RuntimeError("no request can be admitted")
         for run in list(self._runs.values()):
             run.progress(run.sequence.num_computed)
 
@@ -480,6 +579,17 @@ def read_stop_ids(directory: Path, config: SalaConfig) -> frozenset[int]:
     if not all(isinstance(item, int) for item in ids):
         raise ConfigError(f"{file}: eos_token_id is {ids!r}", "it must be a token id or a list of them")
     return frozenset(ids)
+
+
+def _drawn(logprobs: "numpy.ndarray[Any, Any]", token: int, top: int) -> Drawn:
+    """A token with its rivals, the best first; equals in order of their ids."""
+    import numpy as np
+
+    best: Any = ()
+    if top:
+        near = np.flatnonzero(logprobs >= np.partition(logprobs, -top)[-top])
+        best = near[np.argsort(-logprobs[near], kind="stable")][:top]
+    return Drawn(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
 
 
 def _merge(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:

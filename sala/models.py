@@ -55,7 +55,11 @@ def find_model(name: str | Path | None, note: Note = lambda _: None) -> Path:
         return path
     if path.name == str(name) and (models_dir() / path.name).is_dir():
         return models_dir() / path.name
-    raise ModelNotFound(f"there is no model at {path}", "give a directory that holds a checkpoint, or none at all")
+    is_repo = len(path.parts) == 2 and not path.is_absolute()  # organisation/name, as `sala pull` takes it
+    if is_repo and (models_dir() / "--".join(path.parts)).is_dir():
+        return models_dir() / "--".join(path.parts)
+    fetch = f"fetch it with `sala pull {name}`, or " if is_repo else ""
+    raise ModelNotFound(f"there is no model at {path}", f"{fetch}give a directory that holds a checkpoint")
 
 
 def embedded_model(note: Note = lambda _: None, wheel: Path | None = None) -> Path:

@@ -14,7 +14,12 @@ from sala.errors import InputError, SalaError
 VERBS = {
     "generate": "Answer one prompt.",
     "chat": "Talk to a model in the terminal.",
+    "serve": "Answer over HTTP, as OpenAI's API does, with a web chat.",
+    "pull": "Fetch a model from the hub.",
+    "list": "The models that are here.",
     "show": "Describe a checkpoint: layers, sizes, memory.",
+    "rm": "Remove a model.",
+    "ps": "What a running server has loaded.",
     "batch": "Answer a file of requests.",
     "session": "Read a long text once, ask about it any time.",
     "estimate": "What a context costs, and what fits here.",

@@ -1,27 +1,25 @@
 """Flags that several verbs share, and how their values are read."""
 
 import os
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sala.counts import read_count
 from sala.errors import InputError, SalaError
 
 if TYPE_CHECKING:
     from sala.llm import LLM
 
-UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
-
 
 def count(text: str | int) -> int:
-    """A whole number with an optional unit: 128k = 128,000, 128K = 131,072, 1m, 1M."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(text).strip())
-    if found is None:
-        raise typer.BadParameter(f"{text!r} is no count; write 4096, 128k or 1M")
-    return int(float(found[1]) * UNITS[found[2]])
+    """A count given as a flag."""
+    try:
+        return read_count(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 Model = Annotated[

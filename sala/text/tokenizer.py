@@ -59,8 +59,7 @@ class Tokenizer:
 
     def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
         """Text to ids, with BOS first where the model wants it. Special tokens are read only if asked for."""
-        inner = self._inner if parse_special else self._guarded
-        ids: list[int] = inner.encode(_encodable(text), add_special_tokens=False).ids
+        ids = _encode(self._inner if parse_special else self._guarded, _encodable(text))
         return [self.bos_id, *ids] if bos and self._adds_bos and self.bos_id is not None else ids
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -104,10 +103,9 @@ class Tokenizer:
         for message, stand_in, is_given in zip(messages, stand_ins, given, strict=True):
             if is_given:
                 before, _, text = text.partition(stand_in)
-                ids += self._guarded.encode(before, add_special_tokens=False).ids
+                ids += _encode(self._guarded, before)
                 ids += message["token_ids"]
-        ids += self._guarded.encode(text, add_special_tokens=False).ids
-        return ids
+        return ids + _encode(self._guarded, text)
 
     def encode_around(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
         """The conversation with its last message left open: ids up to the end of its text, and ids that close it."""
@@ -115,8 +113,7 @@ class Tokenizer:
         opened = [_visible(message) for message in messages]
         opened[-1]["content"] = f"{opened[-1].get('content') or ''}{hole}"
         before, _, after = self._render(opened, **options).partition(hole)
-        head, tail = (self._guarded.encode(text, add_special_tokens=False).ids for text in (before, after))
-        return list(head), list(tail)
+        return _encode(self._guarded, before), _encode(self._guarded, after)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         if self._template is None:
@@ -155,6 +152,12 @@ def _build(definition: str) -> RustTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _encode(inner: RustTokenizer, text: str) -> list[int]:
+    """A batch of one, since only that lets other threads of the process go on meanwhile: a book takes many seconds."""
+    encodings = inner.encode_batch([text], add_special_tokens=False)
+    return list(encodings[0].ids)
 
 
 def _encodable(text: str) -> str:

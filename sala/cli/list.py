@@ -1,0 +1,77 @@
+"""`sala list`: the models that are there."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sala.cli import settings as s
+
+if TYPE_CHECKING:
+    from sala.library import Entry
+
+
+def list(as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False) -> None:
+    from sala.library import Library
+    from sala.models import models_dir
+
+    library = Library(models_dir())
+    entries = library.list()
+    if as_json:
+        print(json.dumps([_facts(entry) for entry in entries], ensure_ascii=False))
+        return
+    if entries:
+        _print(entries)
+    else:
+        s.note(f"there is no model in {library.directory} yet; fetch one: sala pull openbmb/MiniCPM-SALA")
+    from sala.cli.show import size
+
+    for partial in library.partials():
+        s.note(
+            f"{partial.id}: {size(partial.size_bytes)} of an unfinished download; go on: sala pull {partial.id}; "
+            f"drop it: sala rm {partial.id}"
+        )
+
+
+def _facts(entry: "Entry") -> dict[str, Any]:
+    return {
+        "id": entry.id,
+        "path": str(entry.path),
+        "repo_id": entry.repo_id,
+        "revision": entry.revision,
+        "quantization": entry.quantization,
+        "size_bytes": entry.size_bytes,
+        "downloaded_at": entry.downloaded_at,
+    }
+
+
+def _print(entries: "Sequence[Entry]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from sala.cli.show import size
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("name", "size", "quantization", "fetched", "from"):
+        table.add_column(name, justify="right" if name == "size" else "left", no_wrap=name == "name", overflow="fold")
+    for entry in entries:
+        when = datetime.fromtimestamp(entry.downloaded_at).strftime("%Y-%m-%d %H:%M") if entry.downloaded_at else "–"
+        cells = (entry.id, size(entry.size_bytes), describe(entry.quantization), when, entry.repo_id or "–")
+        table.add_row(*(Text(cell) for cell in cells))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 10_000  # whoever reads it in a pipe wants whole lines
+    console.print(table)
+
+
+def describe(quantization: dict[str, Any] | None) -> str:
+    if not quantization:
+        return "–"
+    bits, group = quantization.get("bits"), quantization.get("group_size")
+    if isinstance(bits, int) and isinstance(group, int):
+        return f"{bits} bits, groups of {group}"
+    method = str(quantization.get("quant_method") or quantization.get("method") or "yes")
+    return "".join(char for char in method if char.isprintable())[:20]

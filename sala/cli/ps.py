@@ -1,0 +1,83 @@
+"""`sala ps`: what a running server has loaded and is doing."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+MAX_ANSWER_BYTES = 16 << 20
+
+
+def ps(
+    url: Annotated[str, typer.Option(help="Address of the server.", envvar="SALA_URL")] = "http://127.0.0.1:8080",
+    api_key: Annotated[str | None, typer.Option(help="Its key.", envvar="SALA_API_KEY", show_envvar=True)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False,
+) -> None:
+    models = [model for model in ask(url, api_key) if model.get("loaded")]
+    if as_json:
+        print(json.dumps(models, ensure_ascii=False))
+    elif models:
+        _print(models)
+    else:
+        from sala.cli.settings import note
+
+        note("no model is loaded")
+
+
+def ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
+    """The models of a server."""
+    import http.client
+    import urllib.error
+    import urllib.request
+    from urllib.parse import urlsplit
+
+    from sala.errors import InputError, SalaError
+
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and url.isprintable()
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise InputError("--url", "must be an address such as http://127.0.0.1:8080")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        request = urllib.request.Request(url.rstrip("/") + "/v1/models", headers=headers)  # noqa: S310
+        opener = urllib.request.OpenerDirector()  # follows no redirect: it would carry the key along
+        for handler in (urllib.request.ProxyHandler({}), urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()):
+            opener.add_handler(handler)
+        with opener.open(request, timeout=10) as response:
+            status, body = response.status, response.read(MAX_ANSWER_BYTES)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise SalaError(
+            f"no server answers at {url}: {getattr(reason, 'strerror', None) or reason}", "start one: sala serve"
+        ) from None
+    if status in (401, 403):
+        raise SalaError(f"the server at {url} wants a key", "set SALA_API_KEY")
+    try:
+        models = json.loads(body)["data"]
+        if status != 200 or not all(isinstance(model, dict) for model in models):
+            raise ValueError
+    except (ValueError, KeyError, TypeError):
+        raise SalaError(f"what answers at {url} is no sala server (status {status})") from None
+    return models  # type: ignore[no-any-return]
+
+
+def _print(models: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("name", "context", "running", "waiting"):
+        table.add_column(name, justify="left" if name == "name" else "right")
+    for model in models:
+        requests = model.get("requests") or {}
+        cells = [model.get("id"), model.get("context_length"), requests.get("running"), requests.get("waiting")]
+        table.add_row(*(Text("".join(char for char in _cell(cell) if char.isprintable())) for cell in cells))
+    Console(highlight=False).print(table)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else "–" if value is None else str(value)

@@ -1,0 +1,91 @@
+"""`sala pull`: fetch a model from the hub into the models directory."""
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sala.cli import settings as s
+
+if TYPE_CHECKING:
+    from sala.library import Library
+
+
+def pull(
+    repo: Annotated[str, typer.Argument(help="organisation/name, or organisation/name@revision.", metavar="REPO")],
+    hub: Annotated[str | None, typer.Option(help="Address of another hub.", envvar="SALA_HUB_URL")] = None,
+) -> None:
+    from sala.checkpoint.hub import AlreadyThere, Hub, parse_repo
+    from sala.checkpoint.hub import pull as fetch
+    from sala.library import Library
+    from sala.models import models_dir
+
+    repo_id, revision = parse_repo(repo)
+    library = Library(models_dir())
+    bar = DownloadBar(repo_id)
+    try:
+        with bar:
+            path = fetch(library.directory, repo_id, revision, Hub(hub), bar, s.note)
+    except AlreadyThere:
+        s.note(_say_there(library, repo_id, revision))
+        return
+    except KeyboardInterrupt:
+        s.note(f"stopped; the same command goes on where it stopped: sala pull {repo}")
+        raise
+    s.note(f"ready: {path}")
+    print(path.name)
+
+
+def _say_there(library: "Library", repo_id: str, revision: str | None) -> str:
+    from sala.errors import SalaError
+
+    entry = library.find(repo_id)
+    if entry is None:
+        raise SalaError(f"something else has the place of {repo_id} in the models directory", "move it away")
+    if revision is not None and entry.revision != revision:
+        at = entry.revision[:12] if entry.revision else "an unknown revision"
+        return f"{repo_id} is there already, at {at}; for another one remove it first: sala rm {repo_id}"
+    return f"{repo_id} is there already: {entry.path}"
+
+
+class DownloadBar:
+    """All files as one bar on a terminal; elsewhere a line at the beginning."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._files: dict[str, tuple[int, int]] = {}
+        self._has_bar = sys.stderr.isatty()
+        self._is_told = False
+
+    def __enter__(self) -> "DownloadBar":
+        if self._has_bar:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import TransferSpeedColumn as Speed
+
+            columns = (TextColumn("{task.fields[file]}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._progress.add_task("pull", total=None, file=self._name)
+            self._progress.start()
+        return self
+
+    def __call__(self, file: str, done: int, total: int) -> None:
+        is_new = file not in self._files
+        self._files[file] = (done, total)
+        if self._has_bar:
+            have, size = (sum(numbers) for numbers in zip(*self._files.values(), strict=True))
+            self._progress.update(self._task, completed=have, total=size, file=file)
+        elif not is_new and not self._is_told:
+            self._is_told = True
+            from sala.cli.show import size as show_size
+
+            have, size = (sum(numbers) for numbers in zip(*self._files.values(), strict=True))
+            there = f", {show_size(have)} of it there" if have else ""
+            s.note(f"fetching {self._name}: {show_size(size)} in {len(self._files)} files{there}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._has_bar:
+            self._progress.stop()

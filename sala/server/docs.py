@@ -1,0 +1,40 @@
+"""The reference of the HTTP interface, as a page. It is our own and needs nothing from elsewhere.
+
+The page itself is public: it holds nothing. What it shows it fetches from `/openapi.json`, which needs the key.
+"""
+
+from pathlib import Path
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import FileResponse, JSONResponse
+
+from sala.server.security import need_key
+
+router = APIRouter(include_in_schema=False)
+
+FOLDER = Path(__file__).parent / "reference"
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cache-control": "no-cache",
+}
+
+
+@router.get("/docs")
+async def show_page() -> FileResponse:
+    return FileResponse(FOLDER / "page.html", headers=HEADERS, media_type="text/html")
+
+
+@router.get("/docs/page.js")
+async def send_script() -> FileResponse:
+    return FileResponse(FOLDER / "page.js", headers=HEADERS, media_type="text/javascript")
+
+
+@router.get("/docs/page.css")
+async def send_style() -> FileResponse:
+    return FileResponse(FOLDER / "page.css", headers=HEADERS, media_type="text/css")
+
+
+@router.get("/openapi.json", dependencies=[Depends(need_key)])
+async def send_schema(request: Request) -> JSONResponse:
+    return JSONResponse(request.app.openapi())

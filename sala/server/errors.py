@@ -1,0 +1,186 @@
+"""Errors as clients see them: always OpenAI's envelope, never a path, a trace or an address."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi import HTTPException as FastHTTPException
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from sala.errors import ContextTooLong, InputError, MissingExtra, NoTokenizer, SalaError, TemplateError
+
+MAX_MESSAGE = 1000
+CLIENT_GONE = 499  # nobody reads it; it is for the log
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_WORDS = {
+    404: "there is nothing at this address",
+    405: "this address does not know that method",
+    413: "the request is too large",
+}
+_log = logging.getLogger("sala.server")
+
+
+class ApiError(FastHTTPException):
+    """An answer other than 200. `extra` are further keys of the error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers) if headers else None)
+        self.message = message
+        self.type = type or default_type(status)
+        self.param = param
+        self.code = code
+        self.extra = dict(extra or {})
+
+    def envelope(self) -> dict[str, Any]:
+        error = {"message": self.message[:MAX_MESSAGE], "type": self.type, "param": self.param, "code": self.code}
+        return {"error": {**error, **self.extra}}
+
+    def response(self) -> Response:
+        return Response(dump(self.envelope()), self.status_code, self.headers, "application/json")
+
+
+class ErrorObject(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    message: str = Field(description="What went wrong, and what to do about it.")
+    type: str
+    param: str | None = Field(description="The field of the request that is to blame, as a path.")
+    code: str | None
+
+
+class ErrorEnvelope(BaseModel):
+    """Every answer that is not a success looks like this."""
+
+    error: ErrorObject
+
+
+def describe(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors of a route, for its documentation."""
+    return {status: {"model": ErrorEnvelope, "description": DESCRIPTIONS[status]} for status in statuses}
+
+
+DESCRIPTIONS = {
+    400: "The request cannot be carried out as it is; `param` names the field.",
+    401: "The key is missing or wrong.",
+    403: "The key, the host name or the origin does not allow this.",
+    404: "There is no such model.",
+    408: "The request arrived too slowly.",
+    409: "The state of the model does not allow this now.",
+    413: "The request is too large.",
+    415: "The body must be application/json, not compressed.",
+    429: "Too many requests wait; `Retry-After` says when to come again.",
+    500: "The server failed.",
+    503: "The model is not ready; `Retry-After` says when to come again.",
+}
+ALWAYS = describe(400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+
+
+def default_type(status: int) -> str:
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def dump(value: Any) -> bytes:
+    """JSON in ASCII: whatever stands in the strings, it can be sent."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def from_exception(error: BaseException) -> ApiError:
+    """What a client may know about an error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ContextTooLong):
+        numbers = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.max_tokens}
+        return ApiError(400, str(error), code="context_length_exceeded", extra=numbers)
+    if isinstance(error, NoTokenizer):
+        return ApiError(400, "this model has no tokenizer: give token ids instead of text", code="no_tokenizer")
+    if isinstance(error, InputError):
+        return ApiError(400, str(error), param=error.field, code="invalid_value")
+    if isinstance(error, TemplateError):
+        return ApiError(400, str(error), param="messages", code="invalid_value")
+    if isinstance(error, MissingExtra):
+        return ApiError(400, str(error), code="not_available")
+    return ApiError(500, "the server failed on this request; its log says more", code="server_error")
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first thing that is wrong with a request."""
+    error = errors[0] if errors else {}
+    context = error.get("ctx") or {}
+    path = [part for part in error.get("loc", ()) if not str(part).startswith("~")]
+    where, path = (path[0], path[1:]) if path and path[0] in ("body", "query", "path", "header") else ("body", path)
+    if "field" in context:
+        path = [*path, context["field"]]
+    param = join_path(path)
+    message = str(error.get("msg", "the request is not valid"))
+    if error.get("type") == "missing" and not path:
+        message = "the request has no body; send a JSON object"
+    elif error.get("type") in ("model_attributes_type", "model_type", "dict_type") and not path:
+        message = f"the {where} must be a JSON object"
+    elif error.get("type") == "none_required":
+        message = "is not supported here; leave it out"
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=_code(error.get("type")))
+
+
+def _code(kind: object) -> str:
+    return {"missing": "missing_required_parameter", "unknown_field": "unknown_parameter"}.get(
+        str(kind), "invalid_value"
+    )
+
+
+def join_path(path: Sequence[str | int]) -> str | None:
+    """("messages", 0, "role") → messages[0].role"""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{str(part)[:200]}"
+    return text.removeprefix(".") or None
+
+
+def add_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(RequestValidationError, _answer_invalid)
+    app.add_exception_handler(SalaError, _answer_sala)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_exception_handler(Exception, _answer_unexpected)
+
+
+async def _answer_http(request: Request, error: Exception) -> Response:
+    if isinstance(error, ApiError):
+        return error.response()
+    status = getattr(error, "status_code", 500)
+    message = _WORDS.get(status) or str(getattr(error, "detail", "")) or "the request failed"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status)
+    return ApiError(status, message, code=code, headers=getattr(error, "headers", None)).response()
+
+
+async def _answer_invalid(request: Request, error: Exception) -> Response:
+    return from_validation(error.errors() if isinstance(error, RequestValidationError) else ()).response()
+
+
+async def _answer_sala(request: Request, error: Exception) -> Response:
+    answer = from_exception(error)
+    if answer.status_code >= 500:
+        _log.error("%s: %s", type(error).__name__, error)
+    return answer.response()
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _answer_unexpected(request: Request, error: Exception) -> Response:
+    return from_exception(error).response()

@@ -1,0 +1,73 @@
+"""Grammars, in Lark's syntax, that leave an answer no choice but to call tools in the form that `text.tools` reads."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TEXT = r"TEXT: /[^<]*/"
+DATA = r"DATA: /([^\]]|\][^\]])*/"
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # or a weak model may go on with spaces for ever
+SIMPLE = ("integer", "number", "boolean", "null")
+
+
+def call_grammar(
+    functions: Sequence[Mapping[str, Any]], is_single: bool, answer: Mapping[str, Any] | None = None
+) -> str:
+    """Calls of these functions, one after the other; or with `answer`, a JSON schema, calls or such an answer."""
+    names = [f"f{index}" for index in range(len(functions))]
+    calls = "call" if is_single else r'call ("\n" call)*'
+    rules = [f"start: {calls}" if answer is None else f"start: {calls} | answer"]
+    if answer is not None:
+        rules.append(f"answer: %json {_dump(answer)}")
+    rules.append(f"call: {' | '.join(names)}")
+    for name, function in zip(names, functions, strict=True):
+        rules += _function_rules(name, function)
+    return "\n".join([*rules, TEXT, DATA]) + "\n"
+
+
+def _function_rules(name: str, function: Mapping[str, Any]) -> list[str]:
+    schema = function.get("parameters") or {}
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
+    required = schema.get("required")
+    required = required if isinstance(required, list) else []
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    parts, rules = [_quote(f'<function name="{function["name"]}">')], []
+    for index, (key, value) in enumerate(properties.items()):
+        if any(char in key for char in '"<>'):  # such a name cannot be written
+            continue
+        rule = f"{name}p{index}"
+        parts.append(rule if key in required else f"{rule}?")
+        opening = _quote(f'<param name="{key}">')
+        rules.append(f'{rule}: {opening} {_value(value, shared)} "</param>"')
+    parts.append('"</function>"')
+    return [f"{name}: {' '.join(parts)}", *rules]
+
+
+def _value(schema: Any, shared: Mapping[str, Any]) -> str:
+    """What may stand between the tags. JSON with structure goes into CDATA: it may hold a `<`."""
+    schema = schema if isinstance(schema, Mapping) else {}
+    if isinstance(schema.get("enum"), list) and all(isinstance(item, str) for item in schema["enum"]):
+        return "(" + " | ".join(_quote(_literal(item)) for item in schema["enum"]) + ")"
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if kinds == [None] and ("$ref" in schema or "anyOf" in schema or "oneOf" in schema or "allOf" in schema):
+        kinds = ["object"]
+    if not all(kind in (*SIMPLE, "object", "array") for kind in kinds):
+        return '(TEXT | "<![CDATA[" DATA "]]>")'
+    inner = f"%json {_dump({**shared, **schema, **COMPACT})}"
+    if all(kind in SIMPLE for kind in kinds):
+        return inner
+    return f'"<![CDATA[" {inner} "]]>"'
+
+
+def _literal(text: str) -> str:
+    return f"<![CDATA[{text}]]>" if "<" in text else text
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _dump(schema: Mapping[str, Any]) -> str:
+    return json.dumps(schema, allow_nan=False)

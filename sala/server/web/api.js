@@ -1,0 +1,133 @@
+// The server's API: one call at a time, failures in plain words.
+
+const BASE = new URL("../", import.meta.url); // the page may live below a path of a proxy
+
+let readKey = () => "";
+export function useKey(read) {
+  readKey = read;
+}
+
+// `kind` says what can be done about it: key, busy, offline, lost, request, server.
+export class Failure extends Error {
+  constructor(kind, title, detail = "", status = 0) {
+    super(title);
+    this.kind = kind;
+    this.title = title;
+    this.detail = detail;
+    this.status = status;
+  }
+}
+
+export async function listModels() {
+  const response = await call("v1/models");
+  const answer = await readJson(response);
+  return (answer.data ?? []).map((model) => ({ id: model.id, isLoaded: model.loaded === true, context: model.context_length ?? null }));
+}
+
+// How many tokens a text has as a message; null where the server does not tell.
+export async function countTokens(text, model) {
+  const response = await call("v1/chat/completions/input_tokens", { body: { model, messages: [{ role: "user", content: text }] } });
+  return (await readJson(response)).input_tokens ?? null;
+}
+
+// The chunks of an answer, as they come. Ends only after the server's own end; anything else is a Failure.
+export async function* streamChat(body, signal) {
+  const response = await call("v1/chat/completions", { body, signal });
+  let isWhole = false;
+  try {
+    for await (const data of readEvents(response.body)) {
+      isWhole ||= data === "[DONE]";
+      if (isWhole) continue; // the server closes now; to hang up first would look like a cancelled answer
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw explain(Number(chunk.error.status) || 500, chunk.error);
+      yield chunk;
+    }
+  } catch (error) {
+    if (signal.aborted || error instanceof Failure) throw error;
+  }
+  if (!isWhole) throw lostConnection();
+}
+
+const lostConnection = () => new Failure("lost", "The connection was lost.", "What had arrived is kept. Is the server still running?");
+
+async function call(path, { body, signal } = {}) {
+  const headers = {};
+  const key = readKey();
+  if (key) headers.Authorization = `Bearer ${key}`;
+  if (body) headers["Content-Type"] = "application/json";
+  const method = body ? "POST" : "GET";
+  let response;
+  try {
+    response = await fetch(new URL(path, BASE), { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    throw new Failure("offline", "The server does not answer.", "Is it running? Its address is the one of this page.");
+  }
+  if (!response.ok) throw await failureOf(response);
+  return response;
+}
+
+async function readJson(response) {
+  try {
+    return await response.json();
+  } catch {
+    throw new Failure("server", "The server’s answer could not be read.");
+  }
+}
+
+async function failureOf(response) {
+  let error = {};
+  try {
+    error = (await response.json()).error ?? {};
+  } catch {
+    // no JSON, perhaps from a proxy: the status has to do
+  }
+  return explain(response.status, error, response.headers.get("Retry-After"));
+}
+
+const TITLES = {
+  401: ["key", "The server asks for an API key."],
+  403: ["request", "The server does not allow this."],
+  404: ["request", "The server does not have this."],
+  413: ["request", "This is more than the server takes at once."],
+  429: ["busy", "The server is busy."],
+  503: ["busy", "The server is not ready."],
+};
+
+function explain(status, error, retryAfter = null) {
+  const code = typeof error === "object" ? error.code : null;
+  const message = typeof error === "object" ? error.message : error;
+  let [kind, title] = TITLES[status] ?? (status < 500 ? ["request", "The server refused the request."] : ["server", "Something went wrong on the server."]);
+  if (code === "model_not_found") title = "The server does not have this model.";
+  if (code === "context_length_exceeded") title = "This is longer than the model’s context.";
+  const wait = retryAfter && /^\d+$/.test(retryAfter) ? ` Try again in ${retryAfter} s.` : "";
+  return new Failure(kind, title, `${String(message ?? "")}${wait}`.trim(), status);
+}
+
+// Server-sent events: what stands after "data:", event by event. Comments are pings and say nothing.
+export async function* readEvents(stream) {
+  const reader = stream.getReader();
+  const decoder = new TextDecoder();
+  let rest = "";
+  let data = [];
+  let isOver = false;
+  try {
+    while (true) {
+      const { value, done } = await reader.read();
+      isOver = done;
+      if (done) return;
+      const lines = (rest + decoder.decode(value, { stream: true })).split("\n");
+      rest = lines.pop();
+      for (const raw of lines) {
+        const line = raw.endsWith("\r") ? raw.slice(0, -1) : raw;
+        if (line.startsWith("data:")) data.push(line.slice(line[5] === " " ? 6 : 5));
+        else if (line === "" && data.length > 0) {
+          yield data.join("\n");
+          data = [];
+        }
+      }
+    }
+  } finally {
+    if (!isOver) reader.cancel().catch(() => {}); // nobody listens any more: the server may stop
+  }
+}

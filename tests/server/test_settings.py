@@ -1,0 +1,184 @@
+"""Settings: one schema for file, environment and flags; what is wrong is said with its place."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from sala.cli import serve as command
+from sala.errors import InputError, SalaError
+from sala.server.settings import KINDS, Settings, flag_name, show_default, variable_name
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "sala.toml"
+
+
+def test_flags_beat_the_environment_which_beats_the_file(file: Path) -> None:
+    file.write_text('port = 1\nhost = "::1"\nmax_queue = 3\nlog_level = "debug"\n')
+    settings = Settings.load(file, {"SALA_PORT": "2", "SALA_MAX_QUEUE": "4", "PATH": "x"}, {"port": "5", "host": None})
+    assert (settings.port, settings.max_queue, settings.host, settings.log_level) == (5, 4, "::1", "debug")
+    assert Settings.load(None, {"SALA_PORT": ""}, {}).port == 8080
+
+
+def test_forms_of_values(file: Path, tmp_path: Path) -> None:
+    file.write_text('max_body = "1M"\nctx = 4096\ncors_origins = ["http://A.org:3000"]\nno_think = true\ndrain_s = 5\n')
+    environment = {"SALA_ALLOWED_HOSTS": "a.org, b.org", "SALA_ALLOW_REMOTE_WITHOUT_KEY": "yes", "SALA_TOP_P": "0.5"}
+    settings = Settings.load(file, environment, {"cache_memory": "8G", "cache_dir": str(tmp_path)})
+    assert (settings.max_body, settings.ctx, settings.cache_memory) == (1 << 20, 4096, 8 << 30)
+    assert settings.cors_origins == ("http://a.org:3000",)
+    assert settings.allowed_hosts == ("a.org", "b.org")
+    assert settings.no_think
+    assert settings.allow_remote_without_key
+    assert (settings.drain_s, settings.top_p, settings.cache_dir) == (5.0, 0.5, tmp_path)
+    assert isinstance(settings.drain_s, float)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("\nprot = 1", "sala.toml, line 2: prot is no setting; did you mean port?"),
+        ("port = 1\n[serve]\nport = 2", "sala.toml, line 2: serve is no setting"),
+        ("port = 70000", "sala.toml, line 1: port is 70000; it goes from 0 to 65535"),
+        ("port = true", "port is True; give a whole number"),
+        ("port = 80.5", "port is 80.5; give a whole number"),
+        ("port = 1\nport = 2", "sala.toml is no TOML"),
+        ("port = x\n", "line 1"),
+        ('max_body = "lots"', "write 4096, 128k or 1M"),
+        ("max_body = -5", "max_body is -5"),
+        ("drain_s = nan", "give a number"),
+        ("top_p = 0", "more than 0"),
+        ('speculate = "lokup"', "did you mean lookup?"),
+        ("no_think = 2", "say true or false"),
+        ('host = "http://x"', "without port"),
+        ('host = "a b"', "without port"),
+        ('cors_origins = ["*"]', "cors_origins"),
+        ('cors_origins = ["https://a.org/path"]', "cors_origins"),
+        ("cors_origins = 5", "give a list"),
+        ('hub_url = "ftp://x"', "https://example.org"),
+        ('hub_url = "https://user@x"', "https://example.org"),
+        ('api_key = ""', "api_key is empty"),
+        ('api_key = "a b"', "api_key holds spaces"),
+        ("loop_guard = 5", "at least 32"),
+        ('model = ""', "model is ''"),
+    ],
+)
+def test_mistakes_in_the_file_name_it(file: Path, text: str, words: str) -> None:
+    file.write_text(text)
+    with pytest.raises(SalaError) as problem:
+        Settings.load(file, {}, {})
+    assert words in str(problem.value)
+    assert "\n" not in str(problem.value)
+
+
+def test_mistakes_elsewhere_name_their_place(tmp_path: Path) -> None:
+    def fail(environment: dict[str, str], flags: dict[str, str], file: Path | None = None) -> str:
+        with pytest.raises(SalaError) as problem:
+            Settings.load(file, environment, flags)
+        return str(problem.value)
+
+    assert fail({"SALA_PROT": "1"}, {}) == "SALA_PROT in the environment is no setting; did you mean SALA_PORT?"
+    assert "unset it" in fail({"SALA_XYZZY": "1"}, {})
+    assert fail({"SALA_PORT": "tcp://10.0.0.1:80"}, {}).startswith("SALA_PORT is 'tcp://10.0.0.1:80'")
+    assert fail({}, {"max_queue": "-1"}).startswith("--max-queue is -1")
+    assert "cannot be read" in fail({}, {}, tmp_path / "none.toml")
+    assert "cannot be read" in fail({}, {}, tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert "not UTF-8" in fail({}, {}, tmp_path / "binary")
+    with pytest.raises(InputError, match="port"):
+        Settings(port=-1)
+    with pytest.raises(TypeError):
+        Settings(prot=1)  # type: ignore[call-arg]
+
+
+def test_variables_of_other_verbs_are_known() -> None:
+    Settings.load(None, {"SALA_SESSIONS_DIR": "/x", "SALA_CONFIG": "/y", "SALA_KERNELS": "off"}, {})
+
+
+def test_key_file(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("from-file\n")
+    place = str(tmp_path / "key")
+    assert Settings.load(None, {"SALA_API_KEY_FILE": place}, {}).api_key == "from-file"
+    assert Settings.load(None, {"SALA_API_KEY": "other"}, {"api_key_file": place}).api_key == "from-file"
+    assert Settings.load(None, {"SALA_API_KEY_FILE": place}, {"api_key": "flag"}).api_key == "flag"
+    with pytest.raises(SalaError, match="keep one of them"):
+        Settings.load(None, {"SALA_API_KEY": "x", "SALA_API_KEY_FILE": place}, {})
+    (tmp_path / "key").write_text("  \n")
+    with pytest.raises(SalaError, match="empty"):
+        Settings(api_key_file=tmp_path / "key")
+    with pytest.raises(SalaError, match="cannot be read"):
+        Settings(api_key_file=tmp_path / "none")
+
+
+def test_keys_never_show(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(api_key="hush-1", admin_key="hush-2")
+    assert "hush" not in repr(settings)
+    assert "hush" not in str(settings.show())
+    with pytest.raises(SalaError) as problem:
+        Settings.load(None, {}, {"api_key": "hush hush"})
+    assert "hush" not in str(problem.value)
+    assert run_command(["--show-config", "--api-key", "hush-3", "--port", "9"]) == 0
+    out = capsys.readouterr()
+    assert "hush" not in out.out + out.err
+    assert 'api_key = "***"' in out.out
+    assert "port = 9" in out.out
+
+
+def test_what_is_shown_can_be_loaded(file: Path) -> None:
+    settings = Settings(port=9, cors_origins=("https://a.org",), ctx=128, no_think=True)
+    file.write_text("\n".join(command.show(settings)))
+    assert Settings.load(file, {}, {}) == settings
+
+
+def test_every_setting_is_described() -> None:
+    for each in fields(Settings):
+        assert each.metadata["help"].endswith(".")
+        assert each.name in KINDS
+
+
+def run_command(arguments: list[str]) -> int:
+    import typer
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(command.serve)
+    try:
+        return int(typer.main.get_command(app).main(arguments, standalone_mode=False) or 0)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for each in fields(Settings):
+        assert flag_name(each.name) in shown
+
+
+def test_the_reference_lists_every_setting() -> None:
+    text = (ROOT / "docs" / "reference" / "server.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    wanted = [(each.name, show_default(each), each.metadata["help"]) for each in fields(Settings)]
+    assert [row for row in rows if row[0] in KINDS] == wanted
+    assert variable_name("max_body") in text
+
+
+def test_the_example_file_is_valid() -> None:
+    file = ROOT / "examples" / "deploy" / "sala.toml"
+    Settings.load(file, {}, {})
+    commented = re.sub(r"^# (\w+ = )", r"\1", file.read_text(), flags=re.MULTILINE)
+    named = set(re.findall(r"^(\w+) = ", commented, re.MULTILINE))
+    assert named <= set(KINDS)
+
+
+def test_help_and_settings_load_nothing_heavy() -> None:
+    heavy = ("torch", "numpy", "fastapi", "starlette", "uvicorn", "prometheus_client", "huggingface_hub")
+    code = "from sala.cli import run; run(['serve', '--help']); run(['serve', '--port', 'x'])"
+    check = f"{code}\nimport sys\nprint('LOADED', [name for name in {heavy!r} if name in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert "LOADED []" in out.stdout
