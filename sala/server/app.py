@@ -8,14 +8,21 @@ from fastapi import APIRouter, Depends, FastAPI
 
 from sala import __version__
 from sala.library import Downloads, Library
-from sala.server import chat, completions, docs, health, metrics, models, tokens, web
-from sala.server.errors import ApiError, add_handlers
+from sala.server import anthropic, chat, completions, docs, health, metrics, models, responses, tokens, web
+from sala.server.errors import GUARDED, ApiError, add_handlers, describe
 from sala.server.metrics import Metrics
 from sala.server.runtime import Runtime
 from sala.server.security import add_guards, need_key
 from sala.server.settings import Settings
 
-API_ROUTERS: tuple[APIRouter, ...] = (chat.router, completions.router, models.router, tokens.router)
+API_ROUTERS: tuple[APIRouter, ...] = (
+    chat.router,
+    completions.router,
+    responses.router,
+    anthropic.router,
+    models.router,
+    tokens.router,
+)
 
 
 def create_app(settings: Settings, runtime: Runtime | None = None) -> FastAPI:
@@ -44,12 +51,13 @@ def create_app(settings: Settings, runtime: Runtime | None = None) -> FastAPI:
 def add_routes(app: FastAPI) -> None:
     """OpenAI's routes with /v1 and without; the key is asked for by the routes themselves."""
     keyed = [Depends(need_key)]
+    errors = GUARDED | describe(401)
     for router in API_ROUTERS:
-        app.include_router(router, prefix="/v1", dependencies=keyed)
+        app.include_router(router, prefix="/v1", dependencies=keyed, responses=errors)
         app.include_router(router, dependencies=keyed, include_in_schema=False)
-    app.include_router(metrics.router, dependencies=keyed)
+    app.include_router(metrics.router, dependencies=keyed, responses=errors)
     for router in (health.router, docs.router, web.router):  # these give nothing away
-        app.include_router(router)
+        app.include_router(router, responses=GUARDED)
 
 
 @contextlib.asynccontextmanager

@@ -4,8 +4,9 @@ The page itself is public: it holds nothing. What it shows it fetches from `/ope
 """
 
 from pathlib import Path
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse
 
 from sala.server.security import need_key
@@ -37,4 +38,14 @@ async def send_style() -> FileResponse:
 
 @router.get("/openapi.json", dependencies=[Depends(need_key)])
 async def send_schema(request: Request) -> JSONResponse:
-    return JSONResponse(request.app.openapi())
+    return JSONResponse(describe_api(request.app))
+
+
+def describe_api(app: FastAPI) -> dict[str, Any]:
+    """OpenAPI, without the 422 that FastAPI takes for granted: what is wrong with a request gets 400 here."""
+    document = app.openapi()
+    for operation in (each for path in document["paths"].values() for each in path.values()):
+        operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
+    return document

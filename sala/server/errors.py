@@ -83,11 +83,14 @@ DESCRIPTIONS = {
     409: "The state of the model does not allow this now.",
     413: "The request is too large.",
     415: "The body must be application/json, not compressed.",
+    421: "The server is not known by that host name.",
     429: "Too many requests wait; `Retry-After` says when to come again.",
+    431: "The header is too large.",
     500: "The server failed.",
     503: "The model is not ready; `Retry-After` says when to come again.",
 }
-ALWAYS = describe(400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+GUARDED = describe(400, 403, 408, 413, 415, 421, 431, 500, 503)  # what any request may get, whatever it asks for
+ALWAYS = GUARDED | describe(401, 404, 429)
 
 
 def default_type(status: int) -> str:
