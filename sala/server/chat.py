@@ -31,7 +31,7 @@ FIELDS = {
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; with `stream` as server-sent events of chunks, ended by `[DONE]`.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},
     }
 }
 

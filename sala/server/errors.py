@@ -12,10 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from sala.errors import ContextTooLong, InputError, MissingExtra, NoTokenizer, SalaError, TemplateError
 
 MAX_MESSAGE = 1000
+METHODS = ("DELETE", "GET", "HEAD", "POST")
 CLIENT_GONE = 499  # nobody reads it; it is for the log
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _WORDS = {
@@ -167,7 +169,14 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 500)
     message = _WORDS.get(status) or str(getattr(error, "detail", "")) or "the request failed"
     code = {404: "not_found", 405: "method_not_allowed"}.get(status)
-    return ApiError(status, message, code=code, headers=getattr(error, "headers", None)).response()
+    headers = {"Allow": ", ".join(_methods(request))} if status == 405 else getattr(error, "headers", None)
+    return ApiError(status, message, code=code, headers=headers).response()
+
+
+def _methods(request: Request) -> list[str]:
+    """Those that this address knows, in whichever of its routes."""
+    matches = [route.matches for route in request.app.routes]
+    return [each for each in METHODS if any(one({**request.scope, "method": each})[0] is Match.FULL for one in matches)]
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:

@@ -20,7 +20,15 @@ from sala.errors import InputError, SalaError
 
 PREFIX = "SALA_"
 OTHER_VARIABLES = frozenset(
-    {"SALA_CHROMIUM", "SALA_CONFIG", "SALA_KERNELS", "SALA_SCREENSHOTS", "SALA_SESSIONS_DIR", "SALA_TEST_DEVICE"}
+    {
+        "SALA_CHROMIUM",
+        "SALA_CONFIG",
+        "SALA_KERNELS",
+        "SALA_SCREENSHOTS",
+        "SALA_SESSIONS_DIR",
+        "SALA_TEST_CLIENTS",
+        "SALA_TEST_DEVICE",
+    }
 )
 MASK = "***"
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})

@@ -55,7 +55,9 @@ class DetokenizedText(BaseModel):
 class TokenizerInfo(BaseModel):
     model: str
     vocab_size: int
+    bos_token: str | None
     bos_token_id: int | None
+    eos_token: str | None = Field(description="The first of those that end a text.")
     eos_token_ids: list[int]
     max_model_len: int
     fingerprint: str = Field(description="Of the tokenizer's definition.")
@@ -95,11 +97,14 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
 async def show_tokenizer(request: Request, model: str | None = None) -> dict[str, Any]:
     loaded = await request.app.state.runtime.get(model)
     llm: LLM = loaded.llm
+    bos_id, stop_ids = llm.tokenizer.bos_id, sorted(llm.stop_ids)
     return {
         "model": loaded.id,
         "vocab_size": llm.config.vocab_size,
-        "bos_token_id": llm.tokenizer.bos_id,
-        "eos_token_ids": sorted(llm.stop_ids),
+        "bos_token": None if bos_id is None else llm.tokenizer.decode([bos_id], skip_special=False),
+        "bos_token_id": bos_id,
+        "eos_token": llm.tokenizer.decode(stop_ids[:1], skip_special=False) or None,
+        "eos_token_ids": stop_ids,
         "max_model_len": llm.ctx,
         "fingerprint": llm.tokenizer.fingerprint,
     }

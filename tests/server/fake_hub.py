@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-TOKEN = "hf_secret-of-the-test"  # noqa: S105
+TOKEN = "hf_secret-of-the-test"
 
 
 @dataclass

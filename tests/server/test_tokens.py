@@ -33,7 +33,8 @@ def test_info(server: Server) -> None:
     with server.client() as client:
         info = client.get("/v1/tokenizer_info").json()
     assert info["vocab_size"] == 260
-    assert info["bos_token_id"] == 256
+    assert (info["bos_token"], info["bos_token_id"]) == ("<s>", 256)
+    assert [info["eos_token"]] == ["</s>"]
     assert info["eos_token_ids"] == [257, 259]
 
 

@@ -1,0 +1,143 @@
+"""Clients as people install them, each in an environment of its own, against `sala serve` with the embedded model.
+
+They come from the network, so they are asked for: `SALA_TEST_CLIENTS=1 python -m pytest tests/clients`. A directory
+instead of 1 keeps the environments for the next time.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+INSTALL_S = 300
+RUN_S = 300
+WANTED = os.environ.get("SALA_TEST_CLIENTS", "")
+GREETING = re.compile(r"sala listens at (http://[^/]+)/v1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not WANTED:
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="set SALA_TEST_CLIENTS=1 to install and run real clients"))
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A directory with installed packages; `run` starts a program of theirs."""
+
+    folder: Path
+    path: str
+
+    def run(self, *command: str, folder: Path | None = None, **variables: str) -> str:
+        """What it writes; a program that fails fails the test."""
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SALA_", "PYTHON"))}
+        environment = {**inherited, "PATH": f"{self.path}{os.pathsep}{os.environ['PATH']}", **variables}
+        ended = subprocess.run(
+            command, cwd=folder or self.folder, env=environment, capture_output=True, text=True, timeout=RUN_S
+        )
+        assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+        return ended.stdout
+
+
+@pytest.fixture(scope="session")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kept = Path(WANTED).expanduser()
+    return kept.resolve() if WANTED != "1" and kept.is_dir() else tmp_path_factory.mktemp("clients")
+
+
+@pytest.fixture(scope="session")
+def install(room: Path) -> Callable[..., Environment]:
+    """An environment with these packages from PyPI; skips if they cannot be had."""
+
+    def make(*packages: str) -> Environment:
+        folder = room / _name(packages)
+        if not (folder / "installed").exists():
+            _try([sys.executable, "-m", "venv", "--clear", str(folder)])
+            _try([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *packages])
+            (folder / "installed").touch()
+        return Environment(folder, str(folder / "bin"))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def install_node(room: Path) -> Callable[..., Environment]:
+    """The same for packages from npm."""
+
+    def make(*packages: str) -> Environment:
+        folder = room / _name(packages, "node")
+        if not (folder / "installed").exists():
+            folder.mkdir(exist_ok=True)
+            _try(["npm", "install", "--silent", "--no-audit", "--prefix", str(folder), *packages])
+            (folder / "installed").touch()
+        return Environment(folder, str(folder))
+
+    return make
+
+
+def _name(packages: tuple[str, ...], prefix: str = "python") -> str:
+    return "-".join([prefix, *(re.sub(r"\W+", "_", package) for package in packages)])
+
+
+def _try(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_S)
+    except FileNotFoundError:
+        pytest.skip(f"{command[0]} is not installed")
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"not installed within {INSTALL_S} s: {' '.join(command[-3:])}")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"cannot be installed: {' '.join(command[-3:])}: {error.stderr.strip()[-300:]}")
+
+
+@pytest.fixture(scope="session")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`sala serve` as it is, with the embedded model."""
+    yield from _serve(tmp_path_factory.mktemp("models"), "--ctx", "4096", "--max-tokens", "128")
+
+
+@pytest.fixture
+def tiny_address(tiny: Path, tmp_path: Path) -> Iterator[str]:
+    """`sala serve` with a tiny random model, and no hub that could be reached."""
+    yield from _serve(
+        tmp_path, "-m", str(tiny), "--ctx", "2048", "--max-tokens", "16", "--hub-url", "http://127.0.0.1:9"
+    )
+
+
+def _serve(models: Path, *flags: str) -> Iterator[str]:
+    start = "import sys; from sala.cli import run; sys.exit(run(['serve', *sys.argv[1:]]))"
+    command = [sys.executable, "-c", start, "--port", "0", "--device", "cpu", "--models-dir", str(models), *flags]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SALA_")}
+    with (models / "log").open("w+") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            yield _wait_until_ready(server, models / "log")
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def _wait_until_ready(server: "subprocess.Popen[bytes]", log: Path) -> str:
+    """Its address, once a model is loaded."""
+    while server.poll() is None:
+        found = GREETING.search(log.read_text())
+        if found is not None and _is_ready(found[1]):
+            return found[1]
+        time.sleep(0.1)
+    raise AssertionError(log.read_text()[-2000:])
+
+
+def _is_ready(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health/ready", timeout=10) as answer:  # noqa: S310
+            return bool(answer.status == 200)
+    except OSError:
+        return False
