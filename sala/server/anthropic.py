@@ -47,7 +47,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; with `stream` as server-sent events, from message_start to message_stop.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},
     }
 }
 TYPES = {

@@ -38,7 +38,7 @@ FIELDS = {
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; with `stream` as server-sent events, from response.created to response.completed.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},
     }
 }
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}

@@ -34,7 +34,7 @@ def test_info(server: Server) -> None:
         info = client.get("/v1/tokenizer_info").json()
     assert info["vocab_size"] == 260
     assert (info["bos_token"], info["bos_token_id"]) == ("<s>", 256)
-    assert [info["eos_token"]] == ["</s>"]
+    assert info["eos_token"] == "</s>"
     assert info["eos_token_ids"] == [257, 259]
 
 
