@@ -21,11 +21,11 @@ from sala.engine.sequence import Request, SequenceState
 from sala.errors import ConfigError, InputError, NoTokenizer, TemplateError
 from sala.models import find_model
 from sala.protocol import Capacity, Control, Drawn, Options, Sampling
-from sala.text.answer import Answer, Delta, Plain, Structured
+from sala.text.answer import Answer, Plain, Structured, Untooled
 from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
 from sala.text.detokenize import Detokenizer
 from sala.text.messages import Message, check_messages, check_tools
-from sala.text.reasoning import OPEN, Piece
+from sala.text.reasoning import OPEN
 from sala.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -45,18 +45,6 @@ class Call:
     prompt: Prompt = ()
     messages: Sequence[Message] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
-
-
-class Untooled(Structured):
-    """Reasoning taken out; what looks like a tool call stays text, since nobody offered a tool."""
-
-    def _deltas(self, pieces: Iterable[Piece]) -> Iterator[Delta]:
-        for piece in pieces:
-            is_thought = piece.kind == "reasoning"
-            if piece.text:
-                yield Delta(reasoning=piece.text) if is_thought else Delta(text=piece.text)
-            if piece.was_reasoning:
-                yield Delta(was_reasoning=True)
 
 
 class LLM:
@@ -133,7 +121,7 @@ class LLM:
     def save_session(self, store: SessionStore, name: str, prompt: Prompt, on_progress: Progress | None = None) -> int:
         """Read a prompt and keep its past under a name; returns its number of tokens."""
         store.check_new(name)
-        ids = self._checked(self._to_ids(prompt))
+        ids = self.encode(prompt)
         list(self.stream([*ids, ids[-1]], max_tokens=1, temperature=0, on_progress=on_progress))
         sparse_from = self.config.sparse_config.sparse_from(len(ids) + 1)
         snapshot = self.engine.hybrid.prefix.has(as_bytes(ids), len(ids), sparse_from, "")
@@ -184,15 +172,15 @@ class LLM:
             raise InputError("n", f"is {n}", f"it must be from 1 to {MAX_ANSWERS}")
         merged = _merge(sampling, settings)
         prompts = list(prompt) if _is_batch(prompt) else [prompt]
-        all_ids = [self._checked(self._to_ids(one)) for one in prompts]  # type: ignore[arg-type]
+        all_ids = [self.encode(one) for one in prompts]  # type: ignore[arg-type]
         groups = [self._prepare(ids, merged, Plain, False, n, on_progress) for ids in all_ids]
         try:
             for group in groups:
-                self._submit(group)
+                self.submit(group)
             answers = [[last_completion(self._events(run)) for run in group] for group in groups]
         finally:
             for group in groups:
-                self._drop(group)
+                self.drop(group)
         if _is_batch(prompt):
             return answers if n > 1 else [group[0] for group in answers]
         return answers[0] if n > 1 else answers[0][0]
@@ -210,7 +198,7 @@ class LLM:
 
         With `is_chat` the prompt is a rendered conversation: reasoning and tool calls are taken out of the answer.
         """
-        ids = self._checked(self._to_ids(prompt))
+        ids = self.encode(prompt)
         is_open = is_chat and self._is_open(ids)
         form = partial(Structured, (), is_open) if is_chat else Plain
         return self._stream(self._prepare(ids, _merge(sampling, settings), form, is_open, 1, on_progress))
@@ -240,9 +228,7 @@ class LLM:
         **settings: Any,
     ) -> Iterator[Event]:
         """Like `chat`, piece by piece; the last event carries the completion."""
-        check_messages(messages)
-        check_tools(tools)
-        ids = self._checked(self.tokenizer.encode_chat(messages, tools=tools))
+        ids = self.encode_chat(messages, tools=tools)
         is_open = self._is_open(ids)
         merged = _merge(sampling, settings)
         form = partial(Structured, tools or (), is_open)
@@ -266,7 +252,7 @@ class LLM:
                         break
                     try:
                         run = self._prepare_call(call)
-                        self._submit([run])
+                        self.submit([run])
                         active[run.sequence.id] = (call.key, run)
                     except Exception as error:  # one bad call is one bad answer
                         yield call.key, error
@@ -278,7 +264,7 @@ class LLM:
                         del active[number]
                         yield key, done
         finally:
-            self._drop([run for _, run in active.values()])
+            self.drop([run for _, run in active.values()])
 
     # For those who run the engine themselves: `prepare`, `prepare_chat` and `encode_chat` may be called from any thread
     # and check all that can be wrong with a request; `submit`, `step`, `take`, `drop` and `scoring` belong to the
@@ -323,14 +309,6 @@ class LLM:
         check_tools(tools)
         return self._checked(self.tokenizer.encode_chat(messages, tools=tools, **variables))
 
-    def submit(self, runs: Sequence[Run]) -> None:
-        """Queue what was prepared together; the first reads the prompt for all."""
-        self._submit(runs)
-
-    def step(self) -> None:
-        """One step for everybody who is queued; `engine.is_stuck` says afterwards if nobody can go on."""
-        self._advance()
-
     def take(self, run: Run) -> list[Event]:
         """What has arrived for one of them since the last time; the completion is the last event.
 
@@ -339,22 +317,16 @@ class LLM:
         events = list(run.inbox)
         run.inbox.clear()
         if run.is_over:
-            self._drop([run])
+            self.drop([run])
             if run.sequence.error is not None and not run.is_stopped:
                 raise run.sequence.error
             events += run.finish()
         return events
 
-    def drop(self, runs: Sequence[Run]) -> None:
-        """Nobody waits for these any more: they stop wherever they are."""
-        self._drop(runs)
-
     def _prepare_call(self, call: Call) -> Run:
         if call.messages is None:
-            return self._prepare(self._checked(self._to_ids(call.prompt)), call.sampling, Plain, False, 1, None)[0]
-        check_messages(call.messages)
-        check_tools(call.tools)
-        ids = self._checked(self.tokenizer.encode_chat(call.messages, tools=call.tools))
+            return self._prepare(self.encode(call.prompt), call.sampling, Plain, False, 1, None)[0]
+        ids = self.encode_chat(call.messages, tools=call.tools)
         is_open = self._is_open(ids)
         form = partial(Structured, call.tools or (), is_open)
         return self._prepare(ids, call.sampling, form, is_open, 1, None)[0]
@@ -364,7 +336,7 @@ class LLM:
         run.inbox.clear()
         if not run.is_over:
             return None
-        self._drop([run])
+        self.drop([run])
         if run.sequence.error is not None and not run.is_stopped:
             return run.sequence.error
         return last_completion(run.finish())
@@ -387,7 +359,7 @@ class LLM:
 
     def score(self, prompt: Prompt, top: int = 0, chunk: int | None = None) -> list[Drawn]:
         """Log-probability of every token of the prompt after the first, given those before it, with `top` rivals."""
-        ids = self._checked(self._to_ids(prompt))
+        ids = self.encode(prompt)
         return [drawn for piece in self.scoring(ids, top, chunk) for drawn in piece]
 
     def scoring(self, ids: Sequence[int], top: int = 0, chunk: int | None = None) -> Iterator[list[Drawn]]:
@@ -455,7 +427,7 @@ class LLM:
             runs.append(Run(request, answer, on_progress if index == 0 else None))
         return runs
 
-    def _submit(self, runs: Sequence[Run]) -> None:
+    def submit(self, runs: Sequence[Run]) -> None:
         """Queue the answers to one prompt; the first reads it for all."""
         first: SequenceState | None = None
         for index, run in enumerate(runs):
@@ -466,7 +438,7 @@ class LLM:
 
     def _stream(self, runs: Sequence[Run]) -> Iterator[Event]:
         """Queued when the first event is asked for, and not before."""
-        self._submit(runs)
+        self.submit(runs)
         yield from self._events(runs[0])
 
     def _controls(self, sampling: Sampling, is_open: bool) -> tuple[tuple[Control, ...], tuple[int, ...]]:
@@ -514,9 +486,9 @@ class LLM:
                 raise run.sequence.error
             yield from run.finish()
         finally:
-            self._drop([run])
+            self.drop([run])
 
-    def _drop(self, runs: Sequence[Run]) -> None:
+    def drop(self, runs: Sequence[Run]) -> None:
         """These requests are over, or nobody waits for them any more."""
         for run in runs:
             if run.is_begun:
@@ -525,11 +497,11 @@ class LLM:
 
     def _step(self) -> None:
         """One step for everybody; each request finds its tokens in its inbox."""
-        self._advance()
+        self.step()
         if self.engine.is_stuck:
             raise RuntimeError("no request can be admitted")
 
-    def _advance(self) -> None:
+    def step(self) -> None:
         for update in self.engine.step():
             run = self._runs.get(update.sequence.id)
             if run is not None:

@@ -59,6 +59,18 @@ class Structured:
                 yield Delta(was_reasoning=True)
 
 
+class Untooled(Structured):
+    """Reasoning taken out; what looks like a tool call stays text, since nobody offered a tool."""
+
+    def _deltas(self, pieces: Iterable[Piece]) -> Iterator[Delta]:
+        for piece in pieces:
+            is_thought = piece.kind == "reasoning"
+            if piece.text:
+                yield Delta(reasoning=piece.text) if is_thought else Delta(text=piece.text)
+            if piece.was_reasoning:
+                yield Delta(was_reasoning=True)
+
+
 class Answer:
     """Feeds tokens through the detokenizer and the stop strings into `form`."""
 

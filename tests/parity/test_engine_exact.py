@@ -48,7 +48,7 @@ def test_neighbours_preemption_and_small_caches(model: str, seed: int) -> None:
     prompts = [[rng.randrange(256) for _ in range(length_near(config, rng))] for _ in range(5)]
     runs = [tight._prepare(ids, tight_sampling(), tight_form, False, 1, None)[0] for ids in prompts]
     for run in runs:
-        tight._submit([run])
+        tight.submit([run])
     while not all(run.sequence.is_finished for run in runs):
         tight._step()
         if tight.engine.scheduler.running and rng.random() < 0.1:

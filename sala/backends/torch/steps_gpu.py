@@ -232,8 +232,7 @@ class GpuSteps:
         weight = self.model.lm_head.weight
         if hidden.shape[0] > MOST_DRAWN or not linear.can_take(1, weight):
             return self.model.logits(hidden)
-        most = linear.MOST_ROWS if weight.element_size() <= 2 else linear.LEAST_ROWS
-        rows = (hidden / self.config.logit_divisor).split(most)
+        rows = (hidden / self.config.logit_divisor).split(linear.most_rows(weight))
         return torch.cat([linear.linear(some, weight).float() for some in rows])
 
     # short spans

@@ -295,10 +295,14 @@ def can_start_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def most_rows(weight: Tensor) -> int:
+    """Without tensor cores, which know no fp32, more rows are no longer bound by the weight."""
+    return MOST_ROWS if weight.element_size() <= 2 else LEAST_ROWS
+
+
 def can_take(rows: int, weight: Tensor) -> bool:
     """Whether the products here are made for so many rows of this weight."""
-    most = MOST_ROWS if weight.element_size() <= 2 else LEAST_ROWS
-    return rows <= most and weight.shape[1] * weight.element_size() % 16 == 0 and weight.is_contiguous()
+    return rows <= most_rows(weight) and weight.shape[1] * weight.element_size() % 16 == 0 and weight.is_contiguous()
 
 
 def _config(
