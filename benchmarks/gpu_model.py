@@ -3,13 +3,15 @@
     PYTHONPATH=. python benchmarks/gpu_model.py PART …     writes into benchmarks/gpu_model.json
 
 Parts: check (kernels against the definition, 4 layers), decode (one CUDA graph per step, by context and batch),
-prefill (by length, ours and the peer's), peer (Qwen3-8B's shapes decoding in a CUDA graph), engine (as a user sees it:
-requests through the engine), long (two million tokens), profile (where a decode step and a prefill chunk spend their
-time). The peer's prompt is read in one call, ours in chunks; both have run before they are timed.
+prefill (by length, ours and the peer's), chunks (the same prompt in other chunks), peer (Qwen3-8B's shapes decoding in
+a CUDA graph), engine (as a user sees it: requests through the engine), long (one and two million tokens), profile
+(where a decode step and a chunk of a long prompt spend their time, and how fast the card's clock is then). The peer's
+prompt is read in one call, ours in chunks; both have run before they are timed.
 """
 
 import gc
 import json
+import subprocess
 import sys
 import time
 import traceback
@@ -35,6 +37,8 @@ from sala.protocol import Plan, Row, Sampling
 HERE = Path(__file__).parent
 DEVICE = torch.device("cuda")
 CHUNK = 8192
+REST_S = 3.0  # before a prompt is timed, ours or the peer's: a card that was busy is slower
+CLOCK = ("nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "--id=0")
 GREEDY = Sampling(temperature=0)
 RESULTS: dict[str, Any] = {}  # what earlier runs measured is kept, part by part
 
@@ -159,6 +163,7 @@ def read_prompts(lengths: tuple[int, ...]) -> dict[int, dict[str, float]]:
     for length in lengths:
         torch.cuda.reset_peak_memory_stats()
         ours.cache.clear_state(0)
+        time.sleep(REST_S)
         taken = seconds(lambda n=length: ours.read(n))
         peak = torch.cuda.max_memory_allocated() / 1e9
         out[length] = {"seconds": taken, "peak_gb": peak}
@@ -168,24 +173,38 @@ def read_prompts(lengths: tuple[int, ...]) -> dict[int, dict[str, float]]:
     return out
 
 
-def prefill(lengths: tuple[int, ...] = (32768, 131072, 262144, 1 << 20)) -> None:
+def prefill(lengths: tuple[int, ...] = (32768, 131072, 262144)) -> None:
     out = read_prompts(lengths)
     gc.collect()
     torch.cuda.empty_cache()
     peer = qwen()
-    for length in (n for n in lengths if n <= 262144):
+    for length in lengths:
         ids = torch.randint(0, 150000, (1, length), device=DEVICE)
         with torch.inference_mode():
             if length == lengths[0]:
                 peer(ids, logits_to_keep=1)
+            time.sleep(REST_S)
             taken = seconds(lambda tokens=ids: peer(tokens, logits_to_keep=1))
         out[length] |= {"peer_seconds": taken, "ratio": taken / out[length]["seconds"]}
         print(f"Qwen3-8B {length:9,}: {taken:7.2f} s; ours is {out[length]['ratio']:.2f}x as fast", flush=True)
     RESULTS["prefill"] = out
 
 
+def chunks() -> None:
+    """128K tokens, cut into chunks of other sizes."""
+    ours = Ours(None, 131072 // 64 + 600, 2, 131072 + 65536)
+    out = {}
+    for ours.chunk in (4096, 8192, 8448, 16384, 16896, 32768):
+        ours.warm(131072)
+        ours.cache.clear_state(0)
+        time.sleep(REST_S)
+        out[ours.chunk] = seconds(lambda: ours.read(131072))
+        print(f"128K in chunks of {ours.chunk:6,}: {out[ours.chunk]:6.2f} s", flush=True)
+    RESULTS["chunks"] = out
+
+
 def long() -> None:
-    RESULTS["long"] = read_prompts((1 << 21,))
+    RESULTS["long"] = read_prompts((1 << 20, 1 << 21))
 
 
 def engine() -> None:
@@ -265,17 +284,39 @@ def qwen() -> Any:
 
 
 def profile() -> None:
-    ours = Ours(None, 1 << 13, 4, 1 << 18)
-    for name, work in (("decode 1 x 128K", ours.step(1, 131072)), ("prefill 32K", lambda: ours.read(32768))):
+    """Kernels by name; the chunk is the last one of 128K tokens, when the card is as warm as it gets."""
+    ours = Ours(None, 131072 // 64 + 200, 34, 1 << 18)
+    last = pack(Plan((row(CHUNK, 131072 - CHUNK, range(1 << 20), 0, 0),)), DEVICE)
+    out = {}
+    for name, prepare, work in (
+        ("decode 1 x 4K", lambda: None, ours.step(1, 4096)),
+        ("decode 32 x 4K", lambda: None, ours.step(32, 4096)),
+        ("chunk at 120K", lambda: ours.read(131072), lambda: ours.steps(last, ours.cache, None, [])),
+    ):
         work()
+        prepare()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found, torch.inference_mode():
-            work()
-            torch.cuda.synchronize()
-        events = [e for e in found.key_averages() if e.self_device_time_total > 0]
-        total = sum(e.self_device_time_total for e in events)
-        print(f"{name}: {total / 1e3:.2f} ms on the GPU, {sum(e.count for e in events)} launches", flush=True)
-        for event in sorted(events, key=lambda e: -e.self_device_time_total)[:18]:
-            print(f"   {event.self_device_time_total / 1e3:9.3f} ms {event.count:6} x {event.key[:90]}", flush=True)
+            taken = seconds(work)
+        clock = int(subprocess.run(CLOCK, capture_output=True, text=True, check=True).stdout)
+        events = sorted(
+            (e for e in found.key_averages() if e.self_device_time_total > 0), key=kernel_time, reverse=True
+        )
+        total = sum(map(kernel_time, events))
+        out[name] = {
+            "ms": taken * 1e3,
+            "gpu_ms": total,
+            "launches": sum(event.count for event in events),
+            "clock_mhz": clock,
+            "kernels": [{"name": e.key[:90], "count": e.count, "ms": kernel_time(e)} for e in events[:18]],
+        }
+        print(f"{name}: {total:.2f} ms on the GPU, {out[name]['launches']} launches, {clock} MHz", flush=True)
+        for event in events[:18]:
+            print(f"   {kernel_time(event):9.3f} ms {event.count:6} x {event.key[:90]}", flush=True)
+    RESULTS["profile"] = out
+
+
+def kernel_time(event: Any) -> float:
+    return float(event.self_device_time_total) / 1e3
 
 
 PARTS = {
@@ -284,6 +325,7 @@ PARTS = {
     "peer": peer,
     "engine": engine,
     "prefill": prefill,
+    "chunks": chunks,
     "long": long,
     "profile": profile,
 }

@@ -48,11 +48,11 @@ def prefill(axes: Axes, results: dict[str, Any]) -> None:
     both = [n for n in lengths if "peer_seconds" in ours[n]]
     axes.plot(both, [ours[n]["peer_seconds"] for n in both], "o-", color=PEER, label="Qwen3-8B, transformers")
     for n in both:
-        axes.annotate(f"{ours[n]['ratio']:.1f}x", (n, ours[n]["peer_seconds"]), (-6, 6), textcoords="offset points")
+        axes.annotate(f"{ours[n]['ratio']:.1f}x", (n, ours[n]["peer_seconds"]), (-28, 4), textcoords="offset points")
     axes.set_yscale("log")
     axes.set_ylabel("seconds")
     axes.set_title("Reading a prompt")
-    axes.legend(loc="upper left")
+    axes.legend(loc="lower right")
     by_length(axes, lengths)
 
 

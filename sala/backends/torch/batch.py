@@ -30,7 +30,7 @@ class Span:
     @cached_property
     def table(self) -> Tensor:
         """[N] block → page."""
-        return torch.tensor(self.pages, device=self.device, dtype=torch.long)
+        return send(torch.tensor(self.pages, dtype=torch.long), self.device)
 
     @cached_property
     def first_page(self) -> int | None:
@@ -83,12 +83,12 @@ class Batch:
     @cached_property
     def tokens(self) -> Tensor:
         """[T]; they go to the device when someone asks for them there."""
-        return torch.tensor(self.ids, device=self.device)
+        return send(torch.tensor(self.ids, dtype=torch.long), self.device)
 
     @cached_property
     def positions(self) -> Tensor:
         """[T]"""
-        return torch.cat([torch.arange(span.start, span.end) for span in self.spans]).to(self.device)
+        return send(torch.cat([torch.arange(span.start, span.end) for span in self.spans]), self.device)
 
     @property
     def lengths(self) -> list[int]:
@@ -107,6 +107,11 @@ class Batch:
 def pack(plan: Plan, device: torch.device) -> Batch:
     ids = tuple(token for row in plan.rows for token in row.tokens)
     return Batch(ids, tuple(_span(row, device) for row in plan.rows), device)
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """To the device. A GPU fetches them when it comes to it, so that the host goes on to launch what is next."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def take(hidden: Tensor, rows: Sequence[int]) -> Tensor:

@@ -100,8 +100,10 @@ def _linear_kernel(
     begin = split * (STEPS * DEPTH)
     row, inner = tl.arange(0, TILE_ROWS), tl.arange(0, DEPTH)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    # What is past the last row or column repeats it: no mask, and nobody reads the result.
-    x_rows = tl.multiple_of(x_ptr + tl.minimum(row, ROWS - 1) * x_row, 16)
+    # What is past the last column repeats it: no mask, and nobody reads the result. Rows are masked: were all of a tile
+    # the same one, every program would ask for the same few lines of the L2 cache, 32 times.
+    is_row = (row < ROWS)[:, None]
+    x_rows = tl.multiple_of(x_ptr + row * x_row, 16)
     weight_rows = tl.multiple_of(weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K, 16)
     if EARLY_STEPS > 0:
         tl.extra.cuda.gdc_launch_dependents()
@@ -116,20 +118,20 @@ def _linear_kernel(
     for step in range(steps):
         if IS_WHOLE:
             weight = tl.load(weight_tile + step * DEPTH)
-            x = tl.load(x_tile + step * DEPTH)
+            x = tl.load(x_tile + step * DEPTH, mask=is_row, other=0.0)
             if HAS_SILU:
-                x = _silu_mul(x, tl.load(x_tile + K + step * DEPTH), dtype)
+                x = _silu_mul(x, tl.load(x_tile + K + step * DEPTH, mask=is_row, other=0.0), dtype)
         else:
             is_here = (begin + step * DEPTH + inner < K)[None, :]
             weight = tl.load(weight_tile + step * DEPTH, mask=is_here, other=0.0)
-            x = tl.load(x_tile + step * DEPTH, mask=is_here, other=0.0)
+            x = tl.load(x_tile + step * DEPTH, mask=is_row & is_here, other=0.0)
             if HAS_SILU:
-                x = _silu_mul(x, tl.load(x_tile + K + step * DEPTH, mask=is_here, other=0.0), dtype)
+                x = _silu_mul(x, tl.load(x_tile + K + step * DEPTH, mask=is_row & is_here, other=0.0), dtype)
         acc = _product(x, weight, acc, IS_SWAPPED, PRECISION)
     if IS_SWAPPED:
         acc = tl.trans(acc)
     target = out_ptr + (split * ROWS + row).to(tl.int64)[:, None] * N + column[None, :]
-    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=(row < ROWS)[:, None] & (column < N)[None, :])
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=is_row & (column < N)[None, :])
 
 
 @triton.jit
@@ -153,7 +155,8 @@ def _gate_up_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row, inner = tl.arange(0, TILE_ROWS), tl.arange(0, DEPTH)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    x_rows = tl.multiple_of(x_ptr + tl.minimum(row, ROWS - 1) * x_row, 16)
+    is_row = (row < ROWS)[:, None]
+    x_rows = tl.multiple_of(x_ptr + row * x_row, 16)
     weight_rows = tl.multiple_of(weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K, 16)
     if EARLY_STEPS > 0:
         tl.extra.cuda.gdc_launch_dependents()
@@ -168,19 +171,19 @@ def _gate_up_kernel(
     for step in range(STEPS):
         if K % DEPTH == 0:
             gate_weight, up_weight = tl.load(gate_tile + step * DEPTH), tl.load(up_tile + step * DEPTH)
-            x = tl.load(x_tile + step * DEPTH)
+            x = tl.load(x_tile + step * DEPTH, mask=is_row, other=0.0)
         else:
             is_here = (step * DEPTH + inner < K)[None, :]
             gate_weight = tl.load(gate_tile + step * DEPTH, mask=is_here, other=0.0)
             up_weight = tl.load(up_tile + step * DEPTH, mask=is_here, other=0.0)
-            x = tl.load(x_tile + step * DEPTH, mask=is_here, other=0.0)
+            x = tl.load(x_tile + step * DEPTH, mask=is_row & is_here, other=0.0)
         gate = _product(x, gate_weight, gate, IS_SWAPPED, PRECISION)
         up = _product(x, up_weight, up, IS_SWAPPED, PRECISION)
     out = _silu_mul(gate.to(dtype), up.to(dtype), dtype)
     if IS_SWAPPED:
         out = tl.trans(out)
     target = out_ptr + row[:, None] * N + column[None, :]
-    tl.store(target, out, mask=(row < ROWS)[:, None] & (column < N)[None, :])
+    tl.store(target, out, mask=is_row & (column < N)[None, :])
 
 
 def linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
