@@ -166,8 +166,6 @@ class Run:
             self._reasoning += delta.reasoning
             if delta.tool_call is not None:
                 self._calls.append(delta.tool_call)
-            if delta.was_reasoning:
-                self._reasoning, self._text, self._calls = (self._reasoning + self._text).strip(), "", []
             yield Event(delta, tokens if index == len(deltas) - 1 else ())
 
     def _completion(self) -> Completion:

@@ -38,13 +38,14 @@ class InputError(SalaError, ValueError):
 
 
 class ContextTooLong(SalaError):
-    """The prompt does not fit; carries the numbers."""
+    """The prompt does not fit; carries the numbers. One that is far too long is not counted to its end."""
 
-    def __init__(self, num_tokens: int, max_tokens: int) -> None:
+    def __init__(self, num_tokens: int, max_tokens: int, is_whole: bool = True) -> None:
         self.num_tokens = num_tokens
         self.max_tokens = max_tokens
+        count = f"{num_tokens:,}" if is_whole else f"more than {num_tokens:,}"
         super().__init__(
-            f"the prompt has {num_tokens:,} tokens and the context holds {max_tokens:,}",
+            f"the prompt has {count} tokens and the context holds {max_tokens:,}",
             f"shorten it or raise the context (ctx) to at least {num_tokens + 1}",
         )
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 
 MAX_ANSWERS = 128
+PATIENCE = 8  # contexts: what is only to be counted may be so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +291,7 @@ class LLM:
 
         Without tools nothing in the answer is taken for a tool call.
         """
-        ids = self.encode_chat(messages, tools=tools, **variables)
+        ids = self.encode_chat(messages, tools=tools, patience=1, **variables)
         self.engine.check(ids)
         is_open = self._is_open(ids)
         form = partial(Structured, tools, is_open) if tools else partial(Untooled, (), is_open)
@@ -302,12 +303,21 @@ class LLM:
         return self._checked(self._to_ids(prompt))
 
     def encode_chat(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        patience: int = PATIENCE,
+        **variables: Any,
     ) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins."""
+        """The token ids of a conversation, up to where the answer begins.
+
+        One that is longer than `patience` contexts by far is refused and not encoded to its end.
+        """
         check_messages(messages)
         check_tools(tools)
-        return self._checked(self.tokenizer.encode_chat(messages, tools=tools, **variables))
+        limits = {"max_tokens": self.ctx, "patience": patience}
+        return self._checked(self.tokenizer.encode_chat(messages, tools=tools, **limits, **variables))
 
     def take(self, run: Run) -> list[Event]:
         """What has arrived for one of them since the last time; the completion is the last event.
@@ -520,7 +530,7 @@ class LLM:
 
     def _to_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt, max_tokens=self.ctx)
         if not hasattr(prompt, "__len__"):
             raise InputError("prompt", f"is {prompt!r}", "give text or a list of token ids")
         return list(prompt)

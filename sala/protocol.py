@@ -232,5 +232,8 @@ class Executor(Protocol):
     def restore(self, blobs: Mapping[str, Blob], pages: Sequence[int], num_tokens: int, slot: int) -> None:
         """The reverse of `dump`; blobs of other names, sizes or precisions are a ValueError, and nothing changes."""
 
+    def probe(self) -> None:
+        """Raise if the device cannot compute any more: whatever it holds is lost then."""
+
     def close(self) -> None:
         """Give memory and files back; further calls are errors."""

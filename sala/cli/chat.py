@@ -285,8 +285,6 @@ def _partial_message(shown: list[Any]) -> dict[str, Any]:
     text = reasoning = ""
     for event in shown:
         text, reasoning = text + event.delta.text, reasoning + event.delta.reasoning
-        if event.delta.was_reasoning:
-            text, reasoning = "", reasoning + text
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning

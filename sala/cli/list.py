@@ -48,22 +48,21 @@ def _facts(entry: "Entry") -> dict[str, Any]:
 
 
 def _print(entries: "Sequence[Entry]") -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from sala.cli.show import size
+    from sala.cli.show import open_console, size
 
+    console = open_console()
+    is_short = max(len(entry.id) for entry in entries) <= console.width // 2
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("name", "size", "quantization", "fetched", "from"):
-        table.add_column(name, justify="right" if name == "size" else "left", no_wrap=name == "name", overflow="fold")
+        is_whole = name == "name" and is_short
+        table.add_column(name, justify="right" if name == "size" else "left", no_wrap=is_whole, overflow="fold")
     for entry in entries:
         when = datetime.fromtimestamp(entry.downloaded_at).strftime("%Y-%m-%d %H:%M") if entry.downloaded_at else "–"
         cells = (entry.id, size(entry.size_bytes), describe(entry.quantization), when, entry.repo_id or "–")
         table.add_row(*(Text(cell) for cell in cells))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 10_000  # whoever reads it in a pipe wants whole lines
     console.print(table)
 
 

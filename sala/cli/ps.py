@@ -65,9 +65,10 @@ def ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
 
 
 def _print(models: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from sala.cli.show import open_console
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("name", "context", "running", "waiting"):
@@ -76,7 +77,7 @@ def _print(models: list[dict[str, Any]]) -> None:
         requests = model.get("requests") or {}
         cells = [model.get("id"), model.get("context_length"), requests.get("running"), requests.get("waiting")]
         table.add_row(*(Text("".join(char for char in _cell(cell) if char.isprintable())) for cell in cells))
-    Console(highlight=False).print(table)
+    open_console().print(table)
 
 
 def _cell(value: Any) -> str:

@@ -1,5 +1,6 @@
 """`sala pull`: fetch a model from the hub into the models directory."""
 
+import re
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +10,9 @@ import typer
 from sala.cli import settings as s
 
 if TYPE_CHECKING:
-    from sala.library import Library
+    from sala.library import Entry, Library
+
+COMMIT = re.compile(r"[0-9a-f]{40,64}")
 
 
 def pull(
@@ -28,7 +31,9 @@ def pull(
         with bar:
             path = fetch(library.directory, repo_id, revision, Hub(hub), bar, s.note)
     except AlreadyThere:
-        s.note(_say_there(library, repo_id, revision))
+        entry = _find_there(library, repo_id, revision)
+        s.note(f"{repo_id} is there already: {entry.path}")
+        print(entry.path.name)
         return
     except KeyboardInterrupt:
         s.note(f"stopped; the same command goes on where it stopped: sala pull {repo}")
@@ -37,7 +42,8 @@ def pull(
     print(path.name)
 
 
-def _say_there(library: "Library", repo_id: str, revision: str | None) -> str:
+def _find_there(library: "Library", repo_id: str, revision: str | None) -> "Entry":
+    """What has the model's place; an error if it is another commit than the one asked for."""
     from sala.errors import SalaError
 
     entry = library.find(repo_id)
@@ -45,16 +51,19 @@ def _say_there(library: "Library", repo_id: str, revision: str | None) -> str:
         raise SalaError(f"something else has the place of {repo_id} in the models directory", "move it away")
     if revision is not None and entry.revision != revision:
         at = entry.revision[:12] if entry.revision else "an unknown revision"
-        return f"{repo_id} is there already, at {at}; for another one remove it first: sala rm {repo_id}"
-    return f"{repo_id} is there already: {entry.path}"
+        if COMMIT.fullmatch(revision):
+            raise SalaError(f"{repo_id} is there already, at {at}", f"remove it first: sala rm {repo_id}")
+        s.note(f"it is at {at}; what {revision} is now was not asked; to fetch it anew: sala rm {repo_id}")
+    return entry
 
 
 class DownloadBar:
-    """All files as one bar on a terminal; elsewhere a line at the beginning."""
+    """All files as one bar on a terminal; elsewhere a line at the beginning. It hears of every file once at first."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._files: dict[str, tuple[int, int]] = {}
+        self._there = 0  # bytes of an earlier download
         self._has_bar = sys.stderr.isatty()
         self._is_told = False
 
@@ -73,16 +82,24 @@ class DownloadBar:
     def __call__(self, file: str, done: int, total: int) -> None:
         is_new = file not in self._files
         self._files[file] = (done, total)
-        if self._has_bar:
-            have, size = (sum(numbers) for numbers in zip(*self._files.values(), strict=True))
-            self._progress.update(self._task, completed=have, total=size, file=file)
-        elif not is_new and not self._is_told:
+        if is_new:
+            self._there += done
+            return
+        if not self._is_told:
             self._is_told = True
-            from sala.cli.show import size as show_size
+            self._tell(sum(total for _, total in self._files.values()))
+        if self._has_bar:
+            self._progress.update(self._task, completed=sum(done for done, _ in self._files.values()), file=file)
 
-            have, size = (sum(numbers) for numbers in zip(*self._files.values(), strict=True))
-            there = f", {show_size(have)} of it there" if have else ""
-            s.note(f"fetching {self._name}: {show_size(size)} in {len(self._files)} files{there}")
+    def _tell(self, size: int) -> None:
+        """What there is to do. What is there already is no part of the speed."""
+        if self._has_bar:
+            self._progress.update(self._task, completed=self._there, total=size)
+            return
+        from sala.cli.show import size as show_size
+
+        there = f", {show_size(self._there)} of it there" if self._there else ""
+        s.note(f"fetching {self._name}: {show_size(size)} in {len(self._files)} files{there}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

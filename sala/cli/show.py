@@ -10,6 +10,8 @@ import typer
 from sala.cli import settings as s
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from sala.checkpoint.reader import Checkpoint
     from sala.config import SalaConfig
     from sala.quantization import Groups
@@ -73,11 +75,10 @@ def _bits(groups: Iterable["Groups"]) -> str | None:
 
 
 def _print(path: str, facts: dict[str, Any], config: "SalaConfig") -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = open_console()
     pattern = Text()
     for mixer in config.mixers:
         pattern.append("S" if mixer == "sparse" else "·", style="bold yellow" if mixer == "sparse" else "cyan")
@@ -99,10 +100,21 @@ def _print(path: str, facts: dict[str, Any], config: "SalaConfig") -> None:
     ]
     for name, count in facts["cache_bytes"].items():
         rows.append((f"memory at {name}", f"{size(count)} cache + {weights} weights"))
-    table = Table(title=Text(path), show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in rows:
         table.add_row(name, value)
+    console.print(Text(path), soft_wrap=True)
     console.print(table)
+
+
+def open_console() -> "Console":
+    """For tables: whoever reads them in a pipe wants whole lines."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 10_000
+    return console
 
 
 def size(count: int) -> str:

@@ -99,6 +99,10 @@ class Engine:
             if self.after is not None and sequence.error is None:
                 self.after(sequence)
 
+    def probe(self) -> None:
+        """Raise if no request can ever succeed again, since the device is lost."""
+        self._executor.probe()
+
     def forget(self) -> None:
         """Give up all snapshots."""
         for snapshot in list(self.hybrid.prefix):

@@ -101,31 +101,37 @@ async def send_events(
     opening: Iterable[Mapping[str, Any]],
     chunks: Callable[[Item], Iterable[Mapping[str, Any]]],
     closing: Callable[[], Iterable[Mapping[str, Any]]],
+    *,
+    failing: Callable[[ApiError], Mapping[str, Any]] = ApiError.envelope,
+    write: Callable[[Mapping[str, Any]], bytes] = encode,
+    ping: bytes = PING,
+    done: bytes = DONE,
 ) -> AsyncIterator[bytes]:
-    """A stream as server-sent events; a sign of life when nothing else is sent. An error ends it without [DONE]."""
+    """A stream as server-sent events, `ping` when nothing else is sent. An error ends it, and then it is not `done`."""
     spoke = time.monotonic()
     try:
         for chunk in opening:
-            yield encode(chunk)
+            yield write(chunk)
         while True:
             try:
                 item = await stream.next(max(0.001, ping_s - (time.monotonic() - spoke)))
             except TimeoutError:
-                yield PING
+                yield ping
                 spoke = time.monotonic()
                 continue
             if item is None:
                 break
             for chunk in chunks(item):
-                yield encode(chunk)
+                yield write(chunk)
                 spoke = time.monotonic()
         for chunk in closing():
-            yield encode(chunk)
-        yield DONE
+            yield write(chunk)
+        if done:
+            yield done
     except Overflow:
         return
     except Exception as error:
-        yield encode(from_exception(error).envelope())
+        yield write(failing(from_exception(error)))
 
 
 def progress(reading: Reading) -> dict[str, Any]:

@@ -1,16 +1,13 @@
-"""POST /messages and /messages/count_tokens: Anthropic's interface, with its own errors."""
+"""POST /messages and /messages/count_tokens: Anthropic's interface. Its errors look different; see `errors`."""
 
+import asyncio
 import json
-import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from sala.server import answers
@@ -27,9 +24,9 @@ from sala.server.anthropic_schema import (
     ToolUse,
     join,
 )
-from sala.server.blocks import Block, Blocks, Prepared, Step, build_chat, encode_named, send_events
+from sala.server.blocks import Block, Blocks, Prepared, Step, build_chat, encode_named
 from sala.server.chat import Plan
-from sala.server.errors import ALWAYS, MAX_MESSAGE, ApiError, dump, from_exception, from_validation
+from sala.server.errors import ALWAYS, anthropic_envelope, dump
 from sala.server.runtime import LoadedModel, Runtime
 from sala.server.schema import StrictRoute
 from sala.server.settings import Settings
@@ -50,60 +47,12 @@ STREAMED: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {}},
     }
 }
-TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "repetition": "max_tokens", "tool_calls": "tool_use"}
 BILLING = "x-anthropic-billing-header:"  # a line of some clients; it differs every time, so nothing could be reused
 PING = {"type": "ping"}
-_log = logging.getLogger("sala.server")
 
-
-class AnthropicRoute(StrictRoute):
-    """Every error of the route in Anthropic's envelope."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def in_their_words(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except ClientDisconnect:
-                raise
-            except Exception as error:
-                answer = as_api_error(error)
-                if answer.status_code >= 500 and not isinstance(error, ApiError):
-                    _log.error("a request failed: %s", type(error).__name__, exc_info=error)
-                return Response(dump(envelope(answer)), answer.status_code, answer.headers, "application/json")
-
-        return in_their_words
-
-
-router = APIRouter(tags=["messages"], route_class=AnthropicRoute)
-
-
-def as_api_error(error: Exception) -> ApiError:
-    if isinstance(error, RequestValidationError):
-        return from_validation(error.errors())
-    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
-        return ApiError(error.status_code, str(error.detail), headers=error.headers)
-    return from_exception(error)
-
-
-def envelope(error: ApiError) -> dict[str, Any]:
-    message = error.message
-    if error.param is not None and not message.startswith(error.param):
-        message = f"{error.param}: {message}"
-    if error.code == "context_length_exceeded":  # clients that shorten their prompts by themselves look for this
-        message = f"prompt is too long: {error.extra['n_prompt_tokens']} tokens > {error.extra['n_ctx']} maximum"
-    kind = TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message[:MAX_MESSAGE], **error.extra}}
+router = APIRouter(tags=["messages"], route_class=StrictRoute)
 
 
 @router.post(
@@ -114,7 +63,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     settings: Settings = request.app.state.settings
     model = await until_gone(request, runtime.get(body.model))
     with answers.naming(FIELDS):
-        plan = build_plan(body, settings)
+        plan = await asyncio.to_thread(build_plan, body, settings)
         prepared = Prepared(plan)
         stream = await until_gone(request, model.worker.open(prepared.prepare), model.worker.cancel)
     reply = Reply(model, body, plan, stream)
@@ -135,7 +84,7 @@ async def count_tokens(body: CountRequest, request: Request) -> dict[str, int]:
     """How long the prompt of these messages is; it may be longer than the context."""
     model = await until_gone(request, request.app.state.runtime.get(body.model))
     with answers.naming(FIELDS):
-        plan = build_plan(body, request.app.state.settings)
+        plan = await asyncio.to_thread(build_plan, body, request.app.state.settings)
         ids = await until_gone(request, model.worker.call(plan.encode))
     return {"input_tokens": len(ids)}
 
@@ -237,7 +186,7 @@ class Reply:
         self._model = model
         self._body = body
         self._stream = stream
-        self._blocks = Blocks(plan, is_live=bool(body.stream))
+        self._blocks = Blocks(plan)
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer."""
@@ -250,8 +199,10 @@ class Reply:
         usage = _usage(num_tokens, 0, 0)
         start = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         opening: list[dict[str, Any]] = [{"type": "message_start", "message": start}, PING]
-        ping = encode_named(PING)
-        return send_events(self._stream, ping_s, ping, opening, self._events, self._closing, envelope)
+        return answers.send_events(
+            self._stream, ping_s, opening, self._events, self._closing,
+            failing=anthropic_envelope, write=encode_named, ping=encode_named(PING), done=b"",
+        )  # fmt: skip
 
     def _events(self, item: Item) -> Iterator[dict[str, Any]]:
         for step in self._blocks.take(item):

@@ -1,8 +1,7 @@
 """Answers as a row of blocks, reasoning, text and calls: the form in which other interfaces than chats give them."""
 
 import json
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,14 +10,13 @@ from pydantic import ValidationError
 from sala.completion import Completion
 from sala.llm import LLM
 from sala.server.chat import Choice, Plan
-from sala.server.errors import ApiError, from_exception, from_validation
+from sala.server.errors import ApiError, from_validation
 from sala.server.schema import ChatRequest
 from sala.server.sse import encode
-from sala.server.worker import Item, Overflow, Piece, Stream, Work
+from sala.server.worker import Item, Piece, Stream, Work
 from sala.text.tools import ToolCall
 
 Kind = Literal["reasoning", "text", "call"]
-Event = Mapping[str, Any]
 
 
 def build_chat(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
@@ -62,14 +60,10 @@ class Step:
 
 
 class Blocks:
-    """Cuts one answer into blocks while it grows.
+    """Cuts one answer into blocks while it grows."""
 
-    Text that turns out to be reasoning becomes reasoning, unless `is_live`: then it has been sent as text already.
-    """
-
-    def __init__(self, plan: Plan, is_live: bool) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._is_live = is_live
         self._choice = Choice()
         self._open: Block | None = None
         self._held = ""  # line ends that are left out if a call follows
@@ -92,8 +86,6 @@ class Blocks:
         if delta.tool_call is not None and self._may_call:
             yield from self._add_call(delta.tool_call)
         yield from self._add_text(delta.text)
-        if delta.was_reasoning and not self._is_live:
-            self._turn_to_reasoning()
         if self._choice.completion is not None:
             yield from self._end()
 
@@ -151,47 +143,7 @@ class Blocks:
             block, self._open = self._open, None
             yield Step("end", block)
 
-    def _turn_to_reasoning(self) -> None:
-        thought = "".join(block.text for block in self.all if block.kind != "call") + self._held
-        has_thought = thought.strip() and self._plan.shows_reasoning
-        self.all = [Block("reasoning", 0, thought.strip())] if has_thought else []
-        self._open, self._held, self._num_calls = None, "", 0
 
-
-def encode_named(event: Event) -> bytes:
+def encode_named(event: Mapping[str, Any]) -> bytes:
     """An event whose name is its type."""
     return f"event: {event['type']}\n".encode() + encode(event)
-
-
-async def send_events(
-    stream: Stream,
-    ping_s: float,
-    ping: bytes,
-    opening: Iterable[Event],
-    events: Callable[[Item], Iterable[Event]],
-    closing: Callable[[], Iterable[Event]],
-    failing: Callable[[ApiError], Event],
-) -> AsyncIterator[bytes]:
-    """A stream as events with names; `ping` when nothing else is sent, `failing` if it ends in an error."""
-    spoke = time.monotonic()
-    try:
-        for event in opening:
-            yield encode_named(event)
-        while True:
-            try:
-                item = await stream.next(max(0.001, ping_s - (time.monotonic() - spoke)))
-            except TimeoutError:
-                yield ping
-                spoke = time.monotonic()
-                continue
-            if item is None:
-                break
-            for event in events(item):
-                yield encode_named(event)
-                spoke = time.monotonic()
-        for event in closing():
-            yield encode_named(event)
-    except Overflow:
-        return
-    except Exception as error:
-        yield encode_named(failing(from_exception(error)))

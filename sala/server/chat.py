@@ -217,7 +217,7 @@ class Choice:
     def take(self, piece: Piece) -> None:
         self.num_seen += len(piece.drawn)
         self.drawn += piece.drawn
-        if piece.event.delta.reasoning or piece.event.delta.was_reasoning:
+        if piece.event.delta.reasoning:
             self.num_reasoning = self.num_seen
         if piece.event.completion is not None:
             self.completion = piece.event.completion
@@ -243,7 +243,6 @@ class Chat:
                 self._choices[item.index].take(item)
         return {
             **answers.head("chat.completion", "chatcmpl", self._model.id),
-            "system_fingerprint": None,
             "choices": [self._whole(index, choice) for index, choice in enumerate(self._choices)],
             "usage": self._usage(),
             "timings": answers.timings(self._completions()),
@@ -318,7 +317,7 @@ class Chat:
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        chunk = {**self._head, "system_fingerprint": None, "choices": [choice]}
+        chunk = {**self._head, "choices": [choice]}
         return {**chunk, "usage": None} if self._wants_usage else chunk
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:

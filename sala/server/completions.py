@@ -149,7 +149,6 @@ class Continuation:
             self._take(item)
         answer = {
             **answers.head("text_completion", "cmpl", self._model.id),
-            "system_fingerprint": None,
             "choices": [self._show(index, choice, *_end(choice)) for index, choice in enumerate(self._choices)],
             "usage": self._usage(),
         }

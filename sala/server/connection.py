@@ -104,7 +104,8 @@ class Connection(H11Protocol):
         if is_answering or self.transport.is_closing():
             self.transport.abort()
             return
-        self.transport.write(_compose(error))
+        is_asked = self.cycle is not None and not self.cycle.response_complete
+        self.transport.write(_compose(error, self.cycle.scope["path"] if is_asked else ""))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
@@ -169,9 +170,9 @@ class Connection(H11Protocol):
         self._wait_timer = self._stall_timer = None
 
 
-def _compose(error: ApiError) -> bytes:
+def _compose(error: ApiError, path: str) -> bytes:
     """An answer as it goes over the wire."""
-    body = dump(error.envelope())
+    body = dump(error.envelope(path))
     lines = [f"HTTP/1.1 {error.status_code} {http.HTTPStatus(error.status_code).phrase}"]
     lines += [f"{name}: {value}" for name, value in (error.headers or {}).items()]
     lines += ["content-type: application/json", f"content-length: {len(body)}", "connection: close", "", ""]

@@ -1,7 +1,8 @@
-"""Errors as clients see them: always OpenAI's envelope, never a path, a trace or an address."""
+"""Errors as clients see them: OpenAI's envelope, on Anthropic's routes theirs; never a path, a trace or an address."""
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sala.errors import ContextTooLong, InputError, MissingExtra, NoTokenizer, SalaError, TemplateError
 
@@ -20,6 +22,13 @@ MAX_MESSAGE = 1000
 METHODS = ("DELETE", "GET", "HEAD", "POST")
 CLIENT_GONE = 499  # nobody reads it; it is for the log
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC = re.compile(r"(/v1)?/messages(/count_tokens)?")
+_ANTHROPIC_TYPES = _TYPES | {
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
 _WORDS = {
     404: "there is nothing at this address",
     405: "this address does not know that method",
@@ -48,12 +57,36 @@ class ApiError(FastHTTPException):
         self.code = code
         self.extra = dict(extra or {})
 
-    def envelope(self) -> dict[str, Any]:
+    def envelope(self, path: str = "") -> dict[str, Any]:
+        """In the words of those who call that path."""
+        if _ANTHROPIC.fullmatch(path):
+            return anthropic_envelope(self)
         error = {"message": self.message[:MAX_MESSAGE], "type": self.type, "param": self.param, "code": self.code}
         return {"error": {**error, **self.extra}}
 
     def response(self) -> Response:
-        return Response(dump(self.envelope()), self.status_code, self.headers, "application/json")
+        return ErrorResponse(self)
+
+
+class ErrorResponse(Response):
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(dump(error.envelope()), error.status_code, error.headers, "application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.body = dump(self._error.envelope(scope["path"]))
+        self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+def anthropic_envelope(error: ApiError) -> dict[str, Any]:
+    message = error.message
+    if error.param is not None and not message.startswith(error.param):
+        message = f"{error.param}: {message}"
+    if error.code == "context_length_exceeded":  # clients that shorten their prompts by themselves look for this
+        message = f"prompt is too long: {error.extra['n_prompt_tokens']} tokens > {error.extra['n_ctx']} maximum"
+    kind = _ANTHROPIC_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message[:MAX_MESSAGE], **error.extra}}
 
 
 class ErrorObject(BaseModel):
@@ -66,7 +99,7 @@ class ErrorObject(BaseModel):
 
 
 class ErrorEnvelope(BaseModel):
-    """Every answer that is not a success looks like this."""
+    """Every answer that is not a success looks like this, but on Anthropic's routes."""
 
     error: ErrorObject
 
@@ -119,7 +152,22 @@ def from_exception(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param="messages", code="invalid_value")
     if isinstance(error, MissingExtra):
         return ApiError(400, str(error), code="not_available")
+    if is_out_of_memory(error):
+        return ApiError(
+            503,
+            "there is not enough memory for this request; send a shorter one, or try again when others are done",
+            code="out_of_memory",
+            headers={"Retry-After": "30"},
+        )
     return ApiError(500, "the server failed on this request; its log says more", code="server_error")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also what frameworks say instead of MemoryError; none of them is imported here."""
+    if isinstance(error, MemoryError):
+        return True
+    words = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return "out of memory" in words or "can't allocate memory" in words
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -161,6 +209,29 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(SalaError, _answer_sala)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, _answer_unexpected)
+
+
+class Failures:
+    """Middleware: a failure that nobody foresaw is an answer like any other, and the connection serves on."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        except Exception as error:
+            if is_started or scope["type"] != "http":
+                raise
+            _log.error("a request failed: %s", type(error).__name__, exc_info=error)
+            await from_exception(error).response()(scope, receive, send)
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:

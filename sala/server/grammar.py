@@ -18,7 +18,7 @@ def call_grammar(
     calls = "call" if is_single else r'call ("\n" call)*'
     rules = [f"start: {calls}" if answer is None else f"start: {calls} | answer"]
     if answer is not None:
-        rules.append(f"answer: %json {_dump(answer)}")
+        rules.append(f"answer: %json {_dump({**COMPACT, **answer})}")
     rules.append(f"call: {' | '.join(names)}")
     for name, function in zip(names, functions, strict=True):
         rules += _function_rules(name, function)

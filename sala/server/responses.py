@@ -1,5 +1,6 @@
 """POST /responses: OpenAI's newer interface. Items in, items out; nothing is stored."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -9,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from sala.server import answers
-from sala.server.blocks import Block, Blocks, Step, build_chat, send_events
+from sala.server.blocks import Block, Blocks, Step, build_chat, encode_named
 from sala.server.chat import Plan
 from sala.server.errors import ALWAYS, ApiError, dump
 from sala.server.responses_schema import (
@@ -27,7 +28,7 @@ from sala.server.responses_schema import (
 from sala.server.runtime import LoadedModel, Runtime
 from sala.server.schema import StrictRoute
 from sala.server.settings import Settings
-from sala.server.sse import PING, EventStream, until_gone
+from sala.server.sse import EventStream, until_gone
 from sala.server.worker import Item, Stream
 
 router = APIRouter(tags=["responses"], route_class=StrictRoute)
@@ -52,7 +53,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     settings: Settings = request.app.state.settings
     model = await until_gone(request, runtime.get(body.model))
     with answers.naming(FIELDS):
-        plan = Plan.build(build_chat(as_chat(body), FIELDS), settings)
+        plan = await asyncio.to_thread(build_plan, body, settings)
         stream = await until_gone(request, model.worker.open(plan.prepare), model.worker.cancel)
     reply = Reply(model, body, plan, stream)
     if body.stream:
@@ -63,6 +64,10 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     finally:
         model.worker.cancel(stream)
     return Response(dump(whole), media_type="application/json")
+
+
+def build_plan(body: ResponseRequest, settings: Settings) -> Plan:
+    return Plan.build(build_chat(as_chat(body), FIELDS), settings)
 
 
 def as_chat(body: ResponseRequest) -> dict[str, Any]:
@@ -147,7 +152,7 @@ class Reply:
         self._body = body
         self._plan = plan
         self._stream = stream
-        self._blocks = Blocks(plan, is_live=bool(body.stream))
+        self._blocks = Blocks(plan)
         self._id = f"resp_{secrets.token_hex(16)}"
         self._created = int(time.time())
         self._item_ids: dict[int, str] = {}
@@ -162,7 +167,10 @@ class Reply:
         """The answer as server-sent events."""
         start = self._response("in_progress")
         opening = [self._event("created", response=start), self._event("in_progress", response=start)]
-        return send_events(self._stream, ping_s, PING, opening, self._events, self._closing, self._failing)
+        return answers.send_events(
+            self._stream, ping_s, opening, self._events, self._closing,
+            failing=self._failing, write=encode_named, done=b"",
+        )  # fmt: skip
 
     def _events(self, item: Item) -> Iterator[dict[str, Any]]:
         for step in self._blocks.take(item):
@@ -278,8 +286,6 @@ class Reply:
             "top_logprobs": 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
-            "usage": None,
-            "user": None,
         }
 
     def _format(self) -> dict[str, Any]:

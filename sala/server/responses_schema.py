@@ -231,8 +231,8 @@ class ResponseRequest(Strict):
     )
     include: list[str] | None = Field(None, max_length=16, description="Nothing of it is there to be included.")
     truncation: Literal["disabled"] | None = Field(None, description="A prompt that is too long is an error.")
-    background: Literal[False] | None = Field(None, description="Not supported.")
-    top_logprobs: Literal[0] | None = Field(None, description="Not supported here; chats have them.")
+    background: bool | None = Field(None, description="Not supported: only false.")
+    top_logprobs: int | None = Field(None, ge=0, le=0, description="Not supported here; chats have them.")
     previous_response_id: None = None
     conversation: None = None
     prompt: None = Field(None, description="Not supported.")
@@ -295,4 +295,4 @@ class ResponseObject(BaseModel):
     tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["disabled"]
-    usage: ResponseUsage | None
+    usage: ResponseUsage | None = Field(None, description="Not before the answer is complete.")

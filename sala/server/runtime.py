@@ -7,7 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from sala.checkpoint.names import check_tensors
+from sala.checkpoint.reader import Checkpoint
+from sala.config import SalaConfig
 from sala.errors import SalaError
 from sala.library import Library
 from sala.llm import LLM
@@ -18,6 +22,7 @@ from sala.server.worker import Observer, Worker
 
 CHECK_S = 1.0  # between two looks for idle models
 RETRY_S = 5
+T = TypeVar("T")
 _log = logging.getLogger("sala.server")
 OpenModel = Callable[[Path, Settings], LLM]
 
@@ -45,6 +50,12 @@ def open_model(path: Path, settings: Settings) -> LLM:
         draft_layers=settings.draft_layers,
         cache_dir=settings.cache_dir,
     )
+
+
+def check_model(path: Path) -> None:
+    """What can be wrong with the files of a model, found without taking memory for it."""
+    with Checkpoint(path) as checkpoint:
+        check_tensors(checkpoint, SalaConfig.load(path))
 
 
 class Runtime:
@@ -152,18 +163,19 @@ class Runtime:
             if self._is_closing:
                 raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "30"})
             if makes_room:
+                await self._try(entry_id, check_model, path)  # nobody goes for a model that cannot come
                 await self._make_room()
-            llm = await self._open_llm(entry_id, path)
+            llm = await self._try(entry_id, self._open, path, self._settings)
             worker = Worker(llm, self._settings.max_queue, self._observer)
             model = LoadedModel(entry_id, path, llm, worker, time.time(), time.monotonic())
             self.loaded[entry_id] = model
             return model
 
-    async def _open_llm(self, model_id: str, path: Path) -> LLM:
+    async def _try(self, model_id: str, work: Callable[..., T], *arguments: object) -> T:
         try:
-            return await asyncio.to_thread(self._open, path, self._settings)
+            return await asyncio.to_thread(work, *arguments)
         except Exception as error:
-            _log.error("%s cannot be loaded: %s", model_id, error)
+            _log.error("%s cannot be loaded: %s", model_id, error or type(error).__name__)
             raise _cannot_load(model_id) from None
 
     async def _make_room(self) -> None:

@@ -3,19 +3,30 @@
 import asyncio
 import re
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import pydantic_core
 from annotated_types import Ge, Le, MaxLen, MinLen
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from sala.server.errors import ApiError
-from sala.server.limits import MAX_JSON_DEPTH, is_too_deep
+from sala.server.errors import ApiError, from_validation
+from sala.server.limits import find_excess
+from sala.server.security import need_key
 
-LARGE = 1 << 18  # bytes of a body that are too many to be read while others wait
+LARGE = 1 << 16  # bytes of a body that are too many to be read while others wait
 MAX_ANSWERS = 8
 MAX_PROMPTS = 128
 MAX_TOOLS = 128
@@ -26,15 +37,16 @@ TOOL_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 class StrictRoute(APIRoute):
-    """Reads JSON bodies by the letter: declared as JSON, in UTF-8, without NaN, not nested for ever."""
+    """Reads JSON bodies by the letter: declared as JSON, in UTF-8, without NaN, within bounds. The key comes first."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def strictly(request: Request) -> Response:
             if self.body_field is not None:
+                await need_key(request)  # before the body: who has no key is not listened to
                 check_content_type(request)
-                request = _StrictRequest(request.scope, request.receive)
+                request = _StrictRequest(request, cast(type[BaseModel], self.body_field.field_info.annotation))
             return await handle(request)
 
         return strictly
@@ -50,15 +62,30 @@ def check_content_type(request: Request) -> None:
 
 
 class _StrictRequest(Request):
+    """Reads its body where it holds up nobody: a large one is parsed and checked in a thread."""
+
+    def __init__(self, request: Request, kind: type[BaseModel]) -> None:
+        super().__init__(request.scope, request.receive)
+        self._kind = kind
+
     async def json(self) -> Any:
         body = await self.body()
-        return read_json(body) if len(body) < LARGE else await asyncio.to_thread(read_json, body)
+        return read_json(body) if len(body) < LARGE else await asyncio.to_thread(self._read, body)
+
+    def _read(self, body: bytes) -> Any:
+        """What is checked here is not checked again."""
+        data = read_json(body)
+        try:
+            return self._kind.model_validate(data)
+        except ValidationError as error:
+            raise from_validation(error.errors(include_url=False, include_input=False)) from None
 
 
 def read_json(body: bytes) -> Any:
     """JSON by the letter; of a key that stands twice the last one counts."""
-    if is_too_deep(body):
-        raise ApiError(400, f"the body nests deeper than {MAX_JSON_DEPTH} levels", code="invalid_json")
+    excess = find_excess(body)
+    if excess is not None:
+        raise ApiError(400, f"the body holds {excess}; send less at a time", code="invalid_json")
     try:
         return pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="keys")
     except (ValueError, RecursionError) as error:
@@ -467,7 +494,6 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     timings: TimingsObject
-    system_fingerprint: str | None = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -493,4 +519,3 @@ class TextCompletion(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage
     timings: TimingsObject | None = None
-    system_fingerprint: str | None = None

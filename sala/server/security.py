@@ -14,7 +14,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 
 from sala.errors import SalaError
-from sala.server.errors import ApiError
+from sala.server.errors import ApiError, Failures
 from sala.server.limits import RequestLimits
 from sala.server.settings import LOCAL_HOSTS, Settings, is_ip, is_loopback
 
@@ -189,6 +189,7 @@ class Stamp:
 def add_guards(app: FastAPI, settings: Settings) -> None:
     """All middlewares of this package, in their order; the last one added sees a request first."""
     app.add_middleware(RequestLimits, settings=settings)
+    app.add_middleware(Failures)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -24,6 +24,7 @@ OTHER_VARIABLES = frozenset(
         "SALA_CHROMIUM",
         "SALA_CONFIG",
         "SALA_KERNELS",
+        "SALA_OPENAI_SCHEMA",
         "SALA_SCREENSHOTS",
         "SALA_SESSIONS_DIR",
         "SALA_TEST_CLIENTS",

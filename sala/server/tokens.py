@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from sala.errors import InputError
-from sala.llm import LLM
+from sala.llm import LLM, PATIENCE
 from sala.server import answers
 from sala.server.chat import FIELDS, as_messages
 from sala.server.errors import ALWAYS
@@ -73,7 +73,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
             ends_open = body.add_generation_prompt
             return llm.encode_chat(as_messages(body.messages), tools=tools, add_generation_prompt=ends_open)
         text = body.prompt if body.prompt is not None else body.content
-        return llm.tokenizer.encode(text or "", bos=body.add_special_tokens)
+        return llm.tokenizer.encode(text or "", body.add_special_tokens, max_tokens=llm.ctx, patience=PATIENCE)
 
     with answers.naming(FIELDS):
         ids = await until_gone(request, model.worker.call(encode))

@@ -416,6 +416,7 @@ class Worker:
     def _fail(self, stream: Stream, error: BaseException) -> None:
         if not isinstance(error, InputError | ApiError):
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
+            self._llm.engine.probe()  # a device that is lost is the end of the engine, not of one request
         items, stream.outbox = stream.outbox, []
         self._end(stream, "error")
         stream.send(items, error=error)

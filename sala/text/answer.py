@@ -12,12 +12,11 @@ from sala.text.tools import ToolCall, ToolSplitter
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of the answer. `was_reasoning`: all text before this delta turned out to be reasoning."""
+    """A piece of the answer."""
 
     text: str = ""
     reasoning: str = ""
     tool_call: ToolCall | None = None
-    was_reasoning: bool = False
 
 
 class Plain:
@@ -53,10 +52,6 @@ class Structured:
                 continue
             for part in self._tools.push(piece.text):
                 yield Delta(tool_call=part) if isinstance(part, ToolCall) else Delta(text=part)
-            if piece.was_reasoning:
-                for text in self._tools.flush():
-                    yield Delta(text=text)
-                yield Delta(was_reasoning=True)
 
 
 class Untooled(Structured):
@@ -64,11 +59,7 @@ class Untooled(Structured):
 
     def _deltas(self, pieces: Iterable[Piece]) -> Iterator[Delta]:
         for piece in pieces:
-            is_thought = piece.kind == "reasoning"
-            if piece.text:
-                yield Delta(reasoning=piece.text) if is_thought else Delta(text=piece.text)
-            if piece.was_reasoning:
-                yield Delta(was_reasoning=True)
+            yield Delta(reasoning=piece.text) if piece.kind == "reasoning" else Delta(text=piece.text)
 
 
 class Answer:

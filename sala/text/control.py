@@ -16,6 +16,8 @@ from sala.text.tokenizer import Tokenizer
 COMPILE_SECONDS = 2.0
 MAX_GRAMMAR_BYTES = 256 << 10
 CHECK_EVERY = 16  # tokens between two looks for a loop
+# Between the parts of JSON: nothing, a space, or a new line and its indent. A weak model would add spaces for ever.
+WHITESPACE = r"( |\n[ \t]{0,32})?"
 
 
 class ThinkBudget:
@@ -188,7 +190,7 @@ class GrammarCompiler:
 
         if field == "json_schema":
             json.loads(text)
-            grammar = LLMatcher.grammar_from_json_schema(text)
+            grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
         elif field == "regex":
             grammar = LLMatcher.grammar_from_regex(text)
         else:

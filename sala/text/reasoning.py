@@ -12,29 +12,26 @@ Kind = Literal["reasoning", "content"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`was_reasoning`: a closing tag came without an opening one, so all content before it was reasoning."""
-
     kind: Kind
     text: str
-    was_reasoning: bool = False
 
 
 class ReasoningSplitter:
     """Feed text, get pieces. `is_open`: the prompt itself ended with the opening tag.
 
-    Reasoning is opened only at the beginning of the answer: a `<think>` in the middle of it is text like any other.
+    Reasoning is opened only at the beginning of the answer and closed by the first closing tag. Every other tag is
+    text like any other: what a stream has shown as text cannot become reasoning later.
     """
 
     def __init__(self, is_open: bool = False) -> None:
         self._kind: Kind | None = "reasoning" if is_open else None  # None: nothing but white space so far
         self._held = ""
         self._trims = is_open  # white space around the tags belongs to neither side
-        self._is_closed = False
 
     def push(self, text: str) -> Iterator[Piece]:
         self._held += text
         while (piece := self._next()) is not None:
-            if piece.text or piece.was_reasoning:
+            if piece.text:
                 yield piece
 
     def flush(self) -> Iterator[Piece]:
@@ -53,9 +50,7 @@ class ReasoningSplitter:
             return None
         if self._kind is None:
             return self._begin()
-        if self._is_closed:
-            return self._take(len(self._held))
-        return self._until_close()
+        return self._take(len(self._held)) if self._kind == "content" else self._until_close()
 
     def _begin(self) -> Piece | None:
         body = self._held.lstrip()
@@ -71,15 +66,10 @@ class ReasoningSplitter:
         at = self._held.find(CLOSE)
         if at < 0:
             keep = longest_overlap(self._held, CLOSE)
-            if self._kind == "reasoning":  # the white space before the tag is not part of the thought
-                body = self._held[: len(self._held) - keep].rstrip()
-                return self._take(len(body)) if body else None
-            return self._take(len(self._held) - keep) if len(self._held) > keep else None
+            body = self._held[: len(self._held) - keep].rstrip()  # white space before the tag is no part of the thought
+            return self._take(len(body)) if body else None
         before, self._held = self._held[:at], self._held[at + len(CLOSE) :]
-        kind, self._kind = self._kind, "content"
-        self._is_closed = self._trims = True
-        if kind == "content":
-            return Piece("content", before, was_reasoning=True)
+        self._kind, self._trims = "content", True
         return Piece("reasoning", before.rstrip())
 
     def _take(self, count: int) -> Piece:
@@ -94,8 +84,6 @@ def split_reasoning(text: str, is_open: bool = False) -> tuple[str, str]:
     for pieces in (splitter.push(text), splitter.flush()):
         for piece in pieces:
             parts[piece.kind] += piece.text
-            if piece.was_reasoning:
-                parts = {"reasoning": (parts["reasoning"] + parts["content"]).strip(), "content": ""}
     return parts["reasoning"], parts["content"]
 
 

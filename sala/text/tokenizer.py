@@ -16,11 +16,13 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from sala.config import read_json_object, read_small_file
-from sala.errors import CheckpointError, InputError, NoTokenizer, TemplateError
+from sala.errors import CheckpointError, ContextTooLong, InputError, NoTokenizer, TemplateError
 from sala.text.template import ChatTemplate
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
+PIECE = 1 << 16  # characters that are counted at a time
+COMMON = 4  # characters of a token, more or less: a text that has more for every token it may have is counted first
 
 
 class Tokenizer:
@@ -57,9 +59,19 @@ class Tokenizer:
         """One more than the largest id."""
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def encode(self, text: str, bos: bool = True, parse_special: bool = False) -> list[int]:
-        """Text to ids, with BOS first where the model wants it. Special tokens are read only if asked for."""
-        ids = _encode(self._inner if parse_special else self._guarded, _encodable(text))
+    def encode(
+        self,
+        text: str,
+        bos: bool = True,
+        parse_special: bool = False,
+        max_tokens: int | None = None,
+        patience: int = 1,
+    ) -> list[int]:
+        """Text to ids, with BOS first where the model wants it. Special tokens are read only if asked for.
+
+        A text that has far more than `patience` times `max_tokens` is refused before all of it is encoded.
+        """
+        ids = _encode(self._inner if parse_special else self._guarded, _encodable(text), max_tokens, patience)
         return [self.bos_id, *ids] if bos and self._adds_bos and self.bos_id is not None else ids
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -83,11 +95,14 @@ class Tokenizer:
             text = text.replace(secret, plain)
         return text
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, patience: int = 1, **options: Any
+    ) -> list[int]:
         """The conversation as token ids: no BOS but what the template writes; nobody's text becomes special.
 
         An assistant's message may carry `token_ids`: they stand for its content as they are, since encoding
-        the text of drawn tokens again need not give the same tokens.
+        the text of drawn tokens again need not give the same tokens. What has far more than `patience` times
+        `max_tokens` is refused before all of it is encoded.
         """
         stand_ins = [f"{self._nonce}{index}{self._nonce}" for index in range(len(messages))]
         given = [_is_spliced(message) for message in messages]
@@ -103,9 +118,9 @@ class Tokenizer:
         for message, stand_in, is_given in zip(messages, stand_ins, given, strict=True):
             if is_given:
                 before, _, text = text.partition(stand_in)
-                ids += _encode(self._guarded, before)
+                ids += _encode(self._guarded, before, max_tokens, patience)
                 ids += message["token_ids"]
-        return ids + _encode(self._guarded, text)
+        return ids + _encode(self._guarded, text, max_tokens, patience)
 
     def encode_around(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
         """The conversation with its last message left open: ids up to the end of its text, and ids that close it."""
@@ -154,10 +169,24 @@ def _build(definition: str) -> RustTokenizer:
     return tokenizer
 
 
-def _encode(inner: RustTokenizer, text: str) -> list[int]:
+def _encode(inner: RustTokenizer, text: str, max_tokens: int | None = None, patience: int = 1) -> list[int]:
     """A batch of one, since only that lets other threads of the process go on meanwhile: a book takes many seconds."""
+    if max_tokens is not None and len(text) > COMMON * patience * max_tokens:
+        _check_length(inner, text, max_tokens, patience)
     encodings = inner.encode_batch([text], add_special_tokens=False)
     return list(encodings[0].ids)
+
+
+def _check_length(inner: RustTokenizer, text: str, max_tokens: int, patience: int) -> None:
+    """Refuse a text that is far too long after a part of it: all of it could take minutes, and gigabytes.
+
+    It is counted in pieces. A cut may make a token more, hence the allowance.
+    """
+    count, limit = 0, patience * (max_tokens + max_tokens // 8)
+    for at in range(0, len(text), PIECE):
+        count += len(_encode(inner, text[at : at + PIECE]))
+        if count > limit:
+            raise ContextTooLong(count, max_tokens, is_whole=at + PIECE >= len(text))
 
 
 def _encodable(text: str) -> str:

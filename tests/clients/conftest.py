@@ -1,7 +1,7 @@
 """Clients as people install them, each in an environment of its own, against `sala serve` with the embedded model.
 
-They come from the network, so they are asked for: `SALA_TEST_CLIENTS=1 python -m pytest tests/clients`. A directory
-instead of 1 keeps the environments for the next time.
+Those that are installed in a few seconds are always tried, where a package index answers. `SALA_TEST_CLIENTS=1` adds
+the others, a directory instead of 1 keeps the environments for the next time, and 0 leaves all of them out.
 """
 
 import os
@@ -15,18 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 INSTALL_S = 300
 RUN_S = 300
 WANTED = os.environ.get("SALA_TEST_CLIENTS", "")
+QUICK = ("test_python[openai_chat]", "test_python[openai_responses]", "test_python[anthropic_messages]", "test_llm")
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "--timeout", "20")
 GREETING = re.compile(r"sala listens at (http://[^/]+)/v1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not WANTED:
-        for item in items:
-            if Path(__file__).parent in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="set SALA_TEST_CLIENTS=1 to install and run real clients"))
+    for item in items:
+        is_ours = Path(__file__).parent in item.path.parents and "room" in getattr(item, "fixturenames", ())
+        if is_ours and WANTED == "0":
+            item.add_marker(pytest.mark.skip(reason="SALA_TEST_CLIENTS is 0"))
+        elif is_ours and not WANTED and item.name not in QUICK:
+            item.add_marker(pytest.mark.skip(reason="set SALA_TEST_CLIENTS=1 for the clients that take their time"))
 
 
 @dataclass(frozen=True)
@@ -48,21 +53,35 @@ class Environment:
 
 
 @pytest.fixture(scope="session")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kept = Path(WANTED).expanduser()
-    return kept.resolve() if WANTED != "1" and kept.is_dir() else tmp_path_factory.mktemp("clients")
+def room(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The place of the environments; workers that test side by side share it."""
+    if WANTED not in ("", "0", "1") and Path(WANTED).expanduser().is_dir():
+        return Path(WANTED).expanduser().resolve()
+    base = tmp_path_factory.getbasetemp()
+    room = (base if worker_id == "master" else base.parent) / "clients"
+    room.mkdir(exist_ok=True)
+    return room
 
 
 @pytest.fixture(scope="session")
-def install(room: Path) -> Callable[..., Environment]:
-    """An environment with these packages from PyPI; skips if they cannot be had."""
+def index() -> None:
+    """Skips where no package index answers, before time is spent."""
+    look = ("install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps", "openai")
+    _try([*PIP, *look], "no package index answers")
+
+
+@pytest.fixture(scope="session")
+def install(room: Path, index: None) -> Callable[..., Environment]:
+    """An environment with these packages from the index; skips if they cannot be had."""
 
     def make(*packages: str) -> Environment:
         folder = room / _name(packages)
-        if not (folder / "installed").exists():
-            _try([sys.executable, "-m", "venv", "--clear", str(folder)])
-            _try([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *packages])
-            (folder / "installed").touch()
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "installed").exists():
+                _try([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)])
+                into = ("--python", str(folder / "bin" / "python"))
+                _try([*PIP, *into, "install", "--quiet", "--no-compile", *packages])
+                (folder / "installed").touch()
         return Environment(folder, str(folder / "bin"))
 
     return make
@@ -74,10 +93,11 @@ def install_node(room: Path) -> Callable[..., Environment]:
 
     def make(*packages: str) -> Environment:
         folder = room / _name(packages, "node")
-        if not (folder / "installed").exists():
-            folder.mkdir(exist_ok=True)
-            _try(["npm", "install", "--silent", "--no-audit", "--prefix", str(folder), *packages])
-            (folder / "installed").touch()
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "installed").exists():
+                folder.mkdir(exist_ok=True)
+                _try(["npm", "install", "--silent", "--no-audit", "--prefix", str(folder), *packages])
+                (folder / "installed").touch()
         return Environment(folder, str(folder))
 
     return make
@@ -87,7 +107,7 @@ def _name(packages: tuple[str, ...], prefix: str = "python") -> str:
     return "-".join([prefix, *(re.sub(r"\W+", "_", package) for package in packages)])
 
 
-def _try(command: list[str]) -> None:
+def _try(command: list[str], otherwise: str = "cannot be installed") -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_S)
     except FileNotFoundError:
@@ -95,12 +115,12 @@ def _try(command: list[str]) -> None:
     except subprocess.TimeoutExpired:
         pytest.skip(f"not installed within {INSTALL_S} s: {' '.join(command[-3:])}")
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"cannot be installed: {' '.join(command[-3:])}: {error.stderr.strip()[-300:]}")
+        pytest.skip(f"{otherwise}: {' '.join(command[-3:])}: {' '.join(error.stderr.split())[-300:]}")
 
 
 @pytest.fixture(scope="session")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`sala serve` as it is, with the embedded model."""
+def address(tmp_path_factory: pytest.TempPathFactory, index: None) -> Iterator[str]:
+    """`sala serve` as it is, with the embedded model, whose base comes from the index too."""
     yield from _serve(tmp_path_factory.mktemp("models"), "--ctx", "4096", "--max-tokens", "128")
 
 

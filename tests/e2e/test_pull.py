@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,10 +50,15 @@ def test_pull_list_rm(hub: FakeHub, tmp_path: Path) -> None:
     assert out.stdout == "org--model\n"
     assert "left out, because it can run code: modeling.py" in out.stderr
     assert "fetching org/model" in out.stderr
+    assert "of it there" not in out.stderr
     assert "ready: " in out.stderr
     again = sala(hub, models, "pull", "org/model")
-    assert again.returncode == 0
+    assert (again.returncode, again.stdout) == (0, "org--model\n")
     assert "there already" in again.stderr
+    assert sala(hub, models, "pull", f"org/model@{COMMIT}").stdout == "org--model\n"
+    other = sala(hub, models, "pull", f"org/model@{'e' * 40}")
+    assert (other.returncode, other.stdout) == (1, "")
+    assert "remove it first: sala rm org/model" in other.stderr
     listed = sala(hub, models, "list").stdout
     assert all(word in listed for word in ("org--model", "org/model", "KiB", "quantization"))
     (entry,) = json.loads(sala(hub, models, "list", "--json").stdout)
@@ -65,6 +71,17 @@ def test_pull_list_rm(hub: FakeHub, tmp_path: Path) -> None:
     assert not (models / "org--model").exists()
     assert sala(hub, models, "rm", "org/model", "--yes").returncode == 1
     assert json.loads(sala(hub, models, "list", "--json").stdout) == []
+
+
+def test_whole_lines_in_a_pipe(hub: FakeHub, tmp_path: Path, tiny: Path) -> None:
+    name = "model-" + "x" * 120
+    shutil.copytree(tiny, tmp_path / "models" / name)
+    for verb, lines in (("list", 2), ("show", 15)):
+        out = sala(hub, tmp_path / "models", verb, *([name] if verb == "show" else []))
+        assert out.stderr == ""
+        assert out.stdout.count("\n") == lines
+        assert "\x1b" not in out.stdout
+        assert name in out.stdout
 
 
 def test_errors(hub: FakeHub, tmp_path: Path) -> None:
@@ -136,7 +153,12 @@ def test_on_a_terminal(hub: FakeHub, tmp_path: Path) -> None:
 
 def test_ps(hub: FakeHub, tmp_path: Path) -> None:
     cards = [
-        {"id": "a\x1b[31mb", "loaded": True, "context_length": 131072, "requests": {"running": 3, "waiting": 5}},
+        {
+            "id": "a\x1b[31mb" + "c" * 120,
+            "loaded": True,
+            "context_length": 131072,
+            "requests": {"running": 3, "waiting": 5},
+        },
         {"id": "other", "loaded": False},
     ]
     keys = []
@@ -157,7 +179,7 @@ def test_ps(hub: FakeHub, tmp_path: Path) -> None:
     try:
         out = sala(hub, tmp_path, "ps", "--url", url, "--api-key", "k")
         assert out.returncode == 0, out.stderr
-        assert all(word in out.stdout for word in ("131,072", " 3", " 5"))
+        assert all(word in out.stdout for word in ("c" * 120, "131,072", " 3", " 5"))
         assert "\x1b" not in out.stdout
         assert "other" not in out.stdout
         assert json.loads(sala(hub, tmp_path, "ps", "--url", url, "--json").stdout) == cards[:1]

@@ -117,6 +117,9 @@ class FakeExecutor:
         size = self.capacity.page_size
         self.pages[target] = [*self.pages[source][:num_rows], *[None] * (size - num_rows)]
 
+    def probe(self) -> None:
+        """There is no device to be lost."""
+
     def clear_state(self, slot: int) -> None:
         self.states[slot] = ()
 

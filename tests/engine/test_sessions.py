@@ -146,6 +146,16 @@ def test_another_model_does_not_use_it(tmp_path: Path) -> None:
         other.open_store(cache).load(entry, other.engine.hybrid, other._executor)
 
 
+def test_another_version_does_not_use_it(tmp_path: Path, want: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    with monkeypatch.context() as patch:
+        patch.setattr("sala.engine.cache.sessions.FORMAT", "sala-session-0")
+        open_llm(cache).generate(PROMPT, **GREEDY)
+    assert len(files(cache)) == 1
+    out = open_llm(cache).generate(PROMPT, **GREEDY)
+    assert (out.usage.cached_tokens, out.token_ids) == (0, want)
+
+
 def test_a_past_longer_than_the_context(tmp_path: Path) -> None:
     llm = open_llm()
     store = llm.open_store(tmp_path)

@@ -3,12 +3,16 @@
 import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sala.server import anthropic
+from sala.server.app import create_app
+from sala.server.settings import Settings
 from tests.server.conftest import END, Puppet, Server, wait_for
+from tests.server.live import Answer, read_answer, request, serving
 
 URL = "/v1/messages"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -285,6 +289,35 @@ def test_errors_of_other_kinds(server: Server) -> None:
             client.post(URL, content=b"{", headers={"content-type": "application/json"}), 400, "invalid_request_error"
         )
         error_of(client.post(URL, content=b"{}"), 415, "invalid_request_error")
+
+
+def test_errors_of_http_itself(tiny: Path, tmp_path: Path) -> None:
+    """Whoever refuses, the middlewares, the connection or the server that ends: the envelope is the same."""
+    place = {"port": 0, "model": str(tiny), "models_dir": tmp_path, "device": "cpu", "ctx": 512}
+    settings = Settings(**place, body_deadline_s=0.3, drain_s=5)
+    json_of = {"content_type": "application/json"}
+
+    def check(answer: Answer, status: int, kind: str = "invalid_request_error") -> None:
+        body = json.loads(answer.body)
+        assert (answer.status, body["type"], body["error"]["type"]) == (status, "error", kind), body
+
+    with serving(settings, create_app(settings)) as live:
+        for path in (URL, f"{URL}/count_tokens", "/messages"):
+            check(live.talk(request("POST", path, content_length=str(1 << 40), **json_of)), 413, "request_too_large")
+        check(live.ask("POST", URL, b"{}", **{**json_of, "host": "evil.com"}), 421)
+        check(live.ask("POST", URL, b"{}", origin="http://evil.com", **json_of), 403, "permission_error")
+        check(live.ask("POST", URL, b"{}", content_encoding="gzip", **json_of), 415)
+        check(live.ask("POST", URL, b"{}", x="y" * 65_500, **json_of), 431)
+        check(live.ask("GET", URL), 405)
+        with live.connect() as slow:
+            slow.sendall(request("POST", URL, content_length="10", **json_of))
+            check(read_answer(slow), 408)
+            assert "error" in json.loads(live.ask("GET", "/nowhere").body)  # another place, the other envelope
+        with live.connect() as busy:
+            busy.sendall(request("POST", URL, content_length="10", **json_of))  # keeps the server from ending at once
+            wait_for(lambda: live.server.front.num_running == 1)
+            live.server.drain()
+            check(live.ask("POST", URL, b"{}", **json_of), 503, "overloaded_error")
 
 
 def test_unexpected_failures(server: Server, puppet: Puppet) -> None:

@@ -141,7 +141,7 @@ def test_reasoning_is_taken_out(server: Server, say: Callable[[str], None]) -> N
     ("text", "reasoning", "content"),
     [
         ("<think>for ever", "for ever", ""),
-        ("thought</think>Yes.", "thought", "Yes."),
+        ("never opened</think>Yes.", None, "never opened</think>Yes."),
         ("a <think>b", None, "a <think>b"),
     ],
 )
@@ -149,6 +149,8 @@ def test_odd_reasoning(server: Server, say: Callable[[str], None], text: str, re
     say(text)
     message = ask(server, max_tokens=100)["choices"][0]["message"]
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+    events = stream(server, max_tokens=100)
+    assert (joined(events, "reasoning_content"), joined(events)) == (reasoning or "", content)
 
 
 def test_hidden_reasoning(make_server: Callable[..., Server]) -> None:

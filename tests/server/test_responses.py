@@ -127,10 +127,10 @@ def test_a_whole_answer(server: Server, say: Callable[[str], None]) -> None:
     ]  # fmt: skip
 
 
-def test_reasoning_that_opens_late(server: Server, say: Callable[[str], None]) -> None:
+def test_reasoning_that_was_never_opened_is_text(server: Server, say: Callable[[str], None]) -> None:
     say("thought</think>Yes.")
     answer = ask(server, max_output_tokens=100)
-    assert [item["content"][0]["text"] for item in answer["output"]] == ["thought", "Yes."]
+    assert [item["content"][0]["text"] for item in answer["output"]] == ["thought</think>Yes."]
 
 
 def test_tool_calls(server: Server, say: Callable[[str], None]) -> None:

@@ -36,6 +36,7 @@ class TorchExecutor:
         self.dtype = dtype
         self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype, device)
         self.steps = find_steps(model, device, dtype, capacity.max_tokens)
+        self._pulse = torch.zeros(1, device=device)  # for `probe`, which must not ask for memory
 
     def forward(
         self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
@@ -129,6 +130,10 @@ class TorchExecutor:
             index = torch.arange(rows, device=self.device)
             pool[:, table] = 0
             pool.flatten(1, 2)[:, table[index // per_page] * per_page + index % per_page] = tensor
+
+    @torch.inference_mode()
+    def probe(self) -> None:
+        self._pulse.zero_().item()
 
     def close(self) -> None:
         self.__dict__.clear()

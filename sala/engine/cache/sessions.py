@@ -25,7 +25,7 @@ FORMAT = "sala-session-1"
 SUFFIX = ".sala"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _AUTOMATIC = re.compile(r"auto-[0-9a-f]{32}")
-_STALE_SECONDS = 3600
+_STALE_SECONDS = 24 * 3600  # a draft that somebody writes now is younger, even after a clock was put forward
 Warn = Callable[[str], None]
 
 
@@ -53,7 +53,7 @@ class SessionStore:
         self._refused: set[Path] = set()
         self._is_broken = False
         _check_directory(directory)
-        for left in directory.glob(".auto-*.part") if directory.is_dir() else ():  # of a run that was killed
+        for left in directory.glob(".*.part") if directory.is_dir() else ():  # of a run that was killed
             if time.time() - left.stat().st_mtime > _STALE_SECONDS:
                 left.unlink(missing_ok=True)
 
@@ -164,7 +164,9 @@ class SessionStore:
         if self._is_broken or snapshot.salt:
             return
         size = snapshot.length * TOKEN_BYTES
-        digest = hashlib.sha256(f"{snapshot.sparse_from} {self._fingerprint} ".encode() + snapshot.tokens[:size])
+        digest = hashlib.sha256(
+            f"{FORMAT} {snapshot.sparse_from} {self._fingerprint} ".encode() + snapshot.tokens[:size]
+        )
         name = f"auto-{digest.hexdigest()[:32]}"
         path = self._path(name)
         try:

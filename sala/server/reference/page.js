@@ -172,7 +172,7 @@ function showAll() {
   openLinked();
 }
 
-// /docs#post/v1/completions shows that operation.
+// What follows the # of the address names an operation to show.
 function openLinked() {
   const box = find(decodeURIComponent(location.hash.slice(1)));
   if (!box || !box.classList.contains("operation")) return;
