@@ -1,6 +1,8 @@
 """The golden cases: checkpoints with random weights and the numbers that the vendor's model computes on them."""
 
+import functools
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,18 @@ from safetensors.numpy import load_file
 
 DATA = Path(__file__).parent / "data"
 DEVICE = os.environ.get("SALA_TEST_DEVICE", "cpu")  # cuda: the same tests on a GPU
+
+
+@functools.cache
+def checkpoint(name: str) -> Path:
+    """A golden checkpoint; on a GPU with heads that its kernels take."""
+    if DEVICE == "cpu":
+        return DATA / name
+    from tests.widening import widen
+
+    place = Path(tempfile.mkdtemp()) / name
+    widen(DATA / name, place)
+    return place
 
 
 @dataclass(frozen=True)

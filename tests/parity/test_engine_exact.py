@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sala.config import SalaConfig
 from sala.llm import LLM
-from tests.golden import DATA, DEVICE
+from tests.golden import DATA, DEVICE, checkpoint
 
 MODELS = ["block16", "block64"]
 COUNT = 10
@@ -17,7 +17,7 @@ GREEDY = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
 
 
 def llm(model: str, **options: object) -> LLM:
-    return LLM(DATA / model, device=DEVICE, ctx=1024, **options)  # type: ignore[arg-type]
+    return LLM(checkpoint(model), device=DEVICE, ctx=1024, **options)  # type: ignore[arg-type]
 
 
 _PLAIN: dict[str, LLM] = {}
