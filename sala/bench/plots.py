@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sala.bench.roofline import Result
 
 BLUE = "#4a90c2"
+GREY = "#8a8a8a"
 
 
 def need_matplotlib() -> Any:
@@ -68,6 +69,45 @@ def plot_kernels(results: Sequence["Result"], file: Path, title: str) -> None:
     figure.suptitle(title, fontsize=10)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
+
+
+def plot_against(rows: Sequence[dict[str, Any]], file: Path, title: str) -> None:
+    """Both models, and how many times as fast ours is; a dashed line where it overtakes the other."""
+    pyplot = need_matplotlib()
+    figure, grid = pyplot.subplots(2, 2, figsize=(9, 6), layout="constrained")
+    lengths = [row["num_tokens"] for row in rows]
+    panels = (
+        ("first_token", "time to first token, s", "first_token_s"),
+        ("decode", "decode, tok/s", "decode_per_second"),
+    )
+    for column, (name, caption, key) in enumerate(panels):
+        above, below = grid[0][column], grid[1][column]
+        for prefix, who, colour in (("", "ours", BLUE), ("dense_", "dense", GREY)):
+            points = [(row["num_tokens"], row[prefix + key]) for row in rows if row[prefix + key] is not None]
+            above.plot(*_columns(points), marker="o", markersize=4, color=colour, label=who)
+        above.set_yscale("log" if name == "first_token" else "linear")
+        above.set_title(caption, loc="left", fontsize=10)
+        above.legend(frameon=False)
+        ratios = [(row["num_tokens"], row[f"{name}_ratio"]) for row in rows if row[f"{name}_ratio"] is not None]
+        below.plot(*_columns(ratios), marker="o", markersize=4, color=BLUE)
+        below.axhline(1, color="black", alpha=0.25)
+        below.set_title("times as fast as the dense model", loc="left", fontsize=10)
+        for axes in (above, below):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(lengths, [label(n) for n in lengths])
+            axes.minorticks_off()
+            axes.set_xlabel("tokens of context")
+            axes.grid(alpha=0.25)
+            for at in (row["crossover"][name] for row in rows if name in row["crossover"]):
+                axes.axvline(at, color="black", alpha=0.4, linestyle="--")
+                axes.annotate(f"{at:,}", (at, 0.02), xycoords=("data", "axes fraction"), fontsize=8, ha="center")
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def _time_and_ratio(one: "Result") -> str:

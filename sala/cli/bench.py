@@ -1,19 +1,23 @@
-"""`sala bench`: how fast a model runs here, by context length or by number of requests; and its kernels, one by one."""
+"""`sala bench`: how fast a model runs here, by context length or number of requests, and against a dense model; and its
+kernels, one by one."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from sala.cli import settings as s
+from sala.cli.places import going_on, relative
 from sala.errors import InputError, SalaError
 
 if TYPE_CHECKING:
     import torch
 
+    from sala.bench.dense import Dense
     from sala.bench.measure import Latency, Throughput
     from sala.bench.roofline import Measurement, Result, Roofline
     from sala.bench.subject import Subject
@@ -43,8 +47,8 @@ def latency(
     from sala.bench.measure import measure_latency
     from sala.bench.plots import label, plot_latency
 
-    counts = _counts(lengths, "lengths")
-    _check_files(json_file, plot)
+    counts = read_counts(lengths, "lengths")
+    check_files(json_file, plot)
     subject = _open(model, random, device, dtype)
     results = _measure_all(counts, lambda count: measure_latency(subject, count, new_tokens), label)
     ratios = [one.decode_per_second / results[0].decode_per_second for one in results]
@@ -56,9 +60,9 @@ def latency(
         ]
         for one, ratio in zip(results, ratios, strict=True)
     ]  # fmt: skip
-    _print(_title(subject), columns, rows)
+    print_table(_title(subject), columns, rows)
     entries = [{**asdict(one), "decode_ratio": ratio} for one, ratio in zip(results, ratios, strict=True)]
-    _write(json_file, "latency", _facts(subject, new_tokens), entries)
+    _write(json_file, "latency", _facts(subject, new_tokens), entries, plot)
     if plot is not None:
         plot_latency(results, plot, _title(subject))
 
@@ -79,10 +83,10 @@ def throughput(
     from sala.bench.measure import measure_throughput
     from sala.bench.plots import plot_throughput
 
-    counts = _counts(batches, "batches")
+    counts = read_counts(batches, "batches")
     if length < 1:
         raise InputError("length", f"is {length}", "it must be at least 1")
-    _check_files(json_file, plot)
+    check_files(json_file, plot)
     subject = _open(model, random, device, dtype)
     results = _measure_all(
         counts, lambda count: measure_throughput(subject, count, length, new_tokens), lambda count: f"{count} at a time"
@@ -96,8 +100,9 @@ def throughput(
         ]
         for one in results
     ]  # fmt: skip
-    _print(f"{_title(subject)}, prompts of {length:,} tokens", columns, rows)
-    _write(json_file, "throughput", _facts(subject, new_tokens), [asdict(one) for one in results])
+    print_table(f"{_title(subject)}, prompts of {length:,} tokens", columns, rows)
+    facts = {**_facts(subject, new_tokens), "length": length}
+    _write(json_file, "throughput", facts, [asdict(one) for one in results], plot)
     if plot is not None:
         plot_throughput(results, plot, _title(subject))
 
@@ -110,35 +115,139 @@ def kernels(
     plot: PlotFile = None,
 ) -> None:
     """Every Triton kernel alone, at the released shapes: time, share of what the GPU could do, and against a peer."""
-    counts = _counts(lengths, "lengths")
+    counts = read_counts(lengths, "lengths")
     where = _gpu(device)
-    _check_files(json_file, plot)
+    check_files(json_file, plot)
     from sala.bench.plots import plot_kernels
 
     name, roofline, results = _measure_kernels(where, counts)
     products, moved = roofline.flops_per_s / 1e12, roofline.bytes_per_s / 1e12
     title = f"kernels, bfloat16, {name}: {products:,.0f} TFLOP/s and {moved:.2f} TB/s at best"
     columns = ["kernel", "ms", "share", "TFLOP/s", "times as fast as"]
-    _print(title, columns, map(_kernel_row, results), left=("kernel", "times as fast as"))
+    print_table(title, columns, map(_kernel_row, results), left=("kernel", "times as fast as"))
     facts = {
         "subject": title, "device": str(where), "dtype": "bfloat16", "lengths": counts,
         "tflops": products, "tb_per_s": moved,
     }  # fmt: skip
-    _write(json_file, "kernels", facts, [asdict(one) for one in results])
+    _write(json_file, "kernels", facts, [asdict(one) for one in results], plot)
     if plot is not None:
         plot_kernels(results, plot, title)
     if all(one.ms is None for one in results):
         raise SalaError(f"no kernel ran: {results[0].error}", "see what is wrong: sala doctor")
 
 
-def _counts(text: str, name: str) -> list[int]:
+@bench.command()
+def against(
+    dense: Annotated[
+        str, typer.Argument(help="A dense model for transformers: its directory, qwen3-8b-random or tiny-random.")
+    ],
+    model: s.Model = None,
+    random: Random = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, e.g. 4K,32K,128K.")] = "1K,4K,16K",
+    new_tokens: NewTokens = 64,
+    device: s.Device = "auto",
+    dtype: s.Dtype = "auto",
+    json_file: JsonFile = None,
+    plot: PlotFile = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the figures of another run.")] = False,
+) -> None:
+    """Beside a dense model in transformers, in the same run: from which length on ours is faster."""
+    from sala.bench.dense import MEASURES, compare, need_transformers, open_dense, release, verdict
+    from sala.bench.measure import measure_latency
+    from sala.bench.plots import plot_against
+    from sala.eval.record import Record
+
+    counts = read_counts(lengths, "lengths")
+    check_files(json_file, plot)
+    need_transformers()
+    subject = _open(model, random, device, dtype)
+    facts = {**_facts(subject, new_tokens), "dense": dense, "lengths": counts}
+    record = Record("against", subject.name, facts)
+    if json_file is not None and not force:
+        record.check(json_file)
+    log = None if json_file is None else json_file.with_suffix(".jsonl")
+    keep = _Kept(log, facts)
+    title, where, precision = _title(subject), subject.device, subject.dtype
+    with going_on(log):
+        s.note(f"ours: {title}")
+        ours = _measure_all(counts, keep("ours", partial(measure_latency, subject, new_tokens=new_tokens)), label_of)
+        del subject  # one model in memory at a time
+        release(where)
+        s.note(f"theirs: {dense}")
+        theirs = _measure_dense(lambda: open_dense(dense, where, precision), counts, new_tokens, keep)
+    record.results = compare(ours, theirs)
+    title = f"{title}, against {dense}"
+    columns = ["tokens", "first token", "dense", "times as fast", "decode tok/s", "dense ", "times as fast ", ""]
+    print_table(title, columns, map(_against_row, record.results), left=("",))
+    for name in MEASURES:
+        s.note(f"{name.replace('_', ' ')}: {verdict(record.results, name)}")
+    if plot is not None:
+        plot_against(record.results, plot, title)
+    if json_file is not None:
+        record.plots = [] if plot is None else [relative(plot, json_file.parent)]
+        record.save(json_file, force)
+
+
+def _measure_dense(
+    open_it: Callable[[], "Dense"], counts: Sequence[int], new_tokens: int, keep: "_Kept"
+) -> list["Latency"]:
+    """The model is loaded only if something is still to be measured."""
+    from sala.bench.dense import measure_dense
+
+    opened = cache(open_it)
+    return _measure_all(counts, keep("dense", lambda count: measure_dense(opened(), count, new_tokens)), label_of)
+
+
+class _Kept:
+    """Figures of a run that was cut off; every new one is kept as soon as it is there."""
+
+    def __init__(self, file: Path | None, facts: dict[str, Any]) -> None:
+        from sala.eval.runner import Log
+
+        self._log = None if file is None else Log(file)
+        self._facts = {name: value for name, value in facts.items() if name != "lengths"}
+
+    def __call__(self, who: str, measure: Callable[[int], "Latency"]) -> Callable[[int], "Latency"]:
+        from sala.bench.measure import Latency
+        from sala.eval.runner import key_of
+
+        def look_or_measure(count: int) -> Latency:
+            key = key_of(self._facts, {"who": who, "num_tokens": count})
+            row = None if self._log is None else self._log.find(key)
+            found = measure(count) if row is None else Latency(**row)
+            if self._log is not None and row is None:
+                self._log.append(key, asdict(found))
+            return found
+
+        return look_or_measure
+
+
+def label_of(count: int) -> str:
+    from sala.bench.plots import label
+
+    return label(count)
+
+
+def _against_row(row: dict[str, Any]) -> list[str]:
+    def show(name: str, form: str) -> str:
+        return "–" if row[name] is None else format(row[name], form)
+
+    marks = [f"{name.replace('_', ' ')} from {at:,} on" for name, at in row["crossover"].items()]
+    return [
+        label_of(row["num_tokens"]), show("first_token_s", ".3g") + " s", show("dense_first_token_s", ".3g") + " s",
+        show("first_token_ratio", ".2f"), show("decode_per_second", ",.1f"), show("dense_decode_per_second", ",.1f"),
+        show("decode_ratio", ".2f"), f"< faster: {', '.join(marks)}" if marks else "",
+    ]  # fmt: skip
+
+
+def read_counts(text: str, name: str) -> list[int]:
     counts = sorted({s.count(part) for part in text.split(",")})
     if counts[0] < 1:
         raise InputError(name, f"hold {counts[0]}", "they must be at least 1")
     return counts
 
 
-def _check_files(json_file: Path | None, plot: Path | None) -> None:
+def check_files(json_file: Path | None, plot: Path | None) -> None:
     """Whatever would go wrong at the end should go wrong before the measuring."""
     for file in (json_file, plot):
         if file is not None and not file.absolute().parent.is_dir():
@@ -258,7 +367,7 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
 
 
-def _print(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> None:
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -278,10 +387,18 @@ def _facts(subject: "Subject", new_tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write(file: Path | None, kind: str, facts: dict[str, Any], results: list[dict[str, Any]]) -> None:
+def _write(
+    file: Path | None, kind: str, facts: dict[str, Any], results: list[dict[str, Any]], plot: Path | None
+) -> None:
+    """A record of a run, as the evaluations write it, with the facts once more at its top."""
     if file is None:
         return
     from sala import __version__
+    from sala.eval.record import commit, machine, today, versions, write_atomically
 
-    whole = {"kind": kind, "sala": __version__, **facts, "results": results}
-    file.write_text(json.dumps(whole, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    whole = {
+        "kind": kind, "sala": __version__, **facts, "model": facts["subject"], "settings": facts, "machine": machine(),
+        "versions": versions(), "commit": commit(), "date": today(), "results": results,
+        "plots": [] if plot is None else [relative(plot, file.parent)],
+    }  # fmt: skip
+    write_atomically(file, (json.dumps(whole, indent=2, ensure_ascii=False) + "\n").encode())

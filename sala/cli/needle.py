@@ -1,0 +1,58 @@
+"""`sala needle`: one fact hidden in one long text. The answer goes to stdout, everything else to stderr."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sala.cli import settings as s
+from sala.cli.eval import speeds
+from sala.errors import InputError
+
+
+def needle(
+    model: s.Model = None,
+    context_len: Annotated[
+        int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of prompt and answer.")
+    ] = 32000,
+    depth: Annotated[float, typer.Option(help="Where the needle lies: 0 is the start of the text, 1 its end.")] = 0.25,
+    preset: Annotated[str, typer.Option(help="aurora (one sentence in filler) or varied (many wordings).")] = "aurora",
+    haystack: Annotated[
+        Path | None, typer.Option(metavar="FILE|DIR", help="Text to hide it in, with --preset varied.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed makes the same text.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    device: s.Device = "auto",
+    dtype: s.Dtype = "auto",
+    ctx: s.Ctx = None,
+    cache_memory: s.CacheMemory = None,
+    verbose: s.Verbose = False,
+) -> None:
+    from sala.cli.progress import PrefillBar
+    from sala.config import SalaConfig
+    from sala.eval.runner import answer, check_lengths, to_row
+    from sala.eval.sources import read_source
+    from sala.eval.suite import Suite
+    from sala.eval.tasks.case import Writer
+
+    if not 0 <= depth <= 1:
+        raise InputError("depth", f"is {depth:g}", "give a number from 0 (start) to 1 (end)")
+    if haystack is not None and preset == "aurora":
+        raise InputError("haystack", "does not go with the preset aurora", "add --preset varied")
+    source = read_source(haystack) if haystack is not None else None
+    path = s.find_model(model)
+    check_lengths([context_len], ctx or SalaConfig.load(path).max_position_embeddings, "context-len")
+    options = {"device": device, "dtype": dtype, "ctx": ctx or context_len, "cache_memory": cache_memory}
+    llm = s.load(str(path), verbose, max_batch=1, num_snapshots=0, **options)
+    suite = Suite(Writer.for_model(llm.tokenizer), lambda: source or read_source(None), seed)
+    case = suite.needle([context_len], [100 * depth], 1, preset)[0].make()
+    with PrefillBar() as bar:
+        completion = answer(llm, case, on_progress=bar)
+    row = {"length": context_len, "depth": depth, "preset": preset, **to_row(case, completion)}
+    if as_json:
+        print(json.dumps(row, ensure_ascii=False))
+    else:
+        print(completion.text.strip())
+        s.note("found" if row["is_exact"] else f"not found: the text says {row['wanted'][0]}")
+    s.note(f"[prompt {row['prompt_tokens']:,} tokens, depth {row['depth_found']:.0%} | {speeds(row)}]")

@@ -1,0 +1,96 @@
+"""`sala perplexity`: how well a model predicts a text, by how much of it the model sees."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sala.cli import settings as s
+from sala.errors import InputError
+
+
+def perplexity(
+    file: Annotated[Path, typer.Argument(help='A text, or .jsonl with a "text" per line.')],
+    model: s.Model = None,
+    lengths: Annotated[str, typer.Option(help="Tokens that the model sees, e.g. 1K,16K,128K.")] = "1K,4K,16K",
+    stride: Annotated[
+        int | None,
+        typer.Option(parser=s.count, metavar="COUNT", help="Tokens from window to window; else a window's length."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of the text to look at; else all.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.json", help="Where the results go; a log and a plot lie beside."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Where the picture goes.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the results of another run.")] = False,
+    device: s.Device = "auto",
+    dtype: s.Dtype = "auto",
+) -> None:
+    from sala.cli.bench import read_counts
+    from sala.cli.places import going_on, picture, place, relative
+    from sala.cli.stages import StageBar
+    from sala.eval import perplexity as work
+    from sala.eval.record import Record
+    from sala.eval.runner import Log
+
+    counts = read_counts(lengths, "lengths")
+    for name, count in (("stride", stride), ("tokens", tokens)):
+        if count is not None and count < 2:
+            raise InputError(name, f"is {count}", "it must be at least 2")
+    if stride is not None and stride > max(counts):
+        raise InputError("stride", f"is {stride:,}", f"it must not be longer than a window, {max(counts):,}")
+    documents = work.read_documents(file.expanduser())
+    path = s.find_model(model)
+    record_file = place(output, f"perplexity-{path.name}.json", ".json")
+    if record_file.absolute() == file.absolute():
+        raise InputError("output", f"{record_file} is the text itself", "choose another name")
+    plot_file = picture(plot, record_file)
+    llm = s.load(str(path), False, device=device, dtype=dtype, ctx=_ctx(path, counts), max_batch=1, num_snapshots=0)
+    with llm:
+        text = work.to_text(llm, str(file), documents, tokens)
+        chosen = work.choose_lengths(counts, len(text.ids), llm.ctx)
+        for count in sorted(set(counts) - set(chosen)):
+            s.note(f"{count:,} tokens left out: the text has {len(text.ids):,}, the context holds {llm.ctx:,}")
+        settings = {
+            "file": file.name, "text": text.digest, "tokens": len(text.ids), "lengths": chosen, "stride": stride,
+            "fingerprint": llm.fingerprint()[:16], "device": device, "dtype": llm.capacity.dtype,
+        }  # fmt: skip
+        record = Record("perplexity", path.name, settings)
+        if not force:
+            record.check(record_file)
+        log = record_file.with_suffix(".jsonl")
+        with going_on(log), StageBar() as bar:
+            record.results = list(work.measure(llm, text, chosen, stride, Log(log), bar))
+    title = f"{path.name} on {file.name}"
+    _show(title, record.results)
+    if plot_file is not None:
+        work.plot(record.results, plot_file, title)
+        record.plots.append(relative(plot_file, record_file.parent))
+    record.save(record_file, force)
+    s.note(f"wrote {', '.join(str(one) for one in (record_file, plot_file) if one is not None)}")
+
+
+def _ctx(path: Path, counts: list[int]) -> int:
+    """No larger than the lengths need, nor than the model knows."""
+    from sala.config import SalaConfig
+
+    return min(max(counts), SalaConfig.load(path).max_position_embeddings)
+
+
+def _show(title: str, rows: list[dict[str, Any]]) -> None:
+    from sala.bench.plots import label
+    from sala.cli.bench import print_table
+
+    columns = ["tokens", "windows", "scored", "perplexity", "", "bits per byte", "tok/s"]
+    cells = [
+        [
+            label(row["length"]), f"{row['windows']:,}", f"{row['tokens']:,}", f"{row['perplexity']:,.4g}",
+            f"± {row['stderr']:.2g}", "" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
+            f"{row['tokens_per_second']:,.0f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    print_table(title, columns, cells)

@@ -1,0 +1,159 @@
+"""Ours beside a dense model: the comparison by its arithmetic; the dense model itself where transformers is there."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sala.bench import dense as work
+from sala.bench.dense import compare, count_parameters, verdict
+from sala.bench.measure import Latency
+from sala.bench.plots import plot_against
+from sala.cli import run
+from sala.errors import InputError, SalaError
+from sala.eval.report import read_runs, to_page
+
+
+def latency(length: int, first_s: float, decode: float) -> Latency:
+    return Latency(length, first_s, length / first_s, decode, 1 << 30)
+
+
+def rows() -> list[dict[str, Any]]:
+    """The dense model reads faster up to 4,000 tokens, where both take the same; it writes slower everywhere."""
+    ours = [latency(length, length / 1000, 100.0) for length in (1000, 2000, 8000, 16000)]
+    theirs = [latency(length, length / 1000 * length / 4000, 50.0) for length in (1000, 2000, 8000)]
+    return compare(ours, theirs)
+
+
+def test_compare() -> None:
+    found = rows()
+    assert [row["num_tokens"] for row in found] == [1000, 2000, 8000, 16000]
+    assert [row["first_token_ratio"] for row in found[:3]] == pytest.approx([0.25, 0.5, 2.0])
+    assert [row["decode_ratio"] for row in found[:3]] == [2.0, 2.0, 2.0]
+    assert [row["crossover"] for row in found] == [{}, {}, {"first_token": 4000}, {}]
+    last = found[3]  # the dense model did not get so far
+    assert last["first_token_s"] == 16
+    assert [last[name] for name in ("dense_first_token_s", "first_token_ratio", "decode_ratio")] == [None] * 3
+
+
+def test_verdicts() -> None:
+    found = rows()
+    assert verdict(found, "first_token") == "faster from about 4,000 tokens on"
+    assert verdict(found, "decode") == "faster at every length measured"
+    assert verdict(found[:2], "first_token") == "slower at the longest length measured"
+    assert verdict(found[3:], "decode") == "no length was measured on both"
+    back = compare(
+        [latency(length, first, 1.0) for length, first in ((1, 4.0), (2, 1.0), (4, 4.0))],
+        [latency(length, 2.0, 1.0) for length in (1, 2, 4)],
+    )
+    assert verdict(back, "first_token") == "faster at some lengths only"
+
+
+def test_picture(tmp_path: Path) -> None:
+    plot_against(rows(), tmp_path / "drawn.png", "both")
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_parameters() -> None:
+    assert count_parameters(work.RANDOM["qwen3-8b-random"]) == pytest.approx(8.19e9, rel=0.005)
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert run(["bench", "against", "tiny-random", "--random", "tiny", "--device", "cpu"]) == 1
+    out = capsys.readouterr()
+    assert "transformers is not installed; run: pip install --upgrade transformers" in out.err
+    assert "prefill" not in out.err  # nothing was measured in vain
+
+
+def test_a_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = type(sys)("transformers")
+    monkeypatch.setitem(sys.modules, "transformers", old)
+    monkeypatch.setitem(sys.modules, "transformers.cache_utils", type(sys)("transformers.cache_utils"))
+    with pytest.raises(SalaError, match="transformers is too old"):
+        work.need_transformers()
+
+
+class TestWithTransformers:
+    @pytest.fixture(autouse=True)
+    def _needed(self) -> None:
+        pytest.importorskip("transformers")
+
+    def open(self) -> work.Dense:
+        import torch
+
+        torch.manual_seed(0)
+        return work.open_dense("tiny-random", torch.device("cpu"), torch.float32)
+
+    def test_the_reserved_cache_changes_nothing(self) -> None:
+        import torch
+
+        dense = self.open()
+        assert dense.is_plain
+        ids = torch.arange(2, 42)[None]
+        wanted = dense.model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 40:].tolist()
+        cache, tokens, found = work._reserve(dense, 46), ids, []
+        with torch.inference_mode():
+            for _ in range(6):
+                out = dense.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                tokens = out.logits[:, -1:].argmax(-1)
+                found.append(int(tokens))
+        assert found == wanted
+        assert cache.get_seq_length() == 45
+
+    def test_a_step_can_be_run_again(self) -> None:
+        """As a graph does it: the same place is written again, and the same comes out."""
+        import torch
+
+        dense = self.open()
+        ids, token = torch.arange(2, 42)[None], torch.tensor([[5]])
+        cache = work._reserve(dense, 46)
+        with torch.inference_mode():
+            dense.model(input_ids=ids, past_key_values=cache, use_cache=True)
+            first, second = (self._step(dense, cache, token) for _ in range(2))
+        assert torch.equal(first, second)
+
+    def _step(self, dense: work.Dense, cache: Any, token: Any) -> Any:
+        work._rewind(cache, 40)
+        return dense.model(input_ids=token, past_key_values=cache, use_cache=True).logits
+
+    def test_measuring(self) -> None:
+        found = work.measure_dense(self.open(), 64, 4)
+        assert found.num_tokens == 64
+        assert min(found.first_token_s, found.prefill_per_second, found.decode_per_second, found.peak_bytes) > 0
+
+    def test_a_directory(self, tmp_path: Path) -> None:
+        import torch
+
+        self.open().model.save_pretrained(tmp_path / "dense")
+        dense = work.open_dense(str(tmp_path / "dense"), torch.device("cpu"), torch.float32)
+        assert dense.name == "dense"
+        assert dense.model.config.num_hidden_layers == 2
+        with pytest.raises(InputError, match="nothing is no model directory"):
+            work.open_dense("nothing", torch.device("cpu"), torch.float32)
+        (tmp_path / "dense" / "config.json").write_text('{"model_type": "no such"}')
+        with pytest.raises(SalaError, match="transformers cannot load"):
+            work.open_dense(str(tmp_path / "dense"), torch.device("cpu"), torch.float32)
+
+    def test_command(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        figures, picture, log = tmp_path / "figures.json", tmp_path / "drawn.png", tmp_path / "figures.jsonl"
+        base = ["bench", "against", "tiny-random", "--random", "tiny", "-n", "3", "--device", "cpu"]
+        base += ["--json", str(figures), "--plot", str(picture), "--lengths"]
+        assert run([*base, "16,64"]) == 0
+        out = capsys.readouterr()
+        assert "against tiny-random" in out.out
+        assert "decode: " in out.err
+        found = json.loads(figures.read_text())
+        assert found["kind"] == "against"
+        assert found["plots"] == ["drawn.png"]
+        assert [row["num_tokens"] for row in found["results"]] == [16, 64]
+        assert len(log.read_text().splitlines()) == 4
+        assert "tiny-random" in to_page(read_runs([figures]))
+        assert run([*base, "16,64"]) == 0  # all is known: nothing is measured again
+        assert json.loads(figures.read_text())["results"] == found["results"]
+        assert run([*base, "16"]) == 2
+        assert "belongs to another run" in capsys.readouterr().err
+        assert run([*base, "16", "--force"]) == 0
+        assert len(log.read_text().splitlines()) == 4

@@ -1,0 +1,245 @@
+"""Records → a page: everything is on it, nothing of it is executed, and what is broken is named."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from sala.cli.report import report
+from sala.errors import InputError
+from sala.eval.charts import Series, _decades, _steps, draw_lines, draw_map
+from sala.eval.kinds import KINDS, Run
+from sala.eval.record import KINDS as RECORDED
+from sala.eval.report import read_runs, to_page
+
+PIXEL = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
+    "1f15c4890000000d49444154789c6360606060000000050001a5f645400000000049454e44ae426082"
+)
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "needle": [
+        {"length": length, "depth": depth, "trials": 2, "exact": exact, "score": exact, "prefill_per_second": 900.0,
+         "decode_per_second": None}
+        for length, depth, exact in ((1024, 0.0, 1.0), (1024, 50.0, 0.5), (4096, 0.0, 1.0), (4096, 50.0, 0.0))
+    ],
+    "ruler": [{"task": task, "length": 4096, "trials": 3, "exact": 0.0, "score": 0.25} for task in ("single", "chain")],
+    "reasoning": [{"task": "steps", "budget": None, "cases": 9, "answered": 0.9, "correct": 0.3, "stuck": 0.1}],
+    "perplexity": [
+        {"length": length, "perplexity": value, "bits_per_byte": 0.9, "stderr": 0.1, "windows": 3, "tokens": 900}
+        for length, value in ((256, 26.6), (1024, 21.1), (4096, 19.2))
+    ],
+    "latency": [
+        {"num_tokens": count, "first_token_s": count / 1e4, "prefill_per_second": 1e4, "decode_per_second": 80.0,
+         "peak_bytes": 1 << 33}
+        for count in (1024, 65536)
+    ],
+    "throughput": [{"batch": count, "num_tokens": 512, "decode_per_second": 70.0 * count} for count in (1, 8)],
+    "against": [
+        {"num_tokens": 1024, "first_token_s": 0.2, "dense_first_token_s": 0.1, "first_token_ratio": 0.5,
+         "decode_per_second": 90.0, "dense_decode_per_second": 60.0, "decode_ratio": 1.5, "crossover": {}},
+        {"num_tokens": 16384, "first_token_s": 1.0, "dense_first_token_s": 2.0, "first_token_ratio": 2.0,
+         "decode_per_second": 88.0, "dense_decode_per_second": None, "decode_ratio": None,
+         "crossover": {"first_token": 4096}},
+    ],
+    "harness": [{"task": "arc", "metric": "acc", "filter": "none", "value": 0.61, "stderr": None, "shots": 0}],
+    "kernels": [{"name": "attention", "size": "8K", "ms": 0.5, "share": 0.7, "tflops": None, "error": ""}],
+}  # fmt: skip
+
+
+def write(folder: Path, kind: str, name: str = "", **changes: Any) -> Path:
+    record = {
+        "kind": kind, "model": "small", "settings": {"seed": 7}, "results": ROWS.get(str(kind), []), "plots": [],
+        "machine": {"processor": "a processor", "memory": 1 << 34, "gpus": []}, "versions": {"sala": "0.1"},
+        "commit": "0123456789abcdef+", "date": "2026-01-02T03:04:05+00:00", **changes,
+    }  # fmt: skip
+    file = folder / f"{name or kind}.json"
+    file.write_text(json.dumps(record))
+    return file
+
+
+class Reader(HTMLParser):
+    """What a browser would see: elements, their attributes, the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_every_kind_is_shown(tmp_path: Path) -> None:
+    assert set(RECORDED) <= set(KINDS) == set(ROWS)
+    for kind in KINDS:
+        write(tmp_path, kind)
+    (tmp_path / "other.json").write_text('{"results": {}}')  # of somebody else
+    runs = read_runs([tmp_path])
+    assert {run.kind for run in runs} == set(KINDS)
+    page = Reader(to_page(runs, "All of it", "2026-01-03"))
+    for words in (
+        "All of it", "small", "a processor", "16.0 GiB", "0.1 0123456789+", "seed", "2026-01-02 03:04", "50 %",
+        "chain", "steps", "19.2", "8.00 GiB", "560.0", "0.61", "attention", "4,096", "64K",
+    ):  # fmt: skip
+        assert words in page.text, words
+    assert page.tags.count("section") == len(KINDS)
+    assert page.tags.count("svg") == 2 + 3 + 1 + 4  # perplexity, latency, throughput (no memory there), against
+    assert page.text.count("first token: times as fast") == 1
+
+
+def test_the_page_stands_alone(tmp_path: Path) -> None:
+    (tmp_path / "drawn.png").write_bytes(PIXEL)
+    write(tmp_path, "perplexity", plots=["drawn.png", "gone.png"])
+    page = to_page(read_runs([tmp_path]))
+    found = Reader(page)
+    assert not {"script", "link", "iframe", "object", "form"} & set(found.tags)
+    assert not [name for name, _ in found.attributes if name.startswith("on")]
+    links = [value for name, value in found.attributes if name in ("src", "href")]
+    assert all(link.startswith(("data:image/png;base64,", "#")) for link in links)
+    assert sum(link.startswith("data:") for link in links) == 1
+    assert "url(" not in page
+    assert "prefers-color-scheme:dark" in page
+    assert "@media print" in page
+
+
+def test_nothing_of_a_record_becomes_markup(tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>\"'&{0}"
+    changes: dict[str, Any] = {
+        "model": evil, "settings": {evil: [evil]}, "machine": {"processor": evil}, "versions": {"sala": evil},
+        "commit": evil, "date": evil,
+    }  # fmt: skip
+    for kind in KINDS:
+        rows = [{key: evil if isinstance(value, str) else value for key, value in row.items()} for row in ROWS[kind]]
+        write(tmp_path, kind, results=rows, **changes)
+        write(tmp_path, kind, f"{kind}-2", results=rows, **changes)
+    found = Reader(to_page(read_runs([tmp_path]), evil, evil))
+    assert "img" not in found.tags
+    assert not [name for name, _ in found.attributes if name.startswith("on")]
+    assert found.text.count(evil) > 50
+
+
+def test_runs_of_a_kind_share_a_chart(tmp_path: Path) -> None:
+    write(tmp_path, "perplexity", "one")
+    write(tmp_path, "perplexity", "two", model="large")
+    page = to_page(read_runs([tmp_path / "one.json", tmp_path / "two.json", tmp_path / "one.json"]))
+    assert page.count("<svg") == 2
+    assert page.count("<polyline") == 4
+    assert page.count("<article>") == 2
+    write(tmp_path, "perplexity", "two", date="2026-05-05T01:01:01")
+    assert "small (2026-05-05 01:01)" in to_page(read_runs([tmp_path]))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[1]", "is no record"),
+        ({"kind": "dream"}, "is of kind 'dream'"),
+        ({"kind": ["needle"]}, "is of kind"),
+        ({"results": []}, "has no results"),
+        ({"results": {}}, "has no results, or not as list"),
+        ({"machine": None}, "has no machine"),
+        ({"results": [3]}, "no object (number 1)"),
+        ({"results": [{"length": 5}]}, "has no perplexity in result 1"),
+        ({"results": [{"length": 5, "perplexity": "9"}]}, "has no perplexity in result 1"),
+        ({"results": [{"length": 5, "perplexity": float("nan")}]}, "has no perplexity in result 1"),
+        ({"results": [{"length": 5, "perplexity": 10**400}]}, "has no perplexity in result 1"),
+        ({"results": [{"length": 5, "perplexity": 1.0, "stderr": "?"}]}, "has stderr = '?' in result 1"),
+        ({"results": [{"length": 5, "perplexity": 1.0, "more": float("inf")}]}, "has more = inf in result 1"),
+        ({"plots": ["secret.txt"]}, "names secret.txt, which is no PNG"),
+        ({"plots": [7]}, "names a picture that is no text"),
+    ],
+    ids=lambda item: str(item)[:40] if not isinstance(item, str) or len(item) < 40 else "",
+)
+def test_a_broken_record_is_refused_by_name(content: Any, words: str, tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    write(tmp_path, "perplexity", "good")
+    if isinstance(content, str):
+        (tmp_path / "bad.json").write_text(content)
+    else:
+        write(tmp_path, **{"kind": "perplexity", "name": "bad", **content})
+    for paths in ([tmp_path / "good.json", tmp_path / "bad.json"], [tmp_path]):
+        with pytest.raises(InputError) as caught:
+            read_runs(paths)
+        assert "bad.json" in str(caught.value)
+        assert words in str(caught.value)
+
+
+def test_no_records(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no record"):
+        read_runs([tmp_path])
+    with pytest.raises(InputError, match=r"nowhere\.json cannot be read"):
+        read_runs([tmp_path / "nowhere.json"])
+
+
+@pytest.mark.parametrize(
+    "points",
+    [[(1024.0, 3.0)], [(1.0, 0.0), (2.0, 0.0)], [(64.0, 1e-9), (1 << 20, 1e9)], [(5.0, -3.0), (6.0, 4.0)]],
+)
+@pytest.mark.parametrize("is_log", [False, True])
+def test_charts_of_odd_values(points: list[tuple[float, float]], is_log: bool) -> None:
+    drawn = draw_lines("a < b", "x", [Series("one", points), Series("none", [])], is_log, marks=[7.0])
+    figure = ElementTree.fromstring(drawn)  # noqa: S314 - well-formed
+    svg = figure.find("svg")
+    assert svg is not None
+    for circle in svg.iter("circle"):
+        assert 0 <= float(circle.attrib["cx"]) <= 460
+        assert 0 <= float(circle.attrib["cy"]) <= 250
+    assert len(list(svg.iter("circle"))) == len(points)
+    assert draw_lines("", "", [Series("none", [])]) == ""
+
+
+def test_ticks() -> None:
+    assert _steps(0, 26.6) == [0, 10, 20, 30]
+    assert _steps(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert _steps(-3, 4) == [-4, -2, 0, 2, 4]
+    assert _decades(0.2, 30) == [0.1, 1, 10, 100]
+    assert _decades(5, 5) == [1, 10]
+
+
+def test_maps() -> None:
+    drawn = draw_map("found", "", ["4K"], [("0 %", [1.0]), ("50 %", [None]), ("100 %", [0.0])])
+    assert drawn.count("rgb(") == 2
+    assert "100%</td>" in drawn
+
+
+def test_command(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(report)
+    record, page = write(tmp_path, "latency"), tmp_path / "page.html"
+    arguments = [str(record), "-o", str(page), "--title", "Speed"]
+    first = CliRunner().invoke(app, arguments)
+    assert first.exit_code == 0, first.output
+    assert "<title>Speed</title>" in page.read_text()
+    again = CliRunner().invoke(app, arguments)
+    assert isinstance(again.exception, InputError)
+    assert "exists already" in str(again.exception)
+    assert CliRunner().invoke(app, [*arguments, "--force"]).exit_code == 0
+    wrong = CliRunner().invoke(app, [str(record), "-o", str(tmp_path / "page.json")])
+    assert "does not end in .html" in str(wrong.exception)
+
+
+def test_a_record_of_bench(tmp_path: Path) -> None:
+    """What `sala bench` writes is a record."""
+    from sala.cli import run as sala
+
+    file = tmp_path / "figures.json"
+    arguments = ["--random", "tiny", "-n", "2", "--device", "cpu", "--json", str(file)]
+    assert sala(["bench", "latency", "--lengths", "16,32", *arguments]) == 0
+    found: list[Run] = read_runs([file])
+    assert [row["num_tokens"] for row in found[0].results] == [16, 32]
+    assert "random tiny" in to_page(found)
+    assert sala(["bench", "throughput", "--batches", "1,2", "--length", "16", *arguments]) == 0
+    assert read_runs([file])[0].settings["length"] == 16
