@@ -6,6 +6,8 @@ from sala.config import SalaConfig
 
 RUNTIME_BYTES = 21 << 20  # work areas of the libraries, measured on a CPU: the same at every length
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+EDGE_BITS = 8  # of embedding and head, where the rest has fewer
+USABLE = 0.9  # of a machine's memory: the rest is the system's
 
 
 def token_bytes(config: SalaConfig, element_bytes: int) -> int:
@@ -27,12 +29,12 @@ def state_bytes(config: SalaConfig) -> int:
 
 
 def weight_bytes(config: SalaConfig, num_parameters: int, bits: int | None, element_bytes: int, group: int = 64) -> int:
-    """Weights as stored, or quantized: codes, a scale and a bias per group; the embedding stays as it is."""
+    """Weights as stored, or as `sala quantize` writes them: embedding and head never get less than 8 bits."""
     if bits is None:
         return num_parameters * element_bytes
-    embedding = config.vocab_size * config.hidden_size
-    quantized = num_parameters - embedding
-    return embedding * element_bytes + quantized * bits // 8 + quantized // group * 4
+    edges = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    parts = ((edges, max(bits, EDGE_BITS)), (num_parameters - edges, bits))
+    return sum(count * width // 8 + count // group * 2 * element_bytes for count, width in parts)
 
 
 def activation_bytes(config: SalaConfig, chunk: int, num_tokens: int, element_bytes: int, tile_bytes: int) -> int:
@@ -80,9 +82,10 @@ def estimate(
     element_bytes: int = 2,
     tile_bytes: int = 8 << 20,
     stored_bytes: int | None = None,
+    group_size: int = 64,
 ) -> Estimate:
     """`stored_bytes`: the weights of a checkpoint that is quantized already, as its files have them."""
-    weights = weight_bytes(config, num_parameters, bits, element_bytes)
+    weights = weight_bytes(config, num_parameters, bits, element_bytes, group_size)
     return Estimate(
         num_tokens=num_tokens,
         weights=stored_bytes if stored_bytes is not None and bits is None else weights,

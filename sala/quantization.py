@@ -3,16 +3,26 @@
     "quantization": {"group_size": 64, "bits": 4, "model.embed_tokens": {"group_size": 64, "bits": 8}, "lm_head": false}
 
 The first two hold for every module that has scales in the checkpoint; the others are for one module each.
+A table with a `quant_method` is of another program: its `Layout` says how the matrices lie in the file.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from sala.errors import ConfigError
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
+Kind = Literal["gptq", "awq", "pack-quantized", "fp8"]
+_TITLES: dict[Kind, str] = {
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "pack-quantized": "compressed-tensors",
+    "fp8": "FP8 (e4m3)",
+}
 _MIXER_MODULES = {
     "sparse": ("q_proj", "k_proj", "v_proj", "o_proj", "o_gate"),
     "lightning": ("q_proj", "k_proj", "v_proj", "o_proj", "z_proj"),
@@ -32,12 +42,43 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """How another program wrote the matrices, by its table in `config.json`."""
+
+    kind: Kind
+    bits: int
+    group_size: int | None = None  # None: a row is one group
+    is_symmetric: bool = False  # every zero point is the middle of the codes
+    has_order: bool = False  # the inputs of a group need not be neighbours
+    is_zero_less_one: bool = False  # zero points are stored less one
+    block: tuple[int, int] | None = None  # of one FP8 scale; None: a scale for a matrix or a row
+    spared: tuple[str, ...] = ()  # modules, or parts of their names, that are not quantized
+    table: str = "{}"  # as it was read, in JSON
+
+    def is_spared(self, module: str) -> bool:
+        """Patterns (`re:…`) are not looked at: which tensors there are says it too."""
+        return any(f".{name}." in f".{module}." for name in self.spared)
+
+    def describe(self) -> str:
+        """For people: the method, bits and groups."""
+        if self.kind == "fp8":
+            scales = "matrix or row" if self.block is None else f"block of {self.block[0]}x{self.block[1]}"
+            return f"{_TITLES[self.kind]}, a scale per {scales}"
+        groups = "one group per row" if self.group_size is None else f"groups of {self.group_size}"
+        return f"{_TITLES[self.kind]}, {self.bits} bits, {groups}"
+
+
+@dataclass(frozen=True, slots=True)
 class QuantConfig:
-    """Bits and group size of every quantized module; `overrides` are for single ones, None for "not quantized"."""
+    """Bits and group size of every quantized module; `overrides` are for single ones, None for "not quantized".
+
+    With a `layout` they are what the matrices are read as; FP8 is read as plain weights.
+    """
 
     bits: int
     group_size: int
     overrides: tuple[tuple[str, Groups | None], ...] = ()
+    layout: Layout | None = None
 
     @classmethod
     def of_modules(cls, modules: "Mapping[str, Groups]") -> "QuantConfig":
@@ -62,10 +103,14 @@ class QuantConfig:
 
     def to_dict(self) -> dict[str, Any]:
         own: dict[str, Any] = {"group_size": self.group_size, "bits": self.bits}
+        if self.layout is not None:
+            return dict(json.loads(self.layout.table))
         return own | {name: False if groups is None else groups.to_dict() for name, groups in self.overrides}
 
     @classmethod
     def from_dict(cls, table: Any, where: str) -> "QuantConfig":
+        if isinstance(table, dict) and "quant_method" in table:
+            return _parse_foreign(table, where)
         own = _parse_groups(table, where, may_have_more=True)
         named = {name: value for name, value in table.items() if name not in ("bits", "group_size", "mode")}
         for name, value in named.items():
@@ -107,3 +152,230 @@ def _choice(table: Mapping[str, Any], name: str, allowed: Sequence[int], where: 
         problem = "is missing" if value is None else f"is {str(value)[:100]!r}"
         raise ConfigError(f"{where}: {name} {problem}", "use " + ", ".join(map(str, allowed)))
     return value
+
+
+# Fields of other programs without influence on the numbers: how the codes were found, and who runs them how.
+_NOTES = {
+    "act_group_aware", "auto_forward_data_parallel", "backend", "batch_size", "block_name_to_quantize",
+    "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "dequantize", "do_fuse", "exllama_config",
+    "failsafe", "fallback", "fuse_max_seq_len", "global_compression_ratio", "gptaq", "hyb_act", "lm_head",
+    "max_input_length", "meta", "mock_quantization", "model_file_base_name", "model_name_or_path", "model_seqlen",
+    "module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "mse", "offload_to_disk",
+    "offload_to_disk_path", "pack_impl", "pad_token_id", "provider", "quantization_status", "scale_fmt",
+    "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "v2", "v2_alpha", "version",
+}  # fmt: skip
+_MAX_GROUP = 1 << 22
+_MAX_BLOCK = 1 << 16
+
+
+class _Table:
+    """Takes fields out of a table of another program one by one; what is left at the end is unknown."""
+
+    def __init__(self, table: Any, where: str) -> None:
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where} is {str(table)[:100]!r}", "it must be an object")
+        self.fields = dict(table)
+        self.where = where
+
+    def fail(self, name: str, problem: str, remedy: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {name[:100]} {problem[:200]}", remedy)
+
+    def take(self, *names: str) -> Any:
+        """The first of these fields that is set; None if none is."""
+        values = [self.fields.pop(name, None) for name in names]
+        return next((value for value in values if value is not None), None)
+
+    def choice(self, names: Sequence[str], allowed: Sequence[Any], default: Any = None) -> Any:
+        value = self.take(*names)
+        value = default if value is None else value
+        if isinstance(value, str):
+            value = value.lower()
+        if not any(type(value) is type(item) and value == item for item in allowed):
+            problem = "is missing" if value is None else f"is {str(value)[:100]!r}"
+            raise self.fail(names[0], problem, "only " + " or ".join(map(str, allowed)) + " can be read")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.take(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.fail(name, f"is {str(value)[:100]!r}", "it must be true or false")
+        return default if value is None else value
+
+    def empty(self, *names: str) -> None:
+        """Refuse what is set, but would have to be computed with."""
+        for name in names:
+            if self.take(name):
+                raise self.fail(name, "is set", "a checkpoint without it can be read")
+
+    def group_size(self, *names: str) -> int | None:
+        value = self.take(*names)
+        if value == -1 and not isinstance(value, bool):
+            return None
+        smallest = GROUP_SIZES[0]
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not smallest <= value <= _MAX_GROUP or value % smallest:
+            problem = "is missing" if value is None else f"is {str(value)[:100]!r}"
+            raise self.fail(names[0], problem, f"use a multiple of {smallest}, or -1 for whole rows")
+        return int(value)
+
+    def block(self, name: str) -> tuple[int, int] | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        sizes = [int(size) for size in re.findall(r"[0-9]{1,9}", value)] if isinstance(value, str) else value
+        if (
+            not isinstance(sizes, list)
+            or len(sizes) != 2
+            or not all(type(size) is int and 1 <= size <= _MAX_BLOCK for size in sizes)
+        ):
+            raise self.fail(name, f"is {str(value)[:100]}", "it must be two whole numbers")
+        return sizes[0], sizes[1]
+
+    def names(self, *names: str) -> tuple[str, ...]:
+        value = self.take(*names)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.fail(names[0], f"is {str(value)[:100]}", "it must be a list of module names")
+        return tuple(item for item in value if item)
+
+    def inner(self, name: str) -> "_Table":
+        return _Table(self.take(name), f"{self.where}: {name[:100]}")
+
+    def finish(self) -> None:
+        for name in self.fields:
+            if name not in _NOTES:
+                raise self.fail(repr(str(name)), "is not known", "remove it if the weights do not depend on it")
+
+
+def _parse_foreign(table: dict[str, Any], where: str) -> QuantConfig:
+    method = table["quant_method"]
+    parse = _METHODS.get(method) if isinstance(method, str) else None
+    if parse is None:
+        remedy = "known are " + ", ".join(_METHODS) + "; or quantize the original model: sala quantize"
+        raise ConfigError(f"{where}: quant_method is {str(method)[:100]!r}", remedy)
+    fields = _Table(table, where)
+    fields.take("quant_method")
+    layout = parse(fields, json.dumps(table))
+    fields.finish()
+    group = GROUP_SIZES[-1] if layout.group_size is None else split_group(layout.group_size)
+    return QuantConfig(layout.bits, group or GROUP_SIZES[0], layout=layout)
+
+
+def split_group(size: int) -> int | None:
+    """The largest group size of ours that divides another; None if none does."""
+    return next((group for group in reversed(GROUP_SIZES) if size % group == 0), None)
+
+
+def _parse_gptq(fields: _Table, table: str) -> Layout:
+    fields.choice(("is_marlin_format",), (False,), False)
+    fields.choice(("pack_dtype",), ("int32",), "int32")
+    written = [value for value in map(fields.take, _FORMATS) if value is not None] or ["gptq"]
+    if any(value != written[0] for value in written) or written[0] not in ("gptq", "gptq_v2"):
+        problem = "is " + " and ".join(str(value)[:60] for value in written)
+        raise fields.fail("checkpoint_format", problem, "only gptq or gptq_v2 can be read")
+    fields.empty("adapter")
+    _refuse_dynamic(fields)
+    return Layout(
+        "gptq",
+        bits=fields.choice(("bits",), (4, 8)),
+        group_size=fields.group_size("group_size"),
+        is_symmetric=fields.flag("sym"),
+        has_order=fields.flag("desc_act"),
+        is_zero_less_one=written[0] == "gptq",
+        spared=fields.names("modules_to_not_convert"),
+        table=table,
+    )
+
+
+_FORMATS = ("checkpoint_format", "format")
+
+
+def _refuse_dynamic(fields: _Table) -> None:
+    """Patterns that spare modules (`-:…`) need no reading: those modules have plain weights. Others change the bits."""
+    dynamic = fields.take("dynamic") or {}
+    for pattern, change in dynamic.items() if isinstance(dynamic, dict) else ((dynamic, dynamic),):
+        if not str(pattern).startswith("-:") and change:
+            raise fields.fail(f"dynamic {str(pattern)[:60]!r}", "changes single modules", "that cannot be read")
+
+
+def _parse_awq(fields: _Table, table: str) -> Layout:
+    fields.choice(("version", *_FORMATS), ("gemm",), "gemm")
+    fields.choice(("zero_point",), (True,), True)
+    fields.choice(("pack_dtype",), ("int32",), "int32")
+    fields.flag("sym")
+    fields.choice(("desc_act",), (False,), False)
+    return Layout(
+        "awq",
+        bits=fields.choice(("bits", "w_bit"), (4,)),
+        group_size=fields.group_size("group_size", "q_group_size"),
+        spared=fields.names("modules_to_not_convert"),
+        table=table,
+    )
+
+
+def _parse_fp8(fields: _Table, table: str) -> Layout:
+    fields.choice(("fmt",), ("e4m3", "float8_e4m3fn"), "e4m3")
+    fields.choice(("activation_scheme",), ("dynamic", "static"), "dynamic")
+    fields.choice(("is_checkpoint_fp8_serialized",), (True,), True)
+    fields.empty("kv_cache_scheme", "kv_cache_quant_method")
+    spared = fields.names("modules_to_not_convert") + fields.names("ignored_layers")
+    return Layout("fp8", bits=8, block=fields.block("weight_block_size"), spared=spared, table=table)
+
+
+def _parse_compressed_tensors(fields: _Table, table: str) -> Layout:
+    kinds = ("pack-quantized", "float-quantized", "naive-quantized")
+    kind = fields.choice(("format",), kinds)
+    fields.empty("kv_cache_scheme", "transform_config")
+    sparsity = fields.take("sparsity_config") or {}
+    if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense"):
+        raise fields.fail("sparsity_config", "is set", "only dense weights can be read")
+    groups = fields.inner("config_groups")
+    if len(groups.fields) != 1:
+        raise groups.fail("it", f"has {len(groups.fields)} groups", "only one scheme for all modules can be read")
+    scheme = groups.inner(next(iter(groups.fields)))
+    scheme.take("input_activations", "output_activations")  # activations keep the precision of the model
+    scheme.names("targets")
+    scheme.choice(("format",), kinds, kind)
+    layout = _parse_scheme(scheme.inner("weights"), kind, fields.names("ignore"), table)
+    scheme.finish()
+    return layout
+
+
+def _parse_scheme(weights: _Table, kind: str, spared: tuple[str, ...], table: str) -> Layout:
+    weights.take("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    weights.choice(("dynamic",), (False,), False)
+    is_packed = kind == "pack-quantized"
+    weights.choice(("type",), ("int",) if is_packed else ("float",), "int")
+    bits = weights.choice(("num_bits",), (4, 8) if is_packed else (8,), 8)
+    is_symmetric = weights.choice(("symmetric",), (True, False) if is_packed else (True,), True)
+    order = weights.choice(("actorder",), (False, True, "group", "dynamic", "weight", "static"), False)
+    strategies = ("group", "channel") if is_packed else ("tensor", "channel", "block")
+    strategy = weights.choice(("strategy",), strategies, "group" if is_packed else "tensor")
+    if not is_packed:
+        weights.take("group_size")
+        block = weights.block("block_structure")
+        if (strategy == "block") != (block is not None):
+            raise weights.fail("block_structure", "and strategy contradict each other", "give both, or neither")
+        weights.finish()
+        return Layout("fp8", bits=8, block=block, spared=spared, table=table)
+    size = weights.group_size("group_size") if strategy == "group" else None
+    weights.take("group_size", "block_structure")
+    weights.finish()
+    return Layout(
+        "pack-quantized",
+        bits=bits,
+        group_size=size,
+        is_symmetric=is_symmetric,
+        has_order=order in (True, "group", "dynamic"),
+        spared=spared,
+        table=table,
+    )
+
+
+_METHODS: dict[str, Callable[[_Table, str], Layout]] = {
+    "gptq": _parse_gptq,
+    "awq": _parse_awq,
+    "fp8": _parse_fp8,
+    "compressed-tensors": _parse_compressed_tensors,
+}

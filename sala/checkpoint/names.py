@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
+from sala.checkpoint.foreign import Part, find_modules, groups_of, parts_of
 from sala.checkpoint.reader import Checkpoint, TensorInfo
 from sala.config import SalaConfig
 from sala.errors import CheckpointError
-from sala.quantization import Groups
+from sala.quantization import Groups, matrix_modules
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 SCALES = ("scales", "biases")
@@ -74,38 +75,83 @@ def check_tensors(checkpoint: Checkpoint, config: SalaConfig) -> None:
     """Names, shapes and precisions against the configuration; the first difference is the error."""
     found = dict(checkpoint.tensors)
     if config.tie_word_embeddings:
-        for part in ("weight", *SCALES):
-            found.pop(f"lm_head.{part}", None)  # some writers store the shared matrix twice
+        for leaf in ("weight", *SCALES):
+            found.pop(f"lm_head.{leaf}", None)  # some writers store the shared matrix twice
     packed = quantized_modules(found, config)
-    expected = expected_tensors(config, packed)
+    expected = _expected_parts(found, config, packed)
     where = checkpoint.path
-    _refuse(where, "lacks", [name for name in expected if name not in found], "download it again")
+    missing = [name for name, part in expected.items() if part.is_required and name not in found]
+    _refuse(where, "lacks", missing, "download it again")
     _refuse(
         where,
         "has unexpected",
         [name for name in found if name not in expected],
         "config.json is of another model",
     )
-    for name, shape in expected.items():
-        info = found[name]
-        if info.shape != shape:
-            raise CheckpointError(
-                f"{where}: {name} is {list(info.shape)}, config.json says {list(shape)}",
-                "they do not belong together",
-            )
-        module, _, leaf = name.rpartition(".")
-        allowed = ("U32",) if module in packed and leaf == "weight" else FLOAT_DTYPES
-        if info.dtype not in allowed:
-            raise CheckpointError(f"{where}: {name} is stored as {info.dtype}", "weights must be " + ", ".join(allowed))
+    for name, part in expected.items():
+        if name in found:
+            _check_part(f"{where}: {name}", found[name], part)
     for module in packed:
-        if found[f"{module}.scales"].dtype != found[f"{module}.biases"].dtype:
+        scales, biases = (found.get(f"{module}.{leaf}") for leaf in SCALES)
+        if scales is not None and biases is not None and scales.dtype != biases.dtype:
             raise CheckpointError(f"{where}: scales and biases of {module} differ in precision", "quantize it again")
 
 
+def _expected_parts(
+    found: Mapping[str, TensorInfo], config: SalaConfig, packed: Mapping[str, Groups]
+) -> dict[str, Part]:
+    """Tensor → what it must be, in the layout that config.json says."""
+    layout = config.quantization.layout if config.quantization is not None else None
+    if layout is None:
+        codes = {f"{module}.weight" for module in packed}
+        return {
+            name: Part((shape,), ("U32",) if name in codes else FLOAT_DTYPES)
+            for name, shape in expected_tensors(config, packed).items()
+        }
+    parts = {name: Part((shape,), FLOAT_DTYPES) for name, shape in expected_tensors(config).items()}
+    for module, matrix in foreign_modules(found, config).items():
+        del parts[f"{module}.weight"]
+        parts |= parts_of(module, matrix, layout, found)
+    return parts
+
+
+def _check_part(name: str, info: TensorInfo, part: Part) -> None:
+    if info.shape not in part.shapes:
+        wanted = " or ".join(str(list(shape)) for shape in part.shapes)
+        raise CheckpointError(f"{name} is {list(info.shape)}, config.json says {wanted}", "they do not belong together")
+    if info.dtype not in part.dtypes:
+        raise CheckpointError(f"{name} is stored as {info.dtype}", "weights must be " + ", ".join(part.dtypes))
+
+
+def foreign_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> dict[str, tuple[int, ...]]:
+    """Module → shape of its matrix, for every module that is in the layout of another program."""
+    quant = config.quantization
+    if quant is None or quant.layout is None:
+        return {}
+    layout, shapes = quant.layout, expected_tensors(config)
+    names = find_modules(tensors, layout)
+    if not names:
+        raise CheckpointError(f"config.json says {layout.describe()}, but no tensor is", "they are of two models")
+    linears = matrix_modules(config.mixers) - {"model.embed_tokens"}
+    strange = [name for name in names if name not in linears or f"{name}.weight" not in shapes]
+    _refuse("the checkpoint", "is quantized in", strange, "only linear layers can be")
+    spared = [name for name in names if layout.is_spared(name)]
+    _refuse("the checkpoint", "is quantized in", spared, "config.json says that it is not")
+    return {name: shapes[f"{name}.weight"] for name in names}
+
+
 def quantized_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> dict[str, Groups]:
-    """Module → its groups, for every module that has scales; it must agree with what config.json says."""
+    """Module → its groups, for every module that has scales; it must agree with what config.json says.
+
+    Modules of another program's layout get the groups that they are read in; FP8 is read as plain weights.
+    """
     names = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
     quant = config.quantization
+    if quant is not None and quant.layout is not None:
+        modules = foreign_modules(tensors, config)
+        if quant.layout.kind == "fp8":
+            return {}
+        return {name: groups_of(name, shape, quant.layout) for name, shape in modules.items()}
     if quant is None:
         _refuse("the checkpoint", "is quantized, but config.json is silent about", names, "add its quantization table")
         return {}

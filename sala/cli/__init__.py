@@ -30,6 +30,7 @@ VERBS = {
     "perplexity": "How well a model predicts a text, by context length.",
     "report": "Gather the records of runs into one page.",
     "setup": "Put the embedded model together.",
+    "quantize": "Store a model in fewer bits.",
     "convert": "Turn a dense model into a hybrid.",
     "train": "Train a model through the stages of a recipe.",
     "init": "Make a checkpoint with random weights.",

@@ -133,17 +133,29 @@ def in_use() -> dict[str, Any]:
 
     device = pick_device("auto")
     why_not = triton_kernels.why_not(device) if device.type == "cuda" else None
-    kernels = {"cpu": linear_backend(), "cuda": triton_kernels.describe(device)}
+    on_cpu = _cpu_kernels(linear_backend())
+    kernels = {"cpu": on_cpu, "cuda": triton_kernels.describe(device)}
     return {
         "backend": "torch",
         "device": str(device),
         "threads": torch.get_num_threads(),
         "kernels": kernels.get(device.type, "none: PyTorch's own"),
-        "cpu_kernels": linear_backend(),
+        "cpu_kernels": on_cpu,
+        "instructions": native.instructions(),
         "has_native": native.load() is not None,
         "cuda": torch.version.cuda,
         "no_triton": why_not,
     }
+
+
+def _cpu_kernels(backend: str) -> str:
+    """With the instructions and what the kernels read, where there are any."""
+    from sala.backends.torch.kernels import native
+
+    found = native.instructions()
+    if found is None:
+        return backend
+    return f"{backend}, {found}; reads 4 and 8 bits, bf16, fp16 and fp32 as stored, computes in fp32"
 
 
 def places() -> dict[str, Any]:
@@ -263,8 +275,9 @@ def _use_warnings(facts: dict[str, Any], gpus: list[dict[str, Any]]) -> Iterable
 
     if not facts["has_native"]:
         yield (
-            "no C++ compiler works here: on the CPU quantized models take the memory of full ones, and decode "
-            "without the native step; install g++ or clang++ (Debian: apt install g++; macOS: xcode-select --install)"
+            "no C++ compiler works here: on the CPU quantized models take the memory of full ones, and every model "
+            "decodes without the native step; install g++ or clang++ (Debian: apt install g++; macOS: xcode-select "
+            "--install)"
         )
     if facts["no_triton"]:
         yield f"the GPU runs by PyTorch alone, without kernels: {facts['no_triton']}"
@@ -281,9 +294,6 @@ def _model_warnings(facts: dict[str, Any], use: dict[str, Any]) -> Iterable[str]
             f"{facts['path']} needs {size(facts['needed_bytes'])} with {USUAL_CTX:,} tokens and {size(free)} are free: "
             f"see sala estimate {facts['path']}"
         )
-    is_whole = use["device"] == "cpu" and use["has_native"] and facts["dtype"] != "float32"
-    if is_whole and facts["expanded_bytes"] * 2 < free:
-        yield f"{facts['path']} is in {facts['dtype']}: the native step of the CPU needs --dtype float32"
 
 
 def _free(device: str) -> int:

@@ -1,44 +1,56 @@
-"""`sala estimate`: what a context costs, and what fits into this machine."""
+"""`sala estimate`: what a context costs, and what fits into this machine or into others."""
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sala.cli import settings as s
 
+if TYPE_CHECKING:
+    from sala.config import SalaConfig
+
+WIDTHS = (None, 8, 4)  # bits of the table's rows; None: not quantized
+CONTEXTS = (32 << 10, 128 << 10, 512 << 10, 1 << 20)
+MEMORIES = (8, 16, 24, 32)  # GiB
+
 
 def estimate(
     model: Annotated[str | None, typer.Argument(help="Checkpoint directory.", envvar="SALA_MODEL")] = None,
+    shape: Annotated[str | None, typer.Option(help="No checkpoint: the shapes of the released model, 9b.")] = None,
     ctx: Annotated[int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of a sequence, e.g. 1m.")] = 131072,
     batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
     bits: Annotated[int | None, typer.Option(help="Weights quantized to 4 or 8 bits.")] = None,
+    group_size: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 64,
     snapshots: Annotated[int, typer.Option(help="States kept for reuse.", min=0)] = 1,
+    chunk: Annotated[
+        int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of a prompt at a time; 8192 on a GPU.")
+    ] = 256,
     memory: Annotated[
         int | None, typer.Option(parser=s.count, metavar="COUNT", help="Bytes to fit into, e.g. 24G.")
     ] = None,
+    table: Annotated[bool, typer.Option("--table", help="Bits by contexts, and what 8 to 32 GB hold.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     import psutil
 
-    from sala.checkpoint.names import count_parameters, expected_tensors
-    from sala.checkpoint.reader import Checkpoint
     from sala.cli.show import size
-    from sala.config import SalaConfig
     from sala.errors import InputError
     from sala.memory import ELEMENT_BYTES, longest
     from sala.memory import estimate as compute
+    from sala.quantization import GROUP_SIZES
 
     if bits not in (None, 4, 8):
         raise InputError("bits", f"is {bits}", "use 4 or 8")
-    path = s.find_model(model)
-    config = SalaConfig.load(path)
-    parameters = count_parameters(expected_tensors(config))
-    settings = {"batch": batch, "bits": bits, "num_snapshots": snapshots, "element_bytes": ELEMENT_BYTES[config.dtype]}
-    if config.quantization is not None:
-        with Checkpoint(path) as checkpoint:
-            settings["stored_bytes"] = checkpoint.nbytes
-    needed = compute(config, parameters, ctx, **settings)  # type: ignore[arg-type]
+    if group_size not in GROUP_SIZES:
+        raise InputError("group-size", f"is {group_size}", "use " + ", ".join(map(str, GROUP_SIZES)))
+    config, parameters, stored = _find(model, shape)
+    settings: dict[str, Any] = {"batch": batch, "bits": bits, "num_snapshots": snapshots, "group_size": group_size}
+    settings |= {"element_bytes": ELEMENT_BYTES[config.dtype], "chunk": chunk, "stored_bytes": stored}
+    if table:
+        _show_table(_table(config, parameters, settings), as_json)
+        return
+    needed = compute(config, parameters, ctx, **settings)
     free = int(psutil.virtual_memory().available) if memory is None else memory
     most = longest(config, parameters, free, **settings)
     parts = {
@@ -62,3 +74,71 @@ def estimate(
         print(f"  {name:<12} {size(count):>12}")
     verdict = "fits into" if needed.total <= free else "does NOT fit into"
     print(f"{verdict} the {size(free)} available; the longest context that does: {most:,} tokens")
+
+
+def _find(model: str | None, shape: str | None) -> "tuple[SalaConfig, int, int | None]":
+    """Configuration, number of parameters, and the bytes of weights that are quantized already."""
+    from sala.checkpoint.names import count_parameters, expected_tensors
+    from sala.checkpoint.random import SHAPES
+    from sala.checkpoint.reader import Checkpoint
+    from sala.config import SalaConfig
+    from sala.errors import InputError
+
+    if shape is not None:
+        if shape not in SHAPES:
+            raise InputError("shape", f"is {shape!r}", "use " + " or ".join(SHAPES))
+        return SHAPES[shape], count_parameters(expected_tensors(SHAPES[shape])), None
+    path = s.find_model(model)
+    config = SalaConfig.load(path)
+    stored = None
+    if config.quantization is not None:
+        with Checkpoint(path) as checkpoint:
+            stored = checkpoint.nbytes
+    return config, count_parameters(expected_tensors(config)), stored
+
+
+def _table(config: "SalaConfig", parameters: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for every width: bytes in all by context, the longest context by memory. A quantized model is one row."""
+    from sala.memory import USABLE, longest
+    from sala.memory import estimate as compute
+
+    is_stored, wanted = settings["stored_bytes"] is not None, settings["bits"]
+    widths = (wanted,) if wanted is not None or is_stored else WIDTHS
+    rows = []
+    for bits in widths:
+        own = settings | {"bits": bits}
+        usable = {memory: int(memory * USABLE * (1 << 30)) for memory in MEMORIES}
+        most = {memory: longest(config, parameters, free, **own) for memory, free in usable.items()}
+        needed = {ctx: compute(config, parameters, ctx, **own) for ctx in CONTEXTS}
+        rows.append(
+            {
+                "weights": f"{bits} bits" if bits else "as stored" if is_stored else config.dtype,
+                "weight_bytes": needed[CONTEXTS[0]].weights,
+                "total": {str(ctx): one.total for ctx, one in needed.items()},
+                "longest": {str(memory): count for memory, count in most.items()},
+            }
+        )
+    return rows
+
+
+def _show_table(rows: list[dict[str, Any]], as_json: bool) -> None:
+    from sala.memory import USABLE
+
+    if as_json:
+        print(json.dumps({"rows": rows, "usable": USABLE}))
+        return
+    print("memory in GiB, by tokens of context")
+    print(f"  {'weights':<12}{'alone':>8}" + "".join(f"{_tokens(ctx):>8}" for ctx in CONTEXTS))
+    for row in rows:
+        counts = (row["weight_bytes"], *row["total"].values())
+        print(f"  {row['weights']:<12}" + "".join(f"{count / 2**30:>8.1f}" for count in counts))
+    print(f"the longest context, if {USABLE:.0%} of the memory may be used")
+    print(f"  {'weights':<12}" + "".join(f"{f'{memory} GB':>8}" for memory in MEMORIES))
+    for row in rows:
+        print(f"  {row['weights']:<12}" + "".join(f"{_tokens(count):>8}" for count in row["longest"].values()))
+
+
+def _tokens(count: int) -> str:
+    if not count:
+        return "-"
+    return f"{count / 2**20:.3g}M" if count >= 1 << 20 else f"{count >> 10}K"

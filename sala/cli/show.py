@@ -39,19 +39,20 @@ def show(
 
 
 def describe(config: "SalaConfig", checkpoint: "Checkpoint") -> dict[str, Any]:
-    from sala.checkpoint.names import count_parameters, expected_tensors, quantized_modules
+    from sala.checkpoint.names import count_parameters, expected_tensors, foreign_modules, quantized_modules
     from sala.memory import ELEMENT_BYTES, cache_bytes, state_bytes
 
     element = ELEMENT_BYTES[config.dtype]
     sparse, packed = config.sparse_config, quantized_modules(checkpoint.tensors, config)
     state = state_bytes(config)
+    layout = config.quantization.layout if config.quantization is not None else None
     return {
         "parameters": count_parameters(expected_tensors(config)),
         "weight_bytes": checkpoint.nbytes,
         "files": len({info.file for info in checkpoint.tensors.values()}),
         "dtype": config.dtype,
-        "quantization": _bits(packed.values()),
-        "quantized_modules": len(packed),
+        "quantization": _bits(packed.values()) if layout is None else layout.describe(),
+        "quantized_modules": len(packed or foreign_modules(checkpoint.tensors, config)),
         "layers": config.num_hidden_layers,
         "sparse_layers": list(config.sparse_layers),
         "hidden_size": config.hidden_size,

@@ -25,6 +25,8 @@ OTHER_VARIABLES = frozenset(
         "SALA_CONFIG",
         "SALA_KERNELS",
         "SALA_OPENAI_SCHEMA",
+        "SALA_PACKED",
+        "SALA_PREFILL",
         "SALA_SCREENSHOTS",
         "SALA_SESSIONS_DIR",
         "SALA_TEST_CLIENTS",

@@ -200,10 +200,10 @@ def test_the_fold_is_the_recurrence(tokens: int, dim: int) -> None:
 
 def test_what_the_kernels_leave_alone(models: Path, tmp_path: Path) -> None:
     write_random(tmp_path / "odd", replace(TINY, head_dim=8, num_attention_heads=8))
-    for path, dtype in ((tmp_path / "odd", "float32"), (models / "tiny", "bfloat16")):
-        options = Options(ctx=512, device="cpu", dtype=dtype)
-        made = open_executor(Checkpoint(path), SalaConfig.load(path), options)
-        assert made.steps is None
+    made = open_executor(
+        Checkpoint(tmp_path / "odd"), SalaConfig.load(tmp_path / "odd"), Options(ctx=512, device="cpu")
+    )
+    assert made.steps is None
     long = pack(Plan((Row(some_tokens(FEW_ROWS + 1, 0), 0, (0,), 0, 4096),)), torch.device("cpu"))
     steps = executor(models / "tiny").steps
     assert steps is not None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sala.backends.torch.batch import Batch, pack, take
 from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.halves import put_halves
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.sampler import draw_all, verify
@@ -35,7 +36,7 @@ class TorchExecutor:
         self.device = device
         self.dtype = dtype
         self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype, device)
-        self.steps = find_steps(model, device, dtype, capacity.max_tokens)
+        self.steps = find_steps(model, device, capacity.max_tokens)
         self._pulse = torch.zeros(1, device=device)  # for `probe`, which must not ask for memory
 
     def forward(
@@ -148,6 +149,7 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config)
     model = load_model(checkpoint, config, dtype, device)
+    put_halves(model)
     is_mapped = device.type == "cpu" and not {_NAMES[dtype], "U32"}.isdisjoint(
         info.dtype for info in checkpoint.tensors.values()
     )

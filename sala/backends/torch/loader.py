@@ -1,18 +1,25 @@
 """Weights into the model: one tensor at a time, straight from the mapped file, never two copies of the model."""
 
+from dataclasses import replace
+
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sala.backends.torch.model import SalaModel
+from sala.backends.torch.permuted import PermutedLinear
 from sala.backends.torch.quant import AffineEmbedding, AffineLinear, AffineWeight, can_run_packed
-from sala.checkpoint.names import check_tensors, quantized_modules
+from sala.checkpoint.foreign import read_fp8_scales, read_matrix
+from sala.checkpoint.names import check_tensors, foreign_modules, quantized_modules
+from sala.checkpoint.packing import Packed
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.errors import InputError
-from sala.quantization import Groups
+from sala.errors import CheckpointError, InputError
+from sala.quantization import Groups, Layout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PIECE = 1 << 24  # elements converted at a time
+_FEW = 1 << 20  # in several steps, within the processor's cache
 _FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -25,42 +32,155 @@ def load_model(
     matrix where there is a kernel for it; elsewhere, or if `is_expanded` is asked for, it is dequantized here, once.
     """
     check_tensors(checkpoint, config)
-    packed = quantized_modules(checkpoint.tensors, config)
+    packed, foreign = quantized_modules(checkpoint.tensors, config), foreign_modules(checkpoint.tensors, config)
     with torch.device("meta"):
         model = SalaModel(config)
     for name, parameter in list(model.named_parameters()):
         module, _, leaf = name.rpartition(".")
-        if module in packed and leaf == "weight":
+        if (module in packed or module in foreign) and leaf == "weight":
             continue
         tensor = read_tensor(checkpoint, name, dtype, device)
         assert tensor.shape == parameter.shape, name
         setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
     for module, groups in packed.items():
-        if module != "lm_head" or not config.tie_word_embeddings:
+        if module not in foreign and (module != "lm_head" or not config.tie_word_embeddings):
             weight = read_packed(checkpoint, module, groups)
             put_quantized(model, module, weight, dtype, device, is_expanded)
+    for module, shape in foreign.items():
+        put_foreign(model, checkpoint, module, shape, dtype, device, is_expanded)
     if config.tie_word_embeddings and "model.embed_tokens" not in packed:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model.eval()
 
 
 def put_quantized(
-    model: SalaModel, name: str, weight: AffineWeight, dtype: torch.dtype, device: torch.device, is_expanded: bool
+    model: SalaModel,
+    name: str,
+    weight: AffineWeight,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_expanded: bool,
+    order: Tensor | None = None,
 ) -> None:
-    """Put a quantized matrix in the place of a linear or of the embedding (and of the head that shares it)."""
+    """Put a quantized matrix in the place of a linear or of the embedding (and of the head that shares it).
+
+    `order` names the input of every column. Such a matrix stays packed on the CPU alone.
+    """
     is_embedding = name == "model.embed_tokens"
     is_shared = is_embedding and model.config.tie_word_embeddings
-    if not is_expanded and can_run_packed(device):
+    if not is_expanded and can_run_packed(device) and (order is None or device.type == "cpu"):
+        weight = _to_device(weight, device)
         if is_embedding:
             model.model.embed_tokens = AffineEmbedding(weight, dtype)  # type: ignore[assignment]
         if is_shared or not is_embedding:
             place = "lm_head" if is_shared else name
             bias = model.get_submodule(place).bias
-            model.set_submodule(place, AffineLinear(weight, bias if isinstance(bias, torch.Tensor) else None))
+            linear = AffineLinear(weight, bias if isinstance(bias, Tensor) else None)
+            model.set_submodule(place, linear if order is None else PermutedLinear(linear, order))
         return
-    matrix = nn.Parameter(weight.expand(dtype, device), requires_grad=False)
+    parameter = nn.Parameter(_expand(weight, order, dtype, device), requires_grad=False)
     for place in (name, "lm_head") if is_shared else (name,):
-        model.get_submodule(place).weight = matrix
+        model.get_submodule(place).weight = parameter
+
+
+def put_foreign(
+    model: SalaModel,
+    checkpoint: Checkpoint,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    is_expanded: bool,
+) -> None:
+    """Put a matrix in the layout of another program in the place of a linear; one module is in memory twice at most."""
+    assert model.config.quantization is not None
+    layout = model.config.quantization.layout
+    assert layout is not None
+    if layout.kind == "fp8":
+        weight = expand_fp8(checkpoint, name, layout.block, dtype, device)
+        model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
+        return
+    affine, order = read_foreign(checkpoint, name, shape, layout)
+    put_quantized(model, name, affine, dtype, device, is_expanded, order)
+
+
+def read_weight(
+    checkpoint: Checkpoint, config: SalaConfig, name: str, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The matrix of a module [out, in], however it lies in the file; the tensors have been checked."""
+    layout = config.quantization.layout if config.quantization is not None else None
+    shape = foreign_modules(checkpoint.tensors, config).get(name)
+    if layout is not None and shape is not None:
+        if layout.kind == "fp8":
+            return expand_fp8(checkpoint, name, layout.block, dtype, device)
+        return _expand(*read_foreign(checkpoint, name, shape, layout), dtype, device)
+    groups = quantized_modules(checkpoint.tensors, config).get(name)
+    if groups is not None:
+        return read_packed(checkpoint, name, groups).expand(dtype, device)
+    return read_tensor(checkpoint, f"{name}.weight", dtype, device)
+
+
+def read_foreign(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], layout: Layout
+) -> tuple[AffineWeight, Tensor | None]:
+    """A matrix of another program's layout, and the input of every column where that is not its number."""
+    matrix = read_matrix(checkpoint, name, shape, layout)
+    return to_affine(matrix.packed), None if matrix.order is None else torch.from_numpy(matrix.order)
+
+
+def _expand(weight: AffineWeight, order: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    matrix = weight.expand(dtype, device)
+    return matrix if order is None else torch.empty_like(matrix).index_copy_(1, order.to(device), matrix)
+
+
+def expand_fp8(
+    checkpoint: Checkpoint, name: str, block: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """An FP8 matrix [out, in] in the precision of the model, rounded once, some rows at a time."""
+    raw = checkpoint.read(f"{name}.weight")
+    num_out, num_in = raw.shape
+    codes = torch.frombuffer(raw.data, dtype=torch.int8).view(num_out, num_in)
+    scales = torch.from_numpy(read_fp8_scales(checkpoint, name))
+    height, width = (num_out // len(scales), num_in) if block is None else block
+    out = torch.empty(num_out, num_in, dtype=dtype, device=device)
+    step = max(1, _FEW // num_in)
+    for begin in range(0, num_out, step):
+        end = min(begin + step, num_out)
+        if (codes[begin:end] & 0x7F).max() == 0x7F:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name}.weight has a value that is no number", "download it again"
+            )
+        rows = decode_e4m3(codes[begin:end])
+        own = scales[torch.arange(begin, end) // height]
+        if num_in == scales.shape[1] * width:
+            rows.view(-1, scales.shape[1], width).mul_(own.unsqueeze(-1))
+        else:
+            rows.mul_(own.repeat_interleave(width, 1)[:, :num_in])
+        out[begin:end] = rows
+        checkpoint.forget(f"{name}.weight", begin * num_in, end * num_in)
+    return out
+
+
+def decode_e4m3(codes: Tensor) -> Tensor:
+    """The numbers of int8 codes s eeee mmm, in fp32: those of fp16 with the same bits are 2^8 times smaller."""
+    half = (codes.to(torch.int16) << 7) & ~(1 << 14)  # the sign, which int16 has twice, is kept once
+    return half.view(torch.float16).float().mul_(256)
+
+
+def to_affine(packed: Packed) -> AffineWeight:
+    """A matrix of numpy's memory as torch has it; nothing is copied."""
+    scales, biases = (
+        torch.from_numpy(np.ascontiguousarray(values).view(np.uint8)).view(_FILE_DTYPES[packed.dtype])
+        for values in (packed.scales, packed.biases)
+    )
+    return AffineWeight(torch.from_numpy(packed.codes.view(np.int32)), scales, biases, packed.bits, packed.group_size)
+
+
+def _to_device(weight: AffineWeight, device: torch.device) -> AffineWeight:
+    """On the CPU the same tensors: there they are the mapped file."""
+    return replace(
+        weight, codes=weight.codes.to(device), scales=weight.scales.to(device), biases=weight.biases.to(device)
+    )
 
 
 def read_packed(checkpoint: Checkpoint, name: str, groups: Groups) -> AffineWeight:

@@ -1,5 +1,8 @@
 """Quantized linears and embeddings, put into the model from outside: the model knows no bits.
 
+On an NVIDIA GPU they stay packed too, in the order that its kernels read (`kernels/packed.py`), in which they are put
+when they are first used there; widths that no kernel reads are widened as on the CPU.
+
 On the CPU the weights stay as they are in the file, mapped; codes of 2, 3, 5 and 6 bits are widened to the next width
 that the kernel reads. A few rows at a time (decoding) run in a kernel that reads the codes themselves; many rows (a
 prompt) expand the weights piece by piece and multiply in fp32. Expanding costs as much as a handful of rows, so that
@@ -8,14 +11,19 @@ activations: the answer does not depend on how many rows are computed together.
 """
 
 import ctypes
+import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sala.backends.torch.kernels import native
+from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.ops.affine import dequantize, pack, unpack
+
+if TYPE_CHECKING:
+    from sala.backends.torch.kernels.packed import PackedWeight
 
 FEW_ROWS = 16  # up to here the kernel is the faster way
 NATIVE_BITS = {2: 4, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}  # codes are widened to what the kernel reads
@@ -31,7 +39,9 @@ def linear_backend() -> str:
 
 def can_run_packed(device: torch.device) -> bool:
     """Whether matrices may stay packed; if not, they are better dequantized once, when they are loaded."""
-    return device.type == "cpu" and native.load() is not None
+    if device.type == "cpu":
+        return native.load() is not None
+    return os.environ.get("SALA_PACKED") == "1" and triton_kernels.can_run(device)  # not tried on enough GPUs yet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +79,14 @@ class AffineWeight:
         """Some rows, dequantized to fp32."""
         return dequantize(self.codes[index], self.scales[index], self.biases[index], self.bits, self.group_size)
 
+    def for_gpu(self, dtype: torch.dtype, device: torch.device) -> "PackedWeight":
+        """As the kernels of GPUs read it, for activations of this precision."""
+        from sala.backends.torch.kernels import packed
+
+        codes, scales, biases = (part.to(device) for part in (self.codes, self.scales, self.biases))
+        wide = AffineWeight(codes, scales, biases, self.bits, self.group_size).widened()
+        return packed.pack(wide.codes, wide.scales, wide.biases, wide.bits, wide.group_size, dtype)
+
     def expand(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The whole matrix [out, in], never more than a piece of it in fp32."""
         out = torch.empty(self.num_out, self.num_in, dtype=dtype, device=device)
@@ -83,18 +101,43 @@ class AffineLinear(nn.Module):
     def __init__(self, weight: AffineWeight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.bias = bias
-        self.kernel = native.load() if can_run_packed(weight.codes.device) else None
+        self.kernel = native.load() if weight.codes.device.type == "cpu" else None
         self.packed = weight if self.kernel is None else weight.widened()
+        self.gpu: PackedWeight | None = None
         self.in_features, self.out_features = weight.num_in, weight.num_out
         self.native = _native_weight(self.packed)  # no buffers: `.to()` must not move what the kernel points to
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None and self.kernel is not None and _is_ready(x):  # decoding: every microsecond counts
             return self.few(x)
+        if x.is_cuda and (self.gpu is not None or can_run_packed(x.device)):
+            return self.on_gpu(x)
         rows = x.reshape(-1, self.in_features).float().contiguous()
         y = self.many(rows) if self.kernel is None or len(rows) > FEW_ROWS else self.few(rows)
         y = y.to(x.dtype).view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
+
+    def on_gpu(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out] by the kernels of GPUs, in x's precision."""
+        from sala.backends.torch.kernels import packed
+
+        y = packed.product(x.reshape(-1, self.in_features), self.gpu_weight(x.dtype, x.device))
+        y = y.view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
+
+    def gpu_weight(self, dtype: torch.dtype, device: torch.device) -> "PackedWeight":
+        """The matrix in the order of the GPU's kernels; on a GPU it is from then on held in no other."""
+        if self.gpu is None:
+            self.put_gpu(self.packed.for_gpu(dtype, device))
+        assert self.gpu is not None
+        assert self.gpu.dtype == dtype
+        return self.gpu
+
+    def put_gpu(self, weight: "PackedWeight") -> None:
+        """Hold these codes, which may be rows of a larger matrix, instead of one's own."""
+        self.gpu = weight
+        if self.packed.codes.is_cuda:
+            self.packed = _without_rows(self.packed)
 
     def few(self, x: Tensor) -> Tensor:
         """In the kernel: x [n, in] → [n, out], both fp32."""
@@ -125,15 +168,38 @@ class AffineEmbedding(nn.Module):
     def __init__(self, weight: AffineWeight, dtype: torch.dtype) -> None:
         super().__init__()
         self.packed = weight
+        self.gpu: PackedWeight | None = None
         self.dtype = dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.is_cuda and (self.gpu is not None or can_run_packed(tokens.device)):
+            return self.on_gpu(tokens)
         return self.packed.rows(tokens).to(self.dtype)
+
+    def on_gpu(self, tokens: Tensor) -> Tensor:
+        from sala.backends.torch.kernels import packed
+
+        if self.gpu is None:
+            self.put_gpu(self.packed.for_gpu(self.dtype, tokens.device))
+        assert self.gpu is not None
+        return packed.expand(self.gpu, tokens.flatten()).view(*tokens.shape, self.gpu.num_in)
+
+    def put_gpu(self, weight: "PackedWeight") -> None:
+        """Hold these codes, which the head may share, instead of one's own."""
+        self.gpu = weight
+        if self.packed.codes.is_cuda:
+            self.packed = _without_rows(self.packed)
 
 
 def _is_ready(x: Tensor) -> bool:
     """Whether the kernel can take x as it is: few rows of fp32."""
     return x.dim() == 2 and x.shape[0] <= FEW_ROWS and x.dtype == torch.float32 and x.is_contiguous()
+
+
+def _without_rows(weight: AffineWeight) -> AffineWeight:
+    """What is left when the codes live elsewhere."""
+    codes, scales, biases = (part[:0].clone() for part in (weight.codes, weight.scales, weight.biases))
+    return AffineWeight(codes, scales, biases, weight.bits, weight.group_size)
 
 
 def _pieces(weight: AffineWeight) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.halves import put_halves
 from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.affine import dequantize
@@ -30,6 +31,7 @@ DENSE_LEN = 2048  # beyond them: no dense row is longer than this
 SMALL = replace(  # heads as wide as real ones
     TINY, head_dim=64, lightning_head_dim=64, sparse_config=replace(TINY.sparse_config, dense_len=DENSE_LEN)
 )
+_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _MESSAGE = 200
 
 
@@ -91,6 +93,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 def cpu_trials() -> dict[str, Trial]:
     return {
         **{f"native linear, {bits} bits": Trial(partial(_linear, bits), 1e-5) for bits in (4, 8)},
+        **{f"native linear, {name}": Trial(partial(_plain, dtype), 1e-5) for name, dtype in _HALVES.items()},
         **{f"native expansion, {bits} bits": Trial(partial(_expansion, bits), 1e-6) for bits in (4, 8)},
         "native fold": Trial(_fold, 1e-5),
         "native step, dense": Trial(partial(_native_step, False), 1e-4),
@@ -108,6 +111,13 @@ def _linear(bits: int) -> float:
     weight, x = _affine(bits), torch.randn(3, 320)
     reference = dequantize(weight.codes, weight.scales, weight.biases, bits, weight.group_size)
     return relative_error(AffineLinear(weight).few(x), x.double() @ reference.double().T)
+
+
+def _plain(dtype: torch.dtype) -> float:
+    linear, x = torch.nn.Linear(320, 97, bias=False, dtype=dtype), torch.randn(3, 320)
+    model = torch.nn.Sequential(linear)
+    put_halves(model)
+    return relative_error(model(x), x.double() @ linear.weight.double().T)
 
 
 def _expansion(bits: int) -> float:

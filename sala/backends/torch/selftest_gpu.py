@@ -5,15 +5,17 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sala.backends.torch.batch import Span
 from sala.backends.torch.cache import KVPages
+from sala.backends.torch.ops.affine import pack
 from sala.backends.torch.ops.attention import dense_attention
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_prefill, lightning_step
 from sala.backends.torch.ops.norm import rms_norm
 from sala.backends.torch.ops.rope import apply_rope, rope_angles
 from sala.backends.torch.ops.sparse import select_blocks, sparse_attention
+from sala.backends.torch.quant import AffineLinear, AffineWeight
 from sala.backends.torch.random import random_model
 from sala.backends.torch.selftest import ANSWER, PROMPT, SMALL, Pair, Trial, relative_error
 from sala.checkpoint.random import RELEASED
@@ -43,6 +45,9 @@ def kernel_trials(device: torch.device, config: SalaConfig, dtype: torch.dtype) 
         "silu": _silu,
         "products of few rows": _products,
         "MLP of few rows": _mlp,
+        "packed products, 4 bits": partial(_packed, bits=4),
+        "packed products, 8 bits": partial(_packed, bits=8),
+        "FP8": _fp8,
         "pooling": _pooling,
         "choice, prefill": _choice_prefill,
         "choice, decode": _choice_decode,
@@ -61,6 +66,10 @@ def step_trials(device: torch.device) -> dict[str, Trial]:
         for dtype, tolerance in STEP_ERRORS.items()
         for kind in ("prefill", "decode")
         for regime in ("dense", "sparse")
+    } | {
+        f"GPU {kind}, {bits} bits": Trial(partial(_packed_step, device, kind, bits), STEP_ERRORS[torch.bfloat16])
+        for kind in ("prefill", "decode")
+        for bits in (4, 8)
     }
 
 
@@ -231,6 +240,45 @@ def _mlp(shapes: Shapes) -> float:
     return relative_error(found, F.linear(fused.silu_mul(F.linear(x, gate_up)), down))
 
 
+def _packed(shapes: Shapes, bits: int) -> float:
+    """A matrix of codes, multiplied with few rows and with many, and one of its rows."""
+    from sala.backends.torch.kernels import fused, linear, packed
+
+    hidden, wide = -(-shapes.config.hidden_size // 32) * 32, 2 * shapes.config.intermediate_size
+    codes = torch.randint(-(1 << 31), 1 << 31, (wide, hidden * bits // 32)).int()
+    scales = torch.rand(wide, hidden // 32) * hidden**-0.5 * 4 / (1 << bits)
+    biases = -scales * (1 << bits) / 2 * torch.rand(scales.shape) * 2
+    weight = AffineWeight(codes.to(shapes.device), scales.to(shapes.device), biases.to(shapes.device), bits, 32)
+    held, x = weight.for_gpu(shapes.dtype, shapes.device), shapes.random(linear.MOST_ROWS + 1, hidden)
+    wanted = F.linear(x.float(), weight.rows(slice(None)))
+    few = x[:5]
+    pairs = [
+        (packed.linear(few, held), wanted[:5]),
+        (packed.split_linear(few, held).sum(0), wanted[:5]),
+        (packed.linear_silu_mul(few, held), fused.silu_mul(wanted[:5])),
+        (packed.product(x, held), wanted),
+        (packed.expand(held, torch.tensor([3], device=shapes.device)), weight.rows(slice(3, 4))),
+    ]
+    return max(relative_error(*pair) for pair in pairs)
+
+
+def _fp8(shapes: Shapes) -> float:
+    """Against the same rounded numbers in fp32; nothing, where there are no such tensor cores."""
+    from sala.backends.torch.kernels import fp8, fused
+
+    if shapes.device.type == "cuda" and not fp8.can_run(shapes.device):
+        return 0.0
+    width = -(-shapes.config.hidden_size // 16) * 16
+    x, norm, matrix = shapes.random(40, 2 * width), shapes.random(width), shapes.random(width, width)
+    weight = fp8.from_weight(matrix)
+    wanted = [fp8.quantize(fused.rms_norm(x[:, :width], norm, EPS)), fp8.quantize(fused.silu_mul(x))]
+    found = [fp8.rms_norm(x[:, :width], norm, EPS), fp8.silu_mul(x)]
+    told = (wanted[0].codes.float() * wanted[0].scales) @ (weight.codes.float() * weight.scales).T
+    scales = max(relative_error(a.scales, b.scales) for a, b in zip(found, wanted, strict=True))
+    codes = max(float((a.codes.float() != b.codes.float()).float().mean()) for a, b in zip(found, wanted, strict=True))
+    return max(scales, codes, relative_error(fp8.product(found[0], weight, shapes.dtype), told))
+
+
 def _pooling(shapes: Shapes) -> float:
     from sala.backends.torch.kernels import pooling
 
@@ -323,8 +371,34 @@ def _step(device: torch.device, dtype: torch.dtype, kind: str, is_sparse: bool) 
     from sala.backends.torch.steps_gpu import GpuSteps
 
     model = random_model(SMALL, dtype, device)
-    steps = GpuSteps(model, device, PROMPT + 64, has_graphs=device.type == "cuda")
-    two = Pair(steps, model, is_sparse)
+    steps = GpuSteps(model, device, PROMPT + 64, has_graphs=device.type == "cuda", prefill="exact")
+    return _compare(Pair(steps, model, is_sparse), kind)
+
+
+def _packed_step(device: torch.device, kind: str, bits: int) -> float:
+    """As `_step`, with packed matrices against the same ones dequantized."""
+    from sala.backends.torch.steps_gpu import GpuSteps
+
+    model, twin = (random_model(SMALL, torch.bfloat16, device) for _ in range(2))
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            weight = _nearest(module.weight, bits)
+            module.weight.copy_(weight.rows(slice(None)))
+            twin.set_submodule(name, AffineLinear(weight, module.bias))
+    steps = GpuSteps(twin, device, PROMPT + 64, has_graphs=device.type == "cuda", prefill="exact")
+    return _compare(Pair(steps, model, is_sparse=True), kind)
+
+
+def _nearest(weight: Tensor, bits: int, group_size: int = 32) -> AffineWeight:
+    """The codes between the smallest and the largest number of each group."""
+    groups = weight.float().unflatten(1, (-1, group_size))
+    low, high = groups.aminmax(dim=-1)
+    scales = (high - low) / ((1 << bits) - 1)
+    codes = ((groups - low.unsqueeze(-1)) / scales.unsqueeze(-1)).round().int().flatten(1)
+    return AffineWeight(pack(codes, bits), scales, low, bits, group_size)
+
+
+def _compare(two: Pair, kind: str) -> float:
     if kind == "prefill":
         return two.compare((PROMPT - 300, 300))
     two.read(PROMPT)

@@ -14,12 +14,15 @@ from torch import Tensor, nn
 
 from sala.backends.torch.batch import Batch, Pending, take
 from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.halves import HalfLinear, native_weight
 from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.model import Layer as ModelLayer
 from sala.backends.torch.model import LightningMixer, RMSNorm, SalaModel, SparseMixer, angles_of
 from sala.backends.torch.ops.lightning import decay_slopes
 from sala.backends.torch.ops.rope import query_growth
 from sala.backends.torch.quant import FEW_ROWS, AffineLinear
+
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # weights that the kernels of the CPU read as they are
 
 
 class Steps(Protocol):
@@ -38,32 +41,33 @@ class Steps(Protocol):
         ...
 
 
-def find_steps(model: SalaModel, device: torch.device, dtype: torch.dtype, max_tokens: int) -> Steps | None:
+def find_steps(model: SalaModel, device: torch.device, max_tokens: int) -> Steps | None:
     """The faster way of this machine, if there is one for this model; `max_tokens` is what a sequence may have."""
     if triton_kernels.can_run(device) and _has_gpu_shapes(model):
         from sala.backends.torch.steps_gpu import GpuSteps
 
         return GpuSteps(model, device, max_tokens)
-    if device.type == "cpu" and dtype == torch.float32 and native.load() is not None and _has_fitting_shapes(model):
+    if device.type == "cpu" and native.load() is not None and _has_fitting_shapes(model):
         return NativeSteps(model)
     return None
 
 
 class NativeSteps:
-    """By the kernels of the CPU, in fp32; the weights are packed, or fp32 as well."""
+    """By the kernels of the CPU, in fp32, whatever the precision of the weights (packed or plain) and of the pages."""
 
     def __init__(self, model: SalaModel) -> None:
         kernel = native.load()
         assert kernel is not None
         self.kernel = kernel
         self.model = model
+        self.held: list[Tensor] = []  # what is wanted in fp32 and is something else in the model
         config, sparse = model.config, model.config.sparse_config
         self.slopes = decay_slopes(config.lightning_nh)
         self.decay = torch.exp(-self.slopes)
         self.layers = (native.Layer * config.num_hidden_layers)(*map(self.describe, model.model.layers))
         self.struct = native.Model(
             layers=self.layers,
-            norm=_address(model.model.norm.weight),
+            norm=self.floats(model.model.norm.weight),
             hidden=config.hidden_size,
             eps=config.rms_norm_eps,
             residual_scale=config.residual_scale,
@@ -76,25 +80,46 @@ class NativeSteps:
         )
         self.pasts: tuple[HybridCache, ctypes.Array[native.Past]] | None = None
 
+    def floats(self, tensor: Tensor | None) -> int | None:
+        """Where a small tensor lies in fp32."""
+        if tensor is None:
+            return None
+        self.held.append(tensor.detach().float().contiguous())
+        return _address(self.held[-1])
+
+    def norm(self, norm: RMSNorm | None) -> int | None:
+        return None if norm is None else self.floats(norm.weight)
+
+    def weight(self, linear: nn.Module | None) -> native.Weight:
+        if linear is None:
+            return native.Weight()
+        if isinstance(linear, AffineLinear):
+            weight = native.Weight.from_buffer_copy(linear.native)
+        else:
+            assert isinstance(linear, nn.Linear)
+            weight = native_weight(linear)
+        weight.addend = self.floats(linear.bias)
+        return weight
+
     def describe(self, layer: nn.Module) -> native.Layer:
         assert isinstance(layer, ModelLayer)
         mixer, mlp = layer.self_attn, layer.mlp
         is_lightning = isinstance(mixer, LightningMixer)
         assert isinstance(mixer, LightningMixer | SparseMixer)
         return native.Layer(
-            q=_weight(mixer.q_proj),
-            k=_weight(mixer.k_proj),
-            v=_weight(mixer.v_proj),
-            o=_weight(mixer.o_proj),
-            gate=_weight(mixer.z_proj if isinstance(mixer, LightningMixer) else mixer.o_gate),
-            mlp_gate=_weight(mlp.gate_proj),
-            mlp_up=_weight(mlp.up_proj),
-            mlp_down=_weight(mlp.down_proj),
-            input_norm=_norm(layer.input_layernorm),
-            post_norm=_norm(layer.post_attention_layernorm),
-            q_norm=_norm(mixer.q_norm),
-            k_norm=_norm(mixer.k_norm),
-            o_norm=_norm(mixer.o_norm) if isinstance(mixer, LightningMixer) else None,
+            q=self.weight(mixer.q_proj),
+            k=self.weight(mixer.k_proj),
+            v=self.weight(mixer.v_proj),
+            o=self.weight(mixer.o_proj),
+            gate=self.weight(mixer.z_proj if isinstance(mixer, LightningMixer) else mixer.o_gate),
+            mlp_gate=self.weight(mlp.gate_proj),
+            mlp_up=self.weight(mlp.up_proj),
+            mlp_down=self.weight(mlp.down_proj),
+            input_norm=self.norm(layer.input_layernorm),
+            post_norm=self.norm(layer.post_attention_layernorm),
+            q_norm=self.norm(mixer.q_norm),
+            k_norm=self.norm(mixer.k_norm),
+            o_norm=self.norm(mixer.o_norm) if isinstance(mixer, LightningMixer) else None,
             decay=_address(self.decay) if is_lightning else None,
             num_heads=mixer.num_heads,
             num_kv_heads=mixer.num_kv_heads,
@@ -109,7 +134,7 @@ class NativeSteps:
     ) -> Tensor:
         config = self.model.config
         count = config.num_hidden_layers if num_layers is None else min(num_layers, config.num_hidden_layers)
-        x = (self.model.model.embed_tokens(batch.tokens) * config.scale_emb).contiguous()
+        x = (self.model.model.embed_tokens(batch.tokens).float() * config.scale_emb).contiguous()
         step = native.Step(
             spans=(native.Span * len(batch.spans))(
                 *(
@@ -138,14 +163,19 @@ class NativeSteps:
         return x if wanted is None else take(x, wanted)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.logits(hidden)
+        head = self.model.lm_head
+        if type(head) is nn.Linear:
+            return self.model.logits(hidden.to(head.weight.dtype))
+        return head.forward(hidden.float() / self.model.config.logit_divisor)  # in fp32 to the end
 
     def past_of(self, cache: HybridCache) -> "ctypes.Array[native.Past]":
         """Where the cache lies; asked at every step, and nearly always about the same one."""
         if self.pasts is None or self.pasts[0] is not cache:
             layers = range(self.model.config.num_hidden_layers)
             self.pasts = (cache, (native.Past * len(layers))(*(_past(cache, layer) for layer in layers)))
-            self.struct.num_pages = next((pages.k.shape[1] for pages in cache.pages.values()), 0)
+            for pages in cache.pages.values():
+                self.struct.num_pages = pages.k.shape[1]
+                self.struct.page_type = native.SCALE_TYPES[str(pages.k.dtype).removeprefix("torch.")]
         return self.pasts[1]
 
     def keep(self, batch: Batch, cache: HybridCache, num_layers: int) -> tuple[Tensor, Tensor] | None:
@@ -184,27 +214,10 @@ def _has_fitting_shapes(model: SalaModel) -> bool:
 def _is_readable(linear: nn.Module) -> bool:
     if isinstance(linear, AffineLinear):
         return linear.kernel is not None
-    if type(linear) is not nn.Linear:
+    if type(linear) not in (nn.Linear, HalfLinear):
         return False
-    return all(x.dtype == torch.float32 and x.is_contiguous() for x in linear.parameters())
-
-
-def _weight(linear: nn.Module | None) -> native.Weight:
-    if linear is None:
-        return native.Weight()
-    if isinstance(linear, AffineLinear):
-        weight = native.Weight.from_buffer_copy(linear.native)
-    else:
-        assert isinstance(linear, nn.Linear)
-        weight = native.Weight(
-            codes=_address(linear.weight), num_out=linear.out_features, num_in=linear.in_features, bits=32
-        )
-    weight.addend = _address(linear.bias)
-    return weight
-
-
-def _norm(norm: RMSNorm | None) -> int | None:
-    return None if norm is None else _address(norm.weight)
+    weight = linear.weight
+    return isinstance(weight, Tensor) and weight.dtype in _PLAIN and weight.is_contiguous()
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -3,9 +3,14 @@
 `SalaModel` is the definition; here is the same with less traffic. A batch is run in two ways that never mix, so that
 a row's numbers do not depend on its neighbours: long spans one at a time (`_Chunk`), and all short ones together
 (`_Few`), padded to a few sizes and replayed as one CUDA graph. Of a chunk, only the rows that somebody will look at
-go through the last layer; the others are remembered there, and no more.
+go through the last layer; the others are remembered there, and no more. Quantized matrices stay packed: few rows are
+multiplied with the codes themselves, many with a copy that is expanded for them and forgotten.
+
+With SALA_PREFILL=fp8 the matrices have copies in FP8, by which long spans are read; the last layer and short spans are
+computed as ever.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,15 +22,31 @@ from torch import Tensor, nn
 
 from sala.backends.torch.batch import Batch, Span, take
 from sala.backends.torch.cache import HybridCache, KVPages
-from sala.backends.torch.kernels import attention, choice, decode_attention, fused, lightning, linear, pooling
+from sala.backends.torch.kernels import (
+    attention,
+    choice,
+    decode_attention,
+    fp8,
+    fused,
+    lightning,
+    linear,
+    packed,
+    pooling,
+)
+from sala.backends.torch.kernels.packed import PackedWeight
 from sala.backends.torch.model import Layer, LightningMixer, RMSNorm, SalaModel
 from sala.backends.torch.ops.lightning import decay_slopes
 from sala.backends.torch.ops.rope import query_growth, rope_angles
+from sala.backends.torch.quant import AffineEmbedding, AffineLinear
 from sala.config import SparseConfig
+from sala.errors import InputError
 
 MOST_SHORT = 16  # tokens of a span that counts as short
 ROWS = 64  # where rows are too many for kernels of ours, matrix products have a multiple of so many: fewer kernels
 MOST_DRAWN = 256  # rows whose logits are made some at a time
+PREFILLS = ("exact", "fp8")
+Weight = Tensor | PackedWeight
+Normed = Tensor | fp8.Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +84,35 @@ class FusedLayer:
         linears = [one for one in (mixer.q_proj, mixer.k_proj, mixer.v_proj, gate) if one is not None]
         self.widths = [one.out_features for one in linears]
         self.has_gate = gate is not None
-        self.weight, self.bias = fuse(linears)
-        self.out = mixer.o_proj
-        self.gate_up, _ = fuse([layer.mlp.gate_proj, layer.mlp.up_proj])
-        self.down = layer.mlp.down_proj
+        dtype, device = layer.input_layernorm.weight.dtype, layer.input_layernorm.weight.device
+        self.projection = Projection.of(linears, dtype, device)
+        self.out = weight_of(mixer.o_proj, dtype, device)
+        self.gate_up = Projection.of([layer.mlp.gate_proj, layer.mlp.up_proj], dtype, device)
+        self.down = weight_of(layer.mlp.down_proj, dtype, device)
         self.input_norm, self.post_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.scale = layer.residual_scale
         self.num_heads, self.num_kv_heads, self.head_dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+        self.fp8: Fp8Matrices | None = None
 
-    def mix(self, x: Tensor, rows: Mixing, past: Any) -> Tensor:
+    def mix(self, x: Normed, rows: Mixing, past: Any) -> Tensor:
         """x [T, hidden], normed → what the mixer adds, as `added` gives it."""
-        return added(self.look(x, rows, past), self.out.weight)
+        o = self.look(x, rows, past)
+        if isinstance(x, Tensor):
+            return added(o, self.out)
+        assert self.fp8 is not None
+        return fp8.product(fp8.quantize(o), self.fp8.out, o.dtype)
 
-    def look(self, x: Tensor, rows: Mixing, past: Any) -> Tensor:
+    def project(self, x: Normed) -> Tensor:
+        """x [T, hidden], normed → queries, keys, values and gate, side by side."""
+        if isinstance(x, Tensor):
+            return self.projection(x)
+        assert self.fp8 is not None
+        out = fp8.product(x, self.fp8.projection, self.input_norm.weight.dtype)
+        return out if self.projection.bias is None else out + self.projection.bias
+
+    def look(self, x: Normed, rows: Mixing, past: Any) -> Tensor:
         """x [T, hidden], normed → what the rows found, [T, H * D]."""
-        parts = product(x, self.weight, self.bias).split(self.widths, 1)
+        parts = self.project(x).split(self.widths, 1)
         q = parts[0].unflatten(1, (self.num_heads, self.head_dim))
         k, v = (part.unflatten(1, (self.num_kv_heads, self.head_dim)) for part in parts[1:3])
         gate = parts[3] if self.has_gate else None
@@ -104,64 +139,186 @@ class FusedLayer:
         if self.is_lightning or self.mixer.q_norm is not None or angles.sparse is not None or angles.growth is not None:
             o = self.look(x, rows, past)[x.shape[0] - count :]
         else:
-            q_weight, kv_weight, gate_weight = self.slices(self.weight)
-            q_bias, kv_bias, gate_bias = (None, None, None) if self.bias is None else self.slices(self.bias)
-            k, v = product(x, kv_weight, kv_bias).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
+            q_end, kv_end = self.widths[0], self.widths[0] + 2 * self.widths[1]
+            keys_values = self.projection.rows(q_end, kv_end)
+            k, v = keys_values(x).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
             rows.append(k, v, past)
             if not count:
                 return None
             tail = x[x.shape[0] - count :]
-            q = product(tail, q_weight, q_bias).unflatten(1, (self.num_heads, self.head_dim))
-            gate = product(tail, gate_weight, gate_bias) if self.has_gate else None
+            q = self.projection.rows(0, q_end)(tail).unflatten(1, (self.num_heads, self.head_dim))
+            gate = self.projection.rows(kv_end, sum(self.widths))(tail) if self.has_gate else None
             o = rows.attend_from(self, q, rows.span.end - count, gate, past)
-        return added(o, self.out.weight) if count else None
-
-    def slices(self, fused_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the fused projection: queries, keys with values, gate."""
-        q_width, kv_width = self.widths[0], 2 * self.widths[1]
-        return fused_rows[:q_width], fused_rows[q_width : q_width + kv_width], fused_rows[q_width + kv_width :]
+        return added(o, self.out) if count else None
 
     @property
     def eps(self) -> float:
         return float(self.input_norm.eps)
 
-    def widen(self, x: Tensor) -> Tensor:
+    def widen(self, x: Normed) -> Tensor:
         """The MLP: x [T, hidden], normed → what it adds, as `added` gives it."""
-        if linear.can_take(x.shape[0], self.gate_up):
-            return added(linear.linear_silu_mul(x, self.gate_up), self.down.weight)
-        return added(fused.silu_mul(F.linear(x, self.gate_up)), self.down.weight)
+        if isinstance(x, Tensor):
+            return added(self.gate_up.silu_mul(x), self.down)
+        assert self.fp8 is not None
+        dtype = self.input_norm.weight.dtype
+        return fp8.product(fp8.silu_mul(fp8.product(x, self.fp8.gate_up, dtype)), self.fp8.down, dtype)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+class Fp8Matrices:
+    """A layer's matrices in FP8."""
+
+    def __init__(self, layer: FusedLayer) -> None:
+        self.projection, self.gate_up = to_fp8(layer.projection.parts), to_fp8(layer.gate_up.parts)
+        self.out, self.down = to_fp8([layer.out]), to_fp8([layer.down])
+
+
+def to_fp8(parts: Sequence[Weight]) -> fp8.Rows:
+    """One matrix of all rows."""
+    found = [fp8.from_weight(packed.expand(part) if isinstance(part, PackedWeight) else part) for part in parts]
+    if len(found) == 1:
+        return found[0]
+    codes = torch.cat([one.codes.view(torch.uint8) for one in found]).view(torch.float8_e4m3fn)
+    return fp8.Rows(codes, torch.cat([one.scales for one in found]))
+
+
+class Projection:
+    """Linears that read the same rows: x [T, K] → [T, N] with all their outputs, by as few matrices as may be."""
+
+    def __init__(self, parts: Sequence[Weight], bias: Tensor | None) -> None:
+        self.parts, self.bias = list(parts), bias
+
+    @classmethod
+    def of(cls, linears: Sequence[Any], dtype: torch.dtype, device: torch.device) -> "Projection":
+        """The linears go on with views of these matrices, so that nothing is held twice."""
+        parts: list[Weight] = []
+        for alike in _runs(linears, dtype, device):
+            parts.append(fuse_packed(alike, dtype, device) if isinstance(alike[0], AffineLinear) else fuse(alike))
+        if all(one.bias is None for one in linears):
+            return cls(parts, None)
+        pieces = [torch.zeros(one.out_features) if one.bias is None else one.bias.detach() for one in linears]
+        return cls(parts, torch.cat([piece.to(device, dtype) for piece in pieces]))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(self.parts) == 1:
+            return product(x, self.parts[0], self.bias)
+        out = torch.cat([product(x, part) for part in self.parts], 1)
+        return out if self.bias is None else out + self.bias
+
+    def rows(self, begin: int, end: int) -> "Projection":
+        """Some of the outputs alone."""
+        parts, first = [], 0
+        for part in self.parts:
+            size = _num_out(part)
+            low, high = max(begin - first, 0), min(end - first, size)
+            if low < high:
+                parts.append(part.rows(low, high) if isinstance(part, PackedWeight) else part[low:high])
+            first += size
+        return Projection(parts, None if self.bias is None else self.bias[begin:end])
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """silu(gate) * up [T, N / 2] of the outputs, the gate first."""
+        if len(self.parts) == 1 and self.bias is None and can_take(x.shape[0], self.parts[0]):
+            return kernels_of(self.parts[0]).linear_silu_mul(x, self.parts[0])
+        return fused.silu_mul(self(x))
+
+
+def kernels_of(weight: Weight) -> Any:
+    """The module whose kernels read it."""
+    return packed if isinstance(weight, PackedWeight) else linear
+
+
+def can_take(rows: int, weight: Weight) -> bool:
+    """Whether there are kernels for so few rows."""
+    return bool(kernels_of(weight).can_take(rows, weight))
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [T, K], weight [N, K] → [T, N]; a row of few has the same bits in any company."""
-    if not linear.can_take(x.shape[0], weight):
+    if isinstance(weight, PackedWeight):
+        out = packed.product(x, weight)
+    elif linear.can_take(x.shape[0], weight):
+        out = linear.linear(x, weight)
+    else:
         return F.linear(x, weight, bias)
-    out = linear.linear(x, weight)
     return out if bias is None else out + bias
 
 
-def added(x: Tensor, weight: Tensor) -> Tensor:
+def added(x: Tensor, weight: Weight) -> Tensor:
     """As `product`, for what is added to the residual stream: for few rows in parts [S, T, N] that `_norm` adds up."""
-    return linear.split_linear(x, weight) if linear.can_take(x.shape[0], weight) else F.linear(x, weight)
+    if not can_take(x.shape[0], weight):
+        return product(x, weight)
+    parts: Tensor = kernels_of(weight).split_linear(x, weight)
+    return parts
 
 
-def fuse(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One matrix of all rows; the linears go on with views of it, so that nothing is held twice."""
+def weight_of(module: Any, dtype: torch.dtype, device: torch.device) -> Weight:
+    """The matrix of a linear, as the kernels read it."""
+    if isinstance(module, AffineLinear):
+        return module.gpu_weight(dtype, device)
+    weight: Tensor = module.weight.detach()
+    return weight
+
+
+def fuse(linears: Sequence[nn.Linear]) -> Tensor:
+    """One matrix of all rows, of which the linears then have views."""
     weight = torch.cat([one.weight.detach() for one in linears])
     for one, part in zip(linears, weight.split([one.out_features for one in linears]), strict=True):
         one.weight = nn.Parameter(part, requires_grad=False)
-    if all(one.bias is None for one in linears):
-        return weight, None
-    pieces = [weight.new_zeros(one.out_features) if one.bias is None else one.bias for one in linears]
-    return weight, torch.cat([piece.detach() for piece in pieces])
+    return weight
+
+
+def fuse_packed(linears: Sequence[AffineLinear], dtype: torch.dtype, device: torch.device) -> PackedWeight:
+    """As `fuse`."""
+    weight = packed.concatenate([one.gpu_weight(dtype, device) for one in linears])
+    first = 0
+    for one in linears:
+        one.put_gpu(weight.rows(first, first + one.out_features))
+        first += one.out_features
+    return weight
+
+
+def _runs(linears: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
+    """Neighbours that can be one matrix."""
+    runs: list[list[Any]] = []
+    for one in linears:
+        before = runs[-1][-1] if runs else None
+        weights = [weight_of(each, dtype, device) for each in (before, one) if each is not None]
+        is_plain = all(isinstance(weight, Tensor) for weight in weights)
+        if before is not None and (is_plain or packed.are_alike(weights)):
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    return runs
+
+
+def _num_out(weight: Weight) -> int:
+    return weight.num_out if isinstance(weight, PackedWeight) else weight.shape[0]
 
 
 class GpuSteps:
     """Takes what `SalaModel.forward` takes and gives what it gives, to the rounding of the model's precision."""
 
-    def __init__(self, model: SalaModel, device: torch.device, max_tokens: int, has_graphs: bool = True) -> None:
+    def __init__(
+        self,
+        model: SalaModel,
+        device: torch.device,
+        max_tokens: int,
+        has_graphs: bool = True,
+        prefill: str | None = None,
+    ) -> None:
+        """`prefill` is how long spans are read, "exact" or "fp8"; None: as SALA_PREFILL says."""
         self.model, self.device, self.config = model, device, model.config
         self.layers = [FusedLayer(layer, index) for index, layer in enumerate(_layers(model))]
+        self.head = weight_of(model.lm_head, model.model.norm.weight.dtype, device)
+        embedding: Any = model.model.embed_tokens
+        if isinstance(embedding, AffineEmbedding):
+            if self.config.tie_word_embeddings and isinstance(self.head, PackedWeight):
+                embedding.put_gpu(self.head)
+            else:
+                embedding.put_gpu(embedding.packed.for_gpu(embedding.dtype, device))
+        self.is_fp8 = (prefill or wanted_prefill(device)) == "fp8"
+        for layer in self.layers[:-1] if self.is_fp8 else []:
+            layer.fp8 = Fp8Matrices(layer)
         self.max_blocks = -(-max_tokens // self.config.sparse_config.block_size)
         self.has_graphs = has_graphs
         self.graphs: dict[tuple[int, int], _Graph] = {}
@@ -212,28 +369,32 @@ class GpuSteps:
             x = x * self.config.scale_emb
         delta: Tensor | None = None
         layers = self.layers[:num_layers]
+        is_long = self.is_fp8 and isinstance(rows, _Chunk) and len(tokens) > linear.MOST_ROWS
         for layer in layers:
             past = cache.pages[layer.index] if layer.index in cache.pages else cache.states[layer.index]
-            x, normed = _norm(x, delta, layer.scale, layer.input_norm)
+            norm = _norm_to_fp8 if is_long and layer is not layers[-1] else _norm
+            x, normed = norm(x, delta, layer.scale, layer.input_norm)
             if count is not None and layer is layers[-1]:
                 assert isinstance(rows, _Chunk)
+                assert isinstance(normed, Tensor)
                 delta = layer.mix_last(normed, rows, past, count)
                 x = x[x.shape[0] - count :]
             else:
                 delta = layer.mix(normed, rows, past)
             if delta is None:
                 return x[:0]
-            x, normed = _norm(x, delta, layer.scale, layer.post_norm)
+            x, normed = norm(x, delta, layer.scale, layer.post_norm)
             delta = layer.widen(normed)
-        return _norm(x, delta, self.config.residual_scale, self.model.model.norm)[1]
+        hidden = _norm(x, delta, self.config.residual_scale, self.model.model.norm)[1]
+        assert isinstance(hidden, Tensor)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `SalaModel.logits`; a row's scores are the same bits in any company of a batch."""
-        weight = self.model.lm_head.weight
-        if hidden.shape[0] > MOST_DRAWN or not linear.can_take(1, weight):
-            return self.model.logits(hidden)
-        rows = (hidden / self.config.logit_divisor).split(linear.most_rows(weight))
-        return torch.cat([linear.linear(some, weight).float() for some in rows])
+        if hidden.shape[0] > MOST_DRAWN or not can_take(1, self.head):
+            return product(hidden / self.config.logit_divisor, self.head).float()
+        rows = (hidden / self.config.logit_divisor).split(kernels_of(self.head).most_rows(self.head))
+        return torch.cat([product(some, self.head).float() for some in rows])
 
     # short spans
 
@@ -495,7 +656,23 @@ def _bucket(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _norm(x: Tensor, delta: Tensor | None, scale: float, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+def wanted_prefill(device: torch.device) -> str:
+    """What SALA_PREFILL says, if this device can do it."""
+    name = os.environ.get("SALA_PREFILL") or "exact"
+    if name not in PREFILLS:
+        raise InputError("SALA_PREFILL", f"is {name[:100]!r}", "use " + " or ".join(PREFILLS))
+    if name == "fp8" and not fp8.can_run(device):
+        raise InputError("SALA_PREFILL", "is 'fp8', which needs a GPU of compute capability 8.9 or newer", "use exact")
+    return name
+
+
+def _norm_to_fp8(x: Tensor, delta: Tensor | None, scale: float, norm: RMSNorm) -> tuple[Tensor, Normed]:
+    if delta is None:
+        return x, fp8.rms_norm(x, norm.weight, norm.eps)
+    return fp8.add_rms_norm(x, delta, scale, norm.weight, norm.eps)
+
+
+def _norm(x: Tensor, delta: Tensor | None, scale: float, norm: RMSNorm) -> tuple[Tensor, Normed]:
     """`delta` is what a layer adds, or the parts of it."""
     if delta is None:
         return x, fused.rms_norm(x, norm.weight, norm.eps)

@@ -1,4 +1,4 @@
-// y = x W^T for W in affine groups (MLX layout): w = code * scale + bias, codes of 4 or 8 bits; or W in plain fp32.
+// y = x W^T for W in affine groups (MLX layout): w = code * scale + bias, codes of 4 or 8 bits; or W plain.
 
 #pragma once
 #include <cstdint>
@@ -6,12 +6,12 @@
 enum ScaleType { FP32 = 0, FP16 = 1, BF16 = 2 };
 
 struct Weight {
-    const uint8_t* codes;  // [num_out, num_in * bits / 8]; of 32 bits: the weights themselves
+    const uint8_t* codes;  // [num_out, num_in * bits / 8]; of 16 or 32 bits: the weights themselves
     const void* scales;    // [num_out, num_in / group_size]
     const void* biases;
     const float* addend;  // [num_out], or null
     int64_t num_out, num_in;
-    int32_t bits, group_size, scale_type, num_threads;
+    int32_t bits, group_size, scale_type, num_threads;  // of 16 bits, `scale_type` is that of the weights
 };
 
 // Rows of x as `multiply` wants them: aligned, in the order of the codes, and with the sum of every 32 inputs.
@@ -25,5 +25,5 @@ struct Input {
     void fill(const float* x, bool has_four_bits);  // x [rows, num_in]; it may be `plain` itself
 };
 
-// Columns begin…end of y [rows, num_out]. A row is computed in the same order however many there are.
+// Columns begin…end of y [rows, num_out]. A sum has the same order however many rows and columns there are.
 void multiply(const Weight& w, const Input& x, float* y, int64_t begin, int64_t end);

@@ -1,6 +1,7 @@
 // All layers of the model on a few tokens, in one parallel region: what decoding and verifying drafts run.
 //
-// The readable definition is model.py with ops/; here is the same in fp32, row by row. A token's numbers depend neither
+// The readable definition is model.py with ops/; here is the same in fp32, row by row, whatever the precision of the
+// weights and of the pages. A token's numbers depend neither
 // on the other tokens of the call nor on the number of threads: every sum has one order, and drafts that are verified
 // together see the bits that they would see one after another.
 //
@@ -34,11 +35,12 @@ struct Model {
     int64_t hidden;
     float eps, residual_scale;
     int64_t num_pages, block_size, kernel_size, kernel_stride, init_blocks, window_blocks, num_chosen;
+    int64_t page_type;  // ScaleType of keys and values
 };
 
 struct Past {
-    float* states;            // lightning: [slots, H, D, D]
-    float *k, *v, *k1, *k2;  // sparse: [G, pages, rows per page, D]
+    float* states;          // lightning: [slots, H, D, D]
+    void *k, *v, *k1, *k2;  // sparse: [G, pages, rows per page, D]
 };
 
 struct Span {
@@ -89,7 +91,7 @@ struct Team {
 
 // ---- one vector
 
-static float dot(const float* a, const float* b, int64_t n) {
+template <class Element> static inline float dot(const float* a, const Element* b, int64_t n) {
     Floats total = {};
     for (int64_t i = 0; i < n; i += 16) total += load(a + i) * load(b + i);
     return sum(total);
@@ -165,7 +167,7 @@ struct Shared {  // between threads
     int64_t num_pieces, max_windows;  // no windows: no token follows the sparse rule
 };
 
-class Worker {
+template <class Element> class Worker {  // Element: of the pages
   public:
     Worker(const Model& model, const Step& step, const Shared& shared, float* own, float* columns, Team team)
         : m(model), s(step), sh(shared), own(own), columns(columns), team(team) {}
@@ -329,29 +331,33 @@ class Worker {
     }
 
     // Where row `row` of a sequence lies in a pool with `per_page` rows to a page.
-    float* at(float* pool, const Layer& layer, const Span& span, int64_t group, int64_t row, int64_t per_page) const {
-        return pool + ((group * m.num_pages + span.pages[row / per_page]) * per_page + row % per_page) * layer.head_dim;
+    Element* at(void* pool, const Layer& layer, const Span& span, int64_t group, int64_t row, int64_t per_page) const {
+        return (Element*)pool + ((group * m.num_pages + span.pages[row / per_page]) * per_page + row % per_page) * layer.head_dim;
     }
 
     // Keys and values of a span into its pages, and the pooled keys of the windows that they complete.
     void append(const Layer& layer, const Past& past, const Span& span, int64_t first, int64_t group) {
         const int64_t dim = layer.head_dim, end = span.start + span.length, last = end / m.block_size;
         if (end % m.block_size && last * m.block_size >= span.start)  // what is still empty there must not be NaN
-            for (float* pool : {past.k, past.v})
+            for (void* pool : {past.k, past.v})
                 std::memset(at(pool, layer, span, group, last * m.block_size, m.block_size), 0,
-                            m.block_size * dim * sizeof(float));
+                            m.block_size * dim * sizeof(Element));
         for (int64_t i = 0; i < span.length; i++) {
             const int64_t from = ((first + i) * layer.num_kv_heads + group) * dim;
             shape_head(sh.k + from, layer.k_norm, m.eps, s.sparse, first + i, dim);
             const int64_t row = span.start + i;
-            std::memcpy(at(past.k, layer, span, group, row, m.block_size), sh.k + from, dim * sizeof(float));
-            std::memcpy(at(past.v, layer, span, group, row, m.block_size), sh.v + from, dim * sizeof(float));
+            Element* key = at(past.k, layer, span, group, row, m.block_size);
+            Element* value = at(past.v, layer, span, group, row, m.block_size);
+            for (int64_t j = 0; j < dim; j += 16) {
+                store(key + j, load(sh.k + from + j));
+                store(value + j, load(sh.v + from + j));
+            }
         }
         pool(layer, past, past.k1, span, group, m.kernel_size, m.kernel_stride);
         pool(layer, past, past.k2, span, group, 4 * m.kernel_size, 4 * m.kernel_stride);
     }
 
-    void pool(const Layer& layer, const Past& past, float* target, const Span& span, int64_t group, int64_t kernel,
+    void pool(const Layer& layer, const Past& past, void* target, const Span& span, int64_t group, int64_t kernel,
               int64_t stride) {
         const int64_t end = (span.start + span.length) / stride;
         for (int64_t row = std::max(span.start / stride, kernel / stride - 1); row < end; row++)
@@ -393,7 +399,7 @@ class Worker {
         for (int64_t head = group * shared; head < (group + 1) * shared; head++) {
             float most = -FLT_MAX, total = 0;  // of what has been seen, relative to the largest
             for (int64_t i = 0; i < count; i++) {
-                const float* key = at(past.k2, layer, *token.span, group, i + unused, m.block_size / stride);
+                const Element* key = at(past.k2, layer, *token.span, group, i + unused, m.block_size / stride);
                 const float score = dot(sh.q + (t * layer.num_heads + head) * dim, key, dim);
                 if (score > most) { total = total * std::exp(most - score) + 1; most = score; }
                 else total += std::exp(score - most);
@@ -411,7 +417,7 @@ class Worker {
         int64_t end = std::min(first + WINDOWS, num_visible(token.position, m.kernel_size, m.kernel_stride));
         if (num_visible(token.position, 4 * m.kernel_size, 4 * m.kernel_stride) == 0) end = first;  // no lse yet
         for (int64_t i = first; i < end; i++) {
-            const float* key = at(past.k1, layer, *token.span, group, i + unused, m.block_size / m.kernel_stride);
+            const Element* key = at(past.k1, layer, *token.span, group, i + unused, m.block_size / m.kernel_stride);
             float total = 0;
             for (int64_t head = group * shared; head < (group + 1) * shared; head++) {
                 const float score = dot(sh.q + (t * layer.num_heads + head) * dim, key, dim);
@@ -479,8 +485,8 @@ class Worker {
         for (int64_t i = piece * token.per_piece; i < end; i++) {
             const int64_t block = token.is_sparse ? chosen[i] : i;
             const int64_t count = std::min(m.block_size, token.position + 1 - block * m.block_size);
-            const float* keys = at(past.k, layer, *token.span, group, block * m.block_size, m.block_size);
-            const float* values = at(past.v, layer, *token.span, group, block * m.block_size, m.block_size);
+            const Element* keys = at(past.k, layer, *token.span, group, block * m.block_size, m.block_size);
+            const Element* values = at(past.v, layer, *token.span, group, block * m.block_size, m.block_size);
             for (int64_t j = 0; j < shared; j++)
                 attend_block(sh.q + (t * layer.num_heads + head + j) * dim, keys, values, count, dim,
                              partial(layer, t, head + j, piece));
@@ -488,7 +494,8 @@ class Worker {
     }
 
     // `out` is [dim] weighted values, then the largest score and the sum of the weights, relative to it.
-    void attend_block(const float* q, const float* keys, const float* values, int64_t count, int64_t dim, float* out) {
+    void attend_block(const float* q, const Element* keys, const Element* values, int64_t count, int64_t dim,
+                      float* out) {
         float *weights = columns, most = out[dim];
         for (int64_t i = 0; i < count; i++) {
             weights[i] = dot(q, keys + i * dim, dim);
@@ -586,7 +593,9 @@ extern "C" void decode_step(const Model* model, const Step* step) {
     {
         const Team team = {omp_get_thread_num(), omp_get_num_threads(), &barrier};
         float* mine = owns + own * team.index;
-        Worker(m, s, sh, mine, mine + inputs, team).run();
+        if (m.page_type == FP32) Worker<float>(m, s, sh, mine, mine + inputs, team).run();
+        else if (m.page_type == FP16) Worker<Half>(m, s, sh, mine, mine + inputs, team).run();
+        else Worker<Brain>(m, s, sh, mine, mine + inputs, team).run();
     }
 }
 

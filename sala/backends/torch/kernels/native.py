@@ -19,8 +19,13 @@ HEADERS, SOURCES = (
     tuple(Path(__file__).with_name(name) for name in names)
     for names in (("vectors.h", "affine.h"), ("affine.cpp", "decode.cpp"))
 )
+_INSTRUCTIONS = {16: "AVX-512", 8: "AVX2", 4: "NEON" if platform.machine() in ("aarch64", "arm64") else "SSE"}
 LANES = 16  # widths must be multiples of it, where the model runs natively
-SCALE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+SCALE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # of scales, of plain weights and of pages
+_PRODUCTS = {  # words of a processor that multiplies matrices in that precision
+    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-w")
 _SPECIAL = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())  # the best that the compiler knows
@@ -53,7 +58,7 @@ class Model(ctypes.Structure):
         ("hidden", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("eps", "residual_scale")),
         *((name, ctypes.c_int64) for name in ("num_pages", "block_size", "kernel_size", "kernel_stride")),
-        *((name, ctypes.c_int64) for name in ("init_blocks", "window_blocks", "num_chosen")),
+        *((name, ctypes.c_int64) for name in ("init_blocks", "window_blocks", "num_chosen", "page_type")),
     )
 
 
@@ -87,6 +92,7 @@ class Kernel:
         self.linear = _function(library.affine_linear, address, address, address, number)  # weight, x, y, rows
         self.expand = _function(library.affine_expand, address, number, number, address)  # weight, begin, end, y
         self.step = _function(library.decode_step, address, address)  # model, step
+        self.num_lanes: int = library.num_lanes()
         self.fold = _function(
             library.lightning_fold, address, address, address, address, number, number, number
         )  # state, k, v, decay, tokens, heads, dim
@@ -109,6 +115,18 @@ def describe() -> str:
     """The compiler and its flags, or that there is none."""
     found = _attempt()
     return "no C++ compiler that works" if found is None else found[1]
+
+
+def instructions() -> str | None:
+    """What the kernels were compiled for; None where there are none."""
+    kernel = load()
+    return None if kernel is None else _INSTRUCTIONS[kernel.num_lanes]
+
+
+@functools.cache
+def multiplies_in(dtype: str) -> bool:
+    """Whether the processor itself multiplies in this 16-bit precision."""
+    return not _PRODUCTS[dtype].isdisjoint(_processor().split())
 
 
 @functools.cache

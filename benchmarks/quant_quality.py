@@ -1,0 +1,103 @@
+"""What quantization costs, by method, groups and kind of matrix: how the defaults of `sala quantize` were found.
+
+    python benchmarks/quant_quality.py MODEL TEXT -o benchmarks/quant_quality.json --calibration FILE
+
+TEXT is measured on, and must have nothing in common with FILE. Every entry quantizes the model as the command does,
+a quantized one from its expanded weights, and compares it with the original on TEXT: perplexity, the divergence (KL)
+from the original, and how often the first choices agree. What is in the output already is not measured again.
+"""
+
+import argparse
+import json
+import re
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from sala.checkpoint.reader import Checkpoint
+from sala.models import find_model
+from sala.quant.pipeline import quantize_model
+from sala.quant.plan import Settings
+from sala.quant.report import compare, read_hidden
+from sala.quant.texts import FileText, SampledText, cut
+
+CPU = torch.device("cpu")
+ALONE = ("*=whole",)  # then one kind of matrix in 4 bits
+KINDS = (
+    "v_proj", "down_proj", "o_proj", "up_proj", "gate_proj", "q_proj", "k_proj", "z_proj", "o_gate", "embed_tokens",
+)  # fmt: skip
+
+
+def entries(num_layers: int, tokens: int) -> dict[str, tuple[Settings, bool]]:
+    """Name → settings, and whether the calibration is the model's own text."""
+    last = f"layers.{num_layers - 1}.*"
+    narrow = ("v_proj=4", f"{last}=4")  # without what the defaults keep inside of the layers
+    out = {
+        "8 bits, rtn": (Settings(8), False),
+        "4 bits, rtn": (Settings(4, method="rtn", keep=narrow), False),
+        "4 bits, gptq": (Settings(4, method="gptq", keep=narrow, num_tokens=tokens), False),
+        "4 bits, awq": (Settings(4, method="awq", keep=narrow, num_tokens=tokens), False),
+        "4 bits, gptq, own text": (Settings(4, method="gptq", keep=narrow, num_tokens=tokens), True),
+        "4 bits, gptq, groups of 32": (Settings(4, 32, "gptq", narrow, tokens), False),
+        "4 bits, gptq, groups of 32, v_proj and last layer in 8": (Settings(4, 32, "gptq", (), tokens), False),
+        "4 bits, rtn, v_proj and last layer in 8": (Settings(4, method="rtn"), False),
+    }
+    for kind in KINDS:
+        out[f"only {kind} in 4 bits, rtn"] = (Settings(4, method="rtn", keep=(*ALONE, f"{kind}=4")), False)
+    for name, pattern in (("first layer", "layers.0.*"), ("last layer", last)):
+        out[f"only the {name} in 4 bits, rtn"] = (Settings(4, method="rtn", keep=(*ALONE, f"{pattern}=4")), False)
+    for name, keep in {
+        "v_proj in 8": (*narrow, "v_proj"),
+        "v_proj, down_proj in 8": (*narrow, "v_proj", "down_proj"),
+        "v_proj and last layer in 8": (),
+    }.items():
+        out[f"4 bits, gptq, {name}"] = (Settings(4, method="gptq", keep=keep, num_tokens=tokens), False)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=32768, help="to calibrate with")
+    parser.add_argument("--measured", type=int, default=16384, help="tokens to measure on")
+    parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
+    options = parser.parse_args()
+    path = find_model(options.model)
+    tokens = cut(FileText(options.text, path).tokens()[: options.measured], 1024)
+    results: dict = json.loads(options.output.read_text()) if options.output.exists() else {}
+    results["settings"] = {"model": options.model, "measured": tokens.numel(), "calibrated": options.tokens}
+    original = read_hidden(path, tokens, CPU)
+    num_layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
+    for name, (settings, is_own) in entries(num_layers, options.tokens).items():
+        if name in results or not re.search(options.only, name):
+            continue
+        began = time.time()
+        text = SampledText(path, "cpu") if is_own else FileText(options.calibration, path)
+        with tempfile.TemporaryDirectory() as room:
+            quantize_model(path, Path(room) / "out", settings, text, CPU, may_requantize=True)
+            seconds = time.time() - began
+            hidden, head = read_hidden(Path(room) / "out", tokens, CPU)
+            pair = {"original": original[0], "quantized": hidden}, {"original": original[1], "quantized": head}
+            found = compare(*pair, tokens)
+            with Checkpoint(Path(room) / "out") as checkpoint:
+                size = checkpoint.nbytes
+        results["perplexity"] = found["original"]["perplexity"]
+        results[name] = {
+            "perplexity": found["quantized"]["perplexity"],
+            "ratio": found["perplexity_ratio"],
+            "kl": found["kl"],
+            "agreement": found["agreement"],
+            "mib": round(size / 2**20, 1),
+            "seconds": round(seconds),
+        }
+        print(f"{name:45}", *(f"{key} {value:.4f}" for key, value in results[name].items()), flush=True)
+        options.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""`sala quantize`: fewer bits per weight, in one layout for every machine."""
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sala.cli import settings as s
+
+if TYPE_CHECKING:
+    from sala.quant.texts import Text
+
+PLAIN_SECONDS = 20.0  # between lines when the output is no terminal
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="Checkpoint directory, or the name of a model that is here.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the quantized model goes; must not exist.")],
+    bits: Annotated[int, typer.Option(help="Bits per weight: 8 or 4.")] = 4,
+    group_size: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 64,
+    method: Annotated[
+        str | None, typer.Option(help="rtn, gptq or awq; unless given, rtn for 8 bits and gptq for 4.")
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help='Text to calibrate with, or .jsonl with a "text" per line; else the model writes.'),
+    ] = None,
+    tokens: Annotated[int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens to calibrate with.")] = 32768,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="Modules that stay wider: v_proj (8 bits), 'model.layers.0.*=whole', lm_head=4. Repeatable."),
+    ] = None,
+    requantize: Annotated[bool, typer.Option("--requantize", help="Take a model that is quantized already.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Measure both models, and write it into OUTPUT.")] = False,
+    report_text: Annotated[
+        Path | None, typer.Option(help="Text to measure on; else what was held out of the calibration.")
+    ] = None,
+    report_tokens: Annotated[int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens to measure on.")] = 16384,
+    needles: Annotated[int, typer.Option(help="Needles to look for at each length.", min=0)] = 20,
+    device: s.Device = "auto",
+) -> None:
+    from dataclasses import replace
+
+    from sala.backends.torch.loader import pick_device
+    from sala.checkpoint.names import expected_tensors
+    from sala.config import SalaConfig
+    from sala.memory import ELEMENT_BYTES
+    from sala.quant.pipeline import draft_of, quantize_model
+    from sala.quant.plan import Settings, count_bits, describe, plan_modules
+
+    output = output.expanduser()
+    wanted = Settings(bits, group_size, method, tuple(keep or ()), tokens)
+    place = pick_device(device)
+    path = s.find_model(model)
+    config = replace(SalaConfig.load(path), quantization=None)
+    plan = plan_modules(config, wanted)
+    with QuantizeBar() as bar:
+        text = _text(path, calibration, device, bar)
+        try:
+            quantize_model(path, output, wanted, text, place, requantize, bar)
+        except KeyboardInterrupt:
+            if draft_of(output).is_dir():
+                s.note("stopped; the same command goes on where it stopped")
+            raise
+        if report:
+            held = (_text(path, report_text, device, bar) if report_text else text).held_out(report_tokens, 1024)
+            _report(path, output, held, place, needles, bar)
+    width = count_bits(plan, expected_tensors(config), 8 * ELEMENT_BYTES[config.dtype])
+    s.note(f"ready: {output}, {width:.2f} bits per weight ({describe(plan)})")
+
+
+def _text(model: Path, file: Path | None, device: str, bar: "QuantizeBar") -> "Text":
+    from sala.quant.texts import FileText, SampledText
+
+    if file is not None:
+        return FileText(file.expanduser(), model)
+    return SampledText(model, device, lambda done, total: bar("writing", done, total))
+
+
+def _report(original: Path, quantized: Path, tokens: Any, device: Any, num_needles: int, bar: "QuantizeBar") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from sala.quant.report import WHO, measure, to_rows, write_report
+
+    results = measure(original, quantized, tokens, device, num_needles, note=bar)
+    has_picture = write_report(results, quantized)
+    bar.close()
+    table = Table("", *WHO, "difference", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in to_rows(results):
+        table.add_row(*row)
+    Console(soft_wrap=True).print(table)
+    if not has_picture:
+        s.note("no picture: matplotlib is not installed; run: pip install 'minicpm-sala[eval]'")
+
+
+class QuantizeBar:
+    """A bar per stage on a terminal, lines elsewhere. Use it as a context and pass it as `note`."""
+
+    def __init__(self) -> None:
+        self._has_bar = sys.stderr.isatty()
+        self._tasks: dict[str, Any] = {}
+        self._last = 0.0
+
+    def __enter__(self) -> "QuantizeBar":
+        if self._has_bar:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=Console(stderr=True))
+            self._progress.start()
+        return self
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._has_bar:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._progress.add_task(stage, total=total)
+            self._progress.update(self._tasks[stage], completed=done, total=total)
+        elif done == total or time.monotonic() - self._last > PLAIN_SECONDS:
+            self._last = time.monotonic()
+            s.note(f"{stage:>10}  {done}/{total}")
+
+    def close(self) -> None:
+        if self._has_bar:
+            self._progress.stop()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

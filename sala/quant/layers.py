@@ -1,0 +1,128 @@
+"""One layer at a time: read from a checkpoint in fp32, and walked through by calibration activations.
+
+A layer's matrices have four kinds of inputs. Those with the same input belong to one site; sites come in the order
+of the computation, so that what a site sees has passed through all that is rounded already.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sala.backends.torch.batch import Sequences, whole
+from sala.backends.torch.loader import read_tensor, read_weight
+from sala.backends.torch.model import Layer
+from sala.checkpoint.reader import Checkpoint
+from sala.config import SalaConfig
+
+TOKENS_AT_ONCE = 4096  # how many pass through a layer together
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Matrices that read the same activations: names within the layer."""
+
+    name: str
+    consumers: tuple[str, ...]
+
+
+Chunks = Iterator[Tensor]  # activations [n, in], piece by piece
+Visit = Callable[[Site, Chunks], None]
+
+
+def sites_of(layer: Layer) -> tuple[Site, Site, Site, Site]:
+    gates = [name for name in ("z_proj", "o_gate") if getattr(layer.self_attn, name, None) is not None]
+    read = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", *gates))
+    return (
+        Site("mixer", read),
+        Site("output", ("self_attn.o_proj",)),
+        Site("mlp", ("mlp.gate_proj", "mlp.up_proj")),
+        Site("down", ("mlp.down_proj",)),
+    )
+
+
+def read_layer(checkpoint: Checkpoint, config: SalaConfig, index: int, device: torch.device) -> Layer:
+    """In fp32, whatever it is in the file; its parameters are its own and may be written to."""
+    with torch.device("meta"):
+        layer = Layer(config, config.mixers[index])
+    for name, parameter in list(layer.named_parameters()):
+        full = f"model.layers.{index}.{name}"
+        module = full.removesuffix(".weight")
+        if parameter.dim() == 2:
+            tensor = read_weight(checkpoint, config, module, torch.float32, device)
+        else:
+            tensor = read_tensor(checkpoint, full, torch.float32, device)
+        is_file = full in checkpoint.tensors and checkpoint.tensors[full].dtype == "F32" and device.type == "cpu"
+        set_tensor(layer, name, tensor.clone() if is_file else tensor)
+        forget_module(checkpoint, module)
+    return layer.eval()
+
+
+def forget_module(checkpoint: Checkpoint, module: str) -> None:
+    """Let what was read of the file go from memory."""
+    for name in checkpoint:
+        if name == module or name.startswith(f"{module}."):
+            checkpoint.forget(name)
+
+
+def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    place, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(place), leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+def weight_of(layer: nn.Module, name: str) -> Tensor:
+    return layer.get_parameter(f"{name}.weight")
+
+
+@torch.inference_mode()
+def walk(layer: Layer, x: Tensor, visit: Visit | None = None) -> None:
+    """Take x [S, n, hidden], S whole sequences, through the layer, in place.
+
+    `visit` is called at every site with the activations there and may change the site's matrices: what comes after
+    sees the change.
+    """
+    sites, mixer = sites_of(layer), cast(Any, layer.self_attn)
+    note = visit or (lambda site, chunks: None)
+    note(sites[0], (layer.input_layernorm(part) for part, _ in _parts(x)))
+    mixed = _mix(layer, x)
+    note(sites[1], (part for part, _ in _parts(mixed)))
+    for (part, view), (inner, _) in zip(_parts(x), _parts(mixed), strict=True):
+        view.copy_((part + layer.scaled(mixer.o_proj(inner))).view(view.shape))
+    del mixed
+    note(sites[2], (layer.post_attention_layernorm(part) for part, _ in _parts(x)))
+    note(sites[3], (_inner(layer, part) for part, _ in _parts(x)))
+    for part, view in _parts(x):
+        view.copy_((part + layer.scaled(layer.mlp.down_proj(_inner(layer, part)))).view(view.shape))
+
+
+def _mix(layer: Layer, x: Tensor) -> Tensor:
+    """What the mixer hands to its last matrix, [S, n, width]."""
+    mixer: Any = layer.self_attn
+    last = mixer.o_proj
+    mixed = torch.empty(*x.shape[:2], last.in_features, device=x.device)
+    mixer.o_proj = nn.Identity()
+    try:
+        for (part, _), (_, view) in zip(_parts(x), _parts(mixed), strict=True):
+            batch = _batch(len(view), x.shape[1], x.device)
+            view.copy_(mixer(layer.input_layernorm(part), batch, None).view(view.shape))
+    finally:
+        mixer.o_proj = last
+    return mixed
+
+
+def _inner(layer: Layer, x: Tensor) -> Tensor:
+    normed = layer.post_attention_layernorm(x)
+    return F.silu(layer.mlp.gate_proj(normed)) * layer.mlp.up_proj(normed)
+
+
+def _parts(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some sequences at a time: as one line [n, width], and as a view of x."""
+    for view in x.split(max(1, TOKENS_AT_ONCE // x.shape[1])):
+        yield view.flatten(0, 1), view
+
+
+def _batch(count: int, length: int, device: torch.device) -> Sequences:
+    return whole(torch.zeros(count, length, dtype=torch.long, device=device))

@@ -1,0 +1,108 @@
+"""The range of a group of weights: MLX's rule in torch, and narrower ranges where the cut-off ends are worth it."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sala.checkpoint.packing import Packed, dequantize, pack
+
+TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SHRINK = tuple(1 - step / 20 for step in range(8))  # shares of the range that are tried
+NUM_FITS = 2
+
+
+def fit_range(low: Tensor, high: Tensor, bits: int, dtype: str = "F32") -> tuple[Tensor, Tensor]:
+    """Ends of a group's weights → its scale and bias, by the rule of MLX, rounded to what a file of `dtype` holds.
+
+    The end that lies farther from zero is a code exactly, and so is zero.
+    """
+    is_low = low.abs() > high.abs()
+    scale = ((high - low) / ((1 << bits) - 1)).clamp(min=1e-7)
+    scale = torch.where(is_low, scale, -scale)
+    edge = torch.where(is_low, low, high)
+    zero = (edge / scale).round()
+    has_zero = zero != 0
+    scale = torch.where(has_zero, edge / torch.where(has_zero, zero, 1), scale)
+    bias = torch.where(has_zero, edge, 0)
+    return _rounded(scale, bias, dtype)
+
+
+def to_codes(weight: Tensor, scale: Tensor, bias: Tensor, bits: int) -> Tensor:
+    """The nearest codes, as floats. A scale that rounds to nothing has the code 0."""
+    safe = torch.where(scale == 0, 1, scale)
+    codes = torch.where(scale == 0, 0, (weight - bias) / safe)
+    return codes.round().clamp(0, (1 << bits) - 1)
+
+
+def search_range(weight: Tensor, importance: Tensor, bits: int, dtype: str) -> tuple[Tensor, Tensor]:
+    """weight [..., n], importance [n] or like the weights → scale and bias [...] of the least weighted squared error.
+
+    Outliers stretch a group's range and coarsen all other weights: sometimes it is better to cut them off. Tried are
+    shares of the range, each by MLX's rule and from end to end; then the best is fitted to its codes by least squares.
+    """
+    low, high = weight.amin(-1), weight.amax(-1)
+    best = fit_range(low, high, bits, dtype)
+    least = _error(weight, importance, best, bits)
+    for share in SHRINK:
+        for found in (
+            fit_range(low * share, high * share, bits, dtype),
+            _rounded((high - low) * share / ((1 << bits) - 1), low * share, dtype),
+        ):
+            best, least = _better(weight, importance, bits, best, least, found)
+    for _ in range(NUM_FITS):
+        found = _refit(weight, importance, best, bits, dtype)
+        best, least = _better(weight, importance, bits, best, least, found)
+    return best
+
+
+Range = tuple[Tensor, Tensor]  # scale and bias
+
+
+def _better(
+    weight: Tensor, importance: Tensor, bits: int, best: Range, least: Tensor, found: Range
+) -> tuple[Range, Tensor]:
+    error = _error(weight, importance, found, bits)
+    is_better = error < least
+    scale, bias = (torch.where(is_better, new, old) for new, old in zip(found, best, strict=True))
+    return (scale, bias), torch.where(is_better, error, least)
+
+
+def _error(weight: Tensor, importance: Tensor, found: Range, bits: int) -> Tensor:
+    scale, bias = (part[..., None] for part in found)
+    codes = to_codes(weight, scale, bias, bits)
+    return codes.mul_(scale).add_(bias).sub_(weight).square_().mul_(importance).sum(-1)
+
+
+def _refit(weight: Tensor, importance: Tensor, found: Range, bits: int, dtype: str) -> Range:
+    """The line that comes nearest to the weights at the codes that they have now."""
+    scale, bias = (part[..., None] for part in found)
+    codes = to_codes(weight, scale, bias, bits)
+    share = (importance / importance.sum(-1, keepdim=True)).expand(weight.shape)
+    middle, mean = (codes * share).sum(-1, keepdim=True), (weight * share).sum(-1, keepdim=True)
+    spread = ((codes - middle).square() * share).sum(-1)
+    slope = ((codes - middle) * (weight - mean) * share).sum(-1) / torch.where(spread == 0, 1, spread)
+    slope = torch.where(spread == 0, found[0], slope)
+    return _rounded(slope, mean[..., 0] - slope * middle[..., 0], dtype)
+
+
+def _rounded(scale: Tensor, bias: Tensor, dtype: str) -> Range:
+    kind = TORCH_DTYPES[dtype]
+    return scale.to(kind).float(), bias.to(kind).float()
+
+
+def to_packed(codes: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int, dtype: str) -> Packed:
+    """codes [out, in] and the groups' scales and biases [out, in / group_size] as a file holds them."""
+    words = pack(codes.to(torch.uint8).cpu().numpy(), bits)
+    return Packed(words, _stored(scales, dtype), _stored(biases, dtype), bits, group_size, dtype)
+
+
+def _stored(values: Tensor, dtype: str) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
+    held = values.to(TORCH_DTYPES[dtype]).cpu().contiguous()
+    if dtype == "BF16":
+        return held.view(torch.int16).numpy().view(np.uint16)
+    return held.numpy()
+
+
+def expand(packed: Packed) -> Tensor:
+    """The weights that a file of these codes stands for, [out, in] in fp32."""
+    return torch.from_numpy(dequantize(packed))

@@ -1,0 +1,155 @@
+"""What to calibrate with, and what to measure on: a file, or what the model itself writes."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sala.config import SalaConfig
+from sala.errors import InputError
+from sala.text.tokenizer import Tokenizer
+
+HELD_OUT = 0.2  # share of a file that is never calibrated with, so that it can be measured on
+MAX_HELD_OUT = 65536  # tokens of it at most
+MIN_TOKENS = 256
+MAX_BYTES = 1 << 30
+_SEED = 20
+
+
+class Text(Protocol):
+    """`key` tells texts apart; `pieces` and `held_out` are token ids [S, length] that have nothing in common."""
+
+    @property
+    def key(self) -> str: ...
+    def pieces(self, num_tokens: int, length: int) -> Tensor: ...
+    def held_out(self, num_tokens: int, length: int) -> Tensor: ...
+
+
+@dataclass
+class FileText:
+    """A text file, or a .jsonl file with a "text" per line. The end of it is held out."""
+
+    file: Path
+    model: Path
+    _tokens: list[int] | None = field(default=None, init=False)
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(_read(self.file)).hexdigest()
+
+    def tokens(self) -> list[int]:
+        if self._tokens is None:
+            tokenizer, config = Tokenizer.load(self.model), SalaConfig.load(self.model)
+            ends = list(config.eos_token_id[:1])
+            texts = list(read_documents(self.file))
+            self._tokens = [token for ids in tokenizer.encode_many(texts) for token in [*ids, *ends]]
+            if len(self._tokens) < MIN_TOKENS:
+                message = f"{self.file} has {len(self._tokens)} tokens"
+                raise InputError("calibration", message, f"give at least {MIN_TOKENS}; some ten thousand are better")
+        return self._tokens
+
+    def pieces(self, num_tokens: int, length: int) -> Tensor:
+        return cut(self.tokens()[: self._split()][:num_tokens], length)
+
+    def held_out(self, num_tokens: int, length: int) -> Tensor:
+        return cut(self.tokens()[self._split() :][:num_tokens], length)
+
+    def _split(self) -> int:
+        count = len(self.tokens())
+        return count - min(MAX_HELD_OUT, int(HELD_OUT * count))
+
+
+@dataclass
+class SampledText:
+    """What the model writes when nobody asks it anything: pieces that begin with a token drawn at random.
+
+    The text is in the model's own languages and manners, and needs neither a file nor a tokenizer.
+    """
+
+    model: Path
+    device: str = "auto"
+    note: Callable[[int, int], None] = lambda *_: None
+
+    @property
+    def key(self) -> str:
+        return f"sampled {_SEED}"
+
+    def pieces(self, num_tokens: int, length: int) -> Tensor:
+        return self._write(num_tokens, length, _SEED)
+
+    def held_out(self, num_tokens: int, length: int) -> Tensor:
+        return self._write(num_tokens, length, _SEED + 1)
+
+    def _write(self, num_tokens: int, length: int, seed: int) -> Tensor:
+        from sala.llm import LLM, Call
+        from sala.protocol import Sampling
+
+        count = max(1, num_tokens // length)
+        rng = np.random.default_rng(seed)
+        with LLM(self.model, device=self.device, ctx=length + 64, max_batch=16, num_snapshots=0) as llm:
+            config = llm.config
+            head = [] if config.bos_token_id is None else [config.bos_token_id]
+            first = rng.integers(0, config.vocab_size, count).tolist()
+            size = length - len(head) - 1
+            calls = (
+                Call(
+                    at,
+                    Sampling(temperature=1.0, max_tokens=size, seed=seed * 65536 + at, ignore_eos=True),
+                    [*head, token],
+                )
+                for at, token in enumerate(first)
+            )
+            rows: dict[int, list[int]] = {}
+            for at, answer in llm.many(calls):
+                if isinstance(answer, Exception):
+                    raise answer
+                rows[at] = [*head, first[at], *answer.token_ids]
+                self.note(len(rows), count)
+        return torch.tensor([rows[at] for at in range(count)])
+
+
+def cut(tokens: list[int], length: int) -> Tensor:
+    """Pieces [S, length] of equal length; a text that is shorter than one is one piece."""
+    length = min(length, len(tokens))
+    count = len(tokens) // length if length else 0
+    return torch.tensor(tokens[: count * length], dtype=torch.long).view(count, length)
+
+
+def read_documents(file: Path) -> Iterator[str]:
+    """The texts of a file; a line that is wrong is named."""
+    try:
+        content = _read(file).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError("calibration", f"{file} is not UTF-8 text (byte {error.start})", "convert it first") from None
+    if file.suffix not in (".jsonl", ".json"):
+        yield content
+        return
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            yield _text_of(line, f"{file}, line {number},")
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise InputError("calibration", f"{where} has no text", 'each line must be an object with a "text"')
+    return text
+
+
+def _read(file: Path) -> bytes:
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise InputError("calibration", f"{file} is larger than {MAX_BYTES >> 20} MiB", "give a part of it")
+        return file.read_bytes()
+    except OSError as error:
+        raise InputError("calibration", f"{file} cannot be read: {error.strerror}") from None

@@ -1,0 +1,323 @@
+"""Products with packed matrices: against their dequantized weights, alone and in a whole model."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sala.backends.torch.batch import pack
+from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.kernels import fused, linear, packed
+from sala.backends.torch.kernels.packed import Config
+from sala.backends.torch.model import SalaModel
+from sala.backends.torch.ops.affine import dequantize
+from sala.backends.torch.quant import AffineEmbedding, AffineLinear, AffineWeight
+from sala.backends.torch.steps_gpu import GpuSteps, Projection
+from sala.checkpoint.packing import quantize
+from sala.protocol import Plan, Row, Sampling
+from tests.kernels.aot import Build
+from tests.kernels.test_linear import LIMITS, rows
+from tests.kernels.test_steps_gpu import MAX_TOKENS, SHAPE, make_model, tokens
+
+FORMATS = [(bits, group_size) for bits in (4, 8) for group_size in (32, 64, 128)]
+N, K = 72, 384  # no whole tiles, no whole blocks of 4 bits
+CONFIGS = [None, Config(32, 4, 4, 2)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs begin as NaN: whatever is not written shows."""
+    empty = torch.empty
+
+    def empty_of_nan(*args: Any, **kwargs: Any) -> Tensor:
+        found = empty(*args, **kwargs)
+        return found.fill_(float("nan")) if found.is_floating_point() else found
+
+    monkeypatch.setattr(torch, "empty", empty_of_nan)
+
+
+def affine(n: int, k: int, bits: int, group_size: int, dtype: torch.dtype, device: torch.device) -> AffineWeight:
+    weight = np.random.default_rng(bits + group_size).standard_normal((n, k)).astype(np.float32) / k**0.5
+    found = quantize(weight, bits, group_size)
+    words, scales, biases = (torch.from_numpy(x) for x in (found.codes.view(np.int32), found.scales, found.biases))
+    return AffineWeight(words.to(device), scales.to(device, dtype), biases.to(device, dtype), bits, group_size)
+
+
+def dense(weight: AffineWeight) -> Tensor:
+    return dequantize(weight.codes, weight.scales, weight.biases, weight.bits, weight.group_size)
+
+
+def assert_near(found: Tensor, wanted: Tensor, tolerance: float = 2e-3) -> None:
+    """As far as fp16 rounds the weights, which adds up over K."""
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("bits", "group_size"), FORMATS)
+def test_expand(bits: int, group_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    weight = affine(N, K, bits, group_size, torch.bfloat16, device)
+    held = weight.for_gpu(dtype, device)
+    assert (held.num_out, held.num_in) == (N, K)
+    found, wanted = packed.expand(held), dense(weight)
+    step = weight.scales.float().abs().max()
+    tolerance = 1e-6 if dtype == torch.float32 else float(step) * (2**bits) * 2**-11
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-3 if dtype == torch.float16 else 1e-6, atol=tolerance)
+    index = torch.tensor([5, 0, N - 1, 5], device=device)
+    assert torch.equal(packed.expand(held, index), found[index])
+    assert torch.equal(packed.expand(held.rows(8, 40)), found[8:40])
+
+
+@pytest.mark.parametrize("bits", [3, 5])
+def test_widths_that_no_kernel_reads_are_widened(bits: int, device: torch.device) -> None:
+    weight = affine(N, K, bits, 64, torch.float32, device)
+    torch.testing.assert_close(
+        packed.expand(weight.for_gpu(torch.float32, device)), dense(weight), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("bits", "group_size"), FORMATS)
+def test_products(bits: int, group_size: int, device: torch.device) -> None:
+    weight = affine(N, K, bits, group_size, torch.float32, device)
+    held = weight.for_gpu(torch.float16, device)
+    x = rows(3, K, torch.float16, device)
+    wanted = F.linear(x.float(), dense(weight))
+    for config in CONFIGS:
+        partials = packed.split_linear(x, held, config)
+        assert partials.dtype == torch.float32
+        assert_near(partials.sum(0), wanted)
+        if config is not None:
+            assert partials.shape[0] == config.splits
+        if config is None or config.splits == 1:
+            found = packed.linear(x, held, config)
+            assert found.dtype == torch.float16
+            assert_near(found, wanted)
+            pair = packed.linear_silu_mul(x, held, config)
+            assert torch.equal(pair, fused.silu_mul(found))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_in_fp32(bits: int, device: torch.device) -> None:
+    weight = affine(N, K, bits, 64, torch.float32, device)
+    held, x = weight.for_gpu(torch.float32, device), rows(3, K, torch.float32, device)
+    wanted = F.linear(x, dense(weight))
+    assert_near(packed.linear(x, held), wanted, 1e-5)
+    assert_near(packed.split_linear(x, held).sum(0), wanted, 1e-5)
+    assert_near(packed.linear_silu_mul(x, held), fused.silu_mul(wanted), 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the other rows are large, or no numbers
+@pytest.mark.parametrize(("count", "bits"), [(33, 4), (66, 8)])
+def test_rows_do_not_see_each_other(count: int, bits: int, device: torch.device) -> None:
+    held = affine(N, K, bits, 64, torch.float32, device).for_gpu(torch.float16, device)
+    x, others = rows(count, K, torch.float16, device), rows(count, K, torch.float16, device) * 100
+    others[0], others[7] = x[0], float("nan")
+    for call in (packed.linear, packed.linear_silu_mul, lambda *args: packed.split_linear(*args).transpose(0, 1)):
+        together = call(x, held)
+        assert torch.equal(call(others, held)[0], together[0])
+        assert torch.equal(call(x[1:], held), together[1:])
+        if device.type == "cuda":  # numpy sums up in an order that depends on the height of a tile, tensor cores do not
+            assert torch.equal(call(x[:1], held), together[:1])
+            assert torch.equal(call(x[count - 2 :], held), together[count - 2 :])
+        assert_near(call(x[:1], held), together[:1])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_rows(bits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = affine(N, K, bits, 64, torch.float32, device)
+    x = rows(linear.MOST_ROWS + 1, K, torch.float16, device)
+    whole = packed.product(x, weight.for_gpu(torch.float16, device))
+    assert_near(whole, F.linear(x.float(), dense(weight)), 4e-3)
+    monkeypatch.setattr(packed, "MOST_EXPANDED", 30 * K)
+    assert_near(packed.product(x, weight.for_gpu(torch.float16, device)), whole)
+
+
+def test_rows_of_any_layout(device: torch.device) -> None:
+    held = affine(N, K, 4, 64, torch.float32, device).for_gpu(torch.float16, device)
+    odd = rows(3, K, torch.float16, device, 3)
+    assert torch.equal(packed.linear(odd, held), packed.linear(odd.contiguous(), held))
+    assert packed.linear(odd[:0], held).shape == (0, N)
+    assert packed.expand(held, torch.zeros(0, dtype=torch.long, device=device)).shape == (0, K)
+
+
+def test_one_matrix_of_several(device: torch.device) -> None:
+    """Those of one kind are fused and share their memory; others stay apart."""
+    kinds = [(4, 64), (4, 64), (8, 64), None, None]
+    linears: list[Any] = []
+    for index, kind in enumerate(kinds):
+        weight = affine(32, K, *(kind or (8, 32)), torch.float32, device)
+        bias = torch.randn(32, device=device) if index % 2 else None
+        linears.append(AffineLinear(weight, bias) if kind else torch.nn.Linear(K, 32, device=device))
+    x = rows(3, K, torch.float32, device)
+    wanted = torch.cat([one.requires_grad_(False)(x) for one in linears], 1)
+    both = Projection.of(linears, torch.float32, device)
+    assert len(both.parts) == 3
+    assert linears[1].gpu.codes.untyped_storage().data_ptr() == both.parts[0].codes.untyped_storage().data_ptr()
+    assert_near(both(x), wanted, 1e-5)
+    for begin, end in ((0, 160), (16, 48), (40, 130)):
+        assert_near(both.rows(begin, end)(x), wanted[:, begin:end], 1e-5)
+
+
+def quantized(model: SalaModel, bits: Callable[[str], int]) -> SalaModel:
+    """The model with packed matrices; in the given one, the same are dequantized."""
+    twin = make_model(model.config)
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, torch.nn.Linear | torch.nn.Embedding) or name == "lm_head":
+            continue
+        found = quantize(module.weight.numpy(), bits(name), 32)
+        words, scales, biases = (torch.from_numpy(x) for x in (found.codes.view(np.int32), found.scales, found.biases))
+        weight = AffineWeight(words, scales, biases, bits(name), 32)
+        module.weight.copy_(dense(weight))
+        if isinstance(module, torch.nn.Embedding):
+            twin.model.embed_tokens = AffineEmbedding(weight, torch.float32)
+            twin.lm_head = AffineLinear(weight)
+        else:
+            twin.set_submodule(name, AffineLinear(weight, getattr(twin.get_submodule(name), "bias", None)))
+    return twin
+
+
+@torch.inference_mode()
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_packed_model(device: torch.device) -> None:
+    """A prompt, then two rows together: hidden states and logits of the dequantized weights."""
+    config = replace(SHAPE, tie_word_embeddings=True, attention_bias=True, num_hidden_layers=2)
+    config = replace(config, mixer_types=config.mixer_types[:2])
+    model = make_model(config)
+    twin = quantized(model, lambda name: 8 if "k_proj" in name or "embed" in name else 4)
+    steps = GpuSteps(twin.to(device), device, MAX_TOKENS, has_graphs=device.type == "cuda")
+    assert twin.model.embed_tokens.gpu is twin.lm_head.gpu
+    caches = [HybridCache(config, 20, 4, torch.float32, device) for _ in range(2)]
+    model = model.to(device)
+    for plan in (
+        Plan((Row(tokens(1, 18), 0, (7, 3), 0, 1 << 20, Sampling(temperature=0)),)),
+        Plan(tuple(Row(tokens(2 + i, 1), 18 * (1 - i), ((7, 3), (5,))[i], i, 1 << 20) for i in range(2))),
+    ):
+        found = steps(pack(plan, device), caches[0])
+        wanted = model(pack(plan, device), caches[1])
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(steps.logits(found), model.logits(wanted), rtol=1e-4, atol=1e-4)
+
+
+def emulate(text: str, registers: dict[str, int], is_bfloat: bool) -> int:
+    """What the few instructions that unpack codes would leave in $0."""
+    for line in re.findall(r"[a-z][^;{}]*", text.replace(".reg .b32 t, c, s, b;", "")):
+        name, *operands = line.replace(",", " ").split()
+        target = operands[0]
+        values = [registers[each] if each in registers else int(each, 0) for each in operands[1:]]
+        registers[target] = INSTRUCTIONS[name.split(".")[0]](values, is_bfloat)
+    return registers["$0"]
+
+
+def permute(values: list[int], _: bool) -> int:
+    source = values[0] | values[1] << 32
+    return sum((source >> 8 * (values[2] >> 4 * i & 7) & 255) << 8 * i for i in range(4))
+
+
+def logic(values: list[int], _: bool) -> int:
+    a, b, c, table = values
+    return sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
+
+
+def multiply_add(values: list[int], is_bfloat: bool) -> int:
+    dtype = torch.bfloat16 if is_bfloat else torch.float16
+    a, b, c = (torch.tensor([v], dtype=torch.uint32).view(dtype).double() for v in values)
+    return int((a * b + c).to(dtype).view(torch.int32)) & 0xFFFFFFFF
+
+
+INSTRUCTIONS: dict[str, Callable[[list[int], bool], int]] = {
+    "prmt": permute,
+    "lop3": logic,
+    "fma": multiply_add,
+    "mov": lambda values, _: values[0],
+    "shr": lambda values, _: values[0] >> values[1],
+}
+
+
+@pytest.mark.parametrize("is_bfloat", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_instructions_of_gpus_unpack_the_same(bits: int, is_bfloat: bool) -> None:
+    """The interpreter knows no PTX: here is enough of it. Scales of two values per word show the order."""
+    dtype = torch.bfloat16 if is_bfloat else torch.float16
+    words = np.random.default_rng(bits).integers(0, 1 << 32, 2, np.uint32)
+    pairs = torch.tensor([[0.5, 3.0], [0.25, -1.0]], dtype=dtype)
+    groups = pairs.view(torch.int32)[:, 0].tolist()
+    for plane in range(32 // bits):
+        text = packed._unpacking(plane, bits, is_bfloat)
+        registers = dict(
+            zip(("$1", "$2", "$3", "$4"), (*words.tolist(), *(g & 0xFFFFFFFF for g in groups)), strict=True)
+        )
+        raw = emulate(str(getattr(text, "value", text)), registers, is_bfloat)
+        found = torch.tensor([raw], dtype=torch.uint32).view(dtype)
+        codes = [int(word) >> plane * bits & (1 << bits) - 1 for word in words]
+        if bits == 8:  # sign and distance from the middle
+            codes = [(code & 127) + 0.5 if code < 128 else -(code & 127) - 0.5 for code in codes]
+        else:
+            codes = [code - 8 for code in codes]
+        wanted = (torch.tensor(codes).double() * pairs[:, 0].double() + pairs[:, 1].double()).to(dtype)
+        assert torch.equal(found, wanted), (plane, found, wanted)
+
+
+@pytest.mark.parametrize("limit", LIMITS.values())
+def test_splits_are_of_the_shape_alone(limit: int) -> None:
+    for n, k in ((4096, 4096), (4096, 16384), (576, 1536)):
+        found = {packed._config(n, k, bits, limit, count).splits for bits in (4, 8) for count in (1, 32, 128)}
+        assert len(found) == 1
+    assert packed._config(64, 64, 4, limit, 1).splits == 1
+
+
+def build(capability: int, n: int, k: int, bits: int, group_size: int, count: int, is_pair: bool = False) -> Build:
+    config = packed._config(n, k, bits, LIMITS[capability], count, 1 if is_pair else packed.MOST_SPLITS)
+    if capability >= 90:
+        config = config._replace(is_early=True)
+    constants = packed.constants(count, n, k, bits, group_size, config, is_pair) | {"PITCH": 2 * n, "HAS_ASM": True}
+    pointers = {"x_ptr": "*bf16", "codes_ptr": "*i32", "groups_ptr": "*i32", "x_row": "i32"}
+    pointers["out_ptr"] = "*bf16" if is_pair else "*fp32"
+    signature = {name: pointers.get(name, "constexpr") for name in packed._packed_kernel.arg_names}
+    return Build(packed._packed_kernel, signature, constants, packed.options(config))
+
+
+def builds_for(capability: int) -> list[Build]:
+    constants = {"K": 4096, "PITCH": 4096, "COLUMNS": 32, "BITS": 4, "GROUPS": 4, "HAS_INDEX": False, "HAS_ASM": True}
+    pointers = {"codes_ptr": "*i32", "groups_ptr": "*i32", "index_ptr": "*i64", "out_ptr": "*bf16", "num_rows": "i32"}
+    signature = {name: pointers.get(name, "constexpr") for name in packed._expand_kernel.arg_names}
+    return [
+        build(capability, 4096, 16384, 4, 64, 1),
+        build(capability, 576, 1536, 8, 32, 64),
+        build(capability, 16384, 4096, 4, 64, 64, is_pair=True),
+        Build(packed._expand_kernel, signature, constants, {"num_warps": 4}),
+    ]
+
+
+def builds_80() -> list[Build]:
+    return builds_for(80)
+
+
+def builds_90() -> list[Build]:
+    return builds_for(90)
+
+
+def builds_120() -> list[Build]:
+    return builds_for(120)
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+def test_compiles(capability: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.aot", str(capability), f"{__name__}:builds_{capability}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for kernel in found:
+        assert kernel["spills"] == 0, kernel
+        assert kernel["shared"] <= LIMITS[capability], kernel
+    if capability == 90:
+        assert all(kernel["has_wgmma"] for kernel in found[:3]), found

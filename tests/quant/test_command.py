@@ -1,0 +1,115 @@
+"""The command, from a checkpoint to answers of the quantized one; and its report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sala.cli import run as command
+from sala.quant.pipeline import quantize_model
+from sala.quant.plan import Settings
+from sala.quant.report import FILE, PICTURE, measure, to_rows, write_report
+from sala.quant.texts import FileText
+from tests.quant.prose import prose
+
+SALA = [sys.executable, "-m", "sala"]
+CPU = torch.device("cpu")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "SALA_MODEL": ""}
+    return subprocess.run([*SALA, *arguments], capture_output=True, text=True, timeout=300, env=env)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "prose.txt"
+    file.write_text(prose(2000))
+    return file
+
+
+def test_quantize_then_generate(tiny: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "four"
+    arguments = ["--calibration", str(text), "--tokens", "2048", "--keep", "k_proj", "--group-size", "32"]
+    done = run("quantize", str(tiny), "-o", str(out), *arguments, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "quantizing  4/4" in done.stderr
+    assert f"ready: {out}" in done.stderr
+    table = json.loads((out / "config.json").read_text())["quantization"]
+    assert (table["bits"], table["group_size"]) == (4, 32)
+    assert table["model.layers.2.self_attn.k_proj"] == {"bits": 8, "group_size": 32}
+    answer = run("generate", "hello", "-m", str(out), "-t", "0", "-n", "8", "--json", "--device", "cpu")
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout)["usage"]["completion_tokens"] == 8
+    assert command(["quantize", str(tiny), "-o", str(out), "--bits", "8"]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["TINY", "--bits", "3"], 2, "bits is '3'; use 8, 4"),
+        (["TINY", "--group-size", "50"], 2, "group_size"),
+        (["TINY", "--method", "magic"], 2, "use rtn, gptq, awq"),
+        (["TINY", "--bits", "8", "--keep", "nothing"], 2, "no module of this model"),
+        (["TINY", "--calibration", "/nowhere.txt"], 2, "cannot be read"),
+        (["/nowhere"], 1, "no model"),
+        (["TINY", "--device", "tpu"], 2, "device"),
+    ],
+    ids=lambda item: " ".join(item) if isinstance(item, list) else str(item),
+)
+def test_errors(
+    tiny: Path, tmp_path: Path, arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [part.replace("TINY", str(tiny)) for part in arguments]
+    assert command(["quantize", *given, "-o", str(tmp_path / "out")]) == code
+    shown = capsys.readouterr()
+    assert words in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+    assert not (tmp_path / "out").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_of_the_command(tiny: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "eight"
+    arguments = ["--bits", "8", "--report", "--report-text", str(text), "--report-tokens", "512", "--needles", "1"]
+    done = run("quantize", str(tiny), "-o", str(out), *arguments, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    for words in ("original", "quantized", "perplexity", "KL to the original", "same first choice", "needles found"):
+        assert words in done.stdout
+    results = json.loads((out / FILE).read_text())
+    assert results["agreement"] > 0.8
+    assert results["quantized"]["needle"].keys() == {"1024", "4096"}
+    assert (out / PICTURE).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_beside_itself(tiny: Path, text: Path, tmp_path: Path) -> None:
+    """Nothing is lost where nothing was done, and much where there are few bits."""
+    tokens = FileText(text, tiny).held_out(1024, 256)
+    same = measure(tiny, tiny, tokens, CPU, num_needles=2, lengths=(600,))
+    assert same["perplexity_ratio"] == 1
+    assert abs(same["kl"]) < 1e-6
+    assert same["agreement"] == 1
+    assert same["original"] == same["quantized"]
+    quantize_model(tiny, tmp_path / "four", Settings(4, method="rtn"))
+    found = measure(tiny, tmp_path / "four", tokens, CPU, num_needles=0)
+    assert found["kl"] > 1e-3
+    assert 0.3 < found["agreement"] < 1
+    assert found["quantized"]["bytes"] < 0.4 * found["original"]["bytes"]
+    assert found["quantized"]["needle"] is None
+    assert [row[0] for row in to_rows(found)][:2] == ["weights", "perplexity"]
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = {"perplexity": 10.0, "bytes": 1 << 20, "needle": None}
+    results = {"original": half, "quantized": half, "kl": 0.0, "agreement": 1.0, "perplexity_ratio": 1.0}
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not write_report(results, tmp_path)
+    assert json.loads((tmp_path / FILE).read_text())["kl"] == 0
+    assert not (tmp_path / PICTURE).exists()
