@@ -11,7 +11,6 @@ import argparse
 import json
 import re
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -76,11 +75,9 @@ def main() -> None:
     for name, (settings, is_own) in entries(num_layers, options.tokens).items():
         if name in results or not re.search(options.only, name):
             continue
-        began = time.time()
         text = SampledText(path, "cpu") if is_own else FileText(options.calibration, path)
         with tempfile.TemporaryDirectory() as room:
             quantize_model(path, Path(room) / "out", settings, text, CPU, may_requantize=True)
-            seconds = time.time() - began
             hidden, head = read_hidden(Path(room) / "out", tokens, CPU)
             pair = {"original": original[0], "quantized": hidden}, {"original": original[1], "quantized": head}
             found = compare(*pair, tokens)
@@ -93,7 +90,6 @@ def main() -> None:
             "kl": found["kl"],
             "agreement": found["agreement"],
             "mib": round(size / 2**20, 1),
-            "seconds": round(seconds),
         }
         print(f"{name:45}", *(f"{key} {value:.4f}" for key, value in results[name].items()), flush=True)
         options.output.write_text(json.dumps(results, indent=2) + "\n")
