@@ -1,19 +1,15 @@
 """`sala quantize`: fewer bits per weight, in one layout for every machine."""
 
-import sys
-import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sala.cli import settings as s
+from sala.cli.stages import StageBar
 
 if TYPE_CHECKING:
     from sala.quant.texts import Text
-
-PLAIN_SECONDS = 20.0  # between lines when the output is no terminal
 
 
 def quantize(
@@ -57,7 +53,7 @@ def quantize(
     path = s.find_model(model)
     config = replace(SalaConfig.load(path), quantization=None)
     plan = plan_modules(config, wanted)
-    with QuantizeBar() as bar:
+    with StageBar() as bar:
         text = _text(path, calibration, device, bar)
         try:
             quantize_model(path, output, wanted, text, place, requantize, bar)
@@ -72,7 +68,7 @@ def quantize(
     s.note(f"ready: {output}, {width:.2f} bits per weight ({describe(plan)})")
 
 
-def _text(model: Path, file: Path | None, device: str, bar: "QuantizeBar") -> "Text":
+def _text(model: Path, file: Path | None, device: str, bar: StageBar) -> "Text":
     from sala.quant.texts import FileText, SampledText
 
     if file is not None:
@@ -80,7 +76,7 @@ def _text(model: Path, file: Path | None, device: str, bar: "QuantizeBar") -> "T
     return SampledText(model, device, lambda done, total: bar("writing", done, total))
 
 
-def _report(original: Path, quantized: Path, tokens: Any, device: Any, num_needles: int, bar: "QuantizeBar") -> None:
+def _report(original: Path, quantized: Path, tokens: Any, device: Any, num_needles: int, bar: StageBar) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -97,40 +93,3 @@ def _report(original: Path, quantized: Path, tokens: Any, device: Any, num_needl
     Console(soft_wrap=True).print(table)
     if not has_picture:
         s.note("no picture: matplotlib is not installed; run: pip install 'minicpm-sala[eval]'")
-
-
-class QuantizeBar:
-    """A bar per stage on a terminal, lines elsewhere. Use it as a context and pass it as `note`."""
-
-    def __init__(self) -> None:
-        self._has_bar = sys.stderr.isatty()
-        self._tasks: dict[str, Any] = {}
-        self._last = 0.0
-
-    def __enter__(self) -> "QuantizeBar":
-        if self._has_bar:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True))
-            self._progress.start()
-        return self
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if self._has_bar:
-            if stage not in self._tasks:
-                self._tasks[stage] = self._progress.add_task(stage, total=total)
-            self._progress.update(self._tasks[stage], completed=done, total=total)
-        elif done == total or time.monotonic() - self._last > PLAIN_SECONDS:
-            self._last = time.monotonic()
-            s.note(f"{stage:>10}  {done}/{total}")
-
-    def close(self) -> None:
-        if self._has_bar:
-            self._progress.stop()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -37,8 +37,12 @@ class StageBar:
             self._last = time.monotonic()
             s.note(f"{stage:>16}  {done:,}/{total:,}")
 
+    def close(self) -> None:
+        """Before something else is written."""
+        if self._has_bar:
+            self._progress.stop()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._has_bar:
-            self._progress.stop()
+        self.close()
