@@ -90,8 +90,9 @@ def _find(model: str | None, shape: str | None) -> "tuple[SalaConfig, int, int |
         return SHAPES[shape], count_parameters(expected_tensors(SHAPES[shape])), None
     path = s.find_model(model)
     config = SalaConfig.load(path)
-    stored = None
-    if config.quantization is not None:
+    stored, quantization = None, config.quantization
+    is_widened = quantization is not None and quantization.layout is not None and quantization.layout.kind == "fp8"
+    if quantization is not None and not is_widened:  # FP8 weights become plain ones when they are read
         with Checkpoint(path) as checkpoint:
             stored = checkpoint.nbytes
     return config, count_parameters(expected_tensors(config)), stored

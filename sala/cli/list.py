@@ -71,6 +71,6 @@ def describe(quantization: dict[str, Any] | None) -> str:
         return "–"
     bits, group = quantization.get("bits"), quantization.get("group_size")
     if isinstance(bits, int) and isinstance(group, int):
-        return f"{bits} bits, groups of {group}"
+        return f"{bits} bits, groups of {group}" if group > 0 else f"{bits} bits, one group per row"
     method = str(quantization.get("quant_method") or quantization.get("method") or "yes")
     return "".join(char for char in method if char.isprintable())[:20]

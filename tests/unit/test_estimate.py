@@ -15,8 +15,10 @@ from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import new_directory, write_weights
 from sala.cli import run
 from sala.cli.estimate import CONTEXTS, MEMORIES
+from sala.cli.list import describe
 from sala.memory import USABLE, estimate, weight_bytes
 from sala.quantization import Groups, QuantConfig
+from tests.foreign import fp8_case, write
 
 GIB = 1 << 30
 
@@ -101,3 +103,13 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert run(["estimate", "--shape", "9b", *words]) == 2
     assert "use " in capsys.readouterr().err
+
+
+def test_fp8_weights_count_as_what_they_become(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write(tmp_path / "fp8", fp8_case("tensor"))
+    assert facts(capsys, str(tmp_path / "fp8"))["weights"] == count_parameters(expected_tensors(TINY)) * 4
+
+
+def test_a_list_says_how_groups_lie() -> None:
+    assert describe({"bits": 4, "group_size": 128}) == "4 bits, groups of 128"
+    assert describe({"bits": 4, "group_size": -1}) == "4 bits, one group per row"
