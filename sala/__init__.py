@@ -6,6 +6,8 @@ Importing this package is free: names below are loaded when first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sala.integrations.arrival import expect as _expect_transformers
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -53,3 +55,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_expect_transformers()

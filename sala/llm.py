@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sala.backends import open_executor
-from sala.checkpoint.reader import Checkpoint
+from sala.checkpoint.adapter import open_checkpoint
 from sala.completion import Completion, Event, Progress, Run, last_completion
 from sala.config import SalaConfig, read_json_object
 from sala.engine.cache.prefix import as_bytes, as_tokens
@@ -19,7 +19,7 @@ from sala.engine.cache.tier import DiskTier
 from sala.engine.engine import Engine
 from sala.engine.sequence import Request, SequenceState
 from sala.errors import ConfigError, InputError, NoTokenizer, TemplateError
-from sala.models import find_model
+from sala.models import find_base, find_model
 from sala.protocol import Capacity, Control, Drawn, Options, Sampling
 from sala.text.answer import Answer, Plain, Structured, Untooled
 from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
@@ -54,14 +54,15 @@ class LLM:
     >>> llm = LLM("path/to/MiniCPM-SALA")
     >>> llm.chat([{"role": "user", "content": "Hello"}]).text
 
-    - backend: `auto` or `torch`
-    - device: `auto`, `cpu`, `cuda`, `cuda:N`, `mps`
+    - backend: `auto`, `torch` or `mlx`; auto is MLX on a Mac with Apple Silicon, if it is installed
+    - device: `auto`, `cpu`, `cuda`, `cuda:N`, `mps`; of MLX `auto`, `cpu`, `gpu`
     - dtype: `auto` (the checkpoint's own), `bfloat16`, `float16`, `float32`
     - ctx: longest sequence in tokens; by default what the cache holds, up to the model's own limit
     - cache_memory: bytes for the past of all sequences; by default half of the free memory
     - max_batch: sequences that run at a time; num_snapshots: states kept for reuse
     - prefill_chunk: tokens computed in a step; it bounds memory and changes no result
     - cache_dir: keep long pasts on disk, across restarts; cache_disk: bytes there at most
+    - adapter: directory of a LoRA adapter that is merged into the weights; the model may itself be such a directory
     - speculate: `off`, `lookup` (drafts from the text so far) or `layers` (from the first `draft_layers` layers)
     """
 
@@ -81,14 +82,14 @@ class LLM:
         draft_layers: int = 8,
         cache_dir: str | Path | None = None,
         cache_disk: int | None = None,
+        adapter: str | Path | None = None,
     ) -> None:
-        self.path = find_model(model)
+        self.path, self.adapter = find_base(find_model(model), adapter)
         self.max_batch = max_batch
-        self.config = SalaConfig.load(self.path)
+        self._checkpoint, self.config = open_checkpoint(self.path, SalaConfig.load(self.path), self.adapter)
         self._tokenizer = Tokenizer.load(self.path) if (self.path / "tokenizer.json").is_file() else None
         self._check_vocabulary()
         self.stop_ids = read_stop_ids(self.path, self.config)
-        self._checkpoint = Checkpoint(self.path)
         options = Options(
             device=device,
             dtype=dtype,

@@ -1,5 +1,7 @@
 """How many bytes a run needs: the arithmetic that `show` and `estimate` print and the backends plan with."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sala.config import SalaConfig
@@ -83,15 +85,23 @@ def estimate(
     tile_bytes: int = 8 << 20,
     stored_bytes: int | None = None,
     group_size: int = 64,
+    num_ranks: int = 1,
 ) -> Estimate:
-    """`stored_bytes`: the weights of a checkpoint that is quantized already, as its files have them."""
+    """`stored_bytes`: the weights of a checkpoint that is quantized already, as its files have them.
+
+    Of `num_ranks` devices with tensor parallelism it is what each holds: heads are shared, a kv head is never cut, and
+    activations count as if they were whole.
+    """
     weights = weight_bytes(config, num_parameters, bits, element_bytes, group_size)
+    weights = stored_bytes if stored_bytes is not None and bits is None else weights
+    groups = config.num_key_value_heads
+    own_groups = max(1, groups // num_ranks)
     return Estimate(
         num_tokens=num_tokens,
-        weights=stored_bytes if stored_bytes is not None and bits is None else weights,
-        pages=batch * cache_bytes(config, num_tokens, element_bytes),
-        states=batch * state_bytes(config),
-        snapshots=num_snapshots * state_bytes(config),
+        weights=-(-weights // num_ranks),
+        pages=batch * cache_bytes(config, num_tokens, element_bytes) * own_groups // groups,
+        states=batch * state_bytes(config) // num_ranks,
+        snapshots=num_snapshots * state_bytes(config) // num_ranks,
         activations=activation_bytes(config, chunk, num_tokens, element_bytes, tile_bytes),
     )
 
@@ -105,3 +115,105 @@ def longest(config: SalaConfig, num_parameters: int, free: int, **settings: int 
         fits = estimate(config, num_parameters, middle * block, **settings).total <= free  # type: ignore[arg-type]
         low, high = (middle, high) if fits else (low, middle)
     return low * block
+
+
+def gpu_limit(memory: int) -> int:
+    """How much of a Mac's memory macOS lets its GPU hold: about two thirds, of more than 32 GB three quarters."""
+    return memory * 2 // 3 if memory <= 32 << 30 else memory * 3 // 4
+
+
+def raised_gpu_limit(memory: int) -> int:
+    """What one may raise it to and still have a Mac that works: all but 3 GB, of large ones all but an eighth."""
+    return max(gpu_limit(memory), memory - max(3 << 30, memory // 8))
+
+
+OPTIMIZER_BYTES = {"adamw-8bit": 2.0, "adafactor": 0.01}  # of a weight; AdamW keeps two numbers in its precision
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "z_proj", "o_gate", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How a model is fine-tuned, as far as memory depends on it. `element_bytes` is of weights, `compute_bytes` of
+    activations; `targets` are the last names of the linears with an adapter."""
+
+    method: str = "lora"
+    num_tokens: int = 4096
+    batch: int = 1
+    rank: int = 16
+    targets: tuple[str, ...] = LINEARS
+    optimizer: str = "adamw"
+    bits: int = 4
+    element_bytes: int = 2
+    compute_bytes: int = 2
+    has_checkpointing: bool = True
+    loss_rows: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TuningEstimate:
+    """Bytes by purpose on one device that holds everything."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    runtime: int = RUNTIME_BYTES
+
+    @property
+    def total(self) -> int:
+        parts = (self.weights, self.adapter, self.gradients, self.optimizer, self.activations, self.loss, self.runtime)
+        return sum(parts)
+
+
+def estimate_tuning(config: SalaConfig, shapes: Mapping[str, tuple[int, ...]], tuning: Tuning) -> TuningEstimate:
+    """`shapes` are those of all tensors of the model."""
+    count = sum(math.prod(shape) for shape in shapes.values())
+    linears = {name: shape for name, shape in shapes.items() if len(shape) == 2 and name.split(".")[-2] in LINEARS}
+    weights = count * tuning.element_bytes
+    if tuning.method == "qlora":
+        packed = sum(math.prod(shape) for shape in linears.values())
+        weights = (count - packed) * tuning.element_bytes + packed * tuning.bits // 8 + packed // 64 * 4
+    learning, size = count, tuning.element_bytes
+    adapter = 0
+    if tuning.method != "full":
+        learning, size = _adapter_size(linears, tuning), 4
+        adapter = learning * size
+    states = OPTIMIZER_BYTES.get(tuning.optimizer, 2.0 * size)
+    return TuningEstimate(
+        weights=weights,
+        adapter=adapter,
+        gradients=learning * size,
+        optimizer=int(learning * states),
+        activations=_tuning_activations(config, tuning),
+        loss=_loss_bytes(config, tuning),
+    )
+
+
+def _adapter_size(linears: Mapping[str, tuple[int, ...]], tuning: Tuning) -> int:
+    chosen = (shape for name, shape in linears.items() if name.split(".")[-2] in tuning.targets)
+    return tuning.rank * sum(sum(shape) for shape in chosen)
+
+
+def _tuning_activations(config: SalaConfig, tuning: Tuning) -> int:
+    """What the layers keep for their gradients: their inputs, and all of one layer; without checkpointing, of all.
+
+    Of one layer: projections, gates and norms of the mixer, its numbers in fp32, the MLP and the gradients in it.
+    """
+    hidden, inner, size = config.hidden_size, config.intermediate_size, tuning.compute_bytes
+    width = max(config.lightning_nh * config.lightning_head_dim, config.num_attention_heads * config.head_dim)
+    layer = size * (6 * hidden + 11 * width + 7 * inner) + 24 * width
+    if tuning.method != "full":
+        layer += 2 * size * (6 * hidden + inner)  # what the adapters see, with their dropout
+    tokens, layers = tuning.num_tokens * tuning.batch, config.num_hidden_layers
+    if not tuning.has_checkpointing:
+        return tokens * layer * layers
+    return tokens * (layer + layers * hidden * size)
+
+
+def _loss_bytes(config: SalaConfig, tuning: Tuning) -> int:
+    """Scores of the vocabulary and their gradients for a few tokens; hidden states of all, and their gradients."""
+    tokens = tuning.num_tokens * tuning.batch
+    rows = min(tuning.loss_rows, tokens)
+    return rows * config.vocab_size * (8 + 2 * tuning.compute_bytes) + 2 * tokens * config.hidden_size * 4

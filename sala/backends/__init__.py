@@ -1,22 +1,47 @@
 """The table of backends. Each module offers `open_executor(checkpoint, config, options)`."""
 
+import platform
 from importlib import import_module
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from sala.errors import InputError
+from sala.errors import InputError, MissingExtra
 from sala.protocol import Executor, Options
 
 if TYPE_CHECKING:
     from sala.checkpoint.reader import Checkpoint
     from sala.config import SalaConfig
 
-BACKENDS = {"torch": "sala.backends.torch.executor"}
+BACKENDS = {"torch": "sala.backends.torch.executor", "mlx": "sala.backends.mlx.executor"}
+_MLX_DEVICES = ("auto", "gpu", "mps")  # the GPU of a Mac; on a CPU torch is the faster one
+
+
+def pick_backend(name: str, device: str = "auto") -> str:
+    """The backend of that name; `auto` is MLX on a Mac with Apple Silicon where it is installed, else torch."""
+    if name == "auto":
+        is_apple = platform.system() == "Darwin" and platform.machine() == "arm64"
+        has_mlx = find_spec("mlx") is not None and find_spec("mlx.core") is not None
+        return "mlx" if is_apple and has_mlx and device in _MLX_DEVICES else "torch"
+    if name not in BACKENDS:
+        raise InputError("backend", f"is {name!r}", "known backends: auto, " + ", ".join(BACKENDS))
+    return name
+
+
+def name_device(backend: str, device: str) -> str:
+    """Where a model would run, for people."""
+    name = pick_backend(backend, device)
+    found = _module(f"sala.backends.{name}.loader").pick_device(device)
+    return str(found) if name == "torch" else f"{name} {found.type.name}"
 
 
 def open_executor(backend: str, checkpoint: "Checkpoint", config: "SalaConfig", options: Options) -> Executor:
     """Load the weights of `checkpoint` into the backend of that name; `auto` takes the best one present."""
-    name = "torch" if backend == "auto" else backend
-    if name not in BACKENDS:
-        raise InputError("backend", f"is {backend!r}", "known backends: auto, " + ", ".join(BACKENDS))
-    executor: Executor = import_module(BACKENDS[name]).open_executor(checkpoint, config, options)
+    name = pick_backend(backend, options.device)
+    executor: Executor = _module(BACKENDS[name]).open_executor(checkpoint, config, options)
     return executor
+
+
+def _module(name: str) -> Any:
+    if ".mlx." in name and find_spec("mlx") is None:
+        raise MissingExtra("mlx", "mlx")
+    return import_module(name)

@@ -12,7 +12,9 @@ def batch(
     source: Annotated[Path, typer.Argument(help="JSONL file of requests.", metavar="IN.jsonl")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the answers go; must not exist.")],
     model: s.Model = None,
+    adapter: s.Adapter = None,
     max_batch: Annotated[int, typer.Option(help="Requests that run at a time.")] = 8,
+    backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
     ctx: s.Ctx = None,
@@ -27,7 +29,8 @@ def batch(
 
     if source.resolve() == output.resolve():
         raise InputError("output", "is the input", "choose another file")
-    llm = s.load(model, verbose, device=device, dtype=dtype, ctx=ctx, cache_memory=cache_memory, max_batch=max_batch)
+    options = {"device": device, "dtype": dtype, "ctx": ctx, "cache_memory": cache_memory, "max_batch": max_batch}
+    llm = s.load(model, verbose, adapter=adapter, backend=backend, **options)
     columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("answering", total=None)

@@ -38,6 +38,7 @@ QUOTED = "\0"  # marks a message that stood between triple quotes
 
 def chat(
     model: s.Model = None,
+    adapter: s.Adapter = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Length of an answer at most.")] = 1024,
     temperature: s.Temperature = 0.7,
     top_p: s.TopP = 1.0,
@@ -47,6 +48,7 @@ def chat(
     stop: s.Stop = None,
     system: s.System = None,
     no_think: s.NoThink = False,
+    backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
     ctx: s.Ctx = None,
@@ -67,7 +69,8 @@ def chat(
     )  # fmt: skip
     llm = s.load(
         model, verbose, device=device, dtype=dtype, ctx=ctx, cache_memory=cache_memory, cache_dir=cache_dir,
-        speculate=speculate, num_draft=num_draft, draft_layers=draft_layers,
+        speculate=speculate, num_draft=num_draft, draft_layers=draft_layers, adapter=adapter,
+        backend=backend,
     )  # fmt: skip
     s.note(f"{llm.path.name}, context {llm.ctx:,} tokens. /help shows what you can do, /bye leaves.")
     Conversation(llm, sampling, system, no_think).run(_reader())

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
     from sala.backends.torch.selftest import Check
 
-PACKAGES = ("torch", "triton", "numpy", "tokenizers", "jinja2", "gguf", "llguidance", "accelerate", "matplotlib")
+PACKAGES = (
+    *("torch", "triton", "mlx", "mlx-lm", "numpy", "tokenizers", "jinja2", "gguf", "llguidance", "accelerate"),
+    "matplotlib",
+)
 LITTLE_MEMORY = 2 << 30
 LITTLE_DISK = 1 << 30
 USUAL_CTX = 8192  # tokens for which a model's memory is judged
@@ -38,6 +41,13 @@ def doctor(
         warnings.append(f"torch does not work ({_line(error)}): install it again, pip install --force-reinstall torch")
     else:
         warnings += _use_warnings(facts["in_use"], facts["gpus"])
+    try:
+        facts["mlx"] = mlx()
+    except Exception as error:
+        facts["mlx"] = None
+        warnings.append(f"MLX does not work ({_line(error)}): install it again, pip install --force-reinstall mlx")
+    else:
+        warnings += _mlx_warnings(facts["mlx"])
     is_well = True
     if model and facts["in_use"]:
         try:
@@ -127,6 +137,7 @@ def in_use() -> dict[str, Any]:
     """What a model gets if nothing else is asked for."""
     import torch
 
+    from sala.backends import pick_backend
     from sala.backends.torch.kernels import native, triton_kernels
     from sala.backends.torch.loader import pick_device
     from sala.backends.torch.quant import linear_backend
@@ -136,7 +147,7 @@ def in_use() -> dict[str, Any]:
     on_cpu = _cpu_kernels(linear_backend())
     kernels = {"cpu": on_cpu, "cuda": triton_kernels.describe(device)}
     return {
-        "backend": "torch",
+        "backend": pick_backend("auto"),
         "device": str(device),
         "threads": torch.get_num_threads(),
         "kernels": kernels.get(device.type, "none: PyTorch's own"),
@@ -156,6 +167,25 @@ def _cpu_kernels(backend: str) -> str:
     if found is None:
         return backend
     return f"{backend}, {found}; reads 4 and 8 bits, bf16, fp16 and fp32 as stored, computes in fp32"
+
+
+def mlx() -> dict[str, Any] | None:
+    """MLX, where it is installed: the device, what macOS lets a GPU hold, and what became of every Metal kernel."""
+    from importlib.util import find_spec
+
+    if find_spec("mlx") is None:
+        return None
+    import mlx.core as mx
+
+    from sala.backends.mlx import kernels, selftest
+
+    reason = kernels.why_not()
+    return {
+        "device": f"{mx.default_device().type.name}, {selftest.device_name()}",
+        "gpu_limit": mx.device_info().get("max_recommended_working_set_size"),
+        "no_kernels": reason,
+        "kernels": {verdict.name: verdict.describe() for verdict in selftest.verdicts()},
+    }
 
 
 def places() -> dict[str, Any]:
@@ -285,6 +315,13 @@ def _use_warnings(facts: dict[str, Any], gpus: list[dict[str, Any]]) -> Iterable
         yield "there is an NVIDIA driver, but this torch sees no GPU: install a CUDA build of torch (pytorch.org)"
 
 
+def _mlx_warnings(facts: dict[str, Any] | None) -> Iterable[str]:
+    import platform
+
+    if facts is None and platform.system() == "Darwin" and platform.machine() == "arm64":
+        yield "MLX is not installed, models run by torch alone, much slower: pip install 'minicpm-sala[mlx]'"
+
+
 def _model_warnings(facts: dict[str, Any], use: dict[str, Any]) -> Iterable[str]:
     from sala.cli.show import size
 
@@ -328,7 +365,11 @@ def _print_facts(facts: dict[str, Any]) -> None:
         shown = {"device": f"{use['device']}, {use['threads']} threads of the CPU", "kernels": use["kernels"]}
         if use["device"] != "cpu":
             shown["on the CPU"] = use["cpu_kernels"]
+        if use["backend"] == "mlx" and facts["mlx"]:
+            shown = {"device": facts["mlx"]["device"], **{f"torch: {name}": words for name, words in shown.items()}}
         _section("in use", {"backend": use["backend"], **shown})
+    if facts["mlx"]:
+        _section("mlx", _mlx_rows(facts["mlx"]))
     shown = {"models": place["models"], "disk": f"{size(place['disk_free'])} free", "cache": place["cache"]}
     _section("places", {**shown, "kernels": place["kernels"], "smol-sala": embedded})
     if "model" in facts:
@@ -336,6 +377,18 @@ def _print_facts(facts: dict[str, Any]) -> None:
         weights = f"{size(one['weight_bytes'])}, {'quantized' if one['is_quantized'] else one['dtype']}"
         needed = f"{size(one['needed_bytes'])} with {USUAL_CTX:,} tokens"
         _section("model", {"path": one["path"], "weights": weights, "needs": needed})
+
+
+def _mlx_rows(facts: dict[str, Any]) -> dict[str, str]:
+    from sala.cli.show import size
+
+    rows = {"device": facts["device"]}
+    if facts["gpu_limit"]:
+        rows["GPU may hold"] = f"{size(facts['gpu_limit'])} (iogpu.wired_limit_mb; see sala estimate --macs)"
+    if facts["no_kernels"]:
+        rows["Metal kernels"] = f"none: {facts['no_kernels']}"
+    verdicts: dict[str, str] = facts["kernels"]
+    return rows | verdicts
 
 
 def _section(title: str, rows: dict[str, str]) -> None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 WIDTHS = (None, 8, 4)  # bits of the table's rows; None: not quantized
 CONTEXTS = (32 << 10, 128 << 10, 512 << 10, 1 << 20)
 MEMORIES = (8, 16, 24, 32)  # GiB
+MACS = (8, 16, 24, 32, 48, 64, 128)  # GiB
+MAC_CHUNK, MAC_TILE = 2048, 256 << 20  # what the MLX backend takes of a prompt at a time, and its largest work area
 
 
 def estimate(
@@ -29,7 +31,19 @@ def estimate(
     memory: Annotated[
         int | None, typer.Option(parser=s.count, metavar="COUNT", help="Bytes to fit into, e.g. 24G.")
     ] = None,
+    tp: Annotated[int, typer.Option(help="GPUs that share every layer: what each of them holds.", min=1)] = 1,
+    finetune: Annotated[
+        str | None, typer.Option(help="What fine-tuning takes instead: full, lora or qlora, on rows of --ctx tokens.")
+    ] = None,
+    rank: Annotated[int, typer.Option(help="Rank of the adapter, with --finetune.", min=1)] = 16,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, adamw-bf16, adafactor or adamw-8bit, with --finetune.")
+    ] = "adamw",
+    dtype: Annotated[
+        str, typer.Option(help="Precision of weights that learn, with --finetune: auto, bfloat16 or float32.")
+    ] = "auto",
     table: Annotated[bool, typer.Option("--table", help="Bits by contexts, and what 8 to 32 GB hold.")] = False,
+    macs: Annotated[bool, typer.Option("--macs", help="What Macs of 8 to 128 GB hold, by bits.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     import psutil
@@ -45,10 +59,19 @@ def estimate(
     if group_size not in GROUP_SIZES:
         raise InputError("group-size", f"is {group_size}", "use " + ", ".join(map(str, GROUP_SIZES)))
     config, parameters, stored = _find(model, shape)
+    if finetune is not None:
+        _show_tuning(config, finetune, ctx, batch, rank, optimizer, dtype, bits, memory, as_json)
+        return
     settings: dict[str, Any] = {"batch": batch, "bits": bits, "num_snapshots": snapshots, "group_size": group_size}
     settings |= {"element_bytes": ELEMENT_BYTES[config.dtype], "chunk": chunk, "stored_bytes": stored}
+    settings["num_ranks"] = tp
+    if config.num_attention_heads % tp or config.lightning_nh % tp:
+        raise InputError("tp", f"is {tp}", f"it must divide {config.num_attention_heads} heads")
     if table:
         _show_table(_table(config, parameters, settings), as_json)
+        return
+    if macs:
+        _show_macs(_macs(config, parameters, settings), as_json)
         return
     needed = compute(config, parameters, ctx, **settings)
     free = int(psutil.virtual_memory().available) if memory is None else memory
@@ -69,11 +92,61 @@ def estimate(
             )
         )
         return
-    print(f"{batch} sequence(s) of {ctx:,} tokens")
+    print(f"{batch} sequence(s) of {ctx:,} tokens" + (f", each of {tp} GPUs" if tp > 1 else ""))
     for name, count in parts.items():
         print(f"  {name:<12} {size(count):>12}")
     verdict = "fits into" if needed.total <= free else "does NOT fit into"
     print(f"{verdict} the {size(free)} available; the longest context that does: {most:,} tokens")
+
+
+def _show_tuning(
+    config: "SalaConfig",
+    method: str,
+    ctx: int,
+    batch: int,
+    rank: int,
+    optimizer: str,
+    dtype: str,
+    bits: int | None,
+    memory: int | None,
+    as_json: bool,
+) -> None:
+    """Memory of fine-tuning on a GPU that holds everything, with activations computed twice."""
+    import psutil
+
+    from sala.checkpoint.names import expected_tensors
+    from sala.cli.show import size
+    from sala.errors import InputError
+    from sala.memory import ELEMENT_BYTES, Tuning, estimate_tuning
+    from sala.train.finetune.options import METHODS, OPTIMIZERS
+
+    for name, value, known in (("finetune", method, METHODS), ("optimizer", optimizer, OPTIMIZERS)):
+        if value not in known:
+            raise InputError(name, f"is {value!r}", "use " + ", ".join(known))
+    if dtype not in ("auto", *ELEMENT_BYTES):
+        raise InputError("dtype", f"is {dtype!r}", "use auto, " + ", ".join(ELEMENT_BYTES))
+    if dtype == "auto":
+        dtype = "float32" if method == "full" and optimizer != "adamw-bf16" else "bfloat16"
+    tuning = Tuning(
+        method=method,
+        num_tokens=ctx,
+        batch=batch,
+        rank=rank,
+        optimizer=optimizer,
+        element_bytes=ELEMENT_BYTES[dtype],
+        bits=bits or 4,
+    )
+    needed = estimate_tuning(config, expected_tensors(config), tuning)
+    names = ("weights", "adapter", "gradients", "optimizer", "activations", "loss", "runtime", "total")
+    parts = {name: getattr(needed, name) for name in names}
+    free = int(psutil.virtual_memory().available) if memory is None else memory
+    if as_json:
+        print(json.dumps({"finetune": method, "ctx": ctx, "batch": batch, "dtype": dtype, **parts, "available": free}))
+        return
+    print(f"{method} fine-tuning with {optimizer}, weights in {dtype}, {batch} row(s) of {ctx:,} tokens")
+    for name, bytes_needed in parts.items():
+        print(f"  {name:<12} {size(bytes_needed):>12}")
+    print(f"{'fits into' if needed.total <= free else 'does NOT fit into'} the {size(free)} available")
 
 
 def _find(model: str | None, shape: str | None) -> "tuple[SalaConfig, int, int | None]":
@@ -113,13 +186,55 @@ def _table(config: "SalaConfig", parameters: int, settings: dict[str, Any]) -> l
         needed = {ctx: compute(config, parameters, ctx, **own) for ctx in CONTEXTS}
         rows.append(
             {
-                "weights": f"{bits} bits" if bits else "as stored" if is_stored else config.dtype,
+                "weights": _width(bits, is_stored, config.dtype),
                 "weight_bytes": needed[CONTEXTS[0]].weights,
                 "total": {str(ctx): one.total for ctx, one in needed.items()},
                 "longest": {str(memory): count for memory, count in most.items()},
             }
         )
     return rows
+
+
+def _macs(config: "SalaConfig", parameters: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for every Mac: how much its GPU may hold, by default and at most, and the longest context by width."""
+    from sala.memory import gpu_limit, longest, raised_gpu_limit
+
+    is_stored, wanted = settings["stored_bytes"] is not None, settings["bits"]
+    widths = (wanted,) if wanted is not None or is_stored else WIDTHS
+    own = settings | {"chunk": MAC_CHUNK, "tile_bytes": MAC_TILE}
+    rows = []
+    for memory in MACS:
+        row: dict[str, Any] = {"memory": memory}
+        for name, limit in (("limit", gpu_limit(memory << 30)), ("raised", raised_gpu_limit(memory << 30))):
+            found = {bits: longest(config, parameters, limit, **(own | {"bits": bits})) for bits in widths}
+            most = {_width(bits, is_stored, config.dtype): count for bits, count in found.items()}
+            row |= {name: limit, f"{name}_longest": most}
+        rows.append(row)
+    return rows
+
+
+def _width(bits: int | None, is_stored: bool, dtype: str) -> str:
+    return f"{bits} bits" if bits else "as stored" if is_stored else dtype
+
+
+def _show_macs(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"macs": rows}))
+        return
+    print("the longest context of one sequence on a Mac, within what macOS lets its GPU hold: by default, and raised")
+    widths = list(rows[0]["limit_longest"])
+    print(f"  {'Mac':<8}{'GPU':>6}" + "".join(f"{name:>10}" for name in widths) + f"{'raised':>10}", end="")
+    print("".join(f"{name:>10}" for name in widths))
+    for row in rows:
+        memory, limit, raised = f"{row['memory']} GB", f"{row['limit'] / 2**30:.1f}", f"{row['raised'] / 2**30:.1f}"
+        default, more = (
+            "".join(f"{_tokens(count):>10}" for count in row[name].values())
+            for name in ("limit_longest", "raised_longest")
+        )
+        print(f"  {memory:<8}{limit:>6}{default}{raised:>10}{more}")
+    print("to raise it until the next start, for a Mac of 16 GB:")
+    print(f"  sudo sysctl iogpu.wired_limit_mb={next(row['raised'] >> 20 for row in rows if row['memory'] == 16)}")
+    print("what other programs need is not counted: close them, or keep to the default")
 
 
 def _show_table(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -42,6 +42,7 @@ VALUES = ("number", "word", "uuid", "mixed")
 @eval.command()
 def needle(
     model: s.Model = None,
+    adapter: s.Adapter = None,
     lengths: Lengths = "1K,2K,4K,8K",
     depths: Annotated[str, typer.Option(help="Where the needle lies, in percent of the text.")] = "0,25,50,75,100",
     trials: Trials = 2,
@@ -53,6 +54,7 @@ def needle(
     output: Output = None,
     plot: Plot = None,
     force: Force = False,
+    backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
     ctx: s.Ctx = None,
@@ -69,7 +71,8 @@ def needle(
         raise InputError("preset", "aurora has its own needle and text", "leave out --keys, --values and --haystack")
     counts, places = _lengths(lengths), _depths(depths)
     run = _Run("needle", model, output, plot, force, counts, ctx)
-    suite, facts = run.open(haystack, seed, device=device, dtype=dtype, cache_memory=cache_memory, verbose=verbose)
+    options = {"device": device, "dtype": dtype, "cache_memory": cache_memory, "adapter": adapter, "backend": backend}
+    suite, facts = run.open(haystack, seed, verbose=verbose, **options)
     facts |= {"preset": preset, "keys": keys, "values": values}
     jobs = suite.needle(counts, places, trials, preset, keys, _kinds(values))
     settings = {**facts, "lengths": counts, "depths": places, "trials": trials}
@@ -82,6 +85,7 @@ def needle(
 @eval.command()
 def ruler(
     model: s.Model = None,
+    adapter: s.Adapter = None,
     tasks: Annotated[str, typer.Option(help="Names separated by commas, or all.")] = "all",
     lengths: Lengths = "4K,8K",
     trials: Trials = 4,
@@ -94,6 +98,7 @@ def ruler(
     output: Output = None,
     plot: Plot = None,
     force: Force = False,
+    backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
     ctx: s.Ctx = None,
@@ -111,7 +116,8 @@ def ruler(
     counts = _lengths(lengths)
     passages = read_passages(questions) if questions is not None else []
     run = _Run("ruler", model, output, plot, force, counts, ctx)
-    suite, facts = run.open(haystack, seed, device=device, dtype=dtype, cache_memory=cache_memory, verbose=verbose)
+    options = {"device": device, "dtype": dtype, "cache_memory": cache_memory, "adapter": adapter, "backend": backend}
+    suite, facts = run.open(haystack, seed, verbose=verbose, **options)
     facts |= {"questions": _digest(questions)}
     jobs = suite.ruler(chosen, counts, trials, per_text, passages)
     settings = {**facts, "tasks": chosen, "lengths": counts, "trials": trials, "per_text": per_text}
@@ -124,6 +130,7 @@ def ruler(
 @eval.command()
 def reasoning(
     model: s.Model = None,
+    adapter: s.Adapter = None,
     tasks: Annotated[str, typer.Option(help="arithmetic, steps, constraints, or all.")] = "all",
     count: Annotated[int, typer.Option("--count", "-c", help="Problems of every kind.", min=1)] = 20,
     budget: Annotated[int | None, typer.Option(help="Once more with so many tokens of thought at most.", min=0)] = None,
@@ -132,6 +139,7 @@ def reasoning(
     seed: Seed = 0,
     output: Output = None,
     force: Force = False,
+    backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
     ctx: s.Ctx = None,
@@ -147,7 +155,8 @@ def reasoning(
     kinds = _names(tasks, tuple(KINDS), "tasks")
     budgets = [None] if budget is None else [None, budget]
     run = _Run("reasoning", model, output, None, force, [], ctx)
-    facts = run.load(seed, device=device, dtype=dtype, cache_memory=cache_memory, verbose=verbose, max_batch=max_batch)
+    options = {"device": device, "dtype": dtype, "cache_memory": cache_memory, "adapter": adapter, "backend": backend}
+    facts = run.load(seed, verbose=verbose, max_batch=max_batch, **options)
     facts |= {"max_tokens": max_tokens, "max_batch": max_batch}
     settings = {**facts, "tasks": kinds, "count": count, "budgets": budgets}
     rows = run.problems(reasoning_tasks(kinds, count, seed, budgets), max_tokens, settings, facts)
@@ -187,9 +196,9 @@ class _Run:
     def load(self, seed: int, **options: Any) -> dict[str, Any]:
         """Load the model; what the results depend on besides the cases."""
         from sala import __version__
-        from sala.backends.torch.loader import pick_device
+        from sala.backends import name_device
 
-        where = str(pick_device(options["device"]))
+        where = name_device(options["backend"], options["device"])
         self.llm: LLM = s.load(str(self._path), options.pop("verbose"), ctx=self._ctx, **options)
         return {
             "sala": __version__,

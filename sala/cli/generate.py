@@ -21,6 +21,7 @@ def generate(
         str | None, typer.Argument(help="What to ask. Without it, and without -f, stdin is read.")
     ] = None,
     model: s.Model = None,
+    adapter: s.Adapter = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Length of the answer at most.")] = 256,
     temperature: s.Temperature = 0.7,
     top_p: s.TopP = 1.0,
@@ -37,6 +38,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a stream of text.")] = False,
     schema: Annotated[str | None, typer.Option(help="JSON schema (text or file) that the answer must follow.")] = None,
     regex: Annotated[str | None, typer.Option(help="Regular expression that the answer must match.")] = None,
+    backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
     ctx: s.Ctx = None,
@@ -64,7 +66,8 @@ def generate(
     )  # fmt: skip
     llm = s.load(
         model, verbose, device=device, dtype=dtype, ctx=ctx, cache_memory=cache_memory, cache_dir=cache_dir,
-        speculate=speculate, num_draft=num_draft, draft_layers=draft_layers,
+        speculate=speculate, num_draft=num_draft, draft_layers=draft_layers, adapter=adapter,
+        backend=backend,
     )  # fmt: skip
     began = time.perf_counter()
     with PrefillBar() as bar:

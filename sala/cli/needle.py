@@ -13,6 +13,7 @@ from sala.errors import InputError
 
 def needle(
     model: s.Model = None,
+    adapter: s.Adapter = None,
     context_len: Annotated[
         int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of prompt and answer.")
     ] = 32000,
@@ -23,6 +24,7 @@ def needle(
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed makes the same text.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
     ctx: s.Ctx = None,
@@ -44,6 +46,7 @@ def needle(
     path = s.find_model(model)
     check_lengths([context_len], ctx or SalaConfig.load(path).max_position_embeddings, "context-len")
     options = {"device": device, "dtype": dtype, "ctx": ctx or context_len, "cache_memory": cache_memory}
+    options |= {"adapter": adapter, "backend": backend}
     llm = s.load(str(path), verbose, max_batch=1, num_snapshots=0, **options)
     suite = Suite(Writer.for_model(llm.tokenizer), lambda: source or read_source(None), seed)
     case = suite.needle([context_len], [100 * depth], 1, preset)[0].make()

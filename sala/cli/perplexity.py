@@ -12,6 +12,7 @@ from sala.errors import InputError
 def perplexity(
     file: Annotated[Path, typer.Argument(help='A text, or .jsonl with a "text" per line.')],
     model: s.Model = None,
+    adapter: s.Adapter = None,
     lengths: Annotated[str, typer.Option(help="Tokens that the model sees, e.g. 1K,16K,128K.")] = "1K,4K,16K",
     stride: Annotated[
         int | None,
@@ -26,6 +27,7 @@ def perplexity(
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Where the picture goes.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the results of another run.")] = False,
+    backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
 ) -> None:
@@ -48,7 +50,8 @@ def perplexity(
     if record_file.absolute() == file.absolute():
         raise InputError("output", f"{record_file} is the text itself", "choose another name")
     plot_file = picture(plot, record_file)
-    llm = s.load(str(path), False, device=device, dtype=dtype, ctx=_ctx(path, counts), max_batch=1, num_snapshots=0)
+    options = {"device": device, "dtype": dtype, "ctx": _ctx(path, counts), "max_batch": 1, "num_snapshots": 0}
+    llm = s.load(str(path), False, adapter=adapter, backend=backend, **options)
     with llm:
         text = work.to_text(llm, str(file), documents, tokens)
         chosen = work.choose_lengths(counts, len(text.ids), llm.ctx)

@@ -29,8 +29,10 @@ def save(
     name: Name,
     file: Annotated[list[str], typer.Option("--file", "-f", help="Text to read; - is stdin. Repeatable.")],
     model: s.Model = None,
+    adapter: s.Adapter = None,
     system: s.System = None,
     where: Where = None,
+    backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
     ctx: s.Ctx = None,
@@ -39,7 +41,7 @@ def save(
     text = "\n\n".join(s.read_text(one) for one in file)
     if not text.strip():
         raise InputError("file", "is empty", "give some text to read")
-    llm = s.load(model, False, device=device, dtype=dtype, ctx=ctx)
+    llm = s.load(model, False, device=device, dtype=dtype, ctx=ctx, adapter=adapter, backend=backend)
     messages = [{"role": "system", "content": system}] if system else []
     head, _ = llm.tokenizer.encode_around([*messages, {"role": "user", "content": f"{text}\n\n"}])
     with PrefillBar() as bar:
@@ -52,17 +54,19 @@ def load(
     name: Name,
     prompt: Annotated[str, typer.Argument(help="What to ask about the text.")],
     model: s.Model = None,
+    adapter: s.Adapter = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Length of the answer at most.")] = 256,
     temperature: s.Temperature = 0.7,
     seed: s.Seed = None,
     no_think: s.NoThink = False,
     where: Where = None,
+    backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
     ctx: s.Ctx = None,
 ) -> None:
     """Ask about a text that was read before: only the question is computed."""
-    llm = s.load(model, False, device=device, dtype=dtype, ctx=ctx)
+    llm = s.load(model, False, device=device, dtype=dtype, ctx=ctx, adapter=adapter, backend=backend)
     began = time.perf_counter()
     tokens = llm.load_session(llm.open_store(_directory(where)), name)
     _, tail = llm.tokenizer.encode_around([{"role": "user", "content": ""}])

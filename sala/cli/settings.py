@@ -28,6 +28,10 @@ Model = Annotated[
         "--model", "-m", help="Checkpoint directory, or set SALA_MODEL; else smol-sala, embedded.", envvar="SALA_MODEL"
     ),
 ]
+Adapter = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="LoRA adapter to merge into the model.", envvar="SALA_ADAPTER")
+]
+Backend = Annotated[str, typer.Option(help="auto, torch or mlx.", envvar="SALA_BACKEND")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Ctx = Annotated[

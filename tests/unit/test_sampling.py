@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sala.backends.torch.sampler import adjust, draw, filters, uniform
+from sala.backends.torch.sampler import adjust, draw, filters
+from sala.drawing import uniform
 from sala.errors import InputError
 from sala.protocol import Row, Sampling
 

@@ -16,13 +16,11 @@ from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.sampler import draw_all, verify
 from sala.backends.torch.steps import find_steps
+from sala.capacity import share_memory
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.errors import InputError
-from sala.memory import state_bytes, token_bytes
 from sala.protocol import Blob, Capacity, Options, Plan, Result, Row
 
-_CACHE_SHARE = 0.5  # of the free memory, when no budget is given
 _PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -162,37 +160,9 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
 def plan_capacity(
     config: SalaConfig, options: Options, dtype: torch.dtype, device: torch.device, free: int
 ) -> Capacity:
-    """How many pages and slots there will be: as the budget allows, and never less than one sequence needs."""
-    page_size = config.sparse_config.block_size
-    page_bytes = page_size * max(1, token_bytes(config, dtype.itemsize))
-    slot_bytes = max(1, state_bytes(config))
-    budget = int(free * _CACHE_SHARE) if options.cache_memory is None else options.cache_memory
-    least = 2 * slot_bytes + page_bytes
-    if budget < least or budget > free:
-        raise InputError(
-            "cache_memory",
-            f"is {budget / 2**20:,.0f} MiB",
-            f"it must hold one sequence ({least / 2**20:,.1f} MiB) and fit in the {free / 2**30:.1f} GiB that are free",
-        )
-    wanted_slots = options.max_batch + options.num_snapshots
-    num_slots = max(2, min(wanted_slots, budget // 4 // slot_bytes))  # a quarter for states, pages get the rest
-    num_pages = (budget - num_slots * slot_bytes) // page_bytes
-    if options.ctx is not None and options.ctx < 1:
-        raise InputError("ctx", f"is {options.ctx}", "it must be at least 1")
-    ctx = options.ctx if options.ctx is not None else min(config.max_position_embeddings, num_pages * page_size)
-    ctx_pages = -(-ctx // page_size)
-    if options.ctx is not None and ctx_pages > num_pages:
-        if options.cache_memory is None and num_slots * slot_bytes + ctx_pages * page_bytes <= free:
-            num_pages = ctx_pages  # asked for by name: half of the memory is only a default
-        else:
-            raise InputError(
-                "ctx",
-                f"is {ctx:,}, which needs {ctx_pages * page_bytes / 2**30:.2f} GiB of pages",
-                f"{num_pages * page_size:,} tokens fit in the budget of {budget / 2**30:.2f} GiB",
-            )
-    most_pages = ctx_pages * (options.max_batch + options.num_snapshots)
-    chunk = options.prefill_chunk or _PREFILL_CHUNK.get(device.type, 256)
-    return Capacity(min(num_pages, most_pages), page_size, num_slots, chunk, ctx, _NAMES[dtype])
+    """How many pages and slots there will be in `free` bytes."""
+    chunk = _PREFILL_CHUNK.get(device.type, 256)
+    return share_memory(config, options, _NAMES[dtype], dtype.itemsize, chunk, free)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -9,19 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sala.drawing import GREEDY_BELOW, is_adjusted, keep_agreed, point_of, sampling_of
 from sala.protocol import Drawn, Row, Sampling
-
-_MASK = (1 << 64) - 1
-GREEDY_BELOW = 1e-5  # fp32 cannot tell such a temperature from 0
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that is a pure function of its arguments (splitmix64, top 53 bits)."""
-    state = (seed * 0x9E3779B97F4A7C15 + position * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) & _MASK
-    for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
-        state = ((state ^ (state >> shift)) * multiplier) & _MASK
-    state ^= state >> 31
-    return (state >> 11) / (1 << 53)
 
 
 def verify(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[tuple[Drawn, ...]]:
@@ -30,14 +19,7 @@ def verify(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[tuple[Drawn, .
     That is the drafts that were drawn as well, and one token more. All positions of all rows are drawn at once.
     """
     places = [(row, index) for row in rows for index in range(row.num_drafts + 1)]
-    drawn = iter(draw_all(torch.cat(list(logits)), places))
-    out = []
-    for row in rows:
-        tokens = [next(drawn) for _ in range(row.num_drafts + 1)]
-        drafts = row.tokens[len(row.tokens) - row.num_drafts :]
-        is_same = [token.token == draft for token, draft in zip(tokens, drafts, strict=False)]
-        out.append(tuple(tokens[: 1 + [*is_same, False].index(False)]))
-    return out
+    return keep_agreed(draw_all(torch.cat(list(logits)), places), rows)
 
 
 def draw(logits: Tensor, row: Row, num_accepted: int = 0) -> Drawn:
@@ -47,8 +29,8 @@ def draw(logits: Tensor, row: Row, num_accepted: int = 0) -> Drawn:
 
 def draw_all(logits: Tensor, places: Sequence[tuple[Row, int]]) -> list[Drawn]:
     """A token for each row of logits [n, V]: of which row of the plan it is, and how many drafts come before it."""
-    samplings = [_sampling(row) for row, _ in places]
-    if any(_is_adjusted(row) for row, _ in places):
+    samplings = [sampling_of(row) for row, _ in places]
+    if any(is_adjusted(row) for row, _ in places):
         rows = zip(logits, samplings, places, strict=True)
         adjusted = torch.stack([adjust(scores, sampling, *place) for scores, sampling, place in rows])
     else:
@@ -56,25 +38,11 @@ def draw_all(logits: Tensor, places: Sequence[tuple[Row, int]]) -> list[Drawn]:
     tokens = adjusted.argmax(-1)
     warm = [index for index, sampling in enumerate(samplings) if sampling.temperature >= GREEDY_BELOW]
     if warm:
-        points = [uniform(samplings[index].seed or 0, _position(*places[index])) for index in warm]
+        points = [point_of(*places[index]) for index in warm]
         index = torch.tensor(warm, device=logits.device)
         tokens[index] = _draw_at(adjusted[index], [samplings[i] for i in warm], points)
     found = zip(tokens.tolist(), logits, samplings, strict=True)
     return [_with_logprobs(token, scores, sampling.logprobs) for token, scores, sampling in found]
-
-
-def _sampling(row: Row) -> Sampling:
-    assert row.sampling is not None
-    return row.sampling
-
-
-def _position(row: Row, num_accepted: int) -> int:
-    return row.start + len(row.tokens) - row.num_drafts + num_accepted
-
-
-def _is_adjusted(row: Row) -> bool:
-    sampling = _sampling(row)
-    return bool(sampling.logit_bias or sampling.has_penalty or row.banned or row.mask)
 
 
 def adjust(logits: Tensor, sampling: Sampling, row: Row, num_accepted: int = 0) -> Tensor:

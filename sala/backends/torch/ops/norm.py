@@ -1,5 +1,7 @@
 """RMSNorm as the model has it: the variance in fp32, the product with the weight in model precision."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,3 +16,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = widen(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return normed.to(x.dtype) * weight
+
+
+def rms_norm_share(
+    x: Tensor, weight: Tensor, eps: float, num_shares: int, add_up: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The same over channels that lie on several ranks: x [..., D / num_shares] and weight are this rank's share.
+
+    `add_up` adds a tensor up over the ranks; it gets one number per row.
+    """
+    wide = widen(x)
+    mean = add_up(wide.square().sum(-1, keepdim=True)) / (num_shares * x.shape[-1])
+    return (wide * torch.rsqrt(mean + eps)).to(x.dtype) * weight

@@ -1,0 +1,117 @@
+"""A plan, packed for the model: all tokens of all rows in one line, and where each row lies in it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from sala.protocol import Plan, Row
+
+Numbers = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One row: `length` tokens at positions `start`…, its pages and its slot."""
+
+    start: int
+    length: int
+    slot: int
+    sparse_from: int
+    num_drafts: int
+    pages: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        """[N] block → page, on the host."""
+        return np.asarray(self.pages, np.int32)
+
+    @cached_property
+    def table(self) -> mx.array:
+        """[N] block → page."""
+        return mx.array(self.numbers)
+
+    @cached_property
+    def first_page(self) -> int | None:
+        """Set when the pages follow each other: views instead of gathers."""
+        is_run = bool(self.pages) and bool((np.diff(self.numbers) == 1).all())
+        return self.pages[0] if is_run else None
+
+    def rows(self, start: int, end: int, per_page: int) -> Numbers:
+        """Where rows start…end of the sequence lie in a pool with so many rows per page, [P * per_page]."""
+        rows = np.arange(start, end, dtype=np.int32)
+        return self.numbers[rows // per_page] * per_page + rows % per_page
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Keys and values [n, H, D] of a span with drafts: its state waits until it is known how many are accepted."""
+
+    span: int
+    states: list[mx.array]
+    slopes: mx.array
+    k: mx.array
+    v: mx.array
+
+
+@dataclass(frozen=True)
+class Batch:
+    ids: tuple[int, ...]  # tokens of all spans, one after another
+    spans: tuple[Span, ...]
+    pending: list[Pending] = field(default_factory=list)  # filled by the lightning layers
+    angles: dict[tuple[int, float], tuple[mx.array, mx.array]] = field(default_factory=dict)  # RoPE, by dim and theta
+    places: dict[object, mx.array] = field(default_factory=dict)  # rows of pools that the batch writes, by their kind
+
+    @cached_property
+    def tokens(self) -> mx.array:
+        """[T]"""
+        return mx.array(np.asarray(self.ids, np.int32))
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """[T]"""
+        return mx.array(np.concatenate([np.arange(span.start, span.end, dtype=np.int32) for span in self.spans]))
+
+    @property
+    def lengths(self) -> list[int]:
+        return [span.length for span in self.spans]
+
+    @property
+    def slots(self) -> list[int]:
+        return [span.slot for span in self.spans]
+
+    def split(self, x: mx.array) -> list[mx.array]:
+        """x [T, …] → the rows of each span."""
+        if len(self.spans) == 1:
+            return [x]
+        return list(mx.split(x, list(accumulate(self.lengths))[:-1]))
+
+    def drawing_rows(self, indices: list[int]) -> list[int]:
+        """Rows whose logits are needed by these spans: the last token of each, and those before its drafts."""
+        ends = list(accumulate(self.lengths))
+        return [row for i in indices for row in range(ends[i] - 1 - self.spans[i].num_drafts, ends[i])]
+
+
+def pack(plan: Plan) -> Batch:
+    ids = tuple(token for row in plan.rows for token in row.tokens)
+    return Batch(ids, tuple(_span(row) for row in plan.rows))
+
+
+def take(hidden: mx.array, rows: Sequence[int]) -> mx.array:
+    """hidden[rows]: a view where the rows follow each other, which needs no list on the device."""
+    first = rows[0] if rows else 0
+    if list(rows) == list(range(first, first + len(rows))):
+        return hidden[first : first + len(rows)]
+    return hidden[mx.array(np.asarray(rows, np.int32))]
+
+
+def _span(row: Row) -> Span:
+    return Span(row.start, len(row.tokens), row.slot, row.sparse_from, row.num_drafts, row.pages)

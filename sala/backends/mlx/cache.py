@@ -1,0 +1,224 @@
+"""Memory of the past: pages for the sparse layers, slots for the lightning layers.
+
+A page holds one block of keys and values and the pooled keys whose windows end in it. A slot holds the recurrent
+state of one sequence. Who owns which is decided elsewhere; here is only where the numbers lie.
+
+Pools are doubled when a page is used for the first time that they do not reach, up to the capacity: an array of MLX is
+filled when it is made, and memory that nobody needs yet should stay free. Otherwise nothing is allocated for a token.
+
+MLX updates an array in place if nobody else holds it when its turn comes, and copies it otherwise; a read that waits
+for its turn holds it too. So a step writes each pool once, for all rows, before any of them reads it. A state is
+replaced as a whole, so that every slot has an array of its own and a copy costs nothing.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+
+import mlx.core as mx
+import numpy as np
+
+from sala.backends.mlx.batch import Batch, Numbers, Span
+from sala.backends.mlx.ops.lightning import lightning_fold
+from sala.backends.mlx.ops.sparse import pool_keys
+from sala.config import SalaConfig, SparseConfig
+
+POOLS = ("k", "v", "k1", "k2")
+FIRST_PAGES = 64
+
+
+class KVPages:
+    """Keys, values and pooled keys of one sparse layer; every pool is [G, P, rows per page, D]."""
+
+    def __init__(self, num_pages: int, config: SalaConfig, dtype: mx.Dtype) -> None:
+        self.sparse: SparseConfig = config.sparse_config
+        block, stride = self.sparse.block_size, self.sparse.kernel_stride
+
+        def pool(rows: int) -> mx.array:
+            return mx.zeros((config.num_key_value_heads, num_pages, rows, config.head_dim), dtype=dtype)
+
+        self.k, self.v = pool(block), pool(block)
+        self.k1, self.k2 = pool(block // stride), pool(block // (4 * stride))
+
+    def grow(self, num_pages: int) -> None:
+        """Make room for so many pages; the old and the new array of one pool are held together, never of two."""
+        for name in POOLS:
+            pool: mx.array = getattr(self, name)
+            groups, have, rows, dim = pool.shape
+            more = mx.zeros((groups, num_pages - have, rows, dim), dtype=pool.dtype)
+            setattr(self, name, mx.concatenate([pool, more], axis=1))
+            mx.eval(getattr(self, name))
+
+    @property
+    def pools(self) -> list[mx.array]:
+        return [self.k, self.v, self.k1, self.k2]
+
+    def append(self, batch: Batch, k: mx.array, v: mx.array) -> None:
+        """Write k, v [T, G, D] at the spans' positions and pool the windows that they complete."""
+        rows, num_tails = _token_rows(batch, self.sparse.block_size)
+        # Masked rows still meet a weight of 0, and 0 * NaN is NaN: a page that someone else left must not leak in.
+        tails = mx.zeros((num_tails, *k.shape[1:]), dtype=k.dtype)
+        for name, new in (("k", k), ("v", v)):
+            new = mx.concatenate([new, tails]) if num_tails else new
+            self._write(name, batch, rows, new.swapaxes(0, 1))
+        kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
+        self._pool("k1", batch, kernel, stride)
+        self._pool("k2", batch, 4 * kernel, 4 * stride)
+
+    def _pool(self, name: str, batch: Batch, kernel: int, stride: int) -> None:
+        overlap, per_page = kernel // stride, self.sparse.block_size // stride
+        rows, pooled = [], []
+        for span in batch.spans:
+            first, end = max(span.start // stride, overlap - 1), span.end // stride
+            if first < end:
+                keys = _read(self.k, span, (first + 1 - overlap) * stride, end * stride)
+                rows.append(span.rows(first, end, per_page))
+                pooled.append(pool_keys(keys, kernel, stride))
+        if rows:
+            self._write(name, batch, np.concatenate(rows), mx.concatenate(pooled, axis=1))
+
+    def _write(self, name: str, batch: Batch, rows: Numbers, new: mx.array) -> None:
+        """new [G, R, D] into rows [R] of the pool's pages: one update, for which all layers use one list of places."""
+        pool: mx.array = getattr(self, name)
+        groups, num_pages, per_page, dim = pool.shape
+        key = "k" if name == "v" else name  # keys and values lie alike
+        if key not in batch.places:
+            heads = np.arange(groups, dtype=np.int32)[:, None] * (num_pages * per_page)
+            batch.places[key] = mx.array((heads + rows).reshape(-1))
+        flat = pool.reshape(-1, dim)
+        flat[batch.places[key]] = new.reshape(-1, dim)
+        setattr(self, name, flat.reshape(pool.shape))
+
+    def keys_values(self, span: Span, length: int) -> tuple[mx.array, mx.array]:
+        """The first `length` keys and values of the sequence, [G, length, D] each."""
+        return _read(self.k, span, 0, length), _read(self.v, span, 0, length)
+
+    def pooled(self, span: Span, length: int) -> tuple[mx.array, mx.array]:
+        """Pooled keys over the first `length` tokens: k1 [G, n1, D] and k2 [G, n2, D]."""
+        kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
+        unused = kernel // stride - 1  # rows whose window would begin before the sequence
+        k1 = _read(self.k1, span, unused, max(unused, length // stride))
+        k2 = _read(self.k2, span, unused, max(unused, length // (4 * stride)))
+        return k1, k2
+
+
+def _token_rows(batch: Batch, block_size: int) -> tuple[Numbers, int]:
+    """Where the tokens lie in [P * B], and after them the rest of every page that is begun: how many rows that is."""
+    rows = [span.rows(span.start, span.end, block_size) for span in batch.spans]
+    tails = []
+    for span in batch.spans:
+        block, offset = divmod(span.end, block_size)
+        if offset and block * block_size >= span.start:
+            tails.append(span.rows(span.end, (block + 1) * block_size, block_size))
+    return np.concatenate((*rows, *tails)), sum(map(len, tails))
+
+
+def _read(pool: mx.array, span: Span, start: int, end: int) -> mx.array:
+    """Rows start…end of the sequence, [G, end - start, D]: a view, or whole pages gathered."""
+    groups, _, per_page, dim = pool.shape
+    if span.first_page is not None:
+        base = span.first_page * per_page
+        return pool.reshape(groups, -1, dim)[:, base + start : base + end]
+    first, last = start // per_page, -(-end // per_page)
+    pages = mx.take(pool, span.table[first:last], axis=1).reshape(groups, -1, dim)
+    return pages[:, start - first * per_page : end - first * per_page]
+
+
+class HybridCache:
+    """All layers: `pages[layer]` of the sparse ones, `states[layer][slot]` [H, D, D] in fp32 of the lightning ones."""
+
+    def __init__(self, config: SalaConfig, num_pages: int, num_slots: int, dtype: mx.Dtype) -> None:
+        dim = config.lightning_head_dim
+        self.empty = mx.zeros((config.lightning_nh, dim, dim))
+        self.num_pages, self.max_pages = min(num_pages, FIRST_PAGES), num_pages
+        self.pages = {layer: KVPages(self.num_pages, config, dtype) for layer in config.sparse_layers}
+        self.states = {layer: [self.empty] * num_slots for layer in config.lightning_layers}
+        self.joined: set[int] = set()  # slots whose states are parts of one array, as a batch left them
+
+    def reach(self, pages: Iterable[int]) -> None:
+        """These pages are going to be used."""
+        wanted = 1 + max(pages, default=-1)
+        assert wanted <= self.max_pages
+        if wanted > self.num_pages:
+            self.num_pages = min(self.max_pages, max(wanted, 2 * self.num_pages))
+            for layer in self.pages.values():
+                layer.grow(self.num_pages)
+
+    def arrays(self, slots: Sequence[int]) -> Iterator[mx.array]:
+        """All that a step may have changed."""
+        for layer in self.pages.values():
+            yield from layer.pools
+        for states in self.states.values():
+            for slot in slots:
+                yield states[slot]
+
+    def fork(self) -> "HybridCache":
+        """The same past, to be continued without touching this one."""
+        other = copy(self)
+        other.pages = {layer: copy(pages) for layer, pages in self.pages.items()}
+        other.states = {layer: list(states) for layer, states in self.states.items()}
+        other.joined = set(self.joined)
+        return other
+
+    def for_drafts(self, slots: Sequence[int], num_layers: int) -> "HybridCache":
+        """A view for guessing: the same pages, but copies of the states, numbered as `slots` are."""
+        view = copy(self)
+        view.joined = set()
+        view.states = {
+            layer: [states[slot] for slot in slots] for layer, states in self.states.items() if layer < num_layers
+        }
+        return view
+
+    def join(self, slots: Sequence[int]) -> None:
+        """These slots run together. Who has left their company gets memory of its own, or it would keep theirs."""
+        for slot in self.joined - set(slots):
+            for states in self.states.values():
+                states[slot] = _own(states[slot])
+        self.joined = set(slots) if len(slots) > 1 else set()
+
+    def fold(self, batch: Batch, num_accepted: Sequence[int]) -> None:
+        """Advance the states that waited for a verdict, by as many tokens as were accepted."""
+        for wait in batch.pending:
+            slot, count = batch.spans[wait.span].slot, num_accepted[wait.span]
+            wait.states[slot] = lightning_fold(wait.k[:count], wait.v[:count], wait.states[slot], wait.slopes)
+
+    def copy_page(self, source: int, target: int, num_rows: int) -> None:
+        places = [(layer, name) for layer in self.pages.values() for name in POOLS]
+        pages = [mx.take(getattr(layer, name), mx.array([source]), axis=1) for layer, name in places]
+        mx.eval(pages)  # a read that is still to be done would make the write a copy of the pool
+        for (layer, name), page in zip(places, pages, strict=True):
+            pool: mx.array = getattr(layer, name)
+            if name in ("k", "v"):
+                page = mx.where(mx.arange(pool.shape[2])[:, None] < num_rows, page, 0.0)
+            pool[:, target : target + 1] = page
+
+    def tensors(self, num_tokens: int) -> dict[str, tuple[int, str, int]]:
+        """Name → (layer, pool or state, rows that count) for everything that one sequence has here."""
+        out = {}
+        for index, layer in self.pages.items():
+            for name in POOLS:
+                out[f"{name}.{index}"] = (
+                    index,
+                    name,
+                    num_tokens * getattr(layer, name).shape[2] // layer.sparse.block_size,
+                )
+        for index in self.states:
+            out[f"state.{index}"] = (index, "state", 0)
+        return out
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for states in self.states.values():
+            for source, target in pairs:
+                states[target] = _own(states[source]) if source in self.joined else states[source]
+        self.joined -= {target for _, target in pairs}
+
+    def clear_state(self, slot: int) -> None:
+        for states in self.states.values():
+            states[slot] = self.empty
+        self.joined.discard(slot)
+
+
+def _own(state: mx.array) -> mx.array:
+    """The same numbers in memory of their own."""
+    own = state * 1.0
+    mx.async_eval(own)
+    return own

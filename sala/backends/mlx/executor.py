@@ -1,0 +1,289 @@
+"""The MLX side of the seam: weights, cache, and `run`.
+
+A step is built first and started when the one before it has ended. While it runs the host builds the step that will
+come if every sequence just goes on, whose tokens need not be known for that, and then waits for them. Apart from such a
+step no array is left half-way: MLX computes what is pending only in the thread that asked for it.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import mlx.core as mx
+import numpy as np
+import psutil
+
+from sala.backends.mlx.batch import Batch, pack, take
+from sala.backends.mlx.cache import HybridCache
+from sala.backends.mlx.loader import load_model, pick_device, pick_dtype
+from sala.backends.mlx.model import SalaModel
+from sala.backends.mlx.sampler import Draws, draw_all
+from sala.capacity import share_memory
+from sala.checkpoint.reader import Checkpoint
+from sala.config import SalaConfig
+from sala.drawing import keep_agreed
+from sala.protocol import Blob, Capacity, Drawn, Options, Plan, Result, Row
+
+_PREFILL_CHUNK = {mx.cpu: 256, mx.gpu: 2048}
+_NAMES = {mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32"}
+_KEPT_BYTES = 1 << 30  # of freed memory that MLX may keep for later: as much as a prefill chunk takes
+_WORDS = {2: mx.uint16, 4: mx.uint32}  # as which numpy takes any of them
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def on_device(method: Callable[Concatenate["MlxExecutor", P], T]) -> Callable[Concatenate["MlxExecutor", P], T]:
+    """Whatever the thread's own default is."""
+
+    @functools.wraps(method)
+    def call(self: "MlxExecutor", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with mx.stream(self.device):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class MlxExecutor:
+    """Runs plans on one device. Not thread-safe: one engine owns it."""
+
+    def __init__(self, model: SalaModel, capacity: Capacity, device: mx.Device, dtype: mx.Dtype) -> None:
+        self.model = model
+        self.capacity = capacity
+        self.device = device
+        self.dtype = dtype
+        self._limits = set_limits(device)
+        self._ahead: Ahead | None = None
+        with mx.stream(device):
+            self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype)
+            self._pulse = mx.zeros(1)
+            mx.eval(self.cache.empty, list(self.cache.arrays(())), self._pulse)
+
+    @on_device
+    def run(self, plan: Plan) -> Result:
+        step = self.adopt(plan) or self.build(plan, self.prepare(plan), self.cache)
+        slots = step.batch.slots
+        if step.draws is None:
+            self.start(slots)
+            return Result(((),) * len(plan.rows))
+        self.start(slots, step.draws.arrays)
+        ahead = self.look_ahead(plan, step.draws.tokens)  # while the device is busy
+        found = keep_agreed(step.draws.read(), [row for row in plan.rows if row.sampling is not None])
+        drawn = _by_row(plan, found)
+        if step.batch.pending:
+            self.cache.fold(step.batch, [len(tokens) for tokens in drawn])
+            self.start(slots)
+        if ahead is not None:
+            rows = (replace(row, tokens=(one.token,)) for row, (one,) in zip(ahead.rows, drawn, strict=True))
+            self._ahead = replace(ahead, rows=tuple(rows))
+        return Result(drawn)
+
+    def build(self, plan: Plan, batch: Batch, cache: HybridCache) -> "Step":
+        """All that a plan asks for, still to be computed; the cache is from now on what it will be then."""
+        hidden = self.model(batch, cache)
+        drawing = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
+        if not drawing:
+            return Step(batch, None)
+        places = [(plan.rows[index], number) for index in drawing for number in range(plan.rows[index].num_drafts + 1)]
+        return Step(batch, draw_all(self.model.logits(take(hidden, batch.drawing_rows(drawing))), places))
+
+    def look_ahead(self, plan: Plan, tokens: mx.array) -> "Ahead | None":
+        """The next step of sequences that only go on, built before it is known which tokens [S] they have drawn."""
+        if any(row.sampling is None or row.num_drafts or row.mask or row.sampling.has_penalty for row in plan.rows):
+            return None
+        rows = tuple(replace(row, tokens=(0,), start=row.start + len(row.tokens)) for row in plan.rows)
+        if any(row.start >= len(row.pages) * self.capacity.page_size for row in rows):
+            return None  # a page more is needed first
+        batch, cache = pack(Plan(rows)), self.cache.fork()
+        batch.__dict__["tokens"] = tokens
+        return Ahead(rows, cache, self.build(Plan(rows), batch, cache), threading.get_ident())
+
+    def adopt(self, plan: Plan) -> "Step | None":
+        """The step that was built ahead, if it is this plan's; if not it is forgotten, for it holds the pools."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.rows != plan.rows or ahead.thread != threading.get_ident():
+            return None
+        self.cache = ahead.cache
+        return ahead.step
+
+    def prepare(self, plan: Plan) -> Batch:
+        """The batch of a plan, and room for it in the cache."""
+        self._ahead = None
+        batch = pack(plan)
+        self.cache.reach(page for row in plan.rows for page in row.pages)
+        self.cache.join(batch.slots)
+        return batch
+
+    def start(self, slots: Sequence[int], wanted: Any = ()) -> None:
+        """Let the device compute what is wanted, and all that the cache has become.
+
+        Only when it has finished what it is at: a pool that is still being read is not written in place but copied.
+        """
+        mx.synchronize()
+        mx.async_eval(wanted, list(self.cache.arrays(slots)))
+
+    @on_device
+    def draft(self, plan: Plan, num_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
+        self._ahead = None
+        rows = [replace(row, slot=index) for index, row in enumerate(plan.rows)]
+        self.cache.reach(page for row in plan.rows for page in row.pages)
+        cache = self.cache.for_drafts([row.slot for row in plan.rows], num_layers)
+        guesses: list[list[int]] = [[] for _ in rows]
+        for _ in range(count):
+            batch = pack(Plan(tuple(rows)))
+            hidden = self.model(batch, cache, num_layers)
+            logits = self.model.logits(take(hidden, batch.drawing_rows(list(range(len(rows))))))
+            draws = draw_all(logits, [(row, 0) for row in rows])
+            self.start((), [draws.arrays, list(cache.arrays(range(len(rows))))])
+            for index, (row, drawn) in enumerate(zip(rows, draws.read(), strict=True)):
+                token = drawn.token
+                guesses[index].append(token)
+                history = (*row.history, token) if row.history else ()
+                rows[index] = replace(row, tokens=(token,), start=row.start + len(row.tokens), history=history)
+        return tuple(tuple(tokens) for tokens in guesses)
+
+    @on_device
+    def logits(self, row: Row) -> Any:
+        batch = self.prepare(Plan((row,)))
+        logits = self.model.logits(self.model(batch, self.cache))
+        self.start(batch.slots, logits)
+        return np.array(logits)
+
+    @on_device
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._ahead = None
+        self.cache.copy_states(pairs)
+
+    @on_device
+    def copy_page(self, source: int, target: int, num_rows: int) -> None:
+        self._ahead = None
+        self.cache.reach((source, target))
+        self.cache.copy_page(source, target, num_rows)
+        self.start(())
+
+    @on_device
+    def clear_state(self, slot: int) -> None:
+        self._ahead = None
+        self.cache.clear_state(slot)
+
+    @on_device
+    def dump(self, pages: Sequence[int], num_tokens: int, slot: int) -> dict[str, Blob]:
+        table = mx.array(np.asarray(pages, np.int32))
+        blobs = {}
+        for name, (layer, kind, rows) in self.cache.tensors(num_tokens).items():
+            if kind == "state":
+                array = self.cache.states[layer][slot]
+            else:
+                pool: mx.array = getattr(self.cache.pages[layer], kind)
+                array = mx.take(pool, table, axis=1).reshape(pool.shape[0], -1, pool.shape[3])[:, :rows]
+            words = np.array(mx.contiguous(array).view(_WORDS[array.itemsize]))
+            blobs[name] = Blob(_NAMES[array.dtype], array.shape, words.reshape(-1).view(np.uint8).data)
+        return blobs
+
+    @on_device
+    def restore(self, blobs: Mapping[str, Blob], pages: Sequence[int], num_tokens: int, slot: int) -> None:
+        self._ahead = None
+        targets = self.cache.tensors(num_tokens)
+        if set(targets) != set(blobs):
+            raise ValueError("other layers")
+        for name, (layer, kind, rows) in targets.items():
+            if (blobs[name].dtype, blobs[name].shape) != self._form(layer, kind, rows):
+                raise ValueError(f"{name} is {blobs[name].dtype} {blobs[name].shape}")
+        self.cache.reach(pages)
+        table = mx.array(np.asarray(pages, np.int32))
+        for name, (layer, kind, _) in targets.items():
+            if kind == "state":
+                self.cache.states[layer][slot] = _array(blobs[name], mx.float32)
+            else:
+                self._restore_pages(layer, kind, blobs[name], table)
+        self.cache.joined.discard(slot)
+        self.start((slot,))
+
+    def _form(self, layer: int, kind: str, rows: int) -> tuple[str, tuple[int, ...]]:
+        """Precision and shape that a blob must have."""
+        if kind == "state":
+            return "F32", self.cache.empty.shape
+        pool: mx.array = getattr(self.cache.pages[layer], kind)
+        return _NAMES[pool.dtype], (pool.shape[0], rows, pool.shape[3])
+
+    def _restore_pages(self, layer: int, kind: str, blob: Blob, table: mx.array) -> None:
+        pool: mx.array = getattr(self.cache.pages[layer], kind)
+        groups, _, per_page, dim = pool.shape
+        rest = table.shape[0] * per_page - blob.shape[1]
+        whole = mx.pad(_array(blob, pool.dtype), [(0, 0), (0, rest), (0, 0)])
+        pool[:, table] = whole.reshape(groups, -1, per_page, dim)
+
+    @on_device
+    def probe(self) -> None:
+        mx.eval(self._pulse + 1)
+
+    def close(self) -> None:
+        restore_limits(self.__dict__.pop("_limits", {}))
+        self.__dict__.clear()
+        mx.clear_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A plan that is built: its batch, and what will be drawn, if anything is."""
+
+    batch: Batch
+    draws: Draws | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step that nobody has asked for yet: the rows that it is for, and the cache as it leaves it."""
+
+    rows: tuple[Row, ...]
+    cache: HybridCache
+    step: Step
+    thread: int  # MLX lets only this one compute it
+
+
+def _by_row(plan: Plan, found: Sequence[tuple[Drawn, ...]]) -> tuple[tuple[Drawn, ...], ...]:
+    """What each row of the plan drew: nothing where nothing was asked for."""
+    drawn = iter(found)
+    return tuple(() if row.sampling is None else next(drawn) for row in plan.rows)
+
+
+def _array(blob: Blob, dtype: mx.Dtype) -> mx.array:
+    words = np.frombuffer(blob.data, np.uint16 if dtype.size == 2 else np.uint32)
+    return mx.array(words).view(dtype).reshape(blob.shape)
+
+
+def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) -> MlxExecutor:
+    device = pick_device(options.device)
+    dtype = pick_dtype(options.dtype, config)
+    with mx.stream(device):
+        model = load_model(checkpoint, config, dtype)
+    chunk = _PREFILL_CHUNK[device.type]
+    capacity = share_memory(config, options, _NAMES[dtype], dtype.size, chunk, free_bytes(device))
+    return MlxExecutor(model, capacity, device, dtype)
+
+
+def set_limits(device: mx.Device) -> dict[str, int]:
+    """What MLX may keep of freed memory; and on a Mac that what it uses may not be paged out. Returns what was before.
+
+    The second needs macOS 15, and is without effect before it.
+    """
+    before = {"set_cache_limit": mx.set_cache_limit(_KEPT_BYTES)}
+    if device.type == mx.gpu and mx.metal.is_available():
+        before["set_wired_limit"] = mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+    return before
+
+
+def restore_limits(before: Mapping[str, int]) -> None:
+    for name, limit in before.items():
+        getattr(mx, name)(limit)
+
+
+def free_bytes(device: mx.Device) -> int:
+    """What is left for the cache: of the memory that the system has, and of what a GPU may use of it."""
+    free = int(psutil.virtual_memory().available)
+    if device.type != mx.gpu:
+        return free
+    limit = mx.device_info().get("max_recommended_working_set_size", free)
+    return min(free, int(limit) - mx.get_active_memory())

@@ -1,0 +1,173 @@
+"""Weights into the model: one tensor at a time, straight from the mapped file, never two copies of the model."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+
+from sala.backends.mlx.model import SalaModel
+from sala.backends.mlx.quant import AffineEmbedding, AffineLinear, AffineWeight
+from sala.checkpoint.foreign import read_fp8_scales, read_matrix
+from sala.checkpoint.names import check_tensors, expected_tensors, foreign_modules, quantized_modules
+from sala.checkpoint.packing import Packed
+from sala.checkpoint.reader import Checkpoint
+from sala.config import SalaConfig
+from sala.errors import CheckpointError, InputError
+from sala.quantization import Groups
+
+DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+_FILE_DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32}
+_NUMPY_DTYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "U32": np.uint32}
+_FEW = 1 << 20  # elements in several steps, within the processor's cache
+
+
+def load_model(checkpoint: Checkpoint, config: SalaConfig, dtype: mx.Dtype) -> SalaModel:
+    """Build the model, whose first weights are never computed, then give every parameter its tensor.
+
+    A quantized matrix stays as it is in the file. Every array is computed when this returns: it may be another thread
+    that runs the model.
+    """
+    check_tensors(checkpoint, config)
+    packed, foreign = quantized_modules(checkpoint.tensors, config), foreign_modules(checkpoint.tensors, config)
+    model = SalaModel(config)
+    for name, shape in expected_tensors(config).items():
+        module, _, leaf = name.rpartition(".")
+        if (module in packed or module in foreign) and leaf == "weight":
+            continue
+        tensor = read_tensor(checkpoint, name, dtype)
+        assert tensor.shape == shape, name
+        setattr(find_module(model, module), leaf, tensor)
+    for name, groups in packed.items():
+        if name not in foreign and (name != "lm_head" or not config.tie_word_embeddings):
+            put_quantized(model, name, read_packed(checkpoint, name, groups), dtype)
+    for name, shape in foreign.items():
+        put_foreign(model, checkpoint, name, shape, dtype)
+    if config.tie_word_embeddings and "model.embed_tokens" not in packed:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    mx.eval(model.parameters(), [mixer._slopes for mixer in model.modules() if hasattr(mixer, "_slopes")])
+    mx.clear_cache()
+    return model
+
+
+def find_module(model: SalaModel, name: str) -> Module:
+    module: Any = model
+    for part in name.split("."):
+        module = module[int(part)] if part.isdigit() else getattr(module, part)
+    found: Module = module
+    return found
+
+
+def put_quantized(
+    model: SalaModel, name: str, weight: AffineWeight, dtype: mx.Dtype, order: mx.array | None = None
+) -> None:
+    """Put a quantized matrix in the place of a linear or of the embedding (and of the head that shares it).
+
+    `order` names the input of every column.
+    """
+    weight = weight.fitted(dtype)
+    mx.eval(weight.codes, weight.scales, weight.biases)
+    is_embedding = name == "model.embed_tokens"
+    if is_embedding:
+        model.model.embed_tokens = AffineEmbedding(weight, dtype)  # type: ignore[assignment]
+    if not is_embedding or model.config.tie_word_embeddings:
+        place = "lm_head" if is_embedding else name
+        parent, _, leaf = place.rpartition(".")
+        holder = find_module(model, parent) if parent else model
+        linear = getattr(holder, leaf)
+        setattr(holder, leaf, AffineLinear(weight, linear.bias if "bias" in linear else None, order))
+
+
+def put_foreign(model: SalaModel, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+    """Put a matrix in the layout of another program in the place of a linear; one module is in memory twice at most."""
+    assert model.config.quantization is not None
+    layout = model.config.quantization.layout
+    assert layout is not None
+    if layout.kind == "fp8":
+        find_module(model, name).weight = expand_fp8(checkpoint, name, layout.block, dtype)
+        return
+    matrix = read_matrix(checkpoint, name, shape, layout)
+    order = None if matrix.order is None else mx.array(matrix.order.astype(np.int32))
+    put_quantized(model, name, to_affine(matrix.packed), dtype, order)
+
+
+def expand_fp8(checkpoint: Checkpoint, name: str, block: tuple[int, int] | None, dtype: mx.Dtype) -> mx.array:
+    """An FP8 matrix [out, in] in the precision of the model, rounded once, some rows at a time."""
+    raw = checkpoint.read(f"{name}.weight")
+    num_out, num_in = raw.shape
+    codes = np.frombuffer(raw.data, np.uint8).reshape(num_out, num_in)
+    scales = read_fp8_scales(checkpoint, name)
+    height, width = (num_out // len(scales), num_in) if block is None else block
+    columns = np.arange(num_in) // width
+    step, pieces = max(1, _FEW // num_in), []
+    for begin in range(0, num_out, step):
+        end = min(begin + step, num_out)
+        if (codes[begin:end] & 0x7F).max() == 0x7F:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name}.weight has a value that is no number", "download it again"
+            )
+        rows = decode_e4m3(codes[begin:end]) * scales[np.arange(begin, end) // height][:, columns]
+        pieces.append(mx.array(rows).astype(dtype))
+        mx.eval(pieces[-1])
+        checkpoint.forget(f"{name}.weight", begin * num_in, end * num_in)
+    out = mx.concatenate(pieces)
+    mx.eval(out)
+    return out
+
+
+def decode_e4m3(codes: "np.ndarray[Any, np.dtype[np.uint8]]") -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """The numbers of codes s eeee mmm, in fp32: those of fp16 with the same bits are 2^8 times smaller."""
+    wide = codes.astype(np.uint16)
+    half = (wide & 0x7F) << 7 | (wide & 0x80) << 8
+    return half.view(np.float16).astype(np.float32) * np.float32(256)
+
+
+def to_affine(packed: Packed) -> AffineWeight:
+    """A matrix of numpy's memory as MLX has it."""
+    scales, biases = (_to_array(values, packed.dtype) for values in (packed.scales, packed.biases))
+    return AffineWeight(mx.array(packed.codes), scales, biases, packed.bits, packed.group_size)
+
+
+def read_packed(checkpoint: Checkpoint, name: str, groups: Groups) -> AffineWeight:
+    """A quantized matrix as it lies in the file."""
+    codes, scales, biases = (_read(checkpoint, f"{name}.{part}") for part in ("weight", "scales", "biases"))
+    return AffineWeight(codes, scales, biases, groups.bits, groups.group_size)
+
+
+def read_tensor(checkpoint: Checkpoint, name: str, dtype: mx.Dtype) -> mx.array:
+    tensor = _read(checkpoint, name).astype(dtype)
+    mx.eval(tensor)
+    return tensor
+
+
+def _read(checkpoint: Checkpoint, name: str) -> mx.array:
+    """A tensor in the file's own precision. The file's pages go as soon as they are read: one copy stays."""
+    raw = checkpoint.read(name)
+    array = _to_array(np.frombuffer(raw.data, _NUMPY_DTYPES[raw.dtype]).reshape(raw.shape), raw.dtype)
+    mx.eval(array)
+    checkpoint.forget(name)
+    return array
+
+
+def _to_array(values: Any, dtype: str) -> mx.array:
+    array = mx.array(np.ascontiguousarray(values))
+    return array.view(mx.bfloat16) if dtype == "BF16" else array  # which numpy does not know
+
+
+def pick_device(name: str) -> mx.Device:
+    """`cpu`, or the device that MLX found: the GPU of a Mac."""
+    if name == "cpu":
+        return mx.Device(mx.cpu)
+    if name not in ("auto", "gpu", "mps"):
+        raise InputError("device", f"is {name!r}", "the mlx backend knows auto, cpu and gpu")
+    found = mx.default_device()
+    if name != "auto" and found.type != mx.gpu:
+        raise InputError("device", f"is {name!r}, which needs a Mac with Apple Silicon", "use cpu")
+    return found
+
+
+def pick_dtype(name: str, config: SalaConfig) -> mx.Dtype:
+    wanted = config.dtype if name == "auto" else name
+    if wanted not in DTYPES:
+        raise InputError("dtype", f"is {name!r}", "use auto, " + ", ".join(DTYPES))
+    return DTYPES[wanted]

@@ -1,0 +1,234 @@
+"""The model, in the order in which a token travels: embed, 32 times (mix, then MLP), norm, head.
+
+Parameter names are those of the released checkpoint. `batch` says which tokens belong together and where their past
+lies; `cache` holds that past. There is no mode: prefill chunks and decode steps are both *n tokens from a position*.
+Nothing is computed here: the arrays that come out say how, and the executor asks for them.
+"""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+
+from sala.backends.mlx.batch import Batch, Pending, Span
+from sala.backends.mlx.cache import HybridCache, KVPages
+from sala.backends.mlx.ops.attention import dense_attention
+from sala.backends.mlx.ops.fused import add_scaled, sigmoid_gate, silu_gate
+from sala.backends.mlx.ops.lightning import decay_slopes, lightning_ragged
+from sala.backends.mlx.ops.norm import rms_norm
+from sala.backends.mlx.ops.rope import apply_rope, grow_queries, rope_angles
+from sala.backends.mlx.ops.sparse import select_blocks, sparse_attention
+from sala.config import SalaConfig
+
+
+class RMSNorm(Module):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = mx.ones((dim,))
+        self.eps = eps
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def linear(num_in: int, num_out: int, bias: bool = False) -> Linear:
+    return Linear(num_in, num_out, bias=bias)
+
+
+def angles_of(batch: Batch, dim: int, theta: float) -> tuple[mx.array, mx.array]:
+    """RoPE's cos and sin [T, dim / 2]; all layers of a batch share them."""
+    if (dim, theta) not in batch.angles:
+        batch.angles[dim, theta] = rope_angles(batch.positions, dim, theta)
+    return batch.angles[dim, theta]
+
+
+class LightningMixer(Module):
+    """Linear attention with a fixed decay per head: the past is one matrix per head, of constant size."""
+
+    def __init__(self, config: SalaConfig) -> None:
+        super().__init__()
+        hidden, dim = config.hidden_size, config.lightning_head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = config.lightning_nh, config.lightning_nkv, dim
+        self.rope_theta = config.rope_theta if config.lightning_use_rope else None
+        width, has_bias = self.num_heads * dim, config.attention_bias
+        self.q_proj = linear(hidden, width, has_bias)
+        self.k_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
+        self.v_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
+        self.o_proj = linear(width, hidden)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
+        self.o_norm = RMSNorm(width, config.rms_norm_eps) if config.use_output_norm else None
+        self.z_proj = linear(hidden, width) if config.use_output_gate else None
+        self._slopes = decay_slopes(self.num_heads)  # no parameter: its name begins with _
+
+    def __call__(self, x: mx.array, batch: Batch, states: list[mx.array]) -> mx.array:
+        q, k, v = self.project(x, batch)
+        slots = batch.slots
+        before = states[slots[0]][None] if len(slots) == 1 else mx.stack([states[slot] for slot in slots])
+        o, after = lightning_ragged(q, k, v, before, batch.lengths, self._slopes, self.head_dim**-0.5)
+        self.advance(batch, states, after, k, v)
+        o = o.reshape(x.shape[0], -1).astype(x.dtype)
+        if self.o_norm is not None:
+            o = self.o_norm(o)
+        if self.z_proj is not None:
+            o = sigmoid_gate(self.z_proj(x), o)
+        return self.o_proj(o)
+
+    def project(self, x: mx.array, batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
+        """x [T, hidden] → q, k, v [T, H, D]."""
+        q = self.q_proj(x).reshape(-1, self.num_heads, self.head_dim)
+        k = self.k_proj(x).reshape(-1, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).reshape(-1, self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope_theta is not None:
+            cos, sin = angles_of(batch, self.head_dim, self.rope_theta)
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if self.num_kv_heads != self.num_heads:
+            shared = self.num_heads // self.num_kv_heads
+            k, v = mx.repeat(k, shared, axis=1), mx.repeat(v, shared, axis=1)
+        return q, k, v
+
+    def advance(self, batch: Batch, states: list[mx.array], after: mx.array, k: mx.array, v: mx.array) -> None:
+        """State advances only by accepted tokens: where there are drafts, it waits for the verdict."""
+        rows = zip(batch.spans, after, batch.split(k), batch.split(v), strict=True)
+        for index, (span, state, k_row, v_row) in enumerate(rows):
+            if span.num_drafts:
+                batch.pending.append(Pending(index, states, self._slopes, k_row, v_row))
+            else:
+                states[span.slot] = state
+
+
+class SparseMixer(Module):
+    """InfLLM-v2: exact softmax attention over the few blocks that a query chooses; dense while the context is short."""
+
+    def __init__(self, config: SalaConfig) -> None:
+        super().__init__()
+        hidden, dim = config.hidden_size, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            dim,
+        )
+        self.sparse = config.sparse_config
+        self.rope_theta = config.rope_theta if config.attn_use_rope else None
+        self.log_base = config.attn_log_base
+        width, has_bias = self.num_heads * dim, config.attention_bias
+        self.q_proj = linear(hidden, width, has_bias)
+        self.k_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
+        self.v_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
+        self.o_proj = linear(width, hidden)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.attn_qk_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.attn_qk_norm else None
+        self.o_gate = linear(hidden, width) if config.attn_use_output_gate else None
+
+    def __call__(self, x: mx.array, batch: Batch, pages: KVPages) -> mx.array:
+        q, k, v = self.project(x, batch)
+        pages.append(batch, k, v)  # of all rows, before one of them reads
+        rows = [self.attend(*row, pages) for row in zip(batch.spans, batch.split(q), strict=True)]
+        o = (rows[0] if len(rows) == 1 else mx.concatenate(rows)).reshape(x.shape[0], -1)
+        if self.o_gate is not None:
+            o = sigmoid_gate(self.o_gate(x), o)
+        return self.o_proj(o)
+
+    def project(self, x: mx.array, batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
+        """x [T, hidden] → q [T, H, D], k and v [T, G, D]."""
+        q = self.q_proj(x).reshape(-1, self.num_heads, self.head_dim)
+        k = self.k_proj(x).reshape(-1, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).reshape(-1, self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope_theta is not None:
+            cos, sin = angles_of(batch, self.head_dim, self.rope_theta)
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if self.log_base is not None:
+            q = grow_queries(q, batch.positions, self.log_base)
+        return q, k, v
+
+    def attend(self, span: Span, q: mx.array, pages: KVPages) -> mx.array:
+        """One row, whose keys are in its pages: q [n, H, D] → [n, H, D]. The regime may change inside the row."""
+        num_dense = min(max(span.sparse_from - span.start, 0), span.length)
+        outputs = []
+        if num_dense:
+            outputs.append(self.attend_dense(span, q[:num_dense], pages))
+        if num_dense < span.length:
+            outputs.append(self.attend_sparse(span, q[num_dense:], span.start + num_dense, pages))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def attend_dense(self, span: Span, q: mx.array, pages: KVPages) -> mx.array:
+        keys, values = pages.keys_values(span, span.start + q.shape[0])
+        return dense_attention(q, keys, values, self.head_dim**-0.5)
+
+    def attend_sparse(self, span: Span, q: mx.array, start: int, pages: KVPages) -> mx.array:
+        positions = mx.arange(start, span.end, dtype=mx.int32)
+        chosen = mx.stop_gradient(self.choose(span, q, positions, pages))  # a choice has no gradient
+        return sparse_attention(q, pages.k, pages.v, span.table, chosen, positions, self.head_dim**-0.5)
+
+    def choose(self, span: Span, q: mx.array, positions: mx.array, pages: KVPages) -> mx.array:
+        """The blocks each query attends to, [n, G, C]."""
+        k1, k2 = pages.pooled(span, span.end)
+        num_blocks = -(-span.end // self.sparse.block_size)
+        return select_blocks(q, k1, k2, positions, num_blocks, self.sparse, self.head_dim**-0.5)
+
+
+class MLP(Module):
+    def __init__(self, config: SalaConfig) -> None:
+        super().__init__()
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(silu_gate(self.gate_proj(x), self.up_proj(x)))
+
+
+MIXERS: dict[str, Callable[[SalaConfig], Module]] = {"sparse": SparseMixer, "lightning": LightningMixer}
+
+
+class Layer(Module):
+    def __init__(self, config: SalaConfig, mixer: str) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = MIXERS[mixer](config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+        self.residual_scale = config.residual_scale
+
+    def __call__(self, x: mx.array, batch: Batch, past: KVPages | list[mx.array]) -> mx.array:
+        x = add_scaled(x, self.self_attn(self.input_layernorm(x), batch, past), self.residual_scale)
+        return add_scaled(x, self.mlp(self.post_attention_layernorm(x)), self.residual_scale)
+
+
+class Decoder(Module):
+    def __init__(self, config: SalaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = [Layer(config, mixer) for mixer in config.mixers]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class SalaModel(Module):
+    """Tokens in, hidden states out; `logits` turns the hidden states that matter into scores of the vocabulary."""
+
+    def __init__(self, config: SalaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = linear(config.hidden_size, config.vocab_size)
+
+    def __call__(self, batch: Batch, cache: HybridCache, num_layers: int | None = None) -> mx.array:
+        """Runs the batch's tokens on top of the cache, which it extends → normed hidden states [T, hidden].
+
+        With `num_layers`, only the first layers run: a cheap guess at what all of them would say.
+        """
+        x = self.model.embed_tokens(batch.tokens) * self.config.scale_emb
+        for index, layer in enumerate(self.model.layers[:num_layers]):
+            past = cache.pages[index] if index in cache.pages else cache.states[index]
+            x = layer(x, batch, past)
+        return self.model.norm(x)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """hidden [n, hidden] → [n, vocab] in fp32."""
+        return self.lm_head(hidden / self.config.logit_divisor).astype(mx.float32)

@@ -1,0 +1,177 @@
+"""InfLLM-v2: choose a few blocks of the past for every query, attend to nothing else.
+
+Keys are pooled twice over sliding windows (k1: kernel_size every kernel_stride; k2: four times as coarse).
+A query scores the k1 windows, normalised by the log-sum-exp over the k2 windows; a block's score is the best of
+the windows that touch it, summed over the heads of a kv group. Initial and recent blocks are always in.
+
+Pages hold one block each. A pooled key lives in the page where its window *ends*: pooled row e of stride s
+is the mean of the `kernel` keys up to and including position (e + 1) * s - 1.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from sala.backends.mlx import kernels
+from sala.config import SparseConfig
+
+# Bytes of a tile of queries: its scores of all windows in fp32; the keys and values of its chosen blocks.
+TILE_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}
+_GREATEST = float(np.finfo(np.float32).max)
+_ID_BITS = 32  # of a sorting key: the rest is the score
+
+
+def tile_bytes() -> int:
+    return TILE_BYTES["gpu" if mx.default_device() == mx.gpu else "cpu"]
+
+
+def pool_keys(keys: mx.array, kernel: int, stride: int) -> mx.array:
+    """Means over full windows: keys [G, n, D] → [G, (n - kernel) // stride + 1, D], computed in fp32."""
+    groups, n, dim = keys.shape
+    overlap, strides = kernel // stride, n // stride
+    if n < kernel:
+        return keys[:, :0]
+    sums = keys[:, : strides * stride].reshape(groups, strides, stride, dim).astype(mx.float32).sum(2)
+    count = strides - overlap + 1
+    windows = sum((sums[:, at : at + count] for at in range(1, overlap)), start=sums[:, :count])
+    return (windows / kernel).astype(keys.dtype)
+
+
+def num_visible(positions: mx.array, kernel: int, stride: int) -> mx.array:
+    """How many windows lie wholly at or before each position."""
+    return mx.maximum((positions + 1 - kernel + stride) // stride, 0)
+
+
+def window_scores(
+    q: mx.array, k1: mx.array, k2: mx.array, positions: mx.array, sparse: SparseConfig, scale: float
+) -> mx.array:
+    """q [n, H, D], k1 [G, n1, D], k2 [G, n2, D], positions [n] → scores [n, G, n1] in fp32; invisible windows are 0."""
+    (n, heads, dim), groups = q.shape, k1.shape[0]
+    if not k2.shape[1]:
+        return mx.zeros((n, groups, k1.shape[1]))
+    rows = (q.astype(mx.float32) * scale).reshape(n, groups, heads // groups, dim).swapaxes(0, 1)  # [G, n, H/G, D]
+    rows = rows.reshape(groups, -1, dim)
+    kernel, stride = sparse.kernel_size, sparse.kernel_stride
+    seen1 = mx.arange(k1.shape[1]) < num_visible(positions, kernel, stride)[:, None]
+    seen2 = mx.arange(k2.shape[1]) < num_visible(positions, 4 * kernel, 4 * stride)[:, None]
+    coarse = (rows @ k2.astype(mx.float32).swapaxes(1, 2)).reshape(groups, n, heads // groups, -1)
+    lse = mx.logsumexp(mx.where(seen2[:, None], coarse, -mx.inf), axis=-1, keepdims=True)
+    fine = (rows @ k1.astype(mx.float32).swapaxes(1, 2)).reshape(groups, n, heads // groups, -1)
+    weights = mx.minimum(mx.exp(fine - lse).sum(2), _GREATEST)  # [G, n, n1]; inf means forced
+    return mx.where(seen1 & seen2[:, :1], weights, 0.0).swapaxes(0, 1)  # without a k2 window there is no score
+
+
+def block_scores(windows: mx.array, num_blocks: int, sparse: SparseConfig) -> mx.array:
+    """The best window that overlaps each block: [n, G, n1] → [n, G, num_blocks]."""
+    ratio = sparse.block_size // sparse.kernel_stride
+    before = sparse.kernel_size // sparse.kernel_stride - 1  # windows that start earlier and reach into the block
+    count = num_blocks * ratio
+    padded = mx.pad(windows[..., :count], [(0, 0), (0, 0), (before, max(0, count - windows.shape[-1]))])
+    best = padded[..., before:].reshape(*windows.shape[:2], num_blocks, ratio).max(-1)
+    for at in range(before):
+        best = mx.maximum(best, padded[..., at:count:ratio])
+    return best
+
+
+def score_blocks(
+    q: mx.array, k1: mx.array, k2: mx.array, positions: mx.array, num_blocks: int, sparse: SparseConfig, scale: float
+) -> mx.array:
+    """Windows and blocks together: q [n, H, D] → [n, G, num_blocks] in fp32."""
+    kernel = kernels.find("score_blocks", q, k1.shape[0])
+    if kernel is not None:
+        scores: mx.array = kernel(q, k1, k2, positions, num_blocks, sparse, scale)
+        return scores
+    return block_scores(window_scores(q, k1, k2, positions, sparse, scale), num_blocks, sparse)
+
+
+def choose_blocks(scores: mx.array, positions: mx.array, sparse: SparseConfig) -> mx.array:
+    """scores [n, G, N], positions [n] → chosen block ids [n, G, C]; -1 where fewer than C blocks exist.
+
+    Forced blocks come first, then the best; equal scores (neighbours share a window) go to the lowest id. So a block is
+    sorted by its score and its id in one whole number: no sort has to keep the order of equals.
+    """
+    num_blocks = scores.shape[-1]
+    block = mx.arange(num_blocks)
+    own = (positions // sparse.block_size)[:, None]
+    is_forced = (block < sparse.init_blocks) | (block >= own - sparse.num_window_blocks)
+    scores = mx.where(is_forced[:, None], mx.inf, scores)
+    keys = (scores.view(mx.int32).astype(mx.int64) << _ID_BITS) | (num_blocks - 1 - block).astype(mx.int64)
+    keys = mx.where((block > own)[:, None], -1, keys)
+    best = -mx.sort(-keys, axis=-1)[..., : min(sparse.num_chosen, num_blocks)]
+    ids = num_blocks - 1 - (best & ((1 << _ID_BITS) - 1))
+    return mx.where(best < 0, -1, ids).astype(mx.int32)
+
+
+def select_blocks(
+    q: mx.array, k1: mx.array, k2: mx.array, positions: mx.array, num_blocks: int, sparse: SparseConfig, scale: float
+) -> mx.array:
+    """Scores and choice together, in tiles of queries: q [n, H, D] → [n, G, C]."""
+    if num_blocks <= sparse.num_chosen:  # every block that exists
+        own = (positions // sparse.block_size)[:, None, None]
+        block = mx.arange(num_blocks, dtype=mx.int32)
+        return mx.broadcast_to(mx.where(block <= own, block, -1), (q.shape[0], k1.shape[0], num_blocks))
+    row_bytes = 4 * q.shape[1] * max(1, k1.shape[1] + k2.shape[1])
+    chosen: list[mx.array] = []
+    for q_tile, at in _tiles((q, positions), row_bytes, chosen):
+        scores = score_blocks(q_tile, k1, k2, at, num_blocks, sparse, scale)
+        chosen.append(choose_blocks(scores, at, sparse))
+    return chosen[0] if len(chosen) == 1 else mx.concatenate(chosen)
+
+
+def sparse_attention(
+    q: mx.array,
+    k_pages: mx.array,
+    v_pages: mx.array,
+    table: mx.array,
+    chosen: mx.array,
+    positions: mx.array,
+    scale: float,
+) -> mx.array:
+    """Attention over chosen blocks alone.
+
+    q [n, H, D]; pages [G, P, B, D]; table [N] maps block to page; chosen [n, G, C]; positions [n] → [n, H, D].
+    """
+    groups, _, block_size, dim = k_pages.shape
+    kernel = kernels.find("sparse_attention", q, groups)
+    if kernel is not None:
+        output: mx.array = kernel(q, k_pages, v_pages, table, chosen, positions, scale)
+        return output
+    row_bytes = 2 * groups * chosen.shape[-1] * block_size * dim * k_pages.itemsize
+    outputs: list[mx.array] = []
+    for q_tile, ids, at in _tiles((q, chosen, positions), row_bytes, outputs):
+        outputs.append(_attend_tile(q_tile, k_pages, v_pages, table, ids, at, scale))
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def _attend_tile(
+    q: mx.array,
+    k_pages: mx.array,
+    v_pages: mx.array,
+    table: mx.array,
+    ids: mx.array,
+    positions: mx.array,
+    scale: float,
+) -> mx.array:
+    (n, heads, dim), (groups, num_pages, block_size, _) = q.shape, k_pages.shape
+    ids = mx.stop_gradient(ids)  # where keys come from has no gradient, what they are has
+    first_page = mx.arange(groups, dtype=mx.int32)[:, None] * num_pages
+    pages = first_page + table[mx.maximum(ids, 0)]  # [n, G, C], of both kv heads in one line
+    keys, values = (
+        pool.reshape(groups * num_pages, block_size, dim)[pages].reshape(n, groups, -1, dim)
+        for pool in (k_pages, v_pages)
+    )
+    token = ids[..., None] * block_size + mx.arange(block_size, dtype=mx.int32)
+    is_seen = (ids[..., None] >= 0) & (token <= positions[:, None, None, None])
+    mask = is_seen.reshape(n, groups, 1, -1)
+    rows = q.reshape(n, groups, heads // groups, dim)
+    output = mx.fast.scaled_dot_product_attention(rows, keys, values, scale=scale, mask=mask)
+    return output.reshape(n, heads, dim)
+
+
+def _tiles(arrays: Sequence[mx.array], row_bytes: int, done: Sequence[mx.array]) -> Iterator[list[mx.array]]:
+    """Tiles of rows, each computed after the one before it: the memory of two is never held together."""
+    tile = max(1, tile_bytes() // row_bytes)
+    for begin in range(0, arrays[0].shape[0], tile):
+        rows = [array[begin : begin + tile] for array in arrays]
+        yield mx.depends(rows, list(done[-1:])) if done else rows

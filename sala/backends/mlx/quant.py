@@ -1,0 +1,72 @@
+"""Quantized linears and embeddings, put into the model from outside: the model knows no bits.
+
+The codes stay as they are in the file: MLX computes with them. It wants scales and biases in the precision of the
+activations. Where that would round them, they are kept in fp32 and so are the activations for the length of a product.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AffineWeight:
+    """A matrix [out, in]: codes [out, in * bits / 32] as uint32; scales and biases [out, in / group_size]."""
+
+    codes: mx.array
+    scales: mx.array
+    biases: mx.array
+    bits: int
+    group_size: int
+
+    def fitted(self, dtype: mx.Dtype) -> "AffineWeight":
+        """With scales and biases of this precision if it holds them exactly, of fp32 otherwise."""
+        parts = (self.scales, self.biases)
+        is_held = all(mx.array_equal(part.astype(dtype).astype(mx.float32), part.astype(mx.float32)) for part in parts)
+        scales, biases = (part.astype(dtype if is_held else mx.float32) for part in parts)
+        return AffineWeight(self.codes, scales, biases, self.bits, self.group_size)
+
+    def rows(self, index: mx.array | slice) -> mx.array:
+        """Some rows, dequantized."""
+        parts = (self.codes[index], self.scales[index], self.biases[index])
+        return mx.dequantize(*parts, group_size=self.group_size, bits=self.bits)
+
+    def expand(self, dtype: mx.Dtype) -> mx.array:
+        """The whole matrix [out, in], computed in fp32."""
+        wide = AffineWeight(
+            self.codes, self.scales.astype(mx.float32), self.biases.astype(mx.float32), self.bits, self.group_size
+        )
+        return wide.rows(slice(None)).astype(dtype)
+
+
+class AffineLinear(Module):
+    """Stands in for a linear: x [..., in] → [..., out]. `order` names the input that each column takes."""
+
+    def __init__(self, weight: AffineWeight, bias: mx.array | None = None, order: mx.array | None = None) -> None:
+        super().__init__()
+        self.weight, self.scales, self.biases = weight.codes, weight.scales, weight.biases
+        self.bits, self.group_size = weight.bits, weight.group_size
+        self.bias, self._order = bias, order
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = x if self._order is None else mx.take(x, self._order, axis=-1)
+        parts = (self.weight, self.scales, self.biases)
+        y = mx.quantized_matmul(
+            y.astype(self.scales.dtype), *parts, transpose=True, group_size=self.group_size, bits=self.bits
+        ).astype(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+class AffineEmbedding(Module):
+    """Stands in for an embedding: only the rows that are looked up are dequantized."""
+
+    def __init__(self, weight: AffineWeight, dtype: mx.Dtype) -> None:
+        super().__init__()
+        self.weight, self.scales, self.biases = weight.codes, weight.scales, weight.biases
+        self.bits, self.group_size = weight.bits, weight.group_size
+        self.dtype = dtype
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        parts = (self.weight[tokens], self.scales[tokens], self.biases[tokens])
+        return mx.dequantize(*parts, group_size=self.group_size, bits=self.bits).astype(self.dtype)

@@ -1,0 +1,142 @@
+"""From logits to tokens. A draw depends on the logits, the seed and the position alone, never on the neighbours.
+
+That is also why speculation loses nothing: every position is drawn as it would have been without drafts, and a draft is
+accepted if it is the token that was drawn. The rule is that of the torch backend, number by number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from sala.drawing import GREEDY_BELOW, is_adjusted, point_of, sampling_of
+from sala.protocol import Drawn, Row, Sampling
+
+_ID_BITS = 32  # of a sorting key: the rest is the probability
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Tokens [n] that are still to be computed, and for those that want it logarithms: own, best ids, best values."""
+
+    tokens: mx.array
+    logprobs: Sequence[tuple[mx.array, mx.array, mx.array] | None]
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [self.tokens, [found for found in self.logprobs if found is not None]]
+
+    def read(self) -> list[Drawn]:
+        """Wait for them."""
+        tokens: list[int] = np.array(self.tokens).tolist()
+        pairs = zip(tokens, self.logprobs, strict=True)
+        return [Drawn(token) if found is None else _with_logprobs(token, *found) for token, found in pairs]
+
+
+def draw_all(logits: mx.array, places: Sequence[tuple[Row, int]]) -> Draws:
+    """A token for each row of logits [n, V]: of which row of the plan it is, and how many drafts come before it."""
+    samplings = [sampling_of(row) for row, _ in places]
+    adjusted = logits
+    if any(is_adjusted(row) for row, _ in places):
+        adjusted = mx.stack([adjust(logits[at], samplings[at], *place) for at, place in enumerate(places)])
+    tokens = mx.argmax(adjusted, axis=-1).astype(mx.int32)
+    warm = [at for at, sampling in enumerate(samplings) if sampling.temperature >= GREEDY_BELOW]
+    if warm:
+        points = [point_of(*places[at]) for at in warm]
+        index = mx.array(np.asarray(warm, np.int32))
+        tokens[index] = _draw_at(adjusted[index], [samplings[at] for at in warm], points)
+    scored = enumerate(zip(logits, samplings, strict=True)) if any(s.logprobs is not None for s in samplings) else ()
+    found = {at: _logprobs(scores, tokens[at], sampling.logprobs) for at, (scores, sampling) in scored}
+    return Draws(tokens, [found.get(at) for at in range(len(samplings))])
+
+
+def adjust(logits: mx.array, sampling: Sampling, row: Row, num_accepted: int = 0) -> mx.array:
+    """Bias, penalties and bans, before temperature: logits [V] → [V]."""
+    vocab = logits.shape[0]
+    if sampling.has_penalty:
+        history = np.asarray(row.history[: len(row.history) - row.num_drafts + num_accepted], np.int64)
+        logits = _penalise(logits, sampling, history, row.prompt_len)
+    if sampling.logit_bias:
+        bias = np.zeros(vocab, np.float32)
+        bias[list(sampling.logit_bias)] = list(sampling.logit_bias.values())
+        logits = logits + mx.array(bias)
+    if row.mask is not None or row.banned:
+        allowed = np.ones(vocab, np.bool_) if row.mask is None else _allowed(row.mask, vocab)
+        allowed[list(row.banned)] = False
+        logits = mx.where(mx.array(allowed), logits, -mx.inf)
+    return logits
+
+
+def _allowed(mask: bytes, vocab: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab]
+    return np.pad(bits, (0, vocab - len(bits))).astype(np.bool_)
+
+
+def _penalise(logits: mx.array, sampling: Sampling, history: Any, prompt_len: int) -> mx.array:
+    """Repetition counts prompt and answer, presence and frequency the answer alone."""
+    vocab, penalty = logits.shape[0], sampling.repetition_penalty
+    seen = mx.array(np.bincount(history, minlength=vocab) > 0)
+    logits = mx.where(seen, mx.where(logits > 0, logits / penalty, logits * penalty), logits)
+    counts = np.bincount(history[prompt_len:], minlength=vocab).astype(np.float32)
+    less = np.float32(sampling.frequency_penalty) * counts + np.float32(sampling.presence_penalty) * (counts > 0)
+    return logits - mx.array(less.astype(np.float32))
+
+
+def _draw_at(logits: mx.array, samplings: Sequence[Sampling], points: Sequence[float]) -> mx.array:
+    """logits [n, V] → the token at each point of its cumulative distribution, most probable first, filters applied."""
+    heat = mx.array([sampling.temperature for sampling in samplings], dtype=mx.float32)[:, None]
+    scaled = (logits - logits.max(-1, keepdims=True)) / heat  # the largest is 0, whatever the temperature
+    probs, ids = _descending(mx.softmax(scaled, axis=-1, precise=True))
+    keep = filters(probs, samplings)
+    index = _search(mx.where(keep, probs, 0.0), points)
+    last = keep.sum(-1, keepdims=True).astype(mx.int32) - 1  # what is kept comes first
+    return mx.take_along_axis(ids, mx.minimum(index, last), axis=-1)[:, 0]
+
+
+def _descending(probs: mx.array) -> tuple[mx.array, mx.array]:
+    """probs [n, V] → the same, largest first, and their ids; equals by id, whatever the sort does with them."""
+    vocab = probs.shape[-1]
+    keys = probs.view(mx.int32).astype(mx.int64) << _ID_BITS | (vocab - 1 - mx.arange(vocab)).astype(mx.int64)
+    keys = -mx.sort(-keys, axis=-1)
+    ids = vocab - 1 - (keys & ((1 << _ID_BITS) - 1))
+    return (keys >> _ID_BITS).astype(mx.int32).view(mx.float32), ids.astype(mx.int32)
+
+
+def _search(probs: mx.array, points: Sequence[float]) -> mx.array:
+    """How much of each row lies at or below its point, in double precision, which MLX has on the CPU alone: [n, 1]."""
+    cpu = mx.cpu
+    cumulative = mx.cumsum(probs.astype(mx.float64, stream=cpu), axis=-1, stream=cpu)
+    whole = mx.take(cumulative, mx.array([probs.shape[-1] - 1]), axis=-1, stream=cpu)
+    at = mx.multiply(mx.array(np.asarray(points, np.float64)[:, None], dtype=mx.float64), whole, stream=cpu)
+    below = mx.less_equal(cumulative, at, stream=cpu)
+    return mx.sum(below, axis=-1, keepdims=True, stream=cpu).astype(mx.int32, stream=cpu)
+
+
+def filters(probs: mx.array, samplings: Sequence[Sampling]) -> mx.array:
+    """Which of the sorted probabilities [n, V] may be drawn; the first always."""
+    vocab = probs.shape[-1]
+    rank = mx.arange(vocab)
+    top_k = mx.array([sampling.top_k or vocab for sampling in samplings])[:, None]
+    keep = (rank < top_k) & (probs > 0)
+    if any(sampling.top_p < 1.0 for sampling in samplings):
+        top_p = mx.array([sampling.top_p if sampling.top_p < 1.0 else np.inf for sampling in samplings])[:, None]
+        keep = keep & (mx.cumsum(probs, axis=-1) - probs < top_p)
+    if any(sampling.min_p > 0.0 for sampling in samplings):
+        min_p = mx.array([sampling.min_p for sampling in samplings])[:, None]
+        keep = keep & (probs >= min_p * probs[:, :1])
+    return keep | (rank == 0)
+
+
+def _logprobs(logits: mx.array, token: mx.array, count: int | None) -> tuple[mx.array, mx.array, mx.array] | None:
+    if count is None:
+        return None
+    logprobs = logits - mx.logsumexp(logits)
+    best = mx.argsort(-logprobs)[: min(count, logprobs.shape[0])]
+    return logprobs[token], best, logprobs[best]
+
+
+def _with_logprobs(token: int, own: mx.array, ids: mx.array, values: mx.array) -> Drawn:
+    top = zip(np.array(ids).tolist(), np.array(values).tolist(), strict=True)
+    return Drawn(token, float(np.array(own)), tuple(top))

@@ -1,0 +1,310 @@
+"""Every Metal kernel against its op, on the GPU where it will run: is it equal, and is it faster?
+
+The answers are kept in the user's cache, for this GPU, this version of MLX and this source; another one is asked anew.
+A check never raises: a kernel that cannot be compiled or started is one that is not used, with the reason.
+"""
+
+import functools
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import platformdirs
+
+from sala.backends.mlx import kernels
+from sala.backends.mlx.kernels import KERNELS, metal
+from sala.backends.mlx.kernels.metal import Run
+from sala.backends.mlx.ops import lightning, sparse
+from sala.config import SparseConfig
+
+# Relative to the largest number of the op, which is computed in fp32 from the same inputs: sums in another order, and
+# one rounding where the result has the precision of the model.
+TOLERANCES = {mx.float32: 2e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
+OPS: dict[str, Callable[..., Any]] = {
+    "lightning_step": lightning.lightning_step,
+    "lightning_ragged": lightning.lightning_ragged,
+    "score_blocks": sparse.score_blocks,
+    "sparse_attention": sparse.sparse_attention,
+}
+SMALL = SparseConfig(window_size=128, topk=4, dense_len=0)  # the released geometry, with fewer blocks
+FAR = 32768  # tokens
+FILE = "metal.json"
+_TIMES = 7
+_MESSAGE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came out of a check; times in milliseconds of one call, None where it was not equal."""
+
+    name: str
+    error: float
+    tolerance: float
+    kernel_ms: dict[str, float] | None = None  # by how many queries there are: few, many
+    op_ms: dict[str, float] | None = None
+    message: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        return self.error <= self.tolerance  # and NaN is not
+
+    def is_faster(self, size: str) -> bool:
+        """With so many queries, or with those that it was timed with."""
+        times, other = self.kernel_ms or {}, self.op_ms or {}
+        timed = size if size in times else next(iter(times), None)
+        return timed is not None and times[timed] < other[timed]
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.message:
+            return f"not used: {self.message}"
+        if not self.is_equal:
+            return f"not used: differs from the op by {self.error:.1e}, more than {self.tolerance:.0e}"
+        parts = [f"equal ({self.error:.1e})"]
+        for size, took in (self.kernel_ms or {}).items():
+            use = "used" if self.is_faster(size) else "not used"
+            parts.append(f"{size} queries: {use}, {took:.2f} ms against {(self.op_ms or {})[size]:.2f}")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is a kernel of its own: a precision, the width of heads, how many of them share keys."""
+
+    dtype: mx.Dtype
+    dim: int
+    per_group: int
+
+
+KINDS = (Kind(mx.float32, 64, 3), Kind(mx.float32, 128, 5), Kind(mx.float16, 64, 1), Kind(mx.bfloat16, 128, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Arguments of an op, in the precision that the kernel gets."""
+
+    dtype: mx.Dtype
+    arguments: tuple[Any, ...]
+
+    def widened(self) -> tuple[Any, ...]:
+        """The same numbers in fp32."""
+        floats = (mx.float16, mx.bfloat16)
+        return tuple(
+            x.astype(mx.float32) if isinstance(x, mx.array) and x.dtype in floats else x for x in self.arguments
+        )
+
+
+def verdict(name: str) -> Verdict:
+    """Of this kernel on this GPU: from the cache, or found out now."""
+    known = _read()
+    key = _key(name)
+    if key not in known:
+        known[key] = asdict(check(name))
+        _write(known)
+    return Verdict(**known[key])
+
+
+def verdicts() -> Iterator[Verdict]:
+    """Of all kernels, as they are known; none where there is no GPU for them."""
+    if kernels.why_not() is None:
+        for name in KERNELS:
+            yield verdict(name)
+
+
+def check(name: str, run: Run = metal.run) -> Verdict:
+    """Compare on small and odd shapes, then time on usual ones."""
+    error, tolerance = 0.0, TOLERANCES[mx.float32]
+    try:
+        with kernels.use_kernels(False):  # the ops must not use what is to be checked
+            for case in small_cases(name):
+                bound = tolerance_of(name, case.dtype)
+                found = difference(name, case, run)
+                if not found / bound <= error / tolerance:  # the one that comes nearest to its bound, or is no number
+                    error, tolerance = found, bound
+                if not found <= bound:
+                    return Verdict(name, error if math.isfinite(error) else math.inf, tolerance)
+            kernel = functools.partial(KERNELS[name].kernel, run=run)
+            usual = usual_cases(name)
+            kernel_ms = {size: _time(kernel, case) for size, case in usual.items()}
+            op_ms = {size: _time(OPS[name], case) for size, case in usual.items()}
+    except Exception as problem:
+        words = " ".join(str(problem).split())
+        return Verdict(name, math.inf, tolerance, message=f"{type(problem).__name__}: {words}"[:_MESSAGE])
+    return Verdict(name, error, tolerance, kernel_ms, op_ms)
+
+
+def tolerance_of(name: str, dtype: mx.Dtype) -> float:
+    """Only attention gives its result in the precision of the model; the others stay in fp32."""
+    return TOLERANCES[dtype if name == "sparse_attention" else mx.float32]
+
+
+def difference(name: str, case: Case, run: Run = metal.run) -> float:
+    """How far the kernel is from the op, relative to the op's largest number.
+
+    The op is computed by the CPU: a GPU may multiply matrices of fp32 in less.
+    """
+    found = _list(KERNELS[name].kernel(*case.arguments, run=run))
+    with mx.stream(mx.cpu):
+        wanted = _list(OPS[name](*case.widened()))
+        worst = [
+            mx.abs(one.astype(mx.float32) - other).max() / mx.maximum(mx.abs(other).max(), 1e-30)
+            for one, other in zip(found, wanted, strict=True)
+        ]
+    return float(np.array(worst).max())
+
+
+def _time(call: Callable[..., Any], case: Case) -> float:
+    """Milliseconds of one call, the first of which is not counted."""
+    took = []
+    for _ in range(1 + _TIMES):
+        begin = time.perf_counter()
+        mx.eval(call(*case.arguments))
+        took.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(took[1:])
+
+
+def _list(arrays: Any) -> list[mx.array]:
+    return list(arrays) if isinstance(arrays, tuple) else [arrays]
+
+
+def small_cases(name: str) -> Iterator[Case]:
+    """Odd numbers of heads, lengths around a chunk, both usual widths of heads, every precision."""
+    for kind in KINDS:
+        rng = np.random.default_rng(kind.dim)
+        yield from (Case(kind.dtype, arguments) for arguments in _SMALL[name](rng, kind))
+
+
+def usual_cases(name: str) -> dict[str, Case]:
+    """By how many queries there are, in bf16 and the shapes of the released model."""
+    rng = np.random.default_rng(0)
+    return {size: Case(mx.bfloat16, arguments) for size, arguments in _USUAL[name](rng).items()}
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    return mx.array(rng.standard_normal(shape, np.float32)).astype(dtype)
+
+
+def step_arguments(rng: np.random.Generator, dtype: mx.Dtype, num: int, heads: int, dim: int) -> tuple[Any, ...]:
+    q, k, v = (_normal(rng, (num, heads, dim), dtype) for _ in range(3))
+    state = _normal(rng, (num, heads, dim, dim), mx.float32)
+    return q, k, v, state, lightning.decay_slopes(heads), dim**-0.5
+
+
+def ragged_arguments(
+    rng: np.random.Generator, dtype: mx.Dtype, lengths: list[int], heads: int, dim: int
+) -> tuple[Any, ...]:
+    q, k, v = (_normal(rng, (sum(lengths), heads, dim), dtype) for _ in range(3))
+    state = _normal(rng, (len(lengths), heads, dim, dim), mx.float32)
+    return q, k, v, state, lengths, lightning.decay_slopes(heads), dim**-0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One sequence of `start + num` tokens, its last `num` are queries, in pages that lie anywhere."""
+
+    num: int
+    start: int
+    groups: int
+    per_group: int
+    dim: int
+    dtype: mx.Dtype
+    sparse: SparseConfig = SMALL
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.end // self.sparse.block_size)
+
+    def scores(self, rng: np.random.Generator) -> tuple[Any, ...]:
+        keys = _normal(rng, (self.groups, self.end, self.dim), self.dtype)
+        kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
+        k1, k2 = (sparse.pool_keys(keys, kernel * by, stride * by) for by in (1, 4))
+        q = 3 * _normal(rng, (self.num, self.groups * self.per_group, self.dim), self.dtype)
+        return q, k1, k2, mx.arange(self.start, self.end), self.num_blocks, self.sparse, self.dim**-0.5
+
+    def attention(self, rng: np.random.Generator) -> tuple[Any, ...]:
+        """Random blocks instead of the best: the kernel must not care."""
+        num_pages = self.num_blocks + 3
+        table = mx.array(rng.permutation(num_pages)[: self.num_blocks].astype(np.int32))
+        shape = (self.groups, num_pages, self.sparse.block_size, self.dim)
+        pages = (_normal(rng, shape, self.dtype) for _ in range(2))
+        positions = mx.arange(self.start, self.end)
+        scores = mx.array(rng.random((self.num, self.groups, self.num_blocks), np.float32))
+        chosen = sparse.choose_blocks(scores, positions, self.sparse)
+        q = _normal(rng, (self.num, self.groups * self.per_group, self.dim), self.dtype)
+        return q, *pages, table, chosen, positions, self.dim**-0.5
+
+
+def scenes(kind: Kind) -> list[Scene]:
+    """From the first token, where nothing is to be chosen, to more blocks than are."""
+    sizes = ((1, 0, 1), (63, 0, 2), (1, 1087, 2), (5, 700, 3), (1, 5000, 1))
+    return [Scene(*size, kind.per_group, kind.dim, kind.dtype) for size in sizes]
+
+
+def released(num: int) -> Scene:
+    """Queries of the released model, far into a text."""
+    return Scene(num, FAR, groups=2, per_group=16, dim=128, dtype=mx.bfloat16, sparse=SparseConfig())
+
+
+_SMALL: Mapping[str, Callable[[np.random.Generator, Kind], list[tuple[Any, ...]]]] = {
+    "lightning_step": lambda rng, kind: [
+        step_arguments(rng, kind.dtype, num, heads, kind.dim) for num, heads in ((1, 1), (3, 5), (9, 2))
+    ],
+    "lightning_ragged": lambda rng, kind: [
+        ragged_arguments(rng, kind.dtype, lengths, heads, kind.dim)
+        for lengths, heads in (([1], 3), ([63, 1, 65], 2), ([64], 5), ([129, 7], 1))
+    ],
+    "score_blocks": lambda rng, kind: [scene.scores(rng) for scene in scenes(kind)],
+    "sparse_attention": lambda rng, kind: [scene.attention(rng) for scene in scenes(kind)],
+}
+_USUAL: Mapping[str, Callable[[np.random.Generator], dict[str, tuple[Any, ...]]]] = {
+    "lightning_step": lambda rng: {"few": step_arguments(rng, mx.bfloat16, 1, 32, 128)},
+    "lightning_ragged": lambda rng: {"many": ragged_arguments(rng, mx.bfloat16, [1024], 32, 128)},
+    "score_blocks": lambda rng: {"few": released(1).scores(rng), "many": released(128).scores(rng)},
+    "sparse_attention": lambda rng: {"few": released(1).attention(rng), "many": released(128).attention(rng)},
+}
+
+
+def device_name() -> str:
+    return str(mx.device_info().get("device_name", "unknown"))
+
+
+def _key(name: str) -> str:
+    return f"{name} {metal.fingerprint(KERNELS[name].sources)} mlx {version('mlx')} {device_name()}"
+
+
+def _file() -> Path:
+    return Path(platformdirs.user_cache_dir("sala")) / "kernels" / FILE
+
+
+def _read() -> dict[str, Any]:
+    """What is known; a file that cannot be understood is as good as none."""
+    try:
+        known = json.loads(_file().read_text(encoding="utf-8"))
+        return {str(key): asdict(Verdict(**value)) for key, value in known.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write(known: dict[str, Any]) -> None:
+    """At once or not at all; a machine without a place for it checks again next time."""
+    file = _file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(known, indent=1), encoding="utf-8")
+        fresh.replace(file)
+    except OSError:
+        pass
