@@ -1,0 +1,24 @@
+"""`sala export`: a directory that transformers loads with `trust_remote_code=True`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sala.cli import settings as s
+from sala.cli.stages import StageBar
+
+
+def export(
+    model: Annotated[str, typer.Argument(help="Checkpoint directory, or the name of a model that is here.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the directory goes; must not exist.")],
+    adapter: s.Adapter = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; else the model's own.")] = None,
+) -> None:
+    from sala.integrations.transformers.export import export as write
+    from sala.models import find_base
+
+    path, found = find_base(s.find_model(model), adapter, s.note)
+    with StageBar() as bar:
+        write(path, output.expanduser(), found, dtype, bar)
+    s.note(f"ready: AutoModelForCausalLM.from_pretrained({str(output)!r}, trust_remote_code=True)")

@@ -1,0 +1,105 @@
+"""Where the tokens are in a padded or packed batch, and which of them belong together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sala.backends.torch.batch import Batch, Sequences
+from sala.errors import InputError
+
+
+class WholeRows(Sequences):
+    """Whole sequences that follow a layer to its device."""
+
+    __slots__ = ()
+
+    def to(self, device: Any, **_: Any) -> "WholeRows":
+        place = torch.device(device)
+        return (
+            self if self.positions.device == place else WholeRows(self.tokens, self.positions.to(place), self.lengths)
+        )
+
+
+class CachedRows(Batch):
+    """Rows with a past that follow a layer to its device."""
+
+    def to(self, device: Any, **_: Any) -> "CachedRows":
+        place = torch.device(device)
+        if place == self.device:
+            return self
+        spans = tuple(replace(span, device=place) for span in self.spans)
+        return CachedRows(self.ids, spans, place)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`places` [T] are the tokens among the B * n flattened ones, or None if all are; `counts` says how many per row.
+
+    `lengths` are those of the sequences, which are the rows unless several are packed into one.
+    """
+
+    shape: tuple[int, int]
+    places: Tensor | None
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, n, …] → [T, …]"""
+        flat = x.flatten(0, 1)
+        return flat if self.places is None else flat[self.places]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """[T, …] → [B, n, …], zeros where there is no token."""
+        if self.places is not None:
+            empty = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
+            x = empty.index_copy(0, self.places, x)
+        return x.unflatten(0, self.shape)
+
+    def whole(self, device: torch.device) -> WholeRows:
+        """As the model takes whole sequences; every one counts its positions from 0."""
+        positions = torch.cat([torch.arange(length, device=device) for length in self.lengths])
+        return WholeRows(positions, positions, self.lengths)
+
+
+def find_layout(shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor | None = None) -> Layout:
+    """`attention_mask` [B, n or more; the last n count] of ones and zeros; `position_ids` that restart separate."""
+    num_rows, num_columns = shape
+    mask = _newest(attention_mask, shape)
+    is_full = mask is None or bool(mask.all())
+    places = None if is_full or mask is None else mask.flatten().nonzero().squeeze(1)
+    counts = (num_columns,) * num_rows if mask is None or is_full else tuple(mask.sum(1).tolist())
+    lengths = tuple(count for count in counts if count)
+    if position_ids is not None and num_columns > 1:
+        starts = position_ids.expand(shape) == 0 if position_ids.dim() == 2 else None
+        if starts is not None and bool(starts[:, 1:].any()):
+            lengths = _split(starts, places, counts)
+    return Layout(shape, places, counts, lengths)
+
+
+def _newest(mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dim() != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
+        raise InputError(
+            "attention_mask",
+            f"has the shape {list(mask.shape)}",
+            "give 1 for tokens and 0 for padding, [batch, length]",
+        )
+    return mask[:, -shape[1] :].bool()
+
+
+def _split(starts: Tensor, places: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
+    """Lengths of the sequences when a position of 0 begins a new one; so does every row."""
+    flags = starts.flatten() if places is None else starts.flatten()[places]
+    begins, total = set(flags.nonzero().squeeze(1).tolist()), sum(counts)
+    at = 0
+    for count in counts:
+        if count:
+            begins.add(at)
+        at += count
+    borders = [*sorted(begins), total]
+    return tuple(end - begin for begin, end in pairwise(borders))
