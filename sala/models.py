@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sala.checkpoint.adapter import base_of, is_adapter
 from sala.checkpoint.gguf import GGUF
 from sala.checkpoint.overlay import assemble
 from sala.checkpoint.writer import new_directory, write_text
@@ -60,6 +61,23 @@ def find_model(name: str | Path | None, note: Note = lambda _: None) -> Path:
         return models_dir() / "--".join(path.parts)
     fetch = f"fetch it with `sala pull {name}`, or " if is_repo else ""
     raise ModelNotFound(f"there is no model at {path}", f"{fetch}give a directory that holds a checkpoint")
+
+
+def find_base(path: Path, adapter: str | Path | None, note: Note = lambda _: None) -> tuple[Path, Path | None]:
+    """A model's directory and its adapter's, if there is one; the path may itself be that of an adapter."""
+    if not is_adapter(path):
+        return path, None if adapter is None else Path(adapter).expanduser()
+    if adapter is not None:
+        raise ModelNotFound(f"{path} is an adapter, and {adapter} another", "give a model and one adapter")
+    name = base_of(path)
+    try:
+        if name is None:
+            raise ModelNotFound("it names no base")
+        return find_model(name, note), path
+    except ModelNotFound as error:
+        raise ModelNotFound(
+            f"the base of the adapter {path} is not here: {error.message}", f"give both: -m MODEL --adapter {path}"
+        ) from None
 
 
 def embedded_model(note: Note = lambda _: None, wheel: Path | None = None) -> Path:

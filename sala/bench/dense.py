@@ -181,7 +181,7 @@ def _replay(step: Callable[[], Any], cache: Any, length: int, count: int) -> flo
         _rewind(cache, length)
         step()
 
-    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side: Any = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         again()
@@ -210,7 +210,7 @@ def _reserve(dense: Dense, size: int) -> Any:
     import torch
     from transformers.cache_utils import Cache, DynamicLayer
 
-    class Reserved(DynamicLayer):  # type: ignore[misc]
+    class Reserved(DynamicLayer):
         def __init__(self) -> None:
             super().__init__()
             self.length = 0

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.random import RELEASED, SHAPES
-from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.engine.engine import Engine
 from sala.errors import InputError, SalaError
@@ -70,12 +69,15 @@ def _check_room(capacity: Capacity, batch: int) -> None:
         )
 
 
-def open_checkpoint(path: Path, device: str, dtype: str) -> Subject:
+def open_checkpoint(path: Path, device: str, dtype: str, adapter: Path | None = None) -> Subject:
     from sala.backends.torch.loader import load_model, pick_device, pick_dtype
+    from sala.checkpoint import adapter as adapters
+    from sala.models import find_base
 
-    config = SalaConfig.load(path)
+    path, adapter = find_base(path, adapter)
+    checkpoint, config = adapters.open_checkpoint(path, SalaConfig.load(path), adapter)
     where, precision = pick_device(device), pick_dtype(dtype, config)
-    return Subject(path.name, load_model(Checkpoint(path), config, precision, where), where, precision)
+    return Subject(path.name, load_model(checkpoint, config, precision, where), where, precision)
 
 
 def open_random(shape: str, device: str, dtype: str) -> Subject:

@@ -35,6 +35,7 @@ PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", hel
 @bench.command()
 def latency(
     model: s.Model = None,
+    adapter: s.Adapter = None,
     random: Random = None,
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts, e.g. 4K,32K,128K,1M.")] = "1K,4K,16K",
     new_tokens: NewTokens = 64,
@@ -49,7 +50,7 @@ def latency(
 
     counts = read_counts(lengths, "lengths")
     check_files(json_file, plot)
-    subject = _open(model, random, device, dtype)
+    subject = _open(model, random, device, dtype, adapter)
     results = _measure_all(counts, lambda count: measure_latency(subject, count, new_tokens), label)
     ratios = [one.decode_per_second / results[0].decode_per_second for one in results]
     columns = ["tokens", "first token", "prefill tok/s", "decode tok/s", f"against {label(counts[0])}", "memory"]
@@ -70,6 +71,7 @@ def latency(
 @bench.command()
 def throughput(
     model: s.Model = None,
+    adapter: s.Adapter = None,
     random: Random = None,
     batches: Annotated[str, typer.Option(help="Requests at a time, e.g. 1,2,4,8,16.")] = "1,2,4,8",
     length: Annotated[int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of every prompt.")] = 512,
@@ -87,7 +89,7 @@ def throughput(
     if length < 1:
         raise InputError("length", f"is {length}", "it must be at least 1")
     check_files(json_file, plot)
-    subject = _open(model, random, device, dtype)
+    subject = _open(model, random, device, dtype, adapter)
     results = _measure_all(
         counts, lambda count: measure_throughput(subject, count, length, new_tokens), lambda count: f"{count} at a time"
     )
@@ -258,12 +260,12 @@ def check_files(json_file: Path | None, plot: Path | None) -> None:
         need_matplotlib()
 
 
-def _open(model: str | None, random: str | None, device: str, dtype: str) -> "Subject":
+def _open(model: str | None, random: str | None, device: str, dtype: str, adapter: Path | None = None) -> "Subject":
     from sala.bench.subject import open_checkpoint, open_random
 
     if random is not None:
         return open_random(random, device, dtype)
-    return open_checkpoint(s.find_model(model), device, dtype)
+    return open_checkpoint(s.find_model(model), device, dtype, adapter)
 
 
 def _gpu(device: str) -> "torch.device":

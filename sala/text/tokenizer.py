@@ -9,7 +9,8 @@ what the template writes becomes special, what people write cannot.
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,43 @@ class Tokenizer:
                 ids += message["token_ids"]
         return ids + _encode(self._guarded, text, max_tokens, patience)
 
+    def encode_answers(
+        self, messages: Sequence[Mapping[str, Any]], stop_ids: Collection[int] = (), **options: Any
+    ) -> list[tuple[list[int], list[bool]]]:
+        """The conversation as token ids, and which of them the assistant is to write: the ends of its turns included.
+
+        What the template writes after such an end (one of `stop_ids`) is not the assistant's. There are several
+        conversations, one for each answer, where the template shows earlier answers otherwise than it wrote them.
+        """
+        visible = [_visible(message) for message in messages]
+        places = [index for index, message in enumerate(visible) if message.get("role") == "assistant"]
+        turns = []
+        for index in places:
+            asked = self._render(visible[:index], **{**options, "add_generation_prompt": True}) if index else ""
+            answered = self._render(visible[: index + 1], **{**options, "add_generation_prompt": False})
+            if not answered.startswith(asked):
+                raise TemplateError(
+                    f"the chat template does not go on from its own prompt in message {index + 1}",
+                    "such a conversation cannot be learnt with this template",
+                )
+            turns.append((asked, answered))
+        joined = [turns] if _is_growing(turns) else [[turn] for turn in turns]
+        return [self._mark_answers(group, stop_ids) for group in joined if group]
+
+    def _mark_answers(
+        self, turns: Sequence[tuple[str, str]], stop_ids: Collection[int]
+    ) -> tuple[list[int], list[bool]]:
+        """Turns that continue each other → ids of the last, and a mark on those that end inside an answer."""
+        encoding = self._guarded.encode_batch([turns[-1][1]], add_special_tokens=False)[0]
+        ids, ends = list(encoding.ids), [end for _, end in encoding.offsets]
+        marks = [False] * len(ids)
+        for asked, answered in turns:
+            inside = [at for at, end in enumerate(ends) if len(asked) < end <= len(answered)]
+            last = max((at for at in inside if ids[at] in stop_ids), default=inside[-1] if inside else 0)
+            for at in inside:
+                marks[at] = at <= last
+        return ids, marks
+
     def encode_around(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
         """The conversation with its last message left open: ids up to the end of its text, and ids that close it."""
         hole = f"{self._nonce}hole{self._nonce}"
@@ -157,6 +195,11 @@ class Tokenizer:
             return setting
         ids = self._inner.encode("", add_special_tokens=True).ids
         return bool(ids) and ids[0] == self.bos_id
+
+
+def _is_growing(turns: Sequence[tuple[str, str]]) -> bool:
+    """Whether every turn begins with all of the turn before."""
+    return all(after[0].startswith(before[1]) for before, after in pairwise(turns))
 
 
 def _build(definition: str) -> RustTokenizer:

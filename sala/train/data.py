@@ -148,20 +148,12 @@ def tokenise(source: Source, tokenizer: Tokenizer, eos: int, base: Path, note: C
 
 def encode_dialogue(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     """Ids of a conversation and which of them the assistant wrote, the end of each of its turns included."""
-    ids: list[int] = []
-    mask: list[bool] = []
-    for index, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
-        asked = tokenizer.encode_chat(messages[:index], add_generation_prompt=True)
-        answered = tokenizer.encode_chat(messages[: index + 1], add_generation_prompt=False)
-        ids += asked[len(ids) :]
-        mask += [False] * (len(asked) - len(mask))
-        ids += answered[len(asked) :]
-        mask += [True] * (len(answered) - len(mask))
-    if not any(mask):
+    conversations = tokenizer.encode_answers(messages)
+    if not conversations or not any(conversations[0][1]):
         raise InputError("data", "holds a conversation without an answer of the assistant", "every one needs one")
-    return ids, mask
+    if len(conversations) > 1:
+        raise InputError("data", "holds a conversation that the chat template rewrites", "split it into several")
+    return conversations[0]
 
 
 def line_of(

@@ -64,3 +64,27 @@ def plot_by_length(panels: Mapping[str, Mapping[str, Mapping[int, float]]], file
         axes.legend()
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
+
+
+def plot_losses(log: Sequence[Mapping[str, float]], file: Path, title: str) -> bool:
+    """The loss of training and, where it was measured, of the examples held out; False if nothing could be drawn."""
+    pyplot = _pyplot()
+    if pyplot is None or not log:
+        return False
+    figure, axes = pyplot.subplots(figsize=(6, 3.4), layout="constrained")
+    for (name, label), colour in zip((("loss", "training"), ("eval", "held out")), _COLOURS[1:], strict=True):
+        points = [(entry["step"], entry[name]) for entry in log if name in entry]
+        if points:
+            marker = "o" if name == "eval" else None
+            steps, values = zip(*points, strict=True)
+            axes.plot(steps, values, label=label, color=colour, linewidth=1.4, marker=marker, markersize=4)
+    axes.set_xlabel("update")
+    axes.set_ylabel("loss")
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, loc="left")
+    axes.grid(alpha=0.25)
+    if axes.get_lines():
+        axes.legend()
+    figure.savefig(file, dpi=100)
+    pyplot.close(figure)
+    return True

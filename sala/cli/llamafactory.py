@@ -1,0 +1,16 @@
+"""`sala llamafactory`: LLaMA-Factory with our model."""
+
+from typing import Annotated
+
+import typer
+
+
+def llamafactory(
+    command: Annotated[str, typer.Argument(help="train, export, chat or api.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="A YAML file, then KEY=VALUE for what is to differ from it.")
+    ] = None,
+) -> int:
+    from sala.integrations.llamafactory import launch
+
+    return launch(command, arguments or [])

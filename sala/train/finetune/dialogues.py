@@ -1,0 +1,276 @@
+"""Examples to learn from: conversations or plain texts in a file, checked line by line before anything is trained.
+
+A file is a JSON list or has a JSON object per line: {"messages": [{"role": …, "content": …}, …]}, with "tools" beside
+if there are any, or {"text": …}. Any other file is one plain text. Of a conversation only what the assistant says is
+learnt, with the end of each of its turns; of a text, everything.
+"""
+
+import json
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sala.errors import InputError, SalaError
+from sala.text.messages import check_messages, check_tools
+from sala.text.tokenizer import Tokenizer
+
+Array = np.ndarray[Any, np.dtype[Any]]
+ROLES = ("system", "user", "assistant", "tool")
+FIELDS = ("messages", "text", "tools")
+SHOWN = 20  # problems that are told one by one
+_NOTE_EVERY = 100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """tokens [n] and which of them are learnt; the first is never: nothing comes before it."""
+
+    tokens: Array
+    learn: Array
+    line: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    line: int
+    text: str
+
+
+class BadData(SalaError):
+    """Lines that cannot be learnt from, told all at once."""
+
+    def __init__(self, path: Path, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        told = [f"{path}, line {problem.line}: {problem.text}" for problem in problems[:SHOWN]]
+        rest = f"\nand {len(problems) - SHOWN:,} more" if len(problems) > SHOWN else ""
+        super().__init__("\n".join(told) + rest, "mend these lines, or go on without them: --skip-bad")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How examples are read: `eos` ends a text, `stop_ids` end a turn; what is too long is cut if `may_cut`."""
+
+    tokenizer: Tokenizer
+    max_length: int
+    stop_ids: frozenset[int]
+    eos: int
+    may_cut: bool = False
+
+
+def read_examples(
+    path: Path, reading: Reading, note: Callable[[int], None] = lambda count: None
+) -> tuple[list[Example], list[Problem]]:
+    """All examples of a file, and what is wrong with the others. `note` hears how many records are read."""
+    examples: list[Example] = []
+    problems: list[Problem] = []
+    for number, (line, record) in enumerate(read_records(path)):
+        if number % _NOTE_EVERY == 0:
+            note(number)
+        if isinstance(record, Problem):
+            problems.append(record)
+            continue
+        try:
+            examples += _examples(record, line, reading)
+        except SalaError as error:
+            problems.append(Problem(line, str(error)))
+    if not examples and not problems:
+        problems.append(Problem(1, "the file is empty"))
+    return examples, problems
+
+
+def load_examples(
+    path: Path, reading: Reading, skips_bad: bool = False, note: Callable[[int], None] = lambda count: None
+) -> tuple[list[Example], list[Problem]]:
+    """Like `read_examples`, but bad lines are an error unless they may be skipped; without any example it always is."""
+    examples, problems = read_examples(path, reading, note)
+    if problems and not (skips_bad and examples):
+        raise BadData(path, problems)
+    return examples, problems
+
+
+def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
+    """(line, record) for every record of a file; what cannot be parsed is a problem in its place."""
+    text = _read_text(path)
+    start = text.lstrip()[:1]
+    if path.suffix not in (".json", ".jsonl") and start not in ("{", "["):
+        if text.strip():
+            yield 1, {"text": text}
+        return
+    source = _read_list(text) if start == "[" and _is_list(text) else _read_lines(text)
+    for line, value in source:
+        if isinstance(value, Problem | dict):
+            yield line, value
+        else:
+            yield line, Problem(line, f"is no JSON object but {type(value).__name__}")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise InputError("data", f"{path} cannot be read: {error.strerror}", "name a file that can be") from None
+    except UnicodeDecodeError as error:
+        raise InputError("data", f"{path} is not UTF-8 text (byte {error.start})", "convert it to UTF-8") from None
+
+
+def _is_list(text: str) -> bool:
+    """Whether it is one list for all, and not a list on every line."""
+    first = text.lstrip().split("\n", 1)[0].strip()
+    try:
+        return not isinstance(json.loads(first), list) or first == text.strip()
+    except ValueError:
+        return True
+
+
+def _read_lines(text: str) -> Iterator[tuple[int, Any]]:
+    for line, piece in enumerate(text.split("\n"), 1):
+        if piece.strip():
+            try:
+                yield line, json.loads(piece)
+            except (ValueError, RecursionError) as error:
+                yield line, Problem(line, f"is not JSON: {_why(error)}")
+
+
+def _read_list(text: str) -> Iterator[tuple[int, Any]]:
+    """The elements of a list, each with the line it begins at; after a broken one nothing can be read."""
+    decoder = json.JSONDecoder()
+    at = _skip(text, text.index("[") + 1)
+    line, counted = 1, 0
+    while at < len(text) and text[at] != "]":
+        line += text.count("\n", counted, at)
+        counted = at
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            place = error.lineno if isinstance(error, json.JSONDecodeError) else line
+            yield line, Problem(line, f"is not JSON: {_why(error)} (line {place}); what follows cannot be read")
+            return
+        yield line, value
+        at = _skip(text, end)
+        if at < len(text) and text[at] == ",":
+            at = _skip(text, at + 1)
+        elif at >= len(text) or text[at] != "]":
+            line += text.count("\n", counted, at)
+            yield line, Problem(line, "the list is not closed, or a comma is missing; what follows cannot be read")
+            return
+    if at >= len(text):
+        yield line, Problem(line, "the list is not closed")
+
+
+def _skip(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _why(error: Exception) -> str:
+    return error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
+
+
+def _examples(record: Mapping[str, Any], line: int, reading: Reading) -> list[Example]:
+    if ("messages" in record) == ("text" in record):
+        known = "both messages and text" if "text" in record else f"neither messages nor text, but {_names(record)}"
+        raise InputError("record", f"has {known}", 'give {"messages": […]} or {"text": "…"}')
+    if "text" in record:
+        return _text_examples(record["text"], line, reading)
+    messages, tools = record["messages"], record.get("tools")
+    check_dialogue(messages, tools)
+    options = {} if tools is None else {"tools": tools}
+    pairs = reading.tokenizer.encode_answers(messages, reading.stop_ids, **options)
+    return [_chat_example(ids, marks, line, reading) for ids, marks in pairs]
+
+
+def check_dialogue(messages: Any, tools: Any = None) -> None:
+    """Refuse a conversation from which nothing could be learnt, or not what was meant."""
+    check_messages(messages)
+    check_tools(tools)
+    for index, message in enumerate(messages):
+        role, content = message["role"], message.get("content")
+        if role not in ROLES:
+            raise InputError(f"messages[{index}].role", f"is {role[:40]!r}", "use " + ", ".join(ROLES))
+        has_calls = role == "assistant" and bool(message.get("tool_calls"))
+        if not (content or "").strip() and not has_calls:
+            raise InputError(f"messages[{index}].content", "is empty", "give text")
+        if role == "system" and index:
+            raise InputError(f"messages[{index}].role", "is system", "a system message can only be the first")
+        if role == "assistant" and index and messages[index - 1]["role"] == "assistant":
+            raise InputError(
+                f"messages[{index}].role", "is assistant twice in a row", "join them, or put the user between"
+            )
+    if not any(message["role"] == "assistant" for message in messages):
+        raise InputError("messages", "have no answer of the assistant", "there is nothing to learn")
+
+
+def _chat_example(ids: list[int], marks: list[bool], line: int, reading: Reading) -> Example:
+    if len(ids) > reading.max_length:
+        if not reading.may_cut:
+            raise InputError(
+                "conversation",
+                f"has {len(ids):,} tokens",
+                f"raise --max-length ({reading.max_length:,}), or --cut-long",
+            )
+        ids, marks = ids[: reading.max_length], marks[: reading.max_length]
+        if not any(marks[1:]):
+            raise InputError("conversation", "has no answer left when it is cut", "raise --max-length")
+    return _example(ids, marks, line)
+
+
+def _text_examples(text: Any, line: int, reading: Reading) -> list[Example]:
+    """A text of any length: pieces of the length that is learnt at a time."""
+    if not isinstance(text, str) or not text.strip():
+        raise InputError(
+            "text", "is empty" if isinstance(text, str) else f"is of type {type(text).__name__}", "give text"
+        )
+    ids = [*reading.tokenizer.encode(text), reading.eos]
+    pieces = [ids[at : at + reading.max_length] for at in range(0, len(ids), reading.max_length)]
+    return [_example(piece, [True] * len(piece), line) for piece in pieces if len(piece) > 1]
+
+
+def _example(ids: Sequence[int], marks: Sequence[bool], line: int) -> Example:
+    learn = np.array(marks, np.bool_)
+    learn[0] = False
+    return Example(np.array(ids, np.int64), learn, line)
+
+
+def _names(record: Mapping[str, Any]) -> str:
+    return ", ".join(str(name)[:40] for name in list(record)[:8]) or "nothing"
+
+
+def pack(examples: Sequence[Example], max_length: int) -> list[tuple[Example, ...]]:
+    """Examples put together into rows of at most `max_length` tokens: long ones first, each where it fits tightest."""
+    order = sorted(range(len(examples)), key=lambda index: (-len(examples[index]), index))
+    rows: list[list[Example]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    for index in order:
+        example = examples[index]
+        at = bisect_left(free, (len(example), -1))
+        if at == len(free):
+            rows.append([example])
+            left, row = max_length - len(example), len(rows) - 1
+        else:
+            left, row = free.pop(at)
+            rows[row].append(example)
+            left -= len(example)
+        if left:
+            insort(free, (left, row))
+    return [tuple(row) for row in rows]
+
+
+def split_off(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """Examples to learn from and, drawn by the seed, a share to measure on; both hold at least one.
+
+    What came from one line stays together.
+    """
+    lines = sorted({example.line for example in examples})
+    if len(lines) < 2:
+        raise InputError("eval-share", "needs at least two examples", "give more data, or a file with --eval")
+    count = min(max(1, round(share * len(lines))), len(lines) - 1)
+    held = set(np.random.default_rng(seed).permutation(lines)[:count].tolist())
+    return [one for one in examples if one.line not in held], [one for one in examples if one.line in held]
