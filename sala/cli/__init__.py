@@ -33,6 +33,10 @@ VERBS = {
     "quantize": "Store a model in fewer bits.",
     "convert": "Turn a dense model into a hybrid.",
     "train": "Train a model through the stages of a recipe.",
+    "finetune": "Teach a model from your own examples: all of it, LoRA or QLoRA.",
+    "fuse": "Merge an adapter into its model.",
+    "llamafactory": "Run LLaMA-Factory on our models.",
+    "export": "Write a model as transformers loads it with remote code.",
     "init": "Make a checkpoint with random weights.",
 }
 

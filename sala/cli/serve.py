@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from sala.cli.settings import note
-from sala.errors import MissingExtra
+from sala.errors import InputError, MissingExtra
 from sala.server.settings import (
     Count,
     Flag,
@@ -21,6 +21,7 @@ from sala.server.settings import (
     Several,
     Whole,
     flag_name,
+    gather,
     show_default,
     variable_name,
 )
@@ -29,11 +30,36 @@ SHORT = {"model": ["-m"]}
 METAVARS = {Count: "COUNT", Number: "X", Place: "PATH", Secret: "KEY", Whole: "N"}
 
 
-def serve(config: Path | None, show_config: bool, **flags: Any) -> int:
-    settings = Settings.load(config, os.environ, flags)
+def serve(more: list[str] | None, config: Path | None, show_config: bool, print_command: bool, **flags: Any) -> int:
+    given = gather(config, os.environ, flags)
+    settings = Settings(**given)
     if show_config:
         print("\n".join(show(settings)))
         return 0
+    if settings.engine != "sala":
+        return launch(settings, given, more or [], print_command)
+    from sala.server.launch import check_own
+
+    check_own(given, more or [])
+    if print_command:
+        raise InputError("--print-command", "is for other engines", "add --engine vllm or --engine sglang")
+    return serve_here(settings)
+
+
+def launch(settings: Settings, given: dict[str, Any], more: list[str], is_shown_only: bool) -> int:
+    """Another engine's server, in the place of this process."""
+    from sala.server.launch import plan
+
+    found = plan(settings, given, more, os.environ)
+    if is_shown_only:
+        print(found.show())
+        return 0
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    note(f"starting {settings.engine}; once it is ready it listens at http://{host}:{settings.port}/v1")
+    return found.run()
+
+
+def serve_here(settings: Settings) -> int:
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -61,10 +87,17 @@ def _as_toml(value: Any) -> str:
 
 
 def _signature() -> inspect.Signature:
-    """The flags of `sala serve`: the settings, and two that are about them."""
+    """The flags of `sala serve`: the settings, and a few that are about them."""
+    rest = typer.Argument(metavar="FLAGS", help="After --: flags of vllm or sglang, passed on as they are.")
     file = typer.Option("--config", help="TOML file with settings.", envvar="SALA_CONFIG", metavar="FILE")
     shown = typer.Option("--show-config", help="Show the settings as they add up, and exit.")
-    flags = [_flag("config", Annotated[Path | None, file], None), _flag("show_config", Annotated[bool, shown], False)]
+    command = typer.Option("--print-command", help="Show how the other engine would be started, and exit.")
+    flags = [
+        _flag("more", Annotated[list[str] | None, rest], None),
+        _flag("config", Annotated[Path | None, file], None),
+        _flag("show_config", Annotated[bool, shown], False),
+        _flag("print_command", Annotated[bool, command], False),
+    ]
     for each in fields(Settings):
         kind = each.metadata["kind"]
         names = [flag_name(each.name) + (f"/{kind.off}" if isinstance(kind, Flag) else ""), *SHORT.get(each.name, ())]

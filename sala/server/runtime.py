@@ -15,7 +15,7 @@ from sala.config import SalaConfig
 from sala.errors import SalaError
 from sala.library import Library
 from sala.llm import LLM
-from sala.models import EMBEDDED, find_model
+from sala.models import EMBEDDED, find_base, find_model
 from sala.server.errors import ApiError
 from sala.server.settings import Settings
 from sala.server.worker import Observer, Worker
@@ -38,8 +38,12 @@ class LoadedModel:
 
 
 def open_model(path: Path, settings: Settings) -> LLM:
+    """Load a model; the adapter of the settings belongs to the one that answers by default."""
+    base, adapter = _find_chosen(settings)
     return LLM(
         path,
+        adapter=adapter if adapter is not None and path.resolve() == base.resolve() else None,
+        backend=settings.backend,
         device=settings.device,
         dtype=settings.dtype,
         ctx=settings.ctx,
@@ -50,6 +54,11 @@ def open_model(path: Path, settings: Settings) -> LLM:
         draft_layers=settings.draft_layers,
         cache_dir=settings.cache_dir,
     )
+
+
+def _find_chosen(settings: Settings) -> tuple[Path, Path | None]:
+    """The model that the settings name, and its adapter."""
+    return find_base(find_model(settings.model), settings.adapter)
 
 
 def check_model(path: Path) -> None:
@@ -87,7 +96,7 @@ class Runtime:
         entry = self.library.find(name)
         if entry is not None:
             return entry.id
-        return self.library.register(find_model(name))
+        return self.library.register(_find_chosen(self._settings)[0])
 
     async def get(self, model_id: str | None) -> LoadedModel:
         """A model that is ready; by default the default one. One that is known and not loaded is loaded first."""

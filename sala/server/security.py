@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request
 from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 
-from sala.errors import SalaError
 from sala.server.errors import ApiError, Failures
 from sala.server.limits import RequestLimits
 from sala.server.settings import LOCAL_HOSTS, Settings, is_ip, is_loopback
@@ -26,15 +25,6 @@ ORIGIN = re.compile(rb"(https?)://(.+)")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 DEFAULT_PORTS = {b"http": b"80", b"https": b"443"}
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-
-
-def check_listening(settings: Settings) -> None:
-    """Beyond this machine only with a key, or with the operator's word that none is wanted."""
-    if not settings.is_local and settings.api_key is None and not settings.allow_remote_without_key:
-        raise SalaError(
-            f"{settings.host} can be reached by others, and there is no key",
-            "set SALA_API_KEY or --api-key-file, or say --allow-remote-without-key",
-        )
 
 
 async def need_key(request: Request) -> None:

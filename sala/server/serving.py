@@ -25,8 +25,7 @@ from sala.errors import SalaError
 from sala.server.connection import Connection
 from sala.server.errors import ApiError
 from sala.server.limits import MAX_HEADER_BYTES
-from sala.server.security import check_listening
-from sala.server.settings import Settings
+from sala.server.settings import Settings, check_listening
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,29 +36,20 @@ KEEP_ALIVE_S = 30
 DEAD_S = 2.0  # a worker that is being replaced is gone for a moment; one that stays away has died
 GRACE_S = 10.0  # for closing what is open, after the requests have ended
 QUICK_S = 0.5
-PLANNED_ENGINES = ("vllm", "sglang")
 
 log = logging.getLogger("sala.server")
-
-
-def _create_app(settings: Settings) -> Any:
-    from sala.server.app import create_app
-
-    return create_app(settings)
-
-
-ENGINES: dict[str, Callable[[Settings], Any]] = {"sala": _create_app}
 
 
 def serve(settings: Settings, note: Note) -> int:
     """Serve until a signal comes; returns the exit code."""
     check_listening(settings)
-    create = find_engine(settings.engine)
     prepare_models_dir(settings.models_dir)
     listener = open_socket(settings.host, settings.port)
     with contextlib.closing(listener):
         set_up_log(settings.log_level)
-        app = create(settings)
+        from sala.server.app import create_app
+
+        app = create_app(settings)
         server = make_server(app, settings, partial(greet, settings, listener, note))
         return run(server, listener)
 
@@ -76,14 +66,6 @@ def run(server: "Server", listener: socket.socket) -> int:
         sys.stderr.flush()
         os._exit(server.exit_code)
     return server.exit_code
-
-
-def find_engine(name: str) -> Callable[[Settings], Any]:
-    if name in PLANNED_ENGINES:
-        raise SalaError(f"the engine {name} cannot be used yet", "leave --engine out")
-    if name not in ENGINES:
-        raise SalaError(f"there is no engine {name[:60]!r}", f"use {', '.join(ENGINES)}")
-    return ENGINES[name]
 
 
 def prepare_models_dir(path: Path) -> None:

@@ -29,8 +29,12 @@ OTHER_VARIABLES = frozenset(
         "SALA_PREFILL",
         "SALA_SCREENSHOTS",
         "SALA_SESSIONS_DIR",
+        "SALA_SGLANG_PYTHON",
         "SALA_TEST_CLIENTS",
         "SALA_TEST_DEVICE",
+        "SALA_TEST_ENGINES",
+        "SALA_TEST_FINETUNE",
+        "SALA_VLLM_PYTHON",
     }
 )
 MASK = "***"
@@ -177,6 +181,18 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An address or name, with a port."""
+
+    def read(self, value: Any) -> str:
+        host, _, port = value.strip().rpartition(":") if isinstance(value, str) else ("", "", "")
+        if not port.isascii() or not port.isdecimal() or not 0 < int(port[:6]) < 1 << 16:
+            raise ValueError(f"is {_short(value)}; write it as HOST:PORT, such as 10.0.0.1:29500")
+        name = Address().read(host)
+        return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
+@dataclass(frozen=True, slots=True)
 class Origin:
     """What a browser sends as Origin: scheme, host and port, nothing more."""
 
@@ -232,10 +248,16 @@ class Settings:
     host: str = setting("127.0.0.1", Address(), "Address to listen on; 0.0.0.0 is every network, and needs a key.")
     port: int = setting(8080, Whole(0, 65535), "Port to listen on; 0 takes a free one.")
     model: str | None = setting(None, Text(), "Model that answers by default: a directory or a name.", "smol-sala")
+    adapter: Path | None = setting(None, Place(), "LoRA adapter that is merged into that model.")  # noqa: RUF009
     models_dir: Path = setting(  # noqa: RUF009
         _default_models_dir, Place(), "Where downloaded models lie.", "the user's data directory"
     )
-    engine: str = setting("sala", Text(), "What computes; only sala for now.")
+    engine: str = setting("sala", Choice(("sala", "vllm", "sglang")), "What computes: sala, vllm or sglang.")
+    tp: int = setting(1, Whole(1, 1 << 10), "GPUs that share every layer; for vllm and sglang.")
+    pp: int = setting(1, Whole(1, 1 << 10), "Groups of GPUs that share the layers; for vllm.")
+    nodes: int = setting(1, Whole(1, 1 << 10), "Machines that run one model together; for vllm and sglang.")
+    node_rank: int = setting(0, Whole(0, 1 << 10), "Which of them this one is; 0 answers the clients.")
+    master: str | None = setting(None, Endpoint(), "Where the machines meet: HOST:PORT of machine 0.")
 
     api_key: str | None = setting(
         None, Secret(), "Key that every request must bring. A file or the environment hides it."
@@ -243,6 +265,7 @@ class Settings:
     admin_key: str | None = setting(None, Secret(), "Key to download, load, unload and delete models.", "the API key")
     api_key_file: Path | None = setting(None, Place(), "File that holds the API key.")  # noqa: RUF009
 
+    backend: str = setting("auto", Text(), "auto, torch or mlx.")
     device: str = setting("auto", Text(), "auto, cpu, cuda, cuda:N or mps.")
     dtype: str = setting("auto", Choice(("auto", "bfloat16", "float16", "float32")), "Precision of the weights.")
     ctx: int | None = setting(None, Count(), "Longest sequence in tokens, e.g. 128k or 1M.", "by free memory")
@@ -307,13 +330,7 @@ class Settings:
 
     @classmethod
     def load(cls, file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> "Settings":
-        """Flags beat the environment, which beats the file. `None` among the flags is one that was not given."""
-        values: dict[str, Any] = {}
-        for layer in (read_file(file), read_environment(environment), read_flags(flags)):
-            if layer.keys() & KEY_FIELDS:  # a key replaces a key file, and the other way round
-                values = {name: value for name, value in values.items() if name not in KEY_FIELDS}
-            values |= layer
-        return cls(**values)
+        return cls(**gather(file, environment, flags))
 
     @property
     def is_local(self) -> bool:
@@ -329,6 +346,25 @@ class Settings:
         if isinstance(each.metadata["kind"], Secret) and value is not None:
             return MASK
         return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+
+
+def gather(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """What is set: flags beat the environment, which beats the file. `None` is a flag that was not given."""
+    values: dict[str, Any] = {}
+    for layer in (read_file(file), read_environment(environment), read_flags(flags)):
+        if layer.keys() & KEY_FIELDS:  # a key replaces a key file, and the other way round
+            values = {name: value for name, value in values.items() if name not in KEY_FIELDS}
+        values |= layer
+    return values
+
+
+def check_listening(settings: Settings) -> None:
+    """Beyond this machine only with a key, or with the operator's word that none is wanted."""
+    if not settings.is_local and settings.api_key is None and not settings.allow_remote_without_key:
+        raise SalaError(
+            f"{settings.host} can be reached by others, and there is no key",
+            "set SALA_API_KEY or --api-key-file, or say --allow-remote-without-key",
+        )
 
 
 def read_file(file: Path | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import pytest
 
 from sala import cli
 from sala.errors import SalaError
-from sala.server.serving import OneLine, as_user_error, find_engine, greet, has_died, open_socket, prepare_models_dir
+from sala.server.serving import OneLine, as_user_error, greet, has_died, open_socket, prepare_models_dir
 from sala.server.settings import Settings
 from tests.server.live import FakeRuntime, is_closed, make_app, read_answer, request, serving, wait_until
 
@@ -40,14 +40,6 @@ def test_port_in_use() -> None:
 def test_bad_address(host: str) -> None:
     with pytest.raises(SalaError, match="address"):
         open_socket(host, 0)
-
-
-def test_engines() -> None:
-    assert callable(find_engine("sala"))
-    with pytest.raises(SalaError, match="vllm cannot be used yet"):
-        find_engine("vllm")
-    with pytest.raises(SalaError, match="there is no engine 'x'; use sala"):
-        find_engine("x")
 
 
 def test_models_directory(tmp_path: Path) -> None:
@@ -192,7 +184,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
     [
         (["--host", "0.0.0.0"], 1, "there is no key"),  # noqa: S104
         (["--host", "203.0.113.7", "--api-key", "k"], 1, "203.0.113.7 is no address of this machine"),
-        (["--engine", "sglang"], 1, "sglang cannot be used yet"),
+        (["--engine", "sglang"], 2, "port is 0; name one"),
         (["--port", "x"], 2, "--port is 'x'"),
         (["--config", "/nowhere.toml"], 1, "/nowhere.toml cannot be read"),
         (["--models-dir", "/dev/null"], 1, "cannot be used: is a file"),

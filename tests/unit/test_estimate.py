@@ -113,3 +113,17 @@ def test_fp8_weights_count_as_what_they_become(capsys: pytest.CaptureFixture[str
 def test_a_list_says_how_groups_lie() -> None:
     assert describe({"bits": 4, "group_size": 128}) == "4 bits, groups of 128"
     assert describe({"bits": 4, "group_size": -1}) == "4 bits, one group per row"
+
+
+def test_tensor_parallel(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each GPU holds its share; the two kv heads of the released model can be halved, and no further."""
+    one, two, four = (facts(capsys, "--shape", "9b", "--ctx", "1M", "--batch", "3", "--tp", n) for n in "124")
+    assert (two["weights"], two["pages"], two["states"]) == tuple(
+        one[name] // 2 for name in ("weights", "pages", "states")
+    )
+    assert four["weights"] == one["weights"] // 4
+    assert four["states"] == one["states"] // 4
+    assert four["pages"] == two["pages"]
+    assert "each of 2 GPUs" in show(capsys, "--shape", "9b", "--tp", "2")
+    assert run(["estimate", "--shape", "9b", "--tp", "3"]) == 2
+    assert "it must divide 32 heads" in capsys.readouterr().err

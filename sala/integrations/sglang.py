@@ -1,0 +1,159 @@
+"""SGLang has SALA in its tree; this plug-in puts right what is wrong there and runs it where there is no GPU.
+
+SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). Two hooks:
+
+- Under tensor parallelism SGLang 0.5.23 normalises the output of a lightning layer over the heads of one rank instead
+  of all heads, and answers other tokens. The hook adds the squares up over the ranks. Whether it is needed is read
+  from SGLang's source, so that it steps aside as soon as SGLang does it by itself.
+- The linear-attention kernel is Triton, which needs a GPU. Where there is none this project's reference computes.
+"""
+
+import ast
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MODEL = "sglang.srt.models.minicpm"
+MIXER = "MiniCPMLightningMixer"
+KERNEL = "sglang.kernels.ops.attention.linear.seg_la.seg_la_fwd"
+
+log = logging.getLogger(__name__)
+
+
+class Norm(Enum):
+    """How SGLang's source normalises the output of a lightning layer under tensor parallelism."""
+
+    ABSENT = "has no lightning layers"
+    PER_RANK = "normalises over the heads of each rank"
+    OTHER = "normalises in a way of its own"
+
+
+@functools.cache
+def register() -> None:
+    """Called by SGLang in every process; once is enough."""
+    import torch
+
+    norm = read_norm(_find_source(MODEL))
+    log.info("SGLang %s: %s", norm.value, "repaired" if norm is Norm.PER_RANK else "left as it is")
+    if norm is Norm.ABSENT:
+        return
+    _keep_config()
+    if norm is Norm.PER_RANK:
+        _hook(f"{MODEL}.{MIXER}.__init__", build_mixer)
+    if not torch.cuda.is_available():
+        _hook(KERNEL, run_segments)
+
+
+def _keep_config() -> None:
+    """In SGLang's processes the model's name means SGLang's configuration: `import sala` has put ours there."""
+    from sglang.srt.configs.minicpm import MiniCPMHybridConfig
+    from transformers import AutoConfig
+
+    AutoConfig.register(MiniCPMHybridConfig.model_type, MiniCPMHybridConfig, exist_ok=True)
+
+
+def _hook(target: str, hook: Callable[..., Any]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def _find_source(module: str) -> str:
+    """A module's source, without importing it; nothing if it has none."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return ""
+    return Path(spec.origin).read_text() if spec is not None and spec.origin and spec.origin.endswith(".py") else ""
+
+
+def read_norm(source: str) -> Norm:
+    """Only the fault as it is known counts: whatever looks different is left alone."""
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef) and node.name == MIXER]
+    if not classes:
+        return Norm.ABSENT
+    methods = {node.name: node for node in classes[0].body if isinstance(node, ast.FunctionDef)}
+    if not {"__init__", "forward"} <= methods.keys():
+        return Norm.OTHER
+    built = [ast.unparse(node) for node in ast.walk(methods["__init__"]) if isinstance(node, ast.Assign)]
+    used = [ast.unparse(node) for node in ast.walk(methods["forward"]) if isinstance(node, ast.Attribute)]
+    is_local = any(line.startswith("self.o_norm = RMSNorm(self.num_heads * self.head_dim,") for line in built)
+    is_plain = ast.unparse(methods["forward"]).count("o = self.o_norm(o)") == used.count("self.o_norm") == 1
+    shares = any(word in ast.unparse(classes[0]) for word in ("all_reduce", "all_gather", "mean_square", "variance"))
+    return Norm.PER_RANK if is_local and is_plain and not shares else Norm.OTHER
+
+
+def build_mixer(original: Callable[..., None], mixer: Any, *args: Any, **kwargs: Any) -> None:
+    """Around the constructor of SGLang's lightning layer: its norm sees all heads."""
+    original(mixer, *args, **kwargs)
+    num_ranks = mixer.total_num_heads // mixer.num_heads
+    if num_ranks == 1 or not mixer.use_output_norm:
+        return
+    from sglang.srt.distributed import tensor_model_parallel_all_reduce
+
+    mixer.o_norm = make_norm(mixer.o_norm, mixer.rms_norm_eps, num_ranks, tensor_model_parallel_all_reduce)
+
+
+def make_norm(norm: Any, eps: float, num_ranks: int, add_up: "Callable[[Tensor], Tensor]") -> Any:
+    """A module in the place of `norm`, with the very same weight: SGLang has told it how to load itself."""
+    from torch import nn
+
+    from sala.backends.torch.ops.norm import rms_norm_share
+
+    class SharedNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = norm.weight
+
+        def forward(self, x: "Tensor") -> "Tensor":
+            return rms_norm_share(x, self.weight, eps, num_ranks, add_up)
+
+    return SharedNorm()
+
+
+def run_segments(
+    original: "Callable[..., Tensor]",
+    q: "Tensor",
+    k: "Tensor",
+    v: "Tensor",
+    s: "Tensor",
+    decay_scales: "Tensor",
+    meta: Any,
+    caches: "Tensor | None" = None,
+    cache_indices: "Tensor | None" = None,
+    track_lens: "Tensor | None" = None,
+    track_state_indices: "Tensor | None" = None,
+    softmax_scale: float | None = None,
+) -> "Tensor":
+    """Around SGLang's kernel: q, k, v [T, H, D] packed, s [slots, H, D, D] advanced in place → [T, H, D].
+
+    A slot below zero is padding. Drafts and kept states ask for more than the reference gives.
+    """
+    import torch
+
+    from sala.backends.torch.ops.lightning import lightning_ragged
+
+    if not q.is_cpu:
+        wanted = (caches, cache_indices, track_lens, track_state_indices, softmax_scale)
+        return original(q, k, v, s, decay_scales, meta, *wanted)
+    if caches is not None or track_lens is not None or meta.mask is not None:
+        raise NotImplementedError("without a GPU there is neither speculation nor a prefix cache of states")
+    lengths: list[int] = meta.q_offsets.diff().tolist()
+    is_used = meta.s_offsets >= 0
+    slots = meta.s_offsets.clamp(min=0).long()
+    has_past = meta.s_scales.bool() & is_used
+    states = torch.where(has_past[:, None, None, None], s[slots].float(), 0.0)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    total = sum(lengths)
+    output, states = lightning_ragged(q[:total], k[:total], v[:total], states, lengths, decay_scales.flatten(), scale)
+    s[slots[is_used]] = states[is_used].to(s.dtype)
+    result = q.new_zeros(q.shape)
+    result[:total] = output.to(q.dtype)
+    return result

@@ -1,0 +1,44 @@
+"""Which prompts may share a prefix: those of one regime, or any as far as dense and sparse rows agree.
+
+A prompt of dense_len tokens or more is sparse from its first row, a shorter one dense. Rows below the agreement bound
+are the same in both; behind it, a block of a sparse prompt gets a key of its own in vLLM's prefix cache.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from typing import Any, Protocol
+
+from sala.config import SparseConfig
+
+SPARSE_KEY = ("sala_regime", "sparse")
+
+
+class Request(Protocol):
+    num_prompt_tokens: int
+
+
+def block_keys(request: Request, end: int, sparse: SparseConfig) -> tuple[tuple[str, str], ...]:
+    """What to add to the hash of a request's block that ends before token `end`."""
+    is_apart = end > sparse.agreement_len and sparse.sparse_from(request.num_prompt_tokens) == 0
+    return (SPARSE_KEY,) if is_apart else ()
+
+
+_known: list[SparseConfig] = []  # of the model that this process schedules
+
+
+def keep_apart(sparse: SparseConfig) -> None:
+    """From now on vLLM's block hashes tell the regimes apart. Again, for another model: its geometry holds."""
+    from vllm.v1.core import kv_cache_utils
+
+    is_first = not _known
+    _known[:] = [sparse]
+    if not is_first:
+        return
+    usual = kv_cache_utils.generate_block_hash_extra_keys
+
+    def generate(request: Any, start: int, end: int, first_feature: int) -> tuple[tuple[Any, ...] | None, int]:
+        keys, next_feature = usual(request, start, end, first_feature)
+        own = block_keys(request, end, _known[0])
+        return ((*(keys or ()), *own) if own else keys), next_feature
+
+    kv_cache_utils.generate_block_hash_extra_keys = generate

@@ -1,0 +1,333 @@
+"""Starts another engine in the place of ours: its own server, by its own command, with the flags that SALA needs.
+
+What is set and cannot be passed on is an error, and so is what the engine could not run or would compute wrongly.
+"""
+
+import importlib.util
+import itertools
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from sala.config import SalaConfig
+from sala.errors import ConfigError, InputError, MissingExtra
+from sala.server.settings import MASK, Settings, check_listening, flag_name, variable_name
+
+COMMON = frozenset(
+    {
+        "allow_remote_without_key", "api_key", "api_key_file", "ctx", "device", "dtype", "engine", "host", "log_level",
+        "master", "max_batch", "model", "models_dir", "node_rank", "nodes", "port", "tp",
+    }
+)  # fmt: skip
+SCALE = ("tp", "pp", "nodes", "node_rank", "master")
+SPARSE_RATIO = 16  # query heads per kv head, the only number that SGLang's sparse kernels know
+PLACES = {  # settings that have another home, where the engine is not ours
+    "adapter": "make one model of both: sala fuse MODEL --adapter ADAPTER -o DIR",
+    "pp": "sglang cannot split SALA by layers; use --tp, or --engine vllm",
+    "temperature": "say it in the requests",
+    "top_p": "say it in the requests",
+    "top_k": "say it in the requests",
+    "max_tokens": "say it in the requests",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command, the variables that it gets, those that are secret, and secrets that it reads from a file."""
+
+    command: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    key_file: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def show(self) -> str:
+        """As one would type it; keys do not show."""
+        set_ = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        hidden = [f"{name}={MASK}" for name in self.secrets]
+        file = ["--config", "KEYS.yaml"] if self.key_file else []
+        return " ".join([*set_, *hidden, shlex.join([*self.command, *file])])
+
+    def run(self) -> NoReturn:
+        """The engine takes the place of this process."""
+        for name in ("api_key", "admin_key"):
+            os.environ.pop(variable_name(name), None)
+        os.environ.update({**self.variables, **self.secrets})
+        command = [*self.command, *(["--config", _write_keys(self.key_file)] if self.key_file else [])]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execvp(command[0], command)  # noqa: S606
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What somebody asks for. `given`: the settings that are set; `more`: flags for the engine, as they are."""
+
+    settings: Settings
+    given: frozenset[str]
+    path: Path
+    config: SalaConfig
+    more: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def pass_on(self, **flags: str) -> list[str]:
+        """Settings by other names; where nothing is said the engine has its own default."""
+        words = ((flag, str(getattr(self.settings, name))) for name, flag in flags.items() if name in self.given)
+        return [word for pair in words for word in pair]
+
+
+def plan(settings: Settings, given: Collection[str], more: Sequence[str], environment: Mapping[str, str]) -> Launch:
+    """What to start, for settings of which `given` are set and with `more` flags; it is all checked here."""
+    engine = ENGINES[settings.engine]
+    if more and not more[0].startswith("-"):
+        raise InputError("arguments", f"{more[0][:60]} is not understood", "name a model with -m")
+    check_listening(settings)
+    _check_given(settings.engine, engine.takes, given)
+    _check_nodes(settings)
+    if settings.port == 0:
+        raise InputError("port", "is 0", f"name one: {settings.engine} does not say which one it took")
+    path = find_model(settings)
+    config = SalaConfig.load(path)
+    _check_shares(config, settings)
+    launch = engine.plan(Wish(settings, frozenset(given), path, config, tuple(more), environment))
+    _check_more(launch, more)
+    if importlib.util.find_spec(settings.engine) is None:
+        raise MissingExtra(settings.engine, settings.engine)
+    _check_plugin(settings.engine, environment)
+    return Launch((*launch.command, *more), launch.variables, launch.secrets, launch.key_file)
+
+
+def check_own(given: Collection[str], more: Sequence[str]) -> None:
+    """Our own engine runs on one device, and knows all of its flags."""
+    scale = [name for name in SCALE if name in given]
+    if scale:
+        raise InputError(flag_name(scale[0]), "is for other engines", "add --engine vllm or --engine sglang")
+    if more:
+        remedy = "name a model with -m; flags after -- are for --engine vllm or sglang"
+        raise InputError("arguments", f"{shlex.join(more)[:60]} are not understood", remedy)
+
+
+def find_model(settings: Settings) -> Path:
+    from sala.models import find_model as find
+
+    if settings.model is None:
+        raise InputError("--model", "is missing", f"name one: the embedded model does not run on {settings.engine}")
+    os.environ[variable_name("models_dir")] = str(settings.models_dir)
+    path = find(settings.model).resolve()
+    if not path.is_dir():
+        raise InputError("model", f"{path} is a file", f"{settings.engine} needs a checkpoint directory")
+    return path
+
+
+def _check_given(engine: str, takes: Collection[str], given: Collection[str]) -> None:
+    for name in sorted(given):
+        if name not in COMMON and name not in takes:
+            remedy = PLACES.get(name, "leave it out, or use --engine sala")
+            raise InputError(flag_name(name), f"cannot be passed on to {engine}", remedy)
+
+
+def _check_nodes(settings: Settings) -> None:
+    ranks = settings.tp * settings.pp
+    if settings.nodes == 1 and (settings.master is not None or settings.node_rank):
+        name = "master" if settings.master is not None else "node_rank"
+        raise InputError(flag_name(name), "is for several machines", "say how many with --nodes")
+    if settings.nodes == 1:
+        return
+    if settings.master is None:
+        raise InputError("--master", "is missing", "say where the machines meet: HOST:PORT of machine 0")
+    if settings.node_rank >= settings.nodes:
+        raise InputError("--node-rank", f"is {settings.node_rank}", f"it goes from 0 to {settings.nodes - 1}")
+    if ranks % settings.nodes:
+        raise InputError(
+            "--nodes", f"is {settings.nodes}, and {ranks} GPUs cannot be spread evenly", "choose another --tp or --pp"
+        )
+
+
+def _check_shares(config: SalaConfig, settings: Settings) -> None:
+    tp, groups = settings.tp, config.num_key_value_heads
+    for name in ("num_attention_heads", "lightning_nh", "intermediate_size"):
+        count = getattr(config, name)
+        if count % tp:
+            raise InputError("--tp", f"is {tp}, which does not divide {name} = {count}", f"use {_divisors(config)}")
+    if groups % tp and tp % groups:
+        raise InputError("--tp", f"is {tp}, and {groups} kv heads cannot be shared so", f"use {_divisors(config)}")
+    if settings.pp > config.num_hidden_layers:
+        raise InputError("--pp", f"is {settings.pp}", f"the model has {config.num_hidden_layers} layers")
+    quantization = config.quantization
+    if quantization is not None and quantization.layout is None:
+        raise ConfigError(
+            f"{settings.engine} does not read checkpoints that are quantized in MLX's layout",
+            "give it one in bfloat16, GPTQ, AWQ, compressed-tensors or FP8",
+        )
+
+
+def _divisors(config: SalaConfig) -> str:
+    counts = (config.num_attention_heads, config.lightning_nh, config.intermediate_size)
+    groups = config.num_key_value_heads
+    fits = [n for n in range(1, 65) if not any(c % n for c in counts) and not (groups % n and n % groups)]
+    return ", ".join(map(str, fits))
+
+
+def _check_more(launch: Launch, more: Sequence[str]) -> None:
+    """What `sala serve` sets is set there: a second value would get round what was checked."""
+    ours = {word for word in launch.command if word.startswith("--")} | {"--config", *KEPT}
+    for word in more:
+        name = word.partition("=")[0].replace("_", "-")
+        is_short_for_ours = name.startswith("--") and any(one.startswith(name) for one in ours)  # as argparse reads it
+        if name in ours or is_short_for_ours:
+            raise InputError(name, "is set by sala serve", "use its own flag, before the --")
+
+
+def _check_plugin(engine: str, environment: Mapping[str, str]) -> None:
+    """Both engines load every plug-in, unless a variable lists the ones that they may."""
+    variable = f"{engine.upper()}_PLUGINS"
+    allowed = environment.get(variable, "").strip()
+    if allowed and "sala" not in [name.strip() for name in allowed.split(",")]:
+        raise InputError(variable, f"is {allowed[:60]!r}", "add sala to it: SALA runs there through its plug-in")
+
+
+def plan_vllm(wish: Wish) -> Launch:
+    """Only the command `vllm serve` can be a node without a server; the module behind it needs no installed command."""
+    settings, path = wish.settings, wish.path
+    if settings.device != "auto":
+        raise InputError("--device", f"is {settings.device}", "vllm takes what it was built for; CUDA_VISIBLE_DEVICES")
+    module = "vllm.entrypoints.openai.api_server"
+    start = ["-m", module, "--model", str(path)]
+    if settings.node_rank:
+        start = ["-m", "vllm.entrypoints.cli.main", "serve", str(path), "--headless"]
+    else:
+        start += ["--host", settings.host, "--port", str(settings.port)]
+    flags = ["--served-model-name", served_name(path), "--dtype", settings.dtype]
+    flags += ["--enable-prefix-caching", "--enable-chunked-prefill"]
+    flags += wish.pass_on(ctx="--max-model-len", max_batch="--max-num-seqs", cache_memory="--kv-cache-memory-bytes")
+    flags += _sizes({"--tensor-parallel-size": settings.tp, "--pipeline-parallel-size": settings.pp})
+    if settings.nodes > 1:
+        host, _, port = str(settings.master).rpartition(":")
+        flags += ["--distributed-executor-backend", "mp", "--nnodes", str(settings.nodes)]
+        flags += ["--node-rank", str(settings.node_rank), "--master-addr", host.strip("[]"), "--master-port", port]
+    if settings.cors_origins:
+        flags += ["--allowed-origins", json.dumps(settings.cors_origins)]
+    variables = {"VLLM_LOGGING_LEVEL": settings.log_level.upper()} if "log_level" in wish.given else {}
+    secrets = {} if settings.api_key is None else {"VLLM_API_KEY": settings.api_key}
+    return Launch((sys.executable, *start, *flags), variables, secrets)
+
+
+def plan_sglang(wish: Wish) -> Launch:
+    """Without a GPU, and where somebody asks for another attention, it computes densely: right up to `dense_len`."""
+    settings, path, config = wish.settings, wish.path, wish.config
+    if settings.device not in ("auto", "cpu", "cuda"):
+        raise InputError("--device", f"is {settings.device}", "use cpu or cuda; CUDA_VISIBLE_DEVICES chooses the GPU")
+    _check_sglang_model(config)
+    is_dense = is_dense_in_sglang(wish)
+    ctx = check_sglang_context(config, settings.ctx, is_dense)
+    if not is_dense:
+        _check_ratio(config, settings.tp)
+    start = ["-m", "sglang.launch_server", "--model-path", str(path), "--served-model-name", served_name(path)]
+    start += ["--host", settings.host, "--port", str(settings.port), "--dtype", settings.dtype]
+    flags = [] if ctx is None else ["--context-length", str(ctx)]
+    flags += [] if settings.device == "auto" else ["--device", settings.device]
+    if settings.device == "cpu":
+        flags += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    flags += wish.pass_on(max_batch="--max-running-requests", max_queue="--max-queued-requests")
+    flags += wish.pass_on(log_level="--log-level")
+    flags += _sizes({"--tp-size": settings.tp, "--nnodes": settings.nodes})
+    if settings.nodes > 1:
+        flags += ["--node-rank", str(settings.node_rank), "--dist-init-addr", str(settings.master)]
+    keys = {"api-key": settings.api_key, "admin-api-key": settings.admin_key}
+    held = {name: key for name, key in keys.items() if key is not None}
+    return Launch((sys.executable, *start, *flags), key_file=held)
+
+
+def is_dense_in_sglang(wish: Wish) -> bool:
+    forced = wish.environment.get("SGLANG_MINICPM_FORCE_DENSE", "").strip().lower() in ("1", "true", "yes", "on")
+    words = [part for word in wish.more for part in word.split("=", 1)]
+    chosen = [value for name, value in itertools.pairwise(words) if name == "--attention-backend"]
+    return forced or wish.settings.device == "cpu" or any(not name.startswith("minicpm") for name in chosen)
+
+
+def check_sglang_context(config: SalaConfig, ctx: int | None, is_dense: bool) -> int | None:
+    """The context to ask for; where all attention is dense it must end before the model would turn sparse."""
+    sparse = config.sparse_config
+    if is_dense:
+        most = max(sparse.dense_len - 1, sparse.agreement_len)
+        if ctx is not None and ctx > most:
+            raise InputError("--ctx", f"is {ctx}", f"without sparse attention sglang is right up to {most} tokens")
+        return most if ctx is None else ctx
+    least = max(sparse.dense_len, sparse.block_size * sparse.topk)
+    if ctx is not None and ctx < least:
+        raise InputError("--ctx", f"is {ctx}", f"sglang's sparse attention needs at least {least}")
+    return ctx
+
+
+def _check_ratio(config: SalaConfig, tp: int) -> None:
+    ratio = config.num_attention_heads // tp // max(1, config.num_key_value_heads // tp)
+    if ratio == SPARSE_RATIO:
+        return
+    least = config.num_attention_heads // max(1, config.num_key_value_heads)
+    remedy = "use --tp 1 or 2, or --engine vllm" if least == SPARSE_RATIO else "use --engine vllm"
+    raise InputError(
+        "--tp",
+        f"is {tp}, which gives {ratio} query heads per kv head, and sglang's sparse attention needs {SPARSE_RATIO}",
+        remedy,
+    )
+
+
+def _check_sglang_model(config: SalaConfig) -> None:
+    """Models that sglang would load, and compute wrongly."""
+    faults = {
+        "attn_log_base": config.attn_log_base is not None,
+        "attn_qk_norm": config.attn_qk_norm,
+        "attention_bias": config.attention_bias,
+        "mup_denominator": config.mup_denominator != config.num_hidden_layers,
+        "lightning_nkv": config.lightning_nkv != config.lightning_nh,
+    }
+    for name, is_wrong in faults.items():
+        if is_wrong:
+            raise ConfigError(
+                f"sglang does not compute with {name} = {getattr(config, name)} as this model does",
+                "use --engine vllm or --engine sala",
+            )
+
+
+def served_name(path: Path) -> str:
+    """The name that clients use, the same as our own server would give it."""
+    return re.sub(r"[^A-Za-z0-9._+@=-]", "-", path.name).lstrip("._+@=-")[:200] or "model"
+
+
+def _sizes(counts: Mapping[str, int]) -> list[str]:
+    return [word for flag, count in counts.items() if count > 1 for word in (flag, str(count))]
+
+
+def _write_keys(keys: Mapping[str, str]) -> str:
+    """SGLang takes keys from its command line, which others can see, or from such a file, which only we can read."""
+    handle, name = tempfile.mkstemp(prefix="sala-keys-", suffix=".yaml")
+    with os.fdopen(handle, "w") as file:
+        file.writelines(f"{key}: {json.dumps(value)}\n" for key, value in keys.items())
+    return name
+
+
+@dataclass(frozen=True)
+class Engine:
+    takes: frozenset[str]  # settings that are passed on, besides the common ones
+    plan: Callable[[Wish], Launch]
+
+
+ENGINES = {
+    "vllm": Engine(frozenset({"pp", "cache_memory", "cors_origins"}), plan_vllm),
+    "sglang": Engine(frozenset({"admin_key", "max_queue"}), plan_sglang),
+}
+# Flags, under any of their names, that would change where an engine listens, who may ask it and how it is spread.
+KEPT = frozenset(
+    {
+        "--api-key", "--admin-api-key", "--host", "--port", "--model", "--model-path", "--tensor-parallel-size", "-tp",
+        "--tp", "--tp-size", "--pipeline-parallel-size", "-pp", "--pp", "--pp-size", "--nnodes", "-n", "--node-rank",
+        "-r", "--master-addr", "--master-port", "--dist-init-addr", "--nccl-init-addr", "--headless", "--uds",
+        "--context-length", "--max-model-len",
+    }
+)  # fmt: skip
