@@ -1,9 +1,13 @@
 """Shared fixtures: golden checkpoints and a tiny random one with tokenizer and chat template."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton asks when it is imported, by whoever comes first
 
 from sala.checkpoint.random import TINY, write_random
 

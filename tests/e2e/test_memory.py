@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from sala.checkpoint.names import check_tensors
+from sala.checkpoint.names import check_tensors, expected_tensors
 from sala.checkpoint.random import RELEASED, cut_layers, write_random
 from sala.checkpoint.reader import Checkpoint
+from sala.checkpoint.writer import new_directory, write_weights
 from sala.config import SalaConfig
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with Linux's /proc")
@@ -30,9 +32,15 @@ print(json.dumps({"loaded": loaded, "used": peak() - before}))
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One sparse and one lightning layer of the real size, the real vocabulary: 2.3 GB."""
+    """One sparse and one lightning layer of the real size, the real vocabulary: 2.3 GB of the same few numbers."""
     path = tmp_path_factory.mktemp("big") / "model"
-    write_random(path, cut_layers(RELEASED, 2))
+    config = cut_layers(RELEASED, 2)
+    specs = {name: ("BF16", shape) for name, shape in expected_tensors(config).items()}
+    small = np.float32(np.random.default_rng(0).normal(size=1 << 20) * 0.02)
+    few = (small.view(np.uint32) >> 16).astype(np.uint16)  # the upper halves: bfloat16
+    with new_directory(path) as draft:
+        write_weights(draft, specs, lambda name: np.resize(few, specs[name][1]).data.cast("B"))
+        (draft / "config.json").write_text(json.dumps(config.to_dict()))
     return path
 
 
@@ -85,7 +93,7 @@ def middling(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     config = replace(
         RELEASED, vocab_size=256, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
-        mixer_types=("minicpm4", "lightning-attn", "minicpm4", "minicpm4"), num_attention_heads=16,
+        mixer_types=("minicpm4", "lightning-attn", "lightning-attn", "lightning-attn"), num_attention_heads=16,
         num_key_value_heads=4, head_dim=64, lightning_nh=8, lightning_nkv=8, lightning_head_dim=64,
         sparse_config=SparseConfig(window_size=512, topk=16, dense_len=2048), eos_token_id=(2,), dtype="float32",
     )  # fmt: skip

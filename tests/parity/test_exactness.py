@@ -1,5 +1,6 @@
 """The same tokens, however the prompt is cut; and the right precision everywhere."""
 
+import os
 import random
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from sala.protocol import Options, Plan, Row, Sampling
 from tests.golden import DATA, DEVICE
 
 NUM_TOKENS = 6
+SLOW_EVERY = 1 if os.environ.get("SALA_TEST_FULL") else 4  # of the prompts, which are fed token by token too
 
 
 def border_lengths(config: SalaConfig, count: int, seed: int) -> list[int]:
@@ -33,13 +35,15 @@ def test_whole_chunked_and_token_by_token(model: str, count: int) -> None:
     config = SalaConfig.load(path)
     rng = random.Random(7)
     ways = {chunk: LLM(path, device=DEVICE, ctx=2048, prefill_chunk=chunk) for chunk in (2048, 29, 1)}
-    for length in border_lengths(config, count, seed=11):
+    for number, length in enumerate(border_lengths(config, count, seed=11)):
         prompt = [rng.randrange(config.vocab_size) for _ in range(length)]
         answers = {}
         for chunk, llm in ways.items():
+            if chunk == 1 and number % SLOW_EVERY:
+                continue
             llm.reset()
             answers[chunk] = llm.generate(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True).token_ids
-        assert answers[2048] == answers[29] == answers[1], f"prompt of {length} tokens"
+        assert all(answer == answers[2048] for answer in answers.values()), f"prompt of {length} tokens"
 
 
 def test_a_reused_cache_gives_the_same_tokens() -> None:
