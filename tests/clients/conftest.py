@@ -20,7 +20,7 @@ from filelock import FileLock
 INSTALL_S = 300
 RUN_S = 300
 WANTED = os.environ.get("SALA_TEST_CLIENTS", "")
-QUICK = ("test_python[openai_chat]", "test_python[openai_responses]", "test_python[anthropic_messages]", "test_llm")
+QUICK = ("test_python[openai_chat]", "test_python[openai_responses]")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "--timeout", "20")
 GREETING = re.compile(r"sala listens at (http://[^/]+)/v1")
 

@@ -19,6 +19,7 @@ from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.protocol import Plan, Row, Sampling
 from tests.golden import CASES, Case
+from tests.kernels.conftest import IS_FULL
 from tests.widening import widen
 
 HAS_GPU = torch.cuda.is_available()
@@ -117,6 +118,7 @@ def test_wider_heads_are_the_same_model(case: Case, widened: dict[Path, Path], d
     Run(case, widened[case.model], torch.float32, device, is_fast=False).check()
 
 
+@pytest.mark.skipif(not HAS_GPU and not IS_FULL, reason="slow in the interpreter: SALA_TEST_FULL=1")
 @pytest.mark.parametrize("chunk", [65, WHOLE] if HAS_GPU else [WHOLE])
 @pytest.mark.parametrize("case", CASES if HAS_GPU else SHORT, ids=str)
 def test_in_fp32(case: Case, chunk: int, widened: dict[Path, Path], device: torch.device) -> None:
