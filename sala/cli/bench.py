@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from sala.cli import settings as s
 from sala.cli.places import going_on, relative
@@ -23,7 +24,19 @@ if TYPE_CHECKING:
     from sala.bench.subject import Subject
 
 T = TypeVar("T", "Latency", "Throughput")
-bench = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+
+class Benches(TyperGroup):
+    """`sala bench --against MODEL` is `sala bench against MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flag, has_value, value = (args[0] if args else "").partition("=")
+        if flag == "--against":
+            args = ["against", *([value] if has_value else []), *args[1:]]
+        return super().parse_args(ctx, args)
+
+
+bench = typer.Typer(cls=Benches, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 Random = Annotated[
     str | None, typer.Option(metavar="SHAPE", help="Random weights instead of a model: tiny or released.")
 ]

@@ -62,7 +62,8 @@ def test_parameters() -> None:
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert run(["bench", "against", "tiny-random", "--random", "tiny", "--device", "cpu"]) == 1
+    for words in (["against", "tiny-random"], ["--against", "tiny-random"], ["--against=tiny-random"]):
+        assert run(["bench", *words, "--random", "tiny", "--device", "cpu"]) == 1
     out = capsys.readouterr()
     assert "transformers is not installed; run: pip install --upgrade transformers" in out.err
     assert "prefill" not in out.err  # nothing was measured in vain
