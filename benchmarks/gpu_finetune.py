@@ -44,6 +44,7 @@ HERE = Path(__file__).parent
 METHODS = ("qlora", "lora", "full")
 LENGTHS = ("4K", "16K", "64K")
 WARM, TIMED = 2, 3
+LONG = 65536  # rows of so many tokens: one update to warm up, two that are timed
 OPTIMIZERS = {"full": "adamw-bf16", "lora": "adamw", "qlora": "adamw"}
 
 
@@ -111,6 +112,7 @@ def frozen_model(config: SalaConfig, dtype: torch.dtype, device: torch.device, e
 
 
 def measure(method: str, length: int, config: SalaConfig, device: torch.device, room: Path) -> dict[str, Any]:
+    warm, timed = (1, 2) if length >= LONG else (WARM, TIMED)
     options = FinetuneOptions(
         model="random",
         train=room / "none",
@@ -118,14 +120,14 @@ def measure(method: str, length: int, config: SalaConfig, device: torch.device, 
         method=method,
         max_length=length,
         accumulate=1,
-        steps=WARM + TIMED,
+        steps=warm + timed,
         optimizer=OPTIMIZERS[method],
         device=str(device),
         dtype="auto" if device.type == "cpu" else "bfloat16",
         save_every=1 << 20,
     )
     needed = estimate_for(options, config, device)
-    rows = random_rows(config, length, WARM + TIMED)
+    rows = random_rows(config, length, warm + timed)
     arguments = training_arguments(options, device, len(rows), False)
     arguments.save_strategy = "no"
     if device.type == "cuda":
@@ -135,10 +137,10 @@ def measure(method: str, length: int, config: SalaConfig, device: torch.device, 
     clock = Clock(device)
     trainer = make_trainer(model, arguments, rows, None, options, Ears(), clock)
     trainer.train()
-    spent = clock.ends[-1] - clock.ends[WARM - 1]
+    spent = clock.ends[-1] - clock.ends[warm - 1]
     return {
-        "tokens_per_second": length * TIMED / spent,
-        "seconds_per_update": spent / TIMED,
+        "tokens_per_second": length * timed / spent,
+        "seconds_per_update": spent / timed,
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "reserved_bytes": torch.cuda.max_memory_reserved() if device.type == "cuda" else None,
         "weights_bytes": held,

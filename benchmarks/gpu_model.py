@@ -3,10 +3,10 @@
     PYTHONPATH=. python benchmarks/gpu_model.py PART …     writes into benchmarks/gpu_model.json
 
 Parts: check (kernels against the definition, 4 layers), decode (one CUDA graph per step, by context and batch),
-prefill (by length, ours and the peer's), chunks (the same prompt in other chunks), peer (Qwen3-8B's shapes decoding in
-a CUDA graph), engine (as a user sees it: requests through the engine), long (one and two million tokens), profile
-(where a decode step and a chunk of a long prompt spend their time, and how fast the card's clock is then). The peer's
-prompt is read in one call, ours in chunks; both have run before they are timed.
+prefill (by length and by size of a chunk, ours and the peer's), peer (Qwen3-8B's shapes decoding in a CUDA graph),
+engine (as a user sees it: requests through the engine), long (one and two million tokens), profile (where a decode step
+and a chunk of a long prompt spend their time, and how fast the card's clock is then). The peer's prompt is read in one
+call, ours in chunks; both have run before they are timed.
 """
 
 import gc
@@ -37,6 +37,7 @@ from sala.protocol import Plan, Row, Sampling
 HERE = Path(__file__).parent
 DEVICE = torch.device("cuda")
 CHUNK = 8192
+CHUNKS = (CHUNK, 8448, 16896)  # the others are whole waves of tiles on 132 multiprocessors
 REST_S = 3.0  # before a prompt is timed, ours or the peer's: a card that was busy is slower
 CLOCK = ("nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "--id=0")
 GREEDY = Sampling(temperature=0)
@@ -154,12 +155,10 @@ def decode() -> None:
     RESULTS["decode"] = out
 
 
-def read_prompts(lengths: tuple[int, ...]) -> dict[int, dict[str, float]]:
-    longest = max(lengths)
-    ours = Ours(None, longest // 64 + 200, 2, longest + 8192)
-    ours.read(2 * CHUNK)
-    ours.warm(longest)
-    out: dict[int, dict[str, float]] = {}
+def read_prompts(ours: Ours, lengths: tuple[int, ...]) -> dict[int, dict[str, Any]]:
+    ours.read(2 * ours.chunk)
+    ours.warm(max(lengths))
+    out: dict[int, dict[str, Any]] = {}
     for length in lengths:
         torch.cuda.reset_peak_memory_stats()
         ours.cache.clear_state(0)
@@ -168,13 +167,20 @@ def read_prompts(lengths: tuple[int, ...]) -> dict[int, dict[str, float]]:
         peak = torch.cuda.max_memory_allocated() / 1e9
         out[length] = {"seconds": taken, "peak_gb": peak}
         print(
-            f"prefill {length:9,}: {taken:7.2f} s, {length / taken / 1e3:6.1f}k tok/s, peak {peak:.1f} GB", flush=True
+            f"prefill {length:9,} by {ours.chunk:6,}: {taken:7.3f} s, {length / taken / 1e3:6.1f}k tok/s, "
+            f"peak {peak:.1f} GB",
+            flush=True,
         )
     return out
 
 
 def prefill(lengths: tuple[int, ...] = (32768, 131072, 262144)) -> None:
-    out = read_prompts(lengths)
+    ours = Ours(None, max(lengths) // 64 + 200, 2, max(lengths) + 2 * max(CHUNKS))
+    by_chunk = {}
+    for ours.chunk in CHUNKS:
+        by_chunk[ours.chunk] = read_prompts(ours, lengths)
+    out = by_chunk[CHUNK]
+    del ours
     gc.collect()
     torch.cuda.empty_cache()
     peer = qwen()
@@ -185,26 +191,16 @@ def prefill(lengths: tuple[int, ...] = (32768, 131072, 262144)) -> None:
                 peer(ids, logits_to_keep=1)
             time.sleep(REST_S)
             taken = seconds(lambda tokens=ids: peer(tokens, logits_to_keep=1))
-        out[length] |= {"peer_seconds": taken, "ratio": taken / out[length]["seconds"]}
-        print(f"Qwen3-8B {length:9,}: {taken:7.2f} s; ours is {out[length]['ratio']:.2f}x as fast", flush=True)
+        seconds_by_chunk = {chunk: found[length]["seconds"] for chunk, found in by_chunk.items()}
+        out[length] |= {"peer_seconds": taken, "ratio": taken / out[length]["seconds"], "by_chunk": seconds_by_chunk}
+        ratios = ", ".join(f"{taken / one:.2f}x by {chunk:,}" for chunk, one in seconds_by_chunk.items())
+        print(f"Qwen3-8B {length:9,}: {taken:7.2f} s; ours is faster: {ratios}", flush=True)
     RESULTS["prefill"] = out
 
 
-def chunks() -> None:
-    """128K tokens, cut into chunks of other sizes."""
-    ours = Ours(None, 131072 // 64 + 600, 2, 131072 + 65536)
-    out = {}
-    for ours.chunk in (4096, 8192, 8448, 16384, 16896, 32768):
-        ours.warm(131072)
-        ours.cache.clear_state(0)
-        time.sleep(REST_S)
-        out[ours.chunk] = seconds(lambda: ours.read(131072))
-        print(f"128K in chunks of {ours.chunk:6,}: {out[ours.chunk]:6.2f} s", flush=True)
-    RESULTS["chunks"] = out
-
-
 def long() -> None:
-    RESULTS["long"] = read_prompts((1 << 20, 1 << 21))
+    longest = 1 << 21
+    RESULTS["long"] = read_prompts(Ours(None, longest // 64 + 200, 2, longest + 2 * CHUNK), (longest >> 1, longest))
 
 
 def engine() -> None:
@@ -325,7 +321,6 @@ PARTS = {
     "peer": peer,
     "engine": engine,
     "prefill": prefill,
-    "chunks": chunks,
     "long": long,
     "profile": profile,
 }

@@ -54,24 +54,23 @@ OTHERS = {"sparse qkvg": (8704, HIDDEN), "small": (576, 1536), "odd": (1000, 576
 READ_RATE = 4.3  # TB/s of an H200
 ROTATED = 400 << 20  # bytes of weights, many times the L2 cache
 ROW_COUNTS = (1, 8, 32)
+CHECKED = (1, 8, 64, 128)
+TUNED_ROWS = (1, 32)  # 8 rows have the tiles of one
 THREADS = 16
 RESULTS: dict[str, Any] = {}  # what earlier runs measured is kept, part by part
 Call = Callable[[], Any]
 
 SPLIT = [
-    Config(columns, splits, warps, stages, is_early)
+    Config(columns, splits, warps, stages, True)
     for columns, warps in ((64, 4), (128, 8), (128, 4))
     for splits in (2, 4, 8)
     for stages in (3, 4, 5)
-    for is_early in (False, True)
-    if ((columns, warps) == (64, 4) or stages == 4) and (is_early or (columns, stages) == (64, 4))
+    if (columns, warps) == (64, 4) or stages == 4
 ]
 WHOLE = [
-    Config(columns, 1, warps, stages, is_early)
+    Config(columns, 1, warps, stages, True)
     for columns, warps in ((64, 4), (128, 8), (128, 4))
     for stages in (2, 3, 4, 5, 6)
-    for is_early in (False, True)
-    if is_early or stages == 4
 ]
 
 
@@ -177,51 +176,59 @@ def named(config: Config) -> str:
 
 def check() -> None:
     torch.manual_seed(0)
-    worst: dict[str, float] = {}
-    for dtype, bits in itertools.product((torch.bfloat16, torch.float16), (4, 8)):
-        for name, (n, k) in (SHAPES | OTHERS).items():
-            group_size = 32 if name in OTHERS else 64
-            check_shape(f"{name}, {bits} bits, groups of {group_size}, {dtype}", n, k, bits, group_size, dtype, worst)
-        check_shape(f"o, {bits} bits, groups of 128, {dtype}", HIDDEN, HIDDEN, bits, 128, dtype, worst)
+    cases = [(name, n, k, bits, 64, DTYPE) for bits in (4, 8) for name, (n, k) in SHAPES.items()]
+    cases += [(name, n, k, bits, 32, DTYPE) for bits in (4, 8) for name, (n, k) in OTHERS.items()]
+    cases += [("o", HIDDEN, HIDDEN, bits, 128, DTYPE) for bits in (4, 8)]
+    cases += [("odd", *OTHERS["odd"], bits, 32, torch.float16) for bits in (4, 8)]
+    cases += [("down", *SHAPES["down"], bits, 64, torch.float16) for bits in (4, 8)]
+    subjects = [Case(*case) for case in cases]
+    compile_all([partial(call, one.x[:count]) for one in subjects for call in one.calls.values() for count in CHECKED])
+    RESULTS["check"] = {subject.name: subject.check() for subject in subjects}
     check_early()
-    RESULTS["check"] = worst
 
 
-def check_shape(
-    name: str, n: int, k: int, bits: int, group_size: int, dtype: torch.dtype, worst: dict[str, float]
-) -> None:
-    weight = affine(n, k, bits, group_size, dtype)
-    held = weight.for_gpu(dtype, DEVICE)
-    exact = torch.cat([weight.rows(slice(at, at + 8192)) for at in range(0, n, 8192)])
-    errors = {"expand": error_of(packed.expand(held), exact)}
-    index = torch.randint(0, n, (5,), device=DEVICE)
-    is_same = [torch.equal(packed.expand(held, index), packed.expand(held)[index])]
-    x = numbers(128, k, dtype=dtype)
-    others = numbers(128, k, dtype=dtype) * 100
-    others[0], others[1] = x[0], float("nan")
-    calls: dict[str, Callable[[Tensor], Tensor]] = {
-        "linear": lambda rows: packed.linear(rows, held),
-        "split": lambda rows: packed.split_linear(rows, held).sum(0),
-        "pair": lambda rows: packed.linear_silu_mul(rows, held),
-    }
-    whole = F.linear(x.float(), exact)
-    wanted = {"linear": whole, "split": whole, "pair": fused.silu_mul(whole) if n % 2 == 0 else whole}
-    for kind, call in calls.items():
-        with poisoned():
-            all_rows = call(x)
-            for count in (1, 3, 8, 32, 64):
-                some = call(x[:count])
-                errors[f"{kind} of {count}"] = error_of(some, wanted[kind][:count])
-                is_same.append(torch.equal(some, all_rows[:count]))
-            is_same.append(torch.equal(call(others)[0], all_rows[0]))
-    largest = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else math.inf)
-    worst[name] = errors[largest]
-    is_right = errors[largest] < (8e-3 if dtype == torch.bfloat16 else 2e-3)
-    verdict = "ok" if is_right and all(is_same) else "WRONG"
-    print(
-        f"{name:52} largest error {errors[largest]:.2e} ({largest}), bits a row's own {all(is_same)} {verdict}",
-        flush=True,
-    )
+class Case:
+    """A matrix, and the products that read its codes."""
+
+    def __init__(self, name: str, n: int, k: int, bits: int, group_size: int, dtype: torch.dtype) -> None:
+        self.name = f"{name}, {bits} bits, groups of {group_size}, {dtype}"
+        weight = affine(n, k, bits, group_size, dtype)
+        self.held = weight.for_gpu(dtype, DEVICE)
+        self.exact = torch.cat([weight.rows(slice(at, at + 8192)) for at in range(0, n, 8192)])
+        self.x = numbers(max(CHECKED), k, dtype=dtype)
+        self.calls: dict[str, Callable[[Tensor], Tensor]] = {
+            "linear": lambda rows: packed.linear(rows, self.held),
+            "split": lambda rows: packed.split_linear(rows, self.held).sum(0),
+            "pair": lambda rows: packed.linear_silu_mul(rows, self.held),
+        }
+
+    def check(self) -> float:
+        """The largest error, relative to the norm of what was wanted."""
+        held, x = self.held, self.x
+        errors = {"expand": error_of(packed.expand(held), self.exact)}
+        index = torch.randint(0, held.num_out, (5,), device=DEVICE)
+        is_same = [torch.equal(packed.expand(held, index), packed.expand(held)[index])]
+        others = torch.randn_like(x) * 100
+        others[0], others[1] = x[0], float("nan")
+        whole = F.linear(x.float(), self.exact)
+        wanted = {"linear": whole, "split": whole, "pair": fused.silu_mul(whole) if held.num_out % 2 == 0 else whole}
+        for kind, call in self.calls.items():
+            with poisoned():
+                all_rows = call(x)
+                for count in CHECKED:
+                    some = call(x[:count])
+                    errors[f"{kind} of {count}"] = error_of(some, wanted[kind][:count])
+                    is_same.append(torch.equal(some, all_rows[:count]))
+                is_same.append(torch.equal(call(others)[0], all_rows[0]))
+        largest = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else math.inf)
+        is_right = errors[largest] < (8e-3 if x.dtype == torch.bfloat16 else 2e-3)
+        verdict = "ok" if is_right and all(is_same) else "WRONG"
+        print(
+            f"{self.name:52} largest error {errors[largest]:.2e} ({largest}), a row's bits its own {all(is_same)} "
+            f"{verdict}",
+            flush=True,
+        )
+        return errors[largest]
 
 
 def check_early() -> None:
@@ -270,12 +277,12 @@ def tune(bits: int) -> None:
         floor = weights[0].nbytes / READ_RATE / 1e6
         plain = [numbers(n, k) for _ in range(max(2, ROTATED // (2 * n * k)))]
         cases = []
-        for rows in ROW_COUNTS:
+        for rows in TUNED_ROWS:
             usual = packed._config_of(weights[0], rows, 8 if is_split else 1)
             cases += [(rows, config) for config in dict.fromkeys([usual, *(SPLIT if is_split else WHOLE)])]
-        xs = {rows: numbers(rows, k) for rows in ROW_COUNTS}
+        xs = {rows: numbers(rows, k) for rows in TUNED_ROWS}
         compile_all([partial(call, xs[rows], weights[0], config) for rows, config in cases])
-        for rows in ROW_COUNTS:
+        for rows in TUNED_ROWS:
             dense = linear.split_linear if is_split else linear.linear_silu_mul if is_pair else linear.linear
             before = microseconds(rotated(dense, xs[rows], plain))
             found = time_configs([c for r, c in cases if r == rows], call, xs[rows], weights)
