@@ -4,7 +4,8 @@
 
 CORPUS is what corpus.py wrote. Perplexity on held-out text of the training's sources and on other sources; ARC-Easy;
 simple questions; needles by length, of the test split: wordings, keys and haystacks that no training saw. A needle is
-found if its value is in what the model answers, decoding greedily.
+found if its value is in what the model answers, decoding greedily. With --parts, only some of it: what an output file
+holds already is kept, so that several runs can share one.
 """
 
 import argparse
@@ -39,6 +40,7 @@ TALK = (
     "What should I cook with eggs and potatoes?",
     "Explain what a computer is to a child.",
 )
+PARTS = ("perplexity", "arc_easy", "questions", "talk", "needle")
 MAX_TALK = 320  # tokens; an answer that is longer has not ended
 
 
@@ -113,8 +115,12 @@ def main() -> None:
     parser.add_argument("--lengths", default="1024,2048,4096,8192,16384,32768")
     parser.add_argument("--rows", type=int, default=200, help="pieces of 1024 tokens per text")
     parser.add_argument("--questions", type=int, default=2376)
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--teacher-max", type=int, default=16384, help="longest needle asked of the teacher")
     options = parser.parse_args()
+    parts = options.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     began, device = time.time(), pick_device(options.device)
     torch.set_float32_matmul_precision("high")
     models = {
@@ -125,7 +131,10 @@ def main() -> None:
     encode = partial(tokenizer.encode, bos=False, parse_special=True)
     haystack = [d["text"] for d in read(options.corpus / "unseen.jsonl.xz")]
     maker = NeedleMaker(encode, {"train": [], "test": haystack}, seed=11)
-    results: dict = {"settings": {name: getattr(options, name) for name in ("rows", "questions", "trials", "lengths")}}
+    results: dict = {}
+    if options.output and options.output.is_file():
+        results = json.loads(options.output.read_text())
+    results["settings"] = {name: getattr(options, name) for name in ("rows", "questions", "trials")}
 
     def save() -> None:
         results["seconds"] = round(time.time() - began)
@@ -133,17 +142,28 @@ def main() -> None:
         if options.output:
             options.output.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
 
-    results["perplexity"] = perplexities(models, options.corpus, tokenizer, 1024, options.rows)
-    results["arc_easy"] = choices(models, options.corpus / "tasks" / "arc_easy.jsonl", tokenizer, options.questions)
-    asked = [question.text for question in QUESTIONS]
-    results["questions"] = compare(
-        models, "questions", lambda model: accuracy(QUESTIONS, answer(model, tokenizer, asked, 64)[0])
-    )
-    said, ended = answer(models["student"], tokenizer, list(TALK), MAX_TALK)
-    results["talk"] = {"ended": ended, "answers": dict(zip(TALK, said, strict=True))}
+    if "perplexity" in parts:
+        results["perplexity"] = perplexities(models, options.corpus, tokenizer, 1024, options.rows)
+    if "arc_easy" in parts:
+        results["arc_easy"] = choices(models, options.corpus / "tasks" / "arc_easy.jsonl", tokenizer, options.questions)
+    if "questions" in parts:
+        asked = [question.text for question in QUESTIONS]
+        results["questions"] = compare(
+            models, "questions", lambda model: accuracy(QUESTIONS, answer(model, tokenizer, asked, 64)[0])
+        )
+    if "talk" in parts:
+        results["talk"] = {}
+        for who, model in models.items():
+            said, ended = answer(model, tokenizer, list(TALK), MAX_TALK)
+            results["talk"][who] = {"ended": ended, "answers": dict(zip(TALK, said, strict=True))}
+            print(f"talk: {who} ends {ended:.0%} of its answers", flush=True)
     save()
-    for results["needle"] in needles(models, maker, tokenizer, options):
-        save()
+    if "needle" in parts:
+        for found in needles(models, maker, tokenizer, options):
+            for name, by_length in found.items():
+                known = results.setdefault("needle", {}).setdefault(name, {})
+                known |= {str(length): entry for length, entry in by_length.items()}
+            save()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def take_over(self, change: Tensor) -> None:
-        left, sizes, right = torch.linalg.svd(change.double(), full_matrices=False)
+        # a GPU takes far longer for a matrix of this size than a processor
+        left, sizes, right = (part.to(change.device) for part in torch.linalg.svd(change.double().cpu(), False))
         rank = self.down.shape[0]
         # balanced so that both halves learn at like speeds: down keeps the size it begins with, up holds the rest
         length = self.down.norm(dim=1).mean().double()
