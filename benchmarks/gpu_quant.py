@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,7 @@ def copies(n: int, k: int, bits: int) -> list[PackedWeight]:
     """Enough of them to be read from memory every time; what they hold does not matter for the time."""
     first = affine(n, k, bits).for_gpu(DTYPE, DEVICE)
     count = max(3, math.ceil(ROTATED / first.nbytes))
-    return [first] + [
-        PackedWeight(first.codes.clone(), first.groups.clone(), bits, first.group_size, k, DTYPE)
-        for _ in range(count - 1)
-    ]
+    return [first] + [replace(first, codes=first.codes.clone(), groups=first.groups.clone()) for _ in range(count - 1)]
 
 
 # measuring

@@ -1,18 +1,21 @@
 """Products with packed matrices: against their dequantized weights, alone and in a whole model."""
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
 
 from sala.backends.torch.batch import pack
@@ -46,6 +49,31 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", empty_of_nan)
 
 
+@pytest.fixture(autouse=True)
+def brain_floats(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The interpreter holds bf16 as integers, which it cuts off and multiplies as they are: here it does not."""
+    if device.type == "cuda":
+        return
+    from triton.runtime import interpreter
+
+    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def convert_well(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return (data.astype(np.uint32) << 16).view(np.float32)
+        if (source, target) == (tl.float32, tl.bfloat16):
+            return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.uint16).numpy()
+        return convert(data, source, target, mode)
+
+    def dot_well(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (self.cast_impl(each, tl.float32) for each in (a, b))
+        return dot(self, a, b, *others)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert_well)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_well)
+
+
 def affine(n: int, k: int, bits: int, group_size: int, dtype: torch.dtype, device: torch.device) -> AffineWeight:
     weight = np.random.default_rng(bits + group_size).standard_normal((n, k)).astype(np.float32) / k**0.5
     found = quantize(weight, bits, group_size)
@@ -58,11 +86,12 @@ def dense(weight: AffineWeight) -> Tensor:
 
 
 def assert_near(found: Tensor, wanted: Tensor, tolerance: float = 2e-3) -> None:
-    """As far as fp16 rounds the weights, which adds up over K."""
+    """As far as fp16 rounds the weights, which adds up over K; bf16 has three bits less."""
+    tolerance *= 8 if found.dtype == torch.bfloat16 else 1
     torch.testing.assert_close(found.float(), wanted.float(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("bits", "group_size"), FORMATS)
 def test_expand(bits: int, group_size: int, dtype: torch.dtype, device: torch.device) -> None:
     weight = affine(N, K, bits, group_size, torch.bfloat16, device)
@@ -70,8 +99,10 @@ def test_expand(bits: int, group_size: int, dtype: torch.dtype, device: torch.de
     assert (held.num_out, held.num_in) == (N, K)
     found, wanted = packed.expand(held), dense(weight)
     step = weight.scales.float().abs().max()
-    tolerance = 1e-6 if dtype == torch.float32 else float(step) * (2**bits) * 2**-11
-    torch.testing.assert_close(found.float(), wanted, rtol=1e-3 if dtype == torch.float16 else 1e-6, atol=tolerance)
+    rounding = {torch.float32: 2**-20, torch.float16: 2**-11, torch.bfloat16: 2**-8}[dtype]
+    torch.testing.assert_close(found.float(), wanted, rtol=rounding, atol=float(step) * 2**bits * rounding)
+    if held.power:  # nothing but the weight was rounded
+        assert torch.equal(found, wanted.to(dtype))
     index = torch.tensor([5, 0, N - 1, 5], device=device)
     assert torch.equal(packed.expand(held, index), found[index])
     assert torch.equal(packed.expand(held.rows(8, 40)), found[8:40])
@@ -85,24 +116,67 @@ def test_widths_that_no_kernel_reads_are_widened(bits: int, device: torch.device
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("bits", "group_size"), FORMATS)
-def test_products(bits: int, group_size: int, device: torch.device) -> None:
-    weight = affine(N, K, bits, group_size, torch.float32, device)
-    held = weight.for_gpu(torch.float16, device)
-    x = rows(3, K, torch.float16, device)
-    wanted = F.linear(x.float(), dense(weight))
+def test_products(bits: int, group_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    weight = affine(N, K, bits, group_size, dtype, device)
+    held = weight.for_gpu(dtype, device)
+    assert bool(held.power) == ((bits, dtype) == (4, torch.bfloat16))
+    check_products(held, dense(weight))
+
+
+def check_products(held: packed.PackedWeight, weight: Tensor) -> None:
+    dtype, device = held.dtype, weight.device
+    x = rows(3, K, dtype, device)
+    wanted = F.linear(x.float(), weight)
     for config in CONFIGS:
         partials = packed.split_linear(x, held, config)
         assert partials.dtype == torch.float32
-        assert_near(partials.sum(0), wanted)
+        assert_near(partials.sum(0).to(dtype), wanted)
         if config is not None:
             assert partials.shape[0] == config.splits
         if config is None or config.splits == 1:
             found = packed.linear(x, held, config)
-            assert found.dtype == torch.float16
+            assert found.dtype == dtype
             assert_near(found, wanted)
             pair = packed.linear_silu_mul(x, held, config)
             assert torch.equal(pair, fused.silu_mul(found))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_few_rows_and_many_see_the_same_weights(bits: int, dtype: torch.dtype, device: torch.device) -> None:
+    held = affine(N, K, bits, 64, torch.float32, device).for_gpu(dtype, device)
+    found = [packed.linear(some, held) for some in torch.eye(K, dtype=dtype, device=device).split(linear.MOST_ROWS)]
+    assert torch.equal(torch.cat(found), packed.expand(held).T)
+
+
+def test_rounded_scales(device: torch.device) -> None:
+    """So are offsets: all by 2^-8, as the weight itself; a scale counts for the half of the codes around the middle."""
+    weight = affine(N, K, 4, 64, torch.float32, device)
+    found, exact = packed.expand(weight.for_gpu(torch.bfloat16, device)).float(), dense(weight)
+    parts = (weight.biases.abs() + 8 * weight.scales.abs()).repeat_interleave(64, 1)
+    assert ((found - exact).abs() <= (exact.abs() + parts) * 1.01 * 2**-8).all()
+
+
+@pytest.mark.parametrize("group_size", [64, 128])
+def test_scales_too_large_to_be_made_larger(group_size: int, device: torch.device) -> None:
+    """Their codes count from the middle, as in fp16, and they are no part of another matrix."""
+    weight = affine(N, K, 4, group_size, torch.bfloat16, device)
+    x, held = rows(3, K, torch.bfloat16, device), []
+    for top in (packed.LARGEST * (1 - 2**-8), packed.LARGEST):
+        scales, biases = weight.scales.clone(), weight.biases.clone()
+        scales[1, 0], biases[1, 0] = top, -8 * top
+        scales[5, 1], biases[5, 1] = -top, 8 * top
+        one = replace(weight, scales=scales, biases=biases)
+        held.append(one.for_gpu(torch.bfloat16, device))
+        wanted = dense(one)
+        torch.testing.assert_close(packed.expand(held[-1]).float(), wanted, rtol=2**-8, atol=2**-8)
+        assert_near(packed.linear(x, held[-1]), F.linear(x.float(), wanted))
+    assert [one.power for one in held] == [packed.POWER, 0]
+    assert not packed.are_alike(held)
+    scales = scales.float() * (1 - 2**-20)  # bf16 knows nothing between the two
+    assert replace(weight, scales=scales).for_gpu(torch.bfloat16, device).power == 0
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -207,14 +281,33 @@ def test_a_packed_model(device: torch.device) -> None:
         torch.testing.assert_close(steps.logits(found), model.logits(wanted), rtol=1e-4, atol=1e-4)
 
 
-def emulate(text: str, registers: dict[str, int], is_bfloat: bool) -> int:
-    """What the few instructions that unpack codes would leave in $0."""
-    for line in re.findall(r"[a-z][^;{}]*", text.replace(".reg .b32 t, c, s, b;", "")):
-        name, *operands = line.replace(",", " ").split()
-        target = operands[0]
-        values = [registers[each] if each in registers else int(each, 0) for each in operands[1:]]
-        registers[target] = INSTRUCTIONS[name.split(".")[0]](values, is_bfloat)
-    return registers["$0"]
+def emulate(text: str, registers: dict[str, int], is_bfloat: bool) -> dict[str, int]:
+    """What the few instructions that unpack codes would leave in the registers; a pair in braces is one of 32 bits."""
+
+    def read(name: str) -> int:
+        if name.startswith("{"):
+            low, high = name[1:-1].split(",")
+            return read(low.strip()) | read(high.strip()) << 16
+        return registers[name] if name in registers else int(name, 0)
+
+    for line in text.strip()[1:-1].split(";"):
+        name, *operands = re.findall(r"\{[^}]*\}|[^\s,]+", line) or [".reg"]
+        if name == ".reg":
+            continue
+        result = INSTRUCTIONS[name.split(".")[0]]([read(each) for each in operands[1:]], is_bfloat)
+        if operands[0].startswith("{"):
+            low, high = operands[0][1:-1].split(",")
+            registers[low.strip()], registers[high.strip()] = result & 0xFFFF, result >> 16
+        else:
+            registers[operands[0]] = result
+    return registers
+
+
+def rounded(value: Fraction, is_bfloat: bool) -> float:
+    """The nearest number of these 16 bits, the even one of two; PyTorch would go by fp32 and round twice."""
+    digits, smallest = (8, -133) if is_bfloat else (11, -24)
+    step = Fraction(2) ** max(math.frexp(value)[1] - digits, smallest)
+    return float(round(value / step) * step)
 
 
 def permute(values: list[int], _: bool) -> int:
@@ -229,41 +322,83 @@ def logic(values: list[int], _: bool) -> int:
 
 def multiply_add(values: list[int], is_bfloat: bool) -> int:
     dtype = torch.bfloat16 if is_bfloat else torch.float16
-    a, b, c = (torch.tensor([v], dtype=torch.uint32).view(dtype).double() for v in values)
-    return int((a * b + c).to(dtype).view(torch.int32)) & 0xFFFFFFFF
+    halves = [torch.tensor([v], dtype=torch.uint32).view(dtype).double().tolist() for v in values]
+    exact = [Fraction(a) * Fraction(b) + Fraction(c) for a, b, c in zip(*halves, strict=True)]
+    found = torch.tensor([rounded(value, is_bfloat) for value in exact], dtype=torch.float64).to(dtype)
+    return int(found.view(torch.int32)) & 0xFFFFFFFF
 
 
 INSTRUCTIONS: dict[str, Callable[[list[int], bool], int]] = {
     "prmt": permute,
     "lop3": logic,
+    "and": lambda values, _: values[0] & values[1],
     "fma": multiply_add,
     "mov": lambda values, _: values[0],
     "shr": lambda values, _: values[0] >> values[1],
 }
 
 
+def text_of(code: Any) -> str:
+    return str(getattr(code, "value", code))
+
+
 @pytest.mark.parametrize("is_bfloat", [True, False])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_the_instructions_of_gpus_unpack_the_same(bits: int, is_bfloat: bool) -> None:
+def test_the_instructions_of_gpus_unpack_bytes(is_bfloat: bool) -> None:
     """The interpreter knows no PTX: here is enough of it. Scales of two values per word show the order."""
     dtype = torch.bfloat16 if is_bfloat else torch.float16
-    words = np.random.default_rng(bits).integers(0, 1 << 32, 2, np.uint32)
+    words = np.random.default_rng(8).integers(0, 1 << 32, 2, np.uint32).tolist()
     pairs = torch.tensor([[0.5, 3.0], [0.25, -1.0]], dtype=dtype)
     groups = pairs.view(torch.int32)[:, 0].tolist()
-    for plane in range(32 // bits):
-        text = packed._unpacking(plane, bits, is_bfloat)
-        registers = dict(
-            zip(("$1", "$2", "$3", "$4"), (*words.tolist(), *(g & 0xFFFFFFFF for g in groups)), strict=True)
-        )
-        raw = emulate(str(getattr(text, "value", text)), registers, is_bfloat)
+    for plane in range(4):
+        values = (*words, *(group & 0xFFFFFFFF for group in groups))
+        registers = dict(zip(("$1", "$2", "$3", "$4"), values, strict=True))
+        raw = emulate(text_of(packed._bytes(plane, is_bfloat)), registers, is_bfloat)["$0"]
         found = torch.tensor([raw], dtype=torch.uint32).view(dtype)
-        codes = [int(word) >> plane * bits & (1 << bits) - 1 for word in words]
-        if bits == 8:  # sign and distance from the middle
-            codes = [(code & 127) + 0.5 if code < 128 else -(code & 127) - 0.5 for code in codes]
-        else:
-            codes = [code - 8 for code in codes]
+        codes = [word >> plane * 8 & 255 for word in words]
+        codes = [(code & 127) + 0.5 if code < 128 else -(code & 127) - 0.5 for code in codes]
         wanted = (torch.tensor(codes).double() * pairs[:, 0].double() + pairs[:, 1].double()).to(dtype)
         assert torch.equal(found, wanted), (plane, found, wanted)
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("kind", ["bf16", "bf16, large", "fp16"])
+def test_the_instructions_of_gpus_unpack_nibbles(kind: str, group_size: int) -> None:
+    """Every code in every place, bit for bit: of scales of any size and sign, of which there are two blocks."""
+    is_bfloat, k = kind != "fp16", 512
+    dtype = torch.bfloat16 if is_bfloat else torch.float16
+    random = torch.Generator().manual_seed(group_size)
+    codes = (torch.arange(16)[:, None] + 7 * torch.arange(k)) % 16
+    words = (codes.view(16, -1, 8) << torch.arange(0, 32, 4)).sum(2).to(torch.uint32).view(torch.int32)
+    low, high = {"bf16": (-60, 19), "bf16, large": (-20, 30), "fp16": (-10, 4)}[kind]
+    exponents = torch.randint(low, high, (16, k // group_size), generator=random)
+    exponents[0] = torch.tensor([low, high - 1, -7, -8]).repeat(4)[: k // group_size]
+    scales = ((1 + 0.99 * torch.rand(exponents.shape, generator=random)) * 2.0**exponents).to(dtype)
+    scales = torch.where(torch.rand(scales.shape, generator=random) < 0.5, scales, -scales)
+    biases = (scales.float() * -16 * torch.rand(scales.shape, generator=random)).to(dtype)
+    held = packed.pack(words, scales, biases, 4, group_size, dtype)
+    assert held.power == (packed.POWER if kind == "bf16" else 0)
+    count = held.groups.shape[2]
+    groups = held.groups.unflatten(2, (-1, min(2, count))).transpose(2, 3).flatten(2).transpose(0, 1).flatten(1)
+    found = torch.empty(16, k, dtype=dtype)
+    for plane in range(16):
+        text = text_of(packed._nibbles(plane % 8, is_bfloat, held.power, count <= 2))
+        for row in range(16):
+            group = int(groups[row, plane * 32 // group_size]) & 0xFFFFFFFF
+            for pair, word in enumerate(held.codes[plane // 8, row, plane % 8 // 4 :: 2].tolist()):
+                registers = emulate(text, {"$2": word & 0xFFFFFFFF, "$3": group}, is_bfloat)
+                both = torch.tensor([registers["$0"], registers["$1"]], dtype=torch.uint16).view(dtype)
+                found[row, plane * 32 + 2 * pair :][:2] = both
+    middle = 0 if held.power else 8
+    offsets = (biases.float() + middle * scales.float()).to(dtype)
+    wide = [part.double().repeat_interleave(group_size, 1).flatten().tolist() for part in (scales, offsets)]
+    exact = [
+        (Fraction(code - middle) * Fraction(s) + Fraction(b)) / 2**held.power
+        for code, s, b in zip(codes.flatten().tolist(), *wide, strict=True)
+    ]
+    wanted = torch.tensor([rounded(value, is_bfloat) for value in exact], dtype=torch.float64).to(dtype).view(16, k)
+    assert torch.equal(found, wanted)
+    if not torch.cuda.is_available():
+        assert torch.equal(packed.expand(held), wanted * 2.0**held.power)
 
 
 @pytest.mark.parametrize("limit", LIMITS.values())
@@ -278,7 +413,8 @@ def build(capability: int, n: int, k: int, bits: int, group_size: int, count: in
     config = packed._config(n, k, bits, LIMITS[capability], count, 1 if is_pair else packed.MOST_SPLITS)
     if capability >= 90:
         config = config._replace(is_early=True)
-    constants = packed.constants(count, n, k, bits, group_size, config, is_pair) | {"PITCH": 2 * n, "HAS_ASM": True}
+    constants = packed.constants(count, n, k, bits, group_size, config, is_pair)
+    constants |= {"PITCH": 2 * n, "POWER": packed.POWER if bits == 4 else 0, "HAS_ASM": True}
     pointers = {"x_ptr": "*bf16", "codes_ptr": "*i32", "groups_ptr": "*i32", "x_row": "i32"}
     pointers["out_ptr"] = "*bf16" if is_pair else "*fp32"
     signature = {name: pointers.get(name, "constexpr") for name in packed._packed_kernel.arg_names}
@@ -286,7 +422,8 @@ def build(capability: int, n: int, k: int, bits: int, group_size: int, count: in
 
 
 def builds_for(capability: int) -> list[Build]:
-    constants = {"K": 4096, "PITCH": 4096, "COLUMNS": 32, "BITS": 4, "GROUPS": 4, "HAS_INDEX": False, "HAS_ASM": True}
+    constants = {"K": 4096, "PITCH": 4096, "COLUMNS": 32, "BITS": 4, "GROUPS": 4}
+    constants |= {"POWER": packed.POWER, "HAS_INDEX": False, "HAS_ASM": True}
     pointers = {"codes_ptr": "*i32", "groups_ptr": "*i32", "index_ptr": "*i64", "out_ptr": "*bf16", "num_rows": "i32"}
     signature = {name: pointers.get(name, "constexpr") for name in packed._expand_kernel.arg_names}
     return [
