@@ -36,8 +36,8 @@ from sala.protocol import Plan, Row, Sampling
 
 HERE = Path(__file__).parent
 DEVICE = torch.device("cuda")
-CHUNK = 8192
-CHUNKS = (CHUNK, 8448, 16896)  # the others are whole waves of tiles on 132 multiprocessors
+CHUNK = 8448  # what the engine takes on 132 processors
+CHUNKS = (CHUNK, 2 * CHUNK, 8192)
 REST_S = 3.0  # before a prompt is timed, ours or the peer's: a card that was busy is slower
 CLOCK = ("nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "--id=0")
 GREEDY = Sampling(temperature=0)

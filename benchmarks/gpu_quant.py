@@ -61,18 +61,9 @@ THREADS = 16
 RESULTS: dict[str, Any] = {}  # what earlier runs measured is kept, part by part
 Call = Callable[[], Any]
 
-SPLIT = [
-    Config(columns, splits, warps, stages, True)
-    for columns, warps in ((64, 4), (128, 8), (128, 4))
-    for splits in (2, 4, 8)
-    for stages in (3, 4, 5)
-    if (columns, warps) == (64, 4) or stages == 4
-]
-WHOLE = [
-    Config(columns, 1, warps, stages, True)
-    for columns, warps in ((64, 4), (128, 8), (128, 4))
-    for stages in (2, 3, 4, 5, 6)
-]
+SPLIT = [Config(columns, splits, 4, stages, True) for columns in (64, 128) for splits in (4, 8) for stages in (3, 4, 5)]
+WHOLE = [Config(64, 1, 4, stages, True) for stages in (3, 4, 5, 6, 8)]
+WHOLE += [Config(128, 1, 4, stages, True) for stages in (3, 4, 5)]
 
 
 # weights
@@ -241,8 +232,8 @@ def check_early() -> None:
         x, normed = first, first
         for both, weight, out in layers:
             configs = [
-                packed._config_of(held, 8, most)._replace(is_early=is_early)
-                for held, most in ((out, 8), (both, 1), (weight, 8))
+                packed._config_of(held, 8, most, is_pair)._replace(is_early=is_early)
+                for held, most, is_pair in ((out, 8, False), (both, 1, True), (weight, 8, False))
             ]
             partials = packed.split_linear(normed, out, configs[0])
             x, normed = linear.add_partials_rms_norm(x, partials, 0.25, norm, 1e-6, is_early)
@@ -276,7 +267,7 @@ def tune(bits: int) -> None:
         plain = [numbers(n, k) for _ in range(max(2, ROTATED // (2 * n * k)))]
         cases = []
         for rows in TUNED_ROWS:
-            usual = packed._config_of(weights[0], rows, 8 if is_split else 1)
+            usual = packed._config_of(weights[0], rows, 8 if is_split else 1, is_pair)
             cases += [(rows, config) for config in dict.fromkeys([usual, *(SPLIT if is_split else WHOLE)])]
         xs = {rows: numbers(rows, k) for rows in TUNED_ROWS}
         compile_all([partial(call, xs[rows], weights[0], config) for rows, config in cases])

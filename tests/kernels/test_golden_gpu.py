@@ -103,8 +103,8 @@ class Run:
         if wanted is None:
             return []
         layers = len(self.config.sparse_layers)
-        found = [np.concatenate(self.chosen[i : self.num_prefill : layers]) for i in range(layers)]
-        mine = [as_set(row[head]) for rows in found for head in range(rows.shape[1]) for row in rows]
+        found = [[row for rows in self.chosen[i : self.num_prefill : layers] for row in rows] for i in range(layers)]
+        mine = [as_set(row[head]) for rows in found for head in range(len(rows[0])) for row in rows]
         theirs = [as_set(row) for layer in wanted for head in layer for row in head]
         return [a == b for a, b in zip(mine, theirs, strict=True)]
 

@@ -1,10 +1,12 @@
 """Every reference op against its definition, at ugly sizes."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sala.backends.torch.executor import prefill_chunk
 from sala.backends.torch.ops.attention import dense_attention
 from sala.backends.torch.ops.lightning import (
     decay_slopes,
@@ -200,3 +202,11 @@ def test_cost_of_a_sparse_row_is_bounded() -> None:
         position = torch.tensor([num_blocks * 16 - 1])
         counts.add(choose_blocks(rand(1, 1, num_blocks), position, SPARSE).shape[-1])
     assert counts == {SPARSE.num_chosen}
+
+
+@pytest.mark.parametrize(("processors", "wanted"), [(132, 8448), (108, 6912), (128, 8192), (20, 7680), (200, 12800)])
+def test_a_chunk_is_whole_waves_of_tiles(processors: int, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(multi_processor_count=processors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    assert prefill_chunk(torch.device("cuda")) == wanted
+    assert prefill_chunk(torch.device("cpu")) == 256

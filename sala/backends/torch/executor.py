@@ -21,7 +21,8 @@ from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.protocol import Blob, Capacity, Options, Plan, Result, Row
 
-_PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}
+_PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}  # of a GPU, about so many
+_TILE = 64  # rows of a tile of a matrix product, or half of one
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
@@ -161,8 +162,17 @@ def plan_capacity(
     config: SalaConfig, options: Options, dtype: torch.dtype, device: torch.device, free: int
 ) -> Capacity:
     """How many pages and slots there will be in `free` bytes."""
-    chunk = _PREFILL_CHUNK.get(device.type, 256)
+    chunk = prefill_chunk(device)
     return share_memory(config, options, _NAMES[dtype], dtype.itemsize, chunk, free)
+
+
+def prefill_chunk(device: torch.device) -> int:
+    """Tokens of a step. On a GPU they make as many tiles of each product as keep all its processors busy to the end."""
+    chunk = _PREFILL_CHUNK.get(device.type, 256)
+    if device.type != "cuda":
+        return chunk
+    wave = _TILE * int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return wave * max(1, round(chunk / wave))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -58,12 +58,12 @@ class HalfLinear(nn.Linear):
 
 def put_halves(model: nn.Module) -> None:
     """Put them in the place of every linear of the CPU that has 16 bits, where there is a kernel for it."""
-    kernel = native.load()
+    halves = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear and can_be_half(one)]
+    kernel = native.load() if halves else None
     if kernel is None:
         return
-    for name, linear in list(model.named_modules()):
-        if type(linear) is nn.Linear and can_be_half(linear):
-            model.set_submodule(name, _half(linear, kernel))
+    for name, linear in halves:
+        model.set_submodule(name, _half(linear, kernel))
 
 
 def can_be_half(linear: nn.Linear) -> bool:

@@ -38,8 +38,11 @@ from sala.backends.torch.kernels.linear import MOST_ROWS, _silu_mul, can_start_e
 WORDS = 32  # of a row, in a block
 LEAST_TILE, MOST_TILE = 16, 64  # rows of a program
 PROGRAMS = 512  # several for every multiprocessor of a large GPU: one unpacks while others wait
-SHORTEST_PART = 1024  # of K
+SHORTEST_PART = 512  # of K
 MOST_SPLITS = 8  # the pass behind reads them all
+PROCESSORS = 132  # of a large GPU
+MOST_STAGES = 8
+IN_FLIGHT = {4: 96 << 10, 8: 180 << 10}  # bytes of codes that a processor waits for at a time; as measured
 MOST_EXPANDED = 1 << 26  # weights that `product` expands at a time
 MIDDLE = {4: 8, 8: 127.5}  # of the codes
 POWER = 24  # 4-bit weights in bf16 are 2^-24 of themselves in registers
@@ -465,7 +468,7 @@ def linear_silu_mul(x: Tensor, weight: PackedWeight, config: Config | None = Non
     """x [T, K], weight [2 * m, K], the gate's rows first → silu(gate) * up [T, m]; at most 128 rows."""
     if weight.dtype.itemsize > 2:
         return dense.linear_silu_mul(x, expand(weight))
-    config = config or _config_of(weight, x.shape[0], most_splits=1)
+    config = config or _config_of(weight, x.shape[0], most_splits=1, is_pair=True)
     assert config.splits == 1
     out = torch.empty(x.shape[0], weight.num_out // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, out, config, is_pair=True)
@@ -594,18 +597,26 @@ def _has_asm(weight: PackedWeight) -> bool:
     return weight.codes.is_cuda and weight.dtype.itemsize == 2
 
 
-def _config_of(weight: PackedWeight, rows: int, most_splits: int = MOST_SPLITS) -> Config:
+def _config_of(weight: PackedWeight, rows: int, most_splits: int = MOST_SPLITS, is_pair: bool = False) -> Config:
     device = weight.codes.device
-    config = _config(weight.num_out, weight.num_in, weight.bits, shared_memory(device), rows, most_splits)
+    limit = shared_memory(device)
+    config = _config(weight.num_out, weight.num_in, weight.bits, limit, rows, most_splits, is_pair)
     return config._replace(is_early=can_start_early(device))
 
 
 @functools.cache
-def _config(n: int, k: int, bits: int, limit: int, rows: int, most_splits: int = MOST_SPLITS) -> Config:
+def _config(
+    n: int, k: int, bits: int, limit: int, rows: int, most_splits: int = MOST_SPLITS, is_pair: bool = False
+) -> Config:
     """By shape, rows and the shared memory of the device; the splits are by shape alone."""
-    stage = 64 * (WORDS + 4) * 4 + tile_rows(rows) * block_size(bits) * 2
-    share = limit // (3 if limit > 200 << 10 else 2)  # so many programs live on a multiprocessor
-    return Config(64, _splits(n, k, most_splits), 4, max(2, min(5, max(3, share // stage), limit // stage)))
+    splits = _splits(n, k, most_splits)
+    is_wide = is_pair or (bits == 8 and most_splits > 1 and tile_rows(rows) > LEAST_TILE)
+    columns = 128 if is_wide and n >= 128 else 64
+    codes = columns * (WORDS + 4) * 4
+    per_processor = min(4, max(1, round(triton.cdiv(n, columns) * splits / PROCESSORS)))
+    stages = max(3, min(MOST_STAGES, round(IN_FLIGHT[bits] / (per_processor * codes))))
+    most = limit // (codes + tile_rows(rows) * block_size(bits) * 2)
+    return Config(columns, splits, 4, max(2, min(stages, most)))
 
 
 def _splits(n: int, k: int, most: int) -> int:
