@@ -47,7 +47,22 @@ def compile_for(capability: int, build: Build) -> dict[str, Any]:
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
         "shared": compiled.metadata.shared,
         "has_wgmma": "HGMMA" in sass,
+        "unwaited": count_unwaited(sass),
     }
+
+
+def count_unwaited(sass: str) -> int:
+    """Loops in which products of tensor cores may still run when the next round begins."""
+    steps = [(int(at, 16), step) for at, step in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", sass)]
+    found = 0
+    for end, step in steps:
+        target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", step)
+        if target is None or int(target[1], 16) >= end:
+            continue
+        inside = [one for at, one in steps if int(target[1], 16) <= at <= end]
+        marks = [one.split(".")[0] for one in inside if "HGMMA" in one or "WARPGROUP.DEPBAR" in one]
+        found += bool(marks) and marks[-1] != "WARPGROUP"
+    return found
 
 
 def main() -> None:

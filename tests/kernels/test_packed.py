@@ -458,3 +458,4 @@ def test_compiles(capability: int) -> None:
         assert kernel["shared"] <= LIMITS[capability], kernel
     if capability == 90:
         assert all(kernel["has_wgmma"] for kernel in found[:3]), found
+        assert not any(kernel["unwaited"] for kernel in found), found  # they read weights from registers

@@ -318,6 +318,16 @@ def _halves(words, groups, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BITS: tl
 
 
 @triton.jit
+def _settled(acc):
+    """The same numbers, looked at: so the compiler waits for the products before the next step.
+
+    Tensor cores read the weights from registers while they multiply, and the compiler lets the next step unpack into
+    the same ones. On an H200 long rows came out otherwise then, depending on how fast that step was.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _fetch(place, stride, STEPS: tl.constexpr):
     """Asks for the first tiles of codes, a line for every row, to come into the L2 cache."""
     for step in tl.static_range(STEPS):
@@ -396,6 +406,8 @@ def _packed_kernel(
         low, high = _halves(words, groups, COLUMNS, GROUPS, BITS, POWER, dtype, HAS_ASM)
         acc = tl.dot(low, tl.trans(x_low), acc)
         acc = tl.dot(high, tl.trans(x_high), acc)
+        if HAS_ASM:
+            acc = _settled(acc)
     out_dtype: tl.constexpr = out_ptr.dtype.element_ty
     out = (acc * 2.0**POWER).to(out_dtype)
     if IS_PAIR:
