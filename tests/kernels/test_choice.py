@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.cache import KVPages
-from sala.backends.torch.kernels import choice, pooling
+from sala.backends.torch.kernels import choice, pooling, triton_kernels
 from sala.backends.torch.ops.sparse import (
     block_scores,
     choose_blocks,
+    choose_whole,
     num_visible,
     pool_keys,
     select_blocks,
@@ -96,6 +97,16 @@ def test_prefill_with_released_geometry(device: torch.device) -> None:
     k1, k2, table = scattered(k, sparse)
     got = choice.choose_prefill(q, k1, k2, table, 1495, sparse, 128**-0.5)
     assert torch.equal(got.long(), expected(q, k, 1495, sparse, 128**-0.5))
+
+
+@pytest.mark.parametrize("n", [3, 71, 163, 200])
+def test_whole_sequences(n: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = draw((n, 6, 32), device, 13), draw((n, 2, 32), device, 14)
+    monkeypatch.setattr(triton_kernels, "can_run", lambda _: True)
+    got = choose_whole(q, k.transpose(0, 1), SMALL, 0.3)
+    assert torch.equal(got, expected(q, k, 0, SMALL, 0.3))
+    odd = choose_whole(q[..., :5], k.transpose(0, 1)[..., :5], SMALL, 0.3)  # rows that the kernels do not know
+    assert torch.equal(ascending(odd), expected(q[..., :5], k[..., :5], 0, SMALL, 0.3))
 
 
 def test_prefill_does_not_depend_on_the_tile(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,7 +383,14 @@ def choose_prefill(
 
     C = min(num_chosen, blocks so far); -1 stands behind the ids where fewer than C blocks exist.
     """
-    (n, _, dim), groups = q.shape, pages_k1.shape[0]
+    pages = table[: -(-(start + q.shape[0]) // sparse.block_size)]
+    k1, k2 = (pool.index_select(1, pages).flatten(1, 2) for pool in (pages_k1, pages_k2))
+    return choose_rows(q, k1, k2, start, sparse, scale)
+
+
+def choose_rows(q: Tensor, k1: Tensor, k2: Tensor, start: int, sparse: SparseConfig, scale: float) -> Tensor:
+    """As `choose_prefill`, of pooled rows [G, rows, D] that lie in order."""
+    (n, _, dim), groups = q.shape, k1.shape[0]
     num_blocks = -(-(start + n) // sparse.block_size)
     positions = torch.arange(start, start + n, dtype=torch.int32, device=q.device)
     if num_blocks <= sparse.num_chosen:
@@ -391,8 +398,6 @@ def choose_prefill(
     width = (start + n - 1) // sparse.block_size - sparse.num_window_blocks
     chosen = torch.empty(n, groups, sparse.num_chosen, dtype=torch.int32, device=q.device)
     q = q if has_whole_rows(q) else q.contiguous()
-    pages = table[:num_blocks]
-    k1, k2 = (pool.index_select(1, pages).flatten(1, 2) for pool in (pages_k1, pages_k2))
     config = _score_config(q.element_size(), dim, _shared_memory(q.device))
     tile = _queries_at_once(q, groups, width, sparse, config)
     scores = torch.empty(min(tile, n), groups, width, dtype=torch.float32, device=q.device)

@@ -10,13 +10,14 @@ is the mean of the `kernel` keys up to and including position (e + 1) * s - 1.
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from sala.backends.torch.kernels import triton_kernels
 from sala.config import SparseConfig
 
 if TYPE_CHECKING:
@@ -147,20 +148,16 @@ def whole_sparse_attention(q: Tensor, k: Tensor, v: Tensor, sparse: SparseConfig
 
     Blocks are chosen without a gradient; keys and values of the chosen ones get theirs.
     """
-    positions = torch.arange(q.shape[0], device=q.device)
     num_blocks = -(-q.shape[0] // sparse.block_size)
     with torch.no_grad():
-        keys = k.detach().transpose(0, 1)
-        k1 = pool_keys(keys, sparse.kernel_size, sparse.kernel_stride)
-        k2 = pool_keys(keys, 4 * sparse.kernel_size, 4 * sparse.kernel_stride)
-        chosen = select_blocks(q.detach(), k1, k2, positions, num_blocks, sparse, scale)
+        chosen = choose_whole(q.detach(), k.detach().transpose(0, 1), sparse, scale)
     if q.is_cuda and FLEX_TILE % sparse.block_size == 0:
         return _fused_block_attention(q, k, v, chosen, sparse.block_size, scale)
     pad = num_blocks * sparse.block_size - q.shape[0]
     pages = [F.pad(x.transpose(0, 1), (0, 0, 0, pad)).unflatten(1, (num_blocks, -1)) for x in (k, v)]
     row_bytes = 2 * pages[0].numel() // num_blocks * chosen.shape[-1] * k.element_size()
     tile = max(1, tile_bytes(q) // row_bytes)
-    table = torch.arange(num_blocks, device=q.device)
+    table, positions = (torch.arange(count, device=q.device) for count in (num_blocks, q.shape[0]))
     tiles = zip(q.split(tile), chosen.split(tile), positions.split(tile), strict=True)
     # a tile's gathered blocks are gathered again for its gradient: held for all tiles they would fill the memory
     outputs = [
@@ -168,6 +165,33 @@ def whole_sparse_attention(q: Tensor, k: Tensor, v: Tensor, sparse: SparseConfig
         for rows, ids, at in tiles
     ]
     return torch.cat(outputs)
+
+
+def choose_whole(q: Tensor, keys: Tensor, sparse: SparseConfig, scale: float) -> Tensor:
+    """The blocks of all queries of a whole sequence: q [n, H, D], keys [G, n, D] → [n, G, C]."""
+    k1 = pool_keys(keys, sparse.kernel_size, sparse.kernel_stride)
+    k2 = pool_keys(keys, 4 * sparse.kernel_size, 4 * sparse.kernel_stride)
+    num_blocks = -(-q.shape[0] // sparse.block_size)
+    kernels = _choice_kernels(q, sparse)
+    if kernels is None:
+        positions = torch.arange(q.shape[0], device=q.device)
+        return select_blocks(q, k1, k2, positions, num_blocks, sparse, scale)
+    before = sparse.kernel_size // sparse.kernel_stride - 1
+    rows = []
+    for pooled, stride in ((k1, sparse.kernel_stride), (k2, 4 * sparse.kernel_stride)):
+        behind = num_blocks * sparse.block_size // stride - before - pooled.shape[1]
+        rows.append(F.pad(pooled.to(q.dtype), (0, 0, before, behind)))
+    chosen: Tensor = kernels.choose_rows(q, rows[0], rows[1], 0, sparse, scale)
+    return chosen.long()
+
+
+def _choice_kernels(q: Tensor, sparse: SparseConfig) -> Any:
+    """The module whose kernels choose for these queries, if there is one."""
+    if not triton_kernels.can_run(q.device):
+        return None
+    from sala.backends.torch.kernels import choice
+
+    return choice if choice.supports(sparse, q.shape[2], q.dtype) else None
 
 
 def _fused_block_attention(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block_size: int, scale: float) -> Tensor:
