@@ -7,7 +7,9 @@ of `sala finetune` on rows of random tokens that are all learnt: a few updates t
 tuned then), then some that are timed. Recorded are tokens per second, the peak of the memory that torch holds, what
 `sala estimate --finetune` says, and what runs the lightning layers. A part that does not fit is recorded as such.
 Full fine-tuning: weights, gradients and both moments of AdamW in bf16, weights rounded at random (adamw-bf16).
-QLoRA: our own packed 4-bit weights, expanded for every product. `--tiny` is a trial of the script on any machine.
+QLoRA: our own packed 4-bit weights, expanded for every product. `--candidates 5` lets flash-linear-attention try five
+configurations of each of its kernels at first use instead of all, which takes minutes. `--tiny` is a trial of the
+script on any machine.
 """
 
 import argparse
@@ -150,6 +152,18 @@ def measure(method: str, length: int, config: SalaConfig, device: torch.device, 
     }
 
 
+def limit_candidates(most: int) -> None:
+    """Of the configurations that Triton tries, some, evenly taken. To be called before the kernels are imported."""
+    from triton.runtime.autotuner import Autotuner
+
+    begin = Autotuner.__init__
+
+    def begin_with_few(self: Any, fn: Any, arg_names: Any, configs: Any, *rest: Any, **named: Any) -> None:
+        begin(self, fn, arg_names, configs and configs[:: -(-len(configs) // most)], *rest, **named)
+
+    Autotuner.__init__ = begin_with_few
+
+
 def clear() -> None:
     gc.collect()
     if torch.cuda.is_available():
@@ -160,10 +174,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--candidates", type=int)
     parser.add_argument("--output", type=Path, default=HERE / "gpu_finetune.json")
     given = parser.parse_args()
     config = TINY if given.tiny else RELEASED
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if given.candidates:
+        limit_candidates(given.candidates)
     parts = given.parts or [f"{method}-{length}" for method in METHODS for length in LENGTHS]
     results = json.loads(given.output.read_text()) if given.output.is_file() else {}
     results |= {
@@ -171,6 +188,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "lightning": "flash-linear-attention" if device.type == "cuda" and _simple_gla() else "torch",
+        "candidates": given.candidates,
         "parameters": sum(int(np.prod(shape)) for shape in expected_tensors(config).values()),
     }
     for part in parts:
