@@ -22,7 +22,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kernel_of_the_cpu_is_right() -> None:
     found = list(checks(torch.device("cpu")))
     assert all(one.is_good for one in found), found
-    assert len(found) == (0 if native.load() is None else 9)
+    assert len(found) == (0 if native.load() is None else 10)
 
 
 def test_text(capsys: pytest.CaptureFixture[str], few: None) -> None:

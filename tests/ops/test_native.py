@@ -1,7 +1,9 @@
 """Steps of a few tokens by the native kernels, against the model that defines them, at ugly sizes."""
 
 import random
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,9 @@ from torch import Tensor
 from sala.backends.torch.batch import pack
 from sala.backends.torch.executor import TorchExecutor, open_executor
 from sala.backends.torch.kernels import native
+from sala.backends.torch.ops import sparse as sparse_ops
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_fold, lightning_step
+from sala.backends.torch.ops.sparse import attend_chosen, sparse_attention
 from sala.backends.torch.quant import FEW_ROWS
 from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
@@ -208,3 +212,145 @@ def test_what_the_kernels_leave_alone(models: Path, tmp_path: Path) -> None:
     steps = executor(models / "tiny").steps
     assert steps is not None
     assert not steps.can_run(long)
+
+
+@dataclass
+class Chosen:
+    """Queries, pages in no order and what was chosen of them: what `sparse_attention` takes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    chosen: Tensor
+    positions: Tensor
+    scale: float
+
+    def arguments(self, rows: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+        q, chosen, positions = self.q[rows], self.chosen[rows], self.positions[rows]
+        return q, self.k, self.v, self.table, chosen, positions, self.scale
+
+    def natively(self, rows: slice = slice(None)) -> Tensor:
+        with torch.inference_mode():
+            return attend_chosen(*self.arguments(rows))
+
+    def with_nan(self) -> "Chosen":
+        """NaN in all that no query sees."""
+        k, v = (torch.full_like(pages, float("nan")) for pages in (self.k, self.v))
+        block_size = k.shape[2]
+        for ids, position in zip(self.chosen.tolist(), self.positions.tolist(), strict=True):
+            for group, blocks in enumerate(ids):
+                for block in (block for block in blocks if block >= 0):
+                    page, seen = self.table[block], max(0, position + 1 - block * block_size)
+                    for to, pages in ((k, self.k), (v, self.v)):
+                        to[group, page, :seen] = pages[group, page, :seen]
+        return replace(self, k=k, v=v)
+
+
+def some_choices(
+    n: int,
+    heads: tuple[int, int] = (9, 3),
+    dim: int = 64,
+    block_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    start: int = 301,
+    most: int = 5,
+) -> Chosen:
+    """Every query chooses its own block and up to `most` others before it, or none in their place."""
+    generator = torch.Generator().manual_seed(n + dim)
+    num_blocks, num_pages = (start + n - 1) // block_size + 1, (start + n - 1) // block_size + 4
+    q = torch.randn(n, heads[0], dim, generator=generator)
+    k, v = torch.randn(2, heads[1], num_pages, block_size, dim, generator=generator).to(dtype)
+    positions = torch.arange(start, start + n)
+    own = (positions // block_size)[:, None, None].expand(-1, heads[1], 1)
+    liking = torch.rand(n, heads[1], num_blocks, generator=generator)
+    others = liking.argsort(-1)[..., :most]
+    others = others.masked_fill((others >= own) | (others % 5 == 3), -1)
+    table = torch.randperm(num_pages, generator=generator)[:num_blocks]
+    return Chosen(q, k, v, table, torch.cat((others, own), -1), positions, dim**-0.5)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("n", [1, 3, 65])
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (32, 2), (5, 1)])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 48, 64])
+def test_attention_over_chosen_blocks(n: int, heads: tuple[int, int], dim: int, block_size: int) -> None:
+    for start in (0, 301):
+        case = some_choices(n, heads, dim, block_size, start=start)
+        wanted = sparse_attention(*case.arguments())
+        torch.testing.assert_close(case.natively(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pages", [torch.bfloat16, torch.float16])
+def test_attention_to_pages_of_16_bits(pages: torch.dtype) -> None:
+    case = some_choices(65, dtype=pages)
+    wanted = sparse_attention(*replace(case, k=case.k.float(), v=case.v.float()).arguments())
+    torch.testing.assert_close(case.natively(), wanted, rtol=1e-5, atol=1e-5)
+    narrow = replace(case, q=case.q.to(pages))
+    torch.testing.assert_close(narrow.natively(), sparse_attention(*narrow.arguments()), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(9, 3), (32, 2)])
+def test_attention_has_the_same_bits_however_it_is_cut(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    case = some_choices(150, heads, dtype=dtype)
+    wanted = case.natively()
+    for count in (1, 2, 3):
+        for size in (1, 7, 64, 149, 150):
+            with threads(count):
+                pieces = [case.natively(slice(begin, begin + size)) for begin in range(0, 150, size)]
+            assert torch.equal(torch.cat(pieces), wanted), f"{size} queries at a time, {count} threads"
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_attention_sees_nothing_else(block_size: int) -> None:
+    for n, start in ((1, 0), (1, 301), (40, 0), (40, 301)):
+        case = some_choices(n, block_size=block_size, start=start)
+        wanted, blind = case.natively(), case.with_nan()
+        assert torch.equal(blind.natively(), wanted)
+        block, row = divmod(start + n // 2 + 1, block_size)  # nor what its neighbours may see
+        for pages in (blind.k, blind.v):
+            pages[:, case.table[block], row:] = float("nan")
+        found = blind.natively()
+        assert torch.equal(found[: n // 2 + 1], wanted[: n // 2 + 1])
+        assert n == 1 or found[n // 2 + 1].isnan().all()
+
+
+def test_attention_to_nothing() -> None:
+    case = some_choices(3)
+    case.chosen[1] = -1
+    torch.testing.assert_close(case.natively(), sparse_attention(*case.arguments()), rtol=1e-5, atol=1e-5)
+    assert case.natively(slice(0, 0)).shape == (0, 9, 64)
+
+
+def test_attention_that_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Tensor:
+        raise AssertionError("the kernel ran")
+
+    monkeypatch.setattr(sparse_ops, "_attend_natively", fail)
+    cases = {
+        "odd heads": some_choices(3, dim=24),
+        "narrow heads": some_choices(3, dim=8),
+        "wide heads": some_choices(3, dim=272),
+        "odd blocks": some_choices(3, block_size=24),
+        "fp64": some_choices(3, dtype=torch.float64),
+    }
+    cases["fp64"].q = cases["fp64"].q.double()
+    for name, case in cases.items():
+        assert torch.equal(case.natively(), sparse_attention(*case.arguments())), name
+    case = some_choices(3)
+    case.q.requires_grad_()
+    attend_chosen(*case.arguments()).sum().backward()
+    assert case.q.grad is not None
+    monkeypatch.setattr(native, "load", lambda: None)
+    assert torch.equal(case.natively(), sparse_attention(*case.arguments()))

@@ -18,7 +18,7 @@ from sala.backends.torch.ops.attention import dense_attention, whole_attention
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged, lightning_whole
 from sala.backends.torch.ops.norm import rms_norm
 from sala.backends.torch.ops.rope import apply_rope, grow_queries, rope_angles
-from sala.backends.torch.ops.sparse import select_blocks, sparse_attention, whole_sparse_attention
+from sala.backends.torch.ops.sparse import attend_chosen, select_blocks, whole_sparse_attention
 from sala.config import SalaConfig
 
 
@@ -197,7 +197,7 @@ class SparseMixer(nn.Module):
     def attend_sparse(self, span: Span, q: Tensor, start: int, pages: KVPages) -> Tensor:
         positions = torch.arange(start, span.end, device=q.device)
         chosen = self.choose(span, q, positions, pages)
-        return sparse_attention(q, pages.k, pages.v, span.table, chosen, positions, self.head_dim**-0.5)
+        return attend_chosen(q, pages.k, pages.v, span.table, chosen, positions, self.head_dim**-0.5)
 
     def choose(self, span: Span, q: Tensor, positions: Tensor, pages: KVPages) -> Tensor:
         """The blocks each query attends to, [n, G, C]."""

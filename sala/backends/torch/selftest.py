@@ -18,6 +18,7 @@ from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.affine import dequantize
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_fold, lightning_step
+from sala.backends.torch.ops.sparse import attend_chosen, sparse_attention
 from sala.backends.torch.quant import AffineLinear, AffineWeight
 from sala.backends.torch.random import random_model
 from sala.backends.torch.steps import NativeSteps, Steps
@@ -96,6 +97,7 @@ def cpu_trials() -> dict[str, Trial]:
         **{f"native linear, {name}": Trial(partial(_plain, dtype), 1e-5) for name, dtype in _HALVES.items()},
         **{f"native expansion, {bits} bits": Trial(partial(_expansion, bits), 1e-6) for bits in (4, 8)},
         "native fold": Trial(_fold, 1e-5),
+        "native attention": Trial(_attention, 1e-5),
         "native step, dense": Trial(partial(_native_step, False), 1e-4),
         "native step, sparse": Trial(partial(_native_step, True), 1e-4),
     }
@@ -134,6 +136,17 @@ def _fold() -> float:
     for i in range(count):
         _, wanted = lightning_step(k[i : i + 1], k[i : i + 1], v[i : i + 1], wanted, slopes, 1.0)
     return relative_error(lightning_fold(k, v, state, slopes), wanted[0])
+
+
+def _attention() -> float:
+    """Over blocks in no order, of which the last one is not yet full."""
+    num_queries, heads, groups, dim, block_size, num_pages = 37, 9, 3, 64, 64, 12
+    q, positions = torch.randn(num_queries, heads, dim), torch.arange(num_queries) + (num_pages - 1) * block_size
+    k, v = torch.randn(2, groups, num_pages, block_size, dim)
+    order = torch.rand(num_queries, groups, num_pages - 1).argsort(-1)
+    chosen = torch.cat((order[..., :5], torch.full((num_queries, groups, 1), num_pages - 1)), -1)
+    case = q, k, v, torch.randperm(num_pages), chosen, positions, dim**-0.5
+    return relative_error(attend_chosen(*case), sparse_attention(*case))
 
 
 def _native_step(is_sparse: bool) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 HEADERS, SOURCES = (
     tuple(Path(__file__).with_name(name) for name in names)
-    for names in (("vectors.h", "affine.h"), ("affine.cpp", "decode.cpp"))
+    for names in (("vectors.h", "affine.h"), ("affine.cpp", "decode.cpp", "attend.cpp"))
 )
 _INSTRUCTIONS = {16: "AVX-512", 8: "AVX2", 4: "NEON" if platform.machine() in ("aarch64", "arm64") else "SSE"}
 LANES = 16  # widths must be multiples of it, where the model runs natively
@@ -84,6 +84,18 @@ class Step(ctypes.Structure):
     )
 
 
+class Attention(ctypes.Structure):
+    """That of attend.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "table", "chosen", "positions", "out")),
+        *((name, ctypes.c_int64) for name in ("num_queries", "num_heads", "num_groups", "dim")),
+        *((name, ctypes.c_int64) for name in ("num_pages", "block_size", "num_blocks", "num_chosen")),
+        *((name, ctypes.c_int64) for name in ("page_type", "num_threads")),
+        ("scale", ctypes.c_float),
+    )
+
+
 class Kernel:
     """The functions of the library; tensors and structures are given by address."""
 
@@ -92,6 +104,7 @@ class Kernel:
         self.linear = _function(library.affine_linear, address, address, address, number)  # weight, x, y, rows
         self.expand = _function(library.affine_expand, address, number, number, address)  # weight, begin, end, y
         self.step = _function(library.decode_step, address, address)  # model, step
+        self.attend = _function(library.sparse_attend, address)  # attention
         self.num_lanes: int = library.num_lanes()
         self.fold = _function(
             library.lightning_fold, address, address, address, address, number, number, number

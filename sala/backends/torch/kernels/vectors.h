@@ -80,6 +80,8 @@ static inline Part load_part(const Half* x) {
 #endif
 }
 
+static inline void store_part(float* x, Part v) { std::memcpy(x, &v, sizeof v); }
+
 static inline Floats load(const float* x) { Floats v; std::memcpy(&v, x, 64); return v; }
 static inline void store(float* x, Floats v) { std::memcpy(x, &v, 64); }
 
@@ -141,21 +143,22 @@ template <class Vector> static inline float sum(Vector v) {
 }
 
 // e^x = 2^n e^r with |r| <= ln(2) / 2, where seven terms of the series are exact to the last bit but one.
-static inline Floats exponential(Floats x) {
-    const Floats low = Floats{} - 87.0f, high = Floats{} + 88.0f;
+template <class Vector> static inline Vector exponential(Vector x) {
+    using Whole = decltype(x < x);  // as many integers
+    const Vector low = Vector{} - 87.0f, high = Vector{} + 88.0f;
     x = x < low ? low : x;
     x = x > high ? high : x;
-    const Floats rounder = Floats{} + 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-    const Floats shifted = x * 1.44269504088896341f + rounder, n = shifted - rounder;
-    const Floats r = (x - n * 0.693145751953125f) - n * 1.42860682030941723e-6f;
-    Floats p = r * (1.0f / 5040) + 1.0f / 720;
+    const Vector rounder = Vector{} + 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    const Vector shifted = x * 1.44269504088896341f + rounder, n = shifted - rounder;
+    const Vector r = (x - n * 0.693145751953125f) - n * 1.42860682030941723e-6f;
+    Vector p = r * (1.0f / 5040) + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    return (Floats)((Ints)p + ((Ints)shifted << 23));
+    return (Vector)((Whole)p + ((Whole)shifted << 23));
 }
 
 static inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }

@@ -8,6 +8,7 @@ Pages hold one block each. A pooled key lives in the page where its window *ends
 is the mean of the `kernel` keys up to and including position (e + 1) * s - 1.
 """
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sala.backends.torch.kernels import triton_kernels
+from sala.backends.torch.kernels import native, triton_kernels
 from sala.config import SparseConfig
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 FLEX_TILE = 128
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that the CPU's kernel reads
+_WIDEST_HEAD = 256
 
 # Bytes of a tile of queries: its scores of all windows in fp32; the keys and values of its chosen blocks.
 TILE_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
@@ -141,6 +145,64 @@ def _gather(flat: Tensor, pages: Tensor, room: Tensor) -> Tensor:
     out = room[: pages.numel()]
     torch.index_select(flat, 0, pages.flatten(), out=out)
     return out.view(*pages.shape[:2], -1, flat.shape[-1])
+
+
+def attend_chosen(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    chosen: Tensor,
+    positions: Tensor,
+    scale: float,
+) -> Tensor:
+    """`sparse_attention`, by the CPU's kernel where there is one for it; no query may have chosen a block twice."""
+    kernel = native.load() if _fits_native(q, k_pages, v_pages) else None
+    if kernel is None:
+        return sparse_attention(q, k_pages, v_pages, table, chosen, positions, scale)
+    return _attend_natively(kernel, q, k_pages, v_pages, table, chosen, positions, scale)
+
+
+def _fits_native(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
+    block_size, dim = k_pages.shape[2:]
+    is_plain = all(x.device.type == "cpu" and x.dtype in _FLOATS for x in (q, k_pages, v_pages))
+    is_paged = k_pages.dtype == v_pages.dtype and k_pages.is_contiguous() and v_pages.is_contiguous()
+    has_shape = dim % native.LANES == 0 and dim <= _WIDEST_HEAD and block_size % native.LANES == 0
+    return is_plain and is_paged and has_shape and not torch.is_grad_enabled()
+
+
+def _attend_natively(
+    kernel: native.Kernel,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    chosen: Tensor,
+    positions: Tensor,
+    scale: float,
+) -> Tensor:
+    """In fp32, keys and values being read where they lie."""
+    groups, num_pages, block_size, dim = k_pages.shape
+    assert not chosen.numel() or int(chosen.max()) < len(table), "a block that has no page"
+    table, chosen, positions = (x.long().contiguous() for x in (table, chosen, positions))
+    queries = q.float().contiguous()
+    out = torch.empty_like(queries)
+    attention = native.Attention(
+        *(x.data_ptr() for x in (queries, k_pages, v_pages, table, chosen, positions, out)),
+        num_queries=q.shape[0],
+        num_heads=q.shape[1],
+        num_groups=groups,
+        dim=dim,
+        num_pages=num_pages,
+        block_size=block_size,
+        num_blocks=table.shape[0],
+        num_chosen=chosen.shape[-1],
+        page_type=native.SCALE_TYPES[str(k_pages.dtype).removeprefix("torch.")],
+        num_threads=torch.get_num_threads(),
+        scale=scale,
+    )
+    kernel.attend(ctypes.addressof(attention))
+    return out.to(q.dtype)
 
 
 def whole_sparse_attention(q: Tensor, k: Tensor, v: Tensor, sparse: SparseConfig, scale: float) -> Tensor:
