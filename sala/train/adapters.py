@@ -24,8 +24,7 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def take_over(self, change: Tensor) -> None:
-        # a GPU takes far longer for a matrix of this size than a processor
-        left, sizes, right = (part.to(change.device) for part in torch.linalg.svd(change.double().cpu(), False))
+        left, sizes, right = torch.linalg.svd(change.double(), full_matrices=False)
         rank = self.down.shape[0]
         # balanced so that both halves learn at like speeds: down keeps the size it begins with, up holds the rest
         length = self.down.norm(dim=1).mean().double()

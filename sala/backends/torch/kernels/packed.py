@@ -42,7 +42,7 @@ SHORTEST_PART = 512  # of K
 MOST_SPLITS = 8  # the pass behind reads them all
 PROCESSORS = 132  # of a large GPU
 MOST_STAGES = 8
-IN_FLIGHT = {4: 96 << 10, 8: 180 << 10}  # bytes of codes that a processor waits for at a time; as measured
+IN_FLIGHT = {4: 96 << 10, 8: 180 << 10}  # bytes of codes on their way to a processor; as measured
 MOST_EXPANDED = 1 << 26  # weights that `product` expands at a time
 MIDDLE = {4: 8, 8: 127.5}  # of the codes
 POWER = 24  # 4-bit weights in bf16 are 2^-24 of themselves in registers
@@ -322,7 +322,7 @@ def _settled(acc):
     """The same numbers, looked at: so the compiler waits for the products before the next step.
 
     Tensor cores read the weights from registers while they multiply, and the compiler lets the next step unpack into
-    the same ones. On an H200 long rows came out otherwise then, depending on how fast that step was.
+    the same ones: on an H200 long rows came out otherwise without this.
     """
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
