@@ -59,6 +59,7 @@ CHECKED = (1, 8, 64, 128)
 TUNED_ROWS = (1, 32)  # 8 rows have the tiles of one
 THREADS = 16
 RESULTS: dict[str, Any] = {}  # what earlier runs measured is kept, part by part
+DEFAULTS = ("lm_head", "v_proj", "layers.31.")  # what `sala quantize` keeps in 8 bits, unless told otherwise
 Call = Callable[[], Any]
 
 SPLIT = [Config(columns, splits, 4, stages, True) for columns in (64, 128) for splits in (4, 8) for stages in (3, 4, 5)]
@@ -333,13 +334,13 @@ def tiles() -> None:
 # whole models
 
 
-def quantize_model(model: SalaModel, bits: int) -> None:
-    """In place; the embedding and the head have 8 bits."""
+def quantize_model(model: SalaModel, bits: int, keep: tuple[str, ...]) -> None:
+    """In place; the embedding and what is to be kept have 8 bits."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding):
             model.set_submodule(name, AffineEmbedding(in_pieces(module.weight, 8), module.weight.dtype))
         elif isinstance(module, nn.Linear):
-            weight = in_pieces(module.weight, 8 if name == "lm_head" else bits)
+            weight = in_pieces(module.weight, 8 if any(part in name for part in keep) else bits)
             model.set_submodule(name, AffineLinear(weight, module.bias))
 
 
@@ -352,11 +353,19 @@ def in_pieces(weight: Tensor, bits: int) -> AffineWeight:
 class Subject(Ours):
     """A random 9B model of 16, 8 or 4 bits per weight."""
 
-    def __init__(self, bits: int, num_pages: int, num_slots: int, max_tokens: int, prefill: str = "exact") -> None:
+    def __init__(
+        self,
+        bits: int,
+        num_pages: int,
+        num_slots: int,
+        max_tokens: int,
+        prefill: str = "exact",
+        keep: tuple[str, ...] = ("lm_head",),
+    ) -> None:
         self.config = RELEASED
         self.model = random_model(RELEASED, DTYPE, DEVICE)
         if bits < 16:
-            quantize_model(self.model, bits)
+            quantize_model(self.model, bits, keep)
         self.steps = GpuSteps(self.model, DEVICE, max_tokens, prefill=prefill)
         self.chunk = CHUNK
         gc.collect()
@@ -367,8 +376,9 @@ class Subject(Ours):
 
 def decode() -> None:
     out: dict[str, Any] = {}
-    for bits in (16, 8, 4):
-        subject = Subject(bits, 4096, 34, (1 << 17) + 64)
+    subjects = {"16": (16, ()), "8": (8, ()), "4": (4, ("lm_head",)), "4, as sala quantize keeps them": (4, DEFAULTS)}
+    for bits, (number, keep) in subjects.items():
+        subject = Subject(number, 4096, 34, (1 << 17) + 64, keep=keep)
         print(f"{bits} bits: {subject.gb:.2f} GB of weights", flush=True)
         for batch, context in ((1, 4096), (1, 131072), (8, 4096), (32, 4096)):
             once = subject.step(batch, context)
@@ -377,7 +387,7 @@ def decode() -> None:
             taken = seconds(once, 20)
             key = f"{batch} x {context}"
             out.setdefault(key, {})[bits] = taken * 1e3
-            ratio = out[key][16] / out[key][bits]
+            ratio = out[key]["16"] / out[key][bits]
             print(f"   decode {key:12}: {taken * 1e3:6.3f} ms, {batch / taken:7.1f} tok/s, {ratio:.2f}x", flush=True)
         del subject, once
         gc.collect()

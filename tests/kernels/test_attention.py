@@ -268,7 +268,7 @@ def split_build(limit: int, config: decode_attention.Config | None = None) -> Bu
     pointers = {**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16"), "tables_ptr": "*i64", "lengths_ptr": "*i32"}
     more = {"is_sparse_ptr": "*i1", "chosen_ptr": "*i32", "acc_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32"}
     sizes = dict.fromkeys(("num_pages", "table_size", *decode_attention.SIZES, "q_stride"), "i32")
-    own = {"row_of_ptr": None, "GROUPS": 2, "SHARED_PADDED": 16, "PRECISION": "ieee"}
+    own = {"row_of_ptr": None, "GROUPS": 2, "SHARED_PADDED": 16, "PRECISION": "ieee", "EARLY": 0}
     constants = {**GEOMETRY, **own, "SPLIT_BLOCKS": blocks}
     return Build(decode_attention.split_kernel, {**pointers, **more, **sizes}, constants, options)
 
@@ -277,7 +277,7 @@ def join_build() -> Build:
     pointers = {"acc_ptr": "*fp32", "stats_ptr": "*fp32", "gate_ptr": "*bf16", "lengths_ptr": "*i32"}
     more = {"is_sparse_ptr": "*i1", "out_ptr": "*bf16"}
     sizes = dict.fromkeys((*decode_attention.SIZES, "gate_stride"), "i32")
-    constants = {**GEOMETRY, "SPLITS": 64, "SPLIT_BLOCKS": 2, "CHUNK": decode_attention.JOIN_CHUNK}
+    constants = {**GEOMETRY, "SPLITS": 64, "SPLIT_BLOCKS": 2, "CHUNK": decode_attention.JOIN_CHUNK, "EARLY": 0}
     return Build(decode_attention.join_kernel, {**pointers, **more, **sizes}, constants, {"num_warps": 4})
 
 

@@ -307,11 +307,15 @@ def score_build(shared_memory: int, config: choice.ScoreConfig | None = None) ->
 def top_build(width: int, num_rows: int) -> Build:
     config = choice._top_config(width, num_rows)
     constants = choice.top_constants(RELEASED, 2, RELEASED.num_chosen, width, config)
-    return build(choice._top_kernel, constants | {"OFFSET": 0, "HAS_FLAGS": False}, {"num_warps": config.num_warps})
+    return build(
+        choice._top_kernel,
+        constants | {"OFFSET": 0, "HAS_FLAGS": False, "EARLY": 0},
+        {"num_warps": config.num_warps},
+    )
 
 
 def other_builds() -> list[Build]:
-    shared = choice.decode_constants(RELEASED, 16, 128, torch.bfloat16)
+    shared = choice.decode_constants(RELEASED, 16, 128, torch.bfloat16) | {"EARLY": 0}
     more = {"SPLIT": choice.SPLIT, "JOIN": choice.JOIN, "WINDOW": 32, "MASKED": False, "ROWS": 128}
     return [
         build(choice._decode_norm_kernel, shared | {"ROWS": choice.SPLIT}, {"num_warps": 4}),
@@ -319,7 +323,7 @@ def other_builds() -> list[Build]:
         top_build(2000, 9999),
         top_build(16384, 9999),
         top_build(16384, 2),
-        build(pooling._append_kernel, pooling.append_constants(RELEASED, 128), {"num_warps": 4}),
+        build(pooling._append_kernel, pooling.append_constants(RELEASED, 128) | {"EARLY": 0}, {"num_warps": 4}),
     ]
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sala.backends.torch.kernels import lightning
+from sala.backends.torch.kernels import fused, lightning
 from sala.backends.torch.kernels.lightning import (
+    Heads,
     PrefillConfig,
     lightning_decode,
     lightning_fold,
@@ -130,6 +131,41 @@ def test_steps(dtype: torch.dtype, device: torch.device) -> None:
     assert torch.equal(states[untouched].nan_to_num(), before[untouched].nan_to_num())
 
 
+@pytest.mark.parametrize(("has_norm", "has_rope"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_steps_norm_and_rotate(dtype: torch.dtype, has_norm: bool, has_rope: bool, device: torch.device) -> None:
+    """Queries and keys as `qk_norm_rope` would have made them, in steps, guesses and folds alike."""
+    torch.manual_seed(3)
+    n, heads, dim, scale = 3, 2, 64, 0.125
+    q, k, v = projected(2 * n, heads, dim, dtype, device)
+    norms = [(1 + torch.randn(dim, device=device) / 4).to(dtype) if has_norm else None for _ in range(2)]
+    angles = [torch.randn(2 * n, dim, device=device) if has_rope else None for _ in range(2)]
+    given = Heads(*norms, 1e-6, *angles)
+    states, slopes = torch.randn(2, heads, dim, dim, device=device), torch.tensor(SLOPES[:2], device=device)
+    slots, counts = torch.tensor([1, 0], device=device), torch.tensor([n, n - 1], device=device)
+    made = [x.unflatten(0, (2, n)) for x in fused.qk_norm_rope(q, k, *given, None)]
+    q, k, v = (x.unflatten(0, (2, n)) for x in (q, k, v))
+    near = 1e-6 if dtype == torch.float32 else 1e-3
+
+    guessed = lightning_verify(q, k, v, states, slots, slopes, scale, heads=given)
+    assert distance(guessed, lightning_verify(*made, v, states, slots, slopes, scale)) < near
+    after, decoded = states.clone(), []
+    for token in range(n):
+        rows = slice(token, None, n)  # of the angles
+        here = (
+            given._replace(cos=None, sin=None)
+            if not has_rope
+            else given._replace(cos=given.cos[rows].contiguous(), sin=given.sin[rows].contiguous())
+        )
+        decoded.append(lightning_decode(q[:, token], k[:, token], v[:, token], after, slots, slopes, scale, heads=here))
+    assert torch.equal(torch.stack(decoded, 1), guessed)
+    folded, expected = states.clone(), states.clone()
+    lightning_fold(k, v, folded, slots, counts, slopes, given)
+    lightning_fold(made[1], v, expected, slots, counts, slopes)
+    assert distance(folded, expected) < near
+    assert torch.equal(folded[1], after[1])
+
+
 def test_rows_do_not_see_each_other(device: torch.device) -> None:
     torch.manual_seed(2)
     q, k, v = projected(4, 2, 32, torch.float32, device)
@@ -165,11 +201,11 @@ def prefill_build(config: PrefillConfig, dtype: str, dim: int, heads: int) -> Bu
     return Build(lightning._prefill_kernel, signature, constants, {"num_warps": config.num_warps})
 
 
-def step_build(num_tokens: int, has_output: bool, has_counts: bool, keeps_state: bool) -> Build:
+def step_build(num_tokens: int, has_output: bool, has_counts: bool, keeps_state: bool, early: int) -> Build:
     signature = dict.fromkeys(lightning._step_kernel.arg_names, "constexpr")
-    signature |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
-    signature |= {"states_ptr": "*fp32", "slopes_ptr": "*fp32", "scale": "fp32"}
-    signature |= {"slots_ptr": "*i64", "counts_ptr": "*i64"}
+    signature |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_weight_ptr", "k_weight_ptr", "out_ptr"), "*bf16")
+    signature |= dict.fromkeys(("states_ptr", "slopes_ptr", "cos_ptr", "sin_ptr"), "*fp32")
+    signature |= {"slots_ptr": "*i64", "counts_ptr": "*i64", "num_slots": "i32", "scale": "fp32", "eps": "fp32"}
     signature |= {f"{x}_{axis}": "i32" for x in "qkv" for axis in ("sequence", "token", "head")}
     constants = {
         "N": num_tokens,
@@ -179,6 +215,9 @@ def step_build(num_tokens: int, has_output: bool, has_counts: bool, keeps_state:
         "HAS_OUTPUT": has_output,
         "HAS_COUNTS": has_counts,
         "KEEPS_STATE": keeps_state,
+        "HAS_NORM": True,
+        "HAS_ROPE": True,
+        "EARLY": early,
     }
     options = {"num_warps": lightning.STEP_WARPS, "enable_fp_fusion": False}
     return Build(lightning._step_kernel, signature, constants, options)
@@ -192,9 +231,9 @@ def builds(capability: int) -> list[Build]:
         prefill_build(wide, "bf16", 128, 32),
         prefill_build(narrow, "bf16", 64, 9),
         prefill_build(full, "fp32", 128, 32),
-        step_build(1, True, False, False),
-        step_build(8, True, False, True),
-        step_build(8, False, True, False),
+        step_build(1, True, False, False, 2 if capability >= 90 else 0),
+        step_build(8, True, False, True, 2 if capability >= 90 else 0),
+        step_build(8, False, True, False, 2 if capability >= 90 else 0),
     ]
 
 

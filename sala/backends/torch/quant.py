@@ -41,7 +41,7 @@ def can_run_packed(device: torch.device) -> bool:
     """Whether matrices may stay packed; if not, they are better dequantized once, when they are loaded."""
     if device.type == "cpu":
         return native.load() is not None
-    return os.environ.get("SALA_PACKED") == "1" and triton_kernels.can_run(device)  # not tried on enough GPUs yet
+    return os.environ.get("SALA_PACKED") != "0" and triton_kernels.can_run(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,10 +33,11 @@ from sala.backends.torch.kernels import (
     packed,
     pooling,
 )
+from sala.backends.torch.kernels.lightning import Heads
 from sala.backends.torch.kernels.packed import PackedWeight
 from sala.backends.torch.model import Layer, LightningMixer, RMSNorm, SalaModel
 from sala.backends.torch.ops.lightning import decay_slopes
-from sala.backends.torch.ops.rope import query_growth, rope_angles
+from sala.backends.torch.ops.rope import frequencies, query_growth, turn
 from sala.backends.torch.quant import AffineEmbedding, AffineLinear
 from sala.config import SparseConfig
 from sala.errors import InputError
@@ -59,7 +60,7 @@ class Angles:
 
 
 class Mixing:
-    """How rows look back: `lightning` and `attend` take projected rows and give [T, H * D]."""
+    """How rows look back: `lightning` takes projected rows, `attend` normed and rotated ones; they give [T, H * D]."""
 
     angles: Angles
 
@@ -93,6 +94,7 @@ class FusedLayer:
         self.scale = layer.residual_scale
         self.num_heads, self.num_kv_heads, self.head_dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
         self.fp8: Fp8Matrices | None = None
+        self.lets_in = isinstance(self.out, PackedWeight)
 
     def mix(self, x: Normed, rows: Mixing, past: Any) -> Tensor:
         """x [T, hidden], normed → what the mixer adds, as `added` gives it."""
@@ -116,22 +118,22 @@ class FusedLayer:
         q = parts[0].unflatten(1, (self.num_heads, self.head_dim))
         k, v = (part.unflatten(1, (self.num_kv_heads, self.head_dim)) for part in parts[1:3])
         gate = parts[3] if self.has_gate else None
-        angles = rows.angles.lightning if self.is_lightning else rows.angles.sparse
-        growth = None if self.is_lightning else rows.angles.growth
-        cos, sin = (None, None) if angles is None else angles
-        norms = (_weight(self.mixer.q_norm), _weight(self.mixer.k_norm))
-        if norms[0] is not None or cos is not None or growth is not None:
-            q, k = fused.qk_norm_rope(q, k, *norms, self.eps, cos, sin, growth)
         if not self.is_lightning:
-            return rows.attend(self, q, k, v, gate, past)
+            heads, growth = self.heads(rows.angles.sparse), rows.angles.growth
+            return rows.attend(self, *turned(q, k, heads, growth), v, gate, past)
         if self.num_kv_heads != self.num_heads:
             shared = self.num_heads // self.num_kv_heads
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
         o = rows.lightning(self, q, k, v, past, self.index)
         o_norm = _weight(self.mixer.o_norm)
         if o_norm is not None or gate is not None:
-            o = fused.norm_gate(o, o_norm, gate, self.eps)
+            o = fused.norm_gate(o, o_norm, gate, self.eps, self.lets_in)
         return o
+
+    def heads(self, angles: tuple[Tensor, Tensor] | None) -> Heads:
+        """What queries and keys go through before they meet."""
+        norms = (_weight(self.mixer.q_norm), _weight(self.mixer.k_norm))
+        return Heads(*norms, self.eps, *((None, None) if angles is None else angles))
 
     def mix_last(self, x: Tensor, rows: "_Chunk", past: Any, count: int) -> Tensor | None:
         """As `mix` in the last layer of a chunk: all rows are remembered, the last `count` look back."""
@@ -201,7 +203,11 @@ class Projection:
     def __call__(self, x: Tensor) -> Tensor:
         if len(self.parts) == 1:
             return product(x, self.parts[0], self.bias)
-        out = torch.cat([product(x, part) for part in self.parts], 1)
+        packed_parts = [part for part in self.parts if isinstance(part, PackedWeight) and packed.can_take(len(x), part)]
+        if len(packed_parts) == len(self.parts):
+            out = packed.linears(x, packed_parts)
+        else:
+            out = torch.cat([product(x, part) for part in self.parts], 1)
         return out if self.bias is None else out + self.bias
 
     def rows(self, begin: int, end: int) -> "Projection":
@@ -220,6 +226,13 @@ class Projection:
         if len(self.parts) == 1 and self.bias is None and can_take(x.shape[0], self.parts[0]):
             return kernels_of(self.parts[0]).linear_silu_mul(x, self.parts[0])
         return fused.silu_mul(self(x))
+
+
+def turned(q: Tensor, k: Tensor, heads: Heads, growth: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q [T, H, D], k [T, G, D] normed and rotated, where the model does so."""
+    if heads.q_weight is None and heads.cos is None and growth is None:
+        return q, k
+    return fused.qk_norm_rope(q, k, *heads, growth)
 
 
 def kernels_of(weight: Weight) -> Any:
@@ -309,6 +322,8 @@ class GpuSteps:
         """`prefill` is how long spans are read, "exact" or "fp8"; None: as SALA_PREFILL says."""
         self.model, self.device, self.config = model, device, model.config
         self.layers = [FusedLayer(layer, index) for index, layer in enumerate(_layers(model))]
+        dims = (self.config.lightning_head_dim, self.config.head_dim)
+        self.rates = [frequencies(dim, self.config.rope_theta, device) for dim in dims]
         self.head = weight_of(model.lm_head, model.model.norm.weight.dtype, device)
         embedding: Any = model.model.embed_tokens
         if isinstance(embedding, AffineEmbedding):
@@ -373,7 +388,7 @@ class GpuSteps:
         for layer in layers:
             past = cache.pages[layer.index] if layer.index in cache.pages else cache.states[layer.index]
             norm = _norm_to_fp8 if is_long and layer is not layers[-1] else _norm
-            x, normed = norm(x, delta, layer.scale, layer.input_norm)
+            x, normed = norm(x, delta, layer.scale, layer.input_norm, layer.lets_in)
             if count is not None and layer is layers[-1]:
                 assert isinstance(rows, _Chunk)
                 assert isinstance(normed, Tensor)
@@ -383,7 +398,7 @@ class GpuSteps:
                 delta = layer.mix(normed, rows, past)
             if delta is None:
                 return x[:0]
-            x, normed = norm(x, delta, layer.scale, layer.post_norm)
+            x, normed = norm(x, delta, layer.scale, layer.post_norm, layer.lets_in)
             delta = layer.widen(normed)
         hidden = _norm(x, delta, self.config.residual_scale, self.model.model.norm)[1]
         assert isinstance(hidden, Tensor)
@@ -394,7 +409,8 @@ class GpuSteps:
         if hidden.shape[0] > MOST_DRAWN or not can_take(1, self.head):
             return product(hidden / self.config.logit_divisor, self.head).float()
         rows = (hidden / self.config.logit_divisor).split(kernels_of(self.head).most_rows(self.head))
-        return torch.cat([product(some, self.head).float() for some in rows])
+        parts = [product(some, self.head).float() for some in rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     # short spans
 
@@ -430,8 +446,8 @@ class GpuSteps:
     def angles(self, positions: Tensor) -> Angles:
         config, real = self.config, positions.clamp(min=0)
         return Angles(
-            rope_angles(real, config.lightning_head_dim, config.rope_theta) if config.lightning_use_rope else None,
-            rope_angles(real, config.head_dim, config.rope_theta) if config.attn_use_rope else None,
+            turn(real, self.rates[0]) if config.lightning_use_rope else None,
+            turn(real, self.rates[1]) if config.attn_use_rope else None,
             None if config.attn_log_base is None else query_growth(real, config.attn_log_base),
         )
 
@@ -448,6 +464,7 @@ class _Chunk(Mixing):
 
     def lightning(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, states: Tensor, index: int) -> Tensor:
         slopes, slot = decay_slopes(layer.num_heads, q.device), self.span.slot
+        q, k = turned(q, k, layer.heads(self.angles.lightning), None)
         output, after = lightning.lightning_prefill(q, k, v, states[slot], slopes, layer.head_dim**-0.5)
         states[slot] = after
         return output.flatten(1)
@@ -516,7 +533,7 @@ class _Few(Mixing):
         self.positions = self.all_positions[:num_rows]
         self.tables = torch.zeros(num_spans, steps.max_blocks, dtype=torch.int32, device=device)
         self.row_of = torch.arange(num_spans, device=device).repeat_interleave(count)
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.kept: dict[int, tuple[Tensor, Tensor, Heads]] = {}
 
     def prepare(self) -> None:
         """What all layers share, computed on the device at every step."""
@@ -527,15 +544,16 @@ class _Few(Mixing):
 
     def lightning(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, states: Tensor, index: int) -> Tensor:
         slopes, scale = decay_slopes(layer.num_heads, q.device), layer.head_dim**-0.5
+        heads = layer.heads(self.angles.lightning)
         output = q.new_empty(q.shape)  # nobody reads the rows of padding, which stay as they are
         q_, k_, v_, o_ = (x[: self.num_spans * self.count] for x in (q, k, v, output))
         if self.count == 1:
-            lightning.lightning_decode(q_, k_, v_, states, self.slots, slopes, scale, o_)
+            lightning.lightning_decode(q_, k_, v_, states, self.slots, slopes, scale, o_, heads, layer.lets_in)
             return output.flatten(1)
         q_, k_, v_, o_ = (x.unflatten(0, (self.num_spans, self.count)) for x in (q_, k_, v_, o_))
-        lightning.lightning_verify(q_, k_, v_, states, self.slots, slopes, scale, o_)
-        self.kept[index] = k_, v_
-        lightning.lightning_fold(k_, v_, states, self.slots, self.advances, slopes)  # spans without drafts
+        lightning.lightning_verify(q_, k_, v_, states, self.slots, slopes, scale, o_, heads, layer.lets_in)
+        self.kept[index] = k_, v_, heads
+        lightning.lightning_fold(k_, v_, states, self.slots, self.advances, slopes, heads)  # spans without drafts
         return output.flatten(1)
 
     def attend(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, pages: KVPages) -> Tensor:
@@ -553,7 +571,7 @@ class _Few(Mixing):
         max_dense = min(max_blocks, -(-self.sparse.dense_len // self.sparse.block_size))
         decode_attention.decode_attention(
             q_, pages.k, pages.v, self.row_tables, self.lengths, self.is_sparse, chosen, scale, max_dense,
-            gate=None if gate is None else gate[:num_rows], output=output[:num_rows],
+            gate=None if gate is None else gate[:num_rows], output=output[:num_rows], lets_in=layer.lets_in,
         )  # fmt: skip
         return output.flatten(1)
 
@@ -641,9 +659,9 @@ class _Graph:
             counts = [num_accepted[i] if span.num_drafts else 0 for i, span in zip(indices, spans, strict=True)]
             accepted = torch.zeros_like(rows.slots)
             _copy(accepted, counts + [0] * (rows.num_spans - len(spans)))
-            for index, (k, v) in rows.kept.items():
+            for index, (k, v, heads) in rows.kept.items():
                 slopes = decay_slopes(k.shape[2], k.device)
-                lightning.lightning_fold(k, v, self.cache.states[index], rows.slots, accepted, slopes)
+                lightning.lightning_fold(k, v, self.cache.states[index], rows.slots, accepted, slopes, heads)
 
         return settle
 
@@ -666,18 +684,18 @@ def wanted_prefill(device: torch.device) -> str:
     return name
 
 
-def _norm_to_fp8(x: Tensor, delta: Tensor | None, scale: float, norm: RMSNorm) -> tuple[Tensor, Normed]:
+def _norm_to_fp8(x: Tensor, delta: Tensor | None, scale: float, norm: RMSNorm, _: bool) -> tuple[Tensor, Normed]:
     if delta is None:
         return x, fp8.rms_norm(x, norm.weight, norm.eps)
     return fp8.add_rms_norm(x, delta, scale, norm.weight, norm.eps)
 
 
-def _norm(x: Tensor, delta: Tensor | None, scale: float, norm: RMSNorm) -> tuple[Tensor, Normed]:
+def _norm(x: Tensor, delta: Tensor | None, scale: float, norm: RMSNorm, lets_in: bool = False) -> tuple[Tensor, Normed]:
     """`delta` is what a layer adds, or the parts of it."""
     if delta is None:
         return x, fused.rms_norm(x, norm.weight, norm.eps)
     if delta.dim() == 3:
-        return linear.add_partials_rms_norm(x, delta, scale, norm.weight, norm.eps)
+        return linear.add_partials_rms_norm(x, delta, scale, norm.weight, norm.eps, lets_in=lets_in)
     return fused.add_rms_norm(x, delta, scale, norm.weight, norm.eps)
 
 

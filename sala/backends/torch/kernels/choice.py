@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sala.backends.torch.kernels.early import early_options, wait_for_others
 from sala.backends.torch.kernels.pooling import has_whole_rows
 from sala.config import SparseConfig
 
@@ -172,9 +173,11 @@ def _decode_norm_kernel(
     q, k2_pages, tables, lengths, is_sparse, partial, num_pages, stride_table, num_splits, stride_n, stride_h, scale,
     HEADS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     STRIDE: tl.constexpr, RATIO: tl.constexpr, BEFORE: tl.constexpr, CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of exponentials over ROWS windows of k2, into partial [S, G, splits, 2, SLOTS]."""
     PER_PAGE: tl.constexpr = RATIO // 4
+    wait_for_others(EARLY)
     sequence, group, split = tl.program_id(2), tl.program_id(1), tl.program_id(0)
     length, _, is_chosen = _row_of_decode(lengths, is_sparse, sequence, STRIDE * RATIO, CHOSEN)
     end = length // (4 * STRIDE)
@@ -223,10 +226,11 @@ def _decode_score_kernel(
     num_pages, stride_table, num_splits, width, stride_n, stride_h, scale,
     HEADS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, JOIN: tl.constexpr, STRIDE: tl.constexpr, RATIO: tl.constexpr, BEFORE: tl.constexpr,
-    WINDOW: tl.constexpr, CHOSEN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, CHOSEN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Scores [S, G, width] of the blocks of ROWS windows, less one: the last lends its windows to the one before."""
     BLOCKS: tl.constexpr = ROWS // RATIO
+    wait_for_others(EARLY)
     sequence, group = tl.program_id(2), tl.program_id(1)
     length, own, is_chosen = _row_of_decode(lengths, is_sparse, sequence, STRIDE * RATIO, CHOSEN)
     first = tl.program_id(0) * (BLOCKS - 1)
@@ -317,10 +321,11 @@ def _top_kernel(
     scores, positions, is_sparse, scratch, chosen, width,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, INIT: tl.constexpr, WINDOW: tl.constexpr, CHOSEN: tl.constexpr,
     PADDED: tl.constexpr, OFFSET: tl.constexpr, HAS_FLAGS: tl.constexpr,
-    SIZE: tl.constexpr, SEGMENTS: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr,
+    SIZE: tl.constexpr, SEGMENTS: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row of scores → its chosen blocks, ascending. Forced blocks are not read, nor is a row that has no choice."""
     PICK: tl.constexpr = CHOSEN - INIT - WINDOW - 1
+    wait_for_others(EARLY)
     number = tl.program_id(0)
     token = number // GROUPS
     position = tl.load(positions + token).to(tl.int32) - OFFSET
@@ -431,10 +436,10 @@ def choose_decode(
     scores = torch.empty(num_rows, groups, max_blocks, dtype=torch.float32, device=q.device)
     partial = torch.empty(num_rows, groups, num_splits, 2, shared["SLOTS"], dtype=torch.float32, device=q.device)
     active = lengths if flags is None else flags  # a row of length 0 has nothing to choose anyway
-    num_pages, factor = pages_k1.shape[1], scale * LOG2_E
+    num_pages, factor, early = pages_k1.shape[1], scale * LOG2_E, early_options(q.device, num_rows, lets_in=True)
     _decode_norm_kernel[(num_splits, groups, num_rows)](
         q, pages_k2, tables, lengths, active, partial,
-        num_pages, tables.stride(0), num_splits, q.stride(0), q.stride(1), factor, ROWS=SPLIT, **shared,
+        num_pages, tables.stride(0), num_splits, q.stride(0), q.stride(1), factor, ROWS=SPLIT, **shared, **early,
         num_warps=4 if dim * q.element_size() <= 256 else 8,
     )  # fmt: skip
     per_program = rows * sparse.kernel_stride // sparse.block_size - 1
@@ -442,7 +447,7 @@ def choose_decode(
         q, pages_k1, tables, lengths, active, partial, scores,
         num_pages, tables.stride(0), num_splits, max_blocks, q.stride(0), q.stride(1), factor,
         ROWS=rows, SPLIT=SPLIT, JOIN=JOIN, WINDOW=sparse.num_window_blocks, MASKED=needs_mask(sparse, 1),
-        **shared, num_warps=4,
+        **shared, **early, num_warps=4,
     )  # fmt: skip
     _launch_top(scores, chosen, lengths, flags, 1, sparse)
     return chosen
@@ -496,7 +501,8 @@ def _launch_top(
         scratch = torch.empty(n * groups, CANDIDATES, dtype=torch.int32, device=chosen.device)
     _top_kernel[(n * groups,)](
         scores, positions, positions if flags is None else flags, scratch, chosen, width,
-        **constants, OFFSET=offset, HAS_FLAGS=flags is not None, num_warps=config.num_warps,
+        **constants, OFFSET=offset, HAS_FLAGS=flags is not None, **early_options(chosen.device, n, lets_in=True),
+        num_warps=config.num_warps,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sala.backends.torch.kernels.attention import LOG2_E, absorb, rows_of_heads, shared_memory
+from sala.backends.torch.kernels.early import early_options, let_others_start, wait_for_others
 
 SIZES = ("first_length", "num_splits", "num_chosen", "max_dense")
 JOIN_CHUNK = 64  # splits joined at a time; fixed, so that the order of sums does not depend on how many there are
@@ -67,8 +68,10 @@ def split_kernel(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One split of one group of one row: acc [rows, G, splits, SHARED, D], stats [rows, G, splits, 2, SHARED]."""
+    wait_for_others(EARLY)
     split, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length, is_sparse, steps = num_steps(
         lengths_ptr, is_sparse_ptr, row, first_length, num_chosen, max_dense, NUM_TOKENS, BLOCK
@@ -130,8 +133,10 @@ def join_kernel(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The splits of one head of one row, weighed by their log-sums and added in order; then the gate."""
+    wait_for_others(EARLY)
     head, row, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     length, _, steps = num_steps(
         lengths_ptr, is_sparse_ptr, row, first_length, num_chosen, max_dense, NUM_TOKENS, BLOCK
@@ -159,6 +164,7 @@ def join_kernel(
         gate = tl.load(gate_ptr + row.to(tl.int64) * gate_stride + head * DIM + column)
         factor = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(out.dtype)
         out = (out.to(tl.float32) * factor.to(tl.float32)).to(out.dtype)
+    let_others_start(EARLY)
     out = tl.where(length > 0, out, 0.0)
     tl.store(out_ptr + (row.to(tl.int64) * heads + head) * DIM + column, out.to(out_ptr.dtype.element_ty))
 
@@ -177,17 +183,18 @@ def decode_attention(
     row_of: Tensor | None = None,
     config: Config | None = None,
     output: Tensor | None = None,
+    lets_in: bool = False,
 ) -> Tensor:
     """The newest token of each row, at position lengths[s] - 1, over its chosen blocks or over all → [S, H, D].
 
     q [S, H, D]; pages [G, P, B, D]; tables [S, N] block to page; lengths [S], 0 or less for padding, which gives 0;
     is_sparse [S] bool; chosen [S, G, C] int32, -1 for none, not looked at where dense. Rows that are not sparse
     have at most `max_dense_blocks` blocks. A gate [S, H * D] multiplies by its sigmoid. With row_of [S], row s
-    has table row_of[s].
+    has table row_of[s]. `lets_in`: as in `early.early_options`.
     """
     return _attend(
         q, pages_k, pages_v, tables, lengths, is_sparse, chosen, scale, max_dense_blocks, gate, row_of, config,
-        output=output,
+        output=output, lets_in=lets_in,
     )  # fmt: skip
 
 
@@ -244,6 +251,7 @@ def _attend(
     config: Config | None,
     num_drafts: int = 0,
     output: Tensor | None = None,
+    lets_in: bool = False,
 ) -> Tensor:
     """With `num_drafts`, that many rows in turn share a table, and `lengths` holds the position of the first."""
     (num_rows, heads, dim), (groups, num_pages, block, _) = q.shape, pages_k.shape
@@ -265,6 +273,7 @@ def _attend(
         "DIM": dim,
     }
     sizes = (1 if num_drafts else 0, splits, num_chosen, max_dense_blocks)
+    early = early_options(q.device, num_rows, lets_in)
     split_kernel[(splits, groups, num_rows)](
         q,
         pages_k,
@@ -285,6 +294,7 @@ def _attend(
         GROUPS=groups,
         SHARED_PADDED=max(16, triton.next_power_of_2(shared)),
         PRECISION="ieee",
+        **early,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -300,6 +310,7 @@ def _attend(
         **geometry,
         SPLITS=triton.cdiv(splits, JOIN_CHUNK) * JOIN_CHUNK,
         CHUNK=JOIN_CHUNK,
+        **early,
         num_warps=4,
     )
     return out

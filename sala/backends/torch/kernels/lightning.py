@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sala.backends.torch.kernels.early import early_options, fetch, let_others_start
+
 HORIZON = 20.0
 LONGEST_SEGMENT = 8192
 STEP_COLUMNS = 32  # of a state per program; one number for all batches, as it decides the order of sums
@@ -27,6 +29,16 @@ class PrefillConfig(NamedTuple):
     num_warps: int
     num_stages: int
     has_tma: bool
+
+
+class Heads(NamedTuple):
+    """What a step does to q and k first, as `fused.qk_norm_rope`: norms [D] or none, cos, sin [tokens, D] or none."""
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    cos: Tensor | None
+    sin: Tensor | None
 
 
 @triton.jit
@@ -199,6 +211,21 @@ def _segment(num_tokens: int, heads: int, chunk: int, num_processors: int) -> in
 
 
 @triton.jit
+def _turned(x, other, weight, other_weight, cos, sin, dim, eps, D: tl.constexpr, HAS_NORM: tl.constexpr,
+            HAS_ROPE: tl.constexpr):  # fmt: skip
+    """A head x [D] normed and rotated, in fp32; `other` is the head with its halves changed over."""
+    dtype: tl.constexpr = x.dtype
+    x, other = x.to(tl.float32), other.to(tl.float32)
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
+        x = ((x * factor).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        other = ((other * factor).to(dtype).to(tl.float32) * other_weight).to(dtype).to(tl.float32)
+    if HAS_ROPE:
+        x = (x * cos + tl.where(dim < D // 2, -other, other) * sin).to(dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
 def _step_kernel(
     q_ptr,
     k_ptr,
@@ -207,8 +234,14 @@ def _step_kernel(
     slots_ptr,
     counts_ptr,
     slopes_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
     out_ptr,
+    num_slots,
     scale,
+    eps,
     q_sequence,
     q_token,
     q_head,
@@ -225,6 +258,9 @@ def _step_kernel(
     HAS_OUTPUT: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
     KEEPS_STATE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     PARTS: tl.constexpr = D // COLUMNS
     part = tl.program_id(0) % PARTS
@@ -232,6 +268,13 @@ def _step_kernel(
     sequence = tl.program_id(1).to(tl.int64)
     dim = tl.arange(0, D)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
+    if EARLY == 1:
+        tl.extra.cuda.gdc_launch_dependents()
+    if EARLY:
+        likely = tl.load(slots_ptr + sequence).to(tl.int64)  # who wrote it may not be done
+        likely = tl.maximum(tl.minimum(likely, num_slots - 1), 0)
+        fetch(states_ptr + (likely * H + head) * (D * D) + dim * D + part * COLUMNS)
+        tl.extra.cuda.gdc_wait()
     slot = tl.load(slots_ptr + sequence).to(tl.int64)
     count = N
     if HAS_COUNTS:
@@ -245,17 +288,38 @@ def _step_kernel(
         decay = tl.exp(-tl.load(slopes_ptr + head))
         tile = tl.multiple_of(states_ptr + (slot * H + head) * (D * D), 16) + dim[:, None] * D + column[None, :]
         state = tl.load(tile)
-        q_base = q_ptr + sequence * q_sequence + head * q_head + dim
-        k_base = k_ptr + sequence * k_sequence + head * k_head + dim
+        other = (dim + D // 2) % D
+        q_base = q_ptr + sequence * q_sequence + head * q_head
+        k_base = k_ptr + sequence * k_sequence + head * k_head
         v_base = v_ptr + sequence * v_sequence + head * v_head + column
-        q_next, k_next, v_next = tl.load(q_base), tl.load(k_base), tl.load(v_base)
+        angle = sequence * N * D + dim
+        q_next, k_next, v_next = tl.load(q_base + dim), tl.load(k_base + dim), tl.load(v_base)
+        q_other, k_other, cos, sin = q_next, k_next, 0.0, 0.0
+        q_weight, k_weight, q_other_weight, k_other_weight = 0.0, 0.0, 0.0, 0.0
+        if HAS_NORM:
+            q_weight, k_weight = tl.load(q_weight_ptr + dim).to(tl.float32), tl.load(k_weight_ptr + dim).to(tl.float32)
+        if HAS_ROPE:
+            cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
+            q_other, k_other = tl.load(q_base + other), tl.load(k_base + other)
+            if HAS_NORM:
+                q_other_weight = tl.load(q_weight_ptr + other).to(tl.float32)
+                k_other_weight = tl.load(k_weight_ptr + other).to(tl.float32)
         for token in range(count):
-            q, k, v = q_next.to(tl.float32), k_next.to(tl.float32), v_next.to(tl.float32)
+            q = _turned(q_next, q_other, q_weight, q_other_weight, cos, sin, dim, eps, D, HAS_NORM, HAS_ROPE)
+            k = _turned(k_next, k_other, k_weight, k_other_weight, cos, sin, dim, eps, D, HAS_NORM, HAS_ROPE)
+            v = v_next.to(tl.float32)
             following = (token + 1) % N  # read while this one is computed; after the last, for nothing
-            q_next = tl.load(q_base + following * q_token)
-            k_next = tl.load(k_base + following * k_token)
+            q_next = tl.load(q_base + following * q_token + dim)
+            k_next = tl.load(k_base + following * k_token + dim)
             v_next = tl.load(v_base + following * v_token)
+            if HAS_ROPE:
+                q_other = tl.load(q_base + following * q_token + other)
+                k_other = tl.load(k_base + following * k_token + other)
+                cos, sin = tl.load(cos_ptr + angle + following * D), tl.load(sin_ptr + angle + following * D)
+            else:
+                q_other, k_other = q_next, k_next
             state = tl.fma(k[:, None], v[None, :], state * decay)
+            let_others_start(EARLY)
             if HAS_OUTPUT:
                 total = tl.sum((q * scale)[:, None] * state, axis=0)
                 out = out_ptr + ((sequence * N + token) * H + head) * D + column
@@ -273,10 +337,25 @@ def lightning_decode(
     slopes: Tensor,
     scale: float,
     output: Tensor | None = None,
+    heads: Heads | None = None,
+    lets_in: bool = False,
 ) -> Tensor:
     """A token each: q, k, v [S, H, D], states [P, H, D, D] fp32 advanced at slots [S] (-1: none) → [S, H, D]."""
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device) if output is None else output
-    _step(q[:, None], k[:, None], v[:, None], states, slots, None, slopes, scale, output, keeps_state=False)
+    _step(
+        q[:, None],
+        k[:, None],
+        v[:, None],
+        states,
+        slots,
+        None,
+        slopes,
+        scale,
+        output,
+        heads,
+        keeps_state=False,
+        lets_in=lets_in,
+    )
     return output
 
 
@@ -289,16 +368,26 @@ def lightning_verify(
     slopes: Tensor,
     scale: float,
     output: Tensor | None = None,
+    heads: Heads | None = None,
+    lets_in: bool = False,
 ) -> Tensor:
     """n tokens each: q, k, v [S, n, H, D] → output [S, n, H, D], as decoding would give; states stay as they are."""
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device) if output is None else output
-    _step(q, k, v, states, slots, None, slopes, scale, output, keeps_state=True)
+    _step(q, k, v, states, slots, None, slopes, scale, output, heads, keeps_state=True, lets_in=lets_in)
     return output
 
 
-def lightning_fold(k: Tensor, v: Tensor, states: Tensor, slots: Tensor, counts: Tensor, slopes: Tensor) -> None:
+def lightning_fold(
+    k: Tensor,
+    v: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    slopes: Tensor,
+    heads: Heads | None = None,
+) -> None:
     """Advance the states at slots [S] by the first counts [S] of k, v [S, n, H, D], as decoding would have."""
-    _step(k, k, v, states, slots, counts, slopes, 1.0, None, keeps_state=False)
+    _step(k, k, v, states, slots, counts, slopes, 1.0, None, heads, keeps_state=False)
 
 
 def _step(
@@ -311,16 +400,20 @@ def _step(
     slopes: Tensor,
     scale: float,
     output: Tensor | None,
+    heads: Heads | None,
     keeps_state: bool,
+    lets_in: bool = False,
 ) -> None:
-    sequences, num_tokens, heads, dim = q.shape
+    sequences, num_tokens, num_heads, dim = q.shape
+    first = heads or Heads(None, None, 0.0, None, None)
+    assert first.cos is None or (first.cos.is_contiguous() and len(first.cos) >= sequences * num_tokens)
     assert states.is_contiguous()
     assert output is None or output.is_contiguous()
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     if sequences == 0:
         return
     columns = min(dim, STEP_COLUMNS)
-    _step_kernel[(heads * (dim // columns), sequences)](
+    _step_kernel[(num_heads * (dim // columns), sequences)](
         q,
         k,
         v,
@@ -328,16 +421,25 @@ def _step(
         slots,
         slots if counts is None else counts,
         slopes,
+        k if first.q_weight is None else first.q_weight,
+        k if first.k_weight is None else first.k_weight,
+        slopes if first.cos is None else first.cos,
+        slopes if first.sin is None else first.sin,
         k if output is None else output,
+        states.shape[0],
         scale,
+        first.eps,
         *(x.stride(axis) for x in (q, k, v) for axis in range(3)),
         N=num_tokens,
-        H=heads,
+        H=num_heads,
         D=dim,
         COLUMNS=columns,
         HAS_OUTPUT=output is not None,
         HAS_COUNTS=counts is not None,
         KEEPS_STATE=keeps_state,
+        HAS_NORM=first.q_weight is not None,
+        HAS_ROPE=first.cos is not None,
+        **early_options(q.device, sequences * num_tokens, lets_in),
         num_warps=STEP_WARPS,
         enable_fp_fusion=False,  # a product and a sum fused in one use and apart in another would differ in bits
     )

@@ -6,7 +6,6 @@ where the output is small. Their sums stay apart in fp32 and are added, in order
 no kernel is spent on it. Neither cut nor order depends on the rows, so a row's bits are its own.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sala.backends.torch.kernels.attention import shared_memory
+from sala.backends.torch.kernels.early import can_start_early, fetch, let_others_start, wait_for_others
 
 LEAST_ROWS, MOST_ROWS = 32, 128  # of a tile: more rows are no longer bound by the weight
 PROGRAMS = 128  # as many as a large GPU has multiprocessors, nearly
 SHORTEST_PART = 256  # of K
 MOST_SPLITS = 8  # the pass behind reads them all
+MOST_FETCHED = 1  # tiles that a program asks for before the kernel ahead has ended
 
 
 class Config(NamedTuple):
@@ -63,15 +64,7 @@ def _fetch(weight_rows, begin, K: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.c
     LINE: tl.constexpr = 1024 // weight_rows.dtype.element_ty.primitive_bitwidth
     line = tl.arange(0, (DEPTH + LINE - 1) // LINE) * LINE
     for step in tl.static_range(STEPS):
-        place = weight_rows[:, None] + tl.minimum(begin + step * DEPTH + line, K - 1)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [place.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        fetch(weight_rows[:, None] + tl.minimum(begin + step * DEPTH + line, K - 1)[None, :])
 
 
 @triton.jit
@@ -270,7 +263,7 @@ def constants(rows: int, n: int, k: int, dtype: torch.dtype, config: Config) -> 
         "TILE_ROWS": _tile_rows(rows),
         "COLUMNS": config.columns,
         "DEPTH": config.depth,
-        "EARLY_STEPS": min(part, config.num_stages - 1) if config.is_early else 0,
+        "EARLY_STEPS": min(part, MOST_FETCHED) if config.is_early else 0,
         "IS_SWAPPED": config.is_swapped,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }
@@ -290,12 +283,6 @@ def _config_of(weight: Tensor, rows: int, most_splits: int = MOST_SPLITS, num_in
     n, k = weight.shape
     config = _config(n, k, weight.element_size(), shared_memory(weight.device), most_splits, num_inputs, rows)
     return config._replace(is_early=can_start_early(weight.device))
-
-
-@functools.cache
-def can_start_early(device: torch.device) -> bool:
-    """From Hopper on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def most_rows(weight: Tensor) -> int:
@@ -365,16 +352,14 @@ def _add_norm_kernel(
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_here = column < WIDTH
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + column, mask=is_here, other=0.0).to(tl.float32)  # first, as it comes from far away
-    if IS_EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_others(EARLY)
     x = tl.load(x_ptr + row * x_row + column, mask=is_here, other=0.0).to(tl.float32)
     part = partials_ptr + row * WIDTH + column
     delta = tl.load(part, mask=is_here, other=0.0)
@@ -385,14 +370,24 @@ def _add_norm_kernel(
     tl.store(sum_ptr + row * WIDTH + column, x, mask=is_here)
     x = x.to(tl.float32)
     mean = tl.sum(x * x, axis=0) / WIDTH
+    let_others_start(EARLY)
     out = (x * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32) * weight
     tl.store(out_ptr + row * WIDTH + column, out.to(dtype), mask=is_here)
 
 
 def add_partials_rms_norm(
-    x: Tensor, partials: Tensor, scale: float, weight: Tensor, eps: float, is_early: bool | None = None
+    x: Tensor,
+    partials: Tensor,
+    scale: float,
+    weight: Tensor,
+    eps: float,
+    is_early: bool | None = None,
+    lets_in: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`fused.add_rms_norm` of x [T, h] and the sum of partials [S, T, h], added in order and rounded to x's dtype."""
+    """`fused.add_rms_norm` of x [T, h] and the sum of partials [S, T, h], added in order and rounded to x's dtype.
+
+    `lets_in`: as in `early.early_options`.
+    """
     splits, rows, width = partials.shape
     assert x.shape == (rows, width)
     assert x.stride(1) == 1
@@ -415,7 +410,7 @@ def add_partials_rms_norm(
         SPLITS=splits,
         WIDTH=width,
         BLOCK=block,
-        IS_EARLY=is_early,
+        EARLY=(1 if lets_in else 2) if is_early else 0,
         num_warps=max(1, min(32, block // 128)),  # few numbers a thread: all its reads are under way at once
         enable_fp_fusion=False,  # the model rounds a product before it adds
         **({"launch_pdl": True} if is_early else {}),

@@ -23,6 +23,7 @@ the matrix is always expanded.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,8 @@ from torch import Tensor
 
 from sala.backends.torch.kernels import linear as dense
 from sala.backends.torch.kernels.attention import shared_memory
-from sala.backends.torch.kernels.linear import MOST_ROWS, _silu_mul, can_start_early
+from sala.backends.torch.kernels.early import can_start_early, fetch
+from sala.backends.torch.kernels.linear import MOST_ROWS, _silu_mul
 
 WORDS = 32  # of a row, in a block
 LEAST_TILE, MOST_TILE = 16, 64  # rows of a program
@@ -42,7 +44,7 @@ SHORTEST_PART = 512  # of K
 MOST_SPLITS = 8  # the pass behind reads them all
 PROCESSORS = 132  # of a large GPU
 MOST_STAGES = 8
-IN_FLIGHT = {4: 96 << 10, 8: 180 << 10}  # bytes of codes on their way to a processor; as measured
+MOST_FETCHED = 2  # blocks that a program asks for before the kernel ahead has ended
 MOST_EXPANDED = 1 << 26  # weights that `product` expands at a time
 MIDDLE = {4: 8, 8: 127.5}  # of the codes
 POWER = 24  # 4-bit weights in bf16 are 2^-24 of themselves in registers
@@ -328,26 +330,13 @@ def _settled(acc):
 
 
 @triton.jit
-def _fetch(place, stride, STEPS: tl.constexpr):
-    """Asks for the first tiles of codes, a line for every row, to come into the L2 cache."""
-    for step in tl.static_range(STEPS):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [(place + step * stride).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def _packed_kernel(
     x_ptr,
     codes_ptr,
     groups_ptr,
     out_ptr,
     x_row,
+    out_row,
     N: tl.constexpr,
     K: tl.constexpr,
     PITCH: tl.constexpr,
@@ -381,14 +370,17 @@ def _packed_kernel(
     real = tl.minimum(tl.program_id(1) * OUTPUTS + lane % OUTPUTS, N - 1) + lane // OUTPUTS * N
     is_row = (row < ROWS)[:, None]
     begin = first.to(tl.int64) * PITCH
-    code_rows = codes_ptr + (begin + real) * 32
+    code_rows, group_rows = codes_ptr + (begin + real) * 32, groups_ptr + (begin + real) * GROUPS
     if EARLY_STEPS > 0:
         tl.extra.cuda.gdc_launch_dependents()
-        _fetch(code_rows, PITCH * 32, EARLY_STEPS)
+        for step in tl.static_range(EARLY_STEPS):
+            ahead = tl.minimum(step, BLOCKS - 1 - first)
+            fetch(code_rows + ahead * (PITCH * 32))
+            fetch(group_rows + ahead * (PITCH * GROUPS))
         tl.extra.cuda.gdc_wait()
     x_tile = tl.multiple_of(x_ptr + row.to(tl.int64) * x_row, 16)[:, None] + (first * BLOCK + inner)[None, :]
     code_tile = code_rows[:, None] + word[None, :]
-    group_tile = groups_ptr + ((begin + real) * GROUPS)[:, None] + tl.arange(0, GROUPS)[None, :]
+    group_tile = group_rows[:, None] + tl.arange(0, GROUPS)[None, :]
     acc = tl.zeros([COLUMNS, TILE_ROWS], tl.float32)
     steps = STEPS
     if BLOCKS % SPLITS != 0:
@@ -414,7 +406,7 @@ def _packed_kernel(
         gate, up = tl.split(tl.permute(tl.reshape(out, (2, OUTPUTS, TILE_ROWS)), (1, 2, 0)))
         out = _silu_mul(gate, up, out_dtype)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    target = out_ptr + (split * ROWS + row).to(tl.int64)[:, None] * N + column[None, :]
+    target = out_ptr + (split * ROWS + row).to(tl.int64)[:, None] * out_row + column[None, :]
     tl.store(target, tl.trans(out), mask=is_row & (column < N)[None, :])
 
 
@@ -459,10 +451,20 @@ def linear(x: Tensor, weight: PackedWeight, config: Config | None = None) -> Ten
     """x [T, K] → [T, N] in x's dtype; at most 128 rows."""
     if weight.dtype.itemsize > 2:
         return dense.linear(x, expand(weight))
-    config = config or _config_of(weight, x.shape[0], most_splits=1)
-    assert config.splits == 1
     out = torch.empty(x.shape[0], weight.num_out, dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, config)
+    _launch(x, weight, out, config or _config_of(weight, x.shape[0], most_splits=1))
+    return out
+
+
+def linears(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
+    """As `linear` by each of the matrices, which may differ in bits, side by side: [T, N + …]; at most 128 rows."""
+    ends = [0, *accumulate(weight.num_out for weight in weights)]
+    out = torch.empty(x.shape[0], ends[-1], dtype=x.dtype, device=x.device)
+    for weight, begin, end in zip(weights, ends, ends[1:], strict=False):
+        if weight.dtype.itemsize > 2:
+            out[:, begin:end] = dense.linear(x, expand(weight))
+        else:
+            _launch(x, weight, out[:, begin:end], _config_of(weight, x.shape[0], most_splits=1))
     return out
 
 
@@ -481,7 +483,6 @@ def linear_silu_mul(x: Tensor, weight: PackedWeight, config: Config | None = Non
     if weight.dtype.itemsize > 2:
         return dense.linear_silu_mul(x, expand(weight))
     config = config or _config_of(weight, x.shape[0], most_splits=1, is_pair=True)
-    assert config.splits == 1
     out = torch.empty(x.shape[0], weight.num_out // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, out, config, is_pair=True)
     return out
@@ -528,11 +529,13 @@ def expand(weight: PackedWeight, index: Tensor | None = None) -> Tensor:
 
 
 def _launch(x: Tensor, weight: PackedWeight, out: Tensor, config: Config, is_pair: bool = False) -> None:
-    """out [T, N] or [S, T, N]."""
+    """out [T, N], whose rows may lie apart, or [S, T, N]."""
     rows = x.shape[0]
     if rows == 0:
         return
     assert rows <= MOST_ROWS
+    assert out.dim() == 3 or config.splits == 1
+    assert out.is_contiguous() or (out.dim() == 2 and out.stride(1) == 1)
     assert x.shape[1] == weight.num_in
     assert x.dtype == weight.dtype
     assert weight.codes.stride()[1:] == (WORDS, 1)
@@ -548,6 +551,7 @@ def _launch(x: Tensor, weight: PackedWeight, out: Tensor, config: Config, is_pai
         weight.groups,
         out,
         x.stride(0),
+        out.stride(-2),
         **constants(rows, n, weight.num_in, weight.bits, weight.group_size, config, is_pair),
         PITCH=_pitch(weight),
         POWER=weight.power,
@@ -570,7 +574,7 @@ def constants(
         "SPLITS": config.splits,
         "BITS": bits,
         "GROUPS": block_size(bits) // group_size,
-        "EARLY_STEPS": min(part, config.num_stages - 1) if config.is_early else 0,
+        "EARLY_STEPS": min(part, MOST_FETCHED) if config.is_early else 0,
         "IS_PAIR": is_pair,
     }
 
@@ -620,15 +624,16 @@ def _config_of(weight: PackedWeight, rows: int, most_splits: int = MOST_SPLITS, 
 def _config(
     n: int, k: int, bits: int, limit: int, rows: int, most_splits: int = MOST_SPLITS, is_pair: bool = False
 ) -> Config:
-    """By shape, rows and the shared memory of the device; the splits are by shape alone."""
+    """By shape, rows and the shared memory of the device; the splits are by shape alone.
+
+    As measured on an H200: pipelines as deep as lets the programs of a processor run side by side.
+    """
     splits = _splits(n, k, most_splits)
-    is_wide = is_pair or (bits == 8 and most_splits > 1 and tile_rows(rows) > LEAST_TILE)
-    columns = 128 if is_wide and n >= 128 else 64
-    codes = columns * (WORDS + 4) * 4
+    columns = 128 if (is_pair or most_splits > 1) and n >= 128 else 64
+    stage = columns * (WORDS + 4) * 4 + tile_rows(rows) * block_size(bits) * 2
     per_processor = min(4, max(1, round(triton.cdiv(n, columns) * splits / PROCESSORS)))
-    stages = max(3, min(MOST_STAGES, round(IN_FLIGHT[bits] / (per_processor * codes))))
-    most = limit // (codes + tile_rows(rows) * block_size(bits) * 2)
-    return Config(columns, splits, 4, max(2, min(stages, most)))
+    stages = max(3, min(MOST_STAGES, limit // (per_processor * stage)))
+    return Config(columns, splits, 4, max(2, min(stages, limit // stage)))
 
 
 def _splits(n: int, k: int, most: int) -> int:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sala.backends.torch.kernels.early import early_options, wait_for_others
 from sala.config import SparseConfig
 
 
@@ -44,8 +45,9 @@ def _append_kernel(
     k_new, v_new, k_pages, v_pages, k1_pages, k2_pages, tables, starts, row_of, positions,
     num_tokens, num_pages, stride_kt, stride_kg, stride_vt, stride_vg, stride_table,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
-    ROWS: tl.constexpr, ROWS2: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, ROWS2: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_others(EARLY)
     token = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     position = tl.load(positions + token).to(tl.int32)
@@ -108,7 +110,8 @@ def append(
     _append_kernel[(num_tokens, groups)](
         k_new, v_new, pages_k, pages_v, pages_k1, pages_k2, tables, starts, row_of, positions,
         num_tokens, pages_k.shape[1], *k_new.stride()[:2], *v_new.stride()[:2], tables.stride(0),
-        **append_constants(sparse, dim), num_warps=4,  # always: the order of a mean's sum hangs on it
+        **append_constants(sparse, dim), **early_options(k_new.device, num_tokens, lets_in=True),
+        num_warps=4,  # always: the order of a mean's sum hangs on it
     )  # fmt: skip
 
 
