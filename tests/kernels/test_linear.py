@@ -216,7 +216,7 @@ def builds_for(capability: int) -> list[Build]:
     limit = LIMITS[capability]
     down = linear._config(4096, 16384, 2, limit)
     pair, tall_pair = (linear._pair_config(rows, 2, limit) for rows in (32, 128))
-    row = {"SPLITS": 4, "WIDTH": 4096, "BLOCK": 4096, "IS_EARLY": capability >= 90}
+    row = {"SPLITS": 4, "WIDTH": 4096, "BLOCK": 4096, "EARLY": 2 if capability >= 90 else 0}
     if capability >= 90:
         down, pair = (config._replace(is_early=True) for config in (down, pair))
     return [
