@@ -5,24 +5,33 @@
 TEXT is measured on, and must have nothing in common with FILE. Every entry quantizes the model as the command does,
 a quantized one from its expanded weights, and compares it with the original on TEXT: perplexity, the divergence (KL)
 from the original, and how often the first choices agree. What is in the output already is not measured again.
+`fp8 products` is what SALA_PREFILL=fp8 does to a prompt, by its definition: it needs triton, but no GPU.
 """
 
 import argparse
 import json
 import re
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
+from sala.backends.torch.batch import whole
+from sala.backends.torch.loader import load_model
 from sala.checkpoint.reader import Checkpoint
+from sala.config import SalaConfig
 from sala.models import find_model
 from sala.quant.pipeline import quantize_model
 from sala.quant.plan import Settings
-from sala.quant.report import compare, read_hidden
-from sala.quant.texts import FileText, SampledText, cut
+from sala.quant.report import Head, compare, read_hidden
+from sala.quant.texts import FileText, SampledText, Text, cut
 
 CPU = torch.device("cpu")
+FP8 = "fp8 products"
+Reading = tuple[Tensor, Head]  # hidden states, and what makes logits of them
 ALONE = ("*=whole",)  # then one kind of matrix in 4 bits
 KINDS = (
     "v_proj", "down_proj", "o_proj", "up_proj", "gate_proj", "q_proj", "k_proj", "z_proj", "o_gate", "embed_tokens",
@@ -72,27 +81,57 @@ def main() -> None:
     results["settings"] = {"model": options.model, "measured": tokens.numel(), "calibrated": options.tokens}
     original = read_hidden(path, tokens, CPU)
     num_layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
+    wanted: dict[str, Callable[[], tuple[Reading, float]]] = {FP8: lambda: (read_by_fp8(path, tokens), 0.0)}
     for name, (settings, is_own) in entries(num_layers, options.tokens).items():
+        text = SampledText(path, "cpu") if is_own else FileText(options.calibration, path)
+        wanted[name] = partial(read_quantized, path, settings, text, tokens)
+    for name, read in wanted.items():
         if name in results or not re.search(options.only, name):
             continue
-        text = SampledText(path, "cpu") if is_own else FileText(options.calibration, path)
-        with tempfile.TemporaryDirectory() as room:
-            quantize_model(path, Path(room) / "out", settings, text, CPU, may_requantize=True)
-            hidden, head = read_hidden(Path(room) / "out", tokens, CPU)
-            pair = {"original": original[0], "quantized": hidden}, {"original": original[1], "quantized": head}
-            found = compare(*pair, tokens)
-            with Checkpoint(Path(room) / "out") as checkpoint:
-                size = checkpoint.nbytes
+        (hidden, head), size = read()
+        pair = {"original": original[0], "quantized": hidden}, {"original": original[1], "quantized": head}
+        found = compare(*pair, tokens)
         results["perplexity"] = found["original"]["perplexity"]
         results[name] = {
             "perplexity": found["quantized"]["perplexity"],
             "ratio": found["perplexity_ratio"],
             "kl": found["kl"],
             "agreement": found["agreement"],
-            "mib": round(size / 2**20, 1),
         }
+        if size:
+            results[name]["mib"] = round(size / 2**20, 1)
         print(f"{name:45}", *(f"{key} {value:.4f}" for key, value in results[name].items()), flush=True)
         options.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def read_quantized(path: Path, settings: Settings, text: Text, tokens: Tensor) -> tuple[Reading, float]:
+    """Hidden states and head of the model as `sala quantize` makes it, and its bytes."""
+    with tempfile.TemporaryDirectory() as room:
+        quantize_model(path, Path(room) / "out", settings, text, CPU, may_requantize=True)
+        with Checkpoint(Path(room) / "out") as checkpoint:
+            size = checkpoint.nbytes
+        return read_hidden(Path(room) / "out", tokens, CPU), size
+
+
+@torch.inference_mode()
+def read_by_fp8(path: Path, tokens: Tensor) -> Reading:
+    """As `read_hidden`, with the rows and matrices of all layers but the last in e4m3."""
+    from sala.backends.torch.kernels.fp8 import from_weight
+
+    def rounded(x: Tensor) -> Tensor:
+        rows = from_weight(x.flatten(0, -2))
+        return (rows.codes.float() * rows.scales).view_as(x)
+
+    def round_input(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        return (rounded(given[0]),)
+
+    with Checkpoint(path) as checkpoint:
+        model = load_model(checkpoint, SalaConfig.load(path), torch.float32, CPU, is_expanded=True)
+    for layer in list(model.model.layers)[:-1]:
+        for linear in (module for module in layer.modules() if isinstance(module, nn.Linear)):
+            linear.weight = nn.Parameter(rounded(linear.weight.detach()), requires_grad=False)
+            linear.register_forward_pre_hook(round_input)
+    return torch.stack([model(whole(row[None])) for row in tokens]), model.logits
 
 
 if __name__ == "__main__":

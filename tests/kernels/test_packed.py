@@ -224,6 +224,20 @@ def test_rows_of_any_layout(device: torch.device) -> None:
     assert packed.expand(held, torch.zeros(0, dtype=torch.long, device=device)).shape == (0, K)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [96, K])
+def test_groups_that_are_no_part_of_a_block(bits: int, group_size: int, device: torch.device) -> None:
+    weight = affine(N, K, bits, 32, torch.bfloat16, device)
+    every = group_size // 32
+    weight = replace(
+        weight,
+        scales=weight.scales[:, ::every].clone(),
+        biases=weight.biases[:, ::every].clone(),
+        group_size=group_size,
+    )
+    check_products(weight.for_gpu(torch.bfloat16, device), dense(weight))
+
+
 def test_several_matrices_side_by_side(device: torch.device) -> None:
     """Also of other bits and groups, and where a row has no whole 16 bytes."""
     x = rows(5, K, torch.float16, device)

@@ -68,7 +68,7 @@ def put_quantized(
     """
     is_embedding = name == "model.embed_tokens"
     is_shared = is_embedding and model.config.tie_word_embeddings
-    if not is_expanded and can_run_packed(device) and (order is None or device.type == "cpu"):
+    if not is_expanded and can_run_packed(device, dtype) and (order is None or device.type == "cpu"):
         weight = _to_device(weight, device)
         if is_embedding:
             model.model.embed_tokens = AffineEmbedding(weight, dtype)  # type: ignore[assignment]

@@ -11,6 +11,7 @@ activations: the answer does not depend on how many rows are computed together.
 """
 
 import ctypes
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,11 +38,14 @@ def linear_backend() -> str:
     return f"native: {native.describe()}"
 
 
-def can_run_packed(device: torch.device) -> bool:
-    """Whether matrices may stay packed; if not, they are better dequantized once, when they are loaded."""
+def can_run_packed(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether matrices may stay packed; if not, they are better dequantized once, when they are loaded.
+
+    The kernels of GPUs multiply in 16 bits.
+    """
     if device.type == "cpu":
         return native.load() is not None
-    return os.environ.get("SALA_PACKED") != "0" and triton_kernels.can_run(device)
+    return os.environ.get("SALA_PACKED") != "0" and dtype.itemsize == 2 and triton_kernels.can_run(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +89,9 @@ class AffineWeight:
 
         codes, scales, biases = (part.to(device) for part in (self.codes, self.scales, self.biases))
         wide = AffineWeight(codes, scales, biases, self.bits, self.group_size).widened()
-        return packed.pack(wide.codes, wide.scales, wide.biases, wide.bits, wide.group_size, dtype)
+        size = math.gcd(self.group_size, packed.block_size(wide.bits))  # no group crosses a block
+        scales, biases = (part.repeat_interleave(self.group_size // size, 1) for part in (wide.scales, wide.biases))
+        return packed.pack(wide.codes, scales, biases, wide.bits, size, dtype)
 
     def expand(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The whole matrix [out, in], never more than a piece of it in fp32."""
@@ -110,7 +116,7 @@ class AffineLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None and self.kernel is not None and _is_ready(x):  # decoding: every microsecond counts
             return self.few(x)
-        if x.is_cuda and (self.gpu is not None or can_run_packed(x.device)):
+        if x.is_cuda and (self.gpu is not None or can_run_packed(x.device, x.dtype)):
             return self.on_gpu(x)
         rows = x.reshape(-1, self.in_features).float().contiguous()
         y = self.many(rows) if self.kernel is None or len(rows) > FEW_ROWS else self.few(rows)
@@ -172,7 +178,7 @@ class AffineEmbedding(nn.Module):
         self.dtype = dtype
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if tokens.is_cuda and (self.gpu is not None or can_run_packed(tokens.device)):
+        if tokens.is_cuda and (self.gpu is not None or can_run_packed(tokens.device, self.dtype)):
             return self.on_gpu(tokens)
         return self.packed.rows(tokens).to(self.dtype)
 
