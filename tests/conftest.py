@@ -1,6 +1,7 @@
 """Shared fixtures: golden checkpoints and a tiny random one with tokenizer and chat template."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from sala.checkpoint.random import TINY, write_random
 
 DATA = Path(__file__).parent / "data"
 torch.set_num_threads(1)  # the models are tiny: threads only get in each other's way
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # begun by a shell in the background, which children would inherit: tests of Ctrl-C could not press it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -27,9 +27,9 @@ def need_matplotlib() -> Any:
 
 
 def label(count: int) -> str:
-    """4096 → 4K, 1048576 → 1M."""
+    """4096 → 4K, 1048576 → 1M; round thousands, which people mean as such, stay numbers."""
     for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
-        if count >= size and count % size == 0:
+        if count % size == 0 and count % 1000:
             return f"{count // size}{unit}"
     return f"{count:,}"
 

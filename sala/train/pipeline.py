@@ -256,9 +256,11 @@ def _learning_groups(student: SalaModel, stage: TrainStage) -> list[Group]:
     """Marks what learns, and sorts it by learning rate; names are those of an objective that holds the student."""
     student.requires_grad_(False)
     groups: dict[float, list[str]] = {}
+    attention = tuple(f"model.layers.{index}.self_attn." for index in student.config.sparse_layers)
     for name, parameter in student.named_parameters():
         part = _part(name)
-        if "all" not in stage.learns and part not in stage.learns:
+        wanted = {"all", part, "attention"} if name.startswith(attention) else {"all", part}
+        if wanted.isdisjoint(stage.learns):
             continue
         if name.endswith("base.weight"):
             continue
@@ -307,13 +309,13 @@ def _rows_of(run: Run, stage: Learning, source: Source, tokenizer: Tokenizer, st
     seed = run.recipe.seed * 1009 + run.recipe.stages.index(stage)
     if source.kind == "needle":
         maker = _needle_maker(run, tokenizer, source.path, source.max_documents)
-        return NeedleRows(maker, stage.seq_len, source.num_keys, eos, seed)
+        return NeedleRows(maker, stage.seq_len, source.num_keys, source.num_topics, eos, seed)
     if source.kind == "samples":
         sampling = next((s for s in run.recipe.stages if isinstance(s, SampleStage) and s.name == source.path), None)
         if sampling is None:
             raise InputError("path", f"is {source.path!r}", "samples name a stage of kind 'sample' before this one")
         line = Line.load(run.directory(sampling) / "samples.npz")
-        return LineRows(line, stage.seq_len, seed)
+        return LineRows(line, stage.seq_len, seed, source.truth)
     cache = run.work / "tokens"
     line = line_of(
         source, tokenizer, eos, run.base, cache, lambda name, n: run.note(stage.name, f"reading {name}: {n:,}")

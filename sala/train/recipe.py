@@ -29,10 +29,9 @@ class Source:
     field: str = "text"
     weight: float = 1.0
     max_documents: int | None = None
-    num_keys: int = 4  # needle: at most so many hidden facts, of which one is asked for
-    truth: float = (
-        0.0  # text: the share of the text's own words in what a distil stage learns, the teacher's is the rest
-    )
+    num_keys: int = 4  # needle: at most so many hidden facts that are alike, of which some are asked for
+    num_topics: int = 1  # needle: at most so many such groups of facts in one row
+    truth: float = 0.0  # text, samples: the share of the text's own words in what a distil stage learns from a teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,7 @@ class Prompts:
     templates: tuple[str, ...] = ("",)
     is_chat: bool = True
     temperature: float = 0.7
+    must_end: bool = False  # what has not ended when its row is full is thrown away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,8 @@ class TrainStage(Learning):
     """All or some weights learn the next token."""
 
     kind: Literal["train"]
-    learns: tuple[Literal["all", "mixers", "mlps", "norms", "embeddings"], ...] = ("all",)
+    # attention: the mixers of sparse layers alone
+    learns: tuple[Literal["all", "mixers", "attention", "mlps", "norms", "embeddings"], ...] = ("all",)
     mlp_rank: int = 0  # above 0: MLPs learn as low-rank changes
     mlp_lr_scale: float = 1.0
     bits: int = 0  # above 0: mixers learn while rounded to so many bits

@@ -104,7 +104,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_labels() -> None:
-    assert [plots.label(n) for n in (300, 1000, 4096, 1 << 20, 1536)] == ["300", "1,000", "4K", "1M", "1,536"]
+    assert [plots.label(n) for n in (300, 4096, 1 << 20, 1536, 128_000)] == ["300", "4K", "1M", "1,536", "128,000"]
 
 
 @pytest.mark.parametrize("verb", [["bench", "latency"], ["bench", "throughput"], ["doctor"]])

@@ -113,6 +113,7 @@ name = "talk"
 kind = "train"
 packing = "documents"
 steps = 2
+learns = ["attention"]
 {SHORT}
 [[stage.data]]
 kind = "chat"
@@ -185,6 +186,15 @@ def test_every_stage_left_its_traces(base: Path, converted: Path) -> None:
     assert (work / "01-write" / "samples.npz").is_file()
     first, *_, last = [json.loads(x) for x in (work / "02-align" / "metrics.jsonl").read_text().splitlines()]
     assert last["error"] < first["error"]
+
+
+def test_attention_layers_can_learn_alone(base: Path, converted: Path) -> None:
+    before, after = (load_for_training(base / "work" / stage / "model", _cpu()) for stage in STAGES[-2:])
+    pairs = zip(before.named_parameters(), after.parameters(), strict=True)
+    changed = {name for (name, old), new in pairs if not old.equal(new)}
+    attention = tuple(f"model.layers.{index}.self_attn." for index in before.config.sparse_layers)
+    assert changed
+    assert all(name.startswith(attention) for name in changed)
 
 
 def test_stopped_conversions_go_on(base: Path, converted: Path) -> None:

@@ -121,6 +121,17 @@ def test_rows_end_at_the_first_end_mark(teacher: Path) -> None:
         assert row[-1] in ends or len(row) == 64
 
 
+def test_rows_that_must_end(teacher: Path) -> None:
+    model = load_for_training(teacher, CPU)
+    ends = tuple(range(0, 260, 29))
+    free = [Opening((40 + n, 50), 1.0) for n in range(12)]
+    bound = [Opening(opening.tokens, 1.0, must_end=True) for opening in free]
+    rows = write_rows(model, free, 12, ends, 0, torch.float32)
+    ended = [row for row in rows if row[-1] in ends]
+    assert 0 < len(ended) < len(rows) == 12
+    assert write_rows(model, bound, 12, ends, 0, torch.float32) == ended
+
+
 def test_derived_values_are_left_out(tmp_path: Path) -> None:
     """Some writers store the frequencies of RoPE."""
     write_dense_model(tmp_path / "dense")

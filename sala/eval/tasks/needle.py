@@ -155,17 +155,25 @@ class NeedleMaker:
             is_opened=spec.split == "test" or rng.random() >= UNOPENED,
         )
 
-    def dialogue(self, spec: NeedleSpec, index: int, num_questions: int) -> NeedleDialogue:
-        """A case that goes on: after the first answer others of its needles are asked for, turn by turn."""
+    def dialogue(self, spec: NeedleSpec, index: int, num_questions: int, num_topics: int = 1) -> NeedleDialogue:
+        """A case that goes on: after the first answer others of its needles are asked for, turn by turn.
+
+        With several topics, needles of other wordings are hidden in the same text, `spec.num_keys` of each; so many
+        questions are asked about each topic, all mixed.
+        """
         rng = _random(self._seed, spec, index)
-        story = self._draw(spec, rng)
+        story, *more = self._draw_topics(spec, num_topics, rng)
         others = [
-            _Story(story.wording, story.keys[at:], story.values[at:], "", story.is_opened)
-            for at in range(1, num_questions)
+            replace(topic, keys=topic.keys[at:], values=topic.values[at:], frame="")
+            for topic in (story, *more)
+            for at in range(topic is story, num_questions)
         ]
+        if more:
+            others = [others[at] for at in rng.permutation(len(others)).tolist()]
         turns = [(self._turn(other), self._answer(other)) for other in others]
         room = spec.num_tokens - sum(len(asked) + len(answered) for asked, answered in turns)
-        case = self._tell(story, self._haystack(spec.split), replace(spec, num_tokens=room), rng)
+        extra = [statement for topic in more for statement in topic.statements]
+        case = self._tell(story, self._haystack(spec.split), replace(spec, num_tokens=room), rng, extra)
         ids, is_answer = (
             [*case.token_ids, *case.answer_ids],
             [False] * len(case.token_ids) + [True] * len(case.answer_ids),
@@ -174,6 +182,17 @@ class NeedleMaker:
             ids += [*asked.tolist(), *answered]
             is_answer += [False] * len(asked) + [True] * len(answered)
         return NeedleDialogue(tuple(ids), tuple(is_answer))
+
+    def _draw_topics(self, spec: NeedleSpec, count: int, rng: np.random.Generator) -> list[_Story]:
+        """Up to `count` stories, no two of which answer the same question differently."""
+        drawn, asked = [], set[str]()
+        for _ in range(count):
+            story = self._draw(spec, rng)
+            questions = {story.wording.question.format(key=key) for key in story.keys}
+            if asked.isdisjoint(questions):
+                drawn.append(story)
+                asked |= questions
+        return drawn
 
     def _turn(self, story: _Story) -> Ids:
         return self._ids("\n" + self._wrap.before + story.question + self._wrap.after + story.opening)
@@ -192,19 +211,27 @@ class NeedleMaker:
             self._haystacks[split] = Haystack(self._documents.get(split, ()), self._encode)
         return self._haystacks[split]
 
-    def _tell(self, story: _Story, haystack: Haystack, spec: NeedleSpec, rng: np.random.Generator) -> NeedleCase:
+    def _tell(
+        self,
+        story: _Story,
+        haystack: Haystack,
+        spec: NeedleSpec,
+        rng: np.random.Generator,
+        extra: Sequence[str] = (),
+    ) -> NeedleCase:
+        """`extra` statements are hidden as well."""
         before, after = (part.replace("{question}", story.question) for part in story.frame.split("{text}"))
         head = self._ids(self._wrap.before + before)
         tail = self._ids(after + self._wrap.after + story.opening)
         answer_ids = self._answer(story)
-        needles = [self._ids(f" {statement}") for statement in story.statements]
+        needles = [self._ids(f" {statement}") for statement in (*story.statements, *extra)]
         first = self._ids(story.statements[0] + PARAGRAPH)  # the asked needle, should it open the haystack
         used = len(head) + len(tail) + len(answer_ids) + sum(map(len, needles)) + max(0, len(first) - len(needles[0]))
         if used >= spec.num_tokens:
             message = f"is {spec.num_tokens}, and needles, question and answer alone take {used}"
             raise InputError("num_tokens", message, "raise it, or hide fewer needles (num_keys)")
         stretch = haystack.cut(spec.num_tokens - used, rng)
-        places = _choose_places(stretch, spec, rng)
+        places = _choose_places(stretch, spec.depth, len(needles), rng)
         if places[0] == 0:
             needles[0] = first
         token_ids = np.concatenate([head, _hide(needles, places, stretch, rng), tail])
@@ -280,12 +307,12 @@ def _kinds(wording: Wording, spec: NeedleSpec) -> list[ValueKind]:
     return [kind for kind in wording.values if spec.value in (kind, "mixed") and not (is_short and kind == "word")]
 
 
-def _choose_places(stretch: Stretch, spec: NeedleSpec, rng: np.random.Generator) -> list[int]:
+def _choose_places(stretch: Stretch, depth: float | None, count: int, rng: np.random.Generator) -> list[int]:
     """Where the needles go: the first as near to the depth as sentences allow, the others anywhere but the start."""
-    depth = rng.random() if spec.depth is None else spec.depth
+    depth = rng.random() if depth is None else depth
     nearest = int(np.argmin(np.abs(stretch.boundaries - depth * len(stretch.tokens))))
     anywhere = stretch.boundaries[1:] if len(stretch.boundaries) > 1 else stretch.boundaries
-    others = rng.choice(anywhere, size=spec.num_keys - 1)
+    others = rng.choice(anywhere, size=count - 1)
     return [int(stretch.boundaries[nearest]), *others.tolist()]
 
 

@@ -30,6 +30,7 @@ class Opening:
 
     tokens: tuple[int, ...]
     temperature: float
+    must_end: bool = False
 
 
 def make_openings(
@@ -44,7 +45,7 @@ def make_openings(
         text = prompt.templates[rng.integers(len(prompt.templates))]
         if "{topic}" in text:
             text = text.replace("{topic}", topics[int(rng.integers(len(topics)))])
-        out.append(Opening(tuple(encode(text, prompt.is_chat)), prompt.temperature))
+        out.append(Opening(tuple(encode(text, prompt.is_chat)), prompt.temperature, prompt.must_end))
     return out
 
 
@@ -52,7 +53,10 @@ def make_openings(
 def write_rows(
     model: SalaModel, openings: Sequence[Opening], length: int, ends: Sequence[int], seed: int, dtype: torch.dtype
 ) -> list[list[int]]:
-    """Every opening continued up to `length` tokens, or to the first end mark, which stays in."""
+    """Every opening continued up to `length` tokens, or to the first end mark, which stays in.
+
+    Rows that must end and do not are left out.
+    """
     device = model.model.norm.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     given = torch.full((len(openings), length), -1, dtype=torch.long)
@@ -71,7 +75,8 @@ def write_rows(
         tokens[:, position + 1] = torch.where(given[:, position + 1] >= 0, given[:, position + 1], drawn)
         if position % 32 == 31 and bool(_is_over(tokens, given, marks, position + 2).all()):
             break
-    return [_cut(row, opening, ends) for row, opening in zip(tokens.tolist(), openings, strict=True)]
+    rows = [(_cut(row, opening, ends), opening) for row, opening in zip(tokens.tolist(), openings, strict=True)]
+    return [row for row, opening in rows if row[-1] in ends or not opening.must_end]
 
 
 def _draw(logits: Tensor, heat: Tensor, generator: torch.Generator) -> Tensor:
