@@ -4,8 +4,8 @@
 
 CORPUS is what corpus.py wrote. Perplexity on held-out text of the training's sources and on other sources; ARC-Easy;
 simple questions; needles by length, of the test split: wordings, keys and haystacks that no training saw. A needle is
-found if its value is in what the model answers, decoding greedily. With --parts, only some of it: what an output file
-holds already is kept, so that several runs can share one.
+found if its value is in what the engine answers, decoding greedily (in bf16 on a GPU, but the teacher, which minds, in
+fp32). With --parts, only some of it: what an output file holds already is kept, so that several runs can share one.
 """
 
 import argparse
@@ -13,21 +13,24 @@ import json
 import lzma
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sala.backends.torch.loader import pick_device
 from sala.backends.torch.model import SalaModel
+from sala.completion import Completion
 from sala.eval.tasks.choice import read_tasks
-from sala.eval.tasks.needle import NeedleMaker
+from sala.eval.tasks.needle import NeedleCase, NeedleMaker, score
 from sala.eval.tasks.questions import QUESTIONS, accuracy
+from sala.llm import LLM
 from sala.text.tokenizer import Tokenizer
 from sala.train.models import load_for_training
-from sala.train.report import choice_accuracy, needle_cases, recall, to_tokens
-from sala.train.score import perplexity, write_greedy
+from sala.train.report import NUM_ANSWERED, choice_accuracy, needle_cases, to_tokens
+from sala.train.score import perplexity
 
 Models = dict[str, SalaModel]
 TALK = (
@@ -39,7 +42,33 @@ TALK = (
     "Why is the sky blue?",
     "What should I cook with eggs and potatoes?",
     "Explain what a computer is to a child.",
+    "What is a volcano?",
+    "Who was Napoleon?",
+    "How do I make tea?",
+    "Tell me a joke.",
+    "Write a haiku about rain.",
+    "What is the largest ocean?",
+    "Why do cats purr?",
+    "Give me two ideas for dinner.",
+    "What is photosynthesis?",
+    "How does a bicycle work?",
+    "Name three colours.",
+    "What is a good name for a dog?",
+    "Describe a forest in autumn.",
+    "How can I learn a language?",
+    "What is money?",
+    "Why do we sleep?",
+    "Tell me about the moon.",
+    "What is the use of a hammer?",
+    "Write a letter to my grandmother.",
+    "How tall is Mount Everest?",
+    "What is love?",
+    "Explain rain to a child.",
+    "Give me a tip for running.",
+    "What is bread made of?",
 )
+NUM_SHOWN = 8  # answers that the results keep
+TEMPERATURE = 0.7  # the default of every command
 PARTS = ("perplexity", "arc_easy", "questions", "talk", "needle")
 MAX_TALK = 320  # tokens; an answer that is longer has not ended
 
@@ -65,8 +94,8 @@ def perplexities(models: Models, corpus: Path, tokenizer: Tokenizer, length: int
     return out
 
 
-def compare(models: Models, what: str, measure: Callable[[SalaModel], float], only: tuple[str, ...] = ()) -> dict:
-    values = {who: measure(model) for who, model in models.items() if not only or who in only}
+def compare(models: Mapping[str, Any], what: str, measure: Callable[[Any], float]) -> dict:
+    values = {who: measure(model) for who, model in models.items()}
     print(f"{what:40}" + "".join(f" {who} {value:8.3f}" for who, value in values.items()), flush=True)
     return values
 
@@ -80,27 +109,58 @@ def choices(models: Models, file: Path, tokenizer: Tokenizer, limit: int) -> dic
     return out
 
 
-def answer(model: SalaModel, tokenizer: Tokenizer, questions: list[str], max_tokens: int) -> tuple[list[str], float]:
-    """What the model says, and the share of the answers that it ends by itself."""
-    asked = [
-        tokenizer.encode_chat([{"role": "user", "content": text}], add_generation_prompt=True) for text in questions
-    ]
-    ends = model.config.eos_token_id
-    written = write_greedy(model, asked, max_tokens, ends)
-    return [tokenizer.decode(ids) for ids in written], sum(ids[-1] in ends for ids in written) / len(written)
+def answer(llm: LLM, questions: Sequence[str], max_tokens: int, temperature: float = 0) -> list[Completion]:
+    asked = [[{"role": "user", "content": text}] for text in questions]
+    prompts = [llm.tokenizer.encode_chat(messages, add_generation_prompt=True) for messages in asked]
+    return llm.generate(prompts, temperature=temperature, max_tokens=max_tokens, seed=1)
 
 
-def needles(models: Models, maker: NeedleMaker, tokenizer: Tokenizer, options: argparse.Namespace) -> Iterator[dict]:
+def conversations(engines: Mapping[str, LLM], parts: Sequence[str]) -> dict:
+    out: dict[str, Any] = {}
+    if "questions" in parts:
+        asked = [question.text for question in QUESTIONS]
+        out["questions"] = compare(
+            engines, "questions", lambda llm: accuracy(QUESTIONS, [said.text for said in answer(llm, asked, 64)])
+        )
+    if "talk" in parts:
+        out["talk"] = {}
+        for who, llm in engines.items():
+            greedy, drawn = (answer(llm, TALK, MAX_TALK, heat) for heat in (0, TEMPERATURE))
+            ended = {
+                name: sum(one.finish_reason == "stop" for one in said) / len(said)
+                for name, said in (("greedy", greedy), ("drawn", drawn))
+            }
+            answers = {text: one.text for text, one in zip(TALK[:NUM_SHOWN], greedy[:NUM_SHOWN], strict=True)}
+            out["talk"][who] = {"ended": ended, "answers": answers}
+            print(
+                f"talk: {who} ends {ended['greedy']:.0%} of greedy answers, {ended['drawn']:.0%} of drawn", flush=True
+            )
+    return out
+
+
+def needles(maker: NeedleMaker, options: argparse.Namespace, device: torch.device) -> Iterator[dict]:
     """The table so far, after each entry."""
-    out = {}
-    for length in map(int, options.lengths.split(",")):
+    lengths = [int(length) for length in options.lengths.split(",")]
+    is_gpu = device.type == "cuda"
+    open_llm = partial(LLM, device=str(device), max_batch=16, cache_memory=4 << 30)
+    student = open_llm(options.student, ctx=max(lengths), dtype="bfloat16" if is_gpu else "float32")
+    both = {"student": student}
+    if options.teacher_max:
+        both["teacher"] = open_llm(options.teacher, ctx=options.teacher_max, dtype="float32")
+    out: dict[str, dict] = {}
+    for length in lengths:
+        asked = both if length <= options.teacher_max else {"student": student}
         for kind, keys in (("number", 1), ("word", 1), ("uuid", 1), ("mixed", 4)):
             name = kind if keys == 1 else f"{kind}, {keys} keys"
             cases = needle_cases(maker, length, keys, options.trials, kind)
-            who = () if length <= options.teacher_max else ("student",)
-            measure = partial(recall, tokenizer=tokenizer, cases=cases)
-            out.setdefault(name, {})[length] = compare(models, f"needle {name} {length}", measure, who)
+            out.setdefault(name, {})[length] = compare(asked, f"needle {name} {length}", partial(recall, cases))
             yield out
+
+
+def recall(cases: Sequence[NeedleCase], llm: LLM) -> float:
+    """The share of the needles whose value is in the greedy answer."""
+    answers = llm.generate([list(case.token_ids) for case in cases], temperature=0, max_tokens=NUM_ANSWERED)
+    return sum(score(case.value, answer.text) == 1 for case, answer in zip(cases, answers, strict=True)) / len(cases)
 
 
 @torch.inference_mode()
@@ -116,17 +176,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200, help="pieces of 1024 tokens per text")
     parser.add_argument("--questions", type=int, default=2376)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--teacher-max", type=int, default=16384, help="longest needle asked of the teacher")
+    parser.add_argument("--teacher-max", type=int, default=8192, help="longest needle asked of the teacher")
     options = parser.parse_args()
     parts = options.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     began, device = time.time(), pick_device(options.device)
     torch.set_float32_matmul_precision("high")
-    models = {
-        "teacher": load_for_training(options.teacher, device),
-        "student": load_for_training(options.student, device),
-    }
+    models = {}
+    if {"perplexity", "arc_easy"} & set(parts):
+        models["teacher"] = load_for_training(options.teacher, device)
+        models["student"] = load_for_training(options.student, device)
     tokenizer = Tokenizer.load(options.teacher)
     encode = partial(tokenizer.encode, bos=False, parse_special=True)
     haystack = [d["text"] for d in read(options.corpus / "unseen.jsonl.xz")]
@@ -146,20 +206,17 @@ def main() -> None:
         results["perplexity"] = perplexities(models, options.corpus, tokenizer, 1024, options.rows)
     if "arc_easy" in parts:
         results["arc_easy"] = choices(models, options.corpus / "tasks" / "arc_easy.jsonl", tokenizer, options.questions)
-    if "questions" in parts:
-        asked = [question.text for question in QUESTIONS]
-        results["questions"] = compare(
-            models, "questions", lambda model: accuracy(QUESTIONS, answer(model, tokenizer, asked, 64)[0])
-        )
-    if "talk" in parts:
-        results["talk"] = {}
-        for who, model in models.items():
-            said, ended = answer(model, tokenizer, list(TALK), MAX_TALK)
-            results["talk"][who] = {"ended": ended, "answers": dict(zip(TALK, said, strict=True))}
-            print(f"talk: {who} ends {ended:.0%} of its answers", flush=True)
+    save()
+    if {"questions", "talk"} & set(parts):
+        paths = {"teacher": options.teacher, "student": options.student}
+        engines = {
+            who: LLM(path, device=str(device), dtype="float32", ctx=1024, max_batch=16, cache_memory=4 << 30)
+            for who, path in paths.items()
+        }
+        results |= conversations(engines, parts)
     save()
     if "needle" in parts:
-        for found in needles(models, maker, tokenizer, options):
+        for found in needles(maker, options, device):
             for name, by_length in found.items():
                 known = results.setdefault("needle", {}).setdefault(name, {})
                 known |= {str(length): entry for length, entry in by_length.items()}
