@@ -9,11 +9,17 @@ _CACHE_SHARE = 0.5  # of the free memory, when no budget is given
 
 
 def share_memory(
-    config: SalaConfig, options: Options, dtype: str, element_bytes: int, chunk: int, free: int
+    config: SalaConfig,
+    options: Options,
+    dtype: str,
+    element_bytes: int,
+    chunk: int,
+    free: int,
+    kv_bytes: int | None = None,
 ) -> Capacity:
-    """As the budget allows, and never less than one sequence needs; `dtype` is of keys and values."""
+    """As the budget allows, and never less than one sequence needs; `dtype` and `kv_bytes` are of keys and values."""
     page_size = config.sparse_config.block_size
-    page_bytes = page_size * max(1, token_bytes(config, element_bytes))
+    page_bytes = page_size * max(1, token_bytes(config, element_bytes, kv_bytes))
     slot_bytes = max(1, state_bytes(config))
     budget = int(free * _CACHE_SHARE) if options.cache_memory is None else options.cache_memory
     least = 2 * slot_bytes + page_bytes

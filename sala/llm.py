@@ -72,6 +72,7 @@ class LLM:
         backend: str = "auto",
         device: str = "auto",
         dtype: str = "auto",
+        kv: str = "auto",
         ctx: int | None = None,
         cache_memory: int | None = None,
         max_batch: int = 8,
@@ -93,6 +94,7 @@ class LLM:
         options = Options(
             device=device,
             dtype=dtype,
+            kv=kv,
             ctx=ctx,
             cache_memory=cache_memory,
             max_batch=max_batch,

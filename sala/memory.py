@@ -12,17 +12,20 @@ EDGE_BITS = 8  # of embedding and head, where the rest has fewer
 USABLE = 0.9  # of a machine's memory: the rest is the system's
 
 
-def token_bytes(config: SalaConfig, element_bytes: int) -> int:
-    """Keys, values and pooled keys of one token, all sparse layers together (rounded up)."""
-    row = config.num_key_value_heads * config.head_dim * element_bytes
-    pooled = -(-row * 5 // (4 * config.sparse_config.kernel_stride))  # k1 every stride, k2 every four strides
-    return len(config.sparse_layers) * (2 * row + pooled)
+def token_bytes(config: SalaConfig, element_bytes: int, kv_bytes: int | None = None) -> int:
+    """Keys, values and pooled keys of one token, all sparse layers together (rounded up).
+
+    With `kv_bytes`, an element of a key or value has so many, and `element_bytes` is for the pooled keys alone.
+    """
+    width = config.num_key_value_heads * config.head_dim
+    pooled = -(-width * element_bytes * 5 // (4 * config.sparse_config.kernel_stride))  # every stride, every fourth
+    return len(config.sparse_layers) * (2 * width * (kv_bytes or element_bytes) + pooled)
 
 
-def cache_bytes(config: SalaConfig, num_tokens: int, element_bytes: int) -> int:
+def cache_bytes(config: SalaConfig, num_tokens: int, element_bytes: int, kv_bytes: int | None = None) -> int:
     """Pages for so many tokens, the last one whole."""
     block = config.sparse_config.block_size
-    return -(-num_tokens // block) * block * token_bytes(config, element_bytes)
+    return -(-num_tokens // block) * block * token_bytes(config, element_bytes, kv_bytes)
 
 
 def state_bytes(config: SalaConfig) -> int:
@@ -86,8 +89,11 @@ def estimate(
     stored_bytes: int | None = None,
     group_size: int = 64,
     num_ranks: int = 1,
+    kv_bytes: int | None = None,
 ) -> Estimate:
     """`stored_bytes`: the weights of a checkpoint that is quantized already, as its files have them.
+
+    `kv_bytes`: of an element of a key or value, if it is rounded.
 
     Of `num_ranks` devices with tensor parallelism it is what each holds: heads are shared, a kv head is never cut, and
     activations count as if they were whole.
@@ -99,7 +105,7 @@ def estimate(
     return Estimate(
         num_tokens=num_tokens,
         weights=-(-weights // num_ranks),
-        pages=batch * cache_bytes(config, num_tokens, element_bytes) * own_groups // groups,
+        pages=batch * cache_bytes(config, num_tokens, element_bytes, kv_bytes) * own_groups // groups,
         states=batch * state_bytes(config) // num_ranks,
         snapshots=num_snapshots * state_bytes(config) // num_ranks,
         activations=activation_bytes(config, chunk, num_tokens, element_bytes, tile_bytes),

@@ -96,12 +96,16 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
         raise InputError(name, f"is {value!r}", f"it must be a whole number from {low} to {high}")
 
 
+KV_KINDS = ("auto", "fp8")
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to run a checkpoint: chosen once, at load."""
 
     device: str = "auto"
     dtype: str = "auto"
+    kv: str = "auto"  # how keys and values are kept: as computed, or rounded to 8 bits (fp8)
     ctx: int | None = None  # tokens of one sequence
     cache_memory: int | None = None  # bytes for pages and slots together
     max_batch: int = 8  # sequences that run at a time
@@ -118,6 +122,8 @@ class Options:
         for name in ("ctx", "cache_memory", "prefill_chunk"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 1, 1 << 50)
+        if self.kv not in KV_KINDS:
+            raise InputError("kv", f"is {self.kv!r}", "use " + " or ".join(KV_KINDS))
         if self.speculate not in ("off", "lookup", "layers"):
             raise InputError("speculate", f"is {self.speculate!r}", "use off, lookup or layers")
 

@@ -17,6 +17,7 @@ def batch(
     backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
+    kv: s.KV = "auto",
     ctx: s.Ctx = None,
     cache_memory: s.CacheMemory = None,
     verbose: s.Verbose = False,
@@ -29,7 +30,14 @@ def batch(
 
     if source.resolve() == output.resolve():
         raise InputError("output", "is the input", "choose another file")
-    options = {"device": device, "dtype": dtype, "ctx": ctx, "cache_memory": cache_memory, "max_batch": max_batch}
+    options = {
+        "device": device,
+        "dtype": dtype,
+        "kv": kv,
+        "ctx": ctx,
+        "cache_memory": cache_memory,
+        "max_batch": max_batch,
+    }
     llm = s.load(model, verbose, adapter=adapter, backend=backend, **options)
     columns = (TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -51,6 +51,7 @@ def chat(
     backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
+    kv: s.KV = "auto",
     ctx: s.Ctx = None,
     cache_memory: s.CacheMemory = None,
     cache_dir: s.CacheDir = None,
@@ -68,7 +69,7 @@ def chat(
         stop=tuple(stop or ()), max_tokens=max_tokens, think_budget=think_budget, loop_guard=loop_guard,
     )  # fmt: skip
     llm = s.load(
-        model, verbose, device=device, dtype=dtype, ctx=ctx, cache_memory=cache_memory, cache_dir=cache_dir,
+        model, verbose, device=device, dtype=dtype, kv=kv, ctx=ctx, cache_memory=cache_memory, cache_dir=cache_dir,
         speculate=speculate, num_draft=num_draft, draft_layers=draft_layers, adapter=adapter,
         backend=backend,
     )  # fmt: skip

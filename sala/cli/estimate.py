@@ -28,6 +28,7 @@ def estimate(
     chunk: Annotated[
         int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of a prompt at a time; 8192 on a GPU.")
     ] = 256,
+    kv: s.KV = "auto",
     memory: Annotated[
         int | None, typer.Option(parser=s.count, metavar="COUNT", help="Bytes to fit into, e.g. 24G.")
     ] = None,
@@ -52,19 +53,22 @@ def estimate(
     from sala.errors import InputError
     from sala.memory import ELEMENT_BYTES, longest
     from sala.memory import estimate as compute
+    from sala.protocol import KV_KINDS
     from sala.quantization import GROUP_SIZES
 
     if bits not in (None, 4, 8):
         raise InputError("bits", f"is {bits}", "use 4 or 8")
     if group_size not in GROUP_SIZES:
         raise InputError("group-size", f"is {group_size}", "use " + ", ".join(map(str, GROUP_SIZES)))
+    if kv not in KV_KINDS:
+        raise InputError("kv", f"is {kv!r}", "use " + " or ".join(KV_KINDS))
     config, parameters, stored = _find(model, shape)
     if finetune is not None:
         _show_tuning(config, finetune, ctx, batch, rank, optimizer, dtype, bits, memory, as_json)
         return
     settings: dict[str, Any] = {"batch": batch, "bits": bits, "num_snapshots": snapshots, "group_size": group_size}
     settings |= {"element_bytes": ELEMENT_BYTES[config.dtype], "chunk": chunk, "stored_bytes": stored}
-    settings["num_ranks"] = tp
+    settings |= {"num_ranks": tp, "kv_bytes": 1 if kv == "fp8" else None}
     if config.num_attention_heads % tp or config.lightning_nh % tp:
         raise InputError("tp", f"is {tp}", f"it must divide {config.num_attention_heads} heads")
     if table:

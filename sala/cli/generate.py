@@ -41,6 +41,7 @@ def generate(
     backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
+    kv: s.KV = "auto",
     ctx: s.Ctx = None,
     cache_memory: s.CacheMemory = None,
     cache_dir: s.CacheDir = None,
@@ -65,7 +66,7 @@ def generate(
         json_schema=None if schema is None else _read_schema(schema), regex=regex,
     )  # fmt: skip
     llm = s.load(
-        model, verbose, device=device, dtype=dtype, ctx=ctx, cache_memory=cache_memory, cache_dir=cache_dir,
+        model, verbose, device=device, dtype=dtype, kv=kv, ctx=ctx, cache_memory=cache_memory, cache_dir=cache_dir,
         speculate=speculate, num_draft=num_draft, draft_layers=draft_layers, adapter=adapter,
         backend=backend,
     )  # fmt: skip

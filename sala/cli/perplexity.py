@@ -30,6 +30,7 @@ def perplexity(
     backend: s.Backend = "auto",
     device: s.Device = "auto",
     dtype: s.Dtype = "auto",
+    kv: s.KV = "auto",
 ) -> None:
     from sala.cli.bench import read_counts
     from sala.cli.places import going_on, picture, place, relative
@@ -50,7 +51,14 @@ def perplexity(
     if record_file.absolute() == file.absolute():
         raise InputError("output", f"{record_file} is the text itself", "choose another name")
     plot_file = picture(plot, record_file)
-    options = {"device": device, "dtype": dtype, "ctx": _ctx(path, counts), "max_batch": 1, "num_snapshots": 0}
+    options = {
+        "device": device,
+        "dtype": dtype,
+        "kv": kv,
+        "ctx": _ctx(path, counts),
+        "max_batch": 1,
+        "num_snapshots": 0,
+    }
     llm = s.load(str(path), False, adapter=adapter, backend=backend, **options)
     with llm:
         text = work.to_text(llm, str(file), documents, tokens)

@@ -34,6 +34,7 @@ Adapter = Annotated[
 Backend = Annotated[str, typer.Option(help="auto, torch or mlx.", envvar="SALA_BACKEND")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+KV = Annotated[str, typer.Option(help="Keys and values: auto, as they are computed, or fp8.", envvar="SALA_KV")]
 Ctx = Annotated[
     int | None, typer.Option(parser=count, metavar="COUNT", help="Longest sequence in tokens, e.g. 128k or 1M.")
 ]

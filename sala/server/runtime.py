@@ -46,6 +46,7 @@ def open_model(path: Path, settings: Settings) -> LLM:
         backend=settings.backend,
         device=settings.device,
         dtype=settings.dtype,
+        kv=settings.kv,
         ctx=settings.ctx,
         cache_memory=settings.cache_memory,
         max_batch=settings.max_batch,

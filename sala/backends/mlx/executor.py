@@ -6,6 +6,7 @@ step no array is left half-way: MLX computes what is pending only in the thread 
 """
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from sala.capacity import share_memory
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.drawing import keep_agreed
+from sala.errors import InputError
 from sala.protocol import Blob, Capacity, Drawn, Options, Plan, Result, Row
 
 _PREFILL_CHUNK = {mx.cpu: 256, mx.gpu: 2048}
@@ -255,6 +257,8 @@ def _array(blob: Blob, dtype: mx.Dtype) -> mx.array:
 
 
 def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) -> MlxExecutor:
+    if options.kv != "auto" or os.environ.get("SALA_KV", "auto") != "auto":
+        raise InputError("kv", "is fp8, which MLX does not have", "leave it out, or use --backend torch")
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config)
     with mx.stream(device):

@@ -2,11 +2,15 @@
 
 A page holds one block of keys and values and the pooled keys whose windows end in it. A slot holds the recurrent
 state of one sequence. Who owns which is decided elsewhere; here is only where the numbers lie.
+
+Keys and values may be kept in FP8, half as large as in bf16. They are rounded when they are written; whoever reads,
+pooling included, reads the rounded ones, so that it does not matter in which pieces a text came.
 """
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sala.backends.torch.batch import Batch, Span
@@ -14,26 +18,54 @@ from sala.backends.torch.ops.lightning import lightning_fold
 from sala.backends.torch.ops.sparse import pool_keys
 from sala.config import SalaConfig, SparseConfig
 
+FP8 = torch.float8_e4m3fn
+LARGEST_FP8 = 448.0
+
+
+def raw(pool: Tensor) -> Tensor:
+    """The pool for moving rows about: torch has few operations on FP8 itself."""
+    return pool.view(torch.uint8) if pool.dtype == FP8 else pool
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as a pool of that dtype holds it; what is too large for FP8 becomes its largest number."""
+    return x.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8) if dtype == FP8 else x
+
 
 class KVPages:
-    """Keys, values and pooled keys of one sparse layer; every pool is [G, P, rows per page, D]."""
+    """Keys, values and pooled keys of one sparse layer; every pool is [G, P, rows per page, D].
 
-    def __init__(self, num_pages: int, config: SalaConfig, dtype: torch.dtype, device: torch.device) -> None:
+    `kv_dtype` is that of the keys and values; the pooled keys have `dtype`, in which all are read.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        config: SalaConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.sparse: SparseConfig = config.sparse_config
+        self.dtype = dtype
         block, stride = self.sparse.block_size, self.sparse.kernel_stride
 
-        def pool(rows: int) -> Tensor:
+        def pool(rows: int, dtype: torch.dtype) -> Tensor:
             shape = (config.num_key_value_heads, num_pages, rows, config.head_dim)
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self.k, self.v = pool(block), pool(block)
-        self.k1, self.k2 = pool(block // stride), pool(block // (4 * stride))
+        self.k, self.v = pool(block, kv_dtype or dtype), pool(block, kv_dtype or dtype)
+        self.k1, self.k2 = pool(block // stride, dtype), pool(block // (4 * stride), dtype)
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.k.dtype == FP8
 
     def append(self, span: Span, k: Tensor, v: Tensor) -> None:
         """Write k, v [n, G, D] at the span's positions and pool the windows that they complete."""
         self._clean_last_page(span)
         for pool, new in ((self.k, k), (self.v, v)):
-            _write(pool, span, span.start, new.transpose(0, 1))
+            _write(raw(pool), span, span.start, raw(rounded(new, pool.dtype)).transpose(0, 1))
         kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
         self._pool(self.k1, span, kernel, stride)
         self._pool(self.k2, span, 4 * kernel, 4 * stride)
@@ -43,20 +75,31 @@ class KVPages:
         block, offset = divmod(span.end, self.sparse.block_size)
         if offset and block * self.sparse.block_size >= span.start:
             page = span.table[block]
-            self.k[:, page] = 0
-            self.v[:, page] = 0
+            raw(self.k)[:, page] = 0
+            raw(self.v)[:, page] = 0
 
     def _pool(self, target: Tensor, span: Span, kernel: int, stride: int) -> None:
         overlap = kernel // stride
         first, end = max(span.start // stride, overlap - 1), span.end // stride
         if first >= end:
             return
-        keys = _read(self.k, span, (first + 1 - overlap) * stride, end * stride)
+        keys = self._wide(self.k, span, (first + 1 - overlap) * stride, end * stride)
         _write(target, span, first, pool_keys(keys, kernel, stride))
 
     def keys_values(self, span: Span, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` keys and values of the sequence, [G, length, D] each."""
-        return _read(self.k, span, 0, length), _read(self.v, span, 0, length)
+        return self._wide(self.k, span, 0, length), self._wide(self.v, span, 0, length)
+
+    def _wide(self, pool: Tensor, span: Span, start: int, end: int) -> Tensor:
+        rows = _read(raw(pool), span, start, end)
+        return rows.view(FP8).to(self.dtype) if self.is_narrow else rows
+
+    def blocks(self, span: Span) -> tuple[Tensor, Tensor]:
+        """All keys and values of the sequence as pages [G, N, B, D] of their own, one per block, in order."""
+        block = self.sparse.block_size
+        spare = -span.end % block
+        keys, values = (F.pad(x, (0, 0, 0, spare)).unflatten(1, (-1, block)) for x in self.keys_values(span, span.end))
+        return keys.contiguous(), values.contiguous()
 
     def pooled(self, span: Span, length: int) -> tuple[Tensor, Tensor]:
         """Pooled keys over the first `length` tokens: k1 [G, n1, D] and k2 [G, n2, D]."""
@@ -89,11 +132,17 @@ class HybridCache:
     """All layers: `pages[layer]` of the sparse ones, `states[layer]` [slots, H, D, D] in fp32 of the lightning ones."""
 
     def __init__(
-        self, config: SalaConfig, num_pages: int, num_slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: SalaConfig,
+        num_pages: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         dim = config.lightning_head_dim
         shape = (num_slots, config.lightning_nh, dim, dim)
-        self.pages = {layer: KVPages(num_pages, config, dtype, device) for layer in config.sparse_layers}
+        self.pages = {layer: KVPages(num_pages, config, dtype, device, kv_dtype) for layer in config.sparse_layers}
         self.states = {layer: torch.zeros(shape, device=device) for layer in config.lightning_layers}
 
     def for_drafts(self, slots: Sequence[int], num_layers: int) -> "HybridCache":
@@ -115,7 +164,7 @@ class HybridCache:
 
     def copy_page(self, source: int, target: int, num_rows: int) -> None:
         for layer in self.pages.values():
-            for pool in (layer.k, layer.v):
+            for pool in (raw(layer.k), raw(layer.v)):
                 pool[:, target] = 0
                 pool[:, target, :num_rows] = pool[:, source, :num_rows]
             for pool in (layer.k1, layer.k2):

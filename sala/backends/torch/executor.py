@@ -1,5 +1,6 @@
 """The torch side of the seam: weights, cache, and `run`."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.batch import Batch, pack, take
-from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.cache import FP8, HybridCache, raw
 from sala.backends.torch.halves import put_halves
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
@@ -19,23 +20,33 @@ from sala.backends.torch.steps import find_steps
 from sala.capacity import share_memory
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.protocol import Blob, Capacity, Options, Plan, Result, Row
+from sala.errors import InputError
+from sala.protocol import KV_KINDS, Blob, Capacity, Options, Plan, Result, Row
 
 _PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}  # of a GPU, about so many
 _TILE = 64  # rows of a tile of a matrix product, or half of one
-_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", FP8: "F8_E4M3"}
 
 
 class TorchExecutor:
     """Runs plans on one device. Not thread-safe: one engine owns it."""
 
-    def __init__(self, model: SalaModel, capacity: Capacity, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: SalaModel,
+        capacity: Capacity,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`kv_dtype`: of keys and values, if not that of the rest."""
         self.model = model
         self.capacity = capacity
         self.device = device
         self.dtype = dtype
-        self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype, device)
-        self.steps = find_steps(model, device, capacity.max_tokens)
+        self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype, device, kv_dtype)
+        is_plain = kv_dtype is None or device.type == "cuda"  # the CPU's own steps read no FP8
+        self.steps = find_steps(model, device, capacity.max_tokens) if is_plain else None
         self._pulse = torch.zeros(1, device=device)  # for `probe`, which must not ask for memory
 
     def forward(
@@ -104,10 +115,11 @@ class TorchExecutor:
         table = torch.tensor(list(pages), device=self.device)
         blobs = {}
         for name, (pool, where, rows) in self.cache.tensors(table, num_tokens, slot).items():
-            tensor = pool[where] if isinstance(where, int) else pool[:, where].flatten(1, 2)[:, :rows]
+            numbers = raw(pool)
+            tensor = numbers[where] if isinstance(where, int) else numbers[:, where].flatten(1, 2)[:, :rows]
             tensor = tensor.contiguous().cpu()
-            raw = tensor.flatten().view(torch.uint8).numpy()
-            blobs[name] = Blob(_NAMES[tensor.dtype], tuple(tensor.shape), raw.data)
+            data = tensor.flatten().view(torch.uint8).numpy().data
+            blobs[name] = Blob(_NAMES[pool.dtype], tuple(tensor.shape), data)
         return blobs
 
     @torch.inference_mode()
@@ -121,7 +133,8 @@ class TorchExecutor:
             shape = state_shape if isinstance(where, int) else page_shape
             if (blobs[name].dtype, blobs[name].shape) != (_NAMES[pool.dtype], shape):
                 raise ValueError(f"{name} is {blobs[name].dtype} {blobs[name].shape}")
-        for name, (pool, where, rows) in targets.items():
+        for name, (whole, where, rows) in targets.items():
+            pool = raw(whole)
             tensor = _tensor(blobs[name], pool)
             if isinstance(where, int):
                 pool[where] = tensor
@@ -155,15 +168,36 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
     free = free_bytes(device)
     if is_mapped:  # the weights are not in memory yet, but they will be
         free = max(free - checkpoint.nbytes, free // 10)
-    return TorchExecutor(model, plan_capacity(config, options, dtype, device, free), device, dtype)
+    kv_dtype = pick_kv(options.kv, device)
+    return TorchExecutor(model, plan_capacity(config, options, dtype, device, free, kv_dtype), device, dtype, kv_dtype)
+
+
+def pick_kv(wanted: str, device: torch.device) -> torch.dtype | None:
+    """What keys and values are rounded to, if to anything; "auto" is what SALA_KV says."""
+    name = (os.environ.get("SALA_KV") or "auto") if wanted == "auto" else wanted
+    if name not in KV_KINDS:
+        raise InputError("SALA_KV", f"is {name[:100]!r}", "use " + " or ".join(KV_KINDS))
+    if name == "auto":
+        return None
+    is_able = device.type == "cpu" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9))
+    if not is_able:
+        raise InputError("kv", "is fp8, which needs a GPU of compute capability 8.9 or newer, or a CPU", "leave it out")
+    return FP8
 
 
 def plan_capacity(
-    config: SalaConfig, options: Options, dtype: torch.dtype, device: torch.device, free: int
+    config: SalaConfig,
+    options: Options,
+    dtype: torch.dtype,
+    device: torch.device,
+    free: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> Capacity:
     """How many pages and slots there will be in `free` bytes."""
-    chunk = prefill_chunk(device)
-    return share_memory(config, options, _NAMES[dtype], dtype.itemsize, chunk, free)
+    chunk, name, kv_bytes = prefill_chunk(device), _NAMES[dtype], dtype.itemsize
+    if kv_dtype is not None:
+        name, kv_bytes = f"{name}, keys and values {_NAMES[kv_dtype]}", kv_dtype.itemsize
+    return share_memory(config, options, name, dtype.itemsize, chunk, free, kv_bytes)
 
 
 def prefill_chunk(device: torch.device) -> int:

@@ -197,6 +197,10 @@ class SparseMixer(nn.Module):
     def attend_sparse(self, span: Span, q: Tensor, start: int, pages: KVPages) -> Tensor:
         positions = torch.arange(start, span.end, device=q.device)
         chosen = self.choose(span, q, positions, pages)
+        if pages.is_narrow:
+            keys, values = pages.blocks(span)
+            table = torch.arange(keys.shape[1], device=q.device)
+            return attend_chosen(q, keys, values, table, chosen, positions, self.head_dim**-0.5)
         return attend_chosen(q, pages.k, pages.v, span.table, chosen, positions, self.head_dim**-0.5)
 
     def choose(self, span: Span, q: Tensor, positions: Tensor, pages: KVPages) -> Tensor:

@@ -504,7 +504,7 @@ class _Chunk(Mixing):
     def attend_dense(
         self, q: Tensor, start: int, fresh: tuple[Tensor, Tensor] | None, pages: KVPages, scale: float
     ) -> Tensor:
-        if start or fresh is None:
+        if start or fresh is None or pages.is_narrow:
             return attention.dense_prefill(q, pages.k, pages.v, self.table, start, scale)
         k, v = fresh
         n, is_grouped = q.shape[0], q.shape[1] != k.shape[1]

@@ -155,8 +155,8 @@ def prefill_kernel(
             page, is_on = entry >> 8, (((entry & 255) >> token) & 1) != 0
         place = (first_page + page) * (BLOCK * DIM) + offset * DIM
         entry = tl.load(entries + i)
-        k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None])
-        v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None])
+        k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None]).to(q.dtype)
+        v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None]).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         acc, top, total = absorb(scores, is_on, v, acc, top, total, scale, PRECISION)
 
@@ -169,8 +169,8 @@ def prefill_kernel(
         is_on &= start + index >= block * BLOCK
         place = (first_page + page) * (BLOCK * DIM) + offset * DIM
         is_written = (key <= last)[:, None]  # what lies behind may be anything, even NaN
-        k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None], mask=is_written, other=0.0)
-        v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None], mask=is_written, other=0.0)
+        k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None], mask=is_written, other=0.0).to(q.dtype)
+        v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None], mask=is_written, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = tl.where(key[None] <= (start + index)[:, None], scores, float("-inf"))
         acc, top, total = absorb(scores, is_on, v, acc, top, total, scale, PRECISION)

@@ -103,6 +103,7 @@ def split_kernel(
         is_seen = (block >= 0) & (block * BLOCK + offset < length)  # what lies elsewhere may be anything, even NaN
         k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None], mask=is_seen[:, None], other=0.0)
         v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None], mask=is_seen[:, None], other=0.0)
+        k, v = k.to(q.dtype), v.to(q.dtype)  # pages may be in FP8
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = tl.where(is_seen[None], scores, float("-inf"))
         acc, top, total = absorb(scores, is_head & (block >= 0), v, acc, top, total, scale, PRECISION)
