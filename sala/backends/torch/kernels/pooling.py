@@ -13,20 +13,22 @@ from sala.config import SparseConfig
 
 
 @triton.jit
-def kept(x, dtype: tl.constexpr):
+def _as_kept(x, dtype: tl.constexpr):
     """x as a page of that dtype holds it; FP8 in fp32, so that what follows need not round.
 
     To the nearest of three bits and the leading one, ties to even; near zero to the nearest 512th.
     """
-    if dtype != tl.float8e4nv:
-        return x.to(dtype)
-    wide = x.to(tl.float32)
-    near = tl.minimum(tl.maximum(wide, -448.0), 448.0)
-    bits = near.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    small = (near + 24576.0) - 24576.0  # a number whose last place is a 512th
-    near = tl.where(tl.abs(near) < 0.015625, small, bits.to(tl.float32, bitcast=True))
-    return tl.where(wide == wide, near, wide)
+    if dtype == tl.float8e4nv:
+        wide = x.to(tl.float32)
+        near = tl.minimum(tl.maximum(wide, -448.0), 448.0)
+        bits = near.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        small = (near + 24576.0) - 24576.0  # a number whose last place is a 512th
+        near = tl.where(tl.abs(near) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+        kept = tl.where(wide == wide, near, wide)
+    else:
+        kept = x.to(dtype)
+    return kept
 
 
 @triton.jit
@@ -48,7 +50,8 @@ def _pool(
     old_rows, new_rows = tl.multiple_of(k_pages + old_at, 16), tl.multiple_of(k_new + new_at, 16)
     old = tl.load(old_rows[:, None] + dim[None, :], mask=is_old[:, None] & has_dim, other=0.0)
     new = tl.load(new_rows[:, None] + dim[None, :], mask=is_new[:, None] & has_dim, other=0.0)
-    keys = tl.where(is_new[:, None], kept(new, k_pages.dtype.element_ty).to(tl.float32), old.to(tl.float32))
+    new = _as_kept(new, old.dtype)
+    keys = tl.where(is_new[:, None], new, old.to(new.dtype)).to(tl.float32)
     mean = tl.sum(keys, 0) / KERNEL
     PER_PAGE: tl.constexpr = BLOCK // STRIDE
     window = (position + 1) // STRIDE - 1
@@ -80,8 +83,8 @@ def _append_kernel(
     k = tl.load(k_new + wide * stride_kt + group * stride_kg + dim, mask=dim < D, other=0.0)
     v = tl.load(v_new + wide * stride_vt + group * stride_vg + dim, mask=dim < D, other=0.0)
     kind: tl.constexpr = k_pages.dtype.element_ty
-    tl.store(k_pages + place + dim, kept(k, kind).to(kind), mask=dim < D)
-    tl.store(v_pages + place + dim, kept(v, kind).to(kind), mask=dim < D)
+    tl.store(k_pages + place + dim, _as_kept(k, kind).to(kind), mask=dim < D)
+    tl.store(v_pages + place + dim, _as_kept(v, kind).to(kind), mask=dim < D)
 
     # The last token of a row cleans what follows it on a page that the row began in this call.
     is_last = token + 1 == num_tokens
