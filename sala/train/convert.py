@@ -9,7 +9,7 @@ from sala.config import read_json_object
 from sala.errors import CheckpointError, ModelNotFound
 from sala.train.halo.source import import_dense
 from sala.train.pipeline import Note, Run, run_recipe
-from sala.train.processes import is_first, join, wait
+from sala.train.processes import is_first, join, leave, wait
 from sala.train.recipe import load_recipe
 from sala.train.report import report_of_recipe
 
@@ -68,6 +68,7 @@ def _run(run: Run, start: Path, output: Path) -> None:
                 shutil.copy2(file, draft / file.name)
         run.note("recipe", f"wrote {output}")
     wait()
+    leave()
 
 
 def _check_ours(model: Path) -> None:

@@ -27,6 +27,12 @@ def join(device: str) -> torch.device:
     return here
 
 
+def leave() -> None:
+    """Part from the others: a process that ends while threads still wait for them is aborted."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 def is_first() -> bool:
     return not _are_many() or distributed.get_rank() == 0
 

@@ -18,7 +18,7 @@ from sala.train.data import Line, LineRows, Mixture, Row
 from sala.train.loop import Group, OutOfTime, Progress, train
 from sala.train.models import load_for_training
 from sala.train.objectives import Align, Distil, NextToken
-from sala.train.processes import gather, is_first
+from sala.train.processes import gather, is_first, leave
 from sala.train.recipe import Source, TrainStage
 
 SMALL = replace(
@@ -161,6 +161,7 @@ def main() -> None:
     if is_sharded:
         shard_on_cpu()
     run_all(models, directory, is_sharded)
+    leave()
 
 
 if __name__ == "__main__":
