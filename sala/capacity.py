@@ -1,11 +1,21 @@
 """How a backend shares out the memory of its device: so many pages, so many slots, the longest sequence."""
 
+import os
+
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.memory import state_bytes, token_bytes
-from sala.protocol import Capacity, Options
+from sala.protocol import KV_KINDS, Capacity, Options
 
 _CACHE_SHARE = 0.5  # of the free memory, when no budget is given
+
+
+def wanted_kv(options: Options) -> str:
+    """How keys and values are to be kept; "auto" is what SALA_KV says, or as they are computed."""
+    name = options.kv if options.kv != "auto" else os.environ.get("SALA_KV") or "auto"
+    if name not in KV_KINDS:
+        raise InputError("SALA_KV", f"is {name[:100]!r}", "use " + " or ".join(KV_KINDS))
+    return name
 
 
 def share_memory(

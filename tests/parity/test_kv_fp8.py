@@ -78,8 +78,10 @@ def test_unknown_kinds() -> None:
         LLM(checkpoint("block16"), device=DEVICE, kv="int3")
 
 
-def test_mlx_does_not_have_it() -> None:
+def test_mlx_does_not_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlx.core")
+    monkeypatch.setenv("SALA_KV", "")
+    assert LLM(checkpoint("block16"), backend="mlx", device="cpu", ctx=256).capacity.dtype == "F32"
     with pytest.raises(InputError, match="MLX"):
         LLM(checkpoint("block16"), backend="mlx", device="cpu", kv="fp8")
 

@@ -6,7 +6,6 @@ step no array is left half-way: MLX computes what is pending only in the thread 
 """
 
 import functools
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from sala.backends.mlx.cache import HybridCache
 from sala.backends.mlx.loader import load_model, pick_device, pick_dtype
 from sala.backends.mlx.model import SalaModel
 from sala.backends.mlx.sampler import Draws, draw_all
-from sala.capacity import share_memory
+from sala.capacity import share_memory, wanted_kv
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.drawing import keep_agreed
@@ -257,7 +256,7 @@ def _array(blob: Blob, dtype: mx.Dtype) -> mx.array:
 
 
 def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) -> MlxExecutor:
-    if options.kv != "auto" or os.environ.get("SALA_KV", "auto") != "auto":
+    if wanted_kv(options) != "auto":
         raise InputError("kv", "is fp8, which MLX does not have", "leave it out, or use --backend torch")
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config)

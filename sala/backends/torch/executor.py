@@ -1,6 +1,5 @@
 """The torch side of the seam: weights, cache, and `run`."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,11 +16,11 @@ from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.sampler import draw_all, verify
 from sala.backends.torch.steps import find_steps
-from sala.capacity import share_memory
+from sala.capacity import share_memory, wanted_kv
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError
-from sala.protocol import KV_KINDS, Blob, Capacity, Options, Plan, Result, Row
+from sala.protocol import Blob, Capacity, Options, Plan, Result, Row
 
 _PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}  # of a GPU, about so many
 _TILE = 64  # rows of a tile of a matrix product, or half of one
@@ -168,16 +167,13 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
     free = free_bytes(device)
     if is_mapped:  # the weights are not in memory yet, but they will be
         free = max(free - checkpoint.nbytes, free // 10)
-    kv_dtype = pick_kv(options.kv, device)
+    kv_dtype = pick_kv(wanted_kv(options), device)
     return TorchExecutor(model, plan_capacity(config, options, dtype, device, free, kv_dtype), device, dtype, kv_dtype)
 
 
-def pick_kv(wanted: str, device: torch.device) -> torch.dtype | None:
-    """What keys and values are rounded to, if to anything; "auto" is what SALA_KV says."""
-    name = (os.environ.get("SALA_KV") or "auto") if wanted == "auto" else wanted
-    if name not in KV_KINDS:
-        raise InputError("SALA_KV", f"is {name[:100]!r}", "use " + " or ".join(KV_KINDS))
-    if name == "auto":
+def pick_kv(kind: str, device: torch.device) -> torch.dtype | None:
+    """What keys and values are rounded to, if to anything."""
+    if kind == "auto":
         return None
     is_able = device.type == "cpu" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9))
     if not is_able:
