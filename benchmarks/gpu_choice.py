@@ -1,6 +1,6 @@
 """Pooling and choice of blocks on a GPU: right at ugly sizes, and how far from the floor at the 9B shapes.
 
-    PYTHONPATH=. python benchmarks/gpu_choice.py
+    PYTHONPATH=. python benchmarks/gpu_block_selection.py
 
 Floors: bytes at 4.3 TB/s or FLOPs at 790 TFLOP/s. Peers: the reference ops where they fit, torch.topk.
 """
@@ -16,8 +16,8 @@ import triton
 from torch import Tensor
 
 from sala.backends.torch.cache import KVPages
-from sala.backends.torch.kernels import choice, pooling
-from sala.backends.torch.kernels.choice import ScoreConfig, TopConfig
+from sala.backends.torch.kernels import block_selection, pooling
+from sala.backends.torch.kernels.block_selection import ScoreConfig, TopConfig
 from sala.backends.torch.ops.sparse import block_scores, choose_blocks, pool_keys, select_blocks, window_scores
 from sala.config import SparseConfig
 
@@ -171,7 +171,7 @@ def check_prefill() -> None:
                 keys = torch.randn(start + n, groups, dim, device=DEVICE, dtype=dtype)
                 k1, k2, table = pooled_pages(keys, sparse)
                 positions = torch.arange(start, start + n, device=DEVICE)
-                got = choice.choose_prefill(q, k1, k2, table, start, sparse, dim**-0.5)
+                got = block_selection.choose_prefill(q, k1, k2, table, start, sparse, dim**-0.5)
                 assert got.max() < len(table)
                 rows = keys.transpose(0, 1)
                 fine = pool_keys(rows, sparse.kernel_size, sparse.kernel_stride)
@@ -180,7 +180,7 @@ def check_prefill() -> None:
                 lengths = (positions + 1).int()
                 few = slice(max(0, n - 33), n)
                 tables = table[None].expand(len(lengths[few]), -1)
-                one = choice.choose_decode(
+                one = block_selection.choose_decode(
                     q[few], k1, k2, tables.int().contiguous(), lengths[few], sparse, dim**-0.5, len(table)
                 )
                 kind = f"{str(dtype)[6:]:9} {heads}/{groups} n {n} start {start}"
@@ -199,12 +199,12 @@ def check_scores() -> None:
         windows = window_scores(q, pools[0][:, 1:], pools[1][:, 1:], positions, SPARSE, SCALE)
         want = block_scores(windows, len(table), SPARSE)
         high = start // 64 - 32
-        configs = [choice._score_config(dtype.itemsize, DIM, choice._shared_memory(DEVICE))]
+        configs = [block_selection._score_config(dtype.itemsize, DIM, block_selection._shared_memory(DEVICE))]
         for config in configs + (SCORE_CONFIGS if dtype == torch.bfloat16 else []):
             out = torch.full((n, GROUPS, len(table)), float("nan"), device=DEVICE)
-            choice._launch_scores(q, *pools, out, start, SPARSE, SCALE, config)
+            block_selection._launch_scores(q, *pools, out, start, SPARSE, SCALE, config)
             alone = torch.full((1, GROUPS, len(table)), float("nan"), device=DEVICE)
-            choice._launch_scores(q[17:18], *pools, alone, start + 17, SPARSE, SCALE, config)
+            block_selection._launch_scores(q[17:18], *pools, alone, start + 17, SPARSE, SCALE, config)
             same = torch.equal(alone[0, :, 1:high], out[17, :, 1:high])
             off = error(out[:, :, 1:high], want[:, :, 1:high])
             print(f"scores {str(dtype)[6:]:9} {tuple(config)}: off by {off:.1e}; alone bit for bit: {same}")
@@ -220,10 +220,10 @@ def check_top() -> None:
         positions = torch.randint(0, num_blocks * 64, (n,), device=DEVICE)
         positions[:8] = num_blocks * 64 - 1
         want = choose_blocks(scores, positions, SPARSE)
-        results = {"default": choice.top_blocks(scores, positions, SPARSE)}
+        results = {"default": block_selection.top_blocks(scores, positions, SPARSE)}
         for config in TOP_CONFIGS.get(num_blocks, []):
             out = torch.full_like(results["default"], -7)
-            choice._launch_top(scores, out, positions, None, 0, SPARSE, config)
+            block_selection._launch_top(scores, out, positions, None, 0, SPARSE, config)
             results[str(tuple(config))] = out
         for name, got in results.items():
             is_same = torch.equal(got.long().sort(-1).values, want.sort(-1).values)
@@ -233,7 +233,7 @@ def check_top() -> None:
 def score_all(q: Tensor, k1: Tensor, k2: Tensor, scores: Tensor, start: int, config: ScoreConfig) -> None:
     for begin in range(0, len(q), len(scores)):
         rows = q[begin : begin + len(scores)]
-        choice._launch_scores(rows, k1, k2, scores, start + begin, SPARSE, SCALE, config)
+        block_selection._launch_scores(rows, k1, k2, scores, start + begin, SPARSE, SCALE, config)
 
 
 def time_scores() -> None:
@@ -246,7 +246,7 @@ def time_scores() -> None:
         found = []
         for config in SCORE_CONFIGS:
             try:
-                tile = min(choice._queries_at_once(q, GROUPS, width, SPARSE, config), chunk)
+                tile = min(block_selection._queries_at_once(q, GROUPS, width, SPARSE, config), chunk)
                 scores = torch.empty(tile, GROUPS, width, device=DEVICE)
                 found.append((timed(score_all, q, k1, k2, scores, start, config), tuple(config)))
             except Exception as problem:
@@ -265,7 +265,7 @@ def time_top() -> None:
         floor = scores.numel() * 4 / BYTES * 1e3
         found = [(timed(torch.topk, scores, 62), "torch.topk")]
         for config in TOP_CONFIGS[num_blocks]:
-            ms = timed(choice._launch_top, scores, out, positions, None, 0, SPARSE, config)
+            ms = timed(block_selection._launch_top, scores, out, positions, None, 0, SPARSE, config)
             found.append((ms, str(tuple(config))))
         for ms, name in sorted(found):
             print(f"top of {num_blocks}, {n} queries x {GROUPS}: {ms:7.3f} ms, floor {floor:.3f}, {name}")
@@ -276,7 +276,7 @@ def time_prefill() -> None:
     for n, chunk in ((32_768, 8192), (131_072, 8192), (1_000_000, 4096)):
         k1, k2, tables = random_pages(n)
         q = torch.randn(chunk, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
-        ms = timed(choice.choose_prefill, q, k1, k2, tables[0], n - chunk, SPARSE, SCALE)
+        ms = timed(block_selection.choose_prefill, q, k1, k2, tables[0], n - chunk, SPARSE, SCALE)
         text = f"choose_prefill {chunk} at {n}: {ms:.2f} ms"
         if n <= 131_072:
             some = 512
@@ -294,12 +294,12 @@ def time_decode() -> None:
         lengths = torch.full((rows,), n, device=DEVICE)
         flags = torch.ones(rows, dtype=torch.bool, device=DEVICE)
         width = tables.shape[1]
-        us = graphed(choice.choose_decode, q, k1, k2, tables, lengths, SPARSE, SCALE, width, flags)
+        us = graphed(block_selection.choose_decode, q, k1, k2, tables, lengths, SPARSE, SCALE, width, flags)
         floor = rows * GROUPS * (n / 16 + n / 64) * DIM * 2 / BYTES * 1e6
         print(f"choose_decode {rows} x {n}: {us:7.1f} us in a graph, floor {floor:.1f} us")
         if n == 131_072 and rows == 1:
             wide = torch.nn.functional.pad(tables, (0, 16384 - width))
-            us = graphed(choice.choose_decode, q, k1, k2, wide, lengths, SPARSE, SCALE, 16384, flags)
+            us = graphed(block_selection.choose_decode, q, k1, k2, wide, lengths, SPARSE, SCALE, 16384, flags)
             print(f"choose_decode {rows} x {n}, table of 16384: {us:7.1f} us in a graph")
             fine, coarse = (pool.index_select(1, tables[0]).flatten(1, 2)[:, 1:] for pool in (k1, k2))
             us = timed(select_blocks, q, fine, coarse, lengths - 1, width, SPARSE, SCALE) * 1e3
@@ -314,7 +314,7 @@ def time_decode_top() -> None:
     out = torch.empty(1, GROUPS, SPARSE.num_chosen, dtype=torch.int32, device=DEVICE)
     found = []
     for config in (TopConfig(4096, 1024, 8), TopConfig(8192, 1024, 16), TopConfig(16384, 1024, 16)):
-        us = graphed(choice._launch_top, scores, out, lengths, None, 1, SPARSE, config)
+        us = graphed(block_selection._launch_top, scores, out, lengths, None, 1, SPARSE, config)
         found.append((us, tuple(config)))
     for us, name in sorted(found):
         print(f"top of a row of {num_blocks}: {us:6.1f} us {name}")

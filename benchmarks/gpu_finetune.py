@@ -29,18 +29,18 @@ from torch import nn
 from transformers import TrainerCallback
 
 from sala.backends.torch.ops.lightning import _simple_gla
-from sala.backends.torch.quant import AffineWeight
+from sala.backends.torch.quantized_linear import AffineWeight
 from sala.backends.torch.random import random_model
 from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.random import RELEASED, TINY, spread
 from sala.config import SalaConfig
-from sala.integrations.transformers.loading import adopt
-from sala.train.finetune.dialogues import Example
-from sala.train.finetune.frozen import FrozenLinear
-from sala.train.finetune.options import FinetuneOptions
-from sala.train.finetune.rows import Rows
-from sala.train.finetune.run import Ears, estimate_for, make_trainer, training_arguments
-from sala.train.finetune.subject import LINEARS, add_adapter, find_targets
+from sala.lab.finetune.dialogues import Example
+from sala.lab.finetune.frozen import FrozenLinear
+from sala.lab.finetune.options import FinetuneOptions
+from sala.lab.finetune.rows import Rows
+from sala.lab.finetune.run import Ears, estimate_for, make_trainer, training_arguments
+from sala.lab.finetune.subject import LINEARS, add_adapter, find_targets
+from sala.plugins.transformers.loading import adopt
 
 HERE = Path(__file__).parent
 METHODS = ("qlora", "lora", "full")

@@ -27,11 +27,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.fast.gpu_forward import GpuSteps
 from sala.backends.torch.random import random_model
-from sala.backends.torch.steps_gpu import GpuSteps
-from sala.bench.measure import measure_latency, measure_throughput
-from sala.bench.subject import open_random
 from sala.checkpoint.random import RELEASED
+from sala.lab.bench.measure import measure_latency, measure_throughput
+from sala.lab.bench.subject import open_random
 from sala.protocol import Plan, Row, Sampling
 
 HERE = Path(__file__).parent

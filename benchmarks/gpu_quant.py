@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from triton.testing import do_bench
 
 from benchmarks.gpu_model import CHUNK, REST_S, Ours, seconds
+from sala.backends.torch.fast.gpu_forward import GpuSteps
 from sala.backends.torch.kernels import fp8, fused, linear, packed
 from sala.backends.torch.kernels.attention import shared_memory
 from sala.backends.torch.kernels.packed import Config, PackedWeight
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.affine import pack
-from sala.backends.torch.quant import AffineEmbedding, AffineLinear, AffineWeight
+from sala.backends.torch.quantized_linear import AffineEmbedding, AffineLinear, AffineWeight
 from sala.backends.torch.random import random_model
-from sala.backends.torch.steps_gpu import GpuSteps
 from sala.checkpoint.random import RELEASED
 
 HERE = Path(__file__).parent

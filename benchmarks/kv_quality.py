@@ -10,8 +10,8 @@ import json
 from functools import partial
 from pathlib import Path
 
-from sala.eval.tasks.needle import NeedleMaker, NeedleSpec, score
-from sala.eval.tasks.prose import write_documents
+from sala.lab.eval.tasks.needle import NeedleMaker, NeedleSpec, score
+from sala.lab.eval.tasks.prose import write_documents
 from sala.llm import LLM
 from sala.protocol import KV_KINDS
 

@@ -34,9 +34,9 @@ from sala.checkpoint.random import RELEASED, cut_layers, spread
 from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import new_directory, write_text, write_weights
 from sala.config import SalaConfig
-from sala.models import EMBEDDED, find_model
+from sala.models.embedded import EMBEDDED, find_model
 from sala.protocol import Options, Plan, Row, Sampling
-from sala.quantization import QuantConfig
+from sala.quantization_config import QuantConfig
 
 KINDS: dict[str, tuple[str, int | None]] = {
     "fp32": ("float32", None),
@@ -98,7 +98,7 @@ def embedded_weights(checkpoint: Checkpoint, config: SalaConfig) -> Read:
 
 
 def random_weights(config: SalaConfig) -> Read:
-    """The first rows of every matrix; the others repeat them, as drawing all would take longer than all the rest."""
+    """The first rows of every matrix; the others repeat them, as sampling all would take longer than all the rest."""
     shapes, rng = expected_tensors(config), np.random.default_rng(0)
 
     def read(name: str) -> Any:
@@ -160,7 +160,7 @@ class Decoder:
 
     def step(self, tokens: tuple[int, ...]) -> None:
         row = Row(tokens, self.end, self.pages, 1, 1 << 40, Sampling(temperature=0))
-        self.token = self.executor.run(Plan((row,))).drawn[0][0].token
+        self.token = self.executor.run(Plan((row,))).sampled[0][0].token
         self.end += len(tokens)
 
     def time(self, count: int) -> float:

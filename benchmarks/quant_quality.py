@@ -23,11 +23,11 @@ from sala.backends.torch.batch import whole
 from sala.backends.torch.loader import load_model
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.models import find_model
-from sala.quant.pipeline import quantize_model
-from sala.quant.plan import Settings
-from sala.quant.report import Head, compare, read_hidden
-from sala.quant.texts import FileText, SampledText, Text, cut
+from sala.lab.quantize.pipeline import quantize_model
+from sala.lab.quantize.plan import Settings
+from sala.lab.quantize.report import Head, compare, read_hidden
+from sala.lab.quantize.texts import FileText, SampledText, Text, cut
+from sala.models.embedded import find_model
 
 CPU = torch.device("cpu")
 FP8 = "fp8 products"

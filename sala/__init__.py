@@ -6,13 +6,13 @@ Importing this package is free: names below are loaded when first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sala.integrations.arrival import expect as _expect_transformers
+from sala.plugins.arrival import expect as _expect_transformers
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "sala.llm",
-    "Completion": "sala.completion",
+    "Completion": "sala.engine.stream",
     "Sampling": "sala.protocol",
     "SalaConfig": "sala.config",
     "SalaError": "sala.errors",
@@ -30,8 +30,8 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
-    from sala.completion import Completion as Completion
     from sala.config import SalaConfig as SalaConfig
+    from sala.engine.stream import Completion as Completion
     from sala.errors import SalaError as SalaError
     from sala.llm import LLM as LLM
     from sala.lowlevel import create_layer_caches as create_layer_caches

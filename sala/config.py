@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sala.errors import ConfigError, ModelNotFound
-from sala.quantization import QuantConfig
+from sala.quantization_config import QuantConfig
 
 Mixer = Literal["sparse", "lightning"]
 

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sala.backends import open_executor
-from sala.checkpoint.adapter import open_checkpoint
-from sala.completion import Completion, Event, Progress, Run, last_completion
+from sala.checkpoint.lora import open_checkpoint
 from sala.config import SalaConfig, read_json_object
 from sala.engine.cache.prefix import as_bytes, as_tokens
-from sala.engine.cache.sessions import SessionStore
-from sala.engine.cache.tier import DiskTier
 from sala.engine.engine import Engine
 from sala.engine.sequence import Request, SequenceState
+from sala.engine.store.sessions import SessionStore
+from sala.engine.store.tier import DiskTier
+from sala.engine.stream import Completion, Event, Progress, Run, last_completion
 from sala.errors import ConfigError, InputError, NoTokenizer, TemplateError
-from sala.models import find_base, find_model
-from sala.protocol import Capacity, Control, Drawn, Options, Sampling
+from sala.models.embedded import find_base, find_model
+from sala.protocol import Capacity, Control, Options, SampledToken, Sampling
 from sala.text.answer import Answer, Plain, Structured, Untooled
 from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
 from sala.text.detokenize import Detokenizer
@@ -370,12 +370,12 @@ class LLM:
 
         return np.concatenate(list(self._logit_pieces(token_ids, chunk, prompt_len)))
 
-    def score(self, prompt: Prompt, top: int = 0, chunk: int | None = None) -> list[Drawn]:
+    def score(self, prompt: Prompt, top: int = 0, chunk: int | None = None) -> list[SampledToken]:
         """Log-probability of every token of the prompt after the first, given those before it, with `top` rivals."""
         ids = self.encode(prompt)
-        return [drawn for piece in self.scoring(ids, top, chunk) for drawn in piece]
+        return [sampled for piece in self.scoring(ids, top, chunk) for sampled in piece]
 
-    def scoring(self, ids: Sequence[int], top: int = 0, chunk: int | None = None) -> Iterator[list[Drawn]]:
+    def scoring(self, ids: Sequence[int], top: int = 0, chunk: int | None = None) -> Iterator[list[SampledToken]]:
         """Like `score`, a chunk at a time: others may take their steps in between."""
         import numpy as np
 
@@ -386,14 +386,14 @@ class LLM:
             scores = piece[: len(targets)].astype(np.float64)
             peak = scores.max(-1, keepdims=True)
             logprobs = scores - peak - np.log(np.exp(scores - peak).sum(-1, keepdims=True))
-            yield [_drawn(row, token, top) for row, token in zip(logprobs, targets, strict=True)]
+            yield [_sampled(row, token, top) for row, token in zip(logprobs, targets, strict=True)]
 
     def perplexity(self, text: Prompt, chunk: int | None = None) -> float:
         """exp of the mean negative log-likelihood of every token after the first."""
         scores = self.score(text, chunk=chunk)
         if not scores:
             raise InputError("text", "has one token", "perplexity needs at least two")
-        return math.exp(-sum(drawn.logprob or 0.0 for drawn in scores) / len(scores))
+        return math.exp(-sum(sampled.logprob or 0.0 for sampled in scores) / len(scores))
 
     def reset(self) -> None:
         """Forget all that is cached: the next prompt is computed from its first token."""
@@ -566,7 +566,7 @@ def read_stop_ids(directory: Path, config: SalaConfig) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _drawn(logprobs: "numpy.ndarray[Any, Any]", token: int, top: int) -> Drawn:
+def _sampled(logprobs: "numpy.ndarray[Any, Any]", token: int, top: int) -> SampledToken:
     """A token with its rivals, the best first; equals in order of their ids."""
     import numpy as np
 
@@ -574,7 +574,7 @@ def _drawn(logprobs: "numpy.ndarray[Any, Any]", token: int, top: int) -> Drawn:
     if top:
         near = np.flatnonzero(logprobs >= np.partition(logprobs, -top)[-top])
         best = near[np.argsort(-logprobs[near], kind="stable")][:top]
-    return Drawn(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
+    return SampledToken(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
 
 
 def _merge(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:

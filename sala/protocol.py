@@ -14,7 +14,7 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is drawn. Temperature 0 takes the most probable one."""
+    """How the next token is sampled. Temperature 0 takes the most probable one."""
 
     temperature: float = 0.7
     top_p: float = 1.0
@@ -80,7 +80,7 @@ class Sampling:
 
     @property
     def has_penalty(self) -> bool:
-        """Whether drawing depends on the tokens so far."""
+        """Whether sampling depends on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -151,12 +151,12 @@ class Row:
     pages: tuple[int, ...]  # KV of the sparse layers, in order
     slot: int  # state of the lightning layers
     sparse_from: int  # first position under the sparse rule (the regime of the request)
-    sampling: Sampling | None = None  # None: a prefill chunk, nothing is drawn
+    sampling: Sampling | None = None  # None: a prefill chunk, nothing is sampled
     num_drafts: int = 0  # trailing guesses to verify
     history: Sequence[int] = ()  # the tokens so far, `tokens` included; only where penalties need them
     prompt_len: int = 0  # how many of `history` are the prompt
-    banned: tuple[int, ...] = ()  # tokens that may not be drawn now
-    mask: bytes | None = None  # one bit per token of the vocabulary, little-endian: which may be drawn
+    banned: tuple[int, ...] = ()  # tokens that may not be sampled now
+    mask: bytes | None = None  # one bit per token of the vocabulary, little-endian: which may be sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +165,8 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """One drawn token; log-probabilities are of the model, before temperature and penalties."""
+class SampledToken:
+    """One sampled token; log-probabilities are of the model, before temperature and penalties."""
 
     token: int
     logprob: float | None = None
@@ -177,7 +177,7 @@ class Drawn:
 class Result:
     """What each row of the plan drew: nothing for a prefill chunk, else the accepted drafts and one token more."""
 
-    drawn: tuple[tuple[Drawn, ...], ...]
+    sampled: tuple[tuple[SampledToken, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +200,10 @@ class Verdict:
 class Control(Protocol):
     """Steers one sequence: which tokens may come next, what must come, when it is enough."""
 
-    allows_drafts: bool  # whether several tokens may be drawn before it is asked again
+    allows_drafts: bool  # whether several tokens may be sampled before it is asked again
 
     def mask(self) -> bytes | None:
-        """The tokens that may be drawn next, one bit each; None: all."""
+        """The tokens that may be sampled next, one bit each; None: all."""
 
     def observe(self, token: int) -> Verdict | None:
         """A token has been added to the answer."""

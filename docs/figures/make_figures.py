@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from sala.backends.memory import cache_bytes, state_bytes
 from sala.checkpoint.random import RELEASED
-from sala.memory import cache_bytes, state_bytes
 
 HERE = Path(__file__).parent
 INK, SOFT = "#24292f", "#6e7781"

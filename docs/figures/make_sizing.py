@@ -9,9 +9,9 @@ import matplotlib
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+from sala.backends.memory import USABLE, estimate
 from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.random import RELEASED
-from sala.memory import USABLE, estimate
 
 HERE = Path(__file__).parent
 GIB = 1 << 30

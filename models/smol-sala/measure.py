@@ -22,15 +22,15 @@ import torch
 
 from sala.backends.torch.loader import pick_device
 from sala.backends.torch.model import SalaModel
-from sala.completion import Completion
-from sala.eval.tasks.choice import read_tasks
-from sala.eval.tasks.needle import NeedleCase, NeedleMaker, score
-from sala.eval.tasks.questions import QUESTIONS, accuracy
+from sala.engine.stream import Completion
+from sala.lab.eval.tasks.choice import read_tasks
+from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, score
+from sala.lab.eval.tasks.questions import QUESTIONS, accuracy
+from sala.lab.train.models import load_for_training
+from sala.lab.train.report import NUM_ANSWERED, choice_accuracy, needle_cases, to_tokens
+from sala.lab.train.score import perplexity
 from sala.llm import LLM
 from sala.text.tokenizer import Tokenizer
-from sala.train.models import load_for_training
-from sala.train.report import NUM_ANSWERED, choice_accuracy, needle_cases, to_tokens
-from sala.train.score import perplexity
 
 Models = dict[str, SalaModel]
 TALK = (

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sala.train.halo.source import copy_tokenizer
-from sala.train.models import load_for_training, save_model
+from sala.lab.train.halo.source import copy_tokenizer
+from sala.lab.train.models import load_for_training, save_model
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ import torch
 
 from sala.checkpoint.overlay import changes, low_rank, write_overlay
 from sala.checkpoint.packing import quantize
-from sala.quantization import QuantConfig
-from sala.train.models import load_for_training
+from sala.lab.train.models import load_for_training
+from sala.quantization_config import QuantConfig
 
 
 def main() -> None:

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from sala.checkpoint.foreign import Part, find_modules, groups_of, parts_of
+from sala.checkpoint.external_formats import Part, find_modules, groups_of, parts_of
 from sala.checkpoint.reader import Checkpoint, TensorInfo
 from sala.config import SalaConfig
 from sala.errors import CheckpointError
-from sala.quantization import Groups, matrix_modules
+from sala.quantization_config import Groups, matrix_modules
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 SCALES = ("scales", "biases")

@@ -17,7 +17,7 @@ from sala.checkpoint.reader import RawTensor, read_file_header, read_tensors
 from sala.checkpoint.writer import Spec, plan_shards, write_file, write_weights
 from sala.config import SalaConfig
 from sala.errors import CheckpointError
-from sala.quantization import Groups, QuantConfig
+from sala.quantization_config import Groups, QuantConfig
 
 CHANGE_GROUPS = Groups(8, 64)
 MLP_GROUPS = Groups(8, 32)  # how a changed MLP is stored: fine enough that nothing measurable is lost

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sala.errors import CheckpointError
-from sala.quantization import BITS, GROUP_SIZES
+from sala.quantization_config import BITS, GROUP_SIZES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]

@@ -115,6 +115,6 @@ def run(arguments: list[str]) -> int:
 
 
 def fail(error: Exception) -> None:
-    from sala.cli.settings import note
+    from sala.cli.flags import note
 
     note("sala: " + " ".join(str(error).splitlines()))

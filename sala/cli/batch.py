@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 
 
 def batch(
@@ -25,8 +25,8 @@ def batch(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from sala.batch import run_batch
     from sala.errors import InputError
+    from sala.server.batch import run_batch
 
     if source.resolve() == output.resolve():
         raise InputError("output", "is the input", "choose another file")

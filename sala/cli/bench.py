@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from sala.cli import settings as s
-from sala.cli.places import going_on, relative
+from sala.cli import flags as s
+from sala.cli.outputs import going_on, relative
 from sala.errors import InputError, SalaError
 
 if TYPE_CHECKING:
     import torch
 
-    from sala.bench.dense import Dense
-    from sala.bench.measure import Latency, Throughput
-    from sala.bench.roofline import Measurement, Result, Roofline
-    from sala.bench.subject import Subject
+    from sala.lab.bench.dense import Dense
+    from sala.lab.bench.measure import Latency, Throughput
+    from sala.lab.bench.roofline import Measurement, Result, Roofline
+    from sala.lab.bench.subject import Subject
 
 T = TypeVar("T", "Latency", "Throughput")
 
@@ -58,8 +58,8 @@ def latency(
     plot: PlotFile = None,
 ) -> None:
     """One request at a time, of several lengths: time to first token, speed, memory."""
-    from sala.bench.measure import measure_latency
-    from sala.bench.plots import label, plot_latency
+    from sala.lab.bench.measure import measure_latency
+    from sala.lab.bench.plots import label, plot_latency
 
     counts = read_counts(lengths, "lengths")
     check_files(json_file, plot)
@@ -95,8 +95,8 @@ def throughput(
     plot: PlotFile = None,
 ) -> None:
     """Several requests at a time: tokens per second of all together."""
-    from sala.bench.measure import measure_throughput
-    from sala.bench.plots import plot_throughput
+    from sala.lab.bench.measure import measure_throughput
+    from sala.lab.bench.plots import plot_throughput
 
     counts = read_counts(batches, "batches")
     if length < 1:
@@ -133,7 +133,7 @@ def kernels(
     counts = read_counts(lengths, "lengths")
     where = _gpu(device)
     check_files(json_file, plot)
-    from sala.bench.plots import plot_kernels
+    from sala.lab.bench.plots import plot_kernels
 
     name, roofline, results = _measure_kernels(where, counts)
     products, moved = roofline.flops_per_s / 1e12, roofline.bytes_per_s / 1e12
@@ -167,10 +167,10 @@ def against(
     force: Annotated[bool, typer.Option("--force", help="Replace the figures of another run.")] = False,
 ) -> None:
     """Beside a dense model in transformers, in the same run: from which length on ours is faster."""
-    from sala.bench.dense import MEASURES, compare, need_transformers, open_dense, release, verdict
-    from sala.bench.measure import measure_latency
-    from sala.bench.plots import plot_against
-    from sala.eval.record import Record
+    from sala.lab.bench.dense import MEASURES, compare, need_transformers, open_dense, release, verdict
+    from sala.lab.bench.measure import measure_latency
+    from sala.lab.bench.plots import plot_against
+    from sala.lab.eval.record import Record
 
     counts = read_counts(lengths, "lengths")
     check_files(json_file, plot)
@@ -207,7 +207,7 @@ def _measure_dense(
     open_it: Callable[[], "Dense"], counts: Sequence[int], new_tokens: int, keep: "_Kept"
 ) -> list["Latency"]:
     """The model is loaded only if something is still to be measured."""
-    from sala.bench.dense import measure_dense
+    from sala.lab.bench.dense import measure_dense
 
     opened = cache(open_it)
     return _measure_all(counts, keep("dense", lambda count: measure_dense(opened(), count, new_tokens)), label_of)
@@ -217,14 +217,14 @@ class _Kept:
     """Figures of a run that was cut off; every new one is kept as soon as it is there."""
 
     def __init__(self, file: Path | None, facts: dict[str, Any]) -> None:
-        from sala.eval.runner import Log
+        from sala.lab.eval.runner import Log
 
         self._log = None if file is None else Log(file)
         self._facts = {name: value for name, value in facts.items() if name != "lengths"}
 
     def __call__(self, who: str, measure: Callable[[int], "Latency"]) -> Callable[[int], "Latency"]:
-        from sala.bench.measure import Latency
-        from sala.eval.runner import key_of
+        from sala.lab.bench.measure import Latency
+        from sala.lab.eval.runner import key_of
 
         def look_or_measure(count: int) -> Latency:
             key = key_of(self._facts, {"who": who, "num_tokens": count})
@@ -238,7 +238,7 @@ class _Kept:
 
 
 def label_of(count: int) -> str:
-    from sala.bench.plots import label
+    from sala.lab.bench.plots import label
 
     return label(count)
 
@@ -268,13 +268,13 @@ def check_files(json_file: Path | None, plot: Path | None) -> None:
         if file is not None and not file.absolute().parent.is_dir():
             raise InputError("file", f"{file} cannot be written", "its directory does not exist")
     if plot is not None:
-        from sala.bench.plots import need_matplotlib
+        from sala.lab.bench.plots import need_matplotlib
 
         need_matplotlib()
 
 
 def _open(model: str | None, random: str | None, device: str, dtype: str, adapter: Path | None = None) -> "Subject":
-    from sala.bench.subject import open_checkpoint, open_random
+    from sala.lab.bench.subject import open_checkpoint, open_random
 
     if random is not None:
         return open_random(random, device, dtype)
@@ -300,8 +300,8 @@ def _measure_kernels(where: "torch.device", lengths: Sequence[int]) -> tuple[str
     """The name of the GPU, what it does at best, and what the kernels do there."""
     import torch
 
-    from sala.bench.kernels import Shapes, measurements
-    from sala.bench.roofline import measure_roofline
+    from sala.lab.bench.kernels import Shapes, measurements
+    from sala.lab.bench.roofline import measure_roofline
 
     with torch.cuda.device(where):
         roofline = measure_roofline(where)
@@ -313,7 +313,7 @@ def _time_all(measurements: Sequence["Measurement"], roofline: "Roofline") -> li
     """One after another; what fails says so, and the rest goes on."""
     from rich.console import Console
 
-    from sala.bench.roofline import measure
+    from sala.lab.bench.roofline import measure
 
     console = Console(stderr=True)
     results = []
@@ -409,7 +409,7 @@ def _write(
     if file is None:
         return
     from sala import __version__
-    from sala.eval.record import commit, machine, today, versions, write_atomically
+    from sala.lab.eval.record import commit, machine, today, versions, write_atomically
 
     whole = {
         "kind": kind, "sala": __version__, **facts, "model": facts["subject"], "settings": facts, "machine": machine(),

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 from sala.cli.generate import show_answer, statistics
 from sala.cli.progress import PrefillBar
 from sala.errors import ContextTooLong, InputError, SalaError
 
 if TYPE_CHECKING:
-    from sala.completion import Completion
+    from sala.engine.stream import Completion
     from sala.llm import LLM
 
 HELP = """\

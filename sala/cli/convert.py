@@ -15,7 +15,7 @@ def convert(
     minutes: Annotated[float | None, typer.Option(help="Stop after so long, to go on another time.", min=0)] = None,
 ) -> None:
     from sala.cli.training import TrainingBar
-    from sala.train.convert import convert as run
+    from sala.lab.train.convert import convert as run
 
     with TrainingBar() as bar:
         run(source, output, recipe, work or output.with_name(output.name + ".run"), device, bar, minutes)

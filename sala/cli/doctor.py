@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 from sala.errors import ModelNotFound, SalaError
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def in_use() -> dict[str, Any]:
     from sala.backends import pick_backend
     from sala.backends.torch.kernels import native, triton_kernels
     from sala.backends.torch.loader import pick_device
-    from sala.backends.torch.quant import linear_backend
+    from sala.backends.torch.quantized_linear import linear_backend
 
     device = pick_device("auto")
     why_not = triton_kernels.why_not(device) if device.type == "cuda" else None
@@ -193,7 +193,7 @@ def places() -> dict[str, Any]:
 
     import platformdirs
 
-    from sala import models
+    from sala.models import embedded as models
 
     where = models.models_dir()
     try:
@@ -214,11 +214,11 @@ def places() -> dict[str, Any]:
 
 def about(model: str) -> dict[str, Any]:
     """What a model will take here; nothing is loaded."""
+    from sala.backends.memory import ELEMENT_BYTES, estimate
     from sala.checkpoint.names import count_parameters, expected_tensors
     from sala.checkpoint.reader import Checkpoint
     from sala.config import SalaConfig
-    from sala.memory import ELEMENT_BYTES, estimate
-    from sala.models import EMBEDDED
+    from sala.models.embedded import EMBEDDED
 
     if model == EMBEDDED and not places()["is_embedded_ready"]:  # to look for it would fetch it
         raise ModelNotFound(f"{EMBEDDED} is not put together yet", "run: sala setup")

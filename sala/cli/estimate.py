@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 
 if TYPE_CHECKING:
     from sala.config import SalaConfig
@@ -49,12 +49,12 @@ def estimate(
 ) -> None:
     import psutil
 
+    from sala.backends.memory import ELEMENT_BYTES, longest
+    from sala.backends.memory import estimate as compute
     from sala.cli.show import size
     from sala.errors import InputError
-    from sala.memory import ELEMENT_BYTES, longest
-    from sala.memory import estimate as compute
     from sala.protocol import KV_KINDS
-    from sala.quantization import GROUP_SIZES
+    from sala.quantization_config import GROUP_SIZES
 
     if bits not in (None, 4, 8):
         raise InputError("bits", f"is {bits}", "use 4 or 8")
@@ -118,11 +118,11 @@ def _show_tuning(
     """Memory of fine-tuning on a GPU that holds everything, with activations computed twice."""
     import psutil
 
+    from sala.backends.memory import ELEMENT_BYTES, Tuning, estimate_tuning
     from sala.checkpoint.names import expected_tensors
     from sala.cli.show import size
     from sala.errors import InputError
-    from sala.memory import ELEMENT_BYTES, Tuning, estimate_tuning
-    from sala.train.finetune.options import METHODS, OPTIMIZERS
+    from sala.lab.finetune.options import METHODS, OPTIMIZERS
 
     for name, value, known in (("finetune", method, METHODS), ("optimizer", optimizer, OPTIMIZERS)):
         if value not in known:
@@ -177,8 +177,8 @@ def _find(model: str | None, shape: str | None) -> "tuple[SalaConfig, int, int |
 
 def _table(config: "SalaConfig", parameters: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for every width: bytes in all by context, the longest context by memory. A quantized model is one row."""
-    from sala.memory import USABLE, longest
-    from sala.memory import estimate as compute
+    from sala.backends.memory import USABLE, longest
+    from sala.backends.memory import estimate as compute
 
     is_stored, wanted = settings["stored_bytes"] is not None, settings["bits"]
     widths = (wanted,) if wanted is not None or is_stored else WIDTHS
@@ -201,7 +201,7 @@ def _table(config: "SalaConfig", parameters: int, settings: dict[str, Any]) -> l
 
 def _macs(config: "SalaConfig", parameters: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for every Mac: how much its GPU may hold, by default and at most, and the longest context by width."""
-    from sala.memory import gpu_limit, longest, raised_gpu_limit
+    from sala.backends.memory import gpu_limit, longest, raised_gpu_limit
 
     is_stored, wanted = settings["stored_bytes"] is not None, settings["bits"]
     widths = (wanted,) if wanted is not None or is_stored else WIDTHS
@@ -242,7 +242,7 @@ def _show_macs(rows: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def _show_table(rows: list[dict[str, Any]], as_json: bool) -> None:
-    from sala.memory import USABLE
+    from sala.backends.memory import USABLE
 
     if as_json:
         print(json.dumps({"rows": rows, "usable": USABLE}))

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sala.cli import settings as s
-from sala.cli.harness import lm
-from sala.cli.places import picture, place, relative
+from sala.cli import flags as s
+from sala.cli.lm_eval import lm
+from sala.cli.outputs import picture, place, relative
 from sala.errors import InputError
 
 if TYPE_CHECKING:
-    from sala.cli.course import Course
-    from sala.eval.record import Row
-    from sala.eval.runner import Log
-    from sala.eval.suite import Suite
+    from sala.cli.eval_progress import Course
+    from sala.lab.eval.record import Row
+    from sala.lab.eval.runner import Log
+    from sala.lab.eval.suite import Suite
     from sala.llm import LLM
 
 eval = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -62,8 +62,8 @@ def needle(
     verbose: s.Verbose = False,
 ) -> None:
     """Hide a fact in texts of several lengths, at several depths, and ask for it."""
-    from sala.eval.grid import draw_grid, summarise
-    from sala.eval.suite import PRESETS
+    from sala.lab.eval.grid import draw_grid, summarise
+    from sala.lab.eval.suite import PRESETS
 
     _one_of("preset", preset, PRESETS)
     _one_of("values", values, VALUES)
@@ -107,9 +107,9 @@ def ruler(
 ) -> None:
     """Long texts, and what can be asked about them: single, multikey, multivalue, multiquery, chain, common, frequent,
     reading."""
-    from sala.eval.grid import draw_tasks, summarise
-    from sala.eval.suite import QUESTIONS, RULER
-    from sala.eval.tasks.reading import read_passages
+    from sala.lab.eval.grid import draw_tasks, summarise
+    from sala.lab.eval.suite import QUESTIONS, RULER
+    from sala.lab.eval.tasks.reading import read_passages
 
     own = (QUESTIONS,) if questions is not None else ()
     chosen = _names(tasks, (*RULER, *own), "tasks")
@@ -148,9 +148,9 @@ def reasoning(
 ) -> None:
     """Small problems with one right answer: how many are answered, how many rightly, and how many never leave the
     model's thoughts."""
-    from sala.eval.grid import summarise_reasoning
-    from sala.eval.suite import reasoning_tasks
-    from sala.eval.tasks.reasoning import KINDS
+    from sala.lab.eval.grid import summarise_reasoning
+    from sala.lab.eval.suite import reasoning_tasks
+    from sala.lab.eval.tasks.reasoning import KINDS
 
     kinds = _names(tasks, tuple(KINDS), "tasks")
     budgets = [None] if budget is None else [None, budget]
@@ -180,7 +180,7 @@ class _Run:
     ) -> None:
         """All that can be refused is refused here, before the model is loaded."""
         from sala.config import SalaConfig
-        from sala.eval.runner import check_lengths
+        from sala.lab.eval.runner import check_lengths
 
         self._path = s.find_model(model)
         self.name = self._path.name
@@ -210,9 +210,9 @@ class _Run:
 
     def open(self, haystack: Path | None, seed: int, **options: Any) -> tuple["Suite", dict[str, Any]]:
         """The model, the cases for it, and the facts that tell them from others."""
-        from sala.eval.sources import read_source
-        from sala.eval.suite import Suite
-        from sala.eval.tasks.case import Writer
+        from sala.lab.eval.sources import read_source
+        from sala.lab.eval.suite import Suite
+        from sala.lab.eval.tasks.case import Writer
 
         source = read_source(haystack) if haystack is not None else None
         facts = self.load(seed, max_batch=1, **options)
@@ -230,7 +230,7 @@ class _Run:
         facts: dict[str, Any],
         describe: "Callable[[Row], str]",
     ) -> "list[Row]":
-        from sala.eval.runner import Log, key_of, run_cases
+        from sala.lab.eval.runner import Log, key_of, run_cases
 
         self._check(settings)
         log = Log(self._log)
@@ -240,7 +240,7 @@ class _Run:
     def problems(
         self, tasks: Sequence[Any], max_tokens: int, settings: dict[str, Any], facts: dict[str, Any]
     ) -> "list[Row]":
-        from sala.eval.runner import Log, key_of, run_problems
+        from sala.lab.eval.runner import Log, key_of, run_problems
 
         self._check(settings)
         log = Log(self._log)
@@ -248,7 +248,7 @@ class _Run:
             return run_problems(self.llm, tasks, max_tokens, log, facts, watch)
 
     def _check(self, settings: dict[str, Any]) -> None:
-        from sala.eval.record import Record
+        from sala.lab.eval.record import Record
 
         if self._force:
             return
@@ -263,7 +263,7 @@ class _Run:
     @contextmanager
     def _watched(self, describe: "Callable[[Row], str]", log: "Log", keys: Sequence[str]) -> "Iterator[Course]":
         """Ctrl-C keeps what is measured and says how to go on."""
-        from sala.cli.course import Course
+        from sala.cli.eval_progress import Course
 
         try:
             with Course(describe) as course:
@@ -275,8 +275,8 @@ class _Run:
             raise
 
     def save(self, results: "list[Row]", settings: dict[str, Any], draw: Callable[[Path], None] | None) -> None:
-        from sala.eval.grid import write_csv
-        from sala.eval.record import Record
+        from sala.lab.eval.grid import write_csv
+        from sala.lab.eval.record import Record
 
         table = self._output.with_suffix(".csv")
         write_csv(results, table)
@@ -358,7 +358,7 @@ def _tell_problem(row: "Row") -> str:
 
 
 def _print_grid(cells: "list[Row]", title: str) -> None:
-    from sala.bench.plots import label
+    from sala.lab.bench.plots import label
 
     lengths, depths = (sorted({cell[name] for cell in cells}) for name in ("length", "depth"))
     found = {(cell["length"], cell["depth"]): cell for cell in cells}
@@ -371,7 +371,7 @@ def _print_grid(cells: "list[Row]", title: str) -> None:
 
 
 def _print_tasks(cells: "list[Row]", title: str) -> None:
-    from sala.bench.plots import label
+    from sala.lab.bench.plots import label
 
     lengths = sorted({cell["length"] for cell in cells})
     tasks = list(dict.fromkeys(cell["task"] for cell in cells))

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 from sala.cli.stages import StageBar
 
 
@@ -15,8 +15,8 @@ def export(
     adapter: s.Adapter = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; else the model's own.")] = None,
 ) -> None:
-    from sala.integrations.transformers.export import export as write
-    from sala.models import find_base
+    from sala.models.embedded import find_base
+    from sala.plugins.transformers.export import export as write
 
     path, found = find_base(s.find_model(model), adapter, s.note)
     with StageBar() as bar:

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sala.cli.settings import count, note
-from sala.train.finetune.options import FinetuneOptions, read_options
+from sala.cli.flags import count, note
+from sala.lab.finetune.options import FinetuneOptions, read_options
 
 SHORT = {"output": ["-o"]}
 COUNTS = ("max_length", "loss_rows")
@@ -18,8 +18,8 @@ OFF = {"packing": "--no-packing", "checkpointing": "--no-checkpointing"}
 def finetune(model: str | None, config: Path | None, **flags: Any) -> None:
     from sala.cli.training import TrainingBar
     from sala.errors import InputError
-    from sala.train.finetune.dialogues import BadData
-    from sala.train.finetune.run import Ears, finetune, is_first_process
+    from sala.lab.finetune.dialogues import BadData
+    from sala.lab.finetune.run import Ears, finetune, is_first_process
 
     options = read_options(config, {"model": model, **flags})
     try:

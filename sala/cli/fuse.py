@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 from sala.cli.stages import StageBar
 
 
@@ -20,8 +20,8 @@ def fuse(
     ] = None,
     whole: Annotated[bool, typer.Option("--whole", help="Dequantize what the adapter does not touch, too.")] = False,
 ) -> None:
-    from sala.checkpoint.fusion import fuse as merge
-    from sala.models import find_base
+    from sala.checkpoint.lora_merge import fuse as merge
+    from sala.models.embedded import find_base
 
     path, found = find_base(s.find_model(model), adapter, s.note)
     if found is None and not whole:

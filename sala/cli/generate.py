@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 from sala.errors import InputError, SalaError
 
 if TYPE_CHECKING:
-    from sala.completion import Completion, Event
+    from sala.engine.stream import Completion, Event
 
 
 def generate(
@@ -53,7 +53,7 @@ def generate(
     verbose: s.Verbose = False,
 ) -> None:
     from sala.cli.progress import PrefillBar
-    from sala.completion import last_completion
+    from sala.engine.stream import last_completion
     from sala.protocol import Sampling
 
     if raw and system:

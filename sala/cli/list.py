@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 
 if TYPE_CHECKING:
-    from sala.library import Entry
+    from sala.models.catalog import Entry
 
 
 def list(as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False) -> None:
-    from sala.library import Library
-    from sala.models import models_dir
+    from sala.models.catalog import Library
+    from sala.models.embedded import models_dir
 
     library = Library(models_dir())
     entries = library.list()

@@ -11,6 +11,6 @@ def llamafactory(
         list[str] | None, typer.Argument(help="A YAML file, then KEY=VALUE for what is to differ from it.")
     ] = None,
 ) -> int:
-    from sala.integrations.llamafactory import launch
+    from sala.plugins.llamafactory import launch
 
     return launch(command, arguments or [])

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 from sala.cli.eval import speeds
 from sala.errors import InputError
 
@@ -33,10 +33,10 @@ def needle(
 ) -> None:
     from sala.cli.progress import PrefillBar
     from sala.config import SalaConfig
-    from sala.eval.runner import answer, check_lengths, to_row
-    from sala.eval.sources import read_source
-    from sala.eval.suite import Suite
-    from sala.eval.tasks.case import Writer
+    from sala.lab.eval.runner import answer, check_lengths, to_row
+    from sala.lab.eval.sources import read_source
+    from sala.lab.eval.suite import Suite
+    from sala.lab.eval.tasks.case import Writer
 
     if not 0 <= depth <= 1:
         raise InputError("depth", f"is {depth:g}", "give a number from 0 (start) to 1 (end)")

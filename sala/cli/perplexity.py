@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 from sala.errors import InputError
 
 
@@ -33,11 +33,11 @@ def perplexity(
     kv: s.KV = "auto",
 ) -> None:
     from sala.cli.bench import read_counts
-    from sala.cli.places import going_on, picture, place, relative
+    from sala.cli.outputs import going_on, picture, place, relative
     from sala.cli.stages import StageBar
-    from sala.eval import perplexity as work
-    from sala.eval.record import Record
-    from sala.eval.runner import Log
+    from sala.lab.eval import perplexity as work
+    from sala.lab.eval.record import Record
+    from sala.lab.eval.runner import Log
 
     counts = read_counts(lengths, "lengths")
     for name, count in (("stride", stride), ("tokens", tokens)):
@@ -92,8 +92,8 @@ def _ctx(path: Path, counts: list[int]) -> int:
 
 
 def _show(title: str, rows: list[dict[str, Any]]) -> None:
-    from sala.bench.plots import label
     from sala.cli.bench import print_table
+    from sala.lab.bench.plots import label
 
     columns = ["tokens", "windows", "scored", "perplexity", "", "bits per byte", "tok/s"]
     cells = [

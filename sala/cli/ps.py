@@ -19,7 +19,7 @@ def ps(
     elif models:
         _print(models)
     else:
-        from sala.cli.settings import note
+        from sala.cli.flags import note
 
         note("no model is loaded")
 

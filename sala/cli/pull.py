@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 
 if TYPE_CHECKING:
-    from sala.library import Entry, Library
+    from sala.models.catalog import Entry, Library
 
 COMMIT = re.compile(r"[0-9a-f]{40,64}")
 
@@ -19,10 +19,10 @@ def pull(
     repo: Annotated[str, typer.Argument(help="organisation/name, or organisation/name@revision.", metavar="REPO")],
     hub: Annotated[str | None, typer.Option(help="Address of another hub.", envvar="SALA_HUB_URL")] = None,
 ) -> None:
-    from sala.checkpoint.hub import AlreadyThere, Hub, parse_repo
-    from sala.checkpoint.hub import pull as fetch
-    from sala.library import Library
-    from sala.models import models_dir
+    from sala.models.catalog import Library
+    from sala.models.embedded import models_dir
+    from sala.models.hub import AlreadyThere, Hub, parse_repo
+    from sala.models.hub import pull as fetch
 
     repo_id, revision = parse_repo(repo)
     library = Library(models_dir())

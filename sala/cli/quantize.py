@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 from sala.cli.stages import StageBar
 
 if TYPE_CHECKING:
-    from sala.quant.texts import Text
+    from sala.lab.quantize.texts import Text
 
 
 def quantize(
@@ -40,12 +40,12 @@ def quantize(
 ) -> None:
     from dataclasses import replace
 
+    from sala.backends.memory import ELEMENT_BYTES
     from sala.backends.torch.loader import pick_device
     from sala.checkpoint.names import expected_tensors
     from sala.config import SalaConfig
-    from sala.memory import ELEMENT_BYTES
-    from sala.quant.pipeline import draft_of, quantize_model
-    from sala.quant.plan import Settings, count_bits, describe, plan_modules
+    from sala.lab.quantize.pipeline import draft_of, quantize_model
+    from sala.lab.quantize.plan import Settings, count_bits, describe, plan_modules
 
     output = output.expanduser()
     wanted = Settings(bits, group_size, method, tuple(keep or ()), tokens)
@@ -69,7 +69,7 @@ def quantize(
 
 
 def _text(model: Path, file: Path | None, device: str, bar: StageBar) -> "Text":
-    from sala.quant.texts import FileText, SampledText
+    from sala.lab.quantize.texts import FileText, SampledText
 
     if file is not None:
         return FileText(file.expanduser(), model)
@@ -80,7 +80,7 @@ def _report(original: Path, quantized: Path, tokens: Any, device: Any, num_needl
     from rich.console import Console
     from rich.table import Table
 
-    from sala.quant.report import WHO, measure, to_rows, write_report
+    from sala.lab.quantize.report import WHO, measure, to_rows, write_report
 
     results = measure(original, quantized, tokens, device, num_needles, note=bar)
     has_picture = write_report(results, quantized)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 from sala.errors import InputError
 
 
@@ -17,9 +17,9 @@ def report(
     title: Annotated[str, typer.Option(help="What the page is called.")] = "Evaluation",
     force: Annotated[bool, typer.Option("--force", help="Replace a page that is there.")] = False,
 ) -> None:
-    from sala.cli.places import place
-    from sala.eval.record import today, write_atomically
-    from sala.eval.report import read_runs, to_page
+    from sala.cli.outputs import place
+    from sala.lab.eval.record import today, write_atomically
+    from sala.lab.eval.report import read_runs, to_page
 
     file = place(output, "report.html", ".html")
     if file.exists() and not force:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 
 
 def rm(
@@ -14,8 +14,8 @@ def rm(
 ) -> None:
     from sala.cli.show import size
     from sala.errors import InputError
-    from sala.library import Library
-    from sala.models import EMBEDDED, models_dir
+    from sala.models.catalog import Library
+    from sala.models.embedded import EMBEDDED, models_dir
 
     library = Library(models_dir())
     entry = library.find(name)

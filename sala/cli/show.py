@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from sala.checkpoint.reader import Checkpoint
     from sala.config import SalaConfig
-    from sala.quantization import Groups
+    from sala.quantization_config import Groups
 
 LENGTHS = {"1K": 1 << 10, "8K": 1 << 13, "128K": 1 << 17, "1M": 1 << 20}
 
@@ -39,8 +39,8 @@ def show(
 
 
 def describe(config: "SalaConfig", checkpoint: "Checkpoint") -> dict[str, Any]:
+    from sala.backends.memory import ELEMENT_BYTES, cache_bytes, state_bytes
     from sala.checkpoint.names import count_parameters, expected_tensors, foreign_modules, quantized_modules
-    from sala.memory import ELEMENT_BYTES, cache_bytes, state_bytes
 
     element = ELEMENT_BYTES[config.dtype]
     sparse, packed = config.sparse_config, quantized_modules(checkpoint.tensors, config)

@@ -5,7 +5,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 
 PLAIN_SECONDS = 20.0  # between lines when the output is no terminal
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sala.cli import settings as s
+from sala.cli import flags as s
 
 
 def train(
@@ -20,7 +20,7 @@ def train(
     minutes: Annotated[float | None, typer.Option(help="Stop after so long, to go on another time.", min=0)] = None,
 ) -> None:
     from sala.cli.training import TrainingBar
-    from sala.train.convert import train_model
+    from sala.lab.train.convert import train_model
 
     start = s.find_model(model)
     with TrainingBar() as bar:

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sala.train.loop import Progress
+    from sala.lab.train.loop import Progress
 
 PLAIN_SECONDS = 20.0  # between lines when the output is no terminal
 

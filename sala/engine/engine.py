@@ -15,7 +15,7 @@ from sala.engine.draft import Speculation, lookup
 from sala.engine.scheduler import Scheduler, Work
 from sala.engine.sequence import Request, SequenceState
 from sala.errors import ContextTooLong, InputError
-from sala.protocol import Drawn, Executor, Options, Plan, Result, Row, Sampling
+from sala.protocol import Executor, Options, Plan, Result, Row, SampledToken, Sampling
 
 SPACED_FROM = 2048  # prompts of this length leave snapshots on the way, closer and closer to the end
 NUM_SPACED = 4
@@ -26,7 +26,7 @@ class Update:
     """What a step did for a sequence: tokens that it drew, maybe its end."""
 
     sequence: SequenceState
-    drawn: tuple[Drawn, ...]
+    sampled: tuple[SampledToken, ...]
 
 
 class Engine:
@@ -121,18 +121,18 @@ class Engine:
         if failures:
             return refused + failures
         updates = self._book(work, result)
-        if all(update.drawn for update in updates):
-            num_tokens = sum(len(update.drawn) for update in updates)
+        if all(update.sampled for update in updates):
+            num_tokens = sum(len(update.sampled) for update in updates)
             self.speculation.measure(num_tokens, time.perf_counter() - began, any(item.drafts for item in work))
         late, self._late = self._late, []
-        return late + refused + [update for update in updates if update.drawn or update.sequence.is_finished]
+        return late + refused + [update for update in updates if update.sampled or update.sequence.is_finished]
 
     def _book(self, work: list[Work], result: Result) -> list[Update]:
         """Book what every row has done; trouble with one row is that row's trouble."""
         updates = []
-        for index, (item, drawn) in enumerate(zip(work, result.drawn, strict=True)):
+        for index, (item, sampled) in enumerate(zip(work, result.sampled, strict=True)):
             try:
-                updates.append(self._advance(item, drawn))
+                updates.append(self._advance(item, sampled))
             except Exception as error:
                 self._fail(item.sequence, error)
                 updates.append(Update(item.sequence, ()))
@@ -206,7 +206,7 @@ class Engine:
         sequence = item.sequence
         assert sequence.slot is not None
         start, end = sequence.num_computed, sequence.num_computed + item.num_tokens
-        is_drawing = end == len(sequence.tokens)
+        is_sampling = end == len(sequence.tokens)
         sampling = sequence.sampling
         tokens = (*sequence.tokens[start:end], *item.drafts)
         needs_bans = len(sequence.tokens) - sequence.prompt_len < sampling.min_tokens
@@ -216,25 +216,25 @@ class Engine:
             pages=tuple(sequence.pages),
             slot=sequence.slot,
             sparse_from=sequence.sparse_from,
-            sampling=sampling if is_drawing else None,
+            sampling=sampling if is_sampling else None,
             num_drafts=len(item.drafts),
-            history=(*sequence.tokens, *item.drafts) if sampling.has_penalty and is_drawing else (),
+            history=(*sequence.tokens, *item.drafts) if sampling.has_penalty and is_sampling else (),
             prompt_len=sequence.prompt_len,
             banned=tuple(sequence.request.stop_ids) if needs_bans else (),
             mask=item.mask,
         )
 
-    def _advance(self, item: Work, drawn: tuple[Drawn, ...]) -> Update:
+    def _advance(self, item: Work, sampled: tuple[SampledToken, ...]) -> Update:
         """Book what a row has done."""
         sequence = item.sequence
-        sequence.num_computed += item.num_tokens + max(0, len(drawn) - 1)
-        if not drawn:
+        sequence.num_computed += item.num_tokens + max(0, len(sampled) - 1)
+        if not sampled:
             self._reached(sequence)
             return Update(sequence, ())
         if item.drafts:
-            self.speculation.count(len(item.drafts), len(drawn) - 1)
-        kept: list[Drawn] = []
-        for one in drawn:
+            self.speculation.count(len(item.drafts), len(sampled) - 1)
+        kept: list[SampledToken] = []
+        for one in sampled:
             kept.append(self._take(sequence, one))
             if sequence.is_finished:
                 break
@@ -249,23 +249,23 @@ class Engine:
         if sequence.num_remaining == 1 or sequence.num_computed in sequence.boundaries:
             self.hybrid.snapshot(sequence)
 
-    def _take(self, sequence: SequenceState, drawn: Drawn) -> Drawn:
+    def _take(self, sequence: SequenceState, sampled: SampledToken) -> SampledToken:
         """Add a token to the answer; may set the finish reason."""
         if sequence.forced:
-            drawn = Drawn(sequence.forced.popleft())
-        sequence.append(drawn.token)
-        sequence.drawn.append(drawn)
-        num_drawn = len(sequence.tokens) - sequence.prompt_len
+            sampled = SampledToken(sequence.forced.popleft())
+        sequence.append(sampled.token)
+        sequence.sampled.append(sampled)
+        num_sampled = len(sequence.tokens) - sequence.prompt_len
         if (
-            drawn.token in sequence.request.stop_ids
+            sampled.token in sequence.request.stop_ids
             and not sequence.sampling.ignore_eos
-            and num_drawn > sequence.sampling.min_tokens
+            and num_sampled > sequence.sampling.min_tokens
         ):
             sequence.finish_reason = "stop"
-            return drawn
+            return sampled
         try:
             for control in sequence.request.controls:
-                verdict = control.observe(drawn.token)
+                verdict = control.observe(sampled.token)
                 if verdict is not None:
                     sequence.forced.extend(verdict.force)
                     sequence.finish_reason = sequence.finish_reason or verdict.finish
@@ -273,7 +273,7 @@ class Engine:
             sequence.error, sequence.finish_reason = error, "error"
         if sequence.finish_reason is None and len(sequence.tokens) >= sequence.max_len:
             sequence.finish_reason = "length"
-        return drawn
+        return sampled
 
     def _leave(self, sequence: SequenceState) -> None:
         self.scheduler.remove(sequence)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from sala.engine.cache.prefix import as_bytes
-from sala.protocol import Control, Drawn, Sampling
+from sala.protocol import Control, SampledToken, Sampling
 
 _ids = count()
 
@@ -40,7 +40,7 @@ class SequenceState:
     num_cached: int | None = None  # of the prompt, known at the first admission
     turn: int = 0  # the scheduler's, when it was admitted or last read
     is_suspect: bool = False  # was there when a step failed: runs alone to its end
-    drawn: list[Drawn] = field(default_factory=list)
+    sampled: list[SampledToken] = field(default_factory=list)
     forced: deque[int] = field(default_factory=deque)
     finish_reason: str | None = None
     error: Exception | None = None

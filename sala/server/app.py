@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator
 from fastapi import APIRouter, Depends, FastAPI
 
 from sala import __version__
-from sala.library import Downloads, Library
-from sala.server import anthropic, chat, completions, docs, health, metrics, models, responses, tokens, web
-from sala.server.errors import GUARDED, ApiError, add_handlers, describe
-from sala.server.metrics import Metrics
+from sala.models.catalog import Downloads, Library
+from sala.server.admin import docs, health, metrics, models
+from sala.server.admin.metrics import Metrics
+from sala.server.api import anthropic, chat, completions, responses, tokens
+from sala.server.http import page as web
+from sala.server.http.errors import GUARDED, ApiError, add_handlers, describe
+from sala.server.http.security import add_guards, need_key
 from sala.server.runtime import Runtime
-from sala.server.security import add_guards, need_key
 from sala.server.settings import Settings
 
 API_ROUTERS: tuple[APIRouter, ...] = (

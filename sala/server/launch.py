@@ -114,7 +114,7 @@ def check_own(given: Collection[str], more: Sequence[str]) -> None:
 
 
 def find_model(settings: Settings) -> Path:
-    from sala.models import find_model as find
+    from sala.models.embedded import find_model as find
 
     if settings.model is None:
         raise InputError("--model", "is missing", f"name one: the embedded model does not run on {settings.engine}")

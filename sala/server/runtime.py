@@ -13,10 +13,10 @@ from sala.checkpoint.names import check_tensors
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import SalaError
-from sala.library import Library
 from sala.llm import LLM
-from sala.models import EMBEDDED, find_base, find_model
-from sala.server.errors import ApiError
+from sala.models.catalog import Library
+from sala.models.embedded import EMBEDDED, find_base, find_model
+from sala.server.http.errors import ApiError
 from sala.server.settings import Settings
 from sala.server.worker import Observer, Worker
 

@@ -228,7 +228,7 @@ class Several:
 
 
 def _default_models_dir() -> Path:
-    from sala.models import models_dir
+    from sala.models.embedded import models_dir
 
     return models_dir()
 

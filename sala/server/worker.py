@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from sala.completion import Completion, Event, Run, Usage
+from sala.engine.stream import Completion, Event, Run, Usage
 from sala.errors import InputError
 from sala.llm import LLM
-from sala.protocol import Drawn
-from sala.server.errors import ApiError
+from sala.protocol import SampledToken
+from sala.server.http.errors import ApiError
 
 MAX_PENDING = 1 << 20  # bytes of an answer that wait for a slow reader
 EVENT_BYTES = 64  # what an event weighs beside its text
@@ -71,11 +71,11 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Something of answer number `index`: an event and the tokens that it shows, drawn as they were."""
+    """Something of answer number `index`: an event and the tokens that it shows, sampled as they were."""
 
     index: int
     event: Event
-    drawn: tuple[Drawn, ...] = ()
+    sampled: tuple[SampledToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Scored:
     """The log-probabilities of prompt number `index`, of every token but the first."""
 
     index: int
-    drawn: list[Drawn]
+    sampled: list[SampledToken]
 
 
 Item = Piece | Reading | Scored
@@ -106,8 +106,8 @@ class Scoring:
     index: int
     ids: list[int]
     top: int
-    drawn: list[Drawn] = field(default_factory=list)
-    pieces: Iterator[list[Drawn]] | None = None
+    sampled: list[SampledToken] = field(default_factory=list)
+    pieces: Iterator[list[SampledToken]] | None = None
 
 
 @dataclass(slots=True)
@@ -188,7 +188,7 @@ def _weight(item: Item) -> int:
     if not isinstance(item, Piece) or item.event.completion is not None:
         return 0  # there are few of them
     delta = item.event.delta
-    num_rivals = sum(len(drawn.top_logprobs) for drawn in item.drawn)
+    num_rivals = sum(len(sampled.top_logprobs) for sampled in item.sampled)
     return EVENT_BYTES * (1 + num_rivals) + len(delta.text) + len(delta.reasoning)
 
 
@@ -367,11 +367,11 @@ class Worker:
             try:
                 if scoring.pieces is None:
                     scoring.pieces = self._llm.scoring(scoring.ids, scoring.top, SCORE_CHUNK)
-                scoring.drawn += next(scoring.pieces)
+                scoring.sampled += next(scoring.pieces)
                 stream.is_started = True
-                if len(scoring.drawn) == len(scoring.ids) - 1:
+                if len(scoring.sampled) == len(scoring.ids) - 1:
                     scoring.pieces.close()  # type: ignore[attr-defined]
-                    stream.outbox.append(Scored(scoring.index, scoring.drawn))
+                    stream.outbox.append(Scored(scoring.index, scoring.sampled))
                     stream.scores.popleft()
                     if not stream.scores:
                         self._submit(stream)
@@ -404,14 +404,14 @@ class Worker:
     def _collect(self, stream: Stream, index: int, run: Run) -> None:
         for event in self._llm.take(run):
             at = stream.shown.get(index, 0)
-            drawn = tuple(run.sequence.drawn[at : at + len(event.token_ids)])
-            stream.shown[index] = at + len(drawn)
-            if drawn and stream.first_token_at is None:
+            sampled = tuple(run.sequence.sampled[at : at + len(event.token_ids)])
+            stream.shown[index] = at + len(sampled)
+            if sampled and stream.first_token_at is None:
                 stream.first_token_at = time.monotonic()
             if event.completion is not None:
                 stream.completions.append(event.completion)
                 del stream.left[index]
-            stream.outbox.append(Piece(index, event, drawn))
+            stream.outbox.append(Piece(index, event, sampled))
 
     def _fail(self, stream: Stream, error: BaseException) -> None:
         if not isinstance(error, InputError | ApiError):
@@ -462,12 +462,12 @@ def _reason(completions: Sequence[Completion]) -> str:
 
 def _usage(stream: Stream) -> Usage:
     """Of all answers together; a prompt counts once however many answers it gets."""
-    prompt = cached = drawn = 0
+    prompt = cached = sampled = 0
     for group in stream.work.groups:
         prompt += len(group[0].request.prompt)
         for run in group:
             if run.is_begun:
-                drawn += len(run.sequence.drawn)
+                sampled += len(run.sequence.sampled)
         cached += group[0].sequence.num_cached or 0 if group[0].is_begun else 0
     prompt += sum(len(scoring.ids) for scoring in stream.work.scores)
-    return Usage(prompt, drawn, cached)
+    return Usage(prompt, sampled, cached)

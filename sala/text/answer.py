@@ -1,4 +1,4 @@
-"""From drawn tokens to what a reader sees: characters, stops, reasoning, tool calls, in that order."""
+"""From sampled tokens to what a reader sees: characters, stops, reasoning, tool calls, in that order."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ class ThinkBudget:
         self._left = budget
         self._text = ""
         self._is_open: bool | None = True if is_open else None  # None: not known yet
-        self.opening = self._closing if is_open and budget == 0 else ()  # to be forced before anything is drawn
+        self.opening = self._closing if is_open and budget == 0 else ()  # to be forced before anything is sampled
         if self.opening:
             self._is_open = False
 
@@ -91,7 +91,7 @@ class LoopGuard:
 
 
 class Grammar:
-    """Only tokens that keep the answer inside a JSON schema, a regular expression or a Lark grammar may be drawn."""
+    """Only tokens that keep the answer inside a JSON schema, a regular expression or a Lark grammar may be sampled."""
 
     allows_drafts = False
 

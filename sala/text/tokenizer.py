@@ -102,7 +102,7 @@ class Tokenizer:
         """The conversation as token ids: no BOS but what the template writes; nobody's text becomes special.
 
         An assistant's message may carry `token_ids`: they stand for its content as they are, since encoding
-        the text of drawn tokens again need not give the same tokens. What has far more than `patience` times
+        the text of sampled tokens again need not give the same tokens. What has far more than `patience` times
         `max_tokens` is refused before all of it is encoded.
         """
         stand_ins = [f"{self._nonce}{index}{self._nonce}" for index in range(len(messages))]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sala.bench import measure, plots
-from sala.bench.subject import open_checkpoint, open_random
 from sala.cli import run
 from sala.errors import SalaError
+from sala.lab.bench import measure, plots
+from sala.lab.bench.subject import open_checkpoint, open_random
 
 
 def test_latency(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 pexpect = pytest.importorskip("pexpect", reason="needs a Unix terminal")
 
 
-PROMPT = r">[^\n]*?\x1b\[\?25h"  # the prompt is drawn and the cursor is shown again
+PROMPT = r">[^\n]*?\x1b\[\?25h"  # the prompt is sampled and the cursor is shown again
 
 
 class Terminal:
@@ -51,7 +51,7 @@ def test_three_turns_clear_and_leave(terminal: Terminal) -> None:
     first = terminal.turn("one")
     assert first["cached"] == 0
     second = terminal.turn("two")
-    # <|im_end|> \n <|im_start|> user \n two <|im_end|> \n <|im_start|> assistant \n, and the last drawn token
+    # <|im_end|> \n <|im_start|> user \n two <|im_end|> \n <|im_start|> assistant \n, and the last sampled token
     new = second["prompt"] - second["cached"]
     assert second["cached"] == first["prompt"] + first["answer"] - 1
     assert new == len("\nuser\ntwo\nassistant\n") + 4 + 1

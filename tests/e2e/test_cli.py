@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sala.cli.settings import count
+from sala.cli.flags import count
 
 SALA = [sys.executable, "-m", "sala"]
 
@@ -135,8 +135,8 @@ def test_show(tiny: Path) -> None:
 
 def test_show_knows_the_release() -> None:
     """The arithmetic of `show` on the released shapes gives the published memory."""
+    from sala.backends.memory import cache_bytes, state_bytes, token_bytes
     from sala.checkpoint.random import RELEASED
-    from sala.memory import cache_bytes, state_bytes, token_bytes
 
     assert token_bytes(RELEASED, 2) == 8192 + 320
     assert state_bytes(RELEASED) == 48 << 20

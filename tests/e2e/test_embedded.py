@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sala import models
 from sala.errors import CheckpointError, ModelNotFound
 from sala.llm import LLM
+from sala.models import embedded as models
 from sala.protocol import Sampling
 
 GREEDY = Sampling(temperature=0, max_tokens=24)

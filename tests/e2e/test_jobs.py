@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from sala.batch import run_batch
 from sala.errors import InputError
 from sala.llm import LLM
+from sala.server.batch import run_batch
 from tests.e2e.test_cli import sala
 
 
@@ -204,8 +204,8 @@ def test_estimate(tiny: Path) -> None:
 
 
 def test_the_longest_context_is_the_longest() -> None:
+    from sala.backends.memory import estimate, longest
     from sala.checkpoint.random import RELEASED
-    from sala.memory import estimate, longest
 
     free = 24 << 30
     most = longest(RELEASED, 9_477_203_968, free, batch=1, bits=4)

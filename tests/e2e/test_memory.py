@@ -105,8 +105,8 @@ def middling(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("length", [1024, 4096, 8192])
 def test_the_estimate_is_what_is_used(middling: Path, length: int) -> None:
     """Dense, sparse, long: within 10% of the measured peak."""
+    from sala.backends.memory import estimate
     from sala.checkpoint.names import count_parameters, expected_tensors
-    from sala.memory import estimate
 
     config = SalaConfig.load(middling)
     command = [sys.executable, "-c", ESTIMATE, str(middling), str(length)]

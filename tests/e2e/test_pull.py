@@ -15,7 +15,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from sala.checkpoint.hub import PARTIAL
+from sala.models.hub import PARTIAL
 from tests.server.fake_hub import COMMIT, TOKEN, FakeHub, serve, tree
 from tests.server.test_library import make, make_weights
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sala.protocol import Blob, Capacity, Drawn, Plan, Result, Row
+from sala.protocol import Blob, Capacity, Plan, Result, Row, SampledToken
 
 VOCAB = 50
 
@@ -58,7 +58,7 @@ class FakeExecutor:
             raise MemoryError("out of memory")
         return Result(tuple(self._run(row) for row in plan.rows))
 
-    def _run(self, row: Row) -> tuple[Drawn, ...]:
+    def _run(self, row: Row) -> tuple[SampledToken, ...]:
         past = self._past(row)
         certain = row.tokens[: len(row.tokens) - row.num_drafts]
         drafts = row.tokens[len(certain) :]
@@ -70,10 +70,10 @@ class FakeExecutor:
             self.states[row.slot] = (*past, *certain)
             return ()
         seen = [*past, *certain]
-        out: list[Drawn] = []
+        out: list[SampledToken] = []
         for index in range(len(drafts) + 1):
             token = next_token(seen, row.sampling.seed if row.sampling.temperature else None, row.sparse_from)
-            out.append(Drawn(token))
+            out.append(SampledToken(token))
             if index < len(drafts) and token != drafts[index]:
                 break
             if index < len(drafts):

@@ -39,7 +39,7 @@ def want(request: Request, index: int = 0) -> list[int]:
 
 
 def answer(sequence: SequenceState) -> list[int]:
-    return [drawn.token for drawn in sequence.drawn]
+    return [sampled.token for sampled in sequence.sampled]
 
 
 def prompt(rng: random.Random, length: int) -> list[int]:
@@ -80,8 +80,8 @@ def test_a_short_request_is_not_stuck_behind_a_long_one() -> None:
     short = eng.submit(Request([2] * 20, GREEDY))
     for _ in range(6):
         eng.step()
-    assert short.drawn
-    assert not long.drawn
+    assert short.sampled
+    assert not long.sampled
     finish(eng, short, long)
     assert answer(long) == want(long.request)
 
@@ -383,7 +383,7 @@ def test_what_can_never_run_is_refused() -> None:
     for length, count in ((100, 1), (99, 2)):
         sequence = eng.submit(Request([1] * length, GREEDY))
         finish(eng, sequence)
-        assert len(sequence.drawn) == count
+        assert len(sequence.sampled) == count
 
 
 @given(st.integers(0, 2**32), st.integers(12, 40), st.integers(2, 9), st.sampled_from(["off", "lookup", "layers"]))
@@ -555,8 +555,8 @@ def test_a_short_prompt_waits_for_one_chunk_of_a_long_one_at_most() -> None:
     short = eng.submit(Request(prompt(rng, 20), GREEDY))
     for _ in range(3):
         eng.step()
-    assert short.drawn
-    assert not long.drawn
+    assert short.sampled
+    assert not long.sampled
     finish(eng, long, short)
     assert answer(long) == want(long.request)
     assert answer(short) == want(short.request)

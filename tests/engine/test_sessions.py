@@ -49,7 +49,7 @@ def test_regimes_on_disk(tmp_path: Path) -> None:
     short = PROMPT[:120]  # dense
     cache = tmp_path / "cache"
     llm = open_llm(cache)
-    from sala.engine.cache.tier import MIN_TOKENS
+    from sala.engine.store.tier import MIN_TOKENS
 
     assert MIN_TOKENS > 120  # so short a past is not written by itself
     store = llm.open_store(cache)
@@ -149,7 +149,7 @@ def test_another_model_does_not_use_it(tmp_path: Path) -> None:
 def test_another_version_does_not_use_it(tmp_path: Path, want: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
     with monkeypatch.context() as patch:
-        patch.setattr("sala.engine.cache.sessions.FORMAT", "sala-session-0")
+        patch.setattr("sala.engine.store.sessions.FORMAT", "sala-session-0")
         open_llm(cache).generate(PROMPT, **GREEDY)
     assert len(files(cache)) == 1
     out = open_llm(cache).generate(PROMPT, **GREEDY)
@@ -182,7 +182,7 @@ def test_the_disk_has_a_limit(tmp_path: Path) -> None:
 
 
 def test_an_unwritable_disk_is_one_warning(tmp_path: Path, want: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    import sala.engine.cache.sessions as module
+    import sala.engine.store.sessions as module
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

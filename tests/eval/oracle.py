@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from sala.completion import Completion, Event, Timings, Usage
-from sala.eval.tasks.chain import TELLINGS
-from sala.eval.tasks.counting import REAL_WORDS
-from sala.eval.tasks.reading import SENTENCES
-from sala.eval.tasks.wordings import AURORA, TEST, Wording
-from sala.eval.tasks.words import words_of
+from sala.engine.stream import Completion, Event, Timings, Usage
+from sala.lab.eval.tasks.chain import TELLINGS
+from sala.lab.eval.tasks.counting import REAL_WORDS
+from sala.lab.eval.tasks.reading import SENTENCES
+from sala.lab.eval.tasks.wordings import AURORA, TEST, Wording
+from sala.lab.eval.tasks.words import words_of
 from sala.llm import Call
 from sala.text.answer import Delta
 from sala.text.tokenizer import Tokenizer

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from sala.bench import dense as work
-from sala.bench.dense import compare, count_parameters, verdict
-from sala.bench.measure import Latency
-from sala.bench.plots import plot_against
 from sala.cli import run
 from sala.errors import InputError, SalaError
-from sala.eval.report import read_runs, to_page
+from sala.lab.bench import dense as work
+from sala.lab.bench.dense import compare, count_parameters, verdict
+from sala.lab.bench.measure import Latency
+from sala.lab.bench.plots import plot_against
+from sala.lab.eval.report import read_runs, to_page
 
 
 def latency(length: int, first_s: float, decode: float) -> Latency:
@@ -52,8 +52,8 @@ def test_verdicts() -> None:
 
 
 def test_picture(tmp_path: Path) -> None:
-    plot_against(rows(), tmp_path / "drawn.png", "both")
-    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+    plot_against(rows(), tmp_path / "sampled.png", "both")
+    assert (tmp_path / "sampled.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_parameters() -> None:
@@ -139,7 +139,7 @@ class TestWithTransformers:
             work.open_dense(str(tmp_path / "dense"), torch.device("cpu"), torch.float32)
 
     def test_command(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        figures, picture, log = tmp_path / "figures.json", tmp_path / "drawn.png", tmp_path / "figures.jsonl"
+        figures, picture, log = tmp_path / "figures.json", tmp_path / "sampled.png", tmp_path / "figures.jsonl"
         base = ["bench", "against", "tiny-random", "--random", "tiny", "-n", "3", "--device", "cpu"]
         base += ["--json", str(figures), "--plot", str(picture), "--lengths"]
         assert run([*base, "16,64"]) == 0
@@ -148,7 +148,7 @@ class TestWithTransformers:
         assert "decode: " in out.err
         found = json.loads(figures.read_text())
         assert found["kind"] == "against"
-        assert found["plots"] == ["drawn.png"]
+        assert found["plots"] == ["sampled.png"]
         assert [row["num_tokens"] for row in found["results"]] == [16, 64]
         assert len(log.read_text().splitlines()) == 4
         assert "tiny-random" in to_page(read_runs([figures]))

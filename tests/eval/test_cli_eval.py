@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from sala import cli
-from sala.bench import plots
-from sala.cli.course import duration
+from sala.cli.eval_progress import duration
 from sala.errors import MissingExtra
-from sala.eval.record import Record
+from sala.lab.bench import plots
+from sala.lab.eval.record import Record
 from tests.eval.test_tasks import copy_with_thoughts
 
 NEEDLE = ["eval", "needle", "--lengths", "600,0.9k", "--depths", "0,100", "--trials", "1", "--device", "cpu"]

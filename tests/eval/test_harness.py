@@ -12,9 +12,9 @@ import pytest
 
 from sala.engine.cache.prefix import as_bytes
 from sala.errors import InputError, MissingExtra
-from sala.eval import harness
-from sala.eval.harness import Examinee, Wish, to_rows, to_sampling, windows
-from sala.eval.likelihood import (
+from sala.lab.eval import harness
+from sala.lab.eval.harness import Examinee, Wish, to_rows, to_sampling, windows
+from sala.lab.eval.likelihood import (
     SHARED,
     Asked,
     Likelihood,
@@ -25,7 +25,7 @@ from sala.eval.likelihood import (
     score_pairs,
     shared_len,
 )
-from sala.eval.runner import Log
+from sala.lab.eval.runner import Log
 from sala.llm import LLM
 from sala.protocol import Sampling
 
@@ -214,8 +214,8 @@ def test_writing(llm: LLM) -> None:
     examinee = Examinee(llm)
     wishes = [Wish("hello", to_sampling({"until": [stop], "max_gen_toks": 30})), Wish("hello", to_sampling({}, 30))]
     assert examinee.write(wishes) == [whole[: whole.find(stop)], whole]
-    drawn = to_sampling({"do_sample": True, "temperature": 1.5, "seed": 4, "max_gen_toks": 20})
-    assert examinee.write([Wish("hello", drawn)]) == [llm.generate("hello", drawn).text]
+    sampled = to_sampling({"do_sample": True, "temperature": 1.5, "seed": 4, "max_gen_toks": 20})
+    assert examinee.write([Wish("hello", sampled)]) == [llm.generate("hello", sampled).text]
     long = Examinee(llm, max_length=60)
     assert long.write([Wish("x" * 500, to_sampling({}, 20))]) == [
         llm.generate([ord("x")] * 40, temperature=0, max_tokens=20).text

@@ -14,10 +14,10 @@ from typer.testing import CliRunner, Result
 
 from sala.cli.perplexity import perplexity
 from sala.errors import InputError
-from sala.eval.perplexity import Span, Text, choose_lengths, cut, measure, read_documents, to_text
-from sala.eval.record import Record
-from sala.eval.report import read_runs
-from sala.eval.runner import Log
+from sala.lab.eval.perplexity import Span, Text, choose_lengths, cut, measure, read_documents, to_text
+from sala.lab.eval.record import Record
+from sala.lab.eval.report import read_runs
+from sala.lab.eval.runner import Log
 from sala.llm import LLM
 
 BOS = 256

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from sala.cli.report import report
 from sala.errors import InputError
-from sala.eval.charts import Series, _decades, _steps, draw_lines, draw_map
-from sala.eval.kinds import KINDS, Run
-from sala.eval.record import KINDS as RECORDED
-from sala.eval.report import read_runs, to_page
+from sala.lab.eval.charts import Series, _decades, _steps, draw_lines, draw_map
+from sala.lab.eval.kinds import KINDS, Run
+from sala.lab.eval.record import KINDS as RECORDED
+from sala.lab.eval.report import read_runs, to_page
 
 PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010806000000"

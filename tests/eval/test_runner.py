@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from sala.errors import InputError
-from sala.eval import runner
-from sala.eval.grid import draw_grid, draw_tasks, summarise, summarise_reasoning, write_csv
-from sala.eval.record import Record, commit, machine, versions
-from sala.eval.runner import Log, answer, check_lengths, count_shared, key_of, run_cases, run_problems
-from sala.eval.sources import read_source
-from sala.eval.suite import Suite, reasoning_tasks
-from sala.eval.tasks.case import Writer
+from sala.lab.eval import runner
+from sala.lab.eval.grid import draw_grid, draw_tasks, summarise, summarise_reasoning, write_csv
+from sala.lab.eval.record import Record, commit, machine, versions
+from sala.lab.eval.runner import Log, answer, check_lengths, count_shared, key_of, run_cases, run_problems
+from sala.lab.eval.sources import read_source
+from sala.lab.eval.suite import Suite, reasoning_tasks
+from sala.lab.eval.tasks.case import Writer
 from sala.llm import LLM
 from tests.eval.oracle import StandIn, solve
 

@@ -10,15 +10,15 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, normalizers
 
 from sala.errors import InputError
-from sala.eval.runner import Job, Log, run_cases, run_problems
-from sala.eval.sources import read_source
-from sala.eval.suite import KEY_SPECS, RULER, SHARING, Suite, reasoning_tasks
-from sala.eval.tasks import reasoning
-from sala.eval.tasks.case import Frame, Solution, Writer
-from sala.eval.tasks.counting import REAL_WORDS, spread_common, spread_frequent
-from sala.eval.tasks.names import draw_names
-from sala.eval.tasks.prose import write_documents
-from sala.eval.tasks.reading import read_passages
+from sala.lab.eval.runner import Job, Log, run_cases, run_problems
+from sala.lab.eval.sources import read_source
+from sala.lab.eval.suite import KEY_SPECS, RULER, SHARING, Suite, reasoning_tasks
+from sala.lab.eval.tasks import reasoning
+from sala.lab.eval.tasks.case import Frame, Solution, Writer
+from sala.lab.eval.tasks.counting import REAL_WORDS, spread_common, spread_frequent
+from sala.lab.eval.tasks.names import draw_names
+from sala.lab.eval.tasks.prose import write_documents
+from sala.lab.eval.tasks.reading import read_passages
 from sala.text.tokenizer import Tokenizer
 from tests.eval.oracle import StandIn, guess, solve
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from sala import LLM
+from sala.lab.finetune.dialogues import Reading, load_examples
 from sala.text.tokenizer import Tokenizer
-from sala.train.finetune.dialogues import Reading, load_examples
 from tests.clients.conftest import Environment
 from tests.integrations.conftest import EXAMPLES, PROGRAMS, history
 
@@ -36,7 +36,7 @@ def test_accelerate_reads_its_files(file: Path) -> None:
 
 @pytest.mark.parametrize("file", [file for file in ACCELERATE if "fsdp" in file.stem], ids=lambda file: file.stem)
 def test_fsdp_shards_everything_by_layers(file: Path) -> None:
-    from sala.integrations.transformers import SalaForCausalLM
+    from sala.plugins.transformers import SalaForCausalLM
 
     settings = yaml.safe_load(file.read_text())["fsdp_config"]
     assert settings["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"

@@ -14,7 +14,7 @@ import yaml
 
 from sala import LLM
 from sala.errors import InputError, SalaError
-from sala.integrations import llamafactory
+from sala.plugins import llamafactory
 from tests.clients.conftest import Environment
 from tests.integrations.conftest import EXAMPLES, ROOT, history
 
@@ -71,7 +71,7 @@ def test_processes_are_started_as_the_variables_say() -> None:
     assert flags["--nproc-per-node"] == "8"
     assert (flags["--nnodes"], flags["--node-rank"]) == ("2", "1")
     assert (flags["--master-addr"], flags["--master-port"]) == ("10.0.0.1", "29500")
-    assert command[-5:] == ["-m", "sala.integrations.llamafactory", "train", "a.yaml", "seed=1"]
+    assert command[-5:] == ["-m", "sala.plugins.llamafactory", "train", "a.yaml", "seed=1"]
 
 
 def test_what_cannot_be_launched_is_refused() -> None:
@@ -94,7 +94,7 @@ def test_the_launcher_registers_before_the_trainer_runs(tiny: Path, tmp_path: Pa
     for folder in (package, package.parent):
         (folder / "__init__.py").touch()
     (package / "tuner.py").write_text(program)
-    command = [sys.executable, "-m", "sala.integrations.llamafactory", "train", str(tiny), "seed=1"]
+    command = [sys.executable, "-m", "sala.plugins.llamafactory", "train", str(tiny), "seed=1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     environment.pop("LOCAL_RANK", None)
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -187,7 +187,7 @@ def test_marks_are_learnt(train: Callable[..., Path]) -> None:
 @pytest.mark.timeout(1800)
 def test_an_exported_directory_needs_no_launcher(train: Callable[..., Path], pupil: Path, tmp_path: Path) -> None:
     """`sala export` writes the model's code beside its weights."""
-    from sala.integrations.transformers.export import export
+    from sala.plugins.transformers.export import export
 
     export(pupil, tmp_path / "exported")
     changes = (f"model_name_or_path={tmp_path / 'exported'}", "trust_remote_code=true", "num_train_epochs=1")

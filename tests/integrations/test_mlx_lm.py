@@ -188,8 +188,8 @@ def test_sequences_of_one_length(loaded: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_checkpoint(directory: Path, tmp_path: Path, bits: int) -> None:
     """As `sala quantize` writes it, the embedding and the head wider than the rest."""
-    from sala.quant.pipeline import quantize_model
-    from sala.quant.plan import Settings
+    from sala.lab.quantize.pipeline import quantize_model
+    from sala.lab.quantize.plan import Settings
 
     target = tmp_path / "packed"
     quantize_model(directory, target, Settings(bits, 32, method="rtn"))
@@ -217,7 +217,7 @@ def test_lora(directory: Path, tmp_path: Path, more: list[str]) -> None:
     for name in ("train", "valid"):
         line = json.dumps({"text": "the cat sat on the mat and the cat sat on the mat"})
         (data / f"{name}.jsonl").write_text(f"{line}\n" * 4)
-    command = [sys.executable, "-m", "sala.integrations.mlx_lm", "lora", "--model", str(directory), "--train", *more]
+    command = [sys.executable, "-m", "sala.plugins.mlx_lm", "lora", "--model", str(directory), "--train", *more]
     settings = {"data": data, "adapter-path": adapter, "iters": 20, "batch-size": 2, "num-layers": 2, "val-batches": 1}
     settings |= {"learning-rate": 1e-3, "steps-per-report": 5}
     command += [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
@@ -237,7 +237,7 @@ def test_server_answers(directory: Path, llm: LLM) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "sala.integrations.mlx_lm", "server", "--model", str(directory)]
+    command = [sys.executable, "-m", "sala.plugins.mlx_lm", "server", "--model", str(directory)]
     server = subprocess.Popen([*command, "--port", str(port)], env={**os.environ, "HF_HUB_OFFLINE": "1"})
     try:
         body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}

@@ -13,7 +13,7 @@ import torch
 
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_step
 from sala.backends.torch.ops.norm import rms_norm
-from sala.integrations.sglang import Norm, make_norm, read_norm, run_segments
+from sala.plugins.sglang import Norm, make_norm, read_norm, run_segments
 
 # What the hook looks at, in the shape that SGLang 0.5.23 gives it.
 SOURCE = """
@@ -153,7 +153,7 @@ sys.path.insert(0, str(place))
 import torch, transformers
 torch.cuda.is_available = lambda: False
 import sala
-from sala.integrations.sglang import register
+from sala.plugins.sglang import register
 register(); register()
 print("CONFIG", transformers.AutoConfig.for_model("minicpm_sala").__class__.__module__)
 torch.cuda.is_available = lambda: True

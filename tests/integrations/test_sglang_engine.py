@@ -117,7 +117,7 @@ def test_two_ranks_without_the_repair(sglang_python: str, model: Path, wanted: l
 
 def test_the_plug_in_sees_the_fault_of_this_version(sglang_python: str) -> None:
     code = (
-        "from sala.integrations.sglang import MODEL, Norm, _find_source, read_norm\n"
+        "from sala.plugins.sglang import MODEL, Norm, _find_source, read_norm\n"
         "import sglang, sys\n"
         "print(sglang.__version__, read_norm(_find_source(MODEL)).name, MODEL in sys.modules)"
     )

@@ -22,8 +22,8 @@ from sala.checkpoint.reader import Checkpoint
 from sala.cli import run
 from sala.config import SalaConfig
 from sala.errors import ConfigError, InputError
-from sala.integrations.transformers import SalaCache, SalaForCausalLM, SalaHfConfig, load
 from sala.llm import LLM
+from sala.plugins.transformers import SalaCache, SalaForCausalLM, SalaHfConfig, load
 from tests.golden import CASES, DATA, Case
 
 COUNT = 12
@@ -285,7 +285,7 @@ from transformers import AutoModelForCausalLM
 print(type(AutoModelForCausalLM.from_pretrained({str(DATA / "block16")!r})).__module__)
 """
     out = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True)
-    assert out.stdout.strip() == "sala.integrations.transformers.model", out.stderr[-2000:]
+    assert out.stdout.strip() == "sala.plugins.transformers.model", out.stderr[-2000:]
 
 
 def test_export_for_remote_code(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ if SOURCE is None:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from sala.integrations.transformers import SalaDecoder, SalaForCausalLM, SalaHfConfig, register  # noqa: E402
+from sala.plugins.transformers import SalaDecoder, SalaForCausalLM, SalaHfConfig, register  # noqa: E402
 
 register()
 

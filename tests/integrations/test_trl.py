@@ -11,11 +11,11 @@ import pytest
 
 from sala import LLM
 from sala.errors import MissingExtra
+from sala.lab.finetune.dialogues import BadData, Reading
+from sala.lab.finetune.options import FinetuneOptions
+from sala.lab.finetune.preference import load_preferences
+from sala.lab.finetune.run import need_libraries
 from sala.text.tokenizer import Tokenizer
-from sala.train.finetune.dialogues import BadData, Reading
-from sala.train.finetune.options import FinetuneOptions
-from sala.train.finetune.preference import load_preferences
-from sala.train.finetune.run import need_libraries
 from tests.clients.conftest import Environment
 from tests.integrations.conftest import EXAMPLES, PROGRAMS, history
 
@@ -109,7 +109,7 @@ def test_our_own_files_are_fine(reading: Reading) -> None:
 
 
 def test_a_library_that_is_missing_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sala.train.finetune.run.find_spec", lambda name: None if name == "trl" else name)
+    monkeypatch.setattr("sala.lab.finetune.run.find_spec", lambda name: None if name == "trl" else name)
     options = FinetuneOptions(model="m", train=tmp_path / "a", output=tmp_path / "b", objective="dpo")
     with pytest.raises(MissingExtra, match=re.escape("pip install 'minicpm-sala[train]'")):
         need_libraries(options)

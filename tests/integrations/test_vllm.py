@@ -13,9 +13,9 @@ from sala.backends.torch.ops.lightning import decay_slopes, lightning_prefill
 from sala.backends.torch.ops.sparse import pool_keys
 from sala.config import SparseConfig
 from sala.errors import ConfigError, MissingExtra
-from sala.integrations import vllm
-from sala.integrations.vllm.memory import Layout, Row, advance_states, plan_step
-from sala.integrations.vllm.regime import SPARSE_KEY, block_keys
+from sala.plugins import vllm
+from sala.plugins.vllm.memory import Layout, Row, advance_states, plan_step
+from sala.plugins.vllm.regime import SPARSE_KEY, block_keys
 from tests.integrations.vllm_rows import CONFIG, SMALL, STEPS, Blocks, compare
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -23,7 +23,7 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 def test_import_is_free() -> None:
     names = "('vllm', 'torch', 'transformers')"
-    code = f"import sys, sala, sala.integrations.vllm; print([name for name in {names} if name in sys.modules])"
+    code = f"import sys, sala, sala.plugins.vllm; print([name for name in {names} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

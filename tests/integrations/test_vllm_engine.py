@@ -257,7 +257,7 @@ def check_logprobs(address: str, ours: sala.LLM) -> None:
     choice = json.loads(ask(f"{address}/completions", body))["choices"][0]
     mine = ours.generate(PROMPTS[6], temperature=0.0, max_tokens=4, logprobs=2).logprobs
     assert mine is not None
-    assert choice["logprobs"]["token_logprobs"] == pytest.approx([drawn.logprob for drawn in mine], abs=1e-3)
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx([sampled.logprob for sampled in mine], abs=1e-3)
 
 
 def check_chat(address: str) -> None:

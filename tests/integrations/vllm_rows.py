@@ -10,7 +10,7 @@ from sala.backends.torch.cache import KVPages
 from sala.backends.torch.model import SparseMixer
 from sala.checkpoint.random import TINY
 from sala.config import SparseConfig
-from sala.integrations.vllm.memory import Layout, Pages, Row, plan_step
+from sala.plugins.vllm.memory import Layout, Pages, Row, plan_step
 
 SMALL = SparseConfig(kernel_size=8, kernel_stride=4, block_size=16, window_size=32, topk=4, dense_len=128)
 CONFIG = replace(TINY, sparse_config=SMALL)

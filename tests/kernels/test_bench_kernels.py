@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sala.bench import kernels, roofline
-from sala.bench.kernels import Shapes, measurements
-from sala.bench.roofline import Calls, Measurement, Roofline
 from sala.checkpoint.random import TINY
 from sala.config import SparseConfig
+from sala.lab.bench import kernels, roofline
+from sala.lab.bench.kernels import Shapes, measurements
+from sala.lab.bench.roofline import Calls, Measurement, Roofline
 
 SPARSE = SparseConfig(kernel_size=8, kernel_stride=4, block_size=16, window_size=32, topk=4, dense_len=128)
 SMALL = replace(TINY, num_attention_heads=4, hidden_size=48, intermediate_size=40, sparse_config=SPARSE)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.cache import KVPages
-from sala.backends.torch.kernels import choice, pooling, triton_kernels
+from sala.backends.torch.kernels import block_selection, pooling, triton_kernels
 from sala.backends.torch.ops.sparse import (
     block_scores,
     choose_blocks,
@@ -77,7 +77,7 @@ def test_prefill_chooses_as_the_reference(
 ) -> None:
     q, k = draw((n, heads, dim), device, 1), draw((start + n, groups, dim), device, 2)
     k1, k2, table = scattered(k, SMALL)
-    got = choice.choose_prefill(q, k1, k2, table, start, SMALL, dim**-0.5)
+    got = block_selection.choose_prefill(q, k1, k2, table, start, SMALL, dim**-0.5)
     assert torch.equal(got.long(), expected(q, k, start, SMALL, dim**-0.5))
 
 
@@ -87,7 +87,7 @@ def test_prefill_chooses_as_the_reference(
 def test_prefill_with_other_geometry(sparse: SparseConfig, device: torch.device) -> None:
     q, k = draw((17, 4, 16), device, 3), draw((120, 2, 16), device, 4)
     k1, k2, table = scattered(k, sparse)
-    got = choice.choose_prefill(q, k1, k2, table.int(), 103, sparse, 0.5)
+    got = block_selection.choose_prefill(q, k1, k2, table.int(), 103, sparse, 0.5)
     assert torch.equal(got.long(), expected(q, k, 103, sparse, 0.5))
 
 
@@ -95,7 +95,7 @@ def test_prefill_with_released_geometry(device: torch.device) -> None:
     sparse = replace(RELEASED, window_size=128, topk=3)
     q, k = draw((5, 16, 128), device, 5), draw((1500, 1, 128), device, 6)
     k1, k2, table = scattered(k, sparse)
-    got = choice.choose_prefill(q, k1, k2, table, 1495, sparse, 128**-0.5)
+    got = block_selection.choose_prefill(q, k1, k2, table, 1495, sparse, 128**-0.5)
     assert torch.equal(got.long(), expected(q, k, 1495, sparse, 128**-0.5))
 
 
@@ -113,16 +113,16 @@ def test_prefill_does_not_depend_on_the_tile(device: torch.device, monkeypatch: 
     q, k = draw((70, 2, 16), device, 7), draw((170, 1, 16), device, 8)
     k1, k2, table = scattered(k, SMALL)
     scores = []
-    config = choice._score_config(4, 16, 227 << 10)
+    config = block_selection._score_config(4, 16, 227 << 10)
     pools = [pool.index_select(1, table).flatten(1, 2) for pool in (k1, k2)]
     for begin in (0, 3, 60):
         out = torch.full((70 - begin, 1, 20), torch.nan, device=device)
-        choice._launch_scores(q[begin:], *pools, out, 100 + begin, SMALL, 0.3, config)
+        block_selection._launch_scores(q[begin:], *pools, out, 100 + begin, SMALL, 0.3, config)
         scores.append(out[60 - begin :, :, 1:18])
     assert torch.equal(scores[0], scores[1])
     assert torch.equal(scores[0], scores[2])
-    monkeypatch.setattr(choice, "SCORE_BYTES", 1)  # two tiles of queries
-    got = choice.choose_prefill(q[60:], k1, k2, table, 160, SMALL, 0.3)
+    monkeypatch.setattr(block_selection, "SCORE_BYTES", 1)  # two tiles of queries
+    got = block_selection.choose_prefill(q[60:], k1, k2, table, 160, SMALL, 0.3)
     assert torch.equal(got.long(), expected(q[60:], k, 160, SMALL, 0.3))
 
 
@@ -131,7 +131,7 @@ def test_block_scores_are_those_of_the_reference(device: torch.device) -> None:
     k1, k2, table = scattered(k, SMALL)
     pools = [pool.index_select(1, table).flatten(1, 2) for pool in (k1, k2)]
     out = torch.full((40, 3, 28), torch.nan, device=device)
-    choice._launch_scores(q, *pools, out, start, SMALL, 0.2, choice._score_config(4, 64, 227 << 10))
+    block_selection._launch_scores(q, *pools, out, start, SMALL, 0.2, block_selection._score_config(4, 64, 227 << 10))
     keys, positions = k.transpose(0, 1), torch.arange(start, start + 40, device=device)
     windows = window_scores(q, pool_keys(keys, 4, 2), pool_keys(keys, 16, 8), positions, SMALL, 0.2)
     reference = block_scores(windows, 30, SMALL)
@@ -147,7 +147,7 @@ def test_decode_chooses_as_the_reference(heads: int, groups: int, dim: int, devi
     keys = draw((250, groups, dim), device, 12)
     tables, pools = batch_of(keys, lengths, SMALL)
     given = torch.tensor(lengths, device=device)
-    got = choice.choose_decode(q, *pools, tables, given, SMALL, dim**-0.5, tables.shape[1])
+    got = block_selection.choose_decode(q, *pools, tables, given, SMALL, dim**-0.5, tables.shape[1])
     for row, length in enumerate(lengths):
         want = torch.full_like(got[row], -1)
         if length > 0:
@@ -175,21 +175,23 @@ def test_decode_does_not_depend_on_company(device: torch.device) -> None:
     q, keys = draw((4, 8, 32), device, 13), draw((250, 2, 32), device, 14)
     tables, pools = batch_of(keys, lengths, SMALL)
     given = torch.tensor(lengths, device=device)
-    together = choice.choose_decode(q, *pools, tables, given, SMALL, 0.2, tables.shape[1])
-    alone = choice.choose_decode(q[:1], *pools, tables[:1, :26], given[:1], SMALL, 0.2, 26)
+    together = block_selection.choose_decode(q, *pools, tables, given, SMALL, 0.2, tables.shape[1])
+    alone = block_selection.choose_decode(q[:1], *pools, tables[:1, :26], given[:1], SMALL, 0.2, 26)
     assert torch.equal(together[:1], alone)
     flags = torch.tensor([True, True, False, False], device=device)
-    some = choice.choose_decode(q, *pools, tables, given, SMALL, 0.2, tables.shape[1], flags)
+    some = block_selection.choose_decode(q, *pools, tables, given, SMALL, 0.2, tables.shape[1], flags)
     assert torch.equal(some[:2], together[:2])
     assert (some[2:] == -1).all()
 
 
 def test_decode_joins_splits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "SPLIT", 16)
-    monkeypatch.setattr(choice, "JOIN", 2)
+    monkeypatch.setattr(block_selection, "SPLIT", 16)
+    monkeypatch.setattr(block_selection, "JOIN", 2)
     q, keys = draw((1, 16, 64), device, 15), draw((1000, 1, 64), device, 16)
     tables, pools = batch_of(keys, [1000], SMALL)
-    got = choice.choose_decode(q, *pools, tables, torch.tensor([1000], device=device), SMALL, 0.125, tables.shape[1])
+    got = block_selection.choose_decode(
+        q, *pools, tables, torch.tensor([1000], device=device), SMALL, 0.125, tables.shape[1]
+    )
     assert torch.equal(got[0].long(), expected(q, keys, 999, SMALL, 0.125)[0])
 
 
@@ -198,7 +200,7 @@ def test_decode_joins_splits(device: torch.device, monkeypatch: pytest.MonkeyPat
 def test_top_blocks(
     segments: int, size: int, values: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "CANDIDATES", 64)
+    monkeypatch.setattr(block_selection, "CANDIDATES", 64)
     sparse, num_blocks = replace(SMALL, topk=14), 199 if values == "few" else 200
     scores = {
         "random": draw((4, 2, num_blocks), device, 17).abs(),
@@ -212,16 +214,16 @@ def test_top_blocks(
     for row, position in enumerate(positions.tolist()):
         own = position // 8
         scores[row, :, own - 2 if own >= 16 else 0 :] = torch.nan  # none of these may be read
-    config = choice.TopConfig(size, segments, 1)
+    config = block_selection.TopConfig(size, segments, 1)
     got = torch.empty(4, 2, 16, dtype=torch.int32, device=device)
-    choice._launch_top(scores, got, positions, None, 0, sparse, config)
+    block_selection._launch_top(scores, got, positions, None, 0, sparse, config)
     assert torch.equal(got.long(), want)
 
 
 def test_top_blocks_of_few(device: torch.device) -> None:
     scores = draw((9, 1, 4), device, 19).abs()
     positions = torch.arange(9, device=device) * 3
-    got = choice.top_blocks(scores, positions, SMALL)
+    got = block_selection.top_blocks(scores, positions, SMALL)
     assert torch.equal(got.long(), ascending(choose_blocks(scores, positions, SMALL)))
 
 
@@ -267,24 +269,24 @@ def test_append_as_the_cache_does(dim: int, device: torch.device) -> None:
 def test_fp16_agrees(device: torch.device) -> None:
     q, k = draw((9, 8, 32), device, 40).half(), draw((150, 2, 32), device, 41).half()
     k1, k2, table = scattered(k, SMALL)
-    got = choice.choose_prefill(q, k1, k2, table, 141, SMALL, 0.2)
+    got = block_selection.choose_prefill(q, k1, k2, table, 141, SMALL, 0.2)
     want = expected(q, k, 141, SMALL, 0.2)
     assert (got.long() == want).float().mean() > 0.98
     q_one, length = q[-1:], torch.tensor([150], device=device)
-    one = choice.choose_decode(q_one, k1, k2, table[None].int(), length, SMALL, 0.2, len(table))
+    one = block_selection.choose_decode(q_one, k1, k2, table[None].int(), length, SMALL, 0.2, len(table))
     assert torch.equal(one[0], got[-1])
 
 
 def test_few_windows_are_visible_before_the_mask_ends() -> None:
     """What needs_mask promises: below the forced blocks of a tile every query sees every window."""
     for sparse in (RELEASED, SMALL, replace(RELEASED, window_size=1024, topk=48)):
-        assert not choice.needs_mask(sparse, 16)
+        assert not block_selection.needs_mask(sparse, 16)
         ratio = sparse.block_size // sparse.kernel_stride
         before = sparse.kernel_size // sparse.kernel_stride - 1
         first = torch.arange(sparse.num_chosen * sparse.block_size - 15, 20000)
         high = (first + 15) // sparse.block_size - sparse.num_window_blocks
         assert (high * ratio + before <= num_visible(first, sparse.kernel_size, sparse.kernel_stride) + before).all()
-    assert choice.needs_mask(FORCED_LITTLE, 16)
+    assert block_selection.needs_mask(FORCED_LITTLE, 16)
 
 
 POINTERS = ("q", "k1", "k2", "k1_pages", "k2_pages", "k_pages", "v_pages", "k_new", "v_new", "pooled")
@@ -298,28 +300,30 @@ def build(kernel: Any, constants: dict[str, Any], options: dict[str, Any], dtype
     return Build(kernel, {name: kinds.get(name, "i32") for name in kernel.arg_names}, constants, options)
 
 
-def score_build(shared_memory: int, config: choice.ScoreConfig | None = None) -> Build:
-    config = config or choice._score_config(2, 128, shared_memory)
-    constants = choice.score_constants(RELEASED, 16, 128, torch.bfloat16, config)
-    return build(choice._score_kernel, constants, {"num_warps": config.num_warps, "num_stages": config.num_stages})
+def score_build(shared_memory: int, config: block_selection.ScoreConfig | None = None) -> Build:
+    config = config or block_selection._score_config(2, 128, shared_memory)
+    constants = block_selection.score_constants(RELEASED, 16, 128, torch.bfloat16, config)
+    return build(
+        block_selection._score_kernel, constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    )
 
 
 def top_build(width: int, num_rows: int) -> Build:
-    config = choice._top_config(width, num_rows)
-    constants = choice.top_constants(RELEASED, 2, RELEASED.num_chosen, width, config)
+    config = block_selection._top_config(width, num_rows)
+    constants = block_selection.top_constants(RELEASED, 2, RELEASED.num_chosen, width, config)
     return build(
-        choice._top_kernel,
+        block_selection._top_kernel,
         constants | {"OFFSET": 0, "HAS_FLAGS": False, "EARLY": 0},
         {"num_warps": config.num_warps},
     )
 
 
 def other_builds() -> list[Build]:
-    shared = choice.decode_constants(RELEASED, 16, 128, torch.bfloat16) | {"EARLY": 0}
-    more = {"SPLIT": choice.SPLIT, "JOIN": choice.JOIN, "WINDOW": 32, "MASKED": False, "ROWS": 128}
+    shared = block_selection.decode_constants(RELEASED, 16, 128, torch.bfloat16) | {"EARLY": 0}
+    more = {"SPLIT": block_selection.SPLIT, "JOIN": block_selection.JOIN, "WINDOW": 32, "MASKED": False, "ROWS": 128}
     return [
-        build(choice._decode_norm_kernel, shared | {"ROWS": choice.SPLIT}, {"num_warps": 4}),
-        build(choice._decode_score_kernel, shared | more, {"num_warps": 4}),
+        build(block_selection._decode_norm_kernel, shared | {"ROWS": block_selection.SPLIT}, {"num_warps": 4}),
+        build(block_selection._decode_score_kernel, shared | more, {"num_warps": 4}),
         top_build(2000, 9999),
         top_build(16384, 9999),
         top_build(16384, 2),

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sala.backends.torch import steps_gpu
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.fast import gpu_forward as steps_gpu
+from sala.backends.torch.fast.gpu_forward import GpuSteps
 from sala.backends.torch.kernels import fp8, fused
 from sala.backends.torch.kernels.fp8 import Rows
-from sala.backends.torch.steps_gpu import GpuSteps
 from sala.errors import InputError
 from sala.protocol import Plan, Row
 from tests.kernels.aot import Build

@@ -12,9 +12,8 @@ import torch
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
-from sala.backends.torch.kernels import choice
+from sala.backends.torch.fast.gpu_forward import GpuSteps
 from sala.backends.torch.loader import load_model
-from sala.backends.torch.steps_gpu import GpuSteps
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.protocol import Plan, Row, Sampling
@@ -64,7 +63,7 @@ class Run:
         self.sparse_from = self.config.sparse_config.sparse_from(count)
         with pytest.MonkeyPatch.context() as patch:
             for name in ("choose_prefill", "choose_decode"):
-                patch.setattr(choice, name, self.heard(getattr(choice, name)))
+                patch.setattr(block_selection, name, self.heard(getattr(block_selection, name)))
             cuts = range(0, count, chunk)
             self.prefill = np.concatenate([self.feed(ids[at : min(at + chunk, count)], at) for at in cuts])
             self.num_prefill = len(self.chosen)

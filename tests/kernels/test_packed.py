@@ -20,12 +20,12 @@ from torch import Tensor
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.fast.gpu_forward import GpuSteps, Projection
 from sala.backends.torch.kernels import fused, linear, packed
 from sala.backends.torch.kernels.packed import Config
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.affine import dequantize
-from sala.backends.torch.quant import AffineEmbedding, AffineLinear, AffineWeight
-from sala.backends.torch.steps_gpu import GpuSteps, Projection
+from sala.backends.torch.quantized_linear import AffineEmbedding, AffineLinear, AffineWeight
 from sala.checkpoint.packing import quantize
 from sala.protocol import Plan, Row, Sampling
 from tests.kernels.aot import Build

@@ -8,8 +8,8 @@ import torch
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.fast.gpu_forward import GpuSteps
 from sala.backends.torch.model import SalaModel
-from sala.backends.torch.steps_gpu import GpuSteps
 from sala.checkpoint.random import TINY
 from sala.config import SalaConfig, SparseConfig
 from sala.protocol import Plan, Row, Sampling

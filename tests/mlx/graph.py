@@ -18,7 +18,7 @@ class Operation:
 
 
 def operations(executor: MlxExecutor, *rows: Row) -> list[Operation]:
-    """Of the whole step: tokens in; drawn tokens, written pages and next states out. The cache stays as it is."""
+    """Of the whole step: tokens in; sampled tokens, written pages and next states out. The cache stays as it is."""
     plan = Plan(rows)
     batch = executor.prepare(plan)
     cache = executor.cache.fork()
@@ -27,9 +27,9 @@ def operations(executor: MlxExecutor, *rows: Row) -> list[Operation]:
     def step(tokens: mx.array) -> list[mx.array]:
         batch.__dict__["tokens"] = tokens
         hidden = executor.model(batch, cache)
-        drawing = batch.drawing_rows(list(range(len(rows))))
-        drawn = draw_all(executor.model.logits(take(hidden, drawing)), [(row, 0) for row in rows])
-        return [drawn.tokens, *cache.arrays(batch.slots)]
+        sampling = batch.drawing_rows(list(range(len(rows))))
+        sampled = draw_all(executor.model.logits(take(hidden, sampling)), [(row, 0) for row in rows])
+        return [sampled.tokens, *cache.arrays(batch.slots)]
 
     mx.export_function(found.append, step, mx.array(batch.ids, dtype=mx.int32))
     return [

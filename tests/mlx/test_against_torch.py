@@ -1,4 +1,4 @@
-"""MLX and torch on the same weights: activations layer by layer, quantized files, drawn tokens."""
+"""MLX and torch on the same weights: activations layer by layer, quantized files, sampled tokens."""
 
 import random
 from dataclasses import replace
@@ -12,16 +12,16 @@ import torch
 from sala.backends.mlx import executor as mlx_executor
 from sala.backends.mlx import sampler as mlx_sampler
 from sala.backends.mlx.loader import decode_e4m3
-from sala.backends.mlx.quant import AffineEmbedding, AffineLinear
+from sala.backends.mlx.quantized_linear import AffineEmbedding, AffineLinear
+from sala.backends.sampling import keep_agreed
 from sala.backends.torch import executor as torch_executor
 from sala.backends.torch import sampler as torch_sampler
 from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig, SparseConfig
-from sala.drawing import keep_agreed
+from sala.lab.quantize.pipeline import quantize_model
+from sala.lab.quantize.plan import Settings
 from sala.protocol import Options, Plan, Row, Sampling
-from sala.quant.pipeline import quantize_model
-from sala.quant.plan import Settings
 from tests.foreign import write as write_foreign
 from tests.mlx.place import DEVICE
 from tests.parity.test_foreign import CASES as FOREIGN
@@ -178,7 +178,7 @@ def test_the_same_tokens_are_drawn() -> None:
     logits[::3] = np.round(logits[::3])  # many equal ones
     want = torch_sampler.draw_all(torch.from_numpy(logits), places)
     got = mlx_sampler.draw_all(mx.array(logits), places).read()
-    assert [drawn.token for drawn in got] == [drawn.token for drawn in want]
+    assert [sampled.token for sampled in got] == [sampled.token for sampled in want]
     for ours, theirs in zip(got, want, strict=True):
         assert (ours.logprob is None) == (theirs.logprob is None)
         if theirs.logprob is not None:
@@ -186,12 +186,12 @@ def test_the_same_tokens_are_drawn() -> None:
             values = [value for _, value in theirs.top_logprobs]
             assert [value for _, value in ours.top_logprobs] == pytest.approx(values, abs=1e-5)
     accepted = keep_agreed(got, rows)
-    assert [[drawn.token for drawn in tokens] for tokens in accepted] == _verified(want, rows)
+    assert [[sampled.token for sampled in tokens] for tokens in accepted] == _verified(want, rows)
 
 
-def _verified(drawn, rows):
+def _verified(sampled, rows):
     """What torch's sampler accepts of these draws, as far as tokens go."""
-    found, out = iter(drawn), []
+    found, out = iter(sampled), []
     for row in rows:
         tokens, kept = [next(found) for _ in range(row.num_drafts + 1)], []
         drafts = (*row.tokens[len(row.tokens) - row.num_drafts :], None)

@@ -38,7 +38,7 @@ def test_neighbours_preemption_and_small_caches(seed: int) -> None:
         assert tight.engine.integrity() == []
     for ids, run in zip(prompts, runs, strict=True):
         assert run.sequence.error is None
-        assert [drawn.token for drawn in run.sequence.drawn] == plain(MODEL, ids), f"{len(ids)} tokens"
+        assert [sampled.token for sampled in run.sequence.sampled] == plain(MODEL, ids), f"{len(ids)} tokens"
 
 
 def test_splits_of_a_prefix() -> None:
@@ -127,7 +127,7 @@ def test_what_was_built_ahead_is_used_or_forgotten(monkeypatch: pytest.MonkeyPat
             model._step()
     while not all(run.sequence.is_finished for run in late):
         model._step()
-    found = [[drawn.token for drawn in run.sequence.drawn] for run in late]
+    found = [[sampled.token for sampled in run.sequence.sampled] for run in late]
     assert found == [plain(MODEL, prompt[:9]), plain(MODEL, prompt[3:])]
 
 
@@ -216,7 +216,7 @@ def test_a_poisoned_cache_harms_nobody() -> None:
         poisoned.reset()
         got = poisoned.generate(prompt[:length], **GREEDY, logprobs=1)
         assert got.token_ids == plain(MODEL, prompt[:length])
-        assert all(np.isfinite(drawn.logprob) for drawn in got.logprobs)
+        assert all(np.isfinite(sampled.logprob) for sampled in got.logprobs)
 
 
 @pytest.mark.parametrize("fault", ["advance", "snapshot"])

@@ -12,12 +12,12 @@ from sala.backends.mlx import cache as cache_module
 from sala.backends.mlx import model as model_module
 from sala.backends.mlx.cache import FIRST_PAGES, HybridCache
 from sala.backends.mlx.executor import MlxExecutor, open_executor
-from sala.backends.mlx.quant import AffineLinear
+from sala.backends.mlx.quantized_linear import AffineLinear
 from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.protocol import Options, Plan, Row, Sampling
-from sala.quantization import QuantConfig
+from sala.quantization_config import QuantConfig
 from tests.mlx.graph import Operation, operations
 from tests.mlx.place import DEVICE
 from tests.parity.test_quantized import write_pair
@@ -103,13 +103,13 @@ def test_steps_built_ahead_neither_copy_nor_keep(long: MlxExecutor, monkeypatch:
     """A sequence that goes on: its next step is built while the last one runs, and writes in place all the same."""
     adopted = spy_on_adopted(monkeypatch)
     row = decode_row(LONG + 70)
-    (token,) = long.run(Plan((row,))).drawn[0]
+    (token,) = long.run(Plan((row,))).sampled[0]
     where = [address(pool) for layer in long.cache.pages.values() for pool in layer.pools]
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     for _ in range(20):  # over a window's end
         row = replace(row, tokens=(token.token,), start=row.start + 1)
-        (token,) = long.run(Plan((row,))).drawn[0]
+        (token,) = long.run(Plan((row,))).sampled[0]
     mx.synchronize()
     assert adopted == [False] + [True] * 20
     assert [address(pool) for layer in long.cache.pages.values() for pool in layer.pools] == where

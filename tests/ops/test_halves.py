@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from sala.backends.torch.executor import TorchExecutor, open_executor
-from sala.backends.torch.halves import HalfLinear, put_halves
+from sala.backends.torch.half_linear import HalfLinear, put_halves
 from sala.backends.torch.kernels import native
-from sala.backends.torch.quant import FEW_ROWS
+from sala.backends.torch.quantized_linear import FEW_ROWS
 from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig

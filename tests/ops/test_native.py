@@ -17,13 +17,13 @@ from sala.backends.torch.kernels import native
 from sala.backends.torch.ops import sparse as sparse_ops
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_fold, lightning_step
 from sala.backends.torch.ops.sparse import attend_chosen, sparse_attention
-from sala.backends.torch.quant import FEW_ROWS
+from sala.backends.torch.quantized_linear import FEW_ROWS
 from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig, SparseConfig
 from sala.llm import LLM
 from sala.protocol import Options, Plan, Row, Sampling
-from sala.quantization import Groups, QuantConfig
+from sala.quantization_config import Groups, QuantConfig
 from tests.parity.test_quantized import write_pair
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="no C++ compiler")

@@ -56,7 +56,7 @@ def test_neighbours_preemption_and_small_caches(model: str, seed: int) -> None:
         assert tight.engine.integrity() == []
     for ids, run in zip(prompts, runs, strict=True):
         assert run.sequence.error is None
-        assert [drawn.token for drawn in run.sequence.drawn] == plain(model, ids), f"{len(ids)} tokens"
+        assert [sampled.token for sampled in run.sequence.sampled] == plain(model, ids), f"{len(ids)} tokens"
 
 
 def tight_sampling():

@@ -98,7 +98,7 @@ def test_neighbours_change_nothing() -> None:
 
     def run(groups: list[list[int]]) -> dict[int, int]:
         executor = open_executor(Checkpoint(path), config, Options(ctx=1024, device=DEVICE, max_batch=4))
-        drawn = {}
+        sampled = {}
         for group in groups:
             rows = tuple(
                 Row(
@@ -107,9 +107,9 @@ def test_neighbours_change_nothing() -> None:
                 )
                 for i in group
             )  # fmt: skip
-            for i, result in zip(group, executor.run(Plan(rows)).drawn, strict=True):
-                drawn[i] = result[0].token
-        return drawn
+            for i, result in zip(group, executor.run(Plan(rows)).sampled, strict=True):
+                sampled[i] = result[0].token
+        return sampled
 
     assert run([[0, 1, 2, 3]]) == run([[0], [1], [2], [3]]) == run([[3, 0], [2, 1]])
 
@@ -163,5 +163,5 @@ def test_a_poisoned_cache_harms_nobody() -> None:
             llm.reset()
         got, want = poisoned.generate(prompt[:length], **settings), clean.generate(prompt[:length], **settings)
         assert got.token_ids == want.token_ids
-        assert all(drawn.logprob == drawn.logprob for drawn in got.logprobs)
+        assert all(sampled.logprob == sampled.logprob for sampled in got.logprobs)
     assert config.sparse_config.dense_len == 128

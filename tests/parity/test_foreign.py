@@ -13,8 +13,8 @@ import sala
 from sala.backends.torch import loader
 from sala.backends.torch.kernels import native
 from sala.backends.torch.model import SalaModel
-from sala.backends.torch.permuted import PermutedLinear
-from sala.backends.torch.quant import AffineLinear
+from sala.backends.torch.permuted_linear import PermutedLinear
+from sala.backends.torch.quantized_linear import AffineLinear
 from sala.checkpoint.random import TINY
 from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import new_directory, write_weights

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from sala.backends.memory import token_bytes
 from sala.errors import InputError, SalaError
 from sala.llm import LLM
-from sala.memory import token_bytes
 from tests.golden import DEVICE, checkpoint
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import sala
 from sala.backends.torch.kernels import native
-from sala.backends.torch.quant import AffineLinear
+from sala.backends.torch.quantized_linear import AffineLinear
 from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.packing import Packed, dequantize, pack, quantize, unpack
 from sala.checkpoint.random import TINY, write_byte_tokenizer
 from sala.config import SalaConfig
-from sala.quantization import BITS, GROUP_SIZES
+from sala.quantization_config import BITS, GROUP_SIZES
 from tests.foreign import Tensors, save
 
 mx = pytest.importorskip("mlx.core")

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import sala
-from sala.backends.torch import quant
+from sala.backends.torch import quantized_linear as quant
 from sala.backends.torch.kernels import native
 from sala.backends.torch.ops import affine
-from sala.backends.torch.quant import FEW_ROWS, AffineEmbedding, AffineLinear, AffineWeight
+from sala.backends.torch.quantized_linear import FEW_ROWS, AffineEmbedding, AffineLinear, AffineWeight
 from sala.checkpoint.names import check_tensors
 from sala.checkpoint.packing import Packed, dequantize, quantize, unpack
 from sala.checkpoint.random import TINY, write_random
@@ -25,7 +25,7 @@ from sala.cli.show import describe
 from sala.config import SalaConfig
 from sala.errors import SalaError
 from sala.llm import LLM
-from sala.quantization import Groups, QuantConfig
+from sala.quantization_config import Groups, QuantConfig
 
 SCALE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MIXED = QuantConfig(

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from sala.cli import run as command
-from sala.quant.pipeline import quantize_model
-from sala.quant.plan import Settings
-from sala.quant.report import FILE, PICTURE, measure, to_rows, write_report
-from sala.quant.texts import FileText
+from sala.lab.quantize.pipeline import quantize_model
+from sala.lab.quantize.plan import Settings
+from sala.lab.quantize.report import FILE, PICTURE, measure, to_rows, write_report
+from sala.lab.quantize.texts import FileText
 from tests.quant.prose import prose
 
 SALA = [sys.executable, "-m", "sala"]

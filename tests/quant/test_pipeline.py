@@ -21,12 +21,12 @@ from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import new_directory, write_weights
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError, NoTokenizer
+from sala.lab.quantize.draft import open_draft
+from sala.lab.quantize.pipeline import draft_of, quantize_model
+from sala.lab.quantize.plan import Settings, count_bits, plan_modules
+from sala.lab.quantize.texts import FileText, SampledText
 from sala.llm import LLM
-from sala.quant.draft import open_draft
-from sala.quant.pipeline import draft_of, quantize_model
-from sala.quant.plan import Settings, count_bits, plan_modules
-from sala.quant.texts import FileText, SampledText
-from sala.quantization import Groups
+from sala.quantization_config import Groups
 from tests.quant.prose import prose
 
 HALF = replace(TINY, dtype="bfloat16", tie_word_embeddings=True, attention_bias=True, num_hidden_layers=2)
@@ -148,9 +148,9 @@ def test_the_model_writes_its_own_text(half: Path, tmp_path: Path) -> None:
 KILL = """
 import os, signal, sys
 from pathlib import Path
-from sala.quant import draft, pipeline
-from sala.quant.plan import Settings
-from sala.quant.texts import FileText
+from sala.lab.quantize import draft, pipeline
+from sala.lab.quantize.plan import Settings
+from sala.lab.quantize.texts import FileText
 model, target, text, method, moment = sys.argv[1:]
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 if moment == "layer":
@@ -291,7 +291,7 @@ def test_what_is_held_out_is_not_calibrated_with(tiny: Path, tmp_path: Path) -> 
 
 
 def test_one_run_at_a_time(tiny: Path, tmp_path: Path) -> None:
-    held = "import sys, time\nfrom pathlib import Path\nfrom sala.quant.draft import open_draft\n"
+    held = "import sys, time\nfrom pathlib import Path\nfrom sala.lab.quantize.draft import open_draft\n"
     held += "with open_draft(Path(sys.argv[1]), 'x'):\n    print('held', flush=True)\n    time.sleep(60)"
     command = [sys.executable, "-c", held, str(draft_of(tmp_path / "out"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
@@ -328,9 +328,9 @@ MEMORY = """
 import sys, threading, time
 from pathlib import Path
 import torch
-from sala.quant.pipeline import quantize_model
-from sala.quant.plan import Settings
-from sala.quant.texts import FileText
+from sala.lab.quantize.pipeline import quantize_model
+from sala.lab.quantize.plan import Settings
+from sala.lab.quantize.texts import FileText
 torch.set_num_threads(1)
 def used(): return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) / 1024
 def watch():

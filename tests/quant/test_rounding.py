@@ -12,13 +12,13 @@ from sala.backends.torch.model import Layer
 from sala.checkpoint.packing import Packed, dequantize, quantize
 from sala.checkpoint.random import TINY
 from sala.errors import CheckpointError
-from sala.quant.awq import fold_scales
-from sala.quant.calibrate import look, sum_hessian
-from sala.quant.gptq import BLOCK, Inputs, inverse_factor, order_columns, round_columns
-from sala.quant.layers import Chunks, Site, sites_of, walk, weight_of
-from sala.quant.ranges import expand
-from sala.quant.rtn import round_matrix, round_within_ranges
-from sala.quantization import Groups
+from sala.lab.quantize.awq import fold_scales
+from sala.lab.quantize.calibrate import look, sum_hessian
+from sala.lab.quantize.gptq import BLOCK, Inputs, inverse_factor, order_columns, round_columns
+from sala.lab.quantize.layers import Chunks, Site, sites_of, walk, weight_of
+from sala.lab.quantize.ranges import expand
+from sala.lab.quantize.rtn import round_matrix, round_within_ranges
+from sala.quantization_config import Groups
 
 FOUR = Groups(4, 32)
 
@@ -49,7 +49,7 @@ def test_rtn_is_the_rule_of_the_layout(bits: int, dtype: str) -> None:
 def test_rtn_in_pieces_is_rtn(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(50, 128)
     at_once = round_matrix(weight, FOUR, "F16")
-    monkeypatch.setattr("sala.quant.rtn._PIECE", 7 * 128)
+    monkeypatch.setattr("sala.lab.quantize.rtn._PIECE", 7 * 128)
     assert same(round_matrix(weight, FOUR, "F16"), at_once)
 
 
@@ -105,7 +105,7 @@ def test_a_sum_of_pieces() -> None:
 
 
 def test_kept_rows_are_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sala.quant.calibrate.MAX_ROWS", 10)
+    monkeypatch.setattr("sala.lab.quantize.calibrate.MAX_ROWS", 10)
     rows = look(iter(torch.arange(100.0)[:, None].split(7)), 100).rows
     assert rows.flatten().tolist() == list(range(0, 100, 10))
 
@@ -208,7 +208,7 @@ def test_walking_is_the_layer(mixer: str, monkeypatch: pytest.MonkeyPatch) -> No
     layer = make_layer(mixer)
     x = correlated(90, TINY.hidden_size).view(3, 30, -1)
     wanted = layer(x.flatten(0, 1), whole(torch.zeros(3, 30, dtype=torch.long)))
-    monkeypatch.setattr("sala.quant.layers.TOKENS_AT_ONCE", 60)  # two sequences at a time
+    monkeypatch.setattr("sala.lab.quantize.layers.TOKENS_AT_ONCE", 60)  # two sequences at a time
     walk(layer, x)
     torch.testing.assert_close(x.flatten(0, 1), wanted, rtol=1e-5, atol=1e-5)
 

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from sala.protocol import Drawn, Plan, Result, Row
+from sala.protocol import Plan, Result, Row, SampledToken
 from sala.server.app import create_app
 from sala.server.settings import Settings
 
@@ -119,13 +119,13 @@ class Puppet:
         result = self._executor.run(plan)
         if self.script is None:
             return result
-        return Result(tuple(self._speak(row, drawn) for row, drawn in zip(plan.rows, result.drawn, strict=True)))
+        return Result(tuple(self._speak(row, sampled) for row, sampled in zip(plan.rows, result.sampled, strict=True)))
 
-    def _speak(self, row: Row, drawn: tuple[Drawn, ...]) -> tuple[Drawn, ...]:
+    def _speak(self, row: Row, sampled: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
         at = row.start + len(row.tokens) - row.prompt_len
-        if not drawn or self.script is None or at >= len(self.script):
-            return drawn
-        return (Drawn(self.script[at], -0.5, drawn[0].top_logprobs),)
+        if not sampled or self.script is None or at >= len(self.script):
+            return sampled
+        return (SampledToken(self.script[at], -0.5, sampled[0].top_logprobs),)
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-from sala.server import docs, health, metrics
-from sala.server.errors import add_handlers
-from sala.server.security import add_guards, need_admin_key, need_key
-from sala.server.serving import Server, make_server, open_socket
+from sala.server.admin import docs, health, metrics
+from sala.server.http.errors import add_handlers
+from sala.server.http.security import add_guards, need_admin_key, need_key
+from sala.server.http.serving import Server, make_server, open_socket
 from sala.server.settings import Settings
 from sala.server.worker import Status
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sala.server import anthropic
+from sala.server.api import anthropic
 from sala.server.app import create_app
 from sala.server.settings import Settings
 from tests.server.conftest import END, Puppet, Server, wait_for

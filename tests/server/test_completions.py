@@ -99,7 +99,7 @@ def test_scores_of_a_prompt(server: Server, max_tokens: int) -> None:
     assert logprobs["token_logprobs"][0] is None
     assert logprobs["top_logprobs"][0] is None
     got = logprobs["token_logprobs"][1 : 1 + len(wanted)]
-    assert got == pytest.approx([drawn.logprob for drawn in wanted], abs=1e-4)
+    assert got == pytest.approx([sampled.logprob for sampled in wanted], abs=1e-4)
     assert len(logprobs["tokens"]) == 1 + len(wanted) + max_tokens
     assert choice["text"].startswith(text)
     assert logprobs["text_offset"][:3] == [0, 0, 1]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sala.errors import CheckpointError, ContextTooLong, InputError, MissingExtra, NoTokenizer, TemplateError
-from sala.server.errors import ApiError, from_exception, from_validation, join_path
+from sala.server.http.errors import ApiError, from_exception, from_validation, join_path
 from tests.server.conftest import Server
 
 URL = "/v1/chat/completions"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sala.llm import LLM
-from sala.server.grammar import call_grammar
+from sala.server.api.grammar import call_grammar
 from sala.text.tools import parse_calls
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from sala.checkpoint import hub as hub_module
-from sala.checkpoint.hub import (
+from sala.checkpoint.writer import write_weights
+from sala.errors import InputError
+from sala.models import hub as hub_module
+from sala.models.hub import (
     PARTIAL,
     REGISTRY,
     AlreadyThere,
@@ -30,9 +32,7 @@ from sala.checkpoint.hub import (
     pull,
     read_token,
 )
-from sala.checkpoint.transfer import Client, Draft, check_address
-from sala.checkpoint.writer import write_weights
-from sala.errors import InputError
+from sala.models.transfer import Client, Draft, check_address
 from tests.server.fake_hub import COMMIT, TOKEN, FakeHub, serve, tree
 
 HOSTILE = [
@@ -353,7 +353,7 @@ def test_full_disk_meanwhile(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr(Draft, "_begin", wrap)
-        patch.setattr("sala.checkpoint.transfer.CHUNK_BYTES", 1 << 14)
+        patch.setattr("sala.models.transfer.CHUNK_BYTES", 1 << 14)
         with pytest.raises(DiskFull, match="the disk is full"):
             fetch(fake, tmp_path)
     part = tmp_path / PARTIAL / f"org--model@{COMMIT}" / f"{SHARD}.part"

@@ -109,7 +109,7 @@ def test_keys_are_compared_in_constant_time(keyed: Live, monkeypatch: pytest.Mon
         compared.append((one, other))
         return really(one, other)
 
-    monkeypatch.setattr("sala.server.security.hmac.compare_digest", compare)
+    monkeypatch.setattr("sala.server.http.security.hmac.compare_digest", compare)
     for key, status in ((KEY, 200), (KEY[:-1], 401), (KEY + "x", 401), ("k", 401), ("x" * 60_000, 401)):
         compared.clear()
         assert keyed.ask("GET", "/v1/tokenizer_info", x_api_key=key).status == status

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sala.checkpoint.hub import PARTIAL, REGISTRY, AlreadyThere, Busy, Hub, hold, pull
 from sala.checkpoint.writer import write_weights
 from sala.errors import InputError, ModelNotFound, SalaError
-from sala.library import Downloads, Job, Library, embedded_folder
+from sala.models.catalog import Downloads, Job, Library, embedded_folder
+from sala.models.hub import PARTIAL, REGISTRY, AlreadyThere, Busy, Hub, hold, pull
 from tests.server.fake_hub import COMMIT, TOKEN, FakeHub, serve, tree
 
 HOSTILE = [

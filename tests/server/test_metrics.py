@@ -6,8 +6,8 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from sala.completion import Usage
-from sala.server.metrics import REASONS, Metrics
+from sala.engine.stream import Usage
+from sala.server.admin.metrics import REASONS, Metrics
 from sala.server.settings import Settings
 from sala.server.worker import Observer
 from tests.server.live import FakeModel, FakeRuntime, make_app

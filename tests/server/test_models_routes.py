@@ -12,10 +12,10 @@ import pytest
 from fastapi import Depends, FastAPI
 from fastapi.testclient import TestClient
 
-from sala.library import Downloads, Library
-from sala.server import models
-from sala.server.errors import ApiError, add_handlers
-from sala.server.security import need_key
+from sala.models.catalog import Downloads, Library
+from sala.server.admin import models
+from sala.server.http.errors import ApiError, add_handlers
+from sala.server.http.security import need_key
 from sala.server.settings import Settings
 from tests.server.fake_hub import COMMIT, TOKEN, FakeHub, serve, tree
 from tests.server.test_hub import HOSTILE

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sala.server import responses
+from sala.server.api import responses
 from tests.server.conftest import END, Puppet, Server, wait_for
 
 URL = "/v1/responses"

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from sala.errors import SalaError
 from sala.server.app import create_app
-from sala.server.security import is_same
+from sala.server.http.security import is_same
 from sala.server.settings import Settings, check_listening
 from tests.server.live import make_app, serving
 

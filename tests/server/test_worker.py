@@ -14,10 +14,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from sala.completion import Usage
+from sala.engine.stream import Usage
 from sala.llm import LLM
 from sala.protocol import Sampling
-from sala.server.errors import ApiError
+from sala.server.http.errors import ApiError
 from sala.server.worker import Overflow, Piece, Prepare, Scored, Scoring, Stream, Work, Worker
 from tests.server.conftest import Puppet, Server, read_events, wait_for
 
@@ -102,7 +102,7 @@ def test_answers_are_those_of_the_model(tiny: Path, llm: LLM) -> None:
             mine = [piece for piece in pieces if piece.index == index]
             assert "".join(piece.event.text for piece in mine) == text
             assert mine[-1].event.completion is not None
-            assert sum(len(piece.drawn) for piece in mine) == 8
+            assert sum(len(piece.sampled) for piece in mine) == 8
 
     tally = run(tiny, work)
     assert tally.reasons == ["length"]
@@ -250,14 +250,14 @@ def test_closing_does_not_wait_for_ever(tiny: Path) -> None:
 
 def test_scores_wait_for_room(tiny: Path, llm: LLM) -> None:
     ids = llm.encode("a text to score " * 40)
-    wanted = [drawn.logprob for drawn in llm.score(ids)]
+    wanted = [sampled.logprob for sampled in llm.score(ids)]
 
     async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
         others = [asyncio.create_task(read(worker, await worker.open(answers(max_tokens=40)))) for _ in range(4)]
         stream = await worker.open(lambda llm, tell: Work(scores=[Scoring(0, ids, 0)]))
         items = await read(worker, stream)
         assert isinstance(items[0], Scored)
-        assert [drawn.logprob for drawn in items[0].drawn] == pytest.approx(wanted, abs=1e-4)
+        assert [sampled.logprob for sampled in items[0].sampled] == pytest.approx(wanted, abs=1e-4)
         await asyncio.gather(*others)
         assert worker._llm.engine.integrity() == []
 

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.random import TINY, write_random
 from sala.config import SparseConfig
-from sala.train import loop
-from sala.train.data import Line, LineRows, Mixture, Row
-from sala.train.loop import Group, OutOfTime, Progress, train
-from sala.train.models import load_for_training
-from sala.train.objectives import Align, Distil, NextToken
-from sala.train.processes import gather, is_first, leave
-from sala.train.recipe import Source, TrainStage
+from sala.lab.train import loop
+from sala.lab.train.data import Line, LineRows, Mixture, Row
+from sala.lab.train.loop import Group, OutOfTime, Progress, train
+from sala.lab.train.models import load_for_training
+from sala.lab.train.objectives import Align, Distil, NextToken
+from sala.lab.train.processes import gather, is_first, leave
+from sala.lab.train.recipe import Source, TrainStage
 
 SMALL = replace(
     TINY,

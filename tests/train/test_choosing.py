@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sala.config import SparseConfig
-from sala.train.choosing import NUM_QUERIES, choice_loss, least_length, pick_queries
-from sala.train.data import Mixture
-from sala.train.loop import OutOfTime, Progress, collate
-from sala.train.objectives import Distil, NextToken, counts
+from sala.lab.train.choosing import NUM_QUERIES, choice_loss, least_length, pick_queries
+from sala.lab.train.data import Mixture
+from sala.lab.train.loop import OutOfTime, Progress, collate
+from sala.lab.train.objectives import Distil, NextToken, counts
 from tests.train.small import learn, rows_of, small_model, small_stage
 
 SPARSE = SparseConfig(kernel_size=4, kernel_stride=2, block_size=8, window_size=16, topk=2, dense_len=0)

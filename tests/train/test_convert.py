@@ -11,11 +11,11 @@ import pytest
 from sala.backends.torch.model import LightningMixer, SparseMixer
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, SalaError
+from sala.lab.train.convert import convert
+from sala.lab.train.loop import OutOfTime, Progress
+from sala.lab.train.models import load_for_training
 from sala.llm import LLM
 from sala.protocol import Sampling
-from sala.train.convert import convert
-from sala.train.loop import OutOfTime, Progress
-from sala.train.models import load_for_training
 from tests.train.dense import write_dense_model
 
 SHORT = "seq_len = 64\nbatch_rows = 2\nwarmup_steps = 1\n"

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from sala.errors import InputError
-from sala.eval.tasks.needle import NeedleMaker
+from sala.lab.eval.tasks.needle import NeedleMaker
+from sala.lab.train.data import Line, LineRows, Mixture, Row, encode_dialogue, line_of, read_documents, tokenise
+from sala.lab.train.loop import collate
+from sala.lab.train.needles import NeedleRows
+from sala.lab.train.objectives import _targets
+from sala.lab.train.recipe import Source
 from sala.text.tokenizer import Tokenizer
-from sala.train.data import Line, LineRows, Mixture, Row, encode_dialogue, line_of, read_documents, tokenise
-from sala.train.loop import collate
-from sala.train.needles import NeedleRows
-from sala.train.objectives import _targets
-from sala.train.recipe import Source
 
 EOS = 259
 

@@ -14,10 +14,10 @@ from sala.backends.torch.model import SparseMixer
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig, SparseConfig
 from sala.errors import ConfigError, ModelNotFound
-from sala.train.halo.sample import Opening, write_rows
-from sala.train.halo.source import dense_config, import_dense
-from sala.train.halo.transfer import hybrid_config, to_hybrid, to_lightning, to_sparse
-from sala.train.models import load_for_training
+from sala.lab.train.halo.sample import Opening, write_rows
+from sala.lab.train.halo.source import dense_config, import_dense
+from sala.lab.train.halo.transfer import hybrid_config, to_hybrid, to_lightning, to_sparse
+from sala.lab.train.models import load_for_training
 from tests.train.dense import CONFIG, write_dense_model
 
 KINDS = ["llama", "qwen2", "qwen3"]

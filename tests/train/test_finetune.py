@@ -14,22 +14,22 @@ import pytest
 import torch
 
 from sala.backends.torch.loader import load_model, read_weight
-from sala.backends.torch.quant import AffineWeight
-from sala.checkpoint.adapter import open_checkpoint, read_adapter
-from sala.checkpoint.fusion import fuse
+from sala.backends.torch.quantized_linear import AffineWeight
+from sala.checkpoint.lora import open_checkpoint, read_adapter
+from sala.checkpoint.lora_merge import fuse
 from sala.checkpoint.random import write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
-from sala.quant.pipeline import quantize_model
-from sala.quant.plan import Settings
-from sala.train.finetune.dialogues import BadData
-from sala.train.finetune.frozen import FrozenLinear
-from sala.train.finetune.optimizers import NarrowAdamW, round_randomly
-from sala.train.finetune.options import FinetuneOptions, read_options
-from sala.train.finetune.run import Ears, Stopped, finetune, last_checkpoint
-from sala.train.finetune.subject import load_subject
-from sala.train.loop import Diverged
+from sala.lab.finetune.dialogues import BadData
+from sala.lab.finetune.frozen import FrozenLinear
+from sala.lab.finetune.optimizers import NarrowAdamW, round_randomly
+from sala.lab.finetune.options import FinetuneOptions, read_options
+from sala.lab.finetune.run import Ears, Stopped, finetune, last_checkpoint
+from sala.lab.finetune.subject import load_subject
+from sala.lab.quantize.pipeline import quantize_model
+from sala.lab.quantize.plan import Settings
+from sala.lab.train.loop import Diverged
 from tests.foreign import awq_case, gptq_case, packed_case, write
 from tests.train.small import SMALL
 
@@ -145,7 +145,7 @@ def test_queries_and_keys_are_put_back(room: Path, tmp_path: Path, method: str) 
 def test_peft_reads_the_adapter(room: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    from sala.integrations.transformers import load
+    from sala.plugins.transformers import load
 
     finetune(options_of(room, tmp_path / "out", steps=2))
     tuned = PeftModel.from_pretrained(load(room / "model", dtype="float32"), tmp_path / "out").merge_and_unload()

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from sala.errors import InputError, TemplateError
-from sala.text.tokenizer import Tokenizer
-from sala.train.finetune.dialogues import (
+from sala.lab.finetune.dialogues import (
     BadData,
     Example,
     Reading,
@@ -19,7 +18,8 @@ from sala.train.finetune.dialogues import (
     read_records,
     split_off,
 )
-from sala.train.finetune.rows import collate
+from sala.lab.finetune.rows import collate
+from sala.text.tokenizer import Tokenizer
 
 STOPS = frozenset({257, 259})
 TALK = [

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from sala.checkpoint.random import write_random
-from sala.train.finetune.run import finetune
+from sala.lab.finetune.run import finetune
 from tests.train.test_finetune import CONFIG
 from tests.train.test_spread import SHARDED, launch
 from tests.train.tuned import options_of

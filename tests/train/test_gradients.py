@@ -14,9 +14,9 @@ from sala.backends.torch.ops.norm import rms_norm
 from sala.backends.torch.ops.rope import apply_rope, grow_queries, rope_angles
 from sala.checkpoint.packing import dequantize, quantize
 from sala.config import SparseConfig
-from sala.train import losses
-from sala.train.adapters import LowRank, RoundedLinear, round_to_codes
-from sala.train.losses import LossWeights, head_loss
+from sala.lab.train import losses
+from sala.lab.train.adapters import LowRank, RoundedLinear, round_to_codes
+from sala.lab.train.losses import LossWeights, head_loss
 
 HEADS, DIM = 3, 6
 SMALL = SparseConfig(kernel_size=4, kernel_stride=2, block_size=8, window_size=8, topk=2, dense_len=1, init_blocks=1)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from sala.errors import InputError
-from sala.train import loop
-from sala.train.data import Line, LineRows, Mixture, Row
-from sala.train.loop import Diverged, OutOfTime, Progress, clear_state, collate
-from sala.train.objectives import Distil, NextToken
-from sala.train.score import score_rows, write_greedy
+from sala.lab.train import loop
+from sala.lab.train.data import Line, LineRows, Mixture, Row
+from sala.lab.train.loop import Diverged, OutOfTime, Progress, clear_state, collate
+from sala.lab.train.objectives import Distil, NextToken
+from sala.lab.train.score import score_rows, write_greedy
 from tests.train.small import learn, rows_of, small_mixture, small_model, small_stage
 
 EXACT = {"rtol": 0, "atol": 0}

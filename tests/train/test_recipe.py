@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from sala.errors import ConfigError
-from sala.train.recipe import AlignStage, DistilStage, SampleStage, SelectStage, TrainStage, load_recipe
-from sala.train.schedule import KINDS, Schedule
+from sala.lab.train.recipe import AlignStage, DistilStage, SampleStage, SelectStage, TrainStage, load_recipe
+from sala.lab.train.schedule import KINDS, Schedule
 
 STAGE = """
 [[stage]]

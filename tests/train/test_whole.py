@@ -12,9 +12,9 @@ from sala.backends.torch.executor import open_executor
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
+from sala.lab.train.models import load_for_training
+from sala.lab.train.score import perplexity, score_rows
 from sala.protocol import Options, Row
-from sala.train.models import load_for_training
-from sala.train.score import perplexity, score_rows
 from tests.golden import CASES, DATA, Case
 
 CPU = torch.device("cpu")

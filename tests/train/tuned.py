@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sala.train.finetune import run
-from sala.train.finetune.options import FinetuneOptions
+from sala.lab.finetune import run
+from sala.lab.finetune.options import FinetuneOptions
 from tests.train.small import shard_on_cpu
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sala.backends.torch.loader import load_model
-from sala.checkpoint.adapter import MergedCheckpoint, base_of, is_adapter, open_checkpoint, read_adapter
-from sala.checkpoint.fusion import fuse
+from sala.checkpoint.lora import MergedCheckpoint, base_of, is_adapter, open_checkpoint, read_adapter
+from sala.checkpoint.lora_merge import fuse
 from sala.checkpoint.names import check_tensors
 from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
@@ -19,10 +19,10 @@ from sala.checkpoint.writer import write_file
 from sala.cli import run
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, ModelNotFound
+from sala.lab.quantize.pipeline import quantize_model
+from sala.lab.quantize.plan import Settings
 from sala.llm import LLM
-from sala.models import find_base
-from sala.quant.pipeline import quantize_model
-from sala.quant.plan import Settings
+from sala.models.embedded import find_base
 from sala.server.runtime import open_model
 from sala.server.settings import Settings as ServerSettings
 from tests.foreign import awq_case, fp8_case, gptq_case, packed_case, write

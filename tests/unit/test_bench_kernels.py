@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from sala.bench import roofline
-from sala.bench.kernels import Shapes, measurements, num_attended, num_windows
-from sala.bench.plots import plot_kernels
-from sala.bench.roofline import Calls, Measurement, Result, Roofline, measure, reason, result
 from sala.cli import bench, run
 from sala.config import SparseConfig
+from sala.lab.bench import roofline
+from sala.lab.bench.kernels import Shapes, measurements, num_attended, num_windows
+from sala.lab.bench.plots import plot_kernels
+from sala.lab.bench.roofline import Calls, Measurement, Result, Roofline, measure, reason, result
 
 H200 = Roofline(800e12, 4e12)
 RELEASED = SparseConfig()  # blocks of 64, 96 chosen, 33 of them recent, 1 initial; windows of 32 every 16
@@ -42,7 +42,7 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
 def test_refuses_before_anything_heavy() -> None:
     code = (
         "from sala.cli import run; import sys; code = run(['bench', 'kernels', '--device', 'cpu', '--plot', 'x.png']); "
-        "print(code, [name for name in ('triton', 'matplotlib', 'sala.bench.kernels') if name in sys.modules])"
+        "print(code, [name for name in ('triton', 'matplotlib', 'sala.lab.bench.kernels') if name in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout == "1 []\n"

@@ -10,7 +10,7 @@ from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.random import RELEASED
 from sala.config import SalaConfig
 from sala.errors import ConfigError, ModelNotFound
-from sala.quantization import Groups, matrix_modules
+from sala.quantization_config import Groups, matrix_modules
 from tests.golden import DATA
 
 RELEASE: dict[str, Any] = json.loads((DATA / "released" / "config.json").read_text())

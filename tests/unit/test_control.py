@@ -156,8 +156,8 @@ def test_min_tokens(llm: LLM) -> None:
 def test_echo_scoring(llm: LLM) -> None:
     ids = llm.tokenizer.encode("score me")
     scores = llm.score(ids, top=3, chunk=4)
-    assert [drawn.token for drawn in scores] == ids[1:]
-    assert all(len(drawn.top_logprobs) == 3 for drawn in scores)
+    assert [sampled.token for sampled in scores] == ids[1:]
+    assert all(len(sampled.top_logprobs) == 3 for sampled in scores)
     logits = llm.logits(ids).astype("float64")
     assert scores[2].top_logprobs[0][0] == int(logits[2].argmax())
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sala.backends.memory import USABLE, estimate, weight_bytes
 from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.packing import packed_specs, quantize
 from sala.checkpoint.random import RELEASED, TINY
@@ -16,8 +17,7 @@ from sala.checkpoint.writer import new_directory, write_weights
 from sala.cli import run
 from sala.cli.estimate import CONTEXTS, MEMORIES
 from sala.cli.list import describe
-from sala.memory import USABLE, estimate, weight_bytes
-from sala.quantization import Groups, QuantConfig
+from sala.quantization_config import Groups, QuantConfig
 from tests.foreign import fp8_case, write
 
 GIB = 1 << 30

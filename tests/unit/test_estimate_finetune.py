@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from sala.backends.memory import Tuning, estimate_tuning
 from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.random import RELEASED
 from sala.cli import run
 from sala.config import SalaConfig
-from sala.memory import Tuning, estimate_tuning
-from sala.train.finetune.frozen import FrozenLinear
-from sala.train.finetune.options import FinetuneOptions
-from sala.train.finetune.subject import load_subject
+from sala.lab.finetune.frozen import FrozenLinear
+from sala.lab.finetune.options import FinetuneOptions
+from sala.lab.finetune.subject import load_subject
 
 GIB = 1 << 30
 PARAMETERS = 9_477_203_968

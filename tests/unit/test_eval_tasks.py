@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from sala.errors import InputError
-from sala.eval.tasks import choice, questions
-from sala.eval.tasks.choice import ChoiceTask
+from sala.lab.eval.tasks import choice, questions
+from sala.lab.eval.tasks.choice import ChoiceTask
 
 TASK = ChoiceTask("The sky is", ("blue", "a very hot soup"), 0)
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from sala.backends.torch.loader import decode_e4m3, load_model
-from sala.checkpoint import foreign as source
-from sala.checkpoint.foreign import read_matrix
+from sala.checkpoint import external_formats as source
+from sala.checkpoint.external_formats import read_matrix
 from sala.checkpoint.names import check_tensors, foreign_modules, quantized_modules
 from sala.checkpoint.packing import dequantize
 from sala.checkpoint.random import TINY
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, ConfigError, SalaError
-from sala.quantization import Groups, QuantConfig
+from sala.quantization_config import Groups, QuantConfig
 from tests import foreign
 
 GPTQ, AWQ = foreign.gptq_case().table, foreign.awq_case().table

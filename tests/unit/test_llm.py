@@ -203,8 +203,8 @@ def test_perplexity_is_that_of_the_logits(llm: LLM) -> None:
 def test_logprobs(llm: LLM) -> None:
     out = llm.generate("hello", temperature=0, max_tokens=3, logprobs=2)
     assert out.logprobs is not None
-    assert [drawn.token for drawn in out.logprobs] == out.token_ids
-    assert all(drawn.top_logprobs[0][0] == drawn.token for drawn in out.logprobs)
+    assert [sampled.token for sampled in out.logprobs] == out.token_ids
+    assert all(sampled.top_logprobs[0][0] == sampled.token for sampled in out.logprobs)
 
 
 @pytest.mark.parametrize("options", [{"device": "tpu9"}, {"dtype": "int3"}, {"backend": "jax"}])

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from sala.backends.memory import estimate, gpu_limit, raised_gpu_limit
 from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.random import RELEASED
 from sala.cli import doctor, run
 from sala.cli.estimate import MAC_CHUNK, MAC_TILE, MACS
-from sala.memory import estimate, gpu_limit, raised_gpu_limit
 
 GIB = 1 << 30
 

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers
 
 from sala.errors import InputError
-from sala.eval.tasks.haystack import Haystack, by_piece, split_sentences
-from sala.eval.tasks.needle import CHATML, NeedleCase, NeedleMaker, NeedleSpec, chatml, deal, score
-from sala.eval.tasks.phrases import ATTRIBUTES, OPENINGS, QUESTIONS, RELATIONS, STATEMENTS, compose, fill
-from sala.eval.tasks.wordings import AURORA, FRAMES, TEST, TRAIN, Wording
-from sala.eval.tasks.words import count_keys, draw_keys, draw_values, in_split, key_words
+from sala.lab.eval.tasks.haystack import Haystack, by_piece, split_sentences
+from sala.lab.eval.tasks.needle import CHATML, NeedleCase, NeedleMaker, NeedleSpec, chatml, deal, score
+from sala.lab.eval.tasks.phrases import ATTRIBUTES, OPENINGS, QUESTIONS, RELATIONS, STATEMENTS, compose, fill
+from sala.lab.eval.tasks.wordings import AURORA, FRAMES, TEST, TRAIN, Wording
+from sala.lab.eval.tasks.words import count_keys, draw_keys, draw_values, in_split, key_words
 
 END = 256
 SUBJECTS = ("The captain", "A farmer", "My aunt", "The old judge", "Nobody", "The cook", "A stranger", "The river")

@@ -12,7 +12,7 @@ from sala.checkpoint.packing import Packed, dequantize, quantize
 from sala.checkpoint.random import TINY
 from sala.checkpoint.reader import Checkpoint
 from sala.errors import CheckpointError
-from sala.quantization import QuantConfig
+from sala.quantization_config import QuantConfig
 
 RNG = np.random.default_rng(0)
 GROUPS = QuantConfig(5, 32)

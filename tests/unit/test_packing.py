@@ -5,7 +5,7 @@ import pytest
 
 from sala.checkpoint.packing import Packed, decode, dequantize, encode, pack, quantize, unpack
 from sala.errors import CheckpointError
-from sala.quantization import BITS, GROUP_SIZES
+from sala.quantization_config import BITS, GROUP_SIZES
 from tests.golden import DATA
 
 GOLDEN = np.load(DATA / "packing.npz")

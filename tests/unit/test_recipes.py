@@ -7,7 +7,7 @@ import pytest
 
 from sala.cli import run
 from sala.config import SalaConfig
-from sala.train.recipe import Learning, Recipe, TrainStage, load_recipe
+from sala.lab.train.recipe import Learning, Recipe, TrainStage, load_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted([*(ROOT / "recipes").rglob("*.toml"), *(ROOT / "models").glob("*/recipe.toml")])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from sala.backends.sampling import uniform
 from sala.backends.torch.sampler import adjust, draw, filters
-from sala.drawing import uniform
 from sala.errors import InputError
 from sala.protocol import Row, Sampling
 
@@ -58,8 +58,8 @@ def test_uniform_numbers_are_uniform_and_repeatable() -> None:
 
 
 def frequencies(logits: list[float], sampling: Sampling, count: int = 4000) -> np.ndarray:
-    drawn = [draw(torch.tensor(logits), row(sampling, position)).token for position in range(count)]
-    return np.bincount(drawn, minlength=len(logits)) / count
+    sampled = [draw(torch.tensor(logits), row(sampling, position)).token for position in range(count)]
+    return np.bincount(sampled, minlength=len(logits)) / count
 
 
 def test_the_distribution() -> None:
@@ -109,7 +109,7 @@ def test_all_tokens_biased_away_still_end_well() -> None:
 
 def test_logprobs_are_those_of_the_model() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0])
-    drawn = draw(logits, row(Sampling(temperature=0, logprobs=2, logit_bias={0: 100})))
-    assert drawn.token == 0
-    assert drawn.logprob == pytest.approx(logits.log_softmax(0)[0].item())
-    assert [token for token, _ in drawn.top_logprobs] == [1, 2]
+    sampled = draw(logits, row(Sampling(temperature=0, logprobs=2, logit_bias={0: 100})))
+    assert sampled.token == 0
+    assert sampled.logprob == pytest.approx(logits.log_softmax(0)[0].item())
+    assert [token for token, _ in sampled.top_logprobs] == [1, 2]

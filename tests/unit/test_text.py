@@ -102,12 +102,12 @@ def test_ordinary_text_is_encoded_as_by_the_library(tokenizer: Tokenizer) -> Non
 def test_drawn_tokens_are_spliced_in(tokenizer: Tokenizer) -> None:
     """An answer whose tokens are not how the text would be encoded keeps its tokens."""
     question, more = {"role": "user", "content": "hi"}, {"role": "user", "content": "and?"}
-    drawn = tokenizer.encode("t", bos=False) + tokenizer.encode("he", bos=False)[-1:]
-    answer = {"role": "assistant", "content": tokenizer.decode(drawn), "token_ids": drawn}
+    sampled = tokenizer.encode("t", bos=False) + tokenizer.encode("he", bos=False)[-1:]
+    answer = {"role": "assistant", "content": tokenizer.decode(sampled), "token_ids": sampled}
     first = tokenizer.encode_chat([question])
     whole = tokenizer.encode_chat([question, answer, more])
-    assert whole[: len(first) + len(drawn)] == first + drawn
-    assert whole[len(first) + len(drawn)] == tokenizer.token_id("<|im_end|>")
+    assert whole[: len(first) + len(sampled)] == first + sampled
+    assert whole[len(first) + len(sampled)] == tokenizer.token_id("<|im_end|>")
 
 
 def test_a_megabyte_without_a_space(tokenizer: Tokenizer) -> None:

@@ -15,17 +15,17 @@ import mlx.core as mx
 import numpy as np
 import psutil
 
+from sala.backends.capacity import share_memory, wanted_kv
 from sala.backends.mlx.batch import Batch, pack, take
 from sala.backends.mlx.cache import HybridCache
 from sala.backends.mlx.loader import load_model, pick_device, pick_dtype
 from sala.backends.mlx.model import SalaModel
 from sala.backends.mlx.sampler import Draws, draw_all
-from sala.capacity import share_memory, wanted_kv
+from sala.backends.sampling import keep_agreed
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.drawing import keep_agreed
 from sala.errors import InputError
-from sala.protocol import Blob, Capacity, Drawn, Options, Plan, Result, Row
+from sala.protocol import Blob, Capacity, Options, Plan, Result, Row, SampledToken
 
 _PREFILL_CHUNK = {mx.cpu: 256, mx.gpu: 2048}
 _NAMES = {mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32"}
@@ -72,26 +72,26 @@ class MlxExecutor:
         self.start(slots, step.draws.arrays)
         ahead = self.look_ahead(plan, step.draws.tokens)  # while the device is busy
         found = keep_agreed(step.draws.read(), [row for row in plan.rows if row.sampling is not None])
-        drawn = _by_row(plan, found)
+        sampled = _by_row(plan, found)
         if step.batch.pending:
-            self.cache.fold(step.batch, [len(tokens) for tokens in drawn])
+            self.cache.fold(step.batch, [len(tokens) for tokens in sampled])
             self.start(slots)
         if ahead is not None:
-            rows = (replace(row, tokens=(one.token,)) for row, (one,) in zip(ahead.rows, drawn, strict=True))
+            rows = (replace(row, tokens=(one.token,)) for row, (one,) in zip(ahead.rows, sampled, strict=True))
             self._ahead = replace(ahead, rows=tuple(rows))
-        return Result(drawn)
+        return Result(sampled)
 
     def build(self, plan: Plan, batch: Batch, cache: HybridCache) -> "Step":
         """All that a plan asks for, still to be computed; the cache is from now on what it will be then."""
         hidden = self.model(batch, cache)
-        drawing = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
-        if not drawing:
+        sampling = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
+        if not sampling:
             return Step(batch, None)
-        places = [(plan.rows[index], number) for index in drawing for number in range(plan.rows[index].num_drafts + 1)]
-        return Step(batch, draw_all(self.model.logits(take(hidden, batch.drawing_rows(drawing))), places))
+        places = [(plan.rows[index], number) for index in sampling for number in range(plan.rows[index].num_drafts + 1)]
+        return Step(batch, draw_all(self.model.logits(take(hidden, batch.drawing_rows(sampling))), places))
 
     def look_ahead(self, plan: Plan, tokens: mx.array) -> "Ahead | None":
-        """The next step of sequences that only go on, built before it is known which tokens [S] they have drawn."""
+        """The next step of sequences that only go on, built before it is known which tokens [S] they have sampled."""
         if any(row.sampling is None or row.num_drafts or row.mask or row.sampling.has_penalty for row in plan.rows):
             return None
         rows = tuple(replace(row, tokens=(0,), start=row.start + len(row.tokens)) for row in plan.rows)
@@ -138,8 +138,8 @@ class MlxExecutor:
             logits = self.model.logits(take(hidden, batch.drawing_rows(list(range(len(rows))))))
             draws = draw_all(logits, [(row, 0) for row in rows])
             self.start((), [draws.arrays, list(cache.arrays(range(len(rows))))])
-            for index, (row, drawn) in enumerate(zip(rows, draws.read(), strict=True)):
-                token = drawn.token
+            for index, (row, sampled) in enumerate(zip(rows, draws.read(), strict=True)):
+                token = sampled.token
                 guesses[index].append(token)
                 history = (*row.history, token) if row.history else ()
                 rows[index] = replace(row, tokens=(token,), start=row.start + len(row.tokens), history=history)
@@ -228,7 +228,7 @@ class MlxExecutor:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan that is built: its batch, and what will be drawn, if anything is."""
+    """A plan that is built: its batch, and what will be sampled, if anything is."""
 
     batch: Batch
     draws: Draws | None
@@ -244,10 +244,10 @@ class Ahead:
     thread: int  # MLX lets only this one compute it
 
 
-def _by_row(plan: Plan, found: Sequence[tuple[Drawn, ...]]) -> tuple[tuple[Drawn, ...], ...]:
+def _by_row(plan: Plan, found: Sequence[tuple[SampledToken, ...]]) -> tuple[tuple[SampledToken, ...], ...]:
     """What each row of the plan drew: nothing where nothing was asked for."""
-    drawn = iter(found)
-    return tuple(() if row.sampling is None else next(drawn) for row in plan.rows)
+    sampled = iter(found)
+    return tuple(() if row.sampling is None else next(sampled) for row in plan.rows)
 
 
 def _array(blob: Blob, dtype: mx.Dtype) -> mx.array:

@@ -7,14 +7,14 @@ import numpy as np
 from mlx.nn.layers.base import Module
 
 from sala.backends.mlx.model import SalaModel
-from sala.backends.mlx.quant import AffineEmbedding, AffineLinear, AffineWeight
-from sala.checkpoint.foreign import read_fp8_scales, read_matrix
+from sala.backends.mlx.quantized_linear import AffineEmbedding, AffineLinear, AffineWeight
+from sala.checkpoint.external_formats import read_fp8_scales, read_matrix
 from sala.checkpoint.names import check_tensors, expected_tensors, foreign_modules, quantized_modules
 from sala.checkpoint.packing import Packed
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
-from sala.quantization import Groups
+from sala.quantization_config import Groups
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 _FILE_DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32}

@@ -1,7 +1,7 @@
 """From logits to tokens. A draw depends on the logits, the seed and the position alone, never on the neighbours.
 
-That is also why speculation loses nothing: every position is drawn as it would have been without drafts, and a draft is
-accepted if it is the token that was drawn. The rule is that of the torch backend, number by number.
+That is also why speculation loses nothing: every position is sampled as without drafts, and a draft is
+accepted if it is the token that was sampled. The rule is that of the torch backend, number by number.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from sala.drawing import GREEDY_BELOW, is_adjusted, point_of, sampling_of
-from sala.protocol import Drawn, Row, Sampling
+from sala.backends.sampling import GREEDY_BELOW, is_adjusted, point_of, sampling_of
+from sala.protocol import Row, SampledToken, Sampling
 
 _ID_BITS = 32  # of a sorting key: the rest is the probability
 
@@ -28,11 +28,11 @@ class Draws:
     def arrays(self) -> list[Any]:
         return [self.tokens, [found for found in self.logprobs if found is not None]]
 
-    def read(self) -> list[Drawn]:
+    def read(self) -> list[SampledToken]:
         """Wait for them."""
         tokens: list[int] = np.array(self.tokens).tolist()
         pairs = zip(tokens, self.logprobs, strict=True)
-        return [Drawn(token) if found is None else _with_logprobs(token, *found) for token, found in pairs]
+        return [SampledToken(token) if found is None else _with_logprobs(token, *found) for token, found in pairs]
 
 
 def draw_all(logits: mx.array, places: Sequence[tuple[Row, int]]) -> Draws:
@@ -115,7 +115,7 @@ def _search(probs: mx.array, points: Sequence[float]) -> mx.array:
 
 
 def filters(probs: mx.array, samplings: Sequence[Sampling]) -> mx.array:
-    """Which of the sorted probabilities [n, V] may be drawn; the first always."""
+    """Which of the sorted probabilities [n, V] may be sampled; the first always."""
     vocab = probs.shape[-1]
     rank = mx.arange(vocab)
     top_k = mx.array([sampling.top_k or vocab for sampling in samplings])[:, None]
@@ -137,6 +137,6 @@ def _logprobs(logits: mx.array, token: mx.array, count: int | None) -> tuple[mx.
     return logprobs[token], best, logprobs[best]
 
 
-def _with_logprobs(token: int, own: mx.array, ids: mx.array, values: mx.array) -> Drawn:
+def _with_logprobs(token: int, own: mx.array, ids: mx.array, values: mx.array) -> SampledToken:
     top = zip(np.array(ids).tolist(), np.array(values).tolist(), strict=True)
-    return Drawn(token, float(np.array(own)), tuple(top))
+    return SampledToken(token, float(np.array(own)), tuple(top))

@@ -9,14 +9,14 @@ import psutil
 import torch
 from torch import Tensor
 
+from sala.backends.capacity import share_memory, wanted_kv
 from sala.backends.torch.batch import Batch, pack, take
 from sala.backends.torch.cache import FP8, HybridCache, raw
-from sala.backends.torch.halves import put_halves
+from sala.backends.torch.fast.cpu_decode import find_steps
+from sala.backends.torch.half_linear import put_halves
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.sampler import draw_all, verify
-from sala.backends.torch.steps import find_steps
-from sala.capacity import share_memory, wanted_kv
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError
@@ -64,17 +64,17 @@ class TorchExecutor:
     @torch.inference_mode()
     def run(self, plan: Plan) -> Result:
         batch = pack(plan, self.device)
-        drawing = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
-        hidden = self.forward(batch, self.cache, wanted=batch.drawing_rows(drawing))
-        drawn: list[Any] = [()] * len(plan.rows)
-        if drawing:
+        sampling = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
+        hidden = self.forward(batch, self.cache, wanted=batch.drawing_rows(sampling))
+        sampled: list[Any] = [()] * len(plan.rows)
+        if sampling:
             logits = self.scores(hidden)
-            rows = [plan.rows[index] for index in drawing]
+            rows = [plan.rows[index] for index in sampling]
             found = verify(logits.split([row.num_drafts + 1 for row in rows]), rows)
-            for index, tokens in zip(drawing, found, strict=True):
-                drawn[index] = tokens
-            self.cache.fold(batch, [len(tokens) for tokens in drawn])
-        return Result(tuple(drawn))
+            for index, tokens in zip(sampling, found, strict=True):
+                sampled[index] = tokens
+            self.cache.fold(batch, [len(tokens) for tokens in sampled])
+        return Result(tuple(sampled))
 
     @torch.inference_mode()
     def draft(self, plan: Plan, num_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
@@ -85,8 +85,10 @@ class TorchExecutor:
             batch = pack(Plan(tuple(rows)), self.device)
             hidden = self.forward(batch, cache, num_layers, batch.drawing_rows(list(range(len(rows)))))
             logits = self.scores(hidden)
-            for index, (row, drawn) in enumerate(zip(rows, draw_all(logits, [(row, 0) for row in rows]), strict=True)):
-                token = drawn.token
+            for index, (row, sampled) in enumerate(
+                zip(rows, draw_all(logits, [(row, 0) for row in rows]), strict=True)
+            ):
+                token = sampled.token
                 guesses[index].append(token)
                 history = (*row.history, token) if row.history else ()
                 rows[index] = replace(row, tokens=(token,), start=row.start + len(row.tokens), history=history)

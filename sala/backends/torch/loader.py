@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from sala.backends.torch.model import SalaModel
-from sala.backends.torch.permuted import PermutedLinear
-from sala.backends.torch.quant import AffineEmbedding, AffineLinear, AffineWeight, can_run_packed
-from sala.checkpoint.foreign import read_fp8_scales, read_matrix
+from sala.backends.torch.permuted_linear import PermutedLinear
+from sala.backends.torch.quantized_linear import AffineEmbedding, AffineLinear, AffineWeight, can_run_packed
+from sala.checkpoint.external_formats import read_fp8_scales, read_matrix
 from sala.checkpoint.names import check_tensors, foreign_modules, quantized_modules
 from sala.checkpoint.packing import Packed
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
-from sala.quantization import Groups, Layout
+from sala.quantization_config import Groups, Layout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PIECE = 1 << 24  # elements converted at a time

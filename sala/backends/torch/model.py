@@ -244,7 +244,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, config: SalaConfig) -> None:
         super().__init__()
-        weight = torch.empty(config.vocab_size, config.hidden_size)  # drawing it on no device would load a compiler
+        weight = torch.empty(config.vocab_size, config.hidden_size)  # sampling it on no device would load a compiler
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=weight)
         self.layers = nn.ModuleList(Layer(config, mixer) for mixer in config.mixers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -1,7 +1,7 @@
 """From logits to tokens. A draw depends on the logits, the seed and the position alone, never on the neighbours.
 
-That is also why speculation loses nothing: every position is drawn as it would have been without drafts, and a draft is
-accepted if it is the token that was drawn.
+That is also why speculation loses nothing: every position is sampled as without drafts, and a draft is
+accepted if it is the token that was sampled.
 """
 
 from collections.abc import Sequence
@@ -9,25 +9,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sala.drawing import GREEDY_BELOW, is_adjusted, keep_agreed, point_of, sampling_of
-from sala.protocol import Drawn, Row, Sampling
+from sala.backends.sampling import GREEDY_BELOW, is_adjusted, keep_agreed, point_of, sampling_of
+from sala.protocol import Row, SampledToken, Sampling
 
 
-def verify(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[tuple[Drawn, ...]]:
+def verify(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[tuple[SampledToken, ...]]:
     """For each row logits [num_drafts + 1, V], after its last certain token and after each draft → what it drew.
 
-    That is the drafts that were drawn as well, and one token more. All positions of all rows are drawn at once.
+    That is the drafts that were sampled as well, and one token more. All positions of all rows are sampled at once.
     """
     places = [(row, index) for row in rows for index in range(row.num_drafts + 1)]
     return keep_agreed(draw_all(torch.cat(list(logits)), places), rows)
 
 
-def draw(logits: Tensor, row: Row, num_accepted: int = 0) -> Drawn:
+def draw(logits: Tensor, row: Row, num_accepted: int = 0) -> SampledToken:
     """logits [V] in fp32, before any change; `row.sampling` says how to draw. The first drafts are taken as certain."""
     return draw_all(logits[None], [(row, num_accepted)])[0]
 
 
-def draw_all(logits: Tensor, places: Sequence[tuple[Row, int]]) -> list[Drawn]:
+def draw_all(logits: Tensor, places: Sequence[tuple[Row, int]]) -> list[SampledToken]:
     """A token for each row of logits [n, V]: of which row of the plan it is, and how many drafts come before it."""
     samplings = [sampling_of(row) for row, _ in places]
     if any(is_adjusted(row) for row, _ in places):
@@ -92,7 +92,7 @@ def _draw_at(logits: Tensor, samplings: Sequence[Sampling], points: Sequence[flo
 
 
 def filters(probs: Tensor, sampling: Sampling) -> Tensor:
-    """Which of the sorted probabilities may be drawn; the first always."""
+    """Which of the sorted probabilities may be sampled; the first always."""
     keep = torch.ones_like(probs, dtype=torch.bool)
     if sampling.top_k:
         keep[sampling.top_k :] = False
@@ -105,10 +105,10 @@ def filters(probs: Tensor, sampling: Sampling) -> Tensor:
     return keep
 
 
-def _with_logprobs(token: int, logits: Tensor, count: int | None) -> Drawn:
+def _with_logprobs(token: int, logits: Tensor, count: int | None) -> SampledToken:
     if count is None:
-        return Drawn(token)
+        return SampledToken(token)
     logprobs = logits.log_softmax(-1)
     values, ids = logprobs.topk(min(count, logprobs.shape[0]))
     top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return Drawn(token, float(logprobs[token]), top)
+    return SampledToken(token, float(logprobs[token]), top)

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
-from sala.backends.torch.halves import put_halves
+from sala.backends.torch.fast.cpu_decode import NativeSteps, Steps
+from sala.backends.torch.half_linear import put_halves
 from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.affine import dequantize
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_fold, lightning_step
 from sala.backends.torch.ops.sparse import attend_chosen, sparse_attention
-from sala.backends.torch.quant import AffineLinear, AffineWeight
+from sala.backends.torch.quantized_linear import AffineLinear, AffineWeight
 from sala.backends.torch.random import random_model
-from sala.backends.torch.steps import NativeSteps, Steps
 from sala.checkpoint.random import TINY
 from sala.config import SalaConfig
 from sala.protocol import Plan, Row

@@ -15,7 +15,7 @@ from sala.backends.torch.ops.lightning import decay_slopes, lightning_prefill, l
 from sala.backends.torch.ops.norm import rms_norm
 from sala.backends.torch.ops.rope import apply_rope, rope_angles
 from sala.backends.torch.ops.sparse import select_blocks, sparse_attention
-from sala.backends.torch.quant import AffineLinear, AffineWeight
+from sala.backends.torch.quantized_linear import AffineLinear, AffineWeight
 from sala.backends.torch.random import random_model
 from sala.backends.torch.selftest import ANSWER, PROMPT, SMALL, Pair, Trial, relative_error
 from sala.checkpoint.random import RELEASED
@@ -84,7 +84,7 @@ class Shapes:
         self.start = self.length - NUM_QUERIES
 
     def random(self, *shape: int) -> Tensor:
-        """Drawn on the CPU: every device gets the same."""
+        """SampledToken on the CPU: every device gets the same."""
         return torch.randn(shape).to(self.device, self.dtype)
 
     def lightning(self, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -305,21 +305,21 @@ def _pooling(shapes: Shapes) -> float:
 
 
 def _choice_prefill(shapes: Shapes) -> float:
-    from sala.backends.torch.kernels import choice
+    from sala.backends.torch.kernels import block_selection
 
     past, q, positions = Past(shapes), shapes.queries(NUM_QUERIES), shapes.positions()
     pages, table = past.pages, past.span.table
-    found = choice.choose_prefill(q, pages.k1, pages.k2, table, shapes.start, shapes.sparse, shapes.scale)
+    found = block_selection.choose_prefill(q, pages.k1, pages.k2, table, shapes.start, shapes.sparse, shapes.scale)
     return _share_of_others(found, past.choose(shapes, q, positions))
 
 
 def _choice_decode(shapes: Shapes) -> float:
-    from sala.backends.torch.kernels import choice
+    from sala.backends.torch.kernels import block_selection
 
     past, q, positions = Past(shapes), shapes.queries(NUM_QUERIES), shapes.positions()
     tables = past.span.table.int().repeat(NUM_QUERIES, 1)
     pages, lengths = past.pages, positions + 1
-    found = choice.choose_decode(
+    found = block_selection.choose_decode(
         q, pages.k1, pages.k2, tables, lengths, shapes.sparse, shapes.scale, past.num_blocks
     )  # fmt: skip
     return _share_of_others(found, past.choose(shapes, q, positions))
@@ -368,7 +368,7 @@ def _decode_attention(shapes: Shapes) -> float:
 
 def _step(device: torch.device, dtype: torch.dtype, kind: str, is_sparse: bool) -> float:
     """A prompt in two chunks, or an answer after one, by all kernels together."""
-    from sala.backends.torch.steps_gpu import GpuSteps
+    from sala.backends.torch.fast.gpu_forward import GpuSteps
 
     model = random_model(SMALL, dtype, device)
     steps = GpuSteps(model, device, PROMPT + 64, has_graphs=device.type == "cuda", prefill="exact")
@@ -377,7 +377,7 @@ def _step(device: torch.device, dtype: torch.dtype, kind: str, is_sparse: bool) 
 
 def _packed_step(device: torch.device, kind: str, bits: int) -> float:
     """As `_step`, with packed matrices against the same ones dequantized."""
-    from sala.backends.torch.steps_gpu import GpuSteps
+    from sala.backends.torch.fast.gpu_forward import GpuSteps
 
     model, twin = (random_model(SMALL, torch.bfloat16, device) for _ in range(2))
     for name, module in list(model.named_modules()):

@@ -8,7 +8,7 @@ import os
 import sys
 
 if os.environ.get("SGLANG_AS_IT_IS"):  # every process of the engine imports this file before it loads plug-ins
-    from sala.integrations import sglang as plugin
+    from sala.plugins import sglang as plugin
 
     plugin.read_norm = lambda source: plugin.Norm.OTHER
 

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from sala.server import web
+from sala.server.http import page as web
 
 KEY = "open-sesame"
 CONTEXT = 1_048_576

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sala.backends.torch.kernels.attention import LOG2_E, absorb, rows_of_heads, shared_memory
-from sala.backends.torch.kernels.early import early_options, let_others_start, wait_for_others
+from sala.backends.torch.kernels.pdl import early_options, let_others_start, wait_for_others
 
 SIZES = ("first_length", "num_splits", "num_chosen", "max_dense")
 JOIN_CHUNK = 64  # splits joined at a time; fixed, so that the order of sums does not depend on how many there are

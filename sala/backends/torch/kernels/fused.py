@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sala.backends.torch.kernels.early import early_options, let_others_start, wait_for_others
+from sala.backends.torch.kernels.pdl import early_options, let_others_start, wait_for_others
 
 HEADS = 8  # per program
 COLUMNS = 2048

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sala.backends.torch.kernels.early import early_options, fetch, let_others_start
+from sala.backends.torch.kernels.pdl import early_options, fetch, let_others_start
 
 HORIZON = 20.0
 LONGEST_SEGMENT = 8192

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sala.backends.torch.kernels.attention import shared_memory
-from sala.backends.torch.kernels.early import can_start_early, fetch, let_others_start, wait_for_others
+from sala.backends.torch.kernels.pdl import can_start_early, fetch, let_others_start, wait_for_others
 
 LEAST_ROWS, MOST_ROWS = 32, 128  # of a tile: more rows are no longer bound by the weight
 PROGRAMS = 128  # as many as a large GPU has multiprocessors, nearly

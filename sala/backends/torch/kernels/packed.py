@@ -34,8 +34,8 @@ from torch import Tensor
 
 from sala.backends.torch.kernels import linear as dense
 from sala.backends.torch.kernels.attention import shared_memory
-from sala.backends.torch.kernels.early import can_start_early, fetch
 from sala.backends.torch.kernels.linear import MOST_ROWS, _silu_mul
+from sala.backends.torch.kernels.pdl import can_start_early, fetch
 
 WORDS = 32  # of a row, in a block
 LEAST_TILE, MOST_TILE = 16, 64  # rows of a program

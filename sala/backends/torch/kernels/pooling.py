@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sala.backends.torch.kernels.early import early_options, wait_for_others
+from sala.backends.torch.kernels.pdl import early_options, wait_for_others
 from sala.config import SparseConfig
 
 

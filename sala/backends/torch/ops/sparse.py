@@ -251,9 +251,9 @@ def _choice_kernels(q: Tensor, sparse: SparseConfig) -> Any:
     """The module whose kernels choose for these queries, if there is one."""
     if not triton_kernels.can_run(q.device):
         return None
-    from sala.backends.torch.kernels import choice
+    from sala.backends.torch.kernels import block_selection
 
-    return choice if choice.supports(sparse, q.shape[2], q.dtype) else None
+    return block_selection if block_selection.supports(sparse, q.shape[2], q.dtype) else None
 
 
 def _fused_block_attention(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block_size: int, scale: float) -> Tensor:

@@ -1,0 +1,1 @@
+"""Fused forward passes that replace the plain model where kernels are available."""

@@ -1,0 +1,231 @@
+"""Steps of a few tokens: the whole model in one call, where the machine has a kernel that does it.
+
+`SalaModel` is the definition, and runs whatever is not taken here: long rows, other devices, other precisions. A step
+object is made once for a model whose weights stay where they are; it takes what the model takes and gives what the
+model gives, to the rounding of fp32.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sala.backends.torch.batch import Batch, Pending, take
+from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.half_linear import HalfLinear, native_weight
+from sala.backends.torch.kernels import native, triton_kernels
+from sala.backends.torch.model import Layer as ModelLayer
+from sala.backends.torch.model import LightningMixer, RMSNorm, SalaModel, SparseMixer, angles_of
+from sala.backends.torch.ops.lightning import decay_slopes
+from sala.backends.torch.ops.rope import query_growth
+from sala.backends.torch.quantized_linear import FEW_ROWS, AffineLinear
+
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # weights that the kernels of the CPU read as they are
+
+
+class Steps(Protocol):
+    """A faster way for some batches."""
+
+    def can_run(self, batch: Batch) -> bool: ...
+
+    def __call__(
+        self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
+    ) -> Tensor:
+        """As `SalaModel.forward`: extends the cache → normed hidden states [T, hidden], or of the wanted rows alone."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `SalaModel.logits`."""
+        ...
+
+
+def find_steps(model: SalaModel, device: torch.device, max_tokens: int) -> Steps | None:
+    """The faster way of this machine, if there is one for this model; `max_tokens` is what a sequence may have."""
+    if triton_kernels.can_run(device) and _has_gpu_shapes(model):
+        from sala.backends.torch.fast.gpu_forward import GpuSteps
+
+        return GpuSteps(model, device, max_tokens)
+    if device.type == "cpu" and native.load() is not None and _has_fitting_shapes(model):
+        return NativeSteps(model)
+    return None
+
+
+class NativeSteps:
+    """By the kernels of the CPU, in fp32, whatever the precision of the weights (packed or plain) and of the pages."""
+
+    def __init__(self, model: SalaModel) -> None:
+        kernel = native.load()
+        assert kernel is not None
+        self.kernel = kernel
+        self.model = model
+        self.held: list[Tensor] = []  # what is wanted in fp32 and is something else in the model
+        config, sparse = model.config, model.config.sparse_config
+        self.slopes = decay_slopes(config.lightning_nh)
+        self.decay = torch.exp(-self.slopes)
+        self.layers = (native.Layer * config.num_hidden_layers)(*map(self.describe, model.model.layers))
+        self.struct = native.Model(
+            layers=self.layers,
+            norm=self.floats(model.model.norm.weight),
+            hidden=config.hidden_size,
+            eps=config.rms_norm_eps,
+            residual_scale=config.residual_scale,
+            block_size=sparse.block_size,
+            kernel_size=sparse.kernel_size,
+            kernel_stride=sparse.kernel_stride,
+            init_blocks=sparse.init_blocks,
+            window_blocks=sparse.num_window_blocks,
+            num_chosen=sparse.num_chosen,
+        )
+        self.pasts: tuple[HybridCache, ctypes.Array[native.Past]] | None = None
+
+    def floats(self, tensor: Tensor | None) -> int | None:
+        """Where a small tensor lies in fp32."""
+        if tensor is None:
+            return None
+        self.held.append(tensor.detach().float().contiguous())
+        return _address(self.held[-1])
+
+    def norm(self, norm: RMSNorm | None) -> int | None:
+        return None if norm is None else self.floats(norm.weight)
+
+    def weight(self, linear: nn.Module | None) -> native.Weight:
+        if linear is None:
+            return native.Weight()
+        if isinstance(linear, AffineLinear):
+            weight = native.Weight.from_buffer_copy(linear.native)
+        else:
+            assert isinstance(linear, nn.Linear)
+            weight = native_weight(linear)
+        weight.addend = self.floats(linear.bias)
+        return weight
+
+    def describe(self, layer: nn.Module) -> native.Layer:
+        assert isinstance(layer, ModelLayer)
+        mixer, mlp = layer.self_attn, layer.mlp
+        is_lightning = isinstance(mixer, LightningMixer)
+        assert isinstance(mixer, LightningMixer | SparseMixer)
+        return native.Layer(
+            q=self.weight(mixer.q_proj),
+            k=self.weight(mixer.k_proj),
+            v=self.weight(mixer.v_proj),
+            o=self.weight(mixer.o_proj),
+            gate=self.weight(mixer.z_proj if isinstance(mixer, LightningMixer) else mixer.o_gate),
+            mlp_gate=self.weight(mlp.gate_proj),
+            mlp_up=self.weight(mlp.up_proj),
+            mlp_down=self.weight(mlp.down_proj),
+            input_norm=self.norm(layer.input_layernorm),
+            post_norm=self.norm(layer.post_attention_layernorm),
+            q_norm=self.norm(mixer.q_norm),
+            k_norm=self.norm(mixer.k_norm),
+            o_norm=self.norm(mixer.o_norm) if isinstance(mixer, LightningMixer) else None,
+            decay=_address(self.decay) if is_lightning else None,
+            num_heads=mixer.num_heads,
+            num_kv_heads=mixer.num_kv_heads,
+            head_dim=mixer.head_dim,
+        )
+
+    def can_run(self, batch: Batch) -> bool:
+        return len(batch.ids) <= FEW_ROWS
+
+    def __call__(
+        self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
+    ) -> Tensor:
+        config = self.model.config
+        count = config.num_hidden_layers if num_layers is None else min(num_layers, config.num_hidden_layers)
+        x = (self.model.model.embed_tokens(batch.tokens).float() * config.scale_emb).contiguous()
+        step = native.Step(
+            spans=(native.Span * len(batch.spans))(
+                *(
+                    native.Span(s.start, s.length, s.slot, s.sparse_from, s.num_drafts, s.table.data_ptr())
+                    for s in batch.spans
+                )
+            ),
+            pasts=self.past_of(cache),
+            x=x.data_ptr(),
+            num_spans=len(batch.spans),
+            num_tokens=x.shape[0],
+            num_layers=count,
+            num_threads=torch.get_num_threads(),
+        )
+        if config.lightning_use_rope:
+            cos, sin = angles_of(batch, config.lightning_head_dim, config.rope_theta)
+            step.lightning_cos, step.lightning_sin = cos.data_ptr(), sin.data_ptr()
+        if config.attn_use_rope:
+            cos, sin = angles_of(batch, config.head_dim, config.rope_theta)
+            step.sparse_cos, step.sparse_sin = cos.data_ptr(), sin.data_ptr()
+        growth = None if config.attn_log_base is None else query_growth(batch.positions, config.attn_log_base)
+        step.growth = _address(growth)
+        kept = self.keep(batch, cache, count)
+        step.kept_k, step.kept_v = (None, None) if kept is None else (_address(kept[0]), _address(kept[1]))
+        self.kernel.step(ctypes.addressof(self.struct), ctypes.addressof(step))
+        return x if wanted is None else take(x, wanted)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        head = self.model.lm_head
+        if type(head) is nn.Linear:
+            return self.model.logits(hidden.to(head.weight.dtype))
+        return head.forward(hidden.float() / self.model.config.logit_divisor)  # in fp32 to the end
+
+    def past_of(self, cache: HybridCache) -> "ctypes.Array[native.Past]":
+        """Where the cache lies; asked at every step, and nearly always about the same one."""
+        if self.pasts is None or self.pasts[0] is not cache:
+            layers = range(self.model.config.num_hidden_layers)
+            self.pasts = (cache, (native.Past * len(layers))(*(_past(cache, layer) for layer in layers)))
+            for pages in cache.pages.values():
+                self.struct.num_pages = pages.k.shape[1]
+                self.struct.page_type = native.SCALE_TYPES[str(pages.k.dtype).removeprefix("torch.")]
+        return self.pasts[1]
+
+    def keep(self, batch: Batch, cache: HybridCache, num_layers: int) -> tuple[Tensor, Tensor] | None:
+        """Room for keys and values of states that wait for a verdict, which the batch then holds."""
+        if not any(span.num_drafts for span in batch.spans):
+            return None
+        config, lengths = self.model.config, batch.lengths
+        layers = [layer for layer in config.lightning_layers if layer < num_layers]
+        shape = (len(layers), sum(lengths), config.lightning_nh, config.lightning_head_dim)
+        kept = torch.empty(shape), torch.empty(shape)
+        for layer, k, v in zip(layers, *kept, strict=True):
+            rows = zip(batch.spans, k.split(lengths), v.split(lengths), strict=True)
+            for index, (span, k_row, v_row) in enumerate(rows):
+                if span.num_drafts:
+                    batch.pending.append(Pending(index, cache.states[layer], self.slopes, k_row, v_row))
+        return kept
+
+
+def _has_gpu_shapes(model: SalaModel) -> bool:
+    """Heads of 64 or 128 numbers, blocks that tensor cores can take."""
+    config = model.config
+    sparse, dims = config.sparse_config, {config.head_dim, config.lightning_head_dim}
+    is_paged = sparse.block_size % 16 == 0 and sparse.kernel_stride * 4 <= sparse.block_size
+    return dims <= {16, 32, 64, 128} and is_paged
+
+
+def _has_fitting_shapes(model: SalaModel) -> bool:
+    config = model.config
+    widths = (config.hidden_size, config.intermediate_size, config.head_dim, config.lightning_head_dim)
+    if any(width % native.LANES for width in widths):
+        return False
+    linears = [module for layer in model.model.layers for module in layer.modules() if hasattr(module, "in_features")]
+    return all(_is_readable(linear) for linear in linears)
+
+
+def _is_readable(linear: nn.Module) -> bool:
+    if isinstance(linear, AffineLinear):
+        return linear.kernel is not None
+    if type(linear) not in (nn.Linear, HalfLinear):
+        return False
+    weight = linear.weight
+    return isinstance(weight, Tensor) and weight.dtype in _PLAIN and weight.is_contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _past(cache: HybridCache, layer: int) -> native.Past:
+    if layer in cache.pages:
+        pages = cache.pages[layer]
+        return native.Past(k=_address(pages.k), v=_address(pages.v), k1=_address(pages.k1), k2=_address(pages.k2))
+    return native.Past(states=_address(cache.states.get(layer)))

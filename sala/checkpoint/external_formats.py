@@ -1,0 +1,272 @@
+"""Matrices as other programs quantize them, read into our own layout: the same codes, scales and zero points.
+
+    GPTQ                qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out], g_idx
+    AWQ                 qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]
+    compressed-tensors  weight_packed [out, in * bits / 32], weight_scale [out, groups], weight_zero_point, weight_g_idx
+    FP8                 weight [out, in] as e4m3, and weight_scale or weight_scale_inv for the matrix, rows or blocks
+
+All of them but FP8 mean w = (code - zero) * scale. Here it is code * scale + bias with bias = -zero * scale, which
+fp32 holds exactly for scales of 16 bits. Words hold their first code in the lowest bits, except AWQ's.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sala.checkpoint.packing import Array, Floats, Packed, Words, decode, encode
+from sala.checkpoint.reader import Checkpoint, TensorInfo
+from sala.errors import CheckpointError
+from sala.quantization_config import Groups, Layout, split_group
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+FLOATS = ("F16", "BF16", "F32")
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs that the codes of a word are for, lowest bits first
+_PIECE = 1 << 20  # codes unpacked at a time: within the cache of a processor
+_NUMPY = {"I32": np.uint32, "I64": np.int64, "F16": np.float16, "BF16": np.uint16, "F32": np.float32}
+_MARKS = {"gptq": "qweight", "awq": "qweight", "pack-quantized": "weight_packed"}  # what only a quantized module has
+_FP8_SCALES = ("weight_scale", "weight_scale_inv")  # of either name: what the codes are multiplied by
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a tensor of a checkpoint may be: one of some shapes and precisions."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    is_required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A packed matrix, and the input that each of its columns takes, where that is not the order of the inputs."""
+
+    packed: Packed
+    order: "np.ndarray[Any, np.dtype[np.int64]] | None"
+
+
+def find_modules(tensors: Mapping[str, TensorInfo], layout: Layout) -> list[str]:
+    """The modules that a file holds in this layout."""
+    if layout.kind == "fp8":
+        marked = [name for name, info in tensors.items() if info.dtype.startswith("F8") and name.endswith(".weight")]
+    else:
+        marked = [name for name in tensors if name.endswith(f".{_MARKS[layout.kind]}")]
+    return [name.rpartition(".")[0] for name in marked]
+
+
+def groups_of(module: str, shape: tuple[int, ...], layout: Layout) -> Groups:
+    """The groups that a matrix [out, in] gets: the file's, or several for one of them."""
+    size = shape[1] if layout.group_size is None else layout.group_size
+    own = split_group(size)
+    if shape[1] % size or own is None:
+        raise CheckpointError(f"{module} {list(shape)} has no groups of {size}", "use groups that divide its inputs")
+    return Groups(layout.bits, own)
+
+
+def parts_of(module: str, shape: tuple[int, ...], layout: Layout, found: Iterable[str]) -> dict[str, Part]:
+    """Tensor → what it must be, for a module with a matrix [out, in]."""
+    num_out, num_in = shape
+    if layout.kind == "fp8":
+        return _fp8_parts(module, shape, layout, found)
+    groups_of(module, shape, layout)
+    per_word = 32 // layout.bits
+    if num_in % per_word or (num_out % per_word and layout.kind != "pack-quantized"):
+        raise CheckpointError(f"{module} {list(shape)} does not fill whole words", "use a model with even sizes")
+    num_groups = 1 if layout.group_size is None else num_in // layout.group_size
+    words, order = ("I32",), Part(((num_in,),), ("I32",), layout.has_order)
+    if layout.kind == "awq":
+        parts = {
+            "qweight": Part(((num_in, num_out // per_word),), words),
+            "qzeros": Part(((num_groups, num_out // per_word),), words),
+            "scales": Part(((num_groups, num_out),), FLOATS),
+        }
+    elif layout.kind == "gptq":
+        parts = {
+            "qweight": Part(((num_in // per_word, num_out),), words),
+            "qzeros": Part(((num_groups, num_out // per_word),), words),
+            "scales": Part(((num_groups, num_out),), FLOATS),
+            "g_idx": order,
+        }
+    else:
+        parts = {
+            "weight_packed": Part(((num_out, num_in // per_word),), words),
+            "weight_scale": Part(((num_out, num_groups),), FLOATS),
+            "weight_shape": Part(((2,),), ("I64", "I32")),
+            "weight_g_idx": order,
+        }
+        if not layout.is_symmetric:
+            parts["weight_zero_point"] = Part(((-(-num_out // per_word), num_groups),), words)
+    return {f"{module}.{name}": part for name, part in parts.items()}
+
+
+def _fp8_parts(module: str, shape: tuple[int, ...], layout: Layout, found: Iterable[str]) -> dict[str, Part]:
+    num_out, num_in = shape
+    shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (num_out,), (num_out, 1))
+    if layout.block is not None:
+        shapes = ((-(-num_out // layout.block[0]), -(-num_in // layout.block[1])),)
+    names = set(found)
+    scale = next((name for name in _FP8_SCALES if f"{module}.{name}" in names), _FP8_SCALES[0])
+    return {
+        f"{module}.weight": Part((shape,), ("F8_E4M3",)),
+        f"{module}.{scale}": Part(shapes, FLOATS),
+        f"{module}.input_scale": Part(((), (1,)), FLOATS, is_required=False),  # activations are not quantized here
+    }
+
+
+def read_matrix(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], layout: Layout) -> Matrix:
+    """A module of GPTQ, AWQ or compressed-tensors, whose tensors have been checked."""
+    groups = groups_of(module, shape, layout)
+    order = _read_order(checkpoint, module, shape, layout)
+    scales, dtype = _read_scales(checkpoint, f"{module}.{'weight_scale' if _is_ours(layout) else 'scales'}")
+    zeros = _read_zeros(checkpoint, module, shape, layout)
+    if not _is_ours(layout):
+        scales, zeros = scales.T, zeros.T
+    biases = -zeros.astype(np.float32) * scales
+    times = shape[1] // groups.group_size // scales.shape[1]
+    kept = dtype if _holds(biases, dtype) else "F32"
+    packed = Packed(
+        _read_codes(checkpoint, module, shape, layout, order),
+        np.repeat(encode(scales, kept), times, 1),
+        np.repeat(encode(biases, kept), times, 1),
+        groups.bits,
+        groups.group_size,
+        kept,
+    )
+    for name in parts_of(module, shape, layout, ()):
+        if name in checkpoint.tensors:
+            checkpoint.forget(name)
+    return Matrix(packed, order)
+
+
+def read_fp8_scales(checkpoint: Checkpoint, module: str) -> Floats:
+    """fp32, [blocks of outputs, blocks of inputs]: 1 by 1 for the whole matrix, out by 1 for rows."""
+    name = next(name for name in (f"{module}.{part}" for part in _FP8_SCALES) if name in checkpoint.tensors)
+    scales = _read_scales(checkpoint, name)[0]
+    return scales if scales.ndim == 2 else scales.reshape(-1, 1)
+
+
+def _is_ours(layout: Layout) -> bool:
+    """Whether outputs come first, as in our own layout."""
+    return layout.kind == "pack-quantized"
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Array:
+    raw = checkpoint.read(name)
+    return np.frombuffer(raw.data, _NUMPY[raw.dtype]).reshape(raw.shape)
+
+
+def _read_scales(checkpoint: Checkpoint, name: str) -> tuple[Floats, str]:
+    dtype = checkpoint.tensors[name].dtype
+    scales = decode(_read(checkpoint, name), dtype)
+    if not np.isfinite(scales).all():
+        raise CheckpointError(f"{checkpoint.path}: {name} has an infinite value, or no number", "download it again")
+    return scales, dtype
+
+
+def _holds(values: Floats, dtype: str) -> bool:
+    with np.errstate(over="ignore"):
+        return bool((decode(encode(values, dtype), dtype) == values).all())
+
+
+def _read_zeros(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], layout: Layout) -> Array:
+    """Zero points as codes, [groups, out]; for compressed-tensors [out, groups]."""
+    middle = 1 << (layout.bits - 1)
+    if _is_ours(layout):
+        if layout.is_symmetric:
+            return np.full((1, 1), middle, np.uint8)
+        words = np.ascontiguousarray(_read(checkpoint, f"{module}.weight_zero_point").T)
+        return _unpack(words, layout.bits)[:, : shape[0]].T
+    words = _read(checkpoint, f"{module}.qzeros")
+    if layout.kind == "awq":
+        return _in_awq_order(_unpack(words, layout.bits))
+    if layout.is_zero_less_one:  # taken off whole words, so that a zero point of nought has borrowed from the next
+        words = words + np.uint32(0x11111111 if layout.bits == 4 else 0x01010101)
+    zeros = _unpack(words, layout.bits)
+    if layout.is_symmetric and (zeros != middle).any():
+        raise CheckpointError(
+            f"{checkpoint.path}: {module}.qzeros are not all {middle}, as symmetric ones are",
+            "sym or checkpoint_format (gptq or gptq_v2) in config.json is wrong",
+        )
+    return zeros
+
+
+def _read_order(
+    checkpoint: Checkpoint, module: str, shape: tuple[int, ...], layout: Layout
+) -> "np.ndarray[Any, np.dtype[np.int64]] | None":
+    """The inputs, group after group; None if they lie so already."""
+    name = f"{module}.{'weight_g_idx' if _is_ours(layout) else 'g_idx'}"
+    if name not in checkpoint.tensors:
+        return None
+    size = shape[1] if layout.group_size is None else layout.group_size
+    index = _read(checkpoint, name).view(np.int32).astype(np.int64)
+    if _is_ours(layout) and (index == -1).all():  # how "no order" is written
+        return None
+    is_known = index.min() >= 0 and index.max() < shape[1] // size
+    if not is_known or (np.bincount(index, minlength=shape[1] // size) != size).any():
+        raise CheckpointError(
+            f"{checkpoint.path}: {name} does not share {shape[1]} inputs out to groups of {size}", "download it again"
+        )
+    order = np.argsort(index, kind="stable")
+    return None if (order == np.arange(len(order))).all() else order
+
+
+def _read_codes(
+    checkpoint: Checkpoint,
+    module: str,
+    shape: tuple[int, ...],
+    layout: Layout,
+    order: "np.ndarray[Any, np.dtype[np.int64]] | None",
+) -> Words:
+    """Words [out, in * bits / 32] of codes in the order of the columns, some rows at a time."""
+    name = f"{module}.{_MARKS[layout.kind]}"
+    words, bits = _read(checkpoint, name), layout.bits
+    if _is_ours(layout) and _read(checkpoint, f"{module}.weight_shape").tolist() != list(shape):
+        raise CheckpointError(f"{checkpoint.path}: {module}.weight_shape is not {list(shape)}", "download it again")
+    out: Words = np.empty((shape[0], shape[1] * bits // 32), np.uint32)
+    step = max(8, _PIECE // shape[1] // 8 * 8)
+    for begin in range(0, shape[0], step):
+        end = min(begin + step, shape[0])
+        if layout.kind == "awq":
+            out[begin:end] = _pack_columns(_in_awq_order(_unpack(words[:, begin // 8 : end // 8], bits)), bits)
+        elif order is None:
+            out[begin:end] = words[begin:end] if _is_ours(layout) else words[:, begin:end].T
+        elif _is_ours(layout):
+            out[begin:end] = _pack_columns(_unpack(words[begin:end], bits).T[order], bits)
+        else:
+            out[begin:end] = _pack_columns(_unpack_columns(words[:, begin:end], bits)[order], bits)
+    return out
+
+
+def _in_awq_order(codes: Bytes) -> Bytes:
+    """Codes [n, out] as they lie in words → by output."""
+    words = codes.reshape(len(codes), -1, len(_AWQ_ORDER))
+    out = np.empty_like(words)
+    out[..., _AWQ_ORDER] = words
+    return out.reshape(codes.shape)
+
+
+def _unpack(words: Array, bits: int) -> Bytes:
+    """Words [n, W] → codes [n, W * 32 / bits], lowest bits first; of 4 or 8 bits."""
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return octets
+    codes = np.empty((*octets.shape, 2), np.uint8)
+    np.bitwise_and(octets, 15, out=codes[..., 0])
+    np.right_shift(octets, 4, out=codes[..., 1])
+    return codes.reshape(len(octets), -1)
+
+
+def _unpack_columns(words: Array, bits: int) -> Bytes:
+    """Words [W, n] → codes [W * 32 / bits, n], lowest bits first."""
+    count, mask = 32 // bits, np.uint32((1 << bits) - 1)
+    codes = np.empty((len(words), count, words.shape[1]), np.uint8)
+    for at in range(count):
+        codes[:, at] = words >> np.uint32(at * bits) & mask
+    return codes.reshape(-1, words.shape[1])
+
+
+def _pack_columns(codes: Bytes, bits: int) -> Words:
+    """Codes [in, n] → words [n, in * bits / 32]."""
+    octets = codes if bits == 8 else codes[0::2] | codes[1::2] << 4
+    return np.ascontiguousarray(octets.T).view(np.uint32)

@@ -1,0 +1,361 @@
+"""Adapters: low-rank changes of a model's matrices, in the directories that peft writes.
+
+W' = W + scale * up @ down. An adapter is merged when the checkpoint is opened: the tensors that it touches are given
+out changed, as plain ones in the precision of the model, computed in fp32 and rounded once. Whoever reads a checkpoint
+runs an adapter without knowing it, at full speed, and a merged checkpoint on disk holds the same bytes.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from sala.checkpoint.external_formats import parts_of, read_fp8_scales, read_matrix
+from sala.checkpoint.names import check_tensors, expected_tensors, foreign_modules, quantized_modules
+from sala.checkpoint.packing import PACKED_PARTS, Array, Floats, Packed, decode, dequantize
+from sala.checkpoint.reader import Checkpoint, RawTensor, TensorInfo, read_file_header, read_tensors
+from sala.config import SalaConfig, read_json_object
+from sala.errors import CheckpointError, ModelNotFound
+from sala.quantization_config import Groups, matrix_modules
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+FILE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+_PIECE = 1 << 20  # weights merged at a time: within the cache of a processor
+_THREADS = 4
+_MAX_BYTES = 16 << 30
+_REFUSED = {  # fields that change the arithmetic, and what they would mean
+    "use_dora": "DoRA", "use_qalora": "QA-LoRA", "use_bdlora": "BD-LoRA", "lora_bias": "a bias in the adapter",
+    "layer_replication": "repeated layers", "modules_to_save": "whole modules of its own",
+    "trainable_token_indices": "single tokens of its own", "target_parameters": "changes of bare parameters",
+    "alora_invocation_tokens": "activation by tokens", "arrow_config": "routing", "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA", "megatron_config": "Megatron's layers", "fan_in_fan_out": "transposed weights",
+}  # fmt: skip
+_OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # these change the base before they learn
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Of one matrix [out, in]: scale * up [out, r] @ down [r, in]."""
+
+    up: Floats
+    down: Floats
+    scale: float
+
+    def rows(self, begin: int, end: int) -> Floats:
+        return np.float32(self.scale) * (self.up[begin:end] @ self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Changes by the name of the module, and what tells this adapter from others."""
+
+    path: Path
+    changes: Mapping[str, Change]
+    fingerprint: str
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a directory holds an adapter and no model of its own."""
+    return (path / CONFIG_FILE).is_file() and not (path / "config.json").is_file()
+
+
+def base_of(path: Path) -> str | None:
+    """The model that an adapter was made for, as it says itself."""
+    name = read_json_object(path / CONFIG_FILE).get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
+
+
+def read_adapter(path: str | Path, config: SalaConfig) -> Adapter:
+    """An adapter's directory, checked against the model that it is to change."""
+    path = Path(path)
+    if not (path / CONFIG_FILE).is_file():
+        raise ModelNotFound(f"{path} has no {CONFIG_FILE}", "give the directory of a LoRA adapter")
+    if not (path / WEIGHTS_FILE).is_file():
+        if any(path.glob("adapter_model.bin")):
+            raise CheckpointError(f"{path} has pickled weights, which can run code", "save it as safetensors")
+        raise ModelNotFound(f"{path} has no {WEIGHTS_FILE}", "the adapter is incomplete")
+    table = read_json_object(path / CONFIG_FILE)
+    _check_kind(path, table)
+    infos = read_file_header(path / WEIGHTS_FILE)[1]
+    pairs = _pair(path, infos, config)
+    raw = read_tensors(path / WEIGHTS_FILE, infos)
+    changes = {module: _change(path, module, table, *(raw[name] for name in names)) for module, names in pairs.items()}
+    digest = hashlib.sha256()
+    for name, tensor in sorted(raw.items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
+        digest.update(tensor.data)
+    for module, change in sorted(changes.items()):
+        digest.update(f"{module} {change.scale!r}".encode())
+    return Adapter(path, MappingProxyType(changes), digest.hexdigest())
+
+
+def _check_kind(path: Path, table: Mapping[str, Any]) -> None:
+    where = path / CONFIG_FILE
+    if table.get("peft_type") != "LORA":
+        raise CheckpointError(f"{where} is of type {str(table.get('peft_type'))[:40]!r}", "only LORA can be read")
+    for name, meaning in _REFUSED.items():
+        if table.get(name):
+            raise CheckpointError(f"{where} has {name}: {meaning}", "only plain LoRA can be read")
+    if table.get("bias", "none") != "none":
+        raise CheckpointError(
+            f"{where} has bias {str(table['bias'])[:40]!r}", "only adapters without biases can be read"
+        )
+    start = str(table.get("init_lora_weights")).lower()
+    if start.startswith(_OTHER_BASES):
+        raise CheckpointError(f"{where} began as {start[:40]}, which changes the base", "convert it to a plain adapter")
+
+
+def _pair(path: Path, infos: Mapping[str, TensorInfo], config: SalaConfig) -> dict[str, tuple[str, str]]:
+    """Module → names of its (down, up); everything in the file must be one of them, and fit."""
+    if sum(info.nbytes for info in infos.values()) > _MAX_BYTES:
+        raise CheckpointError(f"{path / WEIGHTS_FILE} is larger than {_MAX_BYTES >> 30} GiB", "is it an adapter?")
+    shapes, known = expected_tensors(config), matrix_modules(config.mixers) - {"model.embed_tokens"}
+    found: dict[str, dict[str, str]] = {}
+    for name, info in infos.items():
+        match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", name)
+        module = match[1] if match else None
+        if match is None or module not in known or f"{module}.weight" not in shapes:
+            raise CheckpointError(
+                f"{path}: {name[:200]} is no change of this model's linears", "it is of another model"
+            )
+        if info.dtype not in _NUMPY or len(info.shape) != 2:
+            raise CheckpointError(f"{path}: {name} is {info.dtype} {list(info.shape)}", "save the adapter again")
+        if found.setdefault(match[1], {}).setdefault(match[2], name) != name:
+            raise CheckpointError(f"{path}: {match[1]} is changed twice", "save the adapter again")
+    if not found:
+        raise CheckpointError(f"{path} changes nothing", "is it the right directory?")
+    for module, parts in found.items():
+        if set(parts) != {"A", "B"}:
+            raise CheckpointError(f"{path}: {module} has only one of lora_A and lora_B", "the adapter is incomplete")
+        (num_out, num_in), (rank, inner) = shapes[f"{module}.weight"], infos[parts["A"]].shape
+        if inner != num_in or infos[parts["B"]].shape != (num_out, rank) or not rank:
+            have = f"{list(infos[parts['B']].shape)} x {list(infos[parts['A']].shape)}"
+            raise CheckpointError(
+                f"{path}: {module} is {[num_out, num_in]} in the model, and the adapter has {have}",
+                "it was made for another model",
+            )
+    return {module: (parts["A"], parts["B"]) for module, parts in found.items()}
+
+
+def _change(path: Path, module: str, table: Mapping[str, Any], down: RawTensor, up: RawTensor) -> Change:
+    rank = _by_pattern(path, table, "rank_pattern", module, table.get("r"))
+    alpha = _by_pattern(path, table, "alpha_pattern", module, table.get("lora_alpha"))
+    if rank != down.shape[0]:
+        raise CheckpointError(f"{path}: {module} has rank {down.shape[0]}, {CONFIG_FILE} says {rank}", "mend it there")
+    scale = alpha / rank**0.5 if table.get("use_rslora") else alpha / rank
+    parts = [
+        decode(np.frombuffer(part.data, _NUMPY[part.dtype]), part.dtype).reshape(part.shape) for part in (up, down)
+    ]
+    if not all(np.isfinite(part).all() for part in parts):
+        raise CheckpointError(f"{path}: {module} has a value that is infinite or no number", "its training diverged")
+    return Change(parts[0], parts[1], scale)
+
+
+def _by_pattern(path: Path, table: Mapping[str, Any], field: str, module: str, common: Any) -> float:
+    """The value for a module: of the first pattern that fits its name, as peft looks it up, else the common one."""
+    patterns = table.get(field) or {}
+    if not isinstance(patterns, dict):
+        raise CheckpointError(f"{path / CONFIG_FILE}: {field} is no object", "save the adapter again")
+    value = common
+    for pattern, own in patterns.items():
+        if not re.fullmatch(r"\^?[\w.]+\$?", pattern):  # a stranger's expression could run for years
+            raise CheckpointError(f"{path / CONFIG_FILE}: {field} has {pattern[:60]!r}", "use plain module names")
+        if re.fullmatch(rf"(.*\.)?({pattern})$", module):
+            value = own
+            break
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1 << 20:
+        raise CheckpointError(f"{path / CONFIG_FILE}: {field} of {module} is {str(value)[:40]}", "it must be a number")
+    return value
+
+
+class MergedCheckpoint(Checkpoint):
+    """A checkpoint as it is with some matrices changed, or only expanded; `config` is that of what it gives out.
+
+    `expanded` modules become plain without a change: they are dequantized.
+    """
+
+    def __init__(
+        self, path: str | Path, config: SalaConfig, adapter: Adapter | None, expanded: Iterable[str] = ()
+    ) -> None:
+        super().__init__(path)
+        check_tensors(self, config)
+        self._origin, self._adapter = config, adapter
+        self._packed = quantized_modules(self.tensors, config)
+        self._foreign = foreign_modules(self.tensors, config)
+        changed = dict(adapter.changes) if adapter is not None else {}
+        self._changes: dict[str, Change | None] = dict.fromkeys(expanded) | changed
+        self._base = self.tensors
+        self.tensors = MappingProxyType(self._merged_tensors())
+        self.config = self._merged_config()
+
+    def read(self, name: str) -> RawTensor:
+        module = name.removesuffix(".weight")
+        if module not in self._changes or name == module:
+            return super().read(name)
+        info = self.tensors[name]
+        out = np.empty(info.shape, _NUMPY[info.dtype])
+        rows = self._rows(module)
+        step = max(1, _PIECE // info.shape[1])
+        change = self._changes[module]
+
+        def merge(begin: int) -> None:
+            end = min(begin + step, info.shape[0])
+            values = rows(begin, end)
+            values = values if change is None else values + change.rows(begin, end)
+            if not np.isfinite(values).all():
+                raise CheckpointError(f"{self.path}: {name} has a value that is infinite or no number", "get it again")
+            out[begin:end] = round_to(values, info.dtype)
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(merge, range(0, info.shape[0], step)))
+        for part in self._parts(module):
+            _Unmerged(self, self._base).forget(part)
+        return RawTensor(info.dtype, info.shape, out.reshape(-1).view(np.uint8).data)
+
+    def forget(self, name: str, begin: int = 0, end: int | None = None) -> None:
+        if name.removesuffix(".weight") not in self._changes:
+            super().forget(name, begin, end)
+
+    def __enter__(self) -> "MergedCheckpoint":
+        return self
+
+    def fingerprint(self) -> str:
+        """Of the base and the adapter: merging is not needed to tell them."""
+        with Checkpoint(self.path) as base:
+            text = f"{base.fingerprint()} {self._adapter.fingerprint if self._adapter is not None else ''}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _merged_tensors(self) -> dict[str, TensorInfo]:
+        dtype = FILE_DTYPES[self._origin.dtype]
+        shapes = expected_tensors(self._origin)
+        gone = {part: module for module in self._changes for part in self._parts(module)}
+        out = {}
+        for name, info in self._base.items():
+            if name not in gone:
+                out[name] = info
+        for module in self._changes:
+            shape = shapes[f"{module}.weight"]
+            nbytes = np.dtype(_NUMPY[dtype]).itemsize * shape[0] * shape[1]
+            out[f"{module}.weight"] = TensorInfo(dtype, shape, self.path, 0, nbytes)
+        return out
+
+    def _merged_config(self) -> SalaConfig:
+        """What is plain now is not said to be quantized."""
+        quant = self._origin.quantization
+        if quant is None:
+            return self._origin
+        left = set(self._packed if quant.layout is None else self._foreign) - set(self._changes)
+        if not left:
+            return replace(self._origin, quantization=None)
+        plain = {module: None for module in self._changes if module in self._packed}
+        overrides: dict[str, Groups | None] = {**dict(quant.overrides), **plain}
+        quant = quant if quant.layout is not None else replace(quant, overrides=tuple(overrides.items()))
+        return replace(self._origin, quantization=quant)
+
+    def _parts(self, module: str) -> list[str]:
+        """Tensors of the file that make up the matrix of a module."""
+        layout = self._origin.quantization.layout if self._origin.quantization is not None else None
+        if layout is not None and module in self._foreign:
+            parts = parts_of(module, self._foreign[module], layout, self._base)
+            return [name for name in parts if name in self._base]
+        if module in self._packed:
+            return [f"{module}.{part}" for part in PACKED_PARTS]
+        return [f"{module}.weight"]
+
+    def _rows(self, module: str) -> Callable[[int, int], Floats]:
+        """Reads rows begin…end of a matrix in fp32, however they are stored."""
+        layout = self._origin.quantization.layout if self._origin.quantization is not None else None
+        base = _Unmerged(self, self._base)
+        if layout is not None and module in self._foreign:
+            if layout.kind == "fp8":
+                return _fp8_rows(base, module, layout.block)
+            matrix = read_matrix(base, module, self._foreign[module], layout)
+            return _packed_rows(matrix.packed, matrix.order)
+        if module in self._packed:
+            return _packed_rows(_read_packed(base, module, self._packed[module]), None)
+        raw = base.read(f"{module}.weight")
+        values = np.frombuffer(raw.data, _NUMPY[raw.dtype]).reshape(raw.shape)
+        return lambda begin, end: decode(values[begin:end], raw.dtype)
+
+
+class _Unmerged(Checkpoint):
+    """The tensors of a merged checkpoint as they are in the file."""
+
+    def __init__(self, merged: MergedCheckpoint, tensors: Mapping[str, TensorInfo]) -> None:
+        self.path, self.tensors, self._maps = merged.path, tensors, merged._maps
+
+
+def open_checkpoint(path: Path, config: SalaConfig, adapter: str | Path | None) -> tuple[Checkpoint, SalaConfig]:
+    """A checkpoint, with an adapter merged into it if one is given, and the configuration of what comes out."""
+    if adapter is None:
+        return Checkpoint(path), config
+    merged = MergedCheckpoint(path, config, read_adapter(adapter, config))
+    return merged, merged.config
+
+
+def round_to(values: Floats, dtype: str) -> Array:
+    """fp32 → what a file of that precision holds, to nearest even; the values may be overwritten."""
+    if dtype != "BF16":
+        return values.astype(_NUMPY[dtype], copy=False)
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    bits += 0x7FFF + ((bits >> 16) & 1)
+    return (bits >> 16).astype(np.uint16)
+
+
+def _read_packed(checkpoint: Checkpoint, module: str, groups: Groups) -> Packed:
+    codes, scales, biases = (checkpoint.read(f"{module}.{part}") for part in PACKED_PARTS)
+    arrays = [np.frombuffer(raw.data, _NUMPY[raw.dtype]).reshape(raw.shape) for raw in (scales, biases)]
+    words = np.frombuffer(codes.data, np.uint32).reshape(codes.shape)
+    return Packed(words, arrays[0], arrays[1], groups.bits, groups.group_size, scales.dtype)
+
+
+def _packed_rows(packed: Packed, order: "np.ndarray[Any, np.dtype[np.int64]] | None") -> Callable[[int, int], Floats]:
+    def rows(begin: int, end: int) -> Floats:
+        part = replace(
+            packed,
+            codes=packed.codes[begin:end],
+            scales=packed.scales[begin:end],
+            biases=packed.biases[begin:end],
+        )
+        values = dequantize(part)
+        if order is None:
+            return values
+        out = np.empty_like(values)
+        out[:, order] = values
+        return out
+
+    return rows
+
+
+def _fp8_rows(checkpoint: Checkpoint, module: str, block: tuple[int, int] | None) -> Callable[[int, int], Floats]:
+    raw = checkpoint.read(f"{module}.weight")
+    num_out, num_in = raw.shape
+    codes = np.frombuffer(raw.data, np.uint8).reshape(raw.shape)
+    scales = read_fp8_scales(checkpoint, module)
+    height, width = (num_out // len(scales), num_in) if block is None else block
+    values = _e4m3_values()
+
+    def rows(begin: int, end: int) -> Floats:
+        own = scales[np.arange(begin, end) // height]
+        return values[codes[begin:end]] * np.repeat(own, width, 1)[:, :num_in]
+
+    return rows
+
+
+def _e4m3_values() -> Floats:
+    """The number of every code s eeee mmm; the two that are none stay so."""
+    codes = np.arange(256)
+    exponent, fraction = (codes >> 3) & 15, codes & 7
+    size = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10.0), fraction * 2.0**-9)
+    size[(codes & 127) == 127] = np.nan
+    signed: Floats = np.where(codes & 128, -size, size).astype(np.float32)
+    return signed

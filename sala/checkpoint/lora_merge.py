@@ -1,0 +1,108 @@
+"""A model and its adapter as one checkpoint on disk: tensor by tensor, visible only when complete."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from sala.checkpoint.lora import FILE_DTYPES, MergedCheckpoint, read_adapter, round_to
+from sala.checkpoint.names import FLOAT_DTYPES, expected_tensors, foreign_modules, quantized_modules
+from sala.checkpoint.packing import Array, decode
+from sala.checkpoint.reader import Checkpoint, RawTensor
+from sala.checkpoint.writer import Spec, new_directory, write_text, write_weights
+from sala.config import SalaConfig
+from sala.errors import InputError
+
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template*.jinja", "chat_template.json", "generation_config.json",
+    "LICENSE*", "NOTICE*",
+)  # fmt: skip
+_NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+_PIECE = 1 << 22
+
+Note = Callable[[str, int, int], None]  # stage, how much of it is done, of how much
+
+
+def fuse(
+    model: Path,
+    adapter: Path | None,
+    target: Path,
+    dtype: str | None = None,
+    is_whole: bool = False,
+    note: Note = lambda stage, done, total: None,
+) -> SalaConfig:
+    """Write the merged checkpoint, and return its configuration.
+
+    What the adapter does not touch stays as it is, quantized or not. Everything becomes plain if `is_whole` is asked
+    for, or if the base is in the layout of another program, which knows no exceptions by name.
+    """
+    if dtype is not None and dtype not in FILE_DTYPES:
+        raise InputError("dtype", f"is {dtype!r}", "use " + ", ".join(FILE_DTYPES))
+    config = SalaConfig.load(model)
+    config = config if dtype is None else replace(config, dtype=dtype)
+    changes = None if adapter is None else read_adapter(adapter, config)
+    with MergedCheckpoint(model, config, changes, _to_expand(model, config, is_whole)) as merged:
+        specs = _specs(merged, dtype)
+        done = 0
+
+        def read(name: str) -> memoryview:
+            nonlocal done
+            note("writing", done, len(specs))
+            done += 1
+            raw = merged.read(name)
+            wanted = specs[name][0]
+            return raw.data if raw.dtype == wanted else _bytes(_convert(raw, wanted))
+
+        with new_directory(target) as draft:
+            write_weights(draft, specs, read)
+            write_text(draft / "config.json", json.dumps(merged.config.to_dict(), indent=2) + "\n")
+            copy_companions(model, draft)
+        note("writing", len(specs), len(specs))
+        return merged.config
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """The files of a model beside its weights: tokenizer, template, defaults, licence."""
+    for pattern in COMPANIONS:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file() and not (target / file.name).exists():
+                shutil.copyfile(file, target / file.name)
+
+
+def _to_expand(model: Path, config: SalaConfig, is_whole: bool) -> list[str]:
+    with Checkpoint(model) as checkpoint:
+        foreign = foreign_modules(checkpoint.tensors, config)
+        packed = quantized_modules(checkpoint.tensors, config)
+    names = [*foreign, *(packed if is_whole else ())]
+    hidden = {"lm_head"} if config.tie_word_embeddings else set()
+    return [name for name in dict.fromkeys(names) if name not in hidden]
+
+
+def _specs(merged: MergedCheckpoint, dtype: str | None) -> dict[str, Spec]:
+    """Name → precision and shape, in the order of the computation; a head that is shared is written once."""
+    packed = quantized_modules(merged.tensors, merged.config)
+    wanted = FILE_DTYPES[dtype] if dtype is not None else None
+    codes = {f"{module}.{part}" for module in packed for part in ("weight", "scales", "biases")}
+    specs: dict[str, Spec] = {}
+    for name in expected_tensors(merged.config, packed):
+        info = merged.tensors[name]
+        is_free = wanted is not None and info.dtype in FLOAT_DTYPES and name not in codes
+        specs[name] = (wanted if is_free and wanted is not None else info.dtype, info.shape)
+    return specs
+
+
+def _convert(raw: RawTensor, dtype: str) -> Array:
+    values = np.frombuffer(raw.data, _NUMPY[raw.dtype])
+    out = np.empty(len(values), _NUMPY[dtype])
+    for begin in range(0, len(values), _PIECE):
+        piece = slice(begin, begin + _PIECE)
+        out[piece] = round_to(decode(values[piece], raw.dtype), dtype)
+    return out
+
+
+def _bytes(values: Array) -> memoryview:
+    return values.reshape(-1).view(np.uint8).data

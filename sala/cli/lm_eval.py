@@ -1,0 +1,100 @@
+"""`sala eval lm`: tasks of lm-eval in this process, through the engine."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sala.cli import flags as s
+from sala.errors import InputError
+
+
+def lm(
+    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, by name or YAML file, with commas between.")],
+    model: s.Model = None,
+    include_path: Annotated[Path | None, typer.Option(help="A directory with tasks of yours.")] = None,
+    shots: Annotated[int | None, typer.Option(help="Examples before a question; else as the task says.", min=0)] = None,
+    limit: Annotated[float | None, typer.Option(help="Questions of a task at most, or below 1 their share.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the chat template.")] = False,
+    system: s.System = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(parser=s.count, metavar="COUNT", help="Tokens of a question at most; else the context."),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Tokens of an answer, if a task says none.")
+    ] = 256,
+    gen_kwargs: Annotated[
+        str | None, typer.Option(help="Settings of answers, as JSON: '{\"temperature\": 0.6}'.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.json", help="Where the results go; a log lies beside."),
+    ] = None,
+    samples: Annotated[
+        bool, typer.Option("--samples", help="Every question and answer too, in a file beside.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the results of another run.")] = False,
+    batch: Annotated[int, typer.Option(help="Questions at a time.", min=1)] = 8,
+    device: s.Device = "auto",
+    dtype: s.Dtype = "auto",
+    ctx: s.Ctx = None,
+    cache_memory: s.CacheMemory = None,
+) -> None:
+    """Tasks of lm-eval, without a server; prints its table and writes a record. A run that was cut off goes on."""
+    from importlib.metadata import version
+
+    from sala.cli.outputs import going_on, place
+    from sala.lab.eval.harness import adapter, examine, to_rows, to_table
+    from sala.lab.eval.record import Record, write_atomically
+    from sala.lab.eval.runner import Log
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if limit is not None and limit <= 0:
+        raise InputError("limit", f"is {limit:g}", "it must be above 0")
+    settings = _parse(gen_kwargs)
+    wanted = {
+        "tasks": names, "shots": shots, "limit": limit, "chat": chat, "system": system, "max_length": max_length,
+        "max_tokens": max_tokens, "gen_kwargs": settings, "device": device, "dtype": dtype, "ctx": ctx,
+    }  # fmt: skip
+    adapter()  # whatever is missing should be said before the model is loaded
+    path = s.find_model(model)
+    file = place(output, f"lm-{path.name}.json", ".json")
+    record = Record("harness", path.name, wanted)
+    if not force:
+        record.check(file)
+    log = file.with_suffix(".jsonl")
+    options = {"device": device, "dtype": dtype, "ctx": ctx, "cache_memory": cache_memory, "max_batch": batch}
+    with s.load(str(path), False, **options) as llm, going_on(log):
+        results, examinee = examine(
+            llm, names, log=Log(log), include_path=include_path, num_fewshot=shots,
+            is_chat=chat, system=system, limit=limit if limit is None or limit < 1 else int(limit),
+            max_length=max_length, max_new_tokens=max_tokens, gen_kwargs=settings, has_samples=samples,
+        )  # fmt: skip
+    if examinee.num_cut:
+        s.note(f"{examinee.num_cut:,} requests were longer than {examinee.max_length:,} tokens: cut on the left")
+    print(to_table(results))
+    record.results = to_rows(results)
+    record.versions["lm-eval"] = version("lm-eval")
+    if samples:
+        lines = "".join(json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in _samples(results))
+        write_atomically(file.with_suffix(".samples.jsonl"), lines.encode())
+    record.save(file, force)
+    s.note(f"wrote {file}")
+
+
+def _parse(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InputError("gen_kwargs", f"are {text[:80]!r}", 'give a JSON object, such as {"temperature": 0.6}')
+    return found
+
+
+def _samples(results: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"task": task, **one} for task, many in (results.get("samples") or {}).items() for one in many]

@@ -1,0 +1,1 @@
+"""Tools for researchers: train, fine-tune, quantize, evaluate and measure models."""

@@ -1,0 +1,287 @@
+"""A dense model in transformers, measured like ours: time to first token and decoding speed, by context length.
+
+It gets what it can have: keys and values in memory that is reserved beforehand, attention by torch's own kernels, and
+on a GPU a CUDA graph for the decode step. The prompt is read in one call.
+"""
+
+import gc
+import math
+import random
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sala.errors import InputError, SalaError
+from sala.lab.bench.measure import WARM_TOKENS, Latency, Memory
+
+if TYPE_CHECKING:
+    import torch
+
+NEWEST = "pip install --upgrade transformers"
+RANDOM: dict[str, dict[str, Any]] = {
+    "qwen3-8b-random": {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    },
+    "tiny-random": {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    },
+}  # fmt: skip
+MEASURES = ("first_token", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A causal model of transformers on its device."""
+
+    name: str
+    model: Any
+    device: "torch.device"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every layer keeps all keys and values: then their room can be reserved."""
+        kinds = getattr(self.model.config, "layer_types", None) or ["full_attention"]
+        return set(kinds) == {"full_attention"}
+
+
+def need_transformers() -> Any:
+    """The library; to be asked for before the measuring begins."""
+    try:
+        import transformers
+        from transformers.cache_utils import Cache, DynamicLayer  # noqa: F401
+    except ImportError as error:
+        is_old = getattr(error, "name", "") not in ("transformers", None)
+        what = "is too old" if is_old else "is not installed"
+        raise SalaError(f"transformers {what}", f"run: {NEWEST}") from None
+    return transformers
+
+
+def open_dense(source: str, device: "torch.device", dtype: "torch.dtype") -> Dense:
+    """A checkpoint directory, or a name of `RANDOM`: random weights, made on the device itself."""
+    transformers = need_transformers()
+    if source in RANDOM:
+        return Dense(source, _make_random(transformers, source, device, dtype), device)
+    path = Path(source).expanduser()
+    if not (path / "config.json").is_file():
+        raise InputError("dense model", f"{source} is no model directory", f"give one, or {' or '.join(RANDOM)}")
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        line = " ".join(str(error).split())[:300]
+        raise SalaError(f"transformers cannot load {path}: {line}", "see whether its files are whole") from None
+    return Dense(path.name, model.to(device).eval(), device)
+
+
+def _make_random(transformers: Any, name: str, device: "torch.device", dtype: "torch.dtype") -> Any:
+    import torch
+
+    from sala.backends.torch.executor import free_bytes
+
+    shape = RANDOM[name]
+    config = transformers.Qwen3Config(**shape, max_position_embeddings=1 << 20, tie_word_embeddings=False)
+    config._attn_implementation = "sdpa"
+    needed, free = count_parameters(shape) * dtype.itemsize, free_bytes(device)
+    if needed > free:
+        raise SalaError(
+            f"{name} takes {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free", "take a smaller model"
+        )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return transformers.Qwen3ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def count_parameters(shape: dict[str, int]) -> int:
+    """Of the matrices; the norms do not count beside them."""
+    width, heads = shape["hidden_size"], shape["num_attention_heads"] + shape["num_key_value_heads"]
+    layer = 2 * heads * shape["head_dim"] * width + 3 * shape["intermediate_size"] * width
+    return shape["num_hidden_layers"] * layer + 2 * shape["vocab_size"] * width
+
+
+def measure_dense(dense: Dense, num_tokens: int, new_tokens: int) -> Latency:
+    """One request alone, once before to warm up."""
+    vocab_size = dense.model.config.vocab_size
+    warm = num_tokens if dense.device.type == "cuda" else min(num_tokens, 512)
+    try:
+        _run(dense, _prompt(warm, vocab_size, seed=1), min(WARM_TOKENS, new_tokens))
+        return _run(dense, _prompt(num_tokens, vocab_size, seed=2), new_tokens)
+    finally:
+        release(dense.device)
+
+
+def _prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(vocab_size), k=num_tokens)  # noqa: S311 - not secrets
+
+
+def _run(dense: Dense, prompt: Sequence[int], new_tokens: int) -> Latency:
+    import torch
+
+    with torch.inference_mode():
+        memory = Memory(dense.device)
+        cache = _reserve(dense, len(prompt) + new_tokens)
+        ids = torch.tensor([list(prompt)], device=dense.device)
+        began = time.perf_counter()
+        out = dense.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token = out.logits[:, -1:].argmax(-1)
+        int(token)  # waits for the device
+        first_s = time.perf_counter() - began
+        memory.look()
+        cache = cache if cache is not None else out.past_key_values
+        del out
+        decode_s = _decode(dense, token, cache, len(prompt), new_tokens - 1)
+        memory.look()
+    speed = (new_tokens - 1) / decode_s
+    return Latency(len(prompt), first_s, len(prompt) / first_s, speed, memory.peak)
+
+
+def _decode(dense: Dense, token: "torch.Tensor", cache: Any, length: int, count: int) -> float:
+    """Seconds for so many tokens more."""
+    import torch
+
+    position = torch.full((1, 1), length, device=dense.device)
+
+    def step() -> "torch.Tensor":
+        out = dense.model(
+            input_ids=token, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        best: torch.Tensor = out.logits[:, -1:].argmax(-1)
+        return best
+
+    if dense.device.type == "cuda" and dense.is_plain:
+        try:
+            return _replay(step, cache, length, count)
+        except RuntimeError as error:
+            if "memory" in str(error).lower():
+                raise
+            warnings.warn(f"{dense.name} decodes without a CUDA graph, which is slower: {error}", stacklevel=2)
+            _rewind(cache, length)
+    began = time.perf_counter()
+    for _ in range(count):
+        token = step()
+        position = position + 1
+        int(token)
+    return time.perf_counter() - began
+
+
+def _replay(step: Callable[[], Any], cache: Any, length: int, count: int) -> float:
+    """The step at this context as one CUDA graph, again and again: nothing waits for Python."""
+    import torch
+
+    def again() -> None:
+        _rewind(cache, length)
+        step()
+
+    side: Any = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        again()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again()
+    graph.replay()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        graph.replay()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _rewind(cache: Any, length: int) -> None:
+    for layer in cache.layers:
+        layer.length = length
+
+
+def _reserve(dense: Dense, size: int) -> Any:
+    """A cache with room for `size` tokens: nothing is copied when it grows. None: the model makes its own."""
+    if not dense.is_plain:
+        return None
+    import torch
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    class Reserved(DynamicLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.length = 0
+
+        def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+            batch, heads, _, dim = key_states.shape
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.room = [key_states.new_empty(batch, heads, size, dim) for _ in range(2)]
+            self.is_initialized = True
+
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            begin, self.length = self.length, self.length + key_states.shape[-2]
+            for room, states in zip(self.room, (key_states, value_states), strict=True):
+                room[:, :, begin : self.length] = states
+            self.keys, self.values = (room[:, :, : self.length] for room in self.room)
+            return self.keys, self.values
+
+        def get_seq_length(self) -> int:
+            return self.length
+
+    return Cache(layers=[Reserved() for _ in range(dense.model.config.num_hidden_layers)])
+
+
+def release(device: "torch.device") -> None:
+    """Give back what nobody holds any more."""
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def compare(ours: Sequence[Latency], theirs: Sequence[Latency]) -> list[dict[str, Any]]:
+    """A row per length: both, how many times as fast ours is, and what it overtakes the other at, and where."""
+    by_length = [{one.num_tokens: asdict(one) for one in side} for side in (ours, theirs)]
+    rows: list[dict[str, Any]] = []
+    for length in sorted(by_length[0].keys() | by_length[1].keys()):
+        row: dict[str, Any] = {"num_tokens": length}
+        for side, prefix in zip(by_length, ("", "dense_"), strict=True):
+            found = side.get(length, {})
+            names = ("first_token_s", "prefill_per_second", "decode_per_second", "peak_bytes")
+            row |= {prefix + name: found.get(name) for name in names}
+        row["first_token_ratio"] = _ratio(row["dense_first_token_s"], row["first_token_s"])
+        row["decode_ratio"] = _ratio(row["decode_per_second"], row["dense_decode_per_second"])
+        row["crossover"] = {name: at for name in MEASURES if (at := _crossing(rows, row, f"{name}_ratio")) is not None}
+        rows.append(row)
+    return rows
+
+
+def _ratio(large: float | None, small: float | None) -> float | None:
+    return None if large is None or small is None else large / small
+
+
+def _crossing(before: Sequence[dict[str, Any]], row: dict[str, Any], name: str) -> int | None:
+    """Where, since the row before, ours has become the faster one; both axes logarithmic."""
+    earlier = next((one for one in reversed(before) if one[name] is not None), None)
+    if earlier is None or row[name] is None or not earlier[name] < 1 <= row[name]:
+        return None
+    share = -math.log(earlier[name]) / (math.log(row[name]) - math.log(earlier[name]))
+    low, high = math.log(earlier["num_tokens"]), math.log(row["num_tokens"])
+    return round(math.exp(low + share * (high - low)))
+
+
+def verdict(rows: Sequence[dict[str, Any]], name: str) -> str:
+    """In words: from where on ours is faster at `name`."""
+    ratios = [row[f"{name}_ratio"] for row in rows if row[f"{name}_ratio"] is not None]
+    places = [row["crossover"][name] for row in rows if name in row["crossover"]]
+    if not ratios:
+        return "no length was measured on both"
+    if places:
+        return f"faster from about {places[-1]:,} tokens on" if ratios[-1] >= 1 else "faster at some lengths only"
+    return "faster at every length measured" if min(ratios) >= 1 else "slower at the longest length measured"

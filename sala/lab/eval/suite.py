@@ -1,0 +1,121 @@
+"""Which cases there are: names of tasks → jobs for the runner."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Protocol
+
+from sala.errors import InputError
+from sala.lab.eval.runner import Job, Task
+from sala.lab.eval.sources import Source
+from sala.lab.eval.tasks import reasoning
+from sala.lab.eval.tasks.case import Case, Writer
+from sala.lab.eval.tasks.chain import ChainMaker
+from sala.lab.eval.tasks.counting import CountingMaker
+from sala.lab.eval.tasks.haystack import Haystack
+from sala.lab.eval.tasks.keys import ANY_KIND, AuroraMaker, KeyMaker, KeySpec
+from sala.lab.eval.tasks.reading import Passage, PassageMaker, ReadingMaker
+from sala.lab.eval.tasks.words import ValueKind
+
+PRESETS = ("varied", "aurora")
+KEY_SPECS = {
+    "single": KeySpec(),
+    "multikey": KeySpec(num_keys=4),
+    "multivalue": KeySpec(num_values=4),
+    "multiquery": KeySpec(num_keys=8, num_asked=4),
+}
+RULER = (*KEY_SPECS, "chain", "common", "frequent", "reading")
+SHARING = ("multikey", "multiquery", "chain", "reading")  # several questions may be asked about one text
+QUESTIONS = "questions"  # a task of the user's own
+
+
+class Maker(Protocol):
+    def make(self, num_tokens: int, number: int, *, question: int = 0) -> Case: ...
+
+
+class Suite:
+    """All that is needed to make cases for one model. The haystack is read and encoded when it is first needed."""
+
+    def __init__(self, writer: Writer, source: Callable[[], Source], seed: int = 0) -> None:
+        self._writer = writer
+        self._source = source
+        self._seed = seed
+
+    @cached_property
+    def haystack(self) -> Haystack:
+        return Haystack(self._source().documents, self._writer.encode)
+
+    def needle(
+        self,
+        lengths: Sequence[int],
+        depths: Sequence[float],
+        trials: int,
+        preset: str = "varied",
+        num_keys: int = 1,
+        kinds: tuple[ValueKind, ...] = ANY_KIND,
+    ) -> list[Job]:
+        """Every trial has a text and a needle of its own, and all depths share them: they stand together."""
+        maker = self._needle_maker(preset, num_keys, kinds)
+        maker.make(min(lengths), 0, depths[0])  # what is too short should say so now
+        return [
+            Job(
+                {"length": length, "depth": depth, "trial": trial},
+                length,
+                partial(maker.make, length, trial, depth / 100),
+            )
+            for length in sorted(lengths)
+            for trial in range(trials)
+            for depth in sorted(depths)
+        ]
+
+    def _needle_maker(self, preset: str, num_keys: int, kinds: tuple[ValueKind, ...]) -> KeyMaker:
+        if preset == "aurora":
+            return AuroraMaker(self._writer, self._seed)
+        if preset not in PRESETS:
+            raise InputError("preset", f"is {preset!r}", f"choose one of {', '.join(PRESETS)}")
+        return KeyMaker(self._writer, self.haystack, self._seed, KeySpec(num_keys, kinds=kinds))
+
+    def ruler(
+        self,
+        tasks: Sequence[str],
+        lengths: Sequence[int],
+        trials: int,
+        per_text: int = 1,
+        passages: Sequence[Passage] = (),
+    ) -> list[Job]:
+        """`per_text` trials share a text where the task allows it, and differ in what is asked."""
+        jobs = []
+        for task in tasks:
+            maker = self._ruler_maker(task, passages)
+            shared = per_text if task in SHARING else 1
+            maker.make(min(lengths), 0)
+            for length in sorted(lengths):
+                for trial in range(trials):
+                    number, question = divmod(trial, shared)
+                    make = partial(maker.make, length, number, question=question)
+                    labels = {"task": task, "length": length, "trial": trial, "number": number, "question_at": question}
+                    jobs.append(Job(labels, length, make))
+        return jobs
+
+    def _ruler_maker(self, task: str, passages: Sequence[Passage]) -> Maker:
+        writer, seed = self._writer, self._seed
+        if task in KEY_SPECS:
+            return KeyMaker(writer, self.haystack, seed, KEY_SPECS[task])
+        if task == "chain":
+            return ChainMaker(writer, self.haystack, seed)
+        if task in ("common", "frequent"):
+            return CountingMaker(writer, task, seed)
+        if task == "reading":
+            return ReadingMaker(writer, seed)
+        if task == QUESTIONS and passages:
+            return PassageMaker(writer, list(passages), self.haystack, seed)
+        raise InputError("tasks", f"hold {task!r}", f"choose from {', '.join(RULER)}")
+
+
+def reasoning_tasks(kinds: Sequence[str], count: int, seed: int, budgets: Sequence[int | None]) -> list[Task]:
+    """`count` problems of every kind, each once for every budget."""
+    return [
+        Task({"task": kind, "budget": budget, "number": number}, reasoning.make(kind, number, seed), budget)
+        for budget in budgets
+        for kind in kinds
+        for number in range(count)
+    ]

@@ -1,0 +1,188 @@
+"""Reasoning: arithmetic, stories of several steps, and puzzles with constraints, each with one right answer.
+
+Three things are told apart: whether there is an answer at all, whether it is right, and whether the model never came
+out of its thoughts.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
+from typing import NamedTuple
+
+import numpy as np
+
+from sala.errors import InputError
+from sala.lab.eval.tasks.case import random
+from sala.lab.eval.tasks.words import GIVEN_NAMES, words_of
+
+CLOSING = "Think it through. Then write the result on a line of its own, in the form\nAnswer: …"
+ANSWER = re.compile(r"answer\s*[:：]\s*(.+)", re.IGNORECASE)
+NAMES = GIVEN_NAMES.split()
+Check = Callable[[tuple[str, ...]], bool]
+
+
+class Problem(NamedTuple):
+    """`candidates` are what else could be the answer; none for numbers."""
+
+    text: str
+    answer: str
+    candidates: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    is_answered: bool
+    is_correct: bool
+    is_stuck: bool  # the thoughts never ended
+
+
+def make(kind: str, number: int, seed: int = 0) -> Problem:
+    """Determined by seed, kind and number."""
+    if kind not in KINDS:
+        raise InputError("tasks", f"hold {kind!r}", f"choose from {', '.join(KINDS)}")
+    problem = KINDS[kind](random(seed, "reasoning", kind, number))
+    return problem._replace(text=f"{problem.text}\n\n{CLOSING}")
+
+
+def judge(problem: Problem, text: str, reasoning: str) -> Verdict:
+    """`text` is the answer without the thoughts, `reasoning` the thoughts."""
+    given = read_answer(problem, text)
+    is_stuck = given is None and bool(reasoning.strip()) and not text.strip()
+    return Verdict(given is not None, given == problem.answer, is_stuck)
+
+
+def read_answer(problem: Problem, text: str) -> str | None:
+    """What stands after the last "Answer:"; else the last number or name of the text, if there is one."""
+    marked = ANSWER.findall(text)
+    if marked:
+        found = _read(problem, marked[-1])
+        return found[0] if found else None
+    found = _read(problem, text)
+    return found[-1] if found else None
+
+
+def _read(problem: Problem, text: str) -> list[str]:
+    if problem.candidates:
+        known = {one.casefold(): one for one in problem.candidates}
+        return [known[word] for word in re.findall(r"[^\W\d_]+", text.casefold()) if word in known]
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text.replace("−", "-"))
+    return [_plain(one) for one in numbers]
+
+
+def _plain(number: str) -> str:
+    value = float(number.replace(",", ""))
+    return str(int(value)) if value == int(value) else str(value)
+
+
+def _sum(rng: np.random.Generator) -> Problem:
+    """Three to five steps with numbers of up to three digits."""
+    value = int(rng.integers(12, 200))
+    parts = [f"Begin with {value}."]
+    for _ in range(int(rng.integers(3, 6))):
+        kind, by = int(rng.integers(4)), int(rng.integers(2, 10))
+        if kind == 0:
+            much = int(rng.integers(15, 400))
+            value, text = value + much, f"Add {much}."
+        elif kind == 1:
+            much = int(rng.integers(5, 120))
+            value, text = value - much, f"Take away {much}."
+        elif kind == 2:
+            value, text = value * by, f"Multiply by {by}."
+        else:
+            value, text = 2 * value, "Double it."
+        parts.append(text)
+    return Problem(f"{' '.join(parts)} Which number do you get?", str(value))
+
+
+def _story(rng: np.random.Generator) -> Problem:
+    return STORIES[int(rng.integers(len(STORIES)))](rng)
+
+
+def _shop(rng: np.random.Generator) -> Problem:
+    name = NAMES[int(rng.integers(len(NAMES)))]
+    first, second = _two(words_of("fruit"), rng)
+    counts, prices = rng.integers(3, 15, 2).tolist(), rng.integers(2, 10, 2).tolist()
+    cost = counts[0] * prices[0] + counts[1] * prices[1]
+    paid = cost + int(rng.integers(3, 60))
+    text = (
+        f"{name} buys {counts[0]} crates of {first} at {prices[0]} coins each and {counts[1]} crates of {second} at "
+        f"{prices[1]} coins each, and pays with a purse of {paid} coins. How many coins are left in the purse?"
+    )
+    return Problem(text, str(paid - cost))
+
+
+def _tank(rng: np.random.Generator) -> Problem:
+    flow, leak, hours, extra = (int(rng.integers(*span)) for span in ((20, 60), (3, 15), (4, 12), (10, 90)))
+    text = (
+        f"A tank holds {extra} litres. Every hour a pump adds {flow} litres, and every hour {leak} litres leak out. "
+        f"After {hours} hours half of what is in the tank is drawn off. How many litres have been drawn off, "
+        "rounded down to a whole number?"
+    )
+    return Problem(text, str((extra + hours * (flow - leak)) // 2))
+
+
+def _ages(rng: np.random.Generator) -> Problem:
+    one, two, three = (NAMES[at] for at in rng.choice(len(NAMES), 3, replace=False).tolist())
+    age, times, less, years = (int(rng.integers(*span)) for span in ((5, 14), (2, 5), (1, 4), (2, 12)))
+    text = (
+        f"{one} is {age} years old. {two} is {times} times as old as {one}. "
+        f"{three} is {less} years younger than {two}. How old will all three be together in {years} years?"
+    )
+    return Problem(text, str(age + age * times + age * times - less + 3 * years))
+
+
+def _row(rng: np.random.Generator) -> Problem:
+    """Who stands where: clues are added until only one order is left."""
+    names = [NAMES[at] for at in rng.choice(len(NAMES), 4, replace=False).tolist()]
+    secret = [names[at] for at in rng.permutation(4).tolist()]
+    clues = _clues(secret)
+    left = list(permutations(names))
+    told: list[str] = []
+    for at in rng.permutation(len(clues)).tolist():
+        text, holds = clues[at]
+        fewer = [order for order in left if holds(order)]
+        if len(fewer) < len(left):
+            left, told = fewer, [*told, text]
+        if len(left) == 1:
+            break
+    place = int(rng.integers(4))
+    listed = ", ".join(names[:-1]) + f" and {names[-1]}"
+    question = f"Who is {('first', 'second', 'third', 'last')[place]}?"
+    return Problem(f"{listed} stand in a row. {' '.join(told)} {question}", secret[place], tuple(names))
+
+
+def _clues(secret: list[str]) -> list[tuple[str, Check]]:
+    """Everything that may be said about an order, and how to check it. Together they leave one order only."""
+    out: list[tuple[str, Check]] = []
+    for at, one in enumerate(secret):
+        out += [(f"{one} stands before {other}.", partial(_is_before, one, other)) for other in secret[at + 1 :]]
+        apart = [other for place, other in enumerate(secret) if abs(place - at) > 1]
+        out += [(f"{one} does not stand next to {other}.", partial(_is_apart, one, other)) for other in apart]
+        if at not in (0, 3):
+            out.append((f"{one} is neither first nor last.", partial(_is_inside, one)))
+    return out
+
+
+def _is_before(one: str, other: str, order: tuple[str, ...]) -> bool:
+    return order.index(one) < order.index(other)
+
+
+def _is_apart(one: str, other: str, order: tuple[str, ...]) -> bool:
+    return abs(order.index(one) - order.index(other)) > 1
+
+
+def _is_inside(one: str, order: tuple[str, ...]) -> bool:
+    return order.index(one) in (1, 2)
+
+
+def _two(words: tuple[str, ...], rng: np.random.Generator) -> tuple[str, str]:
+    one, two = rng.choice(len(words), 2, replace=False).tolist()
+    return words[one], words[two]
+
+
+STORIES: tuple[Callable[[np.random.Generator], Problem], ...] = (_shop, _tank, _ages)
+KINDS: dict[str, Callable[[np.random.Generator], Problem]] = {
+    "arithmetic": _sum, "steps": _story, "constraints": _row,
+}  # fmt: skip

@@ -1,0 +1,85 @@
+"""Linears of few bits that gradients flow through and that do not learn: the base of QLoRA.
+
+The weights are expanded for every product, forwards and again backwards, and never kept. peft puts its adapters around
+them as around any linear.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sala.backends.torch.ops.affine import dequantize
+from sala.backends.torch.quantized_linear import AffineWeight
+
+
+class FrozenLinear(nn.Linear):
+    """x [..., in] → [..., out] in x's precision. The matrix is no parameter: no optimizer and no checkpoint sees it."""
+
+    qweight: Tensor  # the codes, under the name by which peft finds a device
+    scales: Tensor
+    biases: Tensor
+    order: Tensor | None
+
+    def __init__(self, weight: AffineWeight, bias: nn.Parameter | None = None, order: Tensor | None = None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = weight.num_in, weight.num_out
+        self.bits, self.group_size = weight.bits, weight.group_size
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", bias)
+        self.register_buffer("qweight", weight.codes, persistent=False)
+        self.register_buffer("scales", weight.scales, persistent=False)
+        self.register_buffer("biases", weight.biases, persistent=False)
+        self.register_buffer("order", order, persistent=False)  # the input of every column, where they are mixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = x if self.order is None else x[..., self.order]
+        y: Tensor = _Product.apply(columns, self)
+        return y if self.bias is None else y + self.bias
+
+    def expand(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [out, in], columns as they are stored."""
+        expand = _expand_function(self.qweight.device.type)
+        return expand(self.qweight, self.scales, self.biases, self.bits, self.group_size, dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "FrozenLinear":
+        """Moved to a device, and never to another precision: `.to(dtype)` would round the scales."""
+        kept = {name: getattr(self, name).dtype for name in ("scales", "biases")}
+        super()._apply(fn, recurse)
+        for name, dtype in kept.items():
+            if getattr(self, name).dtype != dtype:
+                raise TypeError("a frozen linear cannot change its precision; convert the model before it is packed")
+        return self
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: FrozenLinear) -> Tensor:
+        ctx.linear = linear
+        return nn.functional.linear(x, linear.expand(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        return grad @ ctx.linear.expand(grad.dtype), None
+
+
+def _expand(codes: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int, dtype: torch.dtype) -> Tensor:
+    return dequantize(codes, scales, biases, bits, group_size).to(dtype)
+
+
+def _expand_nibbles(
+    codes: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int, dtype: torch.dtype
+) -> Tensor:
+    """The same for 4 bits, in a form that compiles into one pass over the memory."""
+    if bits != 4:
+        return _expand(codes, scales, biases, bits, group_size, dtype)
+    shifts = torch.arange(0, 32, 4, device=codes.device, dtype=torch.int32)
+    values = ((codes.unsqueeze(-1) >> shifts) & 15).flatten(-2).unflatten(-1, (scales.shape[-1], group_size))
+    return (values.float() * scales.float().unsqueeze(-1) + biases.float().unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+@cache
+def _expand_function(device: str) -> Any:
+    return torch.compile(_expand_nibbles, dynamic=False) if device == "cuda" else _expand

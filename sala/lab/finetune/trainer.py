@@ -1,0 +1,102 @@
+"""transformers' Trainer with our manners: it stops at the first loss that is no number, and says where it is."""
+
+import math
+import signal
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+
+from sala.lab.finetune.optimizers import NarrowAdamW
+from sala.lab.train.loop import Diverged, Progress
+from sala.lab.train.processes import agree
+
+Note = Callable[[Progress], None]
+
+
+class FinetuneTrainer(Trainer):
+    """`remedy` is what to do when the run diverges."""
+
+    def __init__(self, *arguments: Any, has_narrow_memory: bool = False, remedy: str = "", **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._has_narrow_memory, self._remedy = has_narrow_memory, remedy
+        self._clip = self.accelerator.clip_grad_norm_
+        self.accelerator.clip_grad_norm_ = self._clip_checked
+        self.model_accepts_loss_kwargs = True  # the loss is divided by the labels of the whole update
+
+    def create_optimizer(self, *arguments: Any, **named: Any) -> Any:
+        if self._has_narrow_memory and self.optimizer is None:
+            assert self.model is not None
+            learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.optimizer = NarrowAdamW(learning, lr=self.args.learning_rate, weight_decay=self.args.weight_decay)
+            return self.optimizer
+        return super().create_optimizer(*arguments, **named)
+
+    def training_step(self, *arguments: Any, **named: Any) -> Tensor:
+        loss: Tensor = super().training_step(*arguments, **named)
+        if agree(not bool(loss.isfinite()), loss.device):
+            raise self._diverged("loss")
+        return loss
+
+    def _clip_checked(self, *arguments: Any, **named: Any) -> Any:
+        norm = self._clip(*arguments, **named)
+        if norm is not None and not bool(torch.as_tensor(norm).isfinite().all()):
+            raise self._diverged("gradient")
+        return norm
+
+    def _diverged(self, what: str) -> Diverged:
+        return Diverged(f"the {what} is no number in update {self.state.global_step + 1}", self._remedy)
+
+
+class Bulletin(TrainerCallback):
+    """Tells the losses; the last ones of every kind stay in sight."""
+
+    def __init__(self, note: Note) -> None:
+        self._note = note
+        self._values: dict[str, float] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, float] | None = None, **_: Any) -> None:
+        if not state.is_world_process_zero or logs is None:
+            return
+        names = {"loss": "loss", "eval_loss": "eval", "learning_rate": "rate", "grad_norm": "norm"}
+        new = {short: float(logs[name]) for name, short in names.items() if name in logs}
+        self._values |= {name: value for name, value in new.items() if math.isfinite(value)}
+        if new:
+            self._note(Progress(state.global_step, state.max_steps, dict(self._values)))
+
+
+class Interruption(TrainerCallback):
+    """The first Ctrl-C (or a polite kill) lets the update end and saves; the second stops at once. Use as a context."""
+
+    def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
+        self.is_asked = False
+        self.is_stopped = False
+        self._device, self._note = device, note
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interruption":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._old[number] = signal.signal(number, self._ask)
+            except ValueError:  # not in the main thread: whoever runs us handles it
+                break
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            raise KeyboardInterrupt
+        self.is_asked = True
+        self._note("stopping after this update; once more stops at once")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        if agree(self.is_asked, self._device) and state.global_step < state.max_steps:
+            self.is_stopped = True
+            control.should_save = control.should_training_stop = True
+        return control

@@ -1,0 +1,132 @@
+"""AWQ: inputs that are large on average get finer steps, without changing what the layer computes.
+
+Column i of every matrix of a site is multiplied by s_i, and whatever comes before the site is divided by it: a norm's
+weights, or the rows of the matrix before. s = (mean |x|)^alpha, where alpha is searched on a grid for the least error
+of the rounded matrices' outputs on calibration activations.
+
+The function stays the same exactly in the file's precision, too: a norm's new weights are rounded first, and s follows
+from them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sala.backends.torch.model import Layer
+from sala.lab.quantize.layers import Site, set_tensor, sites_of, weight_of
+from sala.lab.quantize.ranges import TORCH_DTYPES, fit_range, to_codes
+from sala.quantization_config import Groups
+
+ALPHAS = tuple(step / 20 for step in range(20))
+_PIECE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Activations of a site: mean size [in] and mean square [in] of each input, and some rows [n, in]."""
+
+    mean: Tensor
+    square: Tensor
+    rows: Tensor
+
+    def divided(self, scales: Tensor) -> "Seen":
+        return Seen(self.mean / scales, self.square / scales.square(), self.rows / scales)
+
+
+def fold_scales(
+    layer: Layer, seen: Mapping[str, Seen], groups: Mapping[str, Groups | None], dtypes: Mapping[str, str], dtype: str
+) -> dict[str, Seen]:
+    """Rescale the layer's sites where that can be done exactly → the activations after it, by site.
+
+    groups   how each matrix of the layer will be rounded; None: it stays whole, and its sites are left alone
+    dtypes   precision in which each norm is stored
+    dtype    precision of scales and biases
+    """
+    out = dict(seen)
+    for site in sites_of(layer):
+        producer = _producer(layer, site.name)
+        if producer is None or any(groups.get(name) is None for name in site.consumers):
+            continue
+        is_norm = weight_of(layer, producer).dim() == 1
+        if not is_norm and groups.get(producer) is None:
+            continue
+        scales = _search(layer, site, seen[site.name], groups, dtype, _num_shared(layer, producer))
+        if is_norm:
+            norm, scales = _divide_norm(weight_of(layer, producer), scales, TORCH_DTYPES[dtypes[producer]])
+            set_tensor(layer, f"{producer}.weight", norm)
+        else:
+            _divide_rows(layer, producer, scales)
+        for name in site.consumers:
+            set_tensor(layer, f"{name}.weight", weight_of(layer, name) * scales)
+        out[site.name] = seen[site.name].divided(scales)
+    return out
+
+
+def _producer(layer: Layer, site: str) -> str | None:
+    """What the inputs of a site can be divided in: a norm, or a matrix whose rows reach the site one to one."""
+    mixer: Any = layer.self_attn
+    if site == "output":
+        if getattr(mixer, "o_norm", None) is not None:
+            return "self_attn.o_norm"
+        return None if mixer.v_proj.bias is not None else "self_attn.v_proj"
+    return {"mixer": "input_layernorm", "mlp": "post_attention_layernorm", "down": "mlp.up_proj"}[site]
+
+
+def _num_shared(layer: Layer, producer: str) -> tuple[int, int]:
+    """How many heads read each row of the producer, and how wide a head is."""
+    mixer: Any = layer.self_attn
+    if producer != "self_attn.v_proj":
+        return 1, 1
+    return mixer.num_heads // mixer.num_kv_heads, mixer.head_dim
+
+
+def _search(
+    layer: Layer, site: Site, seen: Seen, groups: Mapping[str, Groups | None], dtype: str, shared: tuple[int, int]
+) -> Tensor:
+    """The scales [in] with which the site's outputs err least; heads that read the same values have the same."""
+    count, dim = shared
+    size = seen.mean.view(-1, count, dim).mean(1, keepdim=True).expand(-1, count, -1).flatten()
+    size = (size / size.mean()).clamp(min=1e-4)
+    rounded = {name: of for name in site.consumers if (of := groups[name]) is not None}
+    weights = {name: weight_of(layer, name) for name in rounded}
+    wanted = {name: float((seen.rows @ weight.T).square().sum()) or 1.0 for name, weight in weights.items()}
+    best, least = torch.ones_like(size), float("inf")
+    for alpha in ALPHAS:
+        scales = size**alpha
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        error = 0.0
+        for name, weight in weights.items():
+            error += _error(weight, scales, seen.rows / scales, rounded[name], dtype) / wanted[name]
+        if error < least:
+            best, least = scales, error
+    return best
+
+
+def _error(weight: Tensor, scales: Tensor, rows: Tensor, groups: Groups, dtype: str) -> float:
+    """The squared error of the outputs when weight * scales is rounded."""
+    total = 0.0
+    for piece in weight.split(max(1, _PIECE // weight.shape[1])):
+        grouped = (piece * scales).view(len(piece), -1, groups.group_size)
+        scale, bias = (part[..., None] for part in fit_range(grouped.amin(-1), grouped.amax(-1), groups.bits, dtype))
+        wrong = to_codes(grouped, scale, bias, groups.bits) * scale + bias - grouped
+        total += float((rows @ wrong.view(piece.shape).T).square().sum())
+    return total
+
+
+def _divide_norm(norm: Tensor, scales: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The norm's new weights, as a file holds them, and the scales by which they really are divided."""
+    divided = (norm / scales).to(stored).float()
+    found = norm / divided
+    is_good = (divided != 0) & torch.isfinite(found) & (found != 0)
+    return torch.where(is_good, divided, norm), torch.where(is_good, found, 1)
+
+
+def _divide_rows(layer: Layer, producer: str, scales: Tensor) -> None:
+    weight = weight_of(layer, producer)
+    if len(scales) != len(weight):  # heads that share values have the same scales
+        mixer: Any = layer.self_attn
+        scales = scales.view(mixer.num_kv_heads, -1, mixer.head_dim)[:, 0].flatten()
+    set_tensor(layer, f"{producer}.weight", weight / scales[:, None])

@@ -1,0 +1,105 @@
+"""GPTQ: columns are rounded one after another, and each one's error is made good by those that are still free.
+
+The error that counts is that of the outputs, |(W - Q) X|². With H = X Xᵀ, rounding column j by e_j changes the best
+choice of the later columns by -e_j · H⁻¹[j, later] / H⁻¹[j, j]; all those rows of inverses are one Cholesky factor.
+A group's range is found when its first column is reached, from weights that carry the corrections so far.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sala.checkpoint.packing import Packed
+from sala.errors import CheckpointError
+from sala.lab.quantize.ranges import fit_range, search_range, to_codes, to_packed
+from sala.quantization_config import Groups
+
+DAMPING = 0.01  # of the mean of the diagonal, added to it
+BLOCK = 128  # columns after which the corrections reach all the later ones
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What is known of the inputs of a site: the order of its columns, and the factor of the inverse Hessian."""
+
+    order: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, hessian: Tensor, group_size: int, damping: float = DAMPING, is_ordered: bool = True) -> "Inputs":
+        """With `is_ordered`, the groups that matter most come first, and within each its columns that matter most.
+
+        What is rounded early finds the most columns that can make it good. The stored layout does not change.
+        """
+        plain = torch.arange(len(hessian), device=hessian.device)
+        order = order_columns(hessian.diagonal(), group_size) if is_ordered else plain
+        return cls(order, inverse_factor(hessian[order][:, order], damping))  # of a copy, which is spoilt
+
+
+def round_columns(weight: Tensor, inputs: Inputs, groups: Groups, dtype: str, is_cut: bool = True) -> Packed:
+    """weight [out, in] → codes in plain groups along the inputs.
+
+    With `is_cut`, ranges may be narrower than MLX's rule makes them.
+    """
+    bits, size, order, factor = groups.bits, groups.group_size, inputs.order, inputs.factor
+    left = weight.float().T[order]  # [in, out]: a column of the matrix is a line of memory
+    codes = torch.empty(left.shape, dtype=torch.uint8, device=left.device)
+    scales = torch.empty(len(left) // size, left.shape[1], device=left.device)
+    biases = torch.empty_like(scales)
+    for begin in range(0, len(left), BLOCK):
+        end = min(begin + BLOCK, len(left))
+        errors = torch.empty(end - begin, left.shape[1], device=left.device)
+        for at in range(begin, end):
+            group = at // size
+            if at % size == 0:
+                scales[group], biases[group] = _find_range(left[at : at + size], factor, at, bits, dtype, is_cut)
+            scale, bias = scales[group], biases[group]
+            code = to_codes(left[at], scale, bias, bits)
+            codes[at] = code
+            errors[at - begin] = error = (left[at] - (code * scale + bias)) / factor[at, at]
+            left[at + 1 : end].addr_(factor[at, at + 1 : end], error, alpha=-1)
+        left[end:].addmm_(factor[begin:end, end:].T, errors, alpha=-1)
+    place, group_place = order.argsort(), (order[::size] // size).argsort()
+    return to_packed(codes[place].T, scales[group_place].T, biases[group_place].T, bits, size, dtype)
+
+
+def _find_range(group: Tensor, factor: Tensor, at: int, bits: int, dtype: str, is_cut: bool) -> tuple[Tensor, Tensor]:
+    """Scale and bias of the group [size, out] whose first column is `at`."""
+    if not is_cut:
+        return fit_range(group.amin(0), group.amax(0), bits, dtype)
+    importance = factor.diagonal()[at : at + len(group)].square().reciprocal()
+    return search_range(group.T, importance, bits, dtype)
+
+
+def order_columns(diagonal: Tensor, group_size: int) -> Tensor:
+    """Columns by how much their inputs weigh, group by group: a permutation that leaves every group whole."""
+    grouped = diagonal.view(-1, group_size)
+    within = grouped.sort(dim=1, descending=True, stable=True).indices
+    first = grouped.sum(1).sort(descending=True, stable=True).indices
+    return (within + torch.arange(len(grouped), device=diagonal.device)[:, None] * group_size)[first].flatten()
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """The upper Cholesky factor of the inverse; a diagonal that is too weak is strengthened until there is one.
+
+    `hessian` is overwritten: that of a wide matrix takes a gigabyte.
+    """
+    if not torch.isfinite(hessian).all():
+        raise CheckpointError("activations are infinite or no numbers", "the model is damaged")
+    diagonal = hessian.diagonal()  # a view
+    diagonal[diagonal == 0] = 1  # an input that is always zero: its weights are rounded alone
+    mean = diagonal.mean()
+    for _ in range(8):
+        diagonal += damping * mean
+        lower, problem = torch.linalg.cholesky_ex(hessian)
+        if not problem:
+            inverse = torch.cholesky_inverse(lower)
+            del lower
+            factor, problem = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not problem:
+                return factor
+        damping *= 10
+    raise CheckpointError(
+        "the inputs of a matrix are too alike to calibrate with", "give more text, or use --method rtn"
+    )

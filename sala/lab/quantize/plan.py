@@ -1,0 +1,117 @@
+"""Which matrix gets how many bits: one rule for all, and patterns for those that stay wider."""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from sala.checkpoint.names import expected_tensors
+from sala.config import SalaConfig
+from sala.errors import CheckpointError, InputError
+from sala.quantization_config import GROUP_SIZES, Groups, matrix_modules
+
+BITS = (8, 4)
+METHODS = ("rtn", "gptq", "awq")
+WHOLE = "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Modules that match a pattern and what becomes of them: some bits, or None for whole."""
+
+    pattern: str
+    bits: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> "Keep":
+        """`PATTERN` (8 bits), `PATTERN=8`, `PATTERN=4` or `PATTERN=whole`."""
+        pattern, _, choice = text.partition("=")
+        known = {"": 8, "8": 8, "4": 4, WHOLE: None}
+        if not pattern or choice not in known:
+            raise InputError("keep", f"has {text[:100]!r}", "write it like v_proj=8 or 'model.layers.0.*=whole'")
+        return cls(pattern, known[choice])
+
+    def matches(self, module: str) -> bool:
+        """By the whole name or by its last parts: `v_proj`, `mlp.down_proj`, `model.layers.0.*`."""
+        return fnmatchcase(module, self.pattern) or fnmatchcase(module, f"*.{self.pattern}")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to quantize. Patterns of `keep` come after the default ones; the last that matches a module counts."""
+
+    bits: int = 4
+    group_size: int = 64
+    method: str | None = None  # None: rtn for 8 bits, where it loses nothing, else gptq
+    keep: tuple[str, ...] = ()
+    num_tokens: int = 32768  # of calibration
+    length: int = 1024  # of its pieces
+
+    def __post_init__(self) -> None:
+        for field, known in (("bits", BITS), ("group_size", GROUP_SIZES), ("method", (None, *METHODS))):
+            value = getattr(self, field)
+            if value not in known:
+                choices = ", ".join(str(choice) for choice in known if choice is not None)
+                raise InputError(field, f"is {str(value)[:100]!r}", f"use {choices}")
+        if not 2 <= self.length <= self.num_tokens:
+            raise InputError("num_tokens", f"is {self.num_tokens}", f"it must be at least {self.length}")
+
+    @property
+    def chosen_method(self) -> str:
+        return self.method or ("rtn" if self.bits == 8 else "gptq")
+
+
+def plan_modules(config: SalaConfig, settings: Settings) -> dict[str, Groups | None]:
+    """Module → its groups, None for what stays whole; every matrix of the model, in the order of the computation."""
+    shapes = expected_tensors(config)
+    known = matrix_modules(config.mixers)
+    modules = [name.removesuffix(".weight") for name in shapes if name.removesuffix(".weight") in known]
+    own = [Keep.parse(text) for text in settings.keep]
+    for rule in own:
+        if not any(rule.matches(module) for module in modules):
+            raise InputError("keep", f"has {rule.pattern[:100]!r}, which is no module of this model", "see: sala show")
+    rules = [*(Keep(pattern, 8) for pattern in default_keep(config)), *own]
+    plan: dict[str, Groups | None] = {}
+    for module in modules:
+        bits: int | None = settings.bits
+        for rule in rules:
+            if rule.matches(module):
+                bits = rule.bits
+        plan[module] = None if bits is None else Groups(bits, settings.group_size)
+        if bits is not None and shapes[f"{module}.weight"][1] % settings.group_size:
+            raise CheckpointError(
+                f"{module}.weight {list(shapes[f'{module}.weight'])} has no groups of {settings.group_size}",
+                _other_size(shapes[f"{module}.weight"][1], module),
+            )
+    if not any(plan.values()):
+        raise InputError("keep", "leaves nothing to quantize", "keep less")
+    return plan
+
+
+def default_keep(config: SalaConfig) -> tuple[str, ...]:
+    """What has 8 bits unless told otherwise: it costs little room and much quality; benchmarks/quant_quality.py."""
+    return "embed_tokens", "lm_head", "v_proj", f"model.layers.{config.num_hidden_layers - 1}.*"
+
+
+def _other_size(num_in: int, module: str) -> str:
+    fitting = [size for size in GROUP_SIZES if num_in % size == 0]
+    return f"use --group-size {fitting[-1]}" if fitting else f"keep it whole: --keep {module}={WHOLE}"
+
+
+def count_bits(plan: dict[str, Groups | None], shapes: dict[str, tuple[int, ...]], whole_bits: int) -> float:
+    """Bits per weight of all matrices together, scales and biases of 16 bits each included."""
+    total = weights = 0.0
+    for module, groups in plan.items():
+        count = float(shapes[f"{module}.weight"][0] * shapes[f"{module}.weight"][1])
+        weights += count
+        total += count * (whole_bits if groups is None else groups.bits + 32 / groups.group_size)
+    return total / weights
+
+
+def describe(plan: dict[str, Groups | None]) -> str:
+    """In words: how many matrices have how many bits."""
+    kinds: dict[str, int] = {}
+    for groups in plan.values():
+        name = WHOLE if groups is None else f"{groups.bits} bits"
+        kinds[name] = kinds.get(name, 0) + 1
+    return ", ".join(
+        f"{count} matrices {name}" if name == WHOLE else f"{count} in {name}" for name, count in kinds.items()
+    )

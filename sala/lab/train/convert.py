@@ -1,0 +1,87 @@
+"""From a model and a recipe to a trained checkpoint: the ways in for commands and scripts."""
+
+import shutil
+import time
+from pathlib import Path
+
+from sala.checkpoint.writer import new_directory
+from sala.config import read_json_object
+from sala.errors import CheckpointError, ModelNotFound
+from sala.lab.train.halo.source import import_dense
+from sala.lab.train.pipeline import Note, Run, run_recipe
+from sala.lab.train.processes import is_first, join, leave, wait
+from sala.lab.train.recipe import load_recipe
+from sala.lab.train.report import report_of_recipe
+
+
+def convert(
+    source: Path, output: Path, recipe: Path, work: Path, device: str, note: Note, minutes: float | None = None
+) -> None:
+    """Run the recipe on a dense source. What is in `work` already is not done again."""
+    teacher = work / "teacher"
+    run = _begin(output, recipe, work, teacher, device, note, minutes)
+    if is_first():
+        import_dense(source, teacher)
+    wait()
+    _run(run, teacher, output)
+
+
+def train_model(
+    model: Path,
+    output: Path,
+    recipe: Path,
+    work: Path,
+    device: str,
+    note: Note,
+    minutes: float | None = None,
+    teacher: Path | None = None,
+) -> None:
+    """Run the recipe on a checkpoint of ours. A teacher may be another one, or a dense model."""
+    _check_ours(model)
+    is_foreign = teacher is not None and not _is_ours(teacher)
+    run = _begin(output, recipe, work, work / "teacher" if is_foreign else teacher, device, note, minutes)
+    if teacher is not None and is_foreign and is_first():
+        import_dense(teacher, work / "teacher")
+    wait()
+    _run(run, model, output)
+
+
+def _begin(
+    output: Path, recipe: Path, work: Path, teacher: Path | None, device: str, note: Note, minutes: float | None
+) -> Run:
+    began = time.monotonic()
+    if output.exists():
+        raise CheckpointError(f"{output} exists already", "choose another directory, or remove it yourself")
+    stages = load_recipe(recipe)
+    work.mkdir(parents=True, exist_ok=True)
+    deadline = None if minutes is None else began + 60 * minutes
+    here = join(device)
+    return Run(stages, recipe.parent, work, teacher, here, note if is_first() else _silent, deadline)
+
+
+def _run(run: Run, start: Path, output: Path) -> None:
+    final = run_recipe(run, start)
+    if is_first():
+        report_of_recipe(run, start, final)
+        with new_directory(output) as draft:
+            for file in final.iterdir():
+                shutil.copy2(file, draft / file.name)
+        run.note("recipe", f"wrote {output}")
+    wait()
+    leave()
+
+
+def _check_ours(model: Path) -> None:
+    if not (model / "config.json").is_file():
+        raise ModelNotFound(f"{model} holds no config.json", "give a checkpoint's directory")
+    if not _is_ours(model):
+        raise CheckpointError(f"{model} is no checkpoint of ours", "turn it into one first: sala convert")
+
+
+def _is_ours(model: Path) -> bool:
+    config = model / "config.json"
+    return config.is_file() and read_json_object(config).get("model_type") == "minicpm_sala"
+
+
+def _silent(stage: str, news: object) -> None:
+    """What the other processes say: nothing."""

@@ -1,0 +1,164 @@
+"""A dense model as a special case of ours: every layer attention with positions, nothing gated, nothing sparse.
+
+So the teacher runs on the same code as the student, and no second model has to be kept right.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sala.checkpoint.gguf import GGUF
+from sala.checkpoint.names import check_tensors, expected_tensors
+from sala.checkpoint.packing import PACKED_PARTS, packed_specs
+from sala.checkpoint.reader import Checkpoint
+from sala.checkpoint.writer import Spec, new_directory, write_text, write_weights
+from sala.config import RELEASED_NAMES, SalaConfig, read_json_object
+from sala.errors import ConfigError, ModelNotFound
+from sala.quantization_config import Groups, QuantConfig
+
+ALWAYS_DENSE = 1 << 40
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_UNKNOWN_TENSORS = ("rotary_emb.inv_freq",)  # derived values that some writers store
+
+
+def import_dense(source: Path, target: Path) -> None:
+    """Write a Llama- or Qwen-style model (safetensors directory or GGUF file) as a dense checkpoint of ours."""
+    if target.is_dir():
+        return
+    if source.is_file() and source.suffix == ".gguf":
+        _import_gguf(GGUF(source), target)
+        return
+    if not (source / "config.json").is_file():
+        raise ModelNotFound(f"{source} holds no config.json", "give a model's directory, or a .gguf file")
+    values = read_json_object(source / "config.json")
+    if values.get("model_type") == "minicpm_sala":
+        _copy_ours(source, target)
+        return
+    config = dense_config(values)
+    with Checkpoint(source) as checkpoint, new_directory(target) as draft:
+        known = {name: info for name, info in checkpoint.tensors.items() if not name.endswith(_UNKNOWN_TENSORS)}
+        checkpoint.tensors = known
+        check_tensors(checkpoint, config)
+        specs = {name: (checkpoint.tensors[name].dtype, shape) for name, shape in expected_tensors(config).items()}
+        write_weights(draft, specs, lambda name: checkpoint.read(name).data)
+        write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        copy_tokenizer(source, draft)
+
+
+def _import_gguf(source: GGUF, target: Path) -> None:
+    """Quantized matrices stay as they are, code by code, where our layout can say the same."""
+    config = dense_config(source.config())
+    specs: dict[str, Spec] = {}
+    packed: dict[str, Groups] = {}
+    for name in source:
+        matrix = source.read_packed(name)
+        if matrix is None:
+            specs[name] = ("F32", source.shape(name))
+            continue
+        module = name.removesuffix(".weight")
+        packed[module] = Groups(matrix.bits, matrix.group_size)
+        specs |= packed_specs(module, matrix)
+    with new_directory(target) as draft:
+        write_weights(draft, specs, lambda name: _gguf_bytes(source, name))
+        config = replace(config, quantization=QuantConfig.of_modules(packed) if packed else None)
+        write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        write_text(draft / "tokenizer.json", source.tokenizer_json())
+        write_text(draft / "tokenizer_config.json", json.dumps(source.tokenizer_config(), indent=2) + "\n")
+
+
+def _gguf_bytes(source: GGUF, name: str) -> memoryview:
+    module, _, part = name.rpartition(".")
+    matrix = source.read_packed(f"{module}.weight") if f"{module}.weight" in source else None
+    array = source.read(name) if matrix is None else getattr(matrix, PACKED_PARTS[part])
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _copy_ours(source: Path, target: Path) -> None:
+    config = SalaConfig.load(source)
+    if config.lightning_layers or not config.attn_use_rope:
+        raise ConfigError(f"{source} is a hybrid already", "give a dense model")
+    with new_directory(target) as draft:
+        for file in source.iterdir():
+            if file.is_file():
+                shutil.copy2(file, draft / file.name)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def dense_config(values: Mapping[str, Any]) -> SalaConfig:
+    """Our configuration of a Llama, Mistral, Qwen2 or Qwen3 model; what we cannot compute exactly is refused."""
+    kind = values.get("model_type")
+    if kind not in _KINDS:
+        raise ConfigError(
+            f"config.json: model_type is {kind!r}", "models like " + ", ".join(_KINDS) + " can be converted"
+        )
+    _refuse(values, "hidden_act", ("silu",))
+    _refuse(values, "mlp_bias", (False,))
+    _refuse(values, "sliding_window", (None,), unless=not values.get("use_sliding_window", kind == "mistral"))
+    theta = _rope_theta(values)
+    layers, hidden = int(values["num_hidden_layers"]), int(values["hidden_size"])
+    heads = int(values["num_attention_heads"])
+    dim = values.get("head_dim") or hidden // heads
+    return SalaConfig.from_dict(
+        {
+            "vocab_size": values["vocab_size"],
+            "hidden_size": hidden,
+            "intermediate_size": values["intermediate_size"],
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": values.get("num_key_value_heads") or heads,
+            "head_dim": dim,
+            "mixer_types": [RELEASED_NAMES["sparse"]] * layers,
+            "lightning_nh": heads,
+            "lightning_nkv": heads,
+            "lightning_head_dim": dim,
+            "sparse_config": {"dense_len": ALWAYS_DENSE},
+            "rms_norm_eps": values.get("rms_norm_eps", 1e-6),
+            "rope_theta": theta,
+            "max_position_embeddings": values.get("max_position_embeddings", 8192),
+            "scale_emb": 1.0,
+            "scale_depth": math.sqrt(layers),
+            "dim_model_base": hidden,
+            "attn_use_rope": True,
+            "attn_use_output_gate": False,
+            "attn_qk_norm": kind == "qwen3",
+            "attention_bias": bool(values.get("attention_bias", kind == "qwen2")),
+            "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
+            "bos_token_id": values.get("bos_token_id"),
+            "eos_token_id": values.get("eos_token_id"),
+            "pad_token_id": values.get("pad_token_id"),
+            "dtype": values.get("dtype") or values.get("torch_dtype") or "bfloat16",
+        }
+    )
+
+
+def _rope_theta(values: Mapping[str, Any]) -> float:
+    table = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = table.get("rope_type", table.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(
+            f"config.json: RoPE is scaled ({kind!r})", "convert a model whose positions are not stretched"
+        )
+    return float(table.get("rope_theta") or values.get("rope_theta", 10000.0))
+
+
+def _refuse(values: Mapping[str, Any], name: str, allowed: tuple[Any, ...], unless: bool = False) -> None:
+    if name in values and values[name] not in allowed and not unless:
+        raise ConfigError(f"config.json: {name} is {values[name]!r}", f"only {allowed[0]!r} can be converted")

@@ -1,0 +1,174 @@
+"""What a stage learns: next tokens, a teacher's distribution, or a teacher's mixers.
+
+Each objective is a module, so that Accelerate can spread it over devices. It takes a batch and the scales of its
+losses, and returns the loss with unscaled sums for the log.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sala.backends.torch.batch import whole
+from sala.backends.torch.model import SalaModel
+from sala.lab.train.choosing import Listener, count_queries
+from sala.lab.train.losses import LossWeights, head_loss
+
+# tokens [B, n] long; learn, answer [B, n] bool; truth [B]; lengths [documents], or absent
+Rows = Mapping[str, Tensor]
+
+
+class Objective(nn.Module):
+    """`terms` names its losses, `units` the classes of the modules that are sharded each as one."""
+
+    terms: tuple[str, ...]
+    units: tuple[str, ...] = ("Layer",)
+
+
+class NextToken(Objective):
+    """Cross-entropy of the tokens to learn; those of answers can weigh more. Sparse layers may learn to choose."""
+
+    terms: tuple[str, ...] = ("loss", "answer")
+
+    def __init__(self, model: SalaModel, is_choosing: bool = False) -> None:
+        super().__init__()
+        self.student = model
+        self.listener = Listener(model) if is_choosing else None
+        if is_choosing:
+            self.terms = (*self.terms, "choice")
+
+    def forward(self, rows: Rows, scales: Tensor) -> tuple[Tensor, Tensor]:
+        return self.learn(rows, scales, None)
+
+    def learn(self, rows: Rows, scales: Tensor, teacher: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        if self.listener is None:
+            return _loss(self.student, _hidden(self.student, rows), rows, scales, teacher)
+        self.listener.begin(rows["tokens"], _targets(rows)[1].view_as(rows["tokens"]))
+        hidden = _hidden(self.student, rows)
+        choice = self.listener.end()
+        loss, sums = _loss(self.student, hidden, rows, scales, teacher)
+        return loss + choice * scales[2], torch.cat((sums, choice.detach()[None]))
+
+
+class Distil(NextToken):
+    """Kullback-Leibler divergence from a teacher's next-token distribution, and cross-entropy of answers.
+
+    Rows with a `truth` learn from a mixture: that share of the text's own next token, the rest of the teacher.
+
+    The teacher reads no further back than `window` tokens, if set: it may know no longer texts.
+    """
+
+    terms = ("kl", "answer")
+
+    def __init__(
+        self, student: SalaModel, teacher: SalaModel, window: int | None = None, is_choosing: bool = False
+    ) -> None:
+        super().__init__(student, is_choosing)
+        self.window = window
+        self._teacher = [teacher]  # in a list: no part of what is trained, saved or spread
+
+    def forward(self, rows: Rows, scales: Tensor) -> tuple[Tensor, Tensor]:
+        teacher, tokens = self._teacher[0], rows["tokens"]
+        with torch.no_grad():
+            windows = tokens
+            if self.window is not None and tokens.shape[1] > self.window:
+                windows = tokens.view(-1, self.window)
+            wanted = teacher(whole(windows, _lengths(rows))) / teacher.config.logit_divisor
+        return self.learn(rows, scales, (wanted, teacher.lm_head.weight))
+
+
+class Align(Objective):
+    """Each new mixer imitates its teacher's mixer on the teacher's own input; the layers learn apart from each other.
+
+    The loss of a layer is the mean squared error in units of the teacher's mean square.
+    """
+
+    terms = ("error",)
+
+    def __init__(self, mixers: Mapping[int, nn.Module], teacher: SalaModel) -> None:
+        super().__init__()
+        self.mixers = nn.ModuleDict({str(index): mixer for index, mixer in mixers.items()})
+        self.units = tuple({type(mixer).__name__ for mixer in mixers.values()})
+        self._teacher = [teacher]
+        self.layer_errors: dict[int, Tensor] = {}
+
+    def forward(self, rows: Rows, scales: Tensor) -> tuple[Tensor, Tensor]:
+        teacher = self._teacher[0]
+        batch = whole(rows["tokens"], _lengths(rows))
+        with torch.no_grad():
+            x = teacher.model.embed_tokens(batch.tokens) * teacher.config.scale_emb
+        total = x.new_zeros(())
+        layer: Any
+        for index, layer in enumerate(teacher.model.layers):
+            with torch.no_grad():
+                inner = layer.input_layernorm(x)
+                wanted = layer.self_attn(inner, batch, None)
+            if str(index) in self.mixers:
+                error = _relative_error(self.mixers[str(index)](inner, batch, None), wanted)
+                self.layer_errors[index] = error.detach()
+                total = total + error
+            with torch.no_grad():
+                x = x + wanted * layer.residual_scale
+                x = x + layer.mlp(layer.post_attention_layernorm(x)) * layer.residual_scale
+        mean = total / len(self.mixers)
+        count = batch.tokens.shape[0]
+        return mean * count * scales[0], (mean * count).detach()[None]
+
+
+def counts(objective: nn.Module, rows: Rows) -> list[int]:
+    """How many rows of the head, or tokens, each term of the objective averages over."""
+    if isinstance(objective, Align):
+        return [rows["tokens"].numel()]
+    first, second = _targets(rows)
+    found = [int(first.sum()), int(second.sum())]
+    if isinstance(objective, NextToken) and objective.listener is not None:
+        found.append(count_queries(*rows["tokens"].shape))
+    return found
+
+
+def _lengths(rows: Rows) -> tuple[int, ...] | None:
+    return tuple(rows["lengths"].tolist()) if "lengths" in rows else None
+
+
+def _hidden(model: SalaModel, rows: Rows) -> Tensor:
+    return model(whole(rows["tokens"], _lengths(rows))) / model.config.logit_divisor
+
+
+def _targets(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Which positions predict a token to learn, and which one of an answer, [B * n]; a row's last predicts nothing."""
+    learn, answer = (torch.roll(rows[name], -1, 1) for name in ("learn", "answer"))
+    if "lengths" in rows:
+        ends = rows["lengths"].cumsum(0) - 1
+    else:
+        batch, length = rows["tokens"].shape
+        ends = torch.arange(1, batch + 1, device=learn.device) * length - 1
+    learn, answer = learn.flatten(), answer.flatten()
+    learn[ends], answer[ends] = False, False
+    return learn, answer
+
+
+def _loss(
+    model: SalaModel, hidden: Tensor, rows: Rows, scales: Tensor, teacher: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    learn, answer = _targets(rows)
+    labels = torch.roll(rows["tokens"].flatten(), -1)
+    with torch.autocast(hidden.device.type, enabled=False):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        head = model.lm_head.weight.to(wide)
+        if teacher is not None:
+            teacher = (teacher[0].to(wide), teacher[1].to(wide))
+        weights = LossWeights(learn * scales[0], answer * scales[1], _truth(rows))
+        return head_loss(hidden.to(wide), head, labels, weights, teacher)
+
+
+def _truth(rows: Rows) -> Tensor | None:
+    """The share of the truth in each position's target, [B * n]; None where the teacher alone counts."""
+    if "truth" not in rows:
+        return None
+    return rows["truth"].repeat_interleave(rows["tokens"].shape[1])
+
+
+def _relative_error(found: Tensor, wanted: Tensor) -> Tensor:
+    wide = wanted.float()
+    return (found.float() - wide).square().mean() / wide.square().mean().clamp(min=1e-12)

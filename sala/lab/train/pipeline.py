@@ -1,0 +1,379 @@
+"""Runs a recipe's stages in order. Every stage leaves a checkpoint; a finished one is never done again."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sala.backends.torch.model import SalaModel, SparseMixer
+from sala.backends.torch.ops.lightning import decay_slopes
+from sala.checkpoint.writer import write_text
+from sala.config import SalaConfig, SparseConfig
+from sala.errors import InputError, SalaError
+from sala.lab.eval.tasks.choice import read_tasks
+from sala.lab.eval.tasks.needle import NeedleMaker
+from sala.lab.train import adapters
+from sala.lab.train.choosing import least_length
+from sala.lab.train.data import Line, LineRows, Mixture, Row, line_of, read_documents
+from sala.lab.train.halo.sample import make_openings, to_line, write_rows
+from sala.lab.train.halo.select import Probe, choose_layers, measure_layers, needle_pairs
+from sala.lab.train.halo.source import ALWAYS_DENSE, copy_tokenizer
+from sala.lab.train.halo.transfer import hybrid_config, to_hybrid, to_sparse
+from sala.lab.train.loop import Group, OutOfTime, Progress, train
+from sala.lab.train.models import load_for_training, save_model
+from sala.lab.train.needles import NeedleRows
+from sala.lab.train.objectives import Align, Distil, NextToken, Objective
+from sala.lab.train.plots import plot_log
+from sala.lab.train.processes import agree, gather, is_first, one_ahead, wait
+from sala.lab.train.recipe import (
+    AlignStage,
+    DistilStage,
+    Learning,
+    Recipe,
+    SampleStage,
+    SelectStage,
+    Source,
+    Stage,
+    TrainStage,
+)
+from sala.text.tokenizer import Tokenizer
+
+Note = Callable[[str, Progress | str], None]  # stage, and how far it is or what it says
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Where a recipe runs: `base` is where its data paths begin, `work` is its own directory."""
+
+    recipe: Recipe
+    base: Path
+    work: Path
+    teacher: Path | None
+    device: torch.device
+    note: Note
+    deadline: float | None = None
+
+    def directory(self, stage: Stage) -> Path:
+        index = self.recipe.stages.index(stage)
+        return self.work / f"{index + 1:02}-{stage.name}"
+
+    def load_teacher(self) -> SalaModel:
+        if self.teacher is None:
+            raise InputError("recipe", "has a stage that needs a teacher", "name one: --teacher DIR")
+        return load_for_training(self.teacher, self.device)
+
+
+def run_recipe(run: Run, start: Path) -> Path:
+    """From the checkpoint `start` through all stages → the last stage's checkpoint."""
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 64
+    model = start
+    for stage in run.recipe.stages:
+        directory = run.directory(stage)
+        is_sampling = isinstance(stage, SampleStage)
+        if is_first():
+            _claim(directory, stage)
+        wait()
+        produced = directory / ("samples.npz" if is_sampling else "model")
+        is_done = produced.exists()
+        if agree(run.deadline is not None and time.monotonic() > run.deadline, run.device):
+            raise OutOfTime(f"time is over before stage {stage.name}", "run it again to go on")
+        if not is_done:
+            began = time.monotonic()
+            _STEPS[type(stage)](run, stage, directory, model)
+            run.note(stage.name, f"done in {time.monotonic() - began:,.0f} s")
+            torch.compiler.reset()
+        model = model if is_sampling else produced
+    return model
+
+
+def _claim(directory: Path, stage: Stage) -> None:
+    """A stage's directory belongs to the stage as it was first run."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file, text = directory / "stage.json", json.dumps(asdict(stage), indent=2) + "\n"
+    if not file.exists():
+        write_text(file, text)
+    elif file.read_text() != text:
+        raise SalaError(
+            f"stage {stage.name} of the recipe has changed since {directory} was begun",
+            "use another work directory, or remove this one yourself",
+        )
+
+
+def _sample(run: Run, stage: SampleStage, directory: Path, start: Path) -> None:
+    if is_first():
+        _write_samples(run, stage, directory)
+    wait()
+
+
+def _write_samples(run: Run, stage: SampleStage, directory: Path) -> None:
+    model = run.load_teacher()
+    assert run.teacher is not None
+    tokenizer = Tokenizer.load(run.teacher)
+    config = model.config
+    topics = (run.base / stage.topics).read_text().split("\n") if stage.topics else []
+
+    def encode(text: str, is_chat: bool) -> list[int]:
+        if not is_chat:
+            return [config.bos_token_id or 0, *tokenizer.encode(text, bos=False)]
+        whole = tokenizer.encode_chat([{"role": "user", "content": text}], add_generation_prompt=True)
+        if text:
+            return whole
+        marker = tokenizer.encode_chat([{"role": "user", "content": "a"}], add_generation_prompt=True)
+        same = next(i for i, pair in enumerate(zip(whole, marker, strict=False)) if pair[0] != pair[1])
+        return whole[:same]  # an empty user turn: the teacher writes the question too
+
+    openings = make_openings(stage.prompts, [t for t in topics if t], stage.num_rows, encode, run.recipe.seed)
+    openings.sort(key=lambda opening: len(opening.tokens))
+    order = np.random.default_rng(run.recipe.seed).permutation(-(-len(openings) // stage.batch_rows))
+    dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
+    rows: list[list[int]] = []
+    for number, at in enumerate(order):
+        some = openings[at * stage.batch_rows : (at + 1) * stage.batch_rows]
+        seed = run.recipe.seed * 1000 + int(at)
+        rows += write_rows(model, some, stage.seq_len, config.eos_token_id, seed, dtype)
+        values = {"rows": float(len(rows)), "tokens": float(sum(map(len, rows)))}
+        run.note(stage.name, Progress(number + 1, len(order), values))
+    to_line(rows, config.eos_token_id[0]).save(directory / "samples.npz")
+
+
+def _align(run: Run, stage: AlignStage, directory: Path, start: Path) -> None:
+    """All layers as lightning mixers of the teacher, or the sparse mixers of the hybrid so far."""
+    teacher = run.load_teacher()
+    generator = torch.Generator().manual_seed(run.recipe.seed)
+    mixers: dict[int, Any]
+    if stage.mixers == "lightning":
+        config = hybrid_config(teacher.config, (), run.recipe.sparse)
+        student = to_hybrid(teacher, config, run.recipe.seed)
+        mixers = {i: layer.self_attn for i, layer in enumerate(student.model.layers)}
+    else:
+        student = load_for_training(start, run.device)
+        config = student.config
+        old: Any = [layer.self_attn for layer in teacher.model.layers]
+        mixers = {i: to_sparse(old[i], config, generator) for i in config.sparse_layers}
+    for index, mixer in mixers.items():
+        student.model.layers[index].self_attn = mixer.to(run.device).requires_grad_(True)
+    objective = Align(mixers, teacher)
+    if _is_compiled(run):
+        layers = teacher.model.layers
+        parts: list[Any] = [part for layer in layers for part in (layer.self_attn, layer.mlp)]
+        _compile([*mixers.values(), *parts], config, run.device)
+    _dense(student)
+    names = tuple(name for name, _ in objective.named_parameters())
+    _learn(run, stage, directory, objective, [Group(names, 1.0)], start)
+    errors = {str(index): float(error) for index, error in objective.layer_errors.items()}
+    if is_first():
+        (directory / "errors.json").write_text(json.dumps(errors, indent=2) + "\n")
+    _finish(student, directory, config, start)
+
+
+def _select(run: Run, stage: SelectStage, directory: Path, start: Path) -> None:
+    if is_first():
+        _choose(run, stage, directory, start)
+    wait()
+
+
+def _choose(run: Run, stage: SelectStage, directory: Path, start: Path) -> None:
+    """The hybrid's first form: attention kept where it counts, the aligned mixers elsewhere."""
+    teacher, aligned = run.load_teacher(), load_for_training(start, run.device)
+    num_layers = teacher.config.num_hidden_layers
+    kept = stage.layers
+    if not kept:
+        mixers: dict[int, Any] = {i: layer.self_attn for i, layer in enumerate(aligned.model.layers)}
+        probe = _probe(run, stage)
+
+        def heard(index: int, recall: float, sense: float) -> None:
+            run.note(stage.name, Progress(index + 1, num_layers, {"recall": recall, "sense": sense}))
+
+        with torch.autocast(run.device.type, torch.bfloat16, enabled=_is_mixed(run)):
+            scores = measure_layers(teacher, mixers, probe, stage.epsilon, heard)
+        kept = choose_layers(scores, stage, num_layers)
+        table = {str(index): asdict(score) for index, score in scores.items()}
+        (directory / "layers.json").write_text(json.dumps({"kept": kept, "layers": table}, indent=2) + "\n")
+    run.note(stage.name, f"attention stays in layers {', '.join(map(str, kept))}")
+    config = hybrid_config(teacher.config, kept, run.recipe.sparse)
+    student = to_hybrid(teacher, config, run.recipe.seed)
+    for index in config.lightning_layers:
+        student.model.layers[index].self_attn = aligned.model.layers[index].self_attn
+    _save(student, directory, config, start)
+
+
+def _probe(run: Run, stage: SelectStage) -> Probe:
+    assert run.teacher is not None
+    tokenizer = Tokenizer.load(run.teacher)
+    maker = _needle_maker(run, tokenizer, stage.haystack)
+    tasks = tuple(tuple(read_tasks(run.base / task)[: stage.max_questions]) for task in stage.tasks)
+    needles = needle_pairs(maker, stage.recall_len, stage.recall_rows)
+    return Probe(needles, tasks, partial(tokenizer.encode, bos=False))
+
+
+def _train(run: Run, stage: TrainStage, directory: Path, start: Path) -> None:
+    student = load_for_training(start, run.device)
+    config = student.config
+    needs_teacher = isinstance(stage, DistilStage) or stage.mlp_rank
+    teacher = run.load_teacher() if needs_teacher else None
+    if stage.mlp_rank:
+        assert teacher is not None
+        adapters.add_low_rank(student, teacher, stage.mlp_rank, run.recipe.seed)
+    groups = _learning_groups(student, stage)
+    if stage.bits:
+        adapters.add_rounding(student, stage.bits, stage.group_size)
+    student.is_checkpointing = stage.checkpointing
+    if not stage.is_sparse:
+        _dense(student)
+    elif stage.sparse is not None:
+        _set_geometry(student, stage.sparse)
+    if _is_compiled(run):
+        teaching = teacher.model.layers if teacher is not None and isinstance(stage, DistilStage) else ()
+        # sparse attention is compiled by itself: inside a compiled layer its gradients were once no numbers
+        learning: list[Any] = [
+            layer.mlp if stage.is_sparse and isinstance(layer.self_attn, SparseMixer) else layer
+            for layer in student.model.layers
+        ]
+        _compile([*learning, *teaching], config, run.device)
+    is_choosing = stage.choice_weight > 0
+    if is_choosing and stage.seq_len < (least := least_length(stage.sparse or config.sparse_config)):
+        raise InputError("seq_len", f"is {stage.seq_len}, which leaves nothing to choose", f"give at least {least}")
+    objective: Objective = NextToken(student, is_choosing)
+    if isinstance(stage, DistilStage):
+        assert teacher is not None
+        objective = Distil(student, teacher, stage.teacher_window, is_choosing)
+    _learn(run, stage, directory, objective, groups, start)
+    if stage.bits:
+        adapters.remove_rounding(student)
+    adapters.merge_low_rank(student)
+    _finish(student, directory, config, start)
+
+
+def _learning_groups(student: SalaModel, stage: TrainStage) -> list[Group]:
+    """Marks what learns, and sorts it by learning rate; names are those of an objective that holds the student."""
+    student.requires_grad_(False)
+    groups: dict[float, list[str]] = {}
+    attention = tuple(f"model.layers.{index}.self_attn." for index in student.config.sparse_layers)
+    for name, parameter in student.named_parameters():
+        part = _part(name)
+        wanted = {"all", part, "attention"} if name.startswith(attention) else {"all", part}
+        if wanted.isdisjoint(stage.learns):
+            continue
+        if name.endswith("base.weight"):
+            continue
+        parameter.requires_grad_(True)
+        scale = stage.mlp_lr_scale if part == "mlps" else 1.0
+        groups.setdefault(scale, []).append(f"student.{name}")
+    return [Group(tuple(names), scale) for scale, names in groups.items()]
+
+
+def _part(name: str) -> str:
+    if ".self_attn." in name:
+        return "mixers"
+    if ".mlp." in name:
+        return "mlps"
+    return "norms" if "norm" in name else "embeddings"
+
+
+def _learn(
+    run: Run, stage: Learning, directory: Path, objective: Objective, groups: Sequence[Group], start: Path
+) -> None:
+    mixture = _mixture(run, stage, start)
+    log = train(
+        objective,
+        stage,
+        mixture,
+        directory,
+        groups,
+        partial(run.note, stage.name),
+        run.deadline,
+        run.recipe.dtype,
+    )
+    if is_first():
+        plot_log(log, directory / "loss.png", stage.name)
+
+
+def _mixture(run: Run, stage: Learning, start: Path) -> Mixture:
+    tokenizer = Tokenizer.load(start)
+    with one_ahead():
+        makers = [_rows_of(run, stage, source, tokenizer, start) for source in stage.data]
+    return Mixture(makers, [source.weight for source in stage.data], run.recipe.seed)
+
+
+def _rows_of(run: Run, stage: Learning, source: Source, tokenizer: Tokenizer, start: Path) -> Callable[[int], Row]:
+    config = SalaConfig.load(start)
+    eos = config.eos_token_id[0] if config.eos_token_id else 0
+    seed = run.recipe.seed * 1009 + run.recipe.stages.index(stage)
+    if source.kind == "needle":
+        maker = _needle_maker(run, tokenizer, source.path, source.max_documents)
+        return NeedleRows(maker, stage.seq_len, source.num_keys, source.num_topics, eos, seed)
+    if source.kind == "samples":
+        sampling = next((s for s in run.recipe.stages if isinstance(s, SampleStage) and s.name == source.path), None)
+        if sampling is None:
+            raise InputError("path", f"is {source.path!r}", "samples name a stage of kind 'sample' before this one")
+        line = Line.load(run.directory(sampling) / "samples.npz")
+        return LineRows(line, stage.seq_len, seed, source.truth)
+    cache = run.work / "tokens"
+    line = line_of(
+        source, tokenizer, eos, run.base, cache, lambda name, n: run.note(stage.name, f"reading {name}: {n:,}")
+    )
+    return LineRows(line, stage.seq_len, seed, source.truth)
+
+
+def _needle_maker(run: Run, tokenizer: Tokenizer, path: str, limit: int | None = None) -> NeedleMaker:
+    source = Source(path=path, max_documents=limit)
+    documents = list(read_documents(source, run.base))[: source.max_documents]
+    end = tokenizer.token_id("<|im_end|>")
+    return NeedleMaker(
+        partial(tokenizer.encode, bos=False, parse_special=True), documents, seed=run.recipe.seed, end_id=end
+    )
+
+
+def _finish(student: SalaModel, directory: Path, config: SalaConfig, start: Path) -> None:
+    """What all processes have learnt, written by one of them."""
+    gather(student)
+    if is_first():
+        _save(student, directory, config, start)
+    wait()
+
+
+def _save(student: SalaModel, directory: Path, config: SalaConfig, start: Path) -> None:
+    student.config = config
+    save_model(student, directory / "model", start, "float32", copy_tokenizer)
+
+
+def _dense(model: SalaModel) -> None:
+    """Attention dense at every length, for stages before sparsity is switched on."""
+    _set_geometry(model, replace(model.config.sparse_config, dense_len=ALWAYS_DENSE))
+
+
+def _set_geometry(model: SalaModel, sparse: SparseConfig) -> None:
+    for layer in model.model.layers:
+        if isinstance(layer.self_attn, SparseMixer):
+            layer.self_attn.sparse = sparse
+
+
+def _is_compiled(run: Run) -> bool:
+    return run.recipe.is_compiled and run.device.type == "cuda"
+
+
+def _compile(modules: Iterable[nn.Module], config: SalaConfig, device: torch.device) -> None:
+    decay_slopes(config.lightning_nh, device)  # made before, they are constants to the compiler
+    for module in modules:
+        module.compile(dynamic=False)
+
+
+def _is_mixed(run: Run) -> bool:
+    return run.device.type == "cuda" and run.recipe.dtype == "bfloat16"
+
+
+_STEPS: dict[type[Any], Callable[[Run, Any, Path, Path], None]] = {
+    SampleStage: _sample,
+    AlignStage: _align,
+    SelectStage: _select,
+    TrainStage: _train,
+    DistilStage: _train,
+}

@@ -1,0 +1,273 @@
+"""Recipes: strict TOML. A recipe is a list of stages, run in order; a misspelt key is an error that names it."""
+
+import difflib
+import tomllib
+import types
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from sala.config import SparseConfig, read_small_file
+from sala.errors import ConfigError
+from sala.lab.train.schedule import Schedule
+
+_MAX_RECIPE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where rows come from.
+
+    text: JSONL (`field` of each line), plain text, or a Hugging Face dataset; chat: `messages` of each line, loss on
+    the assistant's words alone; samples: what a `sample` stage wrote; needle: made up while training.
+    """
+
+    kind: Literal["text", "chat", "samples", "needle"] = "text"
+    path: str = ""
+    dataset: str = ""
+    split: str = "train"
+    field: str = "text"
+    weight: float = 1.0
+    max_documents: int | None = None
+    num_keys: int = 4  # needle: at most so many hidden facts that are alike, of which some are asked for
+    num_topics: int = 1  # needle: at most so many such groups of facts in one row
+    truth: float = 0.0  # text, samples: the share of the text's own words in what a distil stage learns from a teacher
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What the teacher is asked to write about: templates with {topic}, each filled from a list of topics."""
+
+    weight: float = 1.0
+    templates: tuple[str, ...] = ("",)
+    is_chat: bool = True
+    temperature: float = 0.7
+    must_end: bool = False  # what has not ended when its row is full is thrown away
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleStage:
+    """The teacher writes text: rows of `seq_len` tokens that begin with prompts."""
+
+    name: str
+    kind: Literal["sample"]
+    prompts: tuple[Prompts, ...] = (Prompts(),)
+    topics: str = ""  # a file with a topic per line, for {topic} in templates
+    num_rows: int = 1024
+    seq_len: int = 512
+    batch_rows: int = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectStage:
+    """Measures what recall and common sense lose when one layer loses attention; keeps attention where it pays."""
+
+    name: str
+    kind: Literal["select"]
+    num_layers: int | None = None  # None: a quarter
+    layers: tuple[int, ...] = ()  # set: no measuring, these
+    keep_ends: bool = True  # the first and the last layer always stay attention
+    haystack: str = ""  # documents for the recall measure
+    recall_len: int = 1024
+    recall_rows: int = 64
+    tasks: tuple[str, ...] = ()  # files of multiple-choice questions for the common-sense measure
+    max_questions: int = 300
+    epsilon: float = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """What every stage that trains can say."""
+
+    name: str
+    data: tuple[Source, ...]
+    seq_len: int = 512
+    batch_rows: int = 32
+    micro_rows: int | None = None  # rows computed at once on one device; None: all
+    steps: int = 0
+    tokens: int = 0  # instead of steps
+    packing: Literal["stream", "documents"] = "stream"  # documents: they do not see each other
+    schedule: Literal["constant", "cosine", "wsd", "exponential"] = "cosine"
+    lr: float = 1e-3
+    final_lr: float = 1e-5
+    warmup_steps: int = 50
+    decay_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    checkpointing: bool = False
+    save_every: int = 500
+
+    @property
+    def num_steps(self) -> int:
+        return self.steps or max(1, self.tokens // (self.batch_rows * self.seq_len))
+
+    @property
+    def rate(self) -> Schedule:
+        return Schedule(self.schedule, self.lr, self.final_lr, self.num_steps, self.warmup_steps, self.decay_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignStage(Learning):
+    """New mixers imitate the teacher's, layer by layer: all as lightning, or the kept ones without positions."""
+
+    kind: Literal["align"]
+    mixers: Literal["lightning", "sparse"] = "lightning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainStage(Learning):
+    """All or some weights learn the next token."""
+
+    kind: Literal["train"]
+    # attention: the mixers of sparse layers alone
+    learns: tuple[Literal["all", "mixers", "attention", "mlps", "norms", "embeddings"], ...] = ("all",)
+    mlp_rank: int = 0  # above 0: MLPs learn as low-rank changes
+    mlp_lr_scale: float = 1.0
+    bits: int = 0  # above 0: mixers learn while rounded to so many bits
+    group_size: int = 64
+    answer_weight: float = 0.0  # extra weight of the answers in needle rows
+    is_sparse: bool = False  # sparse attention from dense_len on; false: dense at every length
+    sparse: SparseConfig | None = None  # another geometry while this stage runs: to learn choosing on short rows
+    choice_weight: float = 0.0  # above 0: scores of blocks learn what attention looks at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistilStage(TrainStage):
+    """The same, but learning the teacher's distribution instead of the next token."""
+
+    kind: Literal["distil"]  # type: ignore[assignment]
+    teacher_window: int | None = None
+
+
+Stage = SampleStage | SelectStage | AlignStage | TrainStage | DistilStage
+STAGES: dict[str, type[Any]] = {
+    "sample": SampleStage,
+    "align": AlignStage,
+    "select": SelectStage,
+    "distil": DistilStage,
+    "train": TrainStage,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What to measure when all stages are done, on the result and on what it came from."""
+
+    texts: tuple[str, ...] = ()  # files for perplexity
+    tasks: tuple[str, ...] = ()  # files of multiple-choice questions
+    haystack: str = ""  # documents for needles
+    lengths: tuple[int, ...] = (1024, 4096)  # tokens, for needles and for speed
+    trials: int = 20  # needles per length
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    stages: tuple[Stage, ...]
+    seed: int = 0
+    sparse: SparseConfig = field(default_factory=SparseConfig)
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    is_compiled: bool = True
+    report: Report | None = None
+
+
+def load_recipe(path: Path) -> Recipe:
+    try:
+        values = tomllib.loads(read_small_file(path, _MAX_RECIPE_BYTES).decode())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist", "give a recipe in TOML; docs/guides/convert.md shows one") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no valid TOML: {error}") from None
+    values["stages"] = values.pop("stage", [])
+    recipe: Recipe = _build(Recipe, values, str(path))
+    _check(recipe, path)
+    return recipe
+
+
+def _check(recipe: Recipe, path: Path) -> None:
+    if not recipe.stages:
+        raise ConfigError(f"{path} has no [[stage]]", "a recipe needs at least one")
+    names = [stage.name for stage in recipe.stages]
+    for stage in recipe.stages:
+        where = f"{path}: stage {stage.name!r}"
+        if not stage.name.replace("-", "").replace("_", "").isalnum() or names.count(stage.name) > 1:
+            raise ConfigError(f"{where}: names are letters, digits, - and _, and each once")
+        if not isinstance(stage, Learning):
+            continue
+        if not (stage.steps or stage.tokens):
+            raise ConfigError(f"{where} says neither steps nor tokens", "add one of them")
+        if not stage.data:
+            raise ConfigError(f"{where} has no data", "add [[stage.data]] with a path, a dataset or kind = 'needle'")
+        if stage.micro_rows is not None and stage.batch_rows % stage.micro_rows:
+            raise ConfigError(f"{where}: batch_rows {stage.batch_rows} is no multiple of micro_rows {stage.micro_rows}")
+        window = stage.teacher_window if isinstance(stage, DistilStage) else None
+        if window is not None and (not window or (window < stage.seq_len and stage.seq_len % window)):
+            raise ConfigError(f"{where}: seq_len {stage.seq_len} is no multiple of teacher_window {window}")
+        if window and stage.packing == "documents":
+            raise ConfigError(f"{where}: teacher_window goes with packing 'stream' only", "leave one of them out")
+        if any(source.truth > 1 for source in stage.data):
+            raise ConfigError(f"{where}: truth is a share", "give a number from 0 to 1")
+        if isinstance(stage, TrainStage) and stage.sparse is not None and not stage.is_sparse:
+            raise ConfigError(f"{where}: sparse is given, but is_sparse is not", "set is_sparse = true")
+        if isinstance(stage, TrainStage) and stage.choice_weight and (not stage.is_sparse or stage.packing != "stream"):
+            raise ConfigError(f"{where}: choice_weight needs is_sparse = true and packing 'stream'")
+        if stage.schedule == "exponential" and not (stage.lr and stage.final_lr):
+            raise ConfigError(f"{where}: an exponential schedule cannot begin or end at 0", "raise lr and final_lr")
+
+
+def _build(kind: Any, values: Any, where: str) -> Any:
+    """A frozen dataclass from a TOML table, every value checked against its annotation."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} must be a table")
+    known = {item.name: item for item in fields(kind)}
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(known)
+            raise ConfigError(f"{where}: {name!r} is not a key here", hint)
+    hints = get_type_hints(kind)
+    out = {}
+    for name, item in known.items():
+        if name in values:
+            out[name] = _value(hints[name], values[name], f"{where}: {name}")
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise ConfigError(f"{where}: {name!r} is missing", "add it")
+    return kind(**out)
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint == Stage:
+        return _stage(value, where)
+    if is_dataclass(hint):
+        return _build(hint, value, where)
+    if origin in (Union, types.UnionType):
+        return _value(next(arg for arg in args if arg is not type(None)), value, where)
+    if origin is Literal:
+        if value not in args:
+            raise ConfigError(f"{where} is {value!r}", "use " + ", ".join(map(repr, args)))
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} must be a list")
+        kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
+        if len(kinds) != len(value):
+            raise ConfigError(f"{where} must have {len(kinds)} entries")
+        return tuple(_value(arg, item, f"{where}[{i}]") for i, (arg, item) in enumerate(zip(kinds, value, strict=True)))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"{where} is {value!r}", f"it must be a {_PLAIN.get(hint, hint.__name__)}")
+    if hint in (int, float) and value < 0:
+        raise ConfigError(f"{where} is {value}", "it must not be negative")
+    return value
+
+
+def _stage(value: Any, where: str) -> Any:
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if kind not in STAGES:
+        raise ConfigError(f"{where}: kind is {kind!r}", "use " + ", ".join(map(repr, STAGES)))
+    return _build(STAGES[kind], value, f"{where} {value.get('name', '')!r}")
+
+
+_PLAIN = {int: "whole number", float: "number", str: "string in quotes", bool: "true or false"}

@@ -1,0 +1,225 @@
+"""A hybrid beside the model it came from: perplexity, tasks, recall and speed by length. As JSON, tables, pictures."""
+
+import gc
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sala.backends.torch.model import SalaModel
+from sala.checkpoint.writer import write_text
+from sala.config import SalaConfig
+from sala.errors import InputError
+from sala.lab.eval.tasks.choice import Accuracy, ChoiceTask, accuracy, read_tasks, requests
+from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec, ValueChoice
+from sala.lab.eval.tasks.needle import score as find
+from sala.lab.train.data import read_documents
+from sala.lab.train.models import load_for_training
+from sala.lab.train.plots import plot_by_length
+from sala.lab.train.recipe import Source
+from sala.lab.train.score import perplexity, score_rows, write_greedy
+from sala.llm import LLM
+from sala.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sala.lab.train.pipeline import Run
+
+Encode = Callable[[str], list[int]]
+Values = dict[str, Any]
+
+WHO = ("source", "hybrid")
+PIECE = 1024  # tokens that a perplexity looks back at most
+MAX_PIECES = 200
+MAX_QUESTIONS = 1000
+NUM_ANSWERED = 32  # tokens in which a needle's value must come
+NUM_DECODED = 32  # tokens written to measure the speed of decoding
+
+
+def write_report(
+    source_dir: Path,
+    hybrid_dir: Path,
+    out_dir: Path,
+    texts: Sequence[Path],
+    tasks: Sequence[Path],
+    haystack: Path | None,
+    lengths: Sequence[int],
+    trials: int,
+    device: torch.device,
+    note: Callable[[str], None],
+) -> None:
+    """Measure both models and write report.json, report.md and, with matplotlib, recall.png and speed.png.
+
+    Needles are of the test split: their wordings, keys and documents occur in no training. Lengths beyond what a
+    model was made for are left out.
+    """
+    results: Values = {"device": _device_name(device)}
+    for who, directory in zip(WHO, (source_dir, hybrid_dir), strict=True):
+        note(f"measuring the {who}")
+        results[who] = _measure(directory, texts, tasks, haystack, lengths, trials, device)
+        results[who]["speed"] = measure_speed(directory, lengths, device)
+        _release()
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_text(out_dir / "report.json", json.dumps(results, indent=2) + "\n")
+    write_text(out_dir / "report.md", to_markdown(results))
+    _draw(results, out_dir)
+    note(f"wrote {out_dir / 'report.md'}")
+
+
+def report_of_recipe(run: "Run", start: Path, final: Path) -> None:
+    """The report that a recipe asks for, in the run's own directory; one that is there already stays."""
+    wanted, out = run.recipe.report, run.work / "report"
+    if wanted is None or (out / "report.md").is_file():
+        return
+    haystack = run.base / wanted.haystack if wanted.haystack else None
+    texts, tasks = ([run.base / name for name in names] for names in (wanted.texts, wanted.tasks))
+    note = partial(run.note, "report")
+    write_report(start, final, out, texts, tasks, haystack, wanted.lengths, wanted.trials, run.device, note)
+
+
+@torch.inference_mode()
+def _measure(
+    directory: Path,
+    texts: Sequence[Path],
+    tasks: Sequence[Path],
+    haystack: Path | None,
+    lengths: Sequence[int],
+    trials: int,
+    device: torch.device,
+) -> Values:
+    model, tokenizer = load_for_training(directory, device), Tokenizer.load(directory)
+    out: Values = {"parameters": sum(weight.numel() for weight in model.parameters())}
+    out["perplexity"] = {path.name: _text_perplexity(model, tokenizer, path) for path in texts}
+    plain = partial(tokenizer.encode, bos=False)
+    found = {path.stem: choice_accuracy(model, read_tasks(path)[:MAX_QUESTIONS], plain) for path in tasks}
+    out["tasks"] = {name: value._asdict() for name, value in found.items()}
+    out["needle"] = {}
+    if haystack is not None:
+        encode = partial(tokenizer.encode, bos=False, parse_special=True)
+        maker = NeedleMaker(encode, list(read_documents(Source(path=haystack.name), haystack.parent)), seed=11)
+        for length in _known(model.config, lengths):
+            out["needle"][str(length)] = recall(model, tokenizer, needle_cases(maker, length, 1, trials))
+    return out
+
+
+def _text_perplexity(model: SalaModel, tokenizer: Tokenizer, path: Path) -> float:
+    documents = read_documents(Source(path=path.name), path.parent)
+    tokens = to_tokens(documents, tokenizer, model.config.eos_token_id[0] if model.config.eos_token_id else 0)
+    if len(tokens) < 2:
+        raise InputError("texts", f"has {path}, which is empty", "give a text, or leave it out")
+    return perplexity(model, tokens[: MAX_PIECES * PIECE], min(PIECE, len(tokens)))
+
+
+def to_tokens(documents: Iterable[str], tokenizer: Tokenizer, eos: int) -> list[int]:
+    """The documents as one line, an end mark after each."""
+    return [token for ids in tokenizer.encode_many(list(documents)) for token in [*ids, eos]]
+
+
+def choice_accuracy(model: SalaModel, tasks: Sequence[ChoiceTask], encode: Encode) -> Accuracy:
+    asked = [requests(task, encode) for task in tasks]
+    scores = iter(score_rows(model, [(r.context_ids, r.continuation_ids) for group in asked for r in group]))
+    return accuracy(tasks, [[next(scores).logprob for _ in group] for group in asked])
+
+
+def needle_cases(
+    maker: NeedleMaker, length: int, num_keys: int, trials: int, value: ValueChoice = "mixed"
+) -> list[NeedleCase]:
+    """Prompts with hidden facts of the test split; `length` holds prompt and answer."""
+    spec = NeedleSpec(length - NUM_ANSWERED, num_keys=num_keys, value=value, split="test")
+    return [maker.make(spec, index) for index in range(trials)]
+
+
+def recall(model: SalaModel, tokenizer: Tokenizer, cases: Sequence[NeedleCase]) -> float:
+    """The share of needles found: the right value is in what the model answers, decoding greedily."""
+    values = [tokenizer.encode(f" {case.value}", bos=False) for case in cases]
+    scores = score_rows(model, [(case.token_ids, value) for case, value in zip(cases, values, strict=True)])
+    others = [case for case, score in zip(cases, scores, strict=True) if not score.is_greedy]
+    answers = write_greedy(model, [case.token_ids for case in others], NUM_ANSWERED, model.config.eos_token_id)
+    found = sum(find(case.value, tokenizer.decode(ids)) == 1 for case, ids in zip(others, answers, strict=True))
+    return (len(cases) - len(others) + found) / len(cases)
+
+
+def measure_speed(directory: Path, lengths: Sequence[int], device: torch.device) -> Values:
+    """Tokens per second of reading a prompt of each length, and of answering it; one sequence at a time."""
+    config = SalaConfig.load(directory)
+    known = _known(config, lengths, NUM_DECODED)
+    if not known:
+        return {}
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    rng = np.random.default_rng(0)
+    out: Values = {}
+    with LLM(directory, device=str(device), dtype=dtype, ctx=max(known) + NUM_DECODED, max_batch=1) as llm:
+        for length in (min(known), *known):  # the first one warms up
+            llm.reset()
+            prompt = rng.integers(0, config.vocab_size, length).tolist()
+            timings = llm.generate(prompt, temperature=0, max_tokens=NUM_DECODED, ignore_eos=True).timings
+            out[str(length)] = {"prefill": timings.prompt_per_second, "decode": timings.predicted_per_second}
+    return out
+
+
+def _known(config: SalaConfig, lengths: Sequence[int], more: int = 0) -> list[int]:
+    return sorted(length for length in set(lengths) if length + more <= config.max_position_embeddings)
+
+
+def to_markdown(results: Mapping[str, Any]) -> str:
+    source, hybrid = (results[who] for who in WHO)
+    sizes = ", ".join(f"{who} {results[who]['parameters']:,}" for who in WHO)
+    parts = ["# The hybrid and its source\n", f"Parameters: {sizes}. Measured on {results['device']}.\n"]
+    rows: list[Sequence[str]]
+    if source["perplexity"]:
+        rows = [
+            (name, f"{value:.2f}", f"{hybrid['perplexity'][name]:.2f}", f"{hybrid['perplexity'][name] / value:.3f}")
+            for name, value in source["perplexity"].items()
+        ]
+        parts.append(_table("Perplexity", ("text", *WHO, "ratio"), rows))
+    if source["tasks"]:
+        rows = [(name, *(_accuracies(who["tasks"][name]) for who in (source, hybrid))) for name in source["tasks"]]
+        parts.append(_table("Multiple choice (accuracy / per character)", ("task", *WHO), rows))
+    if hybrid["needle"]:
+        rows = [(f"{int(n):,}", *(_share(who["needle"].get(n)) for who in (source, hybrid))) for n in hybrid["needle"]]
+        parts.append(_table("Needles found", ("tokens", *WHO), rows))
+    for kind, title in (("prefill", "Reading, tokens per second"), ("decode", "Writing, tokens per second")):
+        rows = [(f"{int(n):,}", *(_speed(who, n, kind) for who in (source, hybrid))) for n in hybrid["speed"]]
+        parts.append(_table(title, ("tokens of prompt", *WHO), rows))
+    return "\n".join(parts)
+
+
+def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return f"## {title}\n\n" + "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def _accuracies(found: Mapping[str, float]) -> str:
+    return f"{found['acc']:.3f} / {found['acc_norm']:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _speed(who: Values, length: str, kind: str) -> str:
+    return f"{who['speed'][length][kind]:,.0f}" if length in who["speed"] else "–"
+
+
+def _draw(results: Values, out_dir: Path) -> None:
+    found = {who: {int(n): 100 * value for n, value in results[who]["needle"].items()} for who in WHO}
+    plot_by_length({"needles found, %": found}, out_dir / "recall.png")
+    speeds = {
+        f"{kind}, tokens/s": {who: {int(n): v[kind] for n, v in results[who]["speed"].items()} for who in WHO}
+        for kind in ("prefill", "decode")
+    }
+    plot_by_length(speeds, out_dir / "speed.png")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _release() -> None:
+    """Make room for the next model."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""Where models come from: the embedded model, the local catalog, downloads."""

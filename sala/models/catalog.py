@@ -1,0 +1,437 @@
+"""The models directory: what is in it, what is being fetched into it, and how to get rid of it again.
+
+Nothing central can break: the directory is scanned every time, and what is known of a download lies in the model's own
+directory.
+"""
+
+import contextlib
+import json
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sala.checkpoint.reader import INDEX_FILE, SINGLE_FILE
+from sala.errors import InputError, ModelNotFound, SalaError
+from sala.models.embedded import EMBEDDED, overlay_dir
+from sala.models.hub import (
+    PARTIAL,
+    REGISTRY,
+    AlreadyThere,
+    Busy,
+    Cancelled,
+    Hub,
+    Stop,
+    check_repo_id,
+    check_revision,
+    find_partials,
+    folder_name,
+    hold,
+    pull,
+    write_registry,
+)
+
+TRASH = ".trash-"
+MAX_CONFIG_BYTES = 16 << 20
+MAX_RUNNING = 2
+MAX_WAITING = 32
+MAX_FINISHED = 100
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@=-]{0,249}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model. `is_ours`: it lies in the models directory."""
+
+    id: str
+    path: Path
+    repo_id: str | None
+    revision: str | None
+    quantization: dict[str, Any] | None
+    size_bytes: int
+    downloaded_at: float | None
+    is_ours: bool
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A download that was not finished."""
+
+    id: str
+    size_bytes: int
+
+
+class Library:
+    """The models of a directory, and others that were named by their path."""
+
+    def __init__(self, directory: Path, extra: Sequence[Path] = ()) -> None:
+        self.directory = Path(directory).expanduser()
+        if self.directory.exists() and not self.directory.is_dir():
+            raise SalaError(f"{self.directory} is not a directory", "set SALA_MODELS_DIR to one")
+        self._extra: dict[str, Path] = {}
+        self._embedded = embedded_folder()
+        for path in extra:
+            self.register(path)
+
+    def register(self, path: Path) -> str:
+        """Make a model from elsewhere known; its id."""
+        found = Path(path).expanduser().resolve()
+        if self._is_ours(found):
+            return self._id_of(found.name)
+        for known, place in tuple(self._extra.items()):
+            if place == found:
+                return known
+        name = re.sub(r"[^A-Za-z0-9._+@=-]", "-", found.name).lstrip("._+@=-")[:200] or "model"
+        taken = {*self._extra, *(entry.id for entry in self.list())}
+        number = 2
+        model_id = name
+        while model_id in taken:
+            model_id, number = f"{name}-{number}", number + 1
+        self._extra[model_id] = found
+        return model_id
+
+    def list(self) -> list[Entry]:
+        entries = [entry for path in self._children() if (entry := self._describe(self._id_of(path.name), path, True))]
+        for model_id, path in tuple(self._extra.items()):
+            if entry := self._describe(model_id, path, False):
+                entries.append(entry)
+        return entries
+
+    def find(self, model_id: str) -> Entry | None:
+        """A model by its id; one of a hub also by its repository."""
+        if model_id in self._extra:
+            return self._describe(model_id, self._extra[model_id], False)
+        path = self._path_of(model_id)
+        return None if path is None else self._describe(self._id_of(path.name), path, True)
+
+    def partials(self) -> tuple[Partial, ...]:
+        """Downloads that wait to be taken up again."""
+        room = self.directory / PARTIAL
+        if room.is_symlink() or not room.is_dir():
+            return ()
+        paths = [path for path in sorted(room.iterdir()) if "@" in path.name and path.is_dir()]
+        return tuple(Partial(path.name.partition("@")[0].replace("--", "/", 1), _size(path)) for path in paths)
+
+    def delete(self, model_id: str) -> None:
+        """Remove a model of the models directory, or what is left of its download; forget one from elsewhere."""
+        if self._extra.pop(model_id, None) is not None:
+            return
+        folder = self._folder_of(model_id)
+        path = None if folder is None else self._path_of(model_id)
+        if folder is None or (path is None and not find_partials(self.directory, folder)):
+            raise ModelNotFound(f"there is no model {model_id[:100]!r}", "see what there is: sala list")
+        with hold(self.directory, folder):
+            for place in (*([] if path is None else [path]), *find_partials(self.directory, folder)):
+                self._remove(place)
+            self._sweep()
+
+    def _remove(self, path: Path) -> None:
+        """It is gone from sight at once; a crash leaves only rubbish that the next delete takes along."""
+        trash = self.directory / f"{TRASH}{secrets.token_hex(8)}"
+        try:
+            path.rename(trash)
+        except FileNotFoundError:
+            raise ModelNotFound(f"there is no model {path.name!r} any more") from None
+        except OSError as error:
+            raise SalaError(f"{path.name} cannot be removed: {error.strerror}") from None
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        for path in self.directory.glob(f"{TRASH}*"):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _is_ours(self, path: Path) -> bool:
+        """A true child of the models directory, with a name that is an id; a link is not one."""
+        if not _ID.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+            return False
+        found = path.resolve()
+        return found.parent == self.directory.resolve() and found.name == path.name
+
+    def _children(self) -> tuple[Path, ...]:
+        try:
+            return tuple(
+                path for path in sorted(self.directory.iterdir()) if path.name != EMBEDDED and self._is_ours(path)
+            )
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise SalaError(f"{self.directory} cannot be read: {error.strerror}", "set SALA_MODELS_DIR") from None
+
+    def _id_of(self, folder: str) -> str:
+        return EMBEDDED if folder == self._embedded else folder
+
+    def _folder_of(self, model_id: str) -> str | None:
+        """The directory's name that an id stands for; None if no model can have that id."""
+        if model_id == EMBEDDED:
+            return self._embedded
+        with contextlib.suppress(InputError):
+            return folder_name(model_id)
+        return model_id if isinstance(model_id, str) and _ID.fullmatch(model_id) else None
+
+    def _path_of(self, model_id: str) -> Path | None:
+        folder = self._folder_of(model_id)
+        if folder is None:
+            return None
+        path = self.directory / folder
+        return path if self._is_ours(path) and _is_model(path) else None
+
+    def _describe(self, model_id: str, path: Path, is_ours: bool) -> Entry | None:
+        if not _is_model(path):
+            return None
+        record = _read_registry(path, is_ours)
+        downloaded_at = record.get("downloaded_at")
+        return Entry(
+            id=model_id,
+            path=path,
+            repo_id=record.get("repo_id"),
+            revision=record.get("revision"),
+            quantization=_quantization(path),
+            size_bytes=_size(path),
+            downloaded_at=float(downloaded_at) if downloaded_at is not None else None,
+            is_ours=is_ours,
+        )
+
+
+def embedded_folder() -> str | None:
+    """The name of the embedded model's directory; None if this installation has no embedded model."""
+    try:
+        return f"{EMBEDDED}-{json.loads((overlay_dir() / 'base.json').read_text())['version']}"
+    except (SalaError, OSError, ValueError, KeyError):
+        return None
+
+
+def _is_model(path: Path) -> bool:
+    has_weights = (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()
+    return has_weights and (path / "config.json").is_file()
+
+
+def _size(path: Path) -> int:
+    total = 0
+    with contextlib.suppress(OSError):  # it is being removed
+        for file in path.iterdir():
+            if file.is_file():
+                total += file.stat().st_size
+    return total
+
+
+def _quantization(path: Path) -> dict[str, Any] | None:
+    """As config.json has it, without the matrices that differ from the rest."""
+    try:
+        with (path / "config.json").open("rb") as handle:
+            config = json.loads(handle.read(MAX_CONFIG_BYTES))
+        found = config.get("quantization") or config.get("quantization_config")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    return {name: value for name, value in found.items() if not isinstance(value, dict)}
+
+
+def _read_registry(path: Path, is_ours: bool) -> dict[str, Any]:
+    """What is known of a model's download; a file that makes no sense is put aside and made anew from what is there."""
+    file = path / REGISTRY
+    guess = _guess(path)
+    try:
+        if file.is_symlink() or file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError
+        return _check_record(json.loads(file.read_bytes()))
+    except OSError:
+        return guess
+    except (ValueError, InputError, RecursionError):
+        if is_ours:
+            with contextlib.suppress(OSError):  # a models directory that cannot be written serves all the same
+                file.replace(path / (REGISTRY + ".bad"))
+                write_registry(path, **guess)
+        return guess
+
+
+def _check_record(record: Any) -> dict[str, Any]:
+    if not isinstance(record, dict) or set(record) != {"repo_id", "revision", "downloaded_at", "files"}:
+        raise ValueError
+    if record["repo_id"] is not None:
+        check_repo_id(record["repo_id"])
+    if record["revision"] is not None:
+        check_revision(record["revision"])
+    when = record["downloaded_at"]
+    if not isinstance(record["files"], dict) or not (when is None or (isinstance(when, float) and 0 <= when < 1e12)):
+        raise ValueError
+    return record
+
+
+def _guess(path: Path) -> dict[str, Any]:
+    repo_id = None
+    with contextlib.suppress(InputError):
+        repo_id = check_repo_id(path.name.replace("--", "/", 1))
+    files = {}
+    with contextlib.suppress(OSError):
+        for file in sorted(path.iterdir()):
+            if file.is_file() and not file.name.startswith("."):
+                files[file.name] = {"size": file.stat().st_size, "sha256": None}
+    return {"repo_id": repo_id, "revision": None, "downloaded_at": None, "files": files}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A download as it stands at one moment."""
+
+    id: str
+    repo_id: str
+    revision: str | None
+    status: str  # queued, running, done, failed, cancelled
+    files: dict[str, tuple[int, int]]  # done, total
+    error: str | None
+    skipped: tuple[str, ...]
+    created_at: float
+
+    @property
+    def done_bytes(self) -> int:
+        return sum(done for done, _ in self.files.values())
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(total for _, total in self.files.values())
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in ("done", "failed", "cancelled")
+
+
+@dataclass
+class _Task:
+    """A job that runs."""
+
+    id: str
+    repo_id: str
+    revision: str | None
+    created_at: float
+    status: str = "queued"
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    error: str | None = None
+    skipped: list[str] = field(default_factory=list)
+    stop: Stop = field(default_factory=Stop)
+    thread: threading.Thread | None = None
+
+
+class Downloads:
+    """Downloads in the background, a few at a time, one of each model."""
+
+    def __init__(self, library: Library, hub_url: str | None = None, max_running: int = MAX_RUNNING) -> None:
+        self._library = library
+        self._hub_url = hub_url
+        self._room = threading.Semaphore(max_running)
+        self._lock = threading.Lock()
+        self._tasks: dict[str, _Task] = {}
+        self._is_closed = False
+
+    def start(self, repo_id: str, revision: str | None = None) -> Job:
+        """Begin, or join the download of that model which is under way."""
+        folder = folder_name(repo_id)
+        if revision is not None:
+            check_revision(revision)
+        hub = Hub(self._hub_url)
+        with self._lock:
+            if self._is_closed:
+                raise Busy("the server is closing")
+            if task := self._active(folder):
+                return _freeze(task)
+            if self._library.find(repo_id) is not None:
+                raise AlreadyThere(f"{repo_id} is there already", "delete it first to fetch it anew")
+            if sum(not _freeze(task).is_over for task in self._tasks.values()) >= MAX_WAITING:
+                raise Busy("too many downloads are waiting", "wait for some of them to end")
+            task = _Task(f"dl-{secrets.token_hex(8)}", repo_id, revision, time.time())
+            task.thread = threading.Thread(target=self._run, args=(task, hub), name=task.id, daemon=True)
+            self._tasks[task.id] = task
+            self._forget()
+            task.thread.start()
+            return _freeze(task)
+
+    def get(self, job_id: str) -> Job | None:
+        with self._lock:
+            task = self._tasks.get(job_id)
+            return None if task is None else _freeze(task)
+
+    def list(self) -> list[Job]:
+        with self._lock:
+            return [_freeze(task) for task in self._tasks.values()]
+
+    def find_active(self, model_id: str) -> Job | None:
+        """The job that is bringing this model, if there is one."""
+        with contextlib.suppress(InputError), self._lock:
+            task = self._active(folder_name(model_id) if "/" in model_id else model_id)
+            return None if task is None else _freeze(task)
+        return None
+
+    def cancel(self, job_id: str) -> Job | None:
+        """Stop a job; what has arrived stays, so that starting it again goes on from there."""
+        with self._lock:
+            task = self._tasks.get(job_id)
+        if task is None:
+            return None
+        task.stop.set()
+        if task.thread is not None:
+            task.thread.join(1.0)
+        return self.get(job_id)
+
+    def close(self) -> None:
+        """Stop everything; it can be taken up again."""
+        with self._lock:
+            self._is_closed = True
+            tasks = list(self._tasks.values())
+        for task in tasks:
+            task.stop.set()
+        for task in tasks:
+            if task.thread is not None:
+                task.thread.join(2.0)
+
+    def _active(self, folder: str) -> _Task | None:
+        for task in self._tasks.values():
+            if not _freeze(task).is_over and folder_name(task.repo_id).casefold() == folder.casefold():
+                return task
+        return None
+
+    def _forget(self) -> None:
+        over = [job_id for job_id, task in self._tasks.items() if _freeze(task).is_over]
+        for job_id in over[: max(0, len(over) - MAX_FINISHED)]:
+            del self._tasks[job_id]
+
+    def _run(self, task: _Task, hub: Hub) -> None:
+        status, error = "failed", None
+        try:
+            while not self._room.acquire(timeout=0.1):
+                task.stop.check()
+            try:
+                self._pull(task, hub)
+            finally:
+                self._room.release()
+            status = "done"
+        except Cancelled:
+            status = "cancelled"
+        except SalaError as problem:
+            error = str(problem)
+        except Exception as problem:  # a job that fails must say so, whatever it was
+            error = f"it failed unexpectedly ({type(problem).__name__})"
+        with self._lock:
+            task.status, task.error = status, error
+
+    def _pull(self, task: _Task, hub: Hub) -> None:
+        def progress(file: str, done: int, total: int) -> None:
+            with self._lock:
+                task.files[file] = (done, total)
+
+        with self._lock:
+            task.stop.check()
+            task.status = "running"
+        pull(self._library.directory, task.repo_id, task.revision, hub, progress, task.skipped.append, task.stop)
+
+
+def _freeze(task: _Task) -> Job:
+    return Job(
+        task.id, task.repo_id, task.revision, task.status, dict(task.files), task.error, tuple(task.skipped),
+        task.created_at,
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""LLaMA-Factory with our model: its commands, in processes that know the model without remote code.
+
+`python -m sala.plugins.llamafactory train FILE.yaml` does what `llamafactory-cli train FILE.yaml` does, and is
+what torchrun and `accelerate launch -m` start in each process.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+from sala.errors import InputError, SalaError
+
+# command: module and function of LLaMA-Factory
+COMMANDS = {
+    "train": ("llamafactory.train.tuner", "run_exp"),
+    "export": ("llamafactory.train.tuner", "export_model"),
+    "chat": ("llamafactory.chat.chat_model", "run_chat"),
+    "api": ("llamafactory.api.app", "run_api"),
+}
+
+
+def launch(command: str, arguments: Sequence[str]) -> int:
+    """Run a command of LLaMA-Factory: a YAML file, then `key=value` for what is to differ from it. The exit code."""
+    if command not in COMMANDS:
+        raise InputError("command", f"is {command!r}", f"choose one of {', '.join(COMMANDS)}")
+    if find_spec("llamafactory") is None:
+        raise SalaError("LLaMA-Factory is not installed", "run: pip install llamafactory==0.9.5")
+    if command == "train" and needs_processes(os.environ, _count_devices):
+        return subprocess.run(torchrun(os.environ, _count_devices(), arguments), check=False).returncode
+    _run_here(command, arguments)
+    return 0
+
+
+def needs_processes(environment: Mapping[str, str], count_devices: Callable[[], int]) -> bool:
+    """Whether training is still to be spread: over all GPUs, or because FORCE_TORCHRUN says so."""
+    if "LOCAL_RANK" in environment:
+        return False  # we are one of the processes
+    return environment.get("FORCE_TORCHRUN", "0").lower() in ("1", "true", "yes", "y") or count_devices() > 1
+
+
+def torchrun(environment: Mapping[str, str], num_devices: int, arguments: Sequence[str]) -> list[str]:
+    """The command that starts this module in every process; read from the variables that LLaMA-Factory reads."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", environment.get("NNODES", "1")),
+        *("--node-rank", environment.get("NODE_RANK", "0")),
+        *("--nproc-per-node", environment.get("NPROC_PER_NODE", str(max(1, num_devices)))),
+        *("--master-addr", environment.get("MASTER_ADDR", "127.0.0.1")),
+        *("--master-port", environment.get("MASTER_PORT") or str(_find_port())),
+        *("-m", "sala.plugins.llamafactory", "train", *arguments),
+    ]
+
+
+def _run_here(command: str, arguments: Sequence[str]) -> None:
+    from sala.plugins.transformers import register
+
+    register()
+    place, name = COMMANDS[command]
+    sys.argv = [f"llamafactory-cli {command}", *arguments]  # where LLaMA-Factory looks for them
+    getattr(import_module(place), name)()
+
+
+def _count_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _find_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int | str:
+    try:
+        return launch("".join(sys.argv[1:2]), sys.argv[2:])
+    except SalaError as error:
+        return f"sala: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""SALA as an ordinary model of transformers: `AutoModelForCausalLM.from_pretrained(...)` after `import sala`."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from sala.errors import MissingExtra
+
+_HOMES = {
+    "SalaHfConfig": "config",
+    "SalaCache": "cache",
+    "SalaDecoder": "model",
+    "SalaForCausalLM": "model",
+    "load": "loading",
+    "register": "registration",
+}
+
+__all__ = list(_HOMES)
+
+if TYPE_CHECKING:
+    from sala.plugins.transformers.cache import SalaCache as SalaCache
+    from sala.plugins.transformers.config import SalaHfConfig as SalaHfConfig
+    from sala.plugins.transformers.loading import load as load
+    from sala.plugins.transformers.model import SalaDecoder as SalaDecoder
+    from sala.plugins.transformers.model import SalaForCausalLM as SalaForCausalLM
+    from sala.plugins.transformers.registration import register as register
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        found = getattr(import_module(f"{__name__}.{home}"), name)
+        import_module(f"{__name__}.registration").register_models()  # if transformers asked while this was loading
+        return found
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise MissingExtra("transformers", "train") from None

@@ -1,0 +1,172 @@
+"""SalaConfig as transformers wants a configuration: mutable, with defaults, saved beside the weights."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from sala.config import MIXERS, RELEASED_NAMES, SalaConfig
+from sala.errors import ConfigError
+from sala.plugins.transformers.names import ARCHITECTURE, LAYER_TYPES
+from sala.plugins.transformers.registration import register_models
+from sala.quantization_config import QuantConfig
+
+_MIXERS_BY_TYPE = {name: RELEASED_NAMES[mixer] for mixer, name in LAYER_TYPES.items()}  # type: ignore[index]
+_RELEASED_SPARSE = (0, 9, 16, 17, 22, 29, 30, 31)
+_RELEASED: dict[str, Any] = {
+    "vocab_size": 73448,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "eos_token_id": [2, 73440],
+    "pad_token_id": 2,
+}
+_FIELDS = tuple(item.name for item in fields(SalaConfig) if item.name not in ("dtype", "model_type", "quantization"))
+
+# How a linear's weights may be spread over devices. Mixers see all heads: their norms and selections span them, so
+# outputs of their projections are gathered, and only memory is shared there; the MLP shares its work too.
+_GATHERED = ("q_proj", "k_proj", "v_proj", "z_proj", "o_gate")
+_PLAN_NAMES = {4: ("colwise_rep", "rowwise_rep"), 5: ("colwise_gather_output", "rowwise_split_input")}
+
+
+def tensor_plan(major: int) -> dict[str, str]:
+    """Module → how its weights are spread, in the words of this major version of transformers."""
+    gathered, split = _PLAN_NAMES[min(max(major, 4), 5)]
+    plan = {f"layers.*.self_attn.{name}": gathered for name in _GATHERED}
+    plan["layers.*.self_attn.o_proj"] = split
+    plan |= {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    return plan
+
+
+def major_version() -> int:
+    import transformers
+
+    return int(transformers.__version__.split(".")[0])
+
+
+class SalaHfConfig(PretrainedConfig):
+    """Every field of the released `config.json`, and `layer_types` beside `mixer_types`; the released model by default.
+
+    A quantized checkpoint's table is kept under `quantization`, where transformers does not look for it.
+    """
+
+    model_type = "minicpm_sala"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    base_model_tp_plan = tensor_plan(major_version())
+    base_model_pp_plan = {  # noqa: RUF012
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    def __init__(self, **values: Any) -> None:
+        own = {name: values.pop(name) for name in _FIELDS if name in values}
+        own = {name: value for name, value in own.items() if value is not None}
+        table, copy = values.pop("quantization", None), values.pop("quantization_config", None)
+        types = values.pop("layer_types", None)
+        rope = _check_rope(values.pop("rope_parameters", None)) | _check_rope(values.pop("rope_scaling", None))
+        own.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
+        self.quantization = table or copy
+        self.auto_map = values.pop("auto_map", None) or {}  # TRL asks for it
+        self.use_cache = values.pop("use_cache", True)
+        self.initializer_range = values.pop("initializer_range", 0.02)
+        tokens = self._take_fields(own, types)
+        super().__init__(**{**tokens, **values})
+        register_models()  # if transformers' table came when we were not ready
+
+    def _take_fields(self, own: dict[str, Any], types: list[str] | None) -> dict[str, Any]:
+        """Set the fields of the model → those that the parent class sets itself."""
+        shape = {**_RELEASED, **own} if not own.keys() & {"vocab_size", "hidden_size"} else dict(own)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            shape.setdefault(name, _RELEASED[name])
+        if "mixer_types" not in shape:
+            shape["mixer_types"] = _mixers_for(shape["num_hidden_layers"], types)
+        for name, value in _complete(shape).items():
+            setattr(self, name, value)
+        self.layer_types = [LAYER_TYPES[MIXERS[name]] for name in self.mixer_types if name in MIXERS]
+        parents = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+        return {name: getattr(self, name) for name in parents}
+
+    @classmethod
+    def from_sala(cls, config: SalaConfig, **values: Any) -> "SalaHfConfig":
+        return cls(**{**config.to_dict(), **values})
+
+    def to_sala(self) -> SalaConfig:
+        """What the model is built from; a value that cannot be computed with is refused by name."""
+        _check_rope(getattr(self, "rope_scaling", None))
+        values: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
+        if values["eos_token_id"] is None:
+            values["eos_token_id"] = []
+        dtype = str(getattr(self, "dtype", None) or "bfloat16").removeprefix("torch.")
+        values["dtype"] = dtype if dtype in ("bfloat16", "float16", "float32") else "float32"
+        return SalaConfig.from_dict(values)
+
+    @property
+    def logits_scaling(self) -> float:
+        """What hidden states are divided by before the head: TRL applies the head itself, and looks here."""
+        return self.hidden_size / self.dim_model_base
+
+    def quant_config(self) -> QuantConfig | None:
+        table = self.quantization
+        return None if table is None else QuantConfig.from_dict(table, "config.json: quantization")
+
+    def to_dict(self) -> dict[str, Any]:
+        values: dict[str, Any] = super().to_dict()
+        for name in ("quantization", "auto_map"):
+            if not values.get(name):
+                values.pop(name, None)
+        return values
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """For `config.json`: every field of the model is written, also one that equals a default of transformers."""
+        values: dict[str, Any] = super().to_diff_dict()
+        values |= {name: getattr(self, name) for name in _FIELDS}
+        for name in ("quantization", "auto_map"):
+            if not values.get(name):
+                values.pop(name, None)
+        if values.get("architectures") == ["SalaForCausalLM"]:
+            values["architectures"] = [ARCHITECTURE]
+        return values
+
+
+def _complete(values: dict[str, Any]) -> dict[str, Any]:
+    """All fields. Values that no model can have are refused when one is built, as transformers does it, not before."""
+    try:
+        parsed = SalaConfig.from_dict(values)
+    except ConfigError:
+        return {**_complete(_RELEASED | {"mixer_types": _mixers_for(32, None)}), **values}
+    complete = {name: getattr(parsed, name) for name in _FIELDS}
+    sparse = parsed.sparse_config
+    complete["sparse_config"] = {item.name: getattr(sparse, item.name) for item in fields(sparse)}
+    complete["mixer_types"] = list(parsed.mixer_types)
+    complete["eos_token_id"] = _plain(parsed.eos_token_id)
+    return complete
+
+
+def _check_rope(table: dict[str, Any] | None) -> dict[str, Any]:
+    """RoPE as it is, in either spelling; anything else is refused."""
+    table = table or {}
+    kind = table.get("rope_type", table.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(f"config.json: rope_scaling is {kind!r}", "the model needs none: set it to null")
+    return table
+
+
+def _mixers_for(num_layers: int, types: list[str] | None) -> list[str]:
+    if types is not None:
+        return [_MIXERS_BY_TYPE.get(name, name) for name in types]
+    sparse = _RELEASED_SPARSE if num_layers == 32 else {*range(0, num_layers, 4), num_layers - 1}
+    return [RELEASED_NAMES["sparse" if layer in sparse else "lightning"] for layer in range(num_layers)]
+
+
+def _plain(ids: Sequence[int]) -> list[int] | int | None:
+    """One id as a number, as most programs expect it."""
+    return list(ids) if len(ids) > 1 else ids[0] if ids else None

@@ -1,0 +1,277 @@
+"""What SALA's layers keep in vLLM's blocks, as plain tensors: pages of the sparse layers, states of the lightning ones.
+
+vLLM hands out blocks of many tokens, and knows nothing of what is in them. A block of a sparse layer is N pages:
+
+    keys [G, N, B, D]    values [G, N, B, D]    k1 [G, N, B / stride, D]    k2 [G, N, B / 4 stride, D]    spare rows
+
+The pooled keys lie beside the keys that they end in, so whoever shares or frees a block shares or frees them too. The
+spare rows make a block a whole number of tiles [B, D]: keys and values of all blocks are tiles of one tensor, and the
+kernels of this project find a page by the number of its tile.
+"""
+
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sala.backends.torch.kernels import triton_kernels
+from sala.backends.torch.ops.attention import dense_attention
+from sala.backends.torch.ops.lightning import lightning_ragged
+from sala.backends.torch.ops.sparse import pool_keys, select_blocks, sparse_attention
+from sala.config import SparseConfig
+from sala.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a block of a sparse layer is filled, for `num_groups` kv heads (those of this rank)."""
+
+    sparse: SparseConfig
+    num_groups: int
+    head_dim: int
+
+    @property
+    def page_rows(self) -> int:
+        """Rows [D] of one page and kv head: keys, values, pooled keys, spare."""
+        block, stride = self.sparse.block_size, self.sparse.kernel_stride
+        pooled = block // stride + block // (4 * stride)
+        room = 1 << (pooled - 1).bit_length()
+        return 2 * block + (room if block % room == 0 else -(-pooled // block) * block)
+
+    @property
+    def block_tokens(self) -> int:
+        """vLLM's blocks must have a multiple of so many tokens: then they are whole tiles."""
+        block = self.sparse.block_size
+        return block * (block // math.gcd(block, self.page_rows))
+
+    def token_bytes(self, element_size: int) -> int:
+        """Bytes per token, all kv heads, everything included."""
+        size, rest = divmod(self.page_rows * self.head_dim * element_size, self.sparse.block_size)
+        if rest or size % element_size:
+            raise ConfigError(
+                f"head_dim {self.head_dim} with sparse blocks of {self.sparse.block_size} tokens does not fill blocks",
+                "vLLM cannot run this model; sala serve can",
+            )
+        return self.num_groups * size
+
+
+@dataclass(frozen=True)
+class Row:
+    """The tokens of one request in this step: positions start … end - 1, row `index` of the block tables."""
+
+    index: int
+    start: int
+    length: int
+    sparse_from: int  # first position under the sparse rule
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """Windows that this step completes: the slots of their keys [m, kernel], and of the last one [m]."""
+
+    sources: Tensor
+    homes: Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all sparse layers share in one step. A slot is a token's place: block * tokens per block + offset."""
+
+    rows: tuple[Row, ...]
+    tables: Tensor  # [requests, blocks], as vLLM gives them
+    slots: Tensor  # [T]
+    fine: Pooling
+    coarse: Pooling
+
+    @property
+    def num_tokens(self) -> int:
+        return self.slots.shape[0]
+
+
+def plan_step(rows: Sequence[Row], tables: Tensor, block_tokens: int, sparse: SparseConfig) -> Step:
+    rows = tuple(row for row in rows if row.length)
+    at = [torch.arange(row.start, row.end) for row in rows]
+    slots = _slots(rows, at, tables, block_tokens)
+    kernel, stride = sparse.kernel_size, sparse.kernel_stride
+    return Step(
+        rows,
+        tables,
+        slots,
+        _plan_pooling(rows, tables, block_tokens, kernel, stride),
+        _plan_pooling(rows, tables, block_tokens, 4 * kernel, 4 * stride),
+    )
+
+
+def _plan_pooling(rows: Sequence[Row], tables: Tensor, block_tokens: int, kernel: int, stride: int) -> Pooling:
+    ends = []
+    for row in rows:
+        first = max(row.start // stride, kernel // stride - 1)  # the window that ends here first
+        ends.append(torch.arange(first, max(first, row.end // stride)) * stride + stride - 1)
+    window = torch.arange(1 - kernel, 1)
+    keys = [(last[:, None] + window).flatten() for last in ends]
+    sources = _slots(rows, keys, tables, block_tokens).view(-1, kernel)
+    return Pooling(sources, sources[:, -1])
+
+
+def _slots(rows: Sequence[Row], positions: Sequence[Tensor], tables: Tensor, block_tokens: int) -> Tensor:
+    """positions[i] of rows[i] → their slots, in one line. Only where to look goes to the device."""
+    counts = torch.tensor([len(some) for some in positions], dtype=torch.long)
+    index = torch.tensor([row.index for row in rows], dtype=torch.long).repeat_interleave(counts)
+    at = torch.cat(list(positions)) if positions else index
+    index, at = torch.stack((index, at)).to(tables.device, non_blocking=True)
+    return tables[index, at // block_tokens].long() * block_tokens + at % block_tokens
+
+
+class Pages:
+    """One sparse layer's view of its cache: any contiguous tensor whose first dimension is vLLM's blocks."""
+
+    def __init__(self, cache: Tensor, layout: Layout, block_tokens: int) -> None:
+        self.layout, self.block_tokens = layout, block_tokens
+        sparse, groups, dim = layout.sparse, layout.num_groups, layout.head_dim
+        self.num_pages = block_tokens // sparse.block_size  # per block
+        self.num_tiles = groups * self.num_pages  # of keys, and as many of values
+        blocks = cache.view(cache.shape[0], -1)
+        self.tiles = blocks.view(-1, sparse.block_size, dim)
+        self.stride = self.tiles.shape[0] // cache.shape[0]
+        self.groups = torch.arange(groups, device=cache.device) * self.num_pages
+        first = 2 * self.num_tiles * sparse.block_size * dim
+        rows = sparse.block_size // sparse.kernel_stride
+        middle, last = first + self.num_tiles * rows * dim, first + self.num_tiles * (rows + rows // 4) * dim
+        self.k1 = blocks[:, first:middle].unflatten(1, (groups, self.num_pages, rows, dim))
+        self.k2 = blocks[:, middle:last].unflatten(1, (groups, self.num_pages, rows // 4, dim))
+
+    @property
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """Pools [G, P, B, D] for the kernels: a page's number is that of its tile, which may lie far behind."""
+        shape = (self.layout.num_groups, self.num_pages, *self.tiles.shape[1:])
+        return self.tiles[: self.num_tiles].view(shape), self.tiles[self.num_tiles : 2 * self.num_tiles].view(shape)
+
+    def tile_table(self, blocks: Tensor) -> Tensor:
+        """blocks [..., n] of vLLM → tiles [..., n * N] of the first kv head's keys, page by page."""
+        page = torch.arange(self.num_pages, device=blocks.device)
+        return (blocks.long()[..., None] * self.stride + page).flatten(-2)
+
+    def _places(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """slots → block, page in it, row in the page."""
+        offset = slots % self.block_tokens
+        block_size = self.layout.sparse.block_size
+        return slots // self.block_tokens, offset // block_size, offset % block_size
+
+    def append(self, step: Step, k: Tensor, v: Tensor) -> None:
+        """Write k, v [T, G, D] and pool the windows that they complete."""
+        block, page, row = self._places(step.slots)
+        tile = (block * self.stride + page)[:, None] + self.groups
+        self.tiles[tile, row[:, None]] = k.to(self.tiles.dtype)
+        self.tiles[tile + self.num_tiles, row[:, None]] = v.to(self.tiles.dtype)
+        stride = self.layout.sparse.kernel_stride
+        self._pool(self.k1, step.fine, stride)
+        self._pool(self.k2, step.coarse, 4 * stride)
+
+    def _pool(self, target: Tensor, pooling: Pooling, stride: int) -> None:
+        num_windows, kernel = pooling.sources.shape
+        if not num_windows:
+            return
+        block, page, row = self._places(pooling.sources)
+        tile = (block * self.stride + page)[:, None] + self.groups[:, None]  # [m, G, kernel]
+        keys = self.tiles[tile, row[:, None]].flatten(0, 1)
+        pooled = pool_keys(keys, kernel, kernel).view(num_windows, self.layout.num_groups, -1)
+        block, page, row = self._places(pooling.homes)
+        target[block, :, page, row // stride] = pooled
+
+    def pooled(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Pooled keys of these blocks, k1 and k2 as pools [G, P, rows, D]: a copy, a small part of the cache."""
+        k1, k2 = (pool[blocks].transpose(0, 1).flatten(1, 2).contiguous() for pool in (self.k1, self.k2))
+        return k1, k2
+
+    def attend(self, step: Step, q: Tensor, scale: float, has_kernels: bool | None = None) -> Tensor:
+        """q [T, H, D], whose keys and values are appended → [T, H, D]."""
+        if has_kernels is None:
+            has_kernels = can_use_kernels(q) and self.layout.sparse.block_size % 16 == 0
+        if not has_kernels:
+            pieces = q.split([row.length for row in step.rows])
+            looks = (self._attend(step, row, piece, scale) for row, piece in zip(step.rows, pieces, strict=True))
+            return torch.cat(list(looks))
+        from sala.plugins.vllm.accelerated import attend
+
+        return attend(self, step, q, scale)
+
+    def blocks_of(self, step: Step, row: Row) -> Tensor:
+        return step.tables[row.index, : -(-row.end // self.block_tokens)].long()
+
+    def _attend(self, step: Step, row: Row, q: Tensor, scale: float) -> Tensor:
+        """By the reference. The regime may change inside the row."""
+        blocks = self.blocks_of(step, row)
+        table = self.tile_table(blocks)
+        num_dense = min(max(row.sparse_from - row.start, 0), row.length)
+        outputs = []
+        if num_dense:
+            keys, values = (self._read(table + shift, row.start + num_dense) for shift in (0, self.num_tiles))
+            outputs.append(dense_attention(q[:num_dense], keys, values, row.start, scale))
+        if num_dense < row.length:
+            outputs.append(self._attend_sparse(row, q[num_dense:], row.start + num_dense, blocks, table, scale))
+        return torch.cat(outputs)
+
+    def _read(self, table: Tensor, length: int) -> Tensor:
+        """The first `length` rows of the tiles in `table`, [G, length, D]."""
+        table = table[: -(-length // self.layout.sparse.block_size)]
+        return self.tiles[self.groups[:, None] + table].flatten(1, 2)[:, :length]
+
+    def _attend_sparse(self, row: Row, q: Tensor, start: int, blocks: Tensor, table: Tensor, scale: float) -> Tensor:
+        sparse = self.layout.sparse
+        unused = sparse.kernel_size // sparse.kernel_stride - 1  # rows whose window would begin before the sequence
+        strides = (sparse.kernel_stride, 4 * sparse.kernel_stride)
+        k1, k2 = (
+            pool.flatten(1, 2)[:, unused : max(unused, row.end // stride)]
+            for pool, stride in zip(self.pooled(blocks), strides, strict=True)
+        )
+        at = torch.arange(start, row.end, device=q.device)
+        chosen = select_blocks(q, k1, k2, at, -(-row.end // sparse.block_size), sparse, scale)
+        keys, values = self.tiles[None, : -self.num_tiles], self.tiles[None, self.num_tiles :]
+        looks = [
+            sparse_attention(part, keys, values, table + shift, chosen[:, group, None], at, scale)
+            for group, (part, shift) in enumerate(
+                zip(q.chunk(self.layout.num_groups, 1), self.groups.tolist(), strict=True)
+            )
+        ]
+        return torch.cat(looks, 1)
+
+
+def advance_states(
+    q: Tensor, k: Tensor, v: Tensor, states: Tensor, slots: Tensor, rows: Sequence[Row], slopes: Tensor, scale: float,
+    has_kernels: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Packed rows q, k, v [T, H, D]; states [P, H, D, D] in fp32, that of rows[i] at slots[i] → [T, H, D] in q's dtype.
+
+    A row that starts at 0 has no past, whatever lies in its slot.
+    """
+    past = states[slots]
+    fresh = [index for index, row in enumerate(rows) if row.start == 0]
+    if fresh:
+        past[fresh] = 0
+    if can_use_kernels(q) if has_kernels is None else has_kernels:
+        from sala.plugins.vllm.accelerated import advance
+
+        output, after = advance(q, k, v, past, [row.length for row in rows], slopes, scale)
+    else:
+        output, after = lightning_ragged(q, k, v, past, [row.length for row in rows], slopes, scale)
+    states[slots] = after
+    return output.to(q.dtype)
+
+
+def can_use_kernels(x: Tensor) -> bool:
+    """x [..., D]: whether the Triton kernels run on its device and fit its shape."""
+    return _fits(x.shape[-1], x.device)
+
+
+@functools.cache
+def _fits(dim: int, device: torch.device) -> bool:
+    return dim in (16, 32, 64, 128) and triton_kernels.can_run(device)

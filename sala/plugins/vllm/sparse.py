@@ -1,0 +1,234 @@
+"""The sparse layer in vLLM: InfLLM-v2 as an attention backend whose pages hold the pooled keys beside the keys."""
+
+# mypy: disable-error-code="import-not-found, misc, no-any-return"
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec, replace_as
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from sala.backends.torch.model import RMSNorm
+from sala.backends.torch.ops.rope import apply_rope, grow_queries
+from sala.config import SalaConfig, SparseConfig
+from sala.plugins.vllm import BACKEND
+from sala.plugins.vllm.lightning import read_rows
+from sala.plugins.vllm.memory import Layout, Pages, Step, plan_step
+from sala.plugins.vllm.regime import keep_apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseSpec(FullAttentionSpec):
+    """Full attention, as far as blocks go; each token takes a little more, for the pooled keys."""
+
+    sparse: SparseConfig = field(default_factory=SparseConfig)
+
+    @classmethod
+    def merge(cls, specs: list["SparseSpec"]) -> "SparseSpec":
+        return replace(super().merge(specs), sparse=specs[0].sparse)
+
+
+class SparseManager(FullAttentionManager):
+    """Hands out blocks; the scheduler makes one before the first request comes."""
+
+    def __init__(self, kv_cache_spec: SparseSpec, **options: Any) -> None:
+        super().__init__(kv_cache_spec, **options)
+        keep_apart(kv_cache_spec.sparse)
+
+
+KVCacheSpecRegistry._ensure_registered()  # an entry of ours alone would pass for the whole table
+KVCacheSpecRegistry.register(SparseSpec, SparseManager, uniform_type_base_spec=FullAttentionSpec)
+
+
+class SparseBackend(AttentionBackend):
+    sparse: ClassVar[SparseConfig] = SparseConfig()
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND
+
+    @staticmethod
+    def get_impl_cls() -> type["SparseImpl"]:
+        return SparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["SparseBuilder"]:
+        return SparseBuilder
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        return [MultipleOf(Layout(cls.sparse, 1, 1).block_tokens)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> SparseSpec:
+        """A page as one piece of memory that only we can read."""
+        layout = Layout(cls.sparse, spec.num_kv_heads, spec.head_size)
+        size = layout.token_bytes(spec.dtype.itemsize)
+        return replace_as(spec, SparseSpec, num_head_slots=1, state_content_bytes=size, sparse=cls.sparse)
+
+
+@functools.cache
+def backend_for(sparse: SparseConfig) -> type[SparseBackend]:
+    """vLLM asks classes, not objects, how large a page is: a class per geometry."""
+    return type("SparseBackend", (SparseBackend,), {"sparse": sparse})
+
+
+class SparseBuilder(AttentionMetadataBuilder[Step]):
+    """Metadata of a step; CUDA graphs are cut here, since rows of many lengths and both regimes come together."""
+
+    def __init__(
+        self, kv_cache_spec: SparseSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.sparse, self.block_tokens = kv_cache_spec.sparse, kv_cache_spec.block_size
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Step:
+        rows, prompts = read_rows(common_attn_metadata), common_attn_metadata.rswa_prefix_lens
+        lengths = None if prompts is None else prompts.tolist()
+        rows = tuple(
+            replace(row, sparse_from=self.sparse.sparse_from(row.end if lengths is None else lengths[row.index]))
+            for row in rows
+        )
+        return plan_step(rows, common_attn_metadata.block_table_tensor, self.block_tokens, self.sparse)
+
+
+class SparseImpl(AttentionImpl[Step]):
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        *_: Any,
+        sparse: SparseConfig,
+        **__: Any,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.layout = Layout(sparse, self.num_kv_heads, head_size)
+        self.kv_cache_dtype = "auto"
+        self.pages: Pages | None = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Step | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """query [T, H, D], key and value [T, G, D] → output [T, H, D]; rows behind the step's tokens are padding."""
+        if attn_metadata is None or not attn_metadata.rows:  # vLLM looks how much memory a step takes
+            return output.zero_()
+        if self.pages is None or self.pages.tiles.data_ptr() != kv_cache.data_ptr():
+            self.pages = Pages(kv_cache, self.layout, kv_cache.shape[2])
+        count = attn_metadata.num_tokens
+        self.pages.append(attn_metadata, key[:count], value[:count])
+        output[:count] = self.pages.attend(attn_metadata, query[:count], self.scale)
+        return output
+
+
+class SparseMixer(nn.Module):
+    def __init__(self, config: SalaConfig, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        self.config = config
+        num_ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        hidden, dim, quant = config.hidden_size, config.head_dim, vllm_config.quant_config
+        groups, width, eps = (
+            config.num_key_value_heads,
+            config.num_attention_heads * config.head_dim,
+            config.rms_norm_eps,
+        )
+        self.head_dim, self.num_heads = dim, config.num_attention_heads // num_ranks
+        self.qkv_proj = QKVParallelLinear(
+            hidden,
+            dim,
+            config.num_attention_heads,
+            groups,
+            bias=config.attention_bias,
+            quant_config=quant,
+            prefix=f"{prefix}.qkv_proj",
+        )
+        self.num_kv_heads = self.qkv_proj.num_kv_heads
+        self.o_proj = RowParallelLinear(width, hidden, bias=False, quant_config=quant, prefix=f"{prefix}.o_proj")
+        self.o_gate = None
+        if config.attn_use_output_gate:
+            self.o_gate = ColumnParallelLinear(hidden, width, bias=False, quant_config=quant, prefix=f"{prefix}.o_gate")
+        self.q_norm = RMSNorm(dim, eps) if config.attn_qk_norm else None
+        self.k_norm = RMSNorm(dim, eps) if config.attn_qk_norm else None
+        # Blocks are chosen by all heads of a group: where ranks share one, each of them looks with all its heads.
+        shared = max(1, num_ranks // groups)
+        self.group, self.own = rank // shared * shared, rank % shared
+        self.num_looking = shared * self.num_heads
+        self.attn = Attention(
+            self.num_looking,
+            dim,
+            dim**-0.5,
+            num_kv_heads=self.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=quant,
+            prefix=f"{prefix}.attn",
+            attn_backend=backend_for(config.sparse_config),
+            sparse=config.sparse_config,
+        )
+
+    def forward(self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        """x [T, hidden], normed → [T, hidden]."""
+        q, k, v = self.project(x, positions, angles)
+        if self.num_looking == self.num_heads:
+            o = self.attn(q.flatten(1), k.flatten(1), v.flatten(1))
+        else:
+            heads = tensor_model_parallel_all_gather(q.contiguous(), dim=1)
+            first = self.group * self.num_heads
+            heads = heads[:, first : first + self.num_looking].contiguous()
+            width = self.num_heads * self.head_dim
+            o = self.attn(heads.flatten(1), k.flatten(1), v.flatten(1))[:, self.own * width : (self.own + 1) * width]
+        if self.o_gate is not None:
+            o = o * torch.sigmoid(self.o_gate(x)[0])
+        return self.o_proj(o)[0]
+
+    def project(
+        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, hidden] → q [T, H, D], k and v [T, G, D] of this rank's heads."""
+        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        parts = self.qkv_proj(x)[0].split([count * self.head_dim for count in counts], -1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if angles is not None:
+            q, k = apply_rope(q, *angles), apply_rope(k, *angles)
+        if self.config.attn_log_base is not None:
+            q = grow_queries(q, positions, self.config.attn_log_base)
+        return q, k, v

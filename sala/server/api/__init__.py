@@ -1,0 +1,1 @@
+"""The public API routes and their request and response schemas."""
