@@ -13,6 +13,7 @@ import torch
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.fast.gpu_forward import GpuSteps
+from sala.backends.torch.kernels import block_selection
 from sala.backends.torch.loader import load_model
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
