@@ -39,6 +39,39 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows of one length that are computed at once: one dialogue, text or needle case per row, padded on the right.
+
+    tokens           [B, T] int64
+    teacher_weight   [B, T] float32, weight of KL(teacher || student) in the prediction of this token
+    truth_weight     [B, T] float32, weight of this token's cross-entropy
+    answer           [B, T] bool, tokens that an assistant wrote (the end of the turn included)
+    kinds            of each row: "dialogue", "text" or "needle"
+    is_sparse        whether attention is sparse from `dense_len` on, or dense at every length
+
+    Weights belong to the token that is predicted: position t - 1 carries the loss of token t. The first token of a row
+    and the padding have no weight. The loss of a step is Σ (teacher_weight · KL + truth_weight · cross-entropy) over
+    all its micro-batches, divided by the sum of their `count`.
+    """
+
+    tokens: Array
+    teacher_weight: Array
+    truth_weight: Array
+    answer: Array
+    kinds: tuple[str, ...]
+    is_sparse: bool = False
+
+    @property
+    def count(self) -> int:
+        """Return how many tokens have a loss."""
+        return int(np.count_nonzero((self.teacher_weight != 0) | (self.truth_weight != 0)))
+
+
+# The micro-batches of a step, as a pure function of its number. Their shapes are the same in every step.
+StepSource = Callable[[int], list[MicroBatch]]
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """All tokens of a source after each other; `learn` marks those with a loss, `ends` is where documents end."""
 
