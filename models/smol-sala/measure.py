@@ -25,7 +25,7 @@ from sala.backends.torch.model import SalaModel
 from sala.engine.stream import Completion
 from sala.lab.eval.tasks.choice import read_tasks
 from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, score
-from sala.lab.eval.tasks.questions import QUESTIONS, accuracy
+from sala.lab.eval.tasks.questions import accuracy, questions
 from sala.lab.train.models import load_for_training
 from sala.lab.train.report import NUM_ANSWERED, choice_accuracy, needle_cases, to_tokens
 from sala.lab.train.score import perplexity
@@ -118,9 +118,9 @@ def answer(llm: LLM, questions: Sequence[str], max_tokens: int, temperature: flo
 def conversations(engines: Mapping[str, LLM], parts: Sequence[str]) -> dict:
     out: dict[str, Any] = {}
     if "questions" in parts:
-        asked = [question.text for question in QUESTIONS]
+        asked = [question.text for question in questions()]
         out["questions"] = compare(
-            engines, "questions", lambda llm: accuracy(QUESTIONS, [said.text for said in answer(llm, asked, 64)])
+            engines, "questions", lambda llm: accuracy(questions(), [said.text for said in answer(llm, asked, 64)])
         )
     if "talk" in parts:
         out["talk"] = {}

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from sala.engine.stream import Completion, Event, Timings, Usage
+from sala.lab.eval.data import read_data
 from sala.lab.eval.tasks.chain import TELLINGS
-from sala.lab.eval.tasks.counting import REAL_WORDS
-from sala.lab.eval.tasks.reading import SENTENCES
-from sala.lab.eval.tasks.wordings import AURORA, TEST, Wording
+from sala.lab.eval.tasks.counting import real_words
+from sala.lab.eval.tasks.wordings import Wording, aurora, wordings
 from sala.lab.eval.tasks.words import words_of
 from sala.llm import Call
 from sala.text.answer import Delta
@@ -77,7 +77,7 @@ class StandIn:
 def guess(text: str) -> str:
     """Sees how long the prompt is, and nothing of what it says."""
     rng = np.random.default_rng(len(text))
-    words = [REAL_WORDS[at] for at in rng.integers(len(REAL_WORDS), size=3).tolist()]
+    words = [real_words()[at] for at in rng.integers(len(real_words()), size=3).tolist()]
     city = words_of("city")[int(rng.integers(30))]
     return f" {rng.integers(10_000, 100_000)}, {rng.bytes(4).hex()}, {', '.join(words)}, {city}. Answer: {len(text)}"
 
@@ -126,7 +126,7 @@ def _follow(prompt: str) -> str | None:
 def _look_up(prompt: str) -> str | None:
     """All values that the text gives for the keys of the question."""
     question = prompt[-1500:]
-    for wording in (*TEST, AURORA):
+    for wording in (*wordings("test"), aurora()):
         asked = _pattern(wording.question, key=r"(?P<key>[A-Z]?[\w]+(?: \w+)?)").finditer(question)
         answers = [", ".join(_values(prompt, wording, found["key"])) for found in asked]
         if answers:
@@ -160,7 +160,7 @@ def _fact(prompt: str, name: str, field: str) -> str:
     life = next(part for part in prompt.split("\n\n") if name in part.split(". ")[0])
     value = r"(?P<value>\w+ \w+)" if field == "teacher" else r"(?P<value>\w+)"
     given = name.split()[0]
-    for sentence in SENTENCES[field]:
+    for sentence in read_data("reading")["sentences"][field]:
         found = _pattern(sentence.replace("{who}", given).replace("{name}", name), value=value).search(life)
         if found:
             return found["value"]

@@ -15,10 +15,10 @@ from sala.lab.eval.sources import read_source
 from sala.lab.eval.suite import KEY_SPECS, RULER, SHARING, Suite, reasoning_tasks
 from sala.lab.eval.tasks import reasoning
 from sala.lab.eval.tasks.case import Frame, Solution, Writer
-from sala.lab.eval.tasks.counting import REAL_WORDS, spread_common, spread_frequent
-from sala.lab.eval.tasks.names import draw_names
+from sala.lab.eval.tasks.counting import real_words, spread_common, spread_frequent
 from sala.lab.eval.tasks.prose import write_documents
 from sala.lab.eval.tasks.reading import read_passages
+from sala.lab.eval.tasks.words import sample_names
 from sala.text.tokenizer import Tokenizer
 from tests.eval.oracle import StandIn, guess, solve
 
@@ -273,9 +273,9 @@ def test_prose_is_varied_and_holds_no_needle() -> None:
     assert not re.search(r"\d|[{}|_]|\s{3}| ,|\.\.", " ".join(documents))
     assert documents == write_documents(200)
     assert len(set(documents)) == 200
-    assert len(set(draw_names(5_000, np.random.default_rng(0)))) == 5_000
-    assert len(REAL_WORDS) > 400
-    assert all(word.isalpha() for word in REAL_WORDS)
+    assert len(set(sample_names(5_000, np.random.default_rng(0)))) == 5_000
+    assert len(real_words()) > 400
+    assert all(word.isalpha() for word in real_words())
     assert set(KEY_SPECS) < set(RULER)
 
 

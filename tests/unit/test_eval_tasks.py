@@ -87,14 +87,14 @@ def test_lines_that_are_no_records_are_refused(tmp_path: Path) -> None:
 
 
 def test_there_are_64_different_questions() -> None:
-    assert len({question.text for question in questions.QUESTIONS}) == 64
-    for question in questions.QUESTIONS:
+    assert len({question.text for question in questions.questions()}) == 64
+    for question in questions.questions():
         assert question.text[-1] in "?."
         assert all(answer == answer.strip() != "" for answer in question.accepted)
         assert questions.score(question, question.text) == 0, "the question gives its answer away"
 
 
-@pytest.mark.parametrize("question", questions.QUESTIONS, ids=lambda question: question.accepted[0])
+@pytest.mark.parametrize("question", questions.questions(), ids=lambda question: question.accepted[0])
 def test_every_spelling_counts_and_other_answers_do_not(question: questions.Question) -> None:
     for answer in question.accepted:
         assert questions.score(question, f"Well, it is **{answer.upper()}**.") == 1
@@ -105,5 +105,5 @@ def test_every_spelling_counts_and_other_answers_do_not(question: questions.Ques
 
 
 def test_accuracy_of_questions() -> None:
-    asked = questions.QUESTIONS[:4]
+    asked = questions.questions()[:4]
     assert questions.accuracy(asked, ["Paris", "Kyoto", "rome", "It is Bonn"]) == 0.5

@@ -12,11 +12,21 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers
 
 from sala.errors import InputError
+from sala.lab.eval.tasks.case import Writer
 from sala.lab.eval.tasks.haystack import Haystack, by_piece, split_sentences
-from sala.lab.eval.tasks.needle import CHATML, NeedleCase, NeedleMaker, NeedleSpec, chatml, deal, score
-from sala.lab.eval.tasks.phrases import ATTRIBUTES, OPENINGS, QUESTIONS, RELATIONS, STATEMENTS, compose, fill
-from sala.lab.eval.tasks.wordings import AURORA, FRAMES, TEST, TRAIN, Wording
-from sala.lab.eval.tasks.words import count_keys, draw_keys, draw_values, in_split, key_words
+from sala.lab.eval.tasks.needle import CHATML, AuroraMaker, NeedleCase, NeedleMaker, NeedleSpec, chatml, deal, score
+from sala.lab.eval.tasks.wordings import (
+    Wording,
+    attributes,
+    aurora,
+    compose,
+    fill,
+    frames,
+    patterns,
+    relations,
+    wordings,
+)
+from sala.lab.eval.tasks.words import count_keys, in_split, key_words, sample_keys, sample_values
 
 END = 256
 SUBJECTS = ("The captain", "A farmer", "My aunt", "The old judge", "Nobody", "The cook", "A stranger", "The river")
@@ -46,16 +56,17 @@ def make(spec: NeedleSpec, count: int, **options: object) -> list[NeedleCase]:
     return [maker.make(spec, index) for index in range(count)]
 
 
-ALL_STATEMENTS = [
-    *(one.statement for one in (*TRAIN, *TEST, AURORA)),
-    *(fill(pattern, one) for one in ATTRIBUTES for pattern in STATEMENTS),
-    *(statement for one in RELATIONS for statement in one.statements),
-]
-TRAIN_OPENINGS = [
-    *(one.opening for one in TRAIN),
-    *(fill(pattern, one) for one in ATTRIBUTES for pattern in OPENINGS),
-    *(opening for one in RELATIONS for opening in one.openings),
-]
+TRAIN, TEST = wordings("train"), wordings("test")
+
+
+def of_parts(part: str) -> list[str]:
+    """Every phrase of composed wordings."""
+    filled = [fill(pattern, one["noun"], one["key"]) for one in attributes() for pattern in patterns(part)]
+    return [*filled, *(phrase for one in relations() for phrase in one[part])]
+
+
+ALL_STATEMENTS = [*(one.statement for one in (*TRAIN, *TEST, aurora())), *of_parts("statements")]
+TRAIN_OPENINGS = [*(one.opening for one in TRAIN), *of_parts("openings")]
 
 
 def read_values(text: str, key: str) -> list[str]:
@@ -105,8 +116,8 @@ def test_every_needle_is_there_and_values_differ() -> None:
 def test_values_and_keys_are_all_different() -> None:
     rng = np.random.default_rng(0)
     for kind in ("number", "word", "uuid"):
-        assert len(set(draw_values(kind, "common", 150, rng))) == 150
-    assert len(set(draw_keys("place", "test", 600, rng))) == 600
+        assert len(set(sample_values(kind, "common", 150, rng))) == 150
+    assert len(set(sample_keys("place", "test", 600, rng))) == 600
 
 
 def test_case_depends_on_seed_spec_and_index_only() -> None:
@@ -170,9 +181,9 @@ def test_splits_share_nothing() -> None:
     assert len(TRAIN) >= 24
     assert len(TEST) >= 8
     for field in ("statement", "question", "opening"):
-        texts = [getattr(wording, field) for wording in (*TRAIN, *TEST, AURORA)]
+        texts = [getattr(wording, field) for wording in (*TRAIN, *TEST, aurora())]
         assert len(set(texts)) == len(texts)
-    assert not set(FRAMES["train"]) & set(FRAMES["test"])
+    assert not set(frames("train")) & set(frames("test"))
     for kind in ("person", "thing", "place"):
         (train_first, train_second), (test_first, test_second) = key_words(kind, "train"), key_words(kind, "test")
         assert not set(train_first) & set(test_first)
@@ -194,8 +205,8 @@ def test_test_wordings_are_about_other_things() -> None:
     def sentences(wordings: Iterable[Wording]) -> list[str]:
         return [sentence for one in wordings for sentence in (one.statement, one.question)]
 
-    parts = [*STATEMENTS, *QUESTIONS, *(one.noun for one in ATTRIBUTES)]
-    parts += [phrase for one in RELATIONS for phrase in (*one.statements, *one.questions)]
+    parts = [*patterns("statements"), *patterns("questions"), *(one["noun"] for one in attributes())]
+    parts += [phrase for one in relations() for phrase in (*one["statements"], *one["questions"])]
     assert not content([*sentences(TRAIN), *parts]) & content(sentences(TEST))
 
 
@@ -248,13 +259,13 @@ def test_question_comes_first_at_times_in_training_only() -> None:
 
 
 def test_aurora() -> None:
-    case = NeedleMaker(encode, []).aurora(8000, 0.25)
-    text = decode(case.token_ids)
+    case = AuroraMaker(Writer(encode, encode(CHATML.before), encode(CHATML.after))).make(8000, 0, 0.25)
+    text = decode(tuple(case.token_ids.tolist()))
     assert text.count("The secret verification code for Project Aurora is 739258") == 1
     assert text.endswith(CHATML.after + "The secret verification code for Project Aurora is")
-    assert (case.answer, case.value) == (" 739258.", "739258")
-    assert abs(case.depth - 0.25) < 0.02
-    assert score(case.value, "It is 739,258!") == 1
+    assert (case.answer, case.solution.wanted) == (" 739258.", ("739258",))
+    assert abs(case.facts["depth_found"] - 0.25) < 0.02
+    assert case.solution.score("It is 739,258!") == (True, 1)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +306,7 @@ def test_bad_specs_are_refused() -> None:
 
 def test_keys_do_not_contain_each_other() -> None:
     for kind in ("person", "thing", "place"):
-        keys = draw_keys(kind, "train", 300, np.random.default_rng(0))
+        keys = sample_keys(kind, "train", 300, np.random.default_rng(0))
         assert not [(a, b) for a in keys for b in keys if a != b and a in b]
 
 

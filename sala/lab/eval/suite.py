@@ -12,7 +12,7 @@ from sala.lab.eval.tasks.case import Case, Writer
 from sala.lab.eval.tasks.chain import ChainMaker
 from sala.lab.eval.tasks.counting import CountingMaker
 from sala.lab.eval.tasks.haystack import Haystack
-from sala.lab.eval.tasks.keys import ANY_KIND, AuroraMaker, KeyMaker, KeySpec
+from sala.lab.eval.tasks.needle import ANY_KIND, AuroraMaker, KeyMaker, KeySpec
 from sala.lab.eval.tasks.reading import Passage, PassageMaker, ReadingMaker
 from sala.lab.eval.tasks.words import ValueKind
 

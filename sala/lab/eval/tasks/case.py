@@ -1,7 +1,8 @@
-"""A case: a prompt as token ids, and how its answer is scored. And what all makers of cases share."""
+"""A case: a prompt as token ids, and how its answer is scored; and what all makers of cases share."""
 
 import hashlib
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +12,6 @@ import numpy as np
 
 from sala.errors import InputError, TemplateError
 from sala.lab.eval.tasks.haystack import Encode, Ids, by_piece
-from sala.lab.eval.tasks.needle import score as score_value
 from sala.text.reasoning import CLOSE, OPEN
 
 if TYPE_CHECKING:
@@ -20,37 +20,37 @@ if TYPE_CHECKING:
 SPARE = 16  # tokens that an answer may have beyond twice what it needs
 
 
-class Score(NamedTuple):
+class CaseScore(NamedTuple):
     is_exact: bool
     partial: float
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What an answer must hold.
+    """What an answer must contain.
 
-    Without `candidates` every wanted text is looked for, and its beginning counts in part. With them only the first
-    of them that the answer names count, as many as are wanted: naming everything is no answer. `is_any`: one of the
-    wanted texts is enough.
+    Without `candidates` every wanted text is looked for, and a matching beginning scores in part. With them only the
+    first candidates that the answer names count, as many as are wanted, so that naming all of them does not help.
+    With `is_any` one of the wanted texts is enough.
     """
 
     wanted: tuple[str, ...]
     candidates: tuple[str, ...] = ()
     is_any: bool = False
 
-    def score(self, text: str) -> Score:
+    def score(self, text: str) -> CaseScore:
         if self.candidates:
             named = _first_named(self.candidates, text, len(self.wanted))
             share = len(named & {one.casefold() for one in self.wanted}) / len(self.wanted)
-            return Score(share == 1, share)
+            return CaseScore(share == 1, share)
         found = [score_value(one, text) for one in self.wanted]
         share = max(found) if self.is_any else sum(found) / len(found)
-        return Score(share == 1, share)
+        return CaseScore(share == 1, share)
 
 
 @dataclass(frozen=True)
 class Case:
-    """`answer` is a right one. `facts` tell more about the case, in plain values."""
+    """A prompt, a right `answer`, and more `facts` about the case as plain values."""
 
     token_ids: Ids
     answer: str
@@ -71,7 +71,7 @@ class Frame:
 class Writer:
     """Writes prompts for one model: `before` and `after` are what its chat format puts around the user's message.
 
-    `encode` adds no BOS and takes text for text, whatever special token it spells.
+    `encode` adds no BOS and does not parse special tokens.
     """
 
     def __init__(self, encode: Encode, before: Sequence[int] = (), after: Sequence[int] = ()) -> None:
@@ -80,7 +80,7 @@ class Writer:
 
     @classmethod
     def for_model(cls, tokenizer: "Tokenizer") -> "Writer":
-        """In the model's own chat format, without thoughts; a model that has none just continues the text."""
+        """Return a writer in the model's own chat format, without reasoning; a model without one continues the text."""
         encode = partial(tokenizer.encode, bos=False)
         options = {"add_generation_prompt": True, "enable_thinking": False}
         try:
@@ -94,12 +94,12 @@ class Writer:
     def ids(self, text: str) -> Ids:
         return np.array(self.encode(text), np.int32)
 
-    def room_for_answer(self, answer: str) -> int:
-        """Tokens to grant: a right answer and as much again."""
+    def max_answer_tokens(self, answer: str) -> int:
+        """Return how many tokens to allow: a right answer and as much again."""
         return 2 * len(self.encode(answer)) + SPARE
 
     def around(self, frame: Frame) -> tuple[Ids, Ids]:
-        """All that comes before the text, and all that comes after it."""
+        """Return everything before the text, and everything after it."""
         head = np.concatenate([self._before, self.ids(frame.before)])
         return head, np.concatenate([self._after_text(frame.after), self.ids(frame.opening)])
 
@@ -107,8 +107,8 @@ class Writer:
         return np.concatenate([self.ids(text), self._after])
 
 
-def room(num_tokens: int, used: int, name: str) -> int:
-    """Tokens left for the text."""
+def remaining(num_tokens: int, used: int, name: str) -> int:
+    """Return the tokens left for the text; raise InputError if there are none."""
     if used >= num_tokens:
         message = f"are too short for {name}: {num_tokens:,} tokens, of which question and answer alone take {used:,}"
         raise InputError("lengths", message, f"begin with {2 * used:,} or more")
@@ -116,13 +116,13 @@ def room(num_tokens: int, used: int, name: str) -> int:
 
 
 def random(*facts: object) -> np.random.Generator:
-    """Determined by all that is given, and by nothing else."""
+    """Return a generator seeded by the repr of all facts, and by nothing else."""
     digest = hashlib.sha256(repr(facts).encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:16], "big"))
 
 
-def hide(pieces: Sequence[Ids], places: Sequence[int], tokens: Ids) -> Ids:
-    """The text with every piece at its place; at the same place they keep their order."""
+def insert(pieces: Sequence[Ids], places: Sequence[int], tokens: Ids) -> Ids:
+    """Return the tokens with every piece at its place; pieces at the same place keep their order."""
     out: list[Ids] = []
     start = 0
     for index in sorted(range(len(pieces)), key=lambda index: places[index]):
@@ -142,3 +142,28 @@ def _first_named(candidates: Sequence[str], text: str, count: int) -> set[str]:
         if word in known:
             named[word] = None
     return set(list(named)[:count])
+
+
+def score_value(value: str, text: str) -> float:
+    """Return 1 if the text contains the value as whole words; else the share of its beginning that some word has.
+
+    Case, punctuation and thousands separators do not matter.
+    """
+    wanted, given = _normalise(value), _normalise(text)
+    if f" {wanted} " in f" {given} ":
+        return 1.0
+    starts = [0, *(at + 1 for at, char in enumerate(given) if char == " ")]
+    best = max(_count_common(wanted, given[start : start + len(wanted)]) for start in starts)
+    return min(best, len(wanted) - 1) / len(wanted)  # 482137 is not 48213
+
+
+def _normalise(text: str) -> str:
+    text = unicodedata.normalize("NFKC", text).casefold()
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    return " ".join(re.findall(r"[^\W_]+", text))
+
+
+def _count_common(wanted: str, given: str) -> int:
+    """Return the length of the common beginning."""
+    pairs = zip(wanted, given, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(wanted), len(given)))

@@ -1,4 +1,4 @@
-"""Chains: something passes from name to name across a long text, and all names that have it are asked for."""
+"""Chains: a value passes from name to name across a long text, and all names that have it are asked for."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sala.lab.eval.tasks.case import Case, Frame, Solution, Writer, hide, random, room
+from sala.lab.eval.tasks.case import Case, Frame, Solution, Writer, insert, random, remaining
 from sala.lab.eval.tasks.haystack import Haystack
-from sala.lab.eval.tasks.names import draw_names
+from sala.lab.eval.tasks.words import sample_names
 
 
 class Telling(NamedTuple):
@@ -44,15 +44,14 @@ TELLINGS = (
 
 @dataclass(frozen=True)
 class ChainSpec:
-    """So many chains of so many links each; one of them is asked for."""
+    """The number of chains and of links in each; one chain is asked for. Its repr seeds the cases."""
 
     num_chains: int = 2
     num_links: int = 5
 
 
 class ChainMaker:
-    """Makes cases, each determined by seed, spec, length and number. Every link comes later in the text than the one
-    that it refers to."""
+    """Makes cases, each determined by seed, spec, length and number. A link comes after the one it refers to."""
 
     def __init__(self, writer: Writer, haystack: Haystack, seed: int = 0, spec: ChainSpec | None = None) -> None:
         self._writer = writer
@@ -61,11 +60,11 @@ class ChainMaker:
         self._spec = spec or ChainSpec()
 
     def make(self, num_tokens: int, number: int, question: int = 0) -> Case:
-        """Over one text, `question` chooses the chain."""
+        """Return a case of `num_tokens`, answer included; `question` selects the chain of the text."""
         writer, spec = self._writer, self._spec
         rng = random(self._seed, spec, num_tokens, number)
         telling = TELLINGS[int(rng.integers(len(TELLINGS)))]
-        names = [one.upper() for one in draw_names(spec.num_chains * spec.num_links, rng)]
+        names = [one.upper() for one in sample_names(spec.num_chains * spec.num_links, rng)]
         chains = [names[at : at + spec.num_links] for at in range(0, len(names), spec.num_links)]
         values = [str(value) for value in rng.choice(90_000, size=spec.num_chains, replace=False) + 10_000]
         asked = question % spec.num_chains
@@ -73,15 +72,15 @@ class ChainMaker:
         head, tail = writer.around(frame)
         answer = f" {', '.join(chains[asked])}."
         pieces = [writer.ids(f" {line}") for lines in _tell(telling, chains, values) for line in lines]
-        max_tokens = max(writer.room_for_answer(f" {', '.join(chain)}.") for chain in chains)
+        max_tokens = max(writer.max_answer_tokens(f" {', '.join(chain)}.") for chain in chains)
         ends = [len(writer.around(_frame(telling, value, spec.num_links))[1]) for value in values]
         used = len(head) + max(ends) + max_tokens + sum(map(len, pieces))
-        stretch = self._haystack.cut(room(num_tokens, used, "a chain"), rng)
+        stretch = self._haystack.cut(remaining(num_tokens, used, "a chain"), rng)
         places = [
             place for _ in chains for place in sorted(rng.choice(stretch.boundaries, size=spec.num_links).tolist())
         ]
         return Case(
-            token_ids=np.concatenate([head, hide(pieces, places, stretch.tokens), tail]),
+            token_ids=np.concatenate([head, insert(pieces, places, stretch.tokens), tail]),
             answer=answer,
             max_tokens=max_tokens,
             solution=Solution(tuple(chains[asked]), candidates=tuple(names)),
@@ -90,7 +89,6 @@ class ChainMaker:
 
 
 def _frame(telling: Telling, value: str, count: int) -> Frame:
-    """What is asked about one value."""
     question, opening = (text.format(value=value, count=count) for text in (telling.question, telling.opening))
     return Frame("Between the following passages there are some notes.\n\n", f"\n\n{question}", opening)
 

@@ -1,4 +1,4 @@
-"""Multiple choice by likelihood, with the conventions of lm-eval: the choice that the model finds likeliest counts."""
+"""Multiple choice by likelihood, with the conventions of lm-eval: the likeliest choice is the answer."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +20,8 @@ class ChoiceTask:
     gold: int
 
 
-class Request(NamedTuple):
-    """What to score: the sum of the log-probabilities of the continuation after the context."""
+class ChoiceRequest(NamedTuple):
+    """A continuation to score: the sum of its log-probabilities after the context."""
 
     context_ids: tuple[int, ...]
     continuation_ids: tuple[int, ...]
@@ -35,15 +35,15 @@ class Accuracy(NamedTuple):
 
 
 def read_tasks(file: Path) -> list[ChoiceTask]:
-    """The tasks of a JSONL file: an object with context, choices and gold per line; blank lines are skipped."""
+    """Return the tasks of a JSONL file: an object with context, choices and gold per line; blank lines are skipped."""
     return list(_parse(file))
 
 
-def requests(task: ChoiceTask, encode: Encode, delimiter: str = " ") -> list[Request]:
-    """One request per choice, which follows the context and the delimiter. `encode` adds BOS if the model wants one.
+def requests(task: ChoiceTask, encode: Encode, delimiter: str = " ") -> list[ChoiceRequest]:
+    """Return one request per choice, which follows the context and the delimiter. `encode` adds BOS if needed.
 
-    Spaces at the end of the context go to the continuation, and the continuation is what the whole has more
-    than the context: then its tokens are those of running text.
+    Spaces at the end of the context move to the continuation, and the continuation is the whole text without the
+    tokens of the context, so that its tokens are those of running text.
     """
     context = task.context.rstrip()
     moved = task.context[len(context) :] + delimiter
@@ -51,11 +51,11 @@ def requests(task: ChoiceTask, encode: Encode, delimiter: str = " ") -> list[Req
     if not context_ids:
         raise InputError("context", "is empty", "let encode add a BOS, or give a context")
     wholes = [tuple(encode(context + moved + choice)) for choice in task.choices]
-    return [Request(context_ids, whole[len(context_ids) :]) for whole in wholes]
+    return [ChoiceRequest(context_ids, whole[len(context_ids) :]) for whole in wholes]
 
 
 def accuracy(tasks: Sequence[ChoiceTask], scores: Sequence[Sequence[float]]) -> Accuracy:
-    """`scores[i][j]`: the sum of the log-probabilities of choice j of task i. Among equals the first wins."""
+    """Return the accuracy; `scores[i][j]` is the log-probability of choice j of task i. The first of equals wins."""
     if not tasks:
         raise InputError("tasks", "are none", "give at least one")
     won = won_norm = 0
@@ -80,9 +80,9 @@ def _parse(file: Path) -> Iterator[ChoiceTask]:
         except (ValueError, KeyError, TypeError) as error:
             raise _bad(file, number, f"cannot be read: {error!r}") from None
         if not isinstance(task.context, str) or not all(isinstance(one, str) and one for one in task.choices):
-            raise _bad(file, number, "has a context or choice that is no text")
+            raise _bad(file, number, "has a context or choice that is not text")
         if type(task.gold) is not int or not 0 <= task.gold < len(task.choices):
-            raise _bad(file, number, "has a gold that is no index of a choice")
+            raise _bad(file, number, "has a gold that is not the index of a choice")
         yield task
 
 

@@ -1,29 +1,25 @@
-"""Counting: a long text of nothing but words, and the question which of them are there most often.
+"""Counting: a long text of nothing but words, and the question which of them occur most often.
 
-`common`: some words come ten times as often as all the others. `frequent`: the n-th word comes n² times less often than
-the first, so that only the top of the list stands out. Every word is encoded once; a text is their ids, shuffled.
+`common`: some words occur ten times as often as all the others. `frequent`: the n-th word occurs n² times less often
+than the first, so that only the top of the list stands out. Every word is encoded once; a text is their ids, shuffled.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sala.lab.eval.tasks.case import Case, Frame, Solution, Writer, join_ids, random, room
+from sala.lab.eval.tasks.case import Case, Frame, Solution, Writer, join_ids, random, remaining
 from sala.lab.eval.tasks.haystack import Ids
-from sala.lab.eval.tasks.names import draw_names
-from sala.lab.eval.tasks.words import ADJECTIVES, CATEGORIES, COMMON_WORDS, NOUNS
+from sala.lab.eval.tasks.words import categories, sample_names, words_of
 
 NUM_COMMON, NUM_FREQUENT = 5, 3
-TIMES = 10  # as often as the others
+COMMON_RATIO = 10  # occurrences of a common word for each of a rare one
 MIN_ROUNDS = 2  # occurrences of the rare words at least
 NUM_NAMES = 400  # different words of a coded text
-REAL_WORDS = sorted(
-    {word for text in (COMMON_WORDS, NOUNS, ADJECTIVES, *CATEGORIES.values()) for word in text.split()}
-    - {word for text in CATEGORIES.values() for word in text.split() if not word.isalpha() or word[0].isupper()}
-)
 Counts = NDArray[np.int64]
-Spread = Callable[[Counts, int], Counts]  # lengths of the words in tokens, tokens in all → how often each word comes
+Spread = Callable[[Counts, int], Counts]  # lengths of the words in tokens, tokens in all → occurrences of each word
 
 
 class CountingMaker:
@@ -33,12 +29,11 @@ class CountingMaker:
         self._writer = writer
         self._task = task
         self._seed = seed
-        words = REAL_WORDS if task == "common" else draw_names(NUM_NAMES, random(seed, "words"))
-        self._words = words
+        self._words = real_words() if task == "common" else sample_names(NUM_NAMES, random(seed, "words"))
         self._ids: list[Ids] = []
 
     def make(self, num_tokens: int, number: int, question: int = 0) -> Case:
-        """There is one `question` only."""
+        """Return a case of `num_tokens`, answer included; `question` is ignored, as there is only one."""
         self._ids = self._ids or [self._writer.ids(f" {word}") for word in self._words]
         rng = random(self._seed, self._task, num_tokens, number)
         frame, spread, count = FORMS[self._task]
@@ -46,12 +41,12 @@ class CountingMaker:
         wanted = tuple(self._words[at] for at in order[:count])
         answer = f" {', '.join(wanted)}."
         head, tail = self._writer.around(frame)
-        max_tokens = self._writer.room_for_answer(answer)
-        budget = room(num_tokens, len(head) + len(tail) + max_tokens, f"{self._task} words")
+        max_tokens = self._writer.max_answer_tokens(answer)
+        budget = remaining(num_tokens, len(head) + len(tail) + max_tokens, f"{self._task} words")
         ids = [self._ids[at] for at in order]
         counts = spread(np.array([len(one) for one in ids]), budget)
         if counts[count - 1] <= counts[count:].max(initial=0):  # nothing stands out
-            room(num_tokens, num_tokens, f"{self._task} words")
+            remaining(num_tokens, num_tokens, f"{self._task} words")
         shuffled = rng.permutation(np.repeat(np.arange(len(ids)), counts)).tolist()
         return Case(
             token_ids=np.concatenate([head, join_ids(ids[at] for at in shuffled), tail]),
@@ -62,16 +57,24 @@ class CountingMaker:
         )
 
 
+@cache
+def real_words() -> list[str]:
+    """Return the plain lower-case words of all lists, sorted."""
+    grouped = {word for name in categories() for word in words_of(name)}
+    every = grouped.union(*map(words_of, ("common", "nouns", "adjectives")))
+    return sorted(every - {word for word in grouped if not word.isalpha() or word[0].isupper()})
+
+
 def spread_common(lengths: Counts, budget: int) -> Counts:
-    """As many different rare words as may come twice; then all as often as there is room."""
+    """Return counts with as many different rare words as fit twice; then all words as often as they fit."""
     rare = lengths[NUM_COMMON:]
-    round_sizes = TIMES * int(lengths[:NUM_COMMON].sum()) + np.cumsum(rare)
+    round_sizes = COMMON_RATIO * int(lengths[:NUM_COMMON].sum()) + np.cumsum(rare)
     num_rare = int(np.searchsorted(MIN_ROUNDS * round_sizes, budget, side="right"))
     if not num_rare:
         return np.zeros_like(lengths)
     rounds, left = divmod(budget, int(round_sizes[num_rare - 1]))
     counts = np.zeros_like(lengths)
-    counts[:NUM_COMMON] = TIMES * rounds
+    counts[:NUM_COMMON] = COMMON_RATIO * rounds
     counts[NUM_COMMON : NUM_COMMON + num_rare] = rounds
     num_more = int(np.searchsorted(np.cumsum(rare[:num_rare]), left, side="right"))
     counts[NUM_COMMON : NUM_COMMON + num_more] += 1
@@ -79,7 +82,7 @@ def spread_common(lengths: Counts, budget: int) -> Counts:
 
 
 def spread_frequent(lengths: Counts, budget: int) -> Counts:
-    """n² times less often; what that leaves over goes to words that would not come at all."""
+    """Return counts that fall by n²; tokens left over go to words that would not occur at all."""
     ranks = np.arange(1, len(lengths) + 1)
     counts = (budget / float((lengths / ranks**2).sum()) / ranks**2).astype(np.int64)
     left = budget - int((counts * lengths).sum())

@@ -1,8 +1,8 @@
 """Real text of any length, as token ids that are cut at the ends of sentences.
 
-Every sentence is encoded once, by itself, together with the white space before it, and ids are concatenated: a long
-text then costs one copy. At such joins a tokenizer starts a new word anyway, so the ids are those of the whole text,
-but for tokenizers that merge across a space or a newline; even there the decoded text is the same.
+Every sentence is encoded once, by itself, together with the white space before it, and the ids are concatenated: a
+long text then costs one copy. Tokenizers start a new word at such joins, so the ids are those of the whole text, except
+with tokenizers that merge across white space; even there the decoded text is the same.
 """
 
 import re
@@ -21,7 +21,7 @@ Ids = NDArray[np.int32]
 
 PARAGRAPH = "\n\n"  # between pieces of different documents
 ANCHOR = "\x02"  # a character that merges with nothing
-SLACK = 16  # tokens that may be missing before words are cut, too
+SLACK = 16  # tokens that may be missing before words are cut as well
 SENTENCE_END = re.compile(
     r"""(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)(?<!\b[A-Z])[.!?…]["'”’)\]]*(?=\s+["'“‘(\[]?[A-Z0-9])"""
     r"""|[。！？]["'”’）」]*(?=.)"""
@@ -33,7 +33,7 @@ MAX_SENTENCE = 600  # characters; what is longer (a table, a program) is cut int
 
 @dataclass(frozen=True)
 class Stretch:
-    """Token ids, and the places (0 and the end among them) where another sentence may be put in."""
+    """Token ids, and the places (0 and the end among them) where another sentence can be inserted."""
 
     tokens: Ids
     boundaries: NDArray[np.int64]
@@ -49,10 +49,10 @@ class _Document:
 
 
 class Haystack:
-    """Documents that are encoded when they are first needed."""
+    """Documents, each encoded when it is first needed."""
 
     def __init__(self, documents: Sequence[str], encode: Encode) -> None:
-        # what spells a special token, such as <|im_end|>, must stay text
+        # text such as <|im_end|> must not become a special token
         texts = (document.replace("<|", "< |").strip() for document in documents)
         self._texts = [text for text in texts if text]
         if not self._texts:
@@ -62,9 +62,9 @@ class Haystack:
         self._documents: dict[int, _Document] = {}
 
     def cut(self, num_tokens: int, rng: np.random.Generator) -> Stretch:
-        """Documents, each from any sentence on, up to `num_tokens` and at most some words less.
+        """Return documents, each from a random sentence on, of `num_tokens` or a few words less.
 
-        What is missing when the next sentence no longer fits is filled by the ending of that sentence, at the front.
+        Where the next sentence does not fit, the gap is filled with the ending of that sentence, at the front.
         """
         pieces: list[Ids] = []
         boundaries: list[NDArray[np.int64]] = []
@@ -93,7 +93,7 @@ class Haystack:
         return Stretch(tokens, np.concatenate([np.zeros(1, np.int64), *boundaries]))
 
     def _visit(self, rng: np.random.Generator) -> Iterator[_Document]:
-        """All documents in random order, again and again."""
+        """Yield all documents in random order, again and again."""
         while True:
             for index in rng.permutation(len(self._texts)).tolist():
                 if index not in self._documents:
@@ -107,7 +107,7 @@ class Haystack:
         return _Document(sentences, np.concatenate([np.array(each, np.int32) for each in ids]), ends)
 
     def _ending(self, sentence: str, max_tokens: int) -> Ids:
-        """The last words of a sentence that fit; the last characters, where words are too long."""
+        """Return the last words of a sentence that fit, or its last characters where words are too long."""
         ids: Sequence[int] = ()
         for starts in ([match.start() for match in re.finditer(r"\S+", sentence)], range(len(sentence))):
             at = bisect_left(starts, True, key=lambda start: len(self._encode(sentence[start:])) <= max_tokens)
@@ -118,9 +118,9 @@ class Haystack:
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, each with the white space before it: joined they are the text.
+    """Return the sentences of a text, each with the white space before it; joined they are the text.
 
-    A line break ends a sentence only where a blank line follows, or where the sentence would be endless.
+    A line break ends a sentence only before a blank line, or where the sentence would be too long.
     """
     sentences = _split(text, SENTENCE_END)
     return [part for one in sentences for part in (_split(one, LINE_END) if len(one) > MAX_SENTENCE else [one])]
@@ -132,7 +132,7 @@ def _split(text: str, end: re.Pattern[str]) -> list[str]:
 
 
 def by_piece(encode: Encode) -> Encode:
-    """`encode` for text that is a piece of a longer one: without the space that some tokenizers put before a text."""
+    """Return `encode` for pieces of a longer text: without the space that some tokenizers put before a text."""
     if len(encode("")):
         raise InputError("encode", "adds tokens of its own", "switch off BOS and EOS, as in encode(text, bos=False)")
     word = list(encode("x"))

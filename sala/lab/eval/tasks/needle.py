@@ -1,12 +1,10 @@
-"""A needle in a haystack: a fact hidden in a long text, and a question about it. For training and for tests.
+"""Needles in a haystack: facts hidden in a long text, and questions about them.
 
-What is made for training and for tests differs in every respect that could be learnt by heart: wordings, frames, the
-words of the keys, and the documents of the haystack (each belongs to one split, by its hash).
+`KeyMaker` makes evaluation cases; `NeedleMaker` makes training dialogues and cases of either split. What is made for
+training and for tests differs in everything that could be learnt by heart: wordings, frames, the words of the keys,
+and the documents of the haystack (each belongs to one split, by its hash).
 """
 
-import hashlib
-import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
@@ -14,14 +12,224 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from sala.errors import InputError
+from sala.lab.eval.tasks.case import Case, Frame, Solution, Writer, insert, random, remaining
+from sala.lab.eval.tasks.case import score_value as score
 from sala.lab.eval.tasks.haystack import PARAGRAPH, Encode, Haystack, Ids, Stretch, by_piece
-from sala.lab.eval.tasks.phrases import compose
-from sala.lab.eval.tasks.wordings import AURORA, FILLER, FRAMES, WORDINGS, Wording
-from sala.lab.eval.tasks.words import Split, ValueKind, count_keys, draw_keys, draw_values, in_split, words_of
+from sala.lab.eval.tasks.wordings import Wording, aurora, compose, filler, frames, wordings
+from sala.lab.eval.tasks.words import Split, ValueKind, count_keys, in_split, sample_keys, sample_values, words_of
+
+__all__ = [
+    "CHATML", "AuroraMaker", "KeyMaker", "KeySpec", "NeedleCase", "NeedleDialogue", "NeedleMaker", "NeedleSpec",
+    "ValueChoice", "Wrap", "chatml", "deal", "score",
+]  # fmt: skip
 
 ValueChoice = Literal["number", "word", "uuid", "mixed"]
-UNOPENED = 0.25  # share of the training cases in which the whole sentence is to be written
-COMPOSED = 0.75  # share of the training cases whose wording is put together from parts
+ANY_KIND: tuple[ValueKind, ...] = get_args(ValueKind)
+AURORA_KEY, AURORA_VALUE = "Project Aurora", "739258"
+NUM_SAMPLES = 24  # needles looked at to learn how many tokens one takes
+REPEATS = 64  # of the filler in one document, so that a long text needs few documents
+UNOPENED = 0.25  # share of the training cases in which the model must write the whole sentence
+COMPOSED = 0.75  # share of the training cases whose wording is composed from parts
+
+
+class Query(NamedTuple):
+    """A question, the opening of its answer, the rest of the answer, and the indices of the keys asked for."""
+
+    question: str
+    opening: str
+    answer: str
+    keys: list[int]
+
+
+@dataclass(frozen=True)
+class Story:
+    """What is hidden and how it is asked for: needles of one wording, with the values of each key."""
+
+    wording: Wording
+    keys: list[str]
+    values: list[list[str]]
+    frame: str
+    is_opened: bool = True  # the answer begins with the wording's opening
+
+    @property
+    def statements(self) -> list[str]:
+        state = self.wording.statement.format
+        pairs = zip(self.keys, self.values, strict=True)
+        return [state(key=key, value=value) for key, values in pairs for value in values]
+
+    def ask(self, *keys: int) -> Query:
+        """Return the query for all values of these keys."""
+        asked = list(keys)
+        questions = [self.wording.question.format(key=self.keys[at]) for at in asked]
+        if len(asked) > 1:
+            lines = [f"{number}. {question}" for number, question in enumerate(questions, 1)]
+            answers = [f"{number}. {', '.join(self.values[at])}" for number, at in enumerate(asked, 1)]
+            question = "\n".join([f"Answer these {len(lines)} questions, one line each:", *lines])
+            return Query(question, "1.", "\n".join(answers).removeprefix("1."), asked)
+        opening = self.wording.opening.format(key=self.keys[asked[0]])
+        values = self.values[asked[0]]
+        if len(values) > 1:
+            hint = f"The text gives {len(values)} different answers. Write down all of them, separated by commas."
+            return Query(f"{questions[0]} {hint}", f"{opening}:", f" {', '.join(values)}.", asked)
+        if self.is_opened:
+            return Query(questions[0], opening, f" {values[0]}.", asked)
+        return Query(questions[0], "", f"{opening} {values[0]}.", asked)
+
+    def framed(self, question: str) -> tuple[str, str]:
+        """Return the user's message before and after the text."""
+        before, after = (part.replace("{question}", question) for part in self.frame.split("{text}"))
+        return before, after
+
+
+def fitting_wordings(
+    choices: Sequence[Wording], split: Split, kinds: Sequence[ValueKind], num_keys: int, num_values: int
+) -> dict[Wording, list[ValueKind]]:
+    """Return the wordings that have enough keys, with their value kinds that have enough values."""
+    found = {}
+    for wording in choices:
+        has_words = len(words_of(wording.category)) >= num_values
+        known = [kind for kind in wording.values if kind in kinds and (kind != "word" or has_words)]
+        if known and count_keys(wording.key, split) >= num_keys:
+            found[wording] = known
+    return found
+
+
+def hide(
+    needles: Sequence[Ids], first: Ids, stretch: Stretch, depth: float | None, rng: np.random.Generator
+) -> tuple[Ids, list[float]]:
+    """Return the text with the needles in it, and their depths.
+
+    The first needle lies as near to `depth` as sentences allow, the others anywhere but at the very start. `first` is
+    the first needle as it reads when it opens the text.
+    """
+    anywhere = stretch.boundaries[1:] if len(stretch.boundaries) > 1 else stretch.boundaries
+    others = rng.choice(anywhere, size=len(needles) - 1).tolist()
+    wanted = rng.random() if depth is None else depth
+    nearest = int(np.argmin(np.abs(stretch.boundaries - wanted * len(stretch.tokens))))
+    places = [int(stretch.boundaries[nearest]), *others]
+    pieces = [first, *needles[1:]] if places[0] == 0 else needles
+    return insert(pieces, places, stretch.tokens), [at / max(1, len(stretch.tokens)) for at in places]
+
+
+# Evaluation: one or several questions about needles of one wording, in the model's own chat format.
+
+
+@dataclass(frozen=True)
+class KeySpec:
+    """How many keys are in the text, how many of them are asked for at a time, and how many values each has.
+
+    Its repr seeds the cases.
+    """
+
+    num_keys: int = 1
+    num_asked: int = 1
+    num_values: int = 1
+    kinds: tuple[ValueKind, ...] = ANY_KIND
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_asked <= self.num_keys:
+            raise InputError("keys", f"are {self.num_keys}, of which {self.num_asked} are asked for", "hide more")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A story as token ids; `first` is the first needle as it reads when it opens the text."""
+
+    head: Ids
+    needles: list[Ids]
+    first: Ids
+    queries: list[Query]
+    tails: list[Ids]
+    max_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Everything but the head and the text, whichever query is asked."""
+        needles = sum(map(len, self.needles)) + max(0, len(self.first) - len(self.needles[0]))
+        return needles + max(map(len, self.tails)) + self.max_tokens
+
+
+class KeyMaker:
+    """Makes cases, each determined by seed, spec, length and number. One text may serve several queries."""
+
+    def __init__(self, writer: Writer, haystack: Haystack, seed: int = 0, spec: KeySpec | None = None) -> None:
+        self._writer = writer
+        self._haystack = haystack
+        self._seed = seed
+        self._spec = spec or KeySpec()
+        self._reserves: dict[str, int] = {}  # by frame
+
+    def make(self, num_tokens: int, number: int, depth: float | None = None, question: int = 0) -> Case:
+        """Return a case of `num_tokens`, answer included. `depth` (0: the start, 1: the end) is the first needle's.
+
+        All depths and questions of one number share their text, as far as needles do not move. A single needle is
+        another one at every depth.
+        """
+        rng = random(self._seed, self._spec, num_tokens, number)
+        frame = frames("test")[int(rng.integers(len(frames("test"))))]
+        own = depth if self._spec.num_keys == 1 else None
+        story = self._sample(frame, random(self._seed, self._spec, num_tokens, number, own))
+        parts = self._write(story)
+        used = len(parts.head) + max(parts.num_tokens, 0 if depth is None else self._reserve(frame))
+        stretch = self._haystack.cut(remaining(num_tokens, used, "needles"), rng)
+        text, depths = hide(parts.needles, parts.first, stretch, depth, rng)
+        at = question % len(parts.queries)
+        query = parts.queries[at]
+        return Case(
+            token_ids=np.concatenate([parts.head, text, parts.tails[at]]),
+            answer=query.answer,
+            max_tokens=parts.max_tokens,
+            solution=Solution(tuple(value for key in query.keys for value in story.values[key])),
+            facts={
+                "question": query.question,
+                "depth_found": round(depths[query.keys[0] * self._spec.num_values], 4),
+            },
+        )
+
+    def _sample(self, frame: str, rng: np.random.Generator) -> Story:
+        spec, count = self._spec, self._spec.num_keys * self._spec.num_values
+        found = fitting_wordings(wordings("test"), "test", spec.kinds, spec.num_keys, count)
+        pairs = [(wording, kind) for wording, kinds in found.items() for kind in kinds]
+        if not pairs:
+            raise InputError("keys", f"are {spec.num_keys}, more than there are different needles", "hide fewer")
+        wording, kind = pairs[int(rng.integers(len(pairs)))]
+        keys = sample_keys(wording.key, "test", spec.num_keys, rng)
+        flat = sample_values(kind, wording.category, count, rng)
+        values = [flat[at : at + spec.num_values] for at in range(0, len(flat), spec.num_values)]
+        return Story(wording, keys, values, frame)
+
+    def _write(self, story: Story) -> _Parts:
+        writer, count = self._writer, self._spec.num_asked
+        queries = [story.ask(*range(at, at + count)) for at in range(0, len(story.keys) - count + 1, count)]
+        around = [writer.around(Frame(*story.framed(one.question), one.opening)) for one in queries]
+        return _Parts(
+            head=around[0][0],
+            needles=[writer.ids(f" {statement}") for statement in story.statements],
+            first=writer.ids(story.statements[0] + PARAGRAPH),
+            queries=queries,
+            tails=[tail for _, tail in around],
+            max_tokens=max(writer.max_answer_tokens(one.answer) for one in queries),
+        )
+
+    def _reserve(self, frame: str) -> int:
+        """Return a number of tokens that suffices for nearly every needle, so that all are left the same text."""
+        if frame not in self._reserves:
+            stories = [self._sample(frame, random(self._seed, "reserve", number)) for number in range(NUM_SAMPLES)]
+            self._reserves[frame] = max(self._write(story).num_tokens for story in stories)
+        return self._reserves[frame]
+
+
+class AuroraMaker(KeyMaker):
+    """The needle of many demos: the code of Project Aurora in the same few sentences again and again."""
+
+    def __init__(self, writer: Writer, seed: int = 0) -> None:
+        super().__init__(writer, Haystack([PARAGRAPH.join([filler()] * REPEATS)], writer.encode), seed)
+
+    def _sample(self, frame: str, rng: np.random.Generator) -> Story:
+        return Story(aurora(), [AURORA_KEY], [[AURORA_VALUE]], frames("test")[0])
+
+
+# Training: dialogues about needles of one or several wordings, in a chat format given as text.
 
 
 class Wrap(NamedTuple):
@@ -41,9 +249,9 @@ CHATML = chatml()
 
 @dataclass(frozen=True)
 class NeedleSpec:
-    """What to make. `num_tokens` holds prompt and answer; `depth` is 0 at the start of the haystack, 1 at its end.
+    """What to make: `num_tokens` include the answer; `depth` is 0 at the start of the haystack, 1 at its end.
 
-    Of `num_keys` needles, alike but for key and value, one is asked for.
+    Of `num_keys` needles, alike but for key and value, one is asked for. Its repr seeds the cases.
     """
 
     num_tokens: int
@@ -90,40 +298,11 @@ class NeedleDialogue:
     is_answer: tuple[bool, ...]
 
 
-@dataclass(frozen=True)
-class _Story:
-    """What is hidden, and how it is asked for: the first key and value are the right ones."""
-
-    wording: Wording
-    keys: Sequence[str]
-    values: Sequence[str]
-    frame: str
-    is_opened: bool = True
-
-    @property
-    def statements(self) -> list[str]:
-        pairs = zip(self.keys, self.values, strict=True)
-        return [self.wording.statement.format(key=key, value=value) for key, value in pairs]
-
-    @property
-    def question(self) -> str:
-        return self.wording.question.format(key=self.keys[0])
-
-    @property
-    def opening(self) -> str:
-        return self.wording.opening.format(key=self.keys[0]) if self.is_opened else ""
-
-    @property
-    def answer(self) -> str:
-        end = f" {self.values[0]}."
-        return end if self.is_opened else self.wording.opening.format(key=self.keys[0]) + end
-
-
 class NeedleMaker:
-    """Makes cases, each determined by seed, spec and index.
+    """Makes cases and dialogues, each determined by seed, spec and index.
 
-    `encode` adds no BOS and reads the special tokens that `wrap` spells. The documents of a plain `haystack` are dealt
-    to the splits by their hash, one in four to the tests; a mapping says itself which split has which.
+    `encode` adds no BOS and parses the special tokens in `wrap`. The documents of a plain `haystack` are dealt to the
+    splits by their hash, one in four to the tests; a mapping assigns them itself.
     """
 
     def __init__(
@@ -142,186 +321,100 @@ class NeedleMaker:
         self._end = () if end_id is None else (end_id,)
 
     def make(self, spec: NeedleSpec, index: int) -> NeedleCase:
-        rng = _random(self._seed, spec, index)
-        return self._tell(self._draw(spec, rng), self._haystack(spec.split), spec, rng)
-
-    def _draw(self, spec: NeedleSpec, rng: np.random.Generator) -> _Story:
-        wording, kind = _draw_wording(spec, rng)
-        return _Story(
-            wording,
-            keys=draw_keys(wording.key, spec.split, spec.num_keys, rng),
-            values=draw_values(kind, wording.category, spec.num_keys, rng),
-            frame=FRAMES[spec.split][int(rng.integers(len(FRAMES[spec.split])))],
-            is_opened=spec.split == "test" or rng.random() >= UNOPENED,
-        )
+        rng = random(self._seed, spec, index)
+        return self._case(self._sample(spec, rng), spec, rng)
 
     def dialogue(self, spec: NeedleSpec, index: int, num_questions: int, num_topics: int = 1) -> NeedleDialogue:
-        """A case that goes on: after the first answer others of its needles are asked for, turn by turn.
+        """Return a case that goes on: other needles are asked for after the first answer, turn by turn.
 
-        With several topics, needles of other wordings are hidden in the same text, `spec.num_keys` of each; so many
-        questions are asked about each topic, all mixed.
+        With several topics, needles of other wordings are hidden in the same text, `spec.num_keys` of each, and
+        `num_questions` are asked about each topic in random order.
         """
-        rng = _random(self._seed, spec, index)
-        story, *more = self._draw_topics(spec, num_topics, rng)
-        others = [
-            replace(topic, keys=topic.keys[at:], values=topic.values[at:], frame="")
-            for topic in (story, *more)
-            for at in range(topic is story, num_questions)
-        ]
+        rng = random(self._seed, spec, index)
+        story, *more = self._topics(spec, num_topics, rng)
+        queries = [topic.ask(at) for topic in (story, *more) for at in range(topic is story, num_questions)]
         if more:
-            others = [others[at] for at in rng.permutation(len(others)).tolist()]
-        turns = [(self._turn(other), self._answer(other)) for other in others]
-        room = spec.num_tokens - sum(len(asked) + len(answered) for asked, answered in turns)
+            queries = [queries[at] for at in rng.permutation(len(queries)).tolist()]
+        turns = [(self._turn(query), self._answer(query)) for query in queries]
+        num_tokens = spec.num_tokens - sum(len(asked) + len(answered) for asked, answered in turns)
         extra = [statement for topic in more for statement in topic.statements]
-        case = self._tell(story, self._haystack(spec.split), replace(spec, num_tokens=room), rng, extra)
-        ids, is_answer = (
-            [*case.token_ids, *case.answer_ids],
-            [False] * len(case.token_ids) + [True] * len(case.answer_ids),
-        )
-        for asked, answered in turns:
-            ids += [*asked.tolist(), *answered]
+        case = self._case(story, replace(spec, num_tokens=num_tokens), rng, extra)
+        ids: list[int] = []
+        is_answer: list[bool] = []
+        for asked, answered in ((case.token_ids, case.answer_ids), *turns):
+            ids += [*asked, *answered]
             is_answer += [False] * len(asked) + [True] * len(answered)
         return NeedleDialogue(tuple(ids), tuple(is_answer))
 
-    def _draw_topics(self, spec: NeedleSpec, count: int, rng: np.random.Generator) -> list[_Story]:
-        """Up to `count` stories, no two of which answer the same question differently."""
-        drawn, asked = [], set[str]()
+    def _sample(self, spec: NeedleSpec, rng: np.random.Generator) -> Story:
+        wording, kind = _sample_wording(spec, rng)
+        keys = sample_keys(wording.key, spec.split, spec.num_keys, rng)
+        values = sample_values(kind, wording.category, spec.num_keys, rng)
+        frame = frames(spec.split)[int(rng.integers(len(frames(spec.split))))]
+        is_opened = spec.split == "test" or rng.random() >= UNOPENED
+        return Story(wording, keys, [[value] for value in values], frame, is_opened)
+
+    def _topics(self, spec: NeedleSpec, count: int, rng: np.random.Generator) -> list[Story]:
+        """Return up to `count` stories, no two of which answer the same question differently."""
+        topics, asked = [], set[str]()
         for _ in range(count):
-            story = self._draw(spec, rng)
+            story = self._sample(spec, rng)
             questions = {story.wording.question.format(key=key) for key in story.keys}
             if asked.isdisjoint(questions):
-                drawn.append(story)
+                topics.append(story)
                 asked |= questions
-        return drawn
+        return topics
 
-    def _turn(self, story: _Story) -> Ids:
-        return self._ids("\n" + self._wrap.before + story.question + self._wrap.after + story.opening)
-
-    def _answer(self, story: _Story) -> tuple[int, ...]:
-        return (*self._encode(story.answer), *self._end)
-
-    def aurora(self, num_tokens: int, depth: float | None = None, index: int = 0) -> NeedleCase:
-        """The usual needle of demos: the code of Project Aurora in filler text."""
-        spec = NeedleSpec(num_tokens, depth, value="number", split="test")
-        story = _Story(AURORA, keys=["Project Aurora"], values=["739258"], frame=FRAMES["test"][0])
-        return self._tell(story, Haystack([FILLER], self._encode), spec, _random(self._seed, spec, index))
+    def _case(self, story: Story, spec: NeedleSpec, rng: np.random.Generator, extra: Sequence[str] = ()) -> NeedleCase:
+        """Return the case of the story's first key, with `extra` statements hidden as well."""
+        query = story.ask(0)
+        before, after = story.framed(query.question)
+        head, tail = self._ids(self._wrap.before + before), self._ids(after + self._wrap.after + query.opening)
+        answer_ids = self._answer(query)
+        needles = [self._ids(f" {statement}") for statement in (*story.statements, *extra)]
+        first = self._ids(story.statements[0] + PARAGRAPH)
+        used = len(head) + len(tail) + len(answer_ids) + sum(map(len, needles)) + max(0, len(first) - len(needles[0]))
+        if used >= spec.num_tokens:
+            message = f"is {spec.num_tokens}, and needles, question and answer alone take {used}"
+            raise InputError("num_tokens", message, "raise it, or hide fewer needles (num_keys)")
+        stretch = self._haystack(spec.split).cut(spec.num_tokens - used, rng)
+        depth = rng.random() if spec.depth is None else spec.depth
+        text, depths = hide(needles, first, stretch, depth, rng)
+        token_ids = np.concatenate([head, text, tail]).tolist()
+        value = story.values[0][0]
+        return NeedleCase(tuple(token_ids), query.answer, answer_ids, value, depths[0], query.question, story.keys[0])
 
     def _haystack(self, split: Split) -> Haystack:
         if split not in self._haystacks:
             self._haystacks[split] = Haystack(self._documents.get(split, ()), self._encode)
         return self._haystacks[split]
 
-    def _tell(
-        self,
-        story: _Story,
-        haystack: Haystack,
-        spec: NeedleSpec,
-        rng: np.random.Generator,
-        extra: Sequence[str] = (),
-    ) -> NeedleCase:
-        """`extra` statements are hidden as well."""
-        before, after = (part.replace("{question}", story.question) for part in story.frame.split("{text}"))
-        head = self._ids(self._wrap.before + before)
-        tail = self._ids(after + self._wrap.after + story.opening)
-        answer_ids = self._answer(story)
-        needles = [self._ids(f" {statement}") for statement in (*story.statements, *extra)]
-        first = self._ids(story.statements[0] + PARAGRAPH)  # the asked needle, should it open the haystack
-        used = len(head) + len(tail) + len(answer_ids) + sum(map(len, needles)) + max(0, len(first) - len(needles[0]))
-        if used >= spec.num_tokens:
-            message = f"is {spec.num_tokens}, and needles, question and answer alone take {used}"
-            raise InputError("num_tokens", message, "raise it, or hide fewer needles (num_keys)")
-        stretch = haystack.cut(spec.num_tokens - used, rng)
-        places = _choose_places(stretch, spec.depth, len(needles), rng)
-        if places[0] == 0:
-            needles[0] = first
-        token_ids = np.concatenate([head, _hide(needles, places, stretch, rng), tail])
-        return NeedleCase(
-            tuple(token_ids.tolist()),
-            story.answer,
-            answer_ids,
-            story.values[0],
-            places[0] / max(1, len(stretch.tokens)),
-            story.question,
-            story.keys[0],
-        )
+    def _turn(self, query: Query) -> list[int]:
+        return list(self._encode("\n" + self._wrap.before + query.question + self._wrap.after + query.opening))
+
+    def _answer(self, query: Query) -> tuple[int, ...]:
+        return (*self._encode(query.answer), *self._end)
 
     def _ids(self, text: str) -> Ids:
         return np.array(self._encode(text), np.int32)
 
 
 def deal(documents: Sequence[str]) -> dict[Split, list[str]]:
-    """Every document to one split, by its hash."""
+    """Return the documents by split; the hash of a document decides."""
     splits: tuple[Split, ...] = get_args(Split)
     return {split: [document for document in documents if in_split(document, split)] for split in splits}
 
 
-def score(value: str, text: str) -> float:
-    """1 if the text contains the value as whole words; else the share of its first characters that some word has.
-
-    Case, punctuation and thousands separators do not matter.
-    """
-    wanted, given = _normalise(value), _normalise(text)
-    if f" {wanted} " in f" {given} ":
-        return 1.0
-    starts = [0, *(at + 1 for at, char in enumerate(given) if char == " ")]
-    best = max(_count_common(wanted, given[start : start + len(wanted)]) for start in starts)
-    return min(best, len(wanted) - 1) / len(wanted)  # 482137 is not 48213
-
-
-def _normalise(text: str) -> str:
-    text = unicodedata.normalize("NFKC", text).casefold()
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-    return " ".join(re.findall(r"[^\W_]+", text))
-
-
-def _count_common(wanted: str, given: str) -> int:
-    """The length of the common beginning."""
-    pairs = zip(wanted, given, strict=False)
-    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(wanted), len(given)))
-
-
-def _random(seed: int, spec: NeedleSpec, index: int) -> np.random.Generator:
-    digest = hashlib.sha256(repr((seed, spec, index)).encode()).digest()
-    return np.random.default_rng(int.from_bytes(digest[:16], "big"))
-
-
-def _draw_wording(spec: NeedleSpec, rng: np.random.Generator) -> tuple[Wording, ValueKind]:
-    """A wording and a kind of value that are rich enough for the number of needles."""
+def _sample_wording(spec: NeedleSpec, rng: np.random.Generator) -> tuple[Wording, ValueKind]:
+    """Return a wording and a value kind that have enough keys and values."""
+    kinds = ANY_KIND if spec.value == "mixed" else (spec.value,)
+    choices: Sequence[Wording] = wordings(spec.split)
     if spec.split == "train" and rng.random() < COMPOSED:
-        wording = compose(rng)
-        kinds = _kinds(wording, spec)
-        if kinds:
-            return wording, kinds[int(rng.integers(len(kinds)))]
-    choices = {wording: kinds for wording in WORDINGS[spec.split] if (kinds := _kinds(wording, spec))}
-    if not choices:
+        composed = compose(rng)
+        if fitting_wordings([composed], spec.split, kinds, spec.num_keys, spec.num_keys):
+            choices = [composed]
+    found = fitting_wordings(choices, spec.split, kinds, spec.num_keys, spec.num_keys)
+    if not found:
         raise InputError("num_keys", f"is {spec.num_keys}, more than there are different needles", "lower it")
-    wording = list(choices)[int(rng.integers(len(choices)))]
-    return wording, choices[wording][int(rng.integers(len(choices[wording])))]
-
-
-def _kinds(wording: Wording, spec: NeedleSpec) -> list[ValueKind]:
-    """The kinds of values that this wording can have; none if it has too few keys."""
-    if count_keys(wording.key, spec.split) < spec.num_keys:
-        return []
-    is_short = len(words_of(wording.category)) < spec.num_keys
-    return [kind for kind in wording.values if spec.value in (kind, "mixed") and not (is_short and kind == "word")]
-
-
-def _choose_places(stretch: Stretch, depth: float | None, count: int, rng: np.random.Generator) -> list[int]:
-    """Where the needles go: the first as near to the depth as sentences allow, the others anywhere but the start."""
-    depth = rng.random() if depth is None else depth
-    nearest = int(np.argmin(np.abs(stretch.boundaries - depth * len(stretch.tokens))))
-    anywhere = stretch.boundaries[1:] if len(stretch.boundaries) > 1 else stretch.boundaries
-    others = rng.choice(anywhere, size=count - 1)
-    return [int(stretch.boundaries[nearest]), *others.tolist()]
-
-
-def _hide(needles: Sequence[Ids], places: Sequence[int], stretch: Stretch, rng: np.random.Generator) -> Ids:
-    """The stretch with every needle at its place; needles at the same place come in any order."""
-    ties = rng.permutation(len(needles))
-    pieces: list[Ids] = []
-    start = 0
-    for index in sorted(range(len(needles)), key=lambda index: (places[index], ties[index])):
-        pieces += [stretch.tokens[start : places[index]], needles[index]]
-        start = places[index]
-    return np.concatenate([*pieces, stretch.tokens[start:]])
+    wording = choices[0] if len(choices) == 1 else list(found)[int(rng.integers(len(found)))]
+    return wording, found[wording][int(rng.integers(len(found[wording])))]

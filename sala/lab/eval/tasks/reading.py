@@ -1,74 +1,30 @@
-"""Reading: many short lives, and a question about one of them, sometimes by way of another. Or texts of one's own.
+"""Reading: many short made-up lives and a question about one of them, sometimes by way of another; or the user's texts.
 
-The lives are made up. Those that are asked about have surnames that no other has.
+The lives that are asked about have surnames that no other life has.
 """
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from sala.errors import InputError
-from sala.lab.eval.tasks.case import Case, Frame, Solution, Writer, join_ids, random, room
+from sala.lab.eval.data import read_data
+from sala.lab.eval.tasks.case import Case, Frame, Solution, Writer, join_ids, random, remaining
 from sala.lab.eval.tasks.haystack import PARAGRAPH, Haystack, Ids
-from sala.lab.eval.tasks.words import GIVEN_NAMES, PLACE_ENDINGS, PLACE_STEMS, SURNAMES, in_split, words_of
+from sala.lab.eval.tasks.words import Split, in_split, words_of
 
-NUM_LIVES = 8000  # that others are hidden among; as many are made as are needed
-MAX_KNOWN = 1 << 18  # sentences of which the ids are kept
-NUM_ASKED = 4  # lives that are asked about, in one text
+NUM_LIVES = 8000  # of the pool to hide others in; only as many as needed are made
+MAX_KNOWN = 1 << 18  # sentences whose ids are cached
+NUM_ASKED = 4  # lives that are asked about in one text
 FRAME = (
     "Below are many short passages.\n\n",
     "\n\nAnswer in a few words, from the passages only. {question}",
     "Answer:",
 )
 FIELDS = ("town", "trade", "city", "animal", "instrument")
-TRADES = """
-baker cooper glazier weaver mason printer saddler potter tailor joiner brewer tinsmith cobbler miller binder gilder
-roofer fuller dyer farrier
-"""
-
-# One sentence per fact, in several wordings; {who} is a short form of the name, {name} always all of it.
-SENTENCES = {
-    "town": (
-        "{name} was born in {value}.",
-        "The birthplace of {name} is {value}.",
-        "{name} came into the world in {value}.",
-    ),
-    "trade": (
-        "By trade {who} was a {value}.",
-        "For many years {who} worked as a {value}.",
-        "{who} earned a living as a {value}.",
-    ),
-    "city": (
-        "Later {who} moved to {value}.",
-        "In the end {who} settled in {value}.",
-        "The last home of {name} was in {value}.",
-    ),
-    "animal": (
-        "In the yard {who} kept one animal, the {value}.",
-        "Of all animals, {who} had only the {value} at home.",
-        "Neighbours remember the {value} of {name}.",
-    ),
-    "instrument": (
-        "On feast days {who} played the {value}.",
-        "{who} was often heard on the {value}.",
-        "Of all instruments {who} had chosen the {value}.",
-    ),
-    "teacher": (
-        "Everything {who} knew was learnt from {value}.",
-        "{who} was a pupil of {value}.",
-        "The teacher of {name} was {value}.",
-    ),
-}
-QUESTIONS = {
-    "town": "In which town was {name} born?",
-    "trade": "What was the trade of {name}?",
-    "city": "To which city did {name} move?",
-    "animal": "Which animal did {name} have at home?",
-    "instrument": "Which instrument did {name} play?",
-}
 
 
 @dataclass(frozen=True)
@@ -83,7 +39,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text of somebody's own, a question about it, and every answer that is accepted."""
+    """A text of the user, a question about it, and every answer that is accepted."""
 
     text: str
     question: str
@@ -100,9 +56,9 @@ class ReadingMaker:
         self._random = random(seed, "lives")
 
     def make(self, num_tokens: int, number: int, question: int = 0) -> Case:
-        """Over one text, `question` chooses the life that is asked about; every second question takes two steps."""
+        """Return a case; `question` selects the life of the text; every second question takes two steps."""
         rng = random(self._seed, "reading", num_tokens, number)
-        lives = _draw_asked(rng)
+        lives = _sample_asked(rng)
         asked = [lives[2 * at] for at in range(NUM_ASKED)]
         askings = [_ask(life, lives, at % 2 == 1, rng) for at, life in enumerate(asked)]
         text, answer = askings[(number + question) % NUM_ASKED]
@@ -110,9 +66,9 @@ class ReadingMaker:
         ends = [self._writer.around(Frame(before, after.replace("{question}", one), opening))[1] for one, _ in askings]
         head, tail = self._writer.around(Frame(before, after.replace("{question}", text), opening))
         pieces = [self._writer.ids(_tell(life, rng) + PARAGRAPH) for life in lives]
-        max_tokens = max(self._writer.room_for_answer(f" {one}.") for _, one in askings)
+        max_tokens = max(self._writer.max_answer_tokens(f" {one}.") for _, one in askings)
         used = len(head) + max(map(len, ends)) + max_tokens + sum(map(len, pieces))
-        others = self._fill(room(num_tokens, used, "reading"), rng)
+        others = self._fill(remaining(num_tokens, used, "reading"), rng)
         order = rng.permutation(len(others) + len(pieces)).tolist()
         both = [*others, *pieces]
         return Case(
@@ -124,10 +80,10 @@ class ReadingMaker:
         )
 
     def _fill(self, budget: int, rng: np.random.Generator) -> list[Ids]:
-        """Other lives, in any order, as many as fit; again from the beginning when there are no more."""
+        """Return other lives in random order, as many as fit; the pool is repeated when it is used up."""
         size = sum(map(len, self._pool))
         while len(self._pool) < NUM_LIVES and size < budget:
-            self._pool.append(self._writer.ids(_tell(_draw_life(self._random, "train"), self._random) + PARAGRAPH))
+            self._pool.append(self._writer.ids(_tell(_sample_life(self._random, "train"), self._random) + PARAGRAPH))
             size += len(self._pool[-1])
         chosen: list[Ids] = []
         while True:
@@ -139,25 +95,25 @@ class ReadingMaker:
 
 
 class PassageMaker:
-    """Questions about texts of somebody's own, each hidden among the others or, if there is one only, in a haystack."""
+    """Makes cases from the user's texts, each hidden among the others or, if it is the only one, in a haystack."""
 
     def __init__(self, writer: Writer, passages: list[Passage], haystack: Haystack, seed: int = 0) -> None:
         self._writer = writer
         self._passages = passages
         self._haystack = haystack
         self._seed = seed
-        self._encode = lru_cache(MAX_KNOWN)(writer.encode)  # every text is among the others of many
+        self._encode = lru_cache(MAX_KNOWN)(writer.encode)  # every text is encoded again for each of the others
 
     def make(self, num_tokens: int, number: int, question: int = 0) -> Case:
-        """Trial by trial the next of the passages; each has one `question`."""
+        """Return a case about passage `number`; `question` is ignored, as each passage has one."""
         rng = random(self._seed, "passages", num_tokens, number)
         passage = self._passages[number % len(self._passages)]
         before, after, opening = FRAME
         head, tail = self._writer.around(Frame(before, after.replace("{question}", passage.question), opening))
         piece = self._writer.ids(PARAGRAPH + passage.text.strip() + PARAGRAPH)
-        max_tokens = max(self._writer.room_for_answer(f" {one}.") for one in passage.answers)
+        max_tokens = max(self._writer.max_answer_tokens(f" {one}.") for one in passage.answers)
         used = len(head) + len(tail) + len(piece) + max_tokens
-        stretch = self._others(passage).cut(room(num_tokens, used, "the text of a question"), rng)
+        stretch = self._others(passage).cut(remaining(num_tokens, used, "the text of a question"), rng)
         place = int(rng.choice(stretch.boundaries))
         body = np.concatenate([stretch.tokens[:place], piece, stretch.tokens[place:]])
         return Case(
@@ -174,7 +130,7 @@ class PassageMaker:
 
 
 def read_passages(file: Path) -> list[Passage]:
-    """A JSONL file: an object with text, question and answers per line."""
+    """Return the passages of a JSONL file: an object with text, question and answers per line."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -197,50 +153,52 @@ def read_passages(file: Path) -> list[Passage]:
     return passages
 
 
-def _draw_asked(rng: np.random.Generator) -> list[Life]:
-    """Pairs of pupil and teacher; no two have the same name."""
+def _sample_asked(rng: np.random.Generator) -> list[Life]:
+    """Return pairs of pupil and teacher with different names."""
     lives: list[Life] = []
     while len(lives) < 2 * NUM_ASKED:
-        teacher, pupil = _draw_life(rng, "test"), _draw_life(rng, "test")
+        teacher, pupil = _sample_life(rng, "test"), _sample_life(rng, "test")
         if len({teacher.name, pupil.name, *(life.name for life in lives)}) == len(lives) + 2:
             lives += [Life(pupil.name, {**pupil.facts, "teacher": teacher.name}), teacher]
     return lives
 
 
-def _draw_life(rng: np.random.Generator, split: str) -> Life:
-    given, surname = _pick(GIVEN_NAMES.split(), rng), _pick(_SURNAMES[split], rng)
+def _sample_life(rng: np.random.Generator, split: Split) -> Life:
+    given, surname = _pick(words_of("given_names"), rng), _pick(_surnames(split), rng)
     values = {
-        "town": _pick(PLACE_STEMS.split(), rng) + _pick(PLACE_ENDINGS.split(), rng),
-        "trade": _pick(TRADES.split(), rng),
-        **{name: _pick(words_of(name), rng) for name in ("city", "animal", "instrument")},
+        "town": _pick(words_of("place_stems"), rng) + _pick(words_of("place_endings"), rng),
+        **{name: _pick(words_of(name), rng) for name in ("trade", "city", "animal", "instrument")},
     }
     return Life(f"{given} {surname}", values)
 
 
 def _tell(life: Life, rng: np.random.Generator) -> str:
-    """The place of birth opens a life; then any order. Only the first sentence must name whom it is about."""
+    """Return a life as text: the birthplace with the full name first, then the other facts in random order."""
     rest = [name for name in life.facts if name != "town"]
     names = ["town", *(rest[at] for at in rng.permutation(len(rest)).tolist())]
     given = life.name.split()[0]
     out = []
     for at, name in enumerate(names):
-        choices = SENTENCES[name]
+        choices = read_data("reading")["sentences"][name]
         pattern = choices[int(rng.integers(len(choices)))]
         out.append(pattern.format(name=life.name, who=life.name if at == 0 else given, value=life.facts[name]))
     return " ".join(out)
 
 
 def _ask(life: Life, lives: list[Life], is_indirect: bool, rng: np.random.Generator) -> tuple[str, str]:
-    """A question and its answer."""
+    """Return a question and its answer."""
     field = FIELDS[int(rng.integers(len(FIELDS)))]
+    question: str = read_data("reading")["questions"][field]
     if not is_indirect:
-        return QUESTIONS[field].format(name=life.name), life.facts[field]
+        return question.format(name=life.name), life.facts[field]
     teacher = next(one for one in lives if one.name == life.teacher)
-    return QUESTIONS[field].format(name=f"the teacher of {life.name}"), teacher.facts[field]
+    return question.format(name=f"the teacher of {life.name}"), teacher.facts[field]
 
 
-def _pick(words: "list[str] | tuple[str, ...]", rng: np.random.Generator) -> str:
+def _pick(words: tuple[str, ...], rng: np.random.Generator) -> str:
     return words[int(rng.integers(len(words)))]
 
 
-_SURNAMES = {split: [one for one in SURNAMES.split() if in_split(one, split)] for split in ("train", "test")}
+@cache
+def _surnames(split: Split) -> tuple[str, ...]:
+    return tuple(one for one in words_of("surnames") if in_split(one, split))

@@ -1,7 +1,7 @@
 """Reasoning: arithmetic, stories of several steps, and puzzles with constraints, each with one right answer.
 
-Three things are told apart: whether there is an answer at all, whether it is right, and whether the model never came
-out of its thoughts.
+Three outcomes are reported separately: whether there is an answer, whether it is right, and whether the model never
+stopped reasoning.
 """
 
 import re
@@ -15,16 +15,15 @@ import numpy as np
 
 from sala.errors import InputError
 from sala.lab.eval.tasks.case import random
-from sala.lab.eval.tasks.words import GIVEN_NAMES, words_of
+from sala.lab.eval.tasks.words import words_of
 
 CLOSING = "Think it through. Then write the result on a line of its own, in the form\nAnswer: …"
 ANSWER = re.compile(r"answer\s*[:：]\s*(.+)", re.IGNORECASE)
-NAMES = GIVEN_NAMES.split()
 Check = Callable[[tuple[str, ...]], bool]
 
 
 class Problem(NamedTuple):
-    """`candidates` are what else could be the answer; none for numbers."""
+    """A problem; `candidates` are the possible answers, none if the answer is a number."""
 
     text: str
     answer: str
@@ -35,11 +34,11 @@ class Problem(NamedTuple):
 class Verdict:
     is_answered: bool
     is_correct: bool
-    is_stuck: bool  # the thoughts never ended
+    is_stuck: bool  # the reasoning never ended
 
 
 def make(kind: str, number: int, seed: int = 0) -> Problem:
-    """Determined by seed, kind and number."""
+    """Return the problem that seed, kind and number determine."""
     if kind not in KINDS:
         raise InputError("tasks", f"hold {kind!r}", f"choose from {', '.join(KINDS)}")
     problem = KINDS[kind](random(seed, "reasoning", kind, number))
@@ -47,14 +46,14 @@ def make(kind: str, number: int, seed: int = 0) -> Problem:
 
 
 def judge(problem: Problem, text: str, reasoning: str) -> Verdict:
-    """`text` is the answer without the thoughts, `reasoning` the thoughts."""
+    """Judge an answer: `text` is what follows the `reasoning`."""
     given = read_answer(problem, text)
     is_stuck = given is None and bool(reasoning.strip()) and not text.strip()
     return Verdict(given is not None, given == problem.answer, is_stuck)
 
 
 def read_answer(problem: Problem, text: str) -> str | None:
-    """What stands after the last "Answer:"; else the last number or name of the text, if there is one."""
+    """Return what follows the last "Answer:", else the last number or name of the text; None if there is none."""
     marked = ANSWER.findall(text)
     if marked:
         found = _read(problem, marked[-1])
@@ -77,7 +76,7 @@ def _plain(number: str) -> str:
 
 
 def _sum(rng: np.random.Generator) -> Problem:
-    """Three to five steps with numbers of up to three digits."""
+    """Return a sum of three to five steps with numbers of up to three digits."""
     value = int(rng.integers(12, 200))
     parts = [f"Begin with {value}."]
     for _ in range(int(rng.integers(3, 6))):
@@ -101,7 +100,8 @@ def _story(rng: np.random.Generator) -> Problem:
 
 
 def _shop(rng: np.random.Generator) -> Problem:
-    name = NAMES[int(rng.integers(len(NAMES)))]
+    names = words_of("given_names")
+    name = names[int(rng.integers(len(names)))]
     first, second = _two(words_of("fruit"), rng)
     counts, prices = rng.integers(3, 15, 2).tolist(), rng.integers(2, 10, 2).tolist()
     cost = counts[0] * prices[0] + counts[1] * prices[1]
@@ -124,7 +124,7 @@ def _tank(rng: np.random.Generator) -> Problem:
 
 
 def _ages(rng: np.random.Generator) -> Problem:
-    one, two, three = (NAMES[at] for at in rng.choice(len(NAMES), 3, replace=False).tolist())
+    one, two, three = _some_names(3, rng)
     age, times, less, years = (int(rng.integers(*span)) for span in ((5, 14), (2, 5), (1, 4), (2, 12)))
     text = (
         f"{one} is {age} years old. {two} is {times} times as old as {one}. "
@@ -134,8 +134,8 @@ def _ages(rng: np.random.Generator) -> Problem:
 
 
 def _row(rng: np.random.Generator) -> Problem:
-    """Who stands where: clues are added until only one order is left."""
-    names = [NAMES[at] for at in rng.choice(len(NAMES), 4, replace=False).tolist()]
+    """Return a puzzle about who stands where; clues are added until only one order is left."""
+    names = _some_names(4, rng)
     secret = [names[at] for at in rng.permutation(4).tolist()]
     clues = _clues(secret)
     left = list(permutations(names))
@@ -154,7 +154,7 @@ def _row(rng: np.random.Generator) -> Problem:
 
 
 def _clues(secret: list[str]) -> list[tuple[str, Check]]:
-    """Everything that may be said about an order, and how to check it. Together they leave one order only."""
+    """Return every possible clue about an order, and how to check it. Together they leave only this order."""
     out: list[tuple[str, Check]] = []
     for at, one in enumerate(secret):
         out += [(f"{one} stands before {other}.", partial(_is_before, one, other)) for other in secret[at + 1 :]]
@@ -175,6 +175,11 @@ def _is_apart(one: str, other: str, order: tuple[str, ...]) -> bool:
 
 def _is_inside(one: str, order: tuple[str, ...]) -> bool:
     return order.index(one) in (1, 2)
+
+
+def _some_names(count: int, rng: np.random.Generator) -> list[str]:
+    names = words_of("given_names")
+    return [names[at] for at in rng.choice(len(names), count, replace=False).tolist()]
 
 
 def _two(words: tuple[str, ...], rng: np.random.Generator) -> tuple[str, str]:
