@@ -48,7 +48,7 @@ def timed(work) -> tuple[float, object]:
 
 
 def batch(model: Path) -> dict[str, float]:
-    llm = LLM(model, device="cpu", ctx=1024, num_snapshots=0)
+    llm = LLM(model, device="cpu", ctx=1024, snapshots=0)
     prompts = [words(seed, 64) for seed in range(8)]
     llm.generate(prompts[0], max_tokens=8, **GREEDY)
     in_turn, alone = timed(lambda: [llm.generate(prompt, max_tokens=64, **GREEDY) for prompt in prompts])

@@ -151,7 +151,7 @@ class Decoder:
     def __init__(self, path: Path, num_tokens: int, clock: Clock) -> None:
         self.clock = clock
         config = SalaConfig.load(path)
-        options = Options(ctx=num_tokens, device="cpu", max_batch=1, num_snapshots=1, cache_memory=1 << 29)
+        options = Options(ctx=num_tokens, device="cpu", max_batch=1, snapshots=1, cache_memory=1 << 29)
         self.executor: TorchExecutor = open_executor(Checkpoint(path), config, options)
         assert self.executor.steps is not None, "the native step is not in use"
         self.pages = tuple(range(self.executor.capacity.num_pages))

@@ -30,11 +30,20 @@ class MissingExtra(SalaError):
 
 
 class InputError(SalaError, ValueError):
-    """A request asks for something impossible; `field` names the culprit."""
+    """A request asks for something impossible; `field` names what is wrong and `problem` says why."""
 
-    def __init__(self, field: str, message: str, remedy: str = "") -> None:
+    def __init__(self, field: str, problem: str, remedy: str = "") -> None:
         self.field = field
-        super().__init__(f"{field} {message}", remedy)
+        self.problem = problem
+        super().__init__(f"{field} {problem}", remedy)
+
+
+class UnknownOption(SalaError, TypeError):
+    """An argument that does not exist, with a suggestion."""
+
+    def __init__(self, where: str, name: str, remedy: str) -> None:
+        self.name = name
+        super().__init__(f"{where} has no option {name[:100]!r}", remedy)
 
 
 class ContextTooLong(SalaError):

@@ -20,6 +20,7 @@ from sala.engine.store.tier import DiskTier
 from sala.engine.stream import Completion, Event, Progress, Run, last_completion
 from sala.errors import ConfigError, InputError, NoTokenizer, TemplateError
 from sala.models.embedded import find_base, find_model
+from sala.options.sources import resolve
 from sala.protocol import Capacity, Control, Options, SampledToken, Sampling
 from sala.text.answer import Answer, Plain, Structured, Untooled
 from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
@@ -54,62 +55,26 @@ class LLM:
     >>> llm = LLM("path/to/MiniCPM-SALA")
     >>> llm.chat([{"role": "user", "content": "Hello"}]).text
 
-    - backend: `auto`, `torch` or `mlx`; auto is MLX on a Mac with Apple Silicon, if it is installed
-    - device: `auto`, `cpu`, `cuda`, `cuda:N`, `mps`; of MLX `auto`, `cpu`, `gpu`
-    - dtype: `auto` (the checkpoint's own), `bfloat16`, `float16`, `float32`
-    - ctx: longest sequence in tokens; by default what the cache holds, up to the model's own limit
-    - cache_memory: bytes for the past of all sequences; by default half of the free memory
-    - max_batch: sequences that run at a time; num_snapshots: states kept for reuse
-    - prefill_chunk: tokens computed in a step; it bounds memory and changes no result
-    - cache_dir: keep long pasts on disk, across restarts; cache_disk: bytes there at most
-    - adapter: directory of a LoRA adapter that is merged into the weights; the model may itself be such a directory
-    - speculate: `off`, `lookup` (drafts from the text so far) or `layers` (from the first `draft_layers` layers)
+    `options` are the fields of `sala.options.Options`, such as `ctx="128K"` or `kv="fp8"`; each that is not given is
+    read from its variable (`SALA_CTX`, `SALA_KV`). Alternatively pass `options=Options(…)`, which is taken as it is.
     """
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        backend: str = "auto",
-        device: str = "auto",
-        dtype: str = "auto",
-        kv: str = "auto",
-        ctx: int | None = None,
-        cache_memory: int | None = None,
-        max_batch: int = 8,
-        num_snapshots: int = 16,
-        prefill_chunk: int | None = None,
-        speculate: str = "off",
-        num_draft: int = 4,
-        draft_layers: int = 8,
-        cache_dir: str | Path | None = None,
-        cache_disk: int | None = None,
-        adapter: str | Path | None = None,
-    ) -> None:
-        self.path, self.adapter = find_base(find_model(model), adapter)
-        self.max_batch = max_batch
+    def __init__(self, model: str | Path | None = None, *, options: Options | None = None, **arguments: Any) -> None:
+        if model is not None:
+            arguments["model"] = model
+        self.options = options = resolve(options, arguments)
+        self.max_batch = options.max_batch
+        self.path, self.adapter = find_base(find_model(options.model), options.adapter)
         self._checkpoint, self.config = open_checkpoint(self.path, SalaConfig.load(self.path), self.adapter)
         self._tokenizer = Tokenizer.load(self.path) if (self.path / "tokenizer.json").is_file() else None
         self._check_vocabulary()
         self.stop_ids = read_stop_ids(self.path, self.config)
-        options = Options(
-            device=device,
-            dtype=dtype,
-            kv=kv,
-            ctx=ctx,
-            cache_memory=cache_memory,
-            max_batch=max_batch,
-            num_snapshots=num_snapshots,
-            prefill_chunk=prefill_chunk,
-            speculate=speculate,
-            num_draft=num_draft,
-            draft_layers=draft_layers,
-        )
-        self._executor = open_executor(backend, self._checkpoint, self.config, options)
+        self._executor = open_executor(options.backend, self._checkpoint, self.config, options)
         self.engine = Engine(self._executor, self.config.sparse_config, options)
         self._grammars = GrammarCompiler(self.path / "tokenizer.json", self.config.vocab_size, self.stop_ids)
         self._runs: dict[int, Run] = {}
-        if cache_dir is not None:
-            store = self.open_store(Path(cache_dir).expanduser(), cache_disk)
+        if options.cache_dir is not None:
+            store = self.open_store(options.cache_dir, options.cache_disk)
             tier = DiskTier(store, self.engine.hybrid, self._executor, self.config.sparse_config.agreement_len)
             self.engine.before, self.engine.after = tier.fetch, tier.keep
 

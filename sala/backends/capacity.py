@@ -1,21 +1,11 @@
 """How a backend shares out the memory of its device: so many pages, so many slots, the longest sequence."""
 
-import os
-
 from sala.backends.memory import state_bytes, token_bytes
 from sala.config import SalaConfig
 from sala.errors import InputError
-from sala.protocol import KV_KINDS, Capacity, Options
+from sala.protocol import Capacity, Options
 
 _CACHE_SHARE = 0.5  # of the free memory, when no budget is given
-
-
-def wanted_kv(options: Options) -> str:
-    """How keys and values are to be kept; "auto" is what SALA_KV says, or as they are computed."""
-    name = options.kv if options.kv != "auto" else os.environ.get("SALA_KV") or "auto"
-    if name not in KV_KINDS:
-        raise InputError("SALA_KV", f"is {name[:100]!r}", "use " + " or ".join(KV_KINDS))
-    return name
 
 
 def share_memory(
@@ -39,7 +29,7 @@ def share_memory(
             f"is {budget / 2**20:,.0f} MiB",
             f"it must hold one sequence ({least / 2**20:,.1f} MiB) and fit in the {free / 2**30:.1f} GiB that are free",
         )
-    wanted_slots = options.max_batch + options.num_snapshots
+    wanted_slots = options.max_batch + options.snapshots
     num_slots = max(2, min(wanted_slots, budget // 4 // slot_bytes))  # a quarter for states, pages get the rest
     num_pages = (budget - num_slots * slot_bytes) // page_bytes
     if options.ctx is not None and options.ctx < 1:
@@ -55,5 +45,5 @@ def share_memory(
                 f"is {ctx:,}, which needs {ctx_pages * page_bytes / 2**30:.2f} GiB of pages",
                 f"{num_pages * page_size:,} tokens fit in the budget of {budget / 2**30:.2f} GiB",
             )
-    most_pages = ctx_pages * (options.max_batch + options.num_snapshots)
+    most_pages = ctx_pages * (options.max_batch + options.snapshots)
     return Capacity(min(num_pages, most_pages), page_size, num_slots, options.prefill_chunk or chunk, ctx, dtype)

@@ -53,15 +53,14 @@ def estimate(
     from sala.backends.memory import estimate as compute
     from sala.cli.show import size
     from sala.errors import InputError
-    from sala.protocol import KV_KINDS
     from sala.quantization_config import GROUP_SIZES
 
     if bits not in (None, 4, 8):
         raise InputError("bits", f"is {bits}", "use 4 or 8")
     if group_size not in GROUP_SIZES:
         raise InputError("group-size", f"is {group_size}", "use " + ", ".join(map(str, GROUP_SIZES)))
-    if kv not in KV_KINDS:
-        raise InputError("kv", f"is {kv!r}", "use " + " or ".join(KV_KINDS))
+    if kv not in ("auto", "fp8"):
+        raise InputError("kv", f"is {kv!r}", "use auto or fp8")
     config, parameters, stored = _find(model, shape)
     if finetune is not None:
         _show_tuning(config, finetune, ctx, batch, rank, optimizer, dtype, bits, memory, as_json)

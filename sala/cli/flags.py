@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sala.counts import read_count
 from sala.errors import InputError, SalaError
+from sala.options.kinds import read_count
 
 if TYPE_CHECKING:
     from sala.llm import LLM

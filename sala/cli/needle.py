@@ -47,7 +47,7 @@ def needle(
     check_lengths([context_len], ctx or SalaConfig.load(path).max_position_embeddings, "context-len")
     options = {"device": device, "dtype": dtype, "ctx": ctx or context_len, "cache_memory": cache_memory}
     options |= {"adapter": adapter, "backend": backend}
-    llm = s.load(str(path), verbose, max_batch=1, num_snapshots=0, **options)
+    llm = s.load(str(path), verbose, max_batch=1, snapshots=0, **options)
     suite = Suite(Writer.for_model(llm.tokenizer), lambda: source or read_source(None), seed)
     case = suite.needle([context_len], [100 * depth], 1, preset)[0].make()
     with PrefillBar() as bar:

@@ -57,7 +57,7 @@ def perplexity(
         "kv": kv,
         "ctx": _ctx(path, counts),
         "max_batch": 1,
-        "num_snapshots": 0,
+        "snapshots": 0,
     }
     llm = s.load(str(path), False, adapter=adapter, backend=backend, **options)
     with llm:

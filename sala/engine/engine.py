@@ -35,7 +35,7 @@ class Engine:
     def __init__(self, executor: Executor, sparse: SparseConfig, options: Options, is_measured: bool = True) -> None:
         self._executor = executor
         self._sparse = sparse
-        self.hybrid = Hybrid(executor, sparse, options.num_snapshots)
+        self.hybrid = Hybrid(executor, sparse, options.snapshots)
         self.scheduler = Scheduler(self.hybrid, options.max_batch, executor.capacity.prefill_chunk)
         self.speculation = Speculation(options.speculate, options.num_draft, options.draft_layers, is_measured)
         self._is_fruitless = False  # the last step had nothing to do

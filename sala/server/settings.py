@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from sala.counts import read_count
 from sala.errors import InputError, SalaError
-from sala.protocol import KV_KINDS
+from sala.options.kinds import read_count
 
 PREFIX = "SALA_"
 OTHER_VARIABLES = frozenset(
@@ -269,7 +268,7 @@ class Settings:
     backend: str = setting("auto", Text(), "auto, torch or mlx.")
     device: str = setting("auto", Text(), "auto, cpu, cuda, cuda:N or mps.")
     dtype: str = setting("auto", Choice(("auto", "bfloat16", "float16", "float32")), "Precision of the weights.")
-    kv: str = setting("auto", Choice(KV_KINDS), "Keys and values: as they are computed, or rounded to fp8.")
+    kv: str = setting("auto", Choice(("auto", "fp8")), "Keys and values: as they are computed, or rounded to fp8.")
     ctx: int | None = setting(None, Count(), "Longest sequence in tokens, e.g. 128k or 1M.", "by free memory")
     cache_memory: int | None = setting(None, Count(), "Bytes for the past of all sequences.", "half of what is free")
     cache_dir: Path | None = setting(None, Place(), "Keep long pasts here, across restarts.")  # noqa: RUF009

@@ -79,7 +79,7 @@ def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith
 torch.ones(512, 512) @ torch.ones(512, 512)
 before = peak()
 length = int(sys.argv[2])
-llm = LLM(sys.argv[1], device="cpu", ctx=length, num_snapshots=1, max_batch=1)
+llm = LLM(sys.argv[1], device="cpu", ctx=length, snapshots=1, max_batch=1)
 llm.generate([i * i % 251 for i in range(length - 4)], temperature=0, max_tokens=4, ignore_eos=True)
 print(peak() - before)
 """
@@ -112,5 +112,5 @@ def test_the_estimate_is_what_is_used(middling: Path, length: int) -> None:
     command = [sys.executable, "-c", ESTIMATE, str(middling), str(length)]
     measured = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     parameters = count_parameters(expected_tensors(config))
-    expected = estimate(config, parameters, length, element_bytes=4, chunk=256, num_snapshots=1).total
+    expected = estimate(config, parameters, length, element_bytes=4, chunk=256, snapshots=1).total
     assert expected == pytest.approx(measured, rel=0.10)

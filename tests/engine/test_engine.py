@@ -88,7 +88,7 @@ def test_a_short_request_is_not_stuck_behind_a_long_one() -> None:
 
 def test_preemption_loses_nothing() -> None:
     rng = random.Random(1)
-    eng = engine(FakeExecutor(num_pages=20, num_slots=8, ctx=300), num_snapshots=2)
+    eng = engine(FakeExecutor(num_pages=20, num_slots=8, ctx=300), snapshots=2)
     sampling = Sampling(temperature=0.5, seed=3, max_tokens=100)
     requests = [Request(prompt(rng, 60), sampling) for _ in range(4)]
     sequences = [eng.submit(request) for request in requests]
@@ -162,7 +162,7 @@ def replace_salt(request: Request, salt: str) -> Request:
 
 
 def test_snapshots_go_oldest_first() -> None:
-    eng = engine(FakeExecutor(num_pages=100), num_snapshots=4)
+    eng = engine(FakeExecutor(num_pages=100), snapshots=4)
     prompts = [[i] * 40 for i in range(6)]
     for tokens in prompts:
         finish(eng, eng.submit(Request(tokens, GREEDY)))
@@ -177,7 +177,7 @@ def test_snapshots_go_oldest_first() -> None:
 
 @pytest.mark.parametrize("when", [0, 1, 2, 4, 8, 15])
 def test_cancelling_frees_everything(when: int) -> None:
-    eng = engine(num_snapshots=0)
+    eng = engine(snapshots=0)
     stays = eng.submit(Request([1] * 70, GREEDY))
     goes = eng.submit(Request([2] * 200, GREEDY))
     for _ in range(when):
@@ -393,7 +393,7 @@ def test_random_life(seed: int, num_pages: int, num_slots: int, mode: str) -> No
     rng = random.Random(seed)
     eng = engine(
         FakeExecutor(num_pages=num_pages, num_slots=num_slots, chunk=rng.choice([5, 16, 40])),
-        max_batch=rng.randint(1, 5), num_snapshots=rng.randint(0, 6), speculate=mode,
+        max_batch=rng.randint(1, 5), snapshots=rng.randint(0, 6), speculate=mode,
     )  # fmt: skip
     known, live, done = [prompt(rng, 30)], [], []
     for _ in range(120):
@@ -423,7 +423,7 @@ def test_random_life(seed: int, num_pages: int, num_slots: int, mode: str) -> No
 
 def test_ten_thousand_operations_leak_nothing() -> None:
     rng = random.Random(99)
-    eng = engine(FakeExecutor(num_pages=30, num_slots=6, chunk=40), max_batch=4, num_snapshots=3)
+    eng = engine(FakeExecutor(num_pages=30, num_slots=6, chunk=40), max_batch=4, snapshots=3)
     live: list[SequenceState] = []
     for number in range(10_000):
         operation = rng.random()

@@ -25,7 +25,7 @@ BOS = 256
 
 @pytest.fixture(scope="module")
 def llm(tiny: Path) -> Iterator[LLM]:
-    with LLM(tiny, device="cpu", ctx=1024, max_batch=1, num_snapshots=0) as llm:
+    with LLM(tiny, device="cpu", ctx=1024, max_batch=1, snapshots=0) as llm:
         yield llm
 
 

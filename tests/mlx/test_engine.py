@@ -26,7 +26,7 @@ def llm(**options: object) -> LLM:
 def test_neighbours_preemption_and_small_caches(seed: int) -> None:
     rng = random.Random(seed)
     config = SalaConfig.load(DATA / MODEL)
-    tight = llm(max_batch=3, num_snapshots=rng.randint(0, 2), prefill_chunk=[17, 64][seed % 2])
+    tight = llm(max_batch=3, snapshots=rng.randint(0, 2), prefill_chunk=[17, 64][seed % 2])
     prompts = [[rng.randrange(256) for _ in range(length_near(config, rng))] for _ in range(4)]
     runs = [tight._prepare(ids, tight_sampling(), tight_form, False, 1, None)[0] for ids in prompts]
     for run in runs:
@@ -44,7 +44,7 @@ def test_neighbours_preemption_and_small_caches(seed: int) -> None:
 def test_splits_of_a_prefix() -> None:
     rng = random.Random(21)
     config = SalaConfig.load(DATA / MODEL)
-    cached = llm(num_snapshots=6, prefill_chunk=50)
+    cached = llm(snapshots=6, prefill_chunk=50)
     base = [rng.randrange(256) for _ in range(config.sparse_config.dense_len + 60)]
     answer: list[int] = []
     reused = 0
@@ -97,7 +97,7 @@ def test_sampled_answers_do_not_depend_on_neighbours() -> None:
 
 def test_a_snapshot_keeps_its_own_state() -> None:
     """States that a batch left side by side are parted when one of them leaves or is copied."""
-    together = llm(max_batch=3, num_snapshots=12)
+    together = llm(max_batch=3, snapshots=12)
     prompts = [[seed + 3 * at for at in range(30)] for seed in range(3)]
     for _ in range(2):
         answers = together.generate(prompts, **GREEDY)

@@ -33,7 +33,7 @@ class Run:
     def __init__(self, case: Case, chunk: int, monkeypatch: pytest.MonkeyPatch, shuffled: bool = False) -> None:
         self.data, self.config = case.data, SalaConfig.load(case.model)
         self.chosen: dict[int, list[np.ndarray]] = {layer: [] for layer in self.config.sparse_layers}
-        options = Options(ctx=2048, device=DEVICE, dtype="float32", max_batch=1, num_snapshots=0)
+        options = Options(ctx=2048, device=DEVICE, dtype="float32", max_batch=1, snapshots=0)
         self.executor: MlxExecutor = open_executor(Checkpoint(case.model), self.config, options)
         self.listen(monkeypatch)
         ids = self.data["input_ids"].tolist()

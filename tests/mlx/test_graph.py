@@ -29,7 +29,7 @@ HALVES = {"bfloat16": mx.bfloat16, "float16": mx.float16}
 
 
 def open_one(path: Path, **options: object) -> MlxExecutor:
-    settings = Options(device=DEVICE, max_batch=2, num_snapshots=0, **options)  # type: ignore[arg-type]
+    settings = Options(device=DEVICE, max_batch=2, snapshots=0, **options)  # type: ignore[arg-type]
     return open_executor(Checkpoint(path), SalaConfig.load(path), settings)
 
 

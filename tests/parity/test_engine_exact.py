@@ -26,7 +26,7 @@ _PLAIN: dict[str, LLM] = {}
 def plain(model: str, prompt: list[int], **settings: object) -> list[int]:
     """One request alone, nothing cached, nothing drafted, the prompt in one chunk."""
     if model not in _PLAIN:
-        _PLAIN[model] = llm(model, max_batch=1, num_snapshots=0, prefill_chunk=1024)
+        _PLAIN[model] = llm(model, max_batch=1, snapshots=0, prefill_chunk=1024)
     return _PLAIN[model].generate(prompt, **{**GREEDY, **settings}).token_ids
 
 
@@ -43,7 +43,7 @@ def test_neighbours_preemption_and_small_caches(model: str, seed: int) -> None:
     rng = random.Random(seed)
     config = SalaConfig.load(DATA / model)
     tight = llm(
-        model, max_batch=rng.randint(2, 5), num_snapshots=rng.randint(0, 4), prefill_chunk=rng.choice([17, 64, 200])
+        model, max_batch=rng.randint(2, 5), snapshots=rng.randint(0, 4), prefill_chunk=rng.choice([17, 64, 200])
     )
     prompts = [[rng.randrange(256) for _ in range(length_near(config, rng))] for _ in range(5)]
     runs = [tight._prepare(ids, tight_sampling(), tight_form, False, 1, None)[0] for ids in prompts]
@@ -75,7 +75,7 @@ def tight_form():
 def test_fifty_random_splits_of_a_prefix(model: str) -> None:
     rng = random.Random(21)
     config = SalaConfig.load(DATA / model)
-    cached = llm(model, num_snapshots=6, prefill_chunk=50)
+    cached = llm(model, snapshots=6, prefill_chunk=50)
     base = [rng.randrange(256) for _ in range(config.sparse_config.dense_len + 60)]
     answer: list[int] = []
     reused = 0

@@ -21,7 +21,7 @@ def llm(**options: object) -> LLM:
 
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
-    return llm(max_batch=1, num_snapshots=0, prefill_chunk=1024).generate(PROMPT, **GREEDY).token_ids
+    return llm(max_batch=1, snapshots=0, prefill_chunk=1024).generate(PROMPT, **GREEDY).token_ids
 
 
 @pytest.mark.parametrize("chunk", [17, 64, 200])

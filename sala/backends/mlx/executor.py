@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import psutil
 
-from sala.backends.capacity import share_memory, wanted_kv
+from sala.backends.capacity import share_memory
 from sala.backends.mlx.batch import Batch, pack, take
 from sala.backends.mlx.cache import HybridCache
 from sala.backends.mlx.loader import load_model, pick_device, pick_dtype
@@ -256,7 +256,7 @@ def _array(blob: Blob, dtype: mx.Dtype) -> mx.array:
 
 
 def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) -> MlxExecutor:
-    if wanted_kv(options) != "auto":
+    if options.kv != "auto":
         raise InputError("kv", "is fp8, which MLX does not have", "leave it out, or use --backend torch")
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config)

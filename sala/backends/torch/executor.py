@@ -9,7 +9,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from sala.backends.capacity import share_memory, wanted_kv
+from sala.backends.capacity import share_memory
 from sala.backends.torch.batch import Batch, pack, take
 from sala.backends.torch.cache import FP8, HybridCache, raw
 from sala.backends.torch.fast.cpu_decode import find_steps
@@ -169,7 +169,7 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
     free = free_bytes(device)
     if is_mapped:  # the weights are not in memory yet, but they will be
         free = max(free - checkpoint.nbytes, free // 10)
-    kv_dtype = pick_kv(wanted_kv(options), device)
+    kv_dtype = pick_kv(options.kv, device)
     return TorchExecutor(model, plan_capacity(config, options, dtype, device, free, kv_dtype), device, dtype, kv_dtype)
 
 

@@ -40,7 +40,7 @@ class Subject:
         """An engine for so many sequences of `ctx` tokens, without snapshots: nothing is reused."""
         from sala.backends.torch.executor import TorchExecutor, free_bytes, plan_capacity
 
-        options = Options(ctx=ctx, max_batch=batch, num_snapshots=0)
+        options = Options(ctx=ctx, max_batch=batch, snapshots=0)
         capacity = plan_capacity(self.config, options, self.dtype, self.device, free_bytes(self.device))
         _check_room(capacity, batch)
         executor = TorchExecutor(self.model, capacity, self.device, self.dtype)

@@ -107,7 +107,7 @@ def _recall(
     text = [tokenizer.decode(row) for row in tokens.tolist()]
     maker = NeedleMaker(encode, {"train": [], "test": text}, seed=7)
     out = {}
-    with LLM(path, device=str(device), ctx=max(lengths) + 64, max_batch=4, num_snapshots=0) as llm:
+    with LLM(path, device=str(device), ctx=max(lengths) + 64, max_batch=4, snapshots=0) as llm:
         for length in lengths:
             spec = NeedleSpec(length - NUM_ANSWERED, split="test")
             cases = [maker.make(spec, index) for index in range(trials)]

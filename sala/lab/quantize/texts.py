@@ -92,7 +92,7 @@ class SampledText:
 
         count = max(1, num_tokens // length)
         rng = np.random.default_rng(seed)
-        with LLM(self.model, device=self.device, ctx=length + 64, max_batch=16, num_snapshots=0) as llm:
+        with LLM(self.model, device=self.device, ctx=length + 64, max_batch=16, snapshots=0) as llm:
             config = llm.config
             head = [] if config.bos_token_id is None else [config.bos_token_id]
             first = rng.integers(0, config.vocab_size, count).tolist()

@@ -1,0 +1,126 @@
+"""Where options come from: arguments or flags beat `SALA_*` variables, which beat the keys of a TOML file.
+
+Every source is read by the same table and checked by the same class, so a bad value gives the same message whatever it
+came from, apart from the name of the source.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sala.errors import InputError, SalaError
+from sala.options import Options
+from sala.options.schema import PREFIX, short, suggest, table
+
+MAX_FILE = 1 << 20
+TEST_PREFIX = "SALA_TEST_"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value that was set, and where: `--port`, `SALA_PORT` or `sala.toml, line 3: port`."""
+
+    name: str
+    value: Any
+    origin: str
+
+
+def build(cls: type[T], layers: Iterable[Iterable[Given]], **defaults: Any) -> T:
+    """Create an option class from layers of values, later ones first in precedence; errors name the source."""
+    given = {each.name: each for layer in layers for each in layer}
+    try:
+        return cls(**defaults | {name: each.value for name, each in given.items()})
+    except InputError as error:
+        if error.field not in given:
+            raise
+        raise InputError(given[error.field].origin, error.problem, error.remedy) from None
+
+
+def resolve(options: Options | None, arguments: Mapping[str, Any]) -> Options:
+    """Return how to load a model: `options` with changes, or arguments over the variables of the environment."""
+    if options is not None:
+        return replace(options, **arguments)
+    unset = [given for given in from_environment(Options) if given.name not in arguments]
+    return build(Options, [unset], **arguments)
+
+
+def from_environment(cls: type, environment: Mapping[str, str] | None = None) -> list[Given]:
+    """Return the options of a class among the variables; an empty variable counts as not set."""
+    variables = os.environ if environment is None else environment
+    return [
+        Given(row.name, row.parse(variables[row.variable]), row.variable)
+        for row in table(cls).values()
+        if variables.get(row.variable, "").strip()
+    ]
+
+
+def from_flags(cls: type, flags: Mapping[str, Any]) -> list[Given]:
+    """Return the flags that were given; `None` and an empty list mean that one was not."""
+    rows = table(cls)
+    return [
+        Given(name, rows[name].parse(value), rows[name].flag)
+        for name, value in flags.items()
+        if name in rows and value is not None and value != []
+    ]
+
+
+def from_file(file: Path | None, cls: type, *others: type) -> list[Given]:
+    """Return the options of a class in a TOML file; keys that belong to `others` are skipped, unknown ones refused."""
+    if file is None:
+        return []
+    text = read_text(file, MAX_FILE)
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SalaError(f"{file} is not valid TOML: {error}", "correct it there") from None
+    rows = table(cls)
+    known = set(rows).union(*map(table, others))
+    given = []
+    for key, value in values.items():
+        origin = f"{file}{_find_line(text, key)}: {short(key)[1:-1]}"
+        if key not in known:
+            raise SalaError(f"{origin} is not an option", suggest(key, known, "remove it"))
+        if key in rows:
+            given.append(Given(key, rows[key].parse(value), origin))
+    return given
+
+
+def check_variables(known: Iterable[str], warn: Callable[[str], None], environment: Mapping[str, str]) -> None:
+    """Refuse a variable that is a likely misspelling of a known one; warn of others that begin with SALA_.
+
+    Variables of the tests (`SALA_TEST_*`) are left alone.
+    """
+    names = {PREFIX + name.upper() for name in known}
+    for variable in sorted(environment):
+        if not variable.startswith(PREFIX) or variable.startswith(TEST_PREFIX) or variable in names:
+            continue
+        hint = suggest(variable.removeprefix(PREFIX), [name.removeprefix(PREFIX) for name in names], "")
+        if hint:
+            raise SalaError(f"{variable} is not an option", hint.replace("mean ", f"mean {PREFIX}"))
+        warn(f"{variable} is not an option and has no effect")
+
+
+def read_text(file: Path, max_bytes: int) -> str:
+    """Read a small UTF-8 file; errors name it."""
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(max_bytes + 1)
+    except OSError as error:
+        raise SalaError(f"{file} cannot be read: {error.strerror}", "check the path and its permissions") from None
+    if len(data) > max_bytes:
+        raise SalaError(f"{file} has more than {max_bytes:,} bytes", "check that it is the right file")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SalaError(f"{file} is not UTF-8 text (byte {error.start})", "check that it is the right file") from None
+
+
+def _find_line(text: str, key: str) -> str:
+    """Return where a key is in a TOML text."""
+    wanted = re.compile(rf"""\s*\[*\s*["']?{re.escape(key)}["']?\s*[=.\]]""")
+    return next((f", line {number}" for number, line in enumerate(text.splitlines(), 1) if wanted.match(line)), "")
