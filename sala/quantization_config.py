@@ -23,11 +23,14 @@ _TITLES: dict[Kind, str] = {
     "pack-quantized": "compressed-tensors",
     "fp8": "FP8 (e4m3)",
 }
-_MIXER_MODULES = {
-    "sparse": ("q_proj", "k_proj", "v_proj", "o_proj", "o_gate"),
-    "lightning": ("q_proj", "k_proj", "v_proj", "o_proj", "z_proj"),
+QKV_LINEARS = ("q_proj", "k_proj", "v_proj")
+LINEARS_BY_MIXER = {
+    "lightning": (*QKV_LINEARS, "o_proj", "z_proj"),
+    "sparse": (*QKV_LINEARS, "o_proj", "o_gate"),
 }
-_MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+MIXER_LINEARS = tuple(dict.fromkeys(name for names in LINEARS_BY_MIXER.values() for name in names))
+MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+LINEARS = (*MIXER_LINEARS, *MLP_LINEARS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +133,8 @@ def matrix_modules(mixers: Sequence[str]) -> set[str]:
     """Names of the modules whose weight is a matrix: those that can be quantized."""
     names = {"model.embed_tokens", "lm_head"}
     for index, mixer in enumerate(mixers):
-        names |= {f"model.layers.{index}.self_attn.{name}" for name in _MIXER_MODULES[mixer]}
-        names |= {f"model.layers.{index}.mlp.{name}" for name in _MLP_MODULES}
+        names |= {f"model.layers.{index}.self_attn.{name}" for name in LINEARS_BY_MIXER[mixer]}
+        names |= {f"model.layers.{index}.mlp.{name}" for name in MLP_LINEARS}
     return names
 
 

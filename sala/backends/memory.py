@@ -4,10 +4,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sala.checkpoint.dtypes import ELEMENT_BYTES as ELEMENT_BYTES
 from sala.config import SalaConfig
+from sala.quantization_config import LINEARS
 
 RUNTIME_BYTES = 21 << 20  # work areas of the libraries, measured on a CPU: the same at every length
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 EDGE_BITS = 8  # of embedding and head, where the rest has fewer
 USABLE = 0.9  # of a machine's memory: the rest is the system's
 
@@ -134,7 +135,6 @@ def raised_gpu_limit(memory: int) -> int:
 
 
 OPTIMIZER_BYTES = {"adamw-8bit": 2.0, "adafactor": 0.01}  # of a weight; AdamW keeps two numbers in its precision
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "z_proj", "o_gate", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)

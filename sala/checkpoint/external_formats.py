@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from sala.checkpoint.packing import Array, Floats, Packed, Words, decode, encode
+from sala.checkpoint.arrays import Array, Floats, as_array, decode, encode
+from sala.checkpoint.dtypes import FLOAT_DTYPES
+from sala.checkpoint.packing import Packed, Words
 from sala.checkpoint.reader import Checkpoint, TensorInfo
 from sala.errors import CheckpointError
 from sala.quantization_config import Groups, Layout, split_group
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-FLOATS = ("F16", "BF16", "F32")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs that the codes of a word are for, lowest bits first
 _PIECE = 1 << 20  # codes unpacked at a time: within the cache of a processor
-_NUMPY = {"I32": np.uint32, "I64": np.int64, "F16": np.float16, "BF16": np.uint16, "F32": np.float32}
 _MARKS = {"gptq": "qweight", "awq": "qweight", "pack-quantized": "weight_packed"}  # what only a quantized module has
 _FP8_SCALES = ("weight_scale", "weight_scale_inv")  # of either name: what the codes are multiplied by
 
@@ -79,19 +79,19 @@ def parts_of(module: str, shape: tuple[int, ...], layout: Layout, found: Iterabl
         parts = {
             "qweight": Part(((num_in, num_out // per_word),), words),
             "qzeros": Part(((num_groups, num_out // per_word),), words),
-            "scales": Part(((num_groups, num_out),), FLOATS),
+            "scales": Part(((num_groups, num_out),), FLOAT_DTYPES),
         }
     elif layout.kind == "gptq":
         parts = {
             "qweight": Part(((num_in // per_word, num_out),), words),
             "qzeros": Part(((num_groups, num_out // per_word),), words),
-            "scales": Part(((num_groups, num_out),), FLOATS),
+            "scales": Part(((num_groups, num_out),), FLOAT_DTYPES),
             "g_idx": order,
         }
     else:
         parts = {
             "weight_packed": Part(((num_out, num_in // per_word),), words),
-            "weight_scale": Part(((num_out, num_groups),), FLOATS),
+            "weight_scale": Part(((num_out, num_groups),), FLOAT_DTYPES),
             "weight_shape": Part(((2,),), ("I64", "I32")),
             "weight_g_idx": order,
         }
@@ -109,8 +109,10 @@ def _fp8_parts(module: str, shape: tuple[int, ...], layout: Layout, found: Itera
     scale = next((name for name in _FP8_SCALES if f"{module}.{name}" in names), _FP8_SCALES[0])
     return {
         f"{module}.weight": Part((shape,), ("F8_E4M3",)),
-        f"{module}.{scale}": Part(shapes, FLOATS),
-        f"{module}.input_scale": Part(((), (1,)), FLOATS, is_required=False),  # activations are not quantized here
+        f"{module}.{scale}": Part(shapes, FLOAT_DTYPES),
+        f"{module}.input_scale": Part(
+            ((), (1,)), FLOAT_DTYPES, is_required=False
+        ),  # activations are not quantized here
     }
 
 
@@ -152,8 +154,8 @@ def _is_ours(layout: Layout) -> bool:
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Array:
-    raw = checkpoint.read(name)
-    return np.frombuffer(raw.data, _NUMPY[raw.dtype]).reshape(raw.shape)
+    array = as_array(checkpoint.read(name))
+    return array.view(np.uint32) if array.dtype == np.int32 else array  # words of codes
 
 
 def _read_scales(checkpoint: Checkpoint, name: str) -> tuple[Floats, str]:

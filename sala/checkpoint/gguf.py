@@ -5,7 +5,6 @@ groups of 32 with a scale in fp16. llama.cpp reorders the rows of q and k for it
 `llama`); that is undone here.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from sala.checkpoint.arrays import Array, Floats
 from sala.checkpoint.gguf_tokenizer import tokenizer_definition, tokenizer_settings
-from sala.checkpoint.packing import Array, Floats, Packed, pack
-from sala.checkpoint.writer import new_directory, write_text, write_weights
+from sala.checkpoint.packing import Packed, pack
 from sala.errors import CheckpointError, MissingExtra, ModelNotFound
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -108,7 +107,11 @@ class GGUF:
 
     def config(self) -> dict[str, Any]:
         """The model's facts as Hugging Face's `config.json` spells them."""
-        return _dense_config(self.facts)
+        own = {key: value for key, value in self.facts.items() if value is not None}
+        kind = own.pop("architecture")
+        own.pop("name", None)
+        head = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
+        return head | own | {"hidden_act": "silu", "dtype": "float32"}
 
     def tokenizer_json(self) -> str:
         """The tokenizer for the `tokenizers` library."""
@@ -163,22 +166,6 @@ class GGUF:
         if not isinstance(value, int) or not 0 < value < 1 << 24:
             raise CheckpointError(f"{self.path}: {name} is {str(value)[:80]}", _UNSUPPORTED)
         return value
-
-
-def write_dense(source: GGUF, target: Path) -> None:
-    """A plain Hugging Face directory in fp32: config.json, model.safetensors, the tokenizer and its chat template."""
-    specs = {name: ("F32", source.shape(name)) for name in source}
-    with new_directory(target) as draft:
-        write_weights(draft, specs, lambda name: np.ascontiguousarray(source.read(name)).data.cast("B"))
-        write_text(draft / "config.json", json.dumps(_dense_config(source.facts), indent=2) + "\n")
-        write_text(draft / "tokenizer.json", source.tokenizer_json())
-        write_text(draft / "tokenizer_config.json", json.dumps(source.tokenizer_config(), indent=2) + "\n")
-
-
-def _dense_config(facts: dict[str, Any]) -> dict[str, Any]:
-    own = {key: value for key, value in facts.items() if key not in ("architecture", "name") and value is not None}
-    head = {"architectures": [ARCHITECTURES[facts["architecture"]]], "model_type": facts["architecture"]}
-    return head | own | {"hidden_act": "silu", "dtype": "float32"}
 
 
 def _import_gguf() -> ModuleType:

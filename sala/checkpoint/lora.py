@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from sala.checkpoint.arrays import Floats, as_array, as_bytes, decode, encode
+from sala.checkpoint.dtypes import FILE_DTYPES, FLOAT_DTYPES, ITEM_SIZES, NUMPY_DTYPES
 from sala.checkpoint.external_formats import parts_of, read_fp8_scales, read_matrix
-from sala.checkpoint.names import check_tensors, expected_tensors, foreign_modules, quantized_modules
-from sala.checkpoint.packing import PACKED_PARTS, Array, Floats, Packed, decode, dequantize
+from sala.checkpoint.names import check_tensors, expected_tensors, external_modules, quantized_modules
+from sala.checkpoint.packing import PACKED_PARTS, Packed, dequantize
 from sala.checkpoint.reader import Checkpoint, RawTensor, TensorInfo, read_file_header, read_tensors
 from sala.config import SalaConfig, read_json_object
 from sala.errors import CheckpointError, ModelNotFound
@@ -27,8 +29,6 @@ from sala.quantization_config import Groups, matrix_modules
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-FILE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _PIECE = 1 << 20  # weights merged at a time: within the cache of a processor
 _THREADS = 4
 _MAX_BYTES = 16 << 30
@@ -127,7 +127,7 @@ def _pair(path: Path, infos: Mapping[str, TensorInfo], config: SalaConfig) -> di
             raise CheckpointError(
                 f"{path}: {name[:200]} is no change of this model's linears", "it is of another model"
             )
-        if info.dtype not in _NUMPY or len(info.shape) != 2:
+        if info.dtype not in FLOAT_DTYPES or len(info.shape) != 2:
             raise CheckpointError(f"{path}: {name} is {info.dtype} {list(info.shape)}", "save the adapter again")
         if found.setdefault(match[1], {}).setdefault(match[2], name) != name:
             raise CheckpointError(f"{path}: {match[1]} is changed twice", "save the adapter again")
@@ -152,9 +152,7 @@ def _change(path: Path, module: str, table: Mapping[str, Any], down: RawTensor, 
     if rank != down.shape[0]:
         raise CheckpointError(f"{path}: {module} has rank {down.shape[0]}, {CONFIG_FILE} says {rank}", "mend it there")
     scale = alpha / rank**0.5 if table.get("use_rslora") else alpha / rank
-    parts = [
-        decode(np.frombuffer(part.data, _NUMPY[part.dtype]), part.dtype).reshape(part.shape) for part in (up, down)
-    ]
+    parts = [decode(as_array(part), part.dtype) for part in (up, down)]
     if not all(np.isfinite(part).all() for part in parts):
         raise CheckpointError(f"{path}: {module} has a value that is infinite or no number", "its training diverged")
     return Change(parts[0], parts[1], scale)
@@ -190,7 +188,7 @@ class MergedCheckpoint(Checkpoint):
         check_tensors(self, config)
         self._origin, self._adapter = config, adapter
         self._packed = quantized_modules(self.tensors, config)
-        self._foreign = foreign_modules(self.tensors, config)
+        self._external = external_modules(self.tensors, config)
         changed = dict(adapter.changes) if adapter is not None else {}
         self._changes: dict[str, Change | None] = dict.fromkeys(expanded) | changed
         self._base = self.tensors
@@ -202,7 +200,7 @@ class MergedCheckpoint(Checkpoint):
         if module not in self._changes or name == module:
             return super().read(name)
         info = self.tensors[name]
-        out = np.empty(info.shape, _NUMPY[info.dtype])
+        out = np.empty(info.shape, NUMPY_DTYPES[info.dtype])
         rows = self._rows(module)
         step = max(1, _PIECE // info.shape[1])
         change = self._changes[module]
@@ -213,13 +211,13 @@ class MergedCheckpoint(Checkpoint):
             values = values if change is None else values + change.rows(begin, end)
             if not np.isfinite(values).all():
                 raise CheckpointError(f"{self.path}: {name} has a value that is infinite or no number", "get it again")
-            out[begin:end] = round_to(values, info.dtype)
+            out[begin:end] = encode(values, info.dtype)
 
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(merge, range(0, info.shape[0], step)))
         for part in self._parts(module):
             _Unmerged(self, self._base).forget(part)
-        return RawTensor(info.dtype, info.shape, out.reshape(-1).view(np.uint8).data)
+        return RawTensor(info.dtype, info.shape, as_bytes(out))
 
     def forget(self, name: str, begin: int = 0, end: int | None = None) -> None:
         if name.removesuffix(".weight") not in self._changes:
@@ -244,7 +242,7 @@ class MergedCheckpoint(Checkpoint):
                 out[name] = info
         for module in self._changes:
             shape = shapes[f"{module}.weight"]
-            nbytes = np.dtype(_NUMPY[dtype]).itemsize * shape[0] * shape[1]
+            nbytes = ITEM_SIZES[dtype] * shape[0] * shape[1]
             out[f"{module}.weight"] = TensorInfo(dtype, shape, self.path, 0, nbytes)
         return out
 
@@ -253,7 +251,7 @@ class MergedCheckpoint(Checkpoint):
         quant = self._origin.quantization
         if quant is None:
             return self._origin
-        left = set(self._packed if quant.layout is None else self._foreign) - set(self._changes)
+        left = set(self._packed if quant.layout is None else self._external) - set(self._changes)
         if not left:
             return replace(self._origin, quantization=None)
         plain = {module: None for module in self._changes if module in self._packed}
@@ -264,8 +262,8 @@ class MergedCheckpoint(Checkpoint):
     def _parts(self, module: str) -> list[str]:
         """Tensors of the file that make up the matrix of a module."""
         layout = self._origin.quantization.layout if self._origin.quantization is not None else None
-        if layout is not None and module in self._foreign:
-            parts = parts_of(module, self._foreign[module], layout, self._base)
+        if layout is not None and module in self._external:
+            parts = parts_of(module, self._external[module], layout, self._base)
             return [name for name in parts if name in self._base]
         if module in self._packed:
             return [f"{module}.{part}" for part in PACKED_PARTS]
@@ -275,15 +273,15 @@ class MergedCheckpoint(Checkpoint):
         """Reads rows begin…end of a matrix in fp32, however they are stored."""
         layout = self._origin.quantization.layout if self._origin.quantization is not None else None
         base = _Unmerged(self, self._base)
-        if layout is not None and module in self._foreign:
+        if layout is not None and module in self._external:
             if layout.kind == "fp8":
                 return _fp8_rows(base, module, layout.block)
-            matrix = read_matrix(base, module, self._foreign[module], layout)
+            matrix = read_matrix(base, module, self._external[module], layout)
             return _packed_rows(matrix.packed, matrix.order)
         if module in self._packed:
             return _packed_rows(_read_packed(base, module, self._packed[module]), None)
         raw = base.read(f"{module}.weight")
-        values = np.frombuffer(raw.data, _NUMPY[raw.dtype]).reshape(raw.shape)
+        values = as_array(raw)
         return lambda begin, end: decode(values[begin:end], raw.dtype)
 
 
@@ -302,20 +300,9 @@ def open_checkpoint(path: Path, config: SalaConfig, adapter: str | Path | None) 
     return merged, merged.config
 
 
-def round_to(values: Floats, dtype: str) -> Array:
-    """fp32 → what a file of that precision holds, to nearest even; the values may be overwritten."""
-    if dtype != "BF16":
-        return values.astype(_NUMPY[dtype], copy=False)
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    bits += 0x7FFF + ((bits >> 16) & 1)
-    return (bits >> 16).astype(np.uint16)
-
-
 def _read_packed(checkpoint: Checkpoint, module: str, groups: Groups) -> Packed:
     codes, scales, biases = (checkpoint.read(f"{module}.{part}") for part in PACKED_PARTS)
-    arrays = [np.frombuffer(raw.data, _NUMPY[raw.dtype]).reshape(raw.shape) for raw in (scales, biases)]
-    words = np.frombuffer(codes.data, np.uint32).reshape(codes.shape)
-    return Packed(words, arrays[0], arrays[1], groups.bits, groups.group_size, scales.dtype)
+    return Packed(as_array(codes), as_array(scales), as_array(biases), groups.bits, groups.group_size, scales.dtype)
 
 
 def _packed_rows(packed: Packed, order: "np.ndarray[Any, np.dtype[np.int64]] | None") -> Callable[[int, int], Floats]:
@@ -339,7 +326,7 @@ def _packed_rows(packed: Packed, order: "np.ndarray[Any, np.dtype[np.int64]] | N
 def _fp8_rows(checkpoint: Checkpoint, module: str, block: tuple[int, int] | None) -> Callable[[int, int], Floats]:
     raw = checkpoint.read(f"{module}.weight")
     num_out, num_in = raw.shape
-    codes = np.frombuffer(raw.data, np.uint8).reshape(raw.shape)
+    codes = as_array(raw)
     scales = read_fp8_scales(checkpoint, module)
     height, width = (num_out // len(scales), num_in) if block is None else block
     values = _e4m3_values()

@@ -1,27 +1,21 @@
 """A model and its adapter as one checkpoint on disk: tensor by tensor, visible only when complete."""
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from sala.checkpoint.lora import FILE_DTYPES, MergedCheckpoint, read_adapter, round_to
-from sala.checkpoint.names import FLOAT_DTYPES, expected_tensors, foreign_modules, quantized_modules
-from sala.checkpoint.packing import Array, decode
+from sala.checkpoint.arrays import Array, as_array, as_bytes, decode, encode
+from sala.checkpoint.dtypes import FILE_DTYPES, FLOAT_DTYPES, NUMPY_DTYPES
+from sala.checkpoint.lora import MergedCheckpoint, read_adapter
+from sala.checkpoint.names import expected_tensors, external_modules, quantized_modules
 from sala.checkpoint.reader import Checkpoint, RawTensor
-from sala.checkpoint.writer import Spec, new_directory, write_text, write_weights
+from sala.checkpoint.writer import Spec, copy_companions, new_directory, write_text, write_weights
 from sala.config import SalaConfig
 from sala.errors import InputError
 
-COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template*.jinja", "chat_template.json", "generation_config.json",
-    "LICENSE*", "NOTICE*",
-)  # fmt: skip
-_NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _PIECE = 1 << 22
 
 Note = Callable[[str, int, int], None]  # stage, how much of it is done, of how much
@@ -55,7 +49,7 @@ def fuse(
             done += 1
             raw = merged.read(name)
             wanted = specs[name][0]
-            return raw.data if raw.dtype == wanted else _bytes(_convert(raw, wanted))
+            return raw.data if raw.dtype == wanted else as_bytes(_convert(raw, wanted))
 
         with new_directory(target) as draft:
             write_weights(draft, specs, read)
@@ -65,19 +59,11 @@ def fuse(
         return merged.config
 
 
-def copy_companions(source: Path, target: Path) -> None:
-    """The files of a model beside its weights: tokenizer, template, defaults, licence."""
-    for pattern in COMPANIONS:
-        for file in sorted(source.glob(pattern)):
-            if file.is_file() and not (target / file.name).exists():
-                shutil.copyfile(file, target / file.name)
-
-
 def _to_expand(model: Path, config: SalaConfig, is_whole: bool) -> list[str]:
     with Checkpoint(model) as checkpoint:
-        foreign = foreign_modules(checkpoint.tensors, config)
+        external = external_modules(checkpoint.tensors, config)
         packed = quantized_modules(checkpoint.tensors, config)
-    names = [*foreign, *(packed if is_whole else ())]
+    names = [*external, *(packed if is_whole else ())]
     hidden = {"lm_head"} if config.tie_word_embeddings else set()
     return [name for name in dict.fromkeys(names) if name not in hidden]
 
@@ -96,13 +82,9 @@ def _specs(merged: MergedCheckpoint, dtype: str | None) -> dict[str, Spec]:
 
 
 def _convert(raw: RawTensor, dtype: str) -> Array:
-    values = np.frombuffer(raw.data, _NUMPY[raw.dtype])
-    out = np.empty(len(values), _NUMPY[dtype])
+    values = as_array(raw).reshape(-1)
+    out = np.empty(len(values), NUMPY_DTYPES[dtype])
     for begin in range(0, len(values), _PIECE):
         piece = slice(begin, begin + _PIECE)
-        out[piece] = round_to(decode(values[piece], raw.dtype), dtype)
+        out[piece] = encode(decode(values[piece], raw.dtype), dtype)
     return out
-
-
-def _bytes(values: Array) -> memoryview:
-    return values.reshape(-1).view(np.uint8).data

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
+from sala.checkpoint.dtypes import FLOAT_DTYPES
 from sala.checkpoint.external_formats import Part, find_modules, groups_of, parts_of
 from sala.checkpoint.reader import Checkpoint, TensorInfo
 from sala.config import SalaConfig
 from sala.errors import CheckpointError
-from sala.quantization_config import Groups, matrix_modules
+from sala.quantization_config import QKV_LINEARS, Groups, matrix_modules
 
-FLOAT_DTYPES = ("BF16", "F16", "F32")
 SCALES = ("scales", "biases")
 
 
@@ -57,7 +57,7 @@ def _mixer(config: SalaConfig, mixer: str) -> dict[str, tuple[int, ...]]:
     shapes |= {name: shape for name, (shape, is_present) in optional.items() if is_present}
     named = {f"self_attn.{name}.weight": shape for name, shape in shapes.items()}
     if config.attention_bias:
-        named |= {f"self_attn.{name}.bias": shapes[name][:1] for name in ("q_proj", "k_proj", "v_proj")}
+        named |= {f"self_attn.{name}.bias": shapes[name][:1] for name in QKV_LINEARS}
     return named
 
 
@@ -109,7 +109,7 @@ def _expected_parts(
             for name, shape in expected_tensors(config, packed).items()
         }
     parts = {name: Part((shape,), FLOAT_DTYPES) for name, shape in expected_tensors(config).items()}
-    for module, matrix in foreign_modules(found, config).items():
+    for module, matrix in external_modules(found, config).items():
         del parts[f"{module}.weight"]
         parts |= parts_of(module, matrix, layout, found)
     return parts
@@ -123,7 +123,7 @@ def _check_part(name: str, info: TensorInfo, part: Part) -> None:
         raise CheckpointError(f"{name} is stored as {info.dtype}", "weights must be " + ", ".join(part.dtypes))
 
 
-def foreign_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> dict[str, tuple[int, ...]]:
+def external_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> dict[str, tuple[int, ...]]:
     """Module → shape of its matrix, for every module that is in the layout of another program."""
     quant = config.quantization
     if quant is None or quant.layout is None:
@@ -148,7 +148,7 @@ def quantized_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> 
     names = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
     quant = config.quantization
     if quant is not None and quant.layout is not None:
-        modules = foreign_modules(tensors, config)
+        modules = external_modules(tensors, config)
         if quant.layout.kind == "fp8":
             return {}
         return {name: groups_of(name, shape, quant.layout) for name, shape in modules.items()}

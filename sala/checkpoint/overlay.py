@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sala.checkpoint.arrays import Floats, as_array, as_bytes
 from sala.checkpoint.names import expected_tensors
-from sala.checkpoint.packing import PACKED_PARTS, Floats, Packed, dequantize, pack, packed_specs, quantize, unpack
+from sala.checkpoint.packing import PACKED_PARTS, Packed, dequantize, pack, packed_specs, quantize, unpack
 from sala.checkpoint.reader import RawTensor, read_file_header, read_tensors
 from sala.checkpoint.writer import Spec, plan_shards, write_file, write_weights
 from sala.config import SalaConfig
@@ -22,7 +23,6 @@ from sala.quantization_config import Groups, QuantConfig
 CHANGE_GROUPS = Groups(8, 64)
 MLP_GROUPS = Groups(8, 32)  # how a changed MLP is stored: fine enough that nothing measurable is lost
 _FAST_BITS = (4, 8)  # widths that are computed with as they are
-_NUMPY = {"F32": np.float32, "F16": np.float16, "U32": np.uint32}
 
 
 class Base(Protocol):
@@ -43,7 +43,7 @@ def write_overlay(
         arrays |= {f"{module}.{part}": getattr(packed, field) for part, field in PACKED_PARTS.items()}
     for number, names in enumerate(plan_shards(specs, file_bytes), 1):
         file = directory / f"overlay-{number}.safetensors"
-        write_file(file, {name: specs[name] for name in names}, lambda name: _bytes(arrays[name]), {})
+        write_file(file, {name: specs[name] for name in names}, lambda name: as_bytes(arrays[name]), {})
 
 
 def read_overlay(directory: Path, quantization: QuantConfig) -> tuple[dict[str, Packed], dict[str, Floats]]:
@@ -54,7 +54,7 @@ def read_overlay(directory: Path, quantization: QuantConfig) -> tuple[dict[str, 
     raw: dict[str, RawTensor] = {}
     for file in files:
         raw |= read_tensors(file, read_file_header(file)[1])
-    arrays = {name: np.frombuffer(t.data, _NUMPY[t.dtype]).reshape(t.shape) for name, t in raw.items()}
+    arrays = {name: as_array(tensor) for name, tensor in raw.items()}
     modules = {}
     for name in [name for name in arrays if name.endswith(".scales")]:
         module = name.removesuffix(".scales")
@@ -104,7 +104,7 @@ def assemble(
             specs |= packed_specs(module, matrix)
             arrays |= {f"{module}.{part}": getattr(matrix, field) for part, field in PACKED_PARTS.items()}
         note(at + 1, len(names))
-    write_weights(draft, specs, lambda name: _bytes(arrays[name]))
+    write_weights(draft, specs, lambda name: as_bytes(arrays[name]))
     return replace(config, quantization=QuantConfig.of_modules(packed))
 
 
@@ -131,7 +131,3 @@ def changes(modules: Mapping[str, tuple[Floats, Floats]]) -> Iterator[tuple[str,
         for half, matrix in (("up", up.T), ("down", down)):
             matrix = np.ascontiguousarray(matrix, np.float32)
             yield f"{name}.{half}", quantize(matrix, CHANGE_GROUPS.bits, CHANGE_GROUPS.group_size, "F16")
-
-
-def _bytes(array: Any) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

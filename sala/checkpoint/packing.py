@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from sala.checkpoint.arrays import Array, Floats, decode, encode
 from sala.errors import CheckpointError
 from sala.quantization_config import BITS, GROUP_SIZES
 
-Array = np.ndarray[Any, np.dtype[Any]]
-Floats = np.ndarray[Any, np.dtype[np.float32]]
 Words = np.ndarray[Any, np.dtype[np.uint32]]
-_NUMPY_DTYPES: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,32 +111,6 @@ def unpack(words: Words, bits: int, num_in: int) -> "np.ndarray[Any, np.dtype[np
             code = code | (groups[..., word + 1] << np.uint32(32 - offset))
         codes[..., index] = code & np.uint32((1 << bits) - 1)
     return codes.reshape(*words.shape[:-1], num_in)
-
-
-def encode(values: Floats, dtype: str) -> Array:
-    """fp32 → the array that a file of that precision holds."""
-    if dtype == "F32":
-        return values.astype(np.float32)
-    if dtype == "F16":
-        return values.astype(np.float16)
-    _check_dtype(dtype)
-    raw = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
-    return ((raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).astype(np.uint16)  # to nearest even, then the upper half
-
-
-def decode(values: Array, dtype: str) -> Floats:
-    """What a file of that precision holds → fp32."""
-    _check_dtype(dtype)
-    if values.dtype != _NUMPY_DTYPES[dtype]:
-        raise CheckpointError(f"{dtype} is not kept as {values.dtype}", "read it again")
-    if dtype == "BF16":
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values.astype(np.float32)
-
-
-def _check_dtype(dtype: str) -> None:
-    if dtype not in _NUMPY_DTYPES:
-        raise CheckpointError(f"scales are stored as {dtype}", "they must be " + ", ".join(_NUMPY_DTYPES))
 
 
 def _check_format(bits: int, group_size: int) -> None:

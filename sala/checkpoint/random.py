@@ -4,19 +4,18 @@ import json
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from sala.checkpoint.arrays import as_bytes, encode
+from sala.checkpoint.dtypes import FILE_DTYPES
 from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.writer import new_directory, write_text, write_weights
 from sala.config import SalaConfig, SparseConfig
 from sala.errors import InputError
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
-Floats = np.ndarray[Any, np.dtype[np.float32]]
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 # One turn per message; reasoning of earlier turns is left out.
 CHAT_TEMPLATE = """\
@@ -74,7 +73,7 @@ def cut_layers(config: SalaConfig, num_layers: int) -> SalaConfig:
 
 def write_random(target: Path, config: SalaConfig, seed: int = 0) -> None:
     """A complete checkpoint directory; one with a byte tokenizer and chat template if its vocabulary is that small."""
-    dtype = _DTYPES[config.dtype]
+    dtype = FILE_DTYPES[config.dtype]
     shapes = expected_tensors(config)
     specs = {name: (dtype, shape) for name, shape in shapes.items()}
     with new_directory(target) as draft:
@@ -95,7 +94,7 @@ def _weights(name: str, shape: tuple[int, ...], config: SalaConfig, seed: int) -
         values *= spread(name, shape, config)
     if name == "lm_head.weight" and config.vocab_size == TINY.vocab_size:
         values[~_readable_rows(config.vocab_size)] = 0  # so that a random model babbles in letters
-    return _encode(values, config.dtype).data.cast("B")
+    return as_bytes(encode(values, FILE_DTYPES[config.dtype]))
 
 
 def spread(name: str, shape: tuple[int, ...], config: SalaConfig) -> float:
@@ -110,16 +109,6 @@ def _readable_rows(vocab_size: int) -> "np.ndarray[tuple[int], np.dtype[np.bool_
     rows = np.zeros(vocab_size, np.bool_)
     rows[[ord(char) for char in "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,"]] = True
     return rows
-
-
-def _encode(values: Floats, dtype: str) -> "np.ndarray[Any, Any]":
-    if dtype == "float32":
-        return values
-    if dtype == "float16":
-        return values.astype(np.float16)
-    bits = values.view(np.uint32)
-    bits += 0x7FFF + ((bits >> 16) & 1)  # round to nearest even, then keep the upper half
-    return (bits >> 16).astype(np.uint16)
 
 
 def write_byte_tokenizer(directory: Path) -> None:

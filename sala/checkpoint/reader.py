@@ -14,12 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from sala.checkpoint.dtypes import ITEM_SIZES
 from sala.errors import CheckpointError, ModelNotFound
 
-ITEM_SIZES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
-}  # fmt: skip
 MAX_HEADER_BYTES = 100 << 20
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -4,14 +4,20 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from sala.checkpoint.reader import INDEX_FILE, ITEM_SIZES, SINGLE_FILE
+from sala.checkpoint.dtypes import ITEM_SIZES
+from sala.checkpoint.reader import INDEX_FILE, SINGLE_FILE
 from sala.errors import CheckpointError
 
 SHARD_BYTES = 5 << 30
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template*.jinja", "chat_template.json",
+)  # fmt: skip
+COMPANION_FILES = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*", "NOTICE*")  # beside the weights
 Spec = tuple[str, tuple[int, ...]]  # dtype, shape
 Read = Callable[[str], bytes | memoryview]
 
@@ -104,6 +110,14 @@ def publish(draft: Path, target: Path) -> None:
             raise FileExistsError(f"{target} exists already") from None
         draft.rename(target)
     draft.unlink(missing_ok=True)
+
+
+def copy_companions(source: Path, target: Path, patterns: Sequence[str] = COMPANION_FILES) -> None:
+    """Copy the tokenizer, chat template, generation defaults and licence; existing files are kept."""
+    for pattern in patterns:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file() and not (target / file.name).exists():
+                shutil.copyfile(file, target / file.name)
 
 
 def write_text(file: Path, text: str) -> None:

@@ -40,7 +40,7 @@ def show(
 
 def describe(config: "SalaConfig", checkpoint: "Checkpoint") -> dict[str, Any]:
     from sala.backends.memory import ELEMENT_BYTES, cache_bytes, state_bytes
-    from sala.checkpoint.names import count_parameters, expected_tensors, foreign_modules, quantized_modules
+    from sala.checkpoint.names import count_parameters, expected_tensors, external_modules, quantized_modules
 
     element = ELEMENT_BYTES[config.dtype]
     sparse, packed = config.sparse_config, quantized_modules(checkpoint.tensors, config)
@@ -52,7 +52,7 @@ def describe(config: "SalaConfig", checkpoint: "Checkpoint") -> dict[str, Any]:
         "files": len({info.file for info in checkpoint.tensors.values()}),
         "dtype": config.dtype,
         "quantization": _bits(packed.values()) if layout is None else layout.describe(),
-        "quantized_modules": len(packed or foreign_modules(checkpoint.tensors, config)),
+        "quantized_modules": len(packed or external_modules(checkpoint.tensors, config)),
         "layers": config.num_hidden_layers,
         "sparse_layers": list(config.sparse_layers),
         "hidden_size": config.hidden_size,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from sala.checkpoint import dtypes
 from sala.checkpoint.names import check_tensors
 from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
@@ -197,3 +198,10 @@ def test_a_mapped_tensor_is_not_the_file(tiny: Path) -> None:
         data[:4] = b"\xff" * 4
         del data
     assert (tiny / "model.safetensors").read_bytes() == before
+
+
+def test_the_table_of_precisions_agrees_with_torch_and_numpy() -> None:
+    torch = pytest.importorskip("torch")
+    for row in dtypes.PRECISIONS:
+        assert getattr(torch, row.name).itemsize == np.dtype(row.numpy).itemsize == row.size
+    assert dtypes.FILE_DTYPES == {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

@@ -13,7 +13,7 @@ import torch
 from sala.backends.torch.loader import decode_e4m3, load_model
 from sala.checkpoint import external_formats as source
 from sala.checkpoint.external_formats import read_matrix
-from sala.checkpoint.names import check_tensors, foreign_modules, quantized_modules
+from sala.checkpoint.names import check_tensors, external_modules, quantized_modules
 from sala.checkpoint.packing import dequantize
 from sala.checkpoint.random import TINY
 from sala.checkpoint.reader import Checkpoint
@@ -272,7 +272,7 @@ def test_scales_stay_small_where_that_is_exact(is_symmetric: bool, tmp_path: Pat
     assert config.quantization is not None
     assert config.quantization.layout is not None
     with checkpoint:
-        shape = foreign_modules(checkpoint.tensors, config)[MODULE]
+        shape = external_modules(checkpoint.tensors, config)[MODULE]
         matrix = read_matrix(checkpoint, MODULE, shape, config.quantization.layout)
     assert matrix.packed.dtype == ("F16" if is_symmetric else "F32")
     np.testing.assert_array_equal(dequantize(matrix.packed), made[1][f"{MODULE}.weight"].numpy())

@@ -1,5 +1,6 @@
 """GGUF as a source: names, values, codes without loss, and the tokenizer."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 
-from sala.checkpoint.gguf import GGUF, write_dense
+from sala.checkpoint.gguf import GGUF
 from sala.checkpoint.packing import dequantize
 from sala.checkpoint.random import _byte_alphabet
 from sala.checkpoint.reader import Checkpoint
+from sala.checkpoint.writer import new_directory, write_text, write_weights
 from sala.errors import CheckpointError, MissingExtra, ModelNotFound
 from sala.text.tokenizer import Tokenizer
 
@@ -169,6 +171,16 @@ def test_other_ways_to_cut(tmp_path: Path) -> None:
         tokenizer = RustTokenizer.from_str(GGUF(tmp_path / f"{pre}.gguf").tokenizer_json())
         ids = tokenizer.encode("12 he", add_special_tokens=False).ids
         assert [TOKENS[index] for index in ids][:1] == (["1"] if pre == "qwen2" else ["12"])
+
+
+def write_dense(source: GGUF, target: Path) -> None:
+    """A plain Hugging Face directory in fp32: config.json, model.safetensors, the tokenizer and its chat template."""
+    specs = {name: ("F32", source.shape(name)) for name in source}
+    with new_directory(target) as draft:
+        write_weights(draft, specs, lambda name: np.ascontiguousarray(source.read(name)).data.cast("B"))
+        write_text(draft / "config.json", json.dumps(source.config(), indent=2) + "\n")
+        write_text(draft / "tokenizer.json", source.tokenizer_json())
+        write_text(draft / "tokenizer_config.json", json.dumps(source.tokenizer_config(), indent=2) + "\n")
 
 
 def test_a_dense_directory(file: Path, tmp_path: Path) -> None:

@@ -22,13 +22,14 @@ from sala.backends.mlx.loader import load_model, pick_device, pick_dtype
 from sala.backends.mlx.model import SalaModel
 from sala.backends.mlx.sampler import Draws, draw_all
 from sala.backends.sampling import keep_agreed
+from sala.checkpoint.dtypes import dtypes_by_file_name
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.protocol import Blob, Capacity, Options, Plan, Result, Row, SampledToken
 
 _PREFILL_CHUNK = {mx.cpu: 256, mx.gpu: 2048}
-_NAMES = {mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32"}
+_NAMES = {dtype: name for name, dtype in dtypes_by_file_name(mx).items()}
 _KEPT_BYTES = 1 << 30  # of freed memory that MLX may keep for later: as much as a prefill chunk takes
 _WORDS = {2: mx.uint16, 4: mx.uint32}  # as which numpy takes any of them
 

@@ -8,17 +8,17 @@ from mlx.nn.layers.base import Module
 
 from sala.backends.mlx.model import SalaModel
 from sala.backends.mlx.quantized_linear import AffineEmbedding, AffineLinear, AffineWeight
+from sala.checkpoint.arrays import as_array
+from sala.checkpoint.dtypes import dtypes_by_name
 from sala.checkpoint.external_formats import read_fp8_scales, read_matrix
-from sala.checkpoint.names import check_tensors, expected_tensors, foreign_modules, quantized_modules
+from sala.checkpoint.names import check_tensors, expected_tensors, external_modules, quantized_modules
 from sala.checkpoint.packing import Packed
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
 from sala.quantization_config import Groups
 
-DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-_FILE_DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U32": mx.uint32}
-_NUMPY_DTYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "U32": np.uint32}
+DTYPES = dtypes_by_name(mx)
 _FEW = 1 << 20  # elements in several steps, within the processor's cache
 
 
@@ -29,7 +29,7 @@ def load_model(checkpoint: Checkpoint, config: SalaConfig, dtype: mx.Dtype) -> S
     that runs the model.
     """
     check_tensors(checkpoint, config)
-    packed, foreign = quantized_modules(checkpoint.tensors, config), foreign_modules(checkpoint.tensors, config)
+    packed, foreign = quantized_modules(checkpoint.tensors, config), external_modules(checkpoint.tensors, config)
     model = SalaModel(config)
     for name, shape in expected_tensors(config).items():
         module, _, leaf = name.rpartition(".")
@@ -143,7 +143,7 @@ def read_tensor(checkpoint: Checkpoint, name: str, dtype: mx.Dtype) -> mx.array:
 def _read(checkpoint: Checkpoint, name: str) -> mx.array:
     """A tensor in the file's own precision. The file's pages go as soon as they are read: one copy stays."""
     raw = checkpoint.read(name)
-    array = _to_array(np.frombuffer(raw.data, _NUMPY_DTYPES[raw.dtype]).reshape(raw.shape), raw.dtype)
+    array = _to_array(as_array(raw), raw.dtype)
     mx.eval(array)
     checkpoint.forget(name)
     return array

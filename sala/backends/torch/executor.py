@@ -17,6 +17,7 @@ from sala.backends.torch.half_linear import put_halves
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.sampler import draw_all, verify
+from sala.checkpoint.dtypes import dtypes_by_file_name
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError
@@ -24,7 +25,7 @@ from sala.protocol import Blob, Capacity, Options, Plan, Result, Row
 
 _PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}  # of a GPU, about so many
 _TILE = 64  # rows of a tile of a matrix product, or half of one
-_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", FP8: "F8_E4M3"}
+_NAMES = {dtype: name for name, dtype in dtypes_by_file_name(torch).items()}
 
 
 class TorchExecutor:

@@ -9,18 +9,19 @@ from torch import Tensor, nn
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.permuted_linear import PermutedLinear
 from sala.backends.torch.quantized_linear import AffineEmbedding, AffineLinear, AffineWeight, can_run_packed
+from sala.checkpoint.dtypes import dtypes_by_file_name, dtypes_by_name
 from sala.checkpoint.external_formats import read_fp8_scales, read_matrix
-from sala.checkpoint.names import check_tensors, foreign_modules, quantized_modules
+from sala.checkpoint.names import check_tensors, external_modules, quantized_modules
 from sala.checkpoint.packing import Packed
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
 from sala.quantization_config import Groups, Layout
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = dtypes_by_name(torch)
 _PIECE = 1 << 24  # elements converted at a time
 _FEW = 1 << 20  # in several steps, within the processor's cache
-_FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_FILE_DTYPES = dtypes_by_file_name(torch)
 
 
 def load_model(
@@ -32,7 +33,7 @@ def load_model(
     matrix where there is a kernel for it; elsewhere, or if `is_expanded` is asked for, it is dequantized here, once.
     """
     check_tensors(checkpoint, config)
-    packed, foreign = quantized_modules(checkpoint.tensors, config), foreign_modules(checkpoint.tensors, config)
+    packed, foreign = quantized_modules(checkpoint.tensors, config), external_modules(checkpoint.tensors, config)
     with torch.device("meta"):
         model = SalaModel(config)
     for name, parameter in list(model.named_parameters()):
@@ -109,7 +110,7 @@ def read_weight(
 ) -> Tensor:
     """The matrix of a module [out, in], however it lies in the file; the tensors have been checked."""
     layout = config.quantization.layout if config.quantization is not None else None
-    shape = foreign_modules(checkpoint.tensors, config).get(name)
+    shape = external_modules(checkpoint.tensors, config).get(name)
     if layout is not None and shape is not None:
         if layout.kind == "fp8":
             return expand_fp8(checkpoint, name, layout.block, dtype, device)

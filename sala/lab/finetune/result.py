@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.loader import DTYPES, read_tensor, read_weight
-from sala.checkpoint.lora import CONFIG_FILE, FILE_DTYPES, PREFIX, WEIGHTS_FILE
-from sala.checkpoint.lora_merge import copy_companions
+from sala.checkpoint.dtypes import FILE_DTYPES
+from sala.checkpoint.lora import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.reader import Checkpoint
-from sala.checkpoint.writer import new_directory, write_file, write_text, write_weights
+from sala.checkpoint.writer import copy_companions, new_directory, write_file, write_text, write_weights
 from sala.config import SalaConfig
 from sala.lab.finetune.options import FinetuneOptions
 from sala.lab.finetune.subject import QK_PARTS

@@ -18,16 +18,15 @@ from sala.backends.torch.loader import (
 )
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.quantized_linear import AffineWeight
-from sala.checkpoint.names import check_tensors, foreign_modules, quantized_modules
+from sala.checkpoint.names import check_tensors, external_modules, quantized_modules
 from sala.checkpoint.packing import quantize
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError, MissingExtra
 from sala.lab.finetune.frozen import FrozenLinear
 from sala.lab.finetune.options import FinetuneOptions
-from sala.quantization_config import GROUP_SIZES
+from sala.quantization_config import GROUP_SIZES, LINEARS
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "z_proj", "o_gate", "gate_proj", "up_proj", "down_proj")
 QK_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 
@@ -64,7 +63,7 @@ def training_dtype(options: FinetuneOptions, config: SalaConfig, device: torch.d
 
 def find_targets(names: str, config: SalaConfig) -> list[str]:
     """The linears that get an adapter, by their last name."""
-    from sala.quantization_config import matrix_modules
+    from sala.quantization_config import LINEARS, matrix_modules
 
     present = {name.rpartition(".")[2] for name in matrix_modules(config.mixers)}
     known = [name for name in LINEARS if name in present]
@@ -179,7 +178,7 @@ def packer(options: FinetuneOptions, device: torch.device) -> Pack:
 def _stored(checkpoint: Checkpoint, config: SalaConfig, name: str) -> tuple[AffineWeight | None, Tensor | None]:
     """A matrix as the checkpoint has it in few bits; None if it is plain, or FP8."""
     layout = config.quantization.layout if config.quantization is not None else None
-    shape = foreign_modules(checkpoint.tensors, config).get(name)
+    shape = external_modules(checkpoint.tensors, config).get(name)
     if layout is not None and shape is not None:
         return (None, None) if layout.kind == "fp8" else read_foreign(checkpoint, name, shape, layout)
     groups = quantized_modules(checkpoint.tensors, config).get(name)

@@ -17,6 +17,7 @@ from sala.backends.torch.loader import read_tensor, read_weight
 from sala.backends.torch.model import Layer
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
+from sala.quantization_config import QKV_LINEARS
 
 TOKENS_AT_ONCE = 4096  # how many pass through a layer together
 
@@ -35,7 +36,7 @@ Visit = Callable[[Site, Chunks], None]
 
 def sites_of(layer: Layer) -> tuple[Site, Site, Site, Site]:
     gates = [name for name in ("z_proj", "o_gate") if getattr(layer.self_attn, name, None) is not None]
-    read = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", *gates))
+    read = tuple(f"self_attn.{name}" for name in (*QKV_LINEARS, *gates))
     return (
         Site("mixer", read),
         Site("output", ("self_attn.o_proj",)),

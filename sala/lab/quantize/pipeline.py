@@ -5,7 +5,6 @@ Memory holds one layer in fp32, the activations of the calibration text, and the
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,10 +16,12 @@ from torch import Tensor
 
 from sala.backends.torch.loader import read_tensor, read_weight
 from sala.backends.torch.model import Layer
+from sala.checkpoint.arrays import as_array
+from sala.checkpoint.dtypes import FILE_DTYPES
 from sala.checkpoint.names import check_tensors, expected_tensors
 from sala.checkpoint.packing import PACKED_PARTS, Packed, dequantize, packed_specs
 from sala.checkpoint.reader import Checkpoint
-from sala.checkpoint.writer import Spec, new_directory, write_text, write_weights
+from sala.checkpoint.writer import Spec, copy_companions, new_directory, write_text, write_weights
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
 from sala.lab.quantize.awq import fold_scales
@@ -43,15 +44,8 @@ from sala.lab.quantize.rtn import round_matrix, round_within_ranges
 from sala.lab.quantize.texts import Text
 from sala.quantization_config import Groups, QuantConfig
 
-COPIED = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template*.jinja", "chat_template.json", "generation_config.json",
-    "LICENSE*", "NOTICE*",
-)  # fmt: skip
 _VERSION = 1  # of what is computed: another one does not go on from an old draft
-_SCALES = {"bfloat16": "BF16", "float16": "F16", "float32": "F16"}
-_WHOLE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_NUMPY = {"U32": np.uint32, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+_SCALES = FILE_DTYPES | {"float32": "F16"}
 _LARGEST = 6e4  # what F16 holds
 _PIECE = 1 << 24
 
@@ -183,7 +177,7 @@ class _Job:
         for part, field in PACKED_PARTS.items():
             name = f"model.embed_tokens.{part}"
             raw = draft.read("embed", name, infos[name])
-            parts[field] = np.frombuffer(raw.data, _NUMPY[raw.dtype]).reshape(raw.shape)[unique.numpy()]
+            parts[field] = as_array(raw)[unique.numpy()]
         kind = infos["model.embed_tokens.scales"].dtype
         few = Packed(**parts, bits=groups.bits, group_size=groups.group_size, dtype=kind)
         return torch.from_numpy(dequantize(few))[place]
@@ -280,7 +274,7 @@ class _Job:
                 out |= _packed_arrays(module, round_matrix(weight, groups, self.scale_dtype(weight)))
                 forget_module(self.checkpoint, module)
             elif name not in self.checkpoint.tensors or self.checkpoint.tensors[name].dtype not in TORCH_DTYPES:
-                dtype = _WHOLE[self.config.dtype]
+                dtype = FILE_DTYPES[self.config.dtype]
                 weight = self.read(module, TORCH_DTYPES[dtype])
                 out[name] = ((dtype, tuple(weight.shape)), _raw(weight, dtype))
             else:
@@ -303,10 +297,7 @@ def _publish(job: _Job, draft: Draft, target: Path) -> None:
     with new_directory(target) as new:
         write_weights(new, specs, lambda tensor: draft.read(infos[tensor][0], tensor, infos[tensor][1]).data)
         write_text(new / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
-        for pattern in COPIED:
-            for file in sorted(job.checkpoint.path.glob(pattern)):
-                if file.is_file():
-                    shutil.copyfile(file, new / file.name)
+        copy_companions(job.checkpoint.path, new)
 
 
 def _check_finite(checkpoint: Checkpoint, note: Note) -> None:

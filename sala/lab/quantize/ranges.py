@@ -4,9 +4,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sala.checkpoint.dtypes import FLOAT_DTYPES, dtypes_by_file_name
 from sala.checkpoint.packing import Packed, dequantize, pack
 
-TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TORCH_DTYPES = {name: dtypes_by_file_name(torch)[name] for name in FLOAT_DTYPES}
 SHRINK = tuple(1 - step / 20 for step in range(8))  # shares of the range that are tried
 NUM_FITS = 2
 

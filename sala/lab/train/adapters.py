@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from sala.backends.torch.model import SalaModel
-
-MIXER_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "z_proj", "o_gate")
+from sala.quantization_config import MIXER_LINEARS
 
 
 class LowRank(nn.Module):

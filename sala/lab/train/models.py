@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from sala.backends.torch.loader import load_model
 from sala.backends.torch.model import SalaModel
+from sala.checkpoint.dtypes import FILE_DTYPES, dtypes_by_name
 from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import new_directory, write_text, write_weights
 from sala.config import SalaConfig
-
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_for_training(directory: Path, device: torch.device) -> SalaModel:
@@ -41,8 +39,8 @@ def save_model(
     """A complete checkpoint; `copy` brings the tokenizer's files along."""
     config = replace(model.config, dtype=dtype)
     tensors = dict(model.named_parameters())
-    kind = _DTYPES[dtype]
-    specs = {name: (_NAMES[kind], shape) for name, shape in expected_tensors(config).items()}
+    kind = dtypes_by_name(torch)[dtype]
+    specs = {name: (FILE_DTYPES[dtype], shape) for name, shape in expected_tensors(config).items()}
     with new_directory(target) as draft:
         write_weights(draft, specs, lambda name: _bytes(tensors[name], kind))
         write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")

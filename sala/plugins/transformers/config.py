@@ -10,7 +10,7 @@ from sala.config import MIXERS, RELEASED_NAMES, SalaConfig
 from sala.errors import ConfigError
 from sala.plugins.transformers.names import ARCHITECTURE, LAYER_TYPES
 from sala.plugins.transformers.registration import register_models
-from sala.quantization_config import QuantConfig
+from sala.quantization_config import MIXER_LINEARS, QuantConfig
 
 _MIXERS_BY_TYPE = {name: RELEASED_NAMES[mixer] for mixer, name in LAYER_TYPES.items()}  # type: ignore[index]
 _RELEASED_SPARSE = (0, 9, 16, 17, 22, 29, 30, 31)
@@ -29,14 +29,13 @@ _FIELDS = tuple(item.name for item in fields(SalaConfig) if item.name not in ("d
 
 # How a linear's weights may be spread over devices. Mixers see all heads: their norms and selections span them, so
 # outputs of their projections are gathered, and only memory is shared there; the MLP shares its work too.
-_GATHERED = ("q_proj", "k_proj", "v_proj", "z_proj", "o_gate")
 _PLAN_NAMES = {4: ("colwise_rep", "rowwise_rep"), 5: ("colwise_gather_output", "rowwise_split_input")}
 
 
 def tensor_plan(major: int) -> dict[str, str]:
     """Module → how its weights are spread, in the words of this major version of transformers."""
     gathered, split = _PLAN_NAMES[min(max(major, 4), 5)]
-    plan = {f"layers.*.self_attn.{name}": gathered for name in _GATHERED}
+    plan = {f"layers.*.self_attn.{name}": gathered for name in MIXER_LINEARS if name != "o_proj"}
     plan["layers.*.self_attn.o_proj"] = split
     plan |= {
         "layers.*.mlp.gate_proj": "colwise",

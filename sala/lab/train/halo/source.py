@@ -17,19 +17,12 @@ from sala.checkpoint.gguf import GGUF
 from sala.checkpoint.names import check_tensors, expected_tensors
 from sala.checkpoint.packing import PACKED_PARTS, packed_specs
 from sala.checkpoint.reader import Checkpoint
-from sala.checkpoint.writer import Spec, new_directory, write_text, write_weights
+from sala.checkpoint.writer import TOKENIZER_FILES, Spec, copy_companions, new_directory, write_text, write_weights
 from sala.config import RELEASED_NAMES, SalaConfig, read_json_object
 from sala.errors import ConfigError, ModelNotFound
 from sala.quantization_config import Groups, QuantConfig
 
 ALWAYS_DENSE = 1 << 40
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "generation_config.json",
-)
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 _UNKNOWN_TENSORS = ("rotary_emb.inv_freq",)  # derived values that some writers store
 
@@ -97,9 +90,7 @@ def _copy_ours(source: Path, target: Path) -> None:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    copy_companions(source, target, (*TOKENIZER_FILES, "generation_config.json"))
 
 
 def dense_config(values: Mapping[str, Any]) -> SalaConfig:
