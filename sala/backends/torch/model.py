@@ -53,6 +53,7 @@ class LightningMixer(nn.Module):
         hidden, dim = config.hidden_size, config.lightning_head_dim
         self.num_heads, self.num_kv_heads, self.head_dim = config.lightning_nh, config.lightning_nkv, dim
         self.rope_theta = config.rope_theta if config.lightning_use_rope else None
+        self.scan = lightning_whole  # whole sequences with gradients; training may put a kernel here
         width, has_bias = self.num_heads * dim, config.attention_bias
         self.q_proj = linear(hidden, width, has_bias)
         self.k_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
@@ -67,7 +68,7 @@ class LightningMixer(nn.Module):
         q, k, v = self.project(x, batch)
         slopes, scale = decay_slopes(self.num_heads, x.device), self.head_dim**-0.5
         if states is None:
-            o = lightning_whole(q, k, v, batch.lengths, slopes, scale)
+            o = self.scan(q, k, v, batch.lengths, slopes, scale)
         else:
             assert isinstance(batch, Batch)
             slots: slice | list[int] = batch.slots

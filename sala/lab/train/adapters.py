@@ -30,6 +30,15 @@ class LowRank(nn.Module):
         self.down.copy_(right[:rank] * length)
         self.up.copy_(left[:, :rank] * sizes[:rank] / length)
 
+    @torch.no_grad()
+    def take_factors(self, up: Tensor, down: Tensor) -> None:
+        """Begin with a known change up [out, r] @ down [r, in]; components beyond r begin at zero."""
+        rank = min(down.shape[0], self.down.shape[0])
+        sizes = down[:rank].norm(dim=1).clamp(min=1e-12)  # balanced as in `take_over`
+        length = self.down.norm(dim=1).mean()
+        self.down[:rank] = (down[:rank] / sizes[:, None] * length).to(self.down)
+        self.up[:, :rank] = (up[:, :rank] * sizes / length).to(self.up)
+
     @property
     def weight(self) -> Tensor:
         return self.base.weight + self.up @ self.down

@@ -1,7 +1,8 @@
-"""Losses over a large vocabulary: the head and the loss together, a few rows at a time.
+"""Compute losses over a large vocabulary: the head and the loss together, one tile of rows at a time.
 
-Logits of a whole batch would fill the memory several times over. Here a tile of rows gets its logits, its loss and
-its gradient at once, and only gradients of the hidden states (and of the head, if it learns) are kept.
+The logits of a whole batch would fill the memory several times over. Here a tile of rows gets its logits, its loss and
+its gradient at once, and only gradients of the hidden states (and of the head, if it learns) are kept. With hidden
+states and head in bf16 the matrix products run in bf16 and accumulate in fp32; softmax and loss are always in fp32.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ TILE_ROWS = {"cuda": 8192, "cpu": 512}
 
 
 class LossWeights(NamedTuple):
-    """Of each row [T]: of its main loss, of its answer's, and the share of the label in what the teacher says."""
+    """Weights of each row [T]: of the main loss, of the answer's, and the label's share in the main loss."""
 
     main: Tensor
     answer: Tensor
@@ -26,30 +27,40 @@ class LossWeights(NamedTuple):
 
 
 def head_loss(
-    hidden: Tensor, head: Tensor, labels: Tensor, weights: LossWeights, teacher: tuple[Tensor, Tensor] | None = None
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    weights: LossWeights,
+    teacher: tuple[Tensor, Tensor] | None = None,
+    tile_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """hidden [T, h], head [V, h], labels [T] → the weighted loss, and without gradient two unweighted sums [2].
 
     The main loss is the cross-entropy of the label, or with `teacher` (its hidden states, its head) the divergence
     KL(teacher || student), into which the label's cross-entropy is mixed by its share; the answer's is always the
-    cross-entropy. The sums, of the divergence and of the answers, are over the rows that have a weight.
+    cross-entropy. The sums, of the divergence and of the answers, are over the rows that have a weight. On a GPU the
+    loss of a tile is compiled: a number of rows that is a multiple of `tile_rows` is compiled once.
     """
-    return _HeadLoss.apply(hidden, head, labels, weights, teacher)
+    tile_rows = tile_rows or TILE_ROWS.get(hidden.device.type, TILE_ROWS["cpu"])
+    return _HeadLoss.apply(hidden, head, labels, weights, teacher, tile_rows)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: LossWeights, teacher: Any) -> Any:
-        tile_rows = TILE_ROWS.get(hidden.device.type, TILE_ROWS["cpu"])
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: LossWeights, teacher: Any, tile_rows: int
+    ) -> Any:
         learns_head = head.requires_grad
         grad_hidden = torch.empty_like(hidden)
         grad_head = torch.zeros_like(head) if learns_head else None
-        loss, sums = hidden.new_zeros(()), hidden.new_zeros(2)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        loss, sums = hidden.new_zeros((), dtype=wide), hidden.new_zeros(2, dtype=wide)
         compute = _tile_function(hidden.device.type)
         for begin in range(0, hidden.shape[0], tile_rows):
             rows = slice(begin, begin + tile_rows)
-            wanted = None if teacher is None else teacher[0][rows] @ teacher[1].T
-            part, part_sums, grad = compute(hidden[rows] @ head.T, labels[rows], weights.part(rows), wanted)
+            wanted = None if teacher is None else _logits(teacher[0][rows], teacher[1])
+            part, part_sums, grad = compute(_logits(hidden[rows], head), labels[rows], weights.part(rows), wanted)
+            grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ head
             if grad_head is not None:
                 grad_head.addmm_(grad.T, hidden[rows])
@@ -62,11 +73,19 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_hidden, grad_head = ctx.saved_tensors
         scaled = None if grad_head is None else grad_head * grads[0]
-        return grad_hidden * grads[0], scaled, None, None, None
+        return (grad_hidden * grads[0]).to(grad_hidden.dtype), scaled, None, None, None, None
+
+
+def _logits(hidden: Tensor, head: Tensor) -> Tensor:
+    """hidden [n, h], head [V, h] → [n, V] in at least fp32."""
+    if hidden.dtype == torch.bfloat16 and hidden.is_cuda:
+        return torch.mm(hidden, head.T, out_dtype=torch.float32)  # type: ignore[call-overload,no-any-return]
+    logits = hidden @ head.T
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _tile(logits: Tensor, labels: Tensor, weights: LossWeights, wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, unweighted sums and the gradient of one tile's logits [n, V]."""
+    """Return loss, unweighted sums and the gradient of one tile's logits [n, V]."""
     main, answer, truth = weights
     share = torch.zeros_like(main) if truth is None else truth.to(main.dtype)
     logp = logits.log_softmax(-1)

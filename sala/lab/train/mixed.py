@@ -1,0 +1,412 @@
+"""Training on one mixture to the last step: every update sees rows of several lengths and kinds.
+
+A step's micro-batches have fixed shapes, so each shape is compiled once. The student computes with what will be stored
+of its weights (`latent.py`), learns a teacher's distribution and the text's own tokens by per-token weights, and its
+running mean is what a run delivers. A run is bounded by steps or by minutes, can stop at a deadline, and goes on from
+the saved state.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from sala.backends.torch.batch import whole
+from sala.backends.torch.model import LightningMixer, SalaModel, SparseMixer
+from sala.backends.torch.ops.lightning import decay_slopes, lightning_whole
+from sala.lab.train.choosing import Listener, count_queries
+from sala.lab.train.data import MicroBatch, StepSource
+from sala.lab.train.latent import Latents, load_latents, mean_decay, save_latents
+from sala.lab.train.loop import Diverged
+from sala.lab.train.losses import LossWeights, head_loss
+
+STATE = "state.safetensors"
+MAX_SKIPPED = 20  # updates in a row without a finite gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedOptions:
+    """A run lasts `steps` updates or, if they are 0, `seconds` of training, those before a resumption included."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    lr: float = 5e-4
+    final_lr: float = 1e-4
+    warmup_steps: int = 50
+    decay_share: float = 0.35  # of the run: the rate falls linearly to final_lr
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    mean_decay: float = 0.998
+    choice_weight: float = 0.5
+    teacher_window: int = 2048
+    tile_rows: int = 2048
+    log_every: int = 20
+    probe_every: int = 300
+
+    def rate(self, step: int, done: float) -> float:
+        """The learning rate of update number `step`, when the share `done` of the run is over."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / (self.warmup_steps + 1)
+        fall = (done - (1 - self.decay_share)) / self.decay_share if self.decay_share else 0.0
+        return self.lr + (self.final_lr - self.lr) * min(max(fall, 0.0), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class FastPaths:
+    """Switches of what is faster than the plain formulas; with all of them off nothing but PyTorch's own is used."""
+
+    has_scan: bool = False  # the Triton kernel for lightning layers
+    has_narrow_head: bool = False  # head and loss with products in bf16
+    is_compiled: bool = False
+
+    @classmethod
+    def on(cls, device: torch.device) -> "FastPaths":
+        """Return the paths that give the right numbers on this device."""
+        if device.type != "cuda":
+            return cls()
+        return cls(_is_right(check_scan, device), _is_right(check_head, device), True)
+
+
+class PreparedBatch(NamedTuple):
+    """A micro-batch as the objective takes it; `at` are the positions [P] whose next token has a loss.
+
+    P is a multiple of the loss's tile; the surplus has no weight.
+    """
+
+    tokens: Tensor  # [B, n]
+    at: Tensor  # [P], into B * n
+    labels: Tensor  # [P]
+    teacher_weight: Tensor  # [P]
+    truth_weight: Tensor  # [P]
+    is_answer: Tensor  # [B, n]: is the token after this one part of an answer?
+    name: str  # kinds and length, for the log
+    count: int
+    num_teacher: int
+    num_truth: int
+
+    def to(self, device: torch.device) -> "PreparedBatch":
+        return PreparedBatch(*(x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self))
+
+
+def prepare(batch: MicroBatch, tile_rows: int) -> PreparedBatch:
+    """Find the positions with a loss."""
+    has_loss = (batch.teacher_weight != 0) | (batch.truth_weight != 0)
+    has_loss[:, 0] = False
+    target = np.flatnonzero(has_loss)
+    count = max(len(target), 1)
+    padded = np.zeros(-(-count // tile_rows) * tile_rows, np.int64)
+    padded[: len(target)] = target
+    is_real = np.arange(len(padded)) < len(target)
+    teacher, truth = (
+        np.where(is_real, weight.reshape(-1)[padded], 0).astype(np.float32)
+        for weight in (batch.teacher_weight, batch.truth_weight)
+    )
+    answer = np.zeros_like(batch.answer)
+    answer[:, :-1] = batch.answer[:, 1:]
+    kinds = "+".join(sorted(set(batch.kinds)))
+    return PreparedBatch(
+        torch.from_numpy(np.ascontiguousarray(batch.tokens, np.int64)),
+        torch.from_numpy(np.maximum(padded - 1, 0)),
+        torch.from_numpy(np.ascontiguousarray(batch.tokens.reshape(-1)[padded], np.int64)),
+        torch.from_numpy(teacher),
+        torch.from_numpy(truth),
+        torch.from_numpy(answer),
+        f"{kinds}-{batch.tokens.shape[1]}",
+        batch.count,
+        int(np.count_nonzero(teacher)),
+        int(np.count_nonzero(truth)),
+    )
+
+
+class MixedDistil:
+    """Σ (teacher_weight · KL(teacher || student) + truth_weight · cross-entropy), and the choice of blocks."""
+
+    def __init__(self, student: SalaModel, teacher: SalaModel, options: MixedOptions, fast: FastPaths) -> None:
+        self.student, self.teacher, self.options, self.fast = student, teacher, options, fast
+        self.device = teacher.lm_head.weight.device
+        self.listener = Listener(student) if options.choice_weight else None
+        dtype = torch.bfloat16 if fast.has_narrow_head else torch.float32
+        self.head, self.teacher_head = student.lm_head.weight.to(dtype), teacher.lm_head.weight.to(dtype)
+        set_scan(student, fast.has_scan)
+        if fast.is_compiled:
+            compile_layers(student, teacher)
+
+    def __call__(self, part: PreparedBatch, total: int) -> tuple[Tensor, Tensor]:
+        """Return the loss as a share of a step of `total` tokens, and the sums of KL, cross-entropy and choice [3]."""
+        is_sparse = self._is_sparse(part.tokens.shape[1])
+        is_choosing = is_sparse and self.listener is not None
+        with self._precision(), _sparse_layers_as_they_are(self.student) if is_sparse else nullcontext():
+            with torch.no_grad():
+                wanted = self._teacher_hidden(part.tokens)[part.at].to(self.teacher_head.dtype)
+            if is_choosing:
+                assert self.listener is not None
+                self.listener.begin(part.tokens, part.is_answer)
+            hidden = self.student(whole(part.tokens)) / self.student.config.logit_divisor
+            choice = self.listener.end() if is_choosing and self.listener is not None else hidden.new_zeros(())
+        with torch.autocast(self.device.type, enabled=False):
+            weights = LossWeights(part.teacher_weight / total, part.truth_weight / total)
+            loss, sums = head_loss(
+                hidden[part.at].to(self.head.dtype),
+                self.head,
+                part.labels,
+                weights,
+                (wanted, self.teacher_head),
+                self.options.tile_rows,
+            )
+        if is_choosing:
+            loss = loss + choice * (self.options.choice_weight / count_queries(*part.tokens.shape))
+        return loss, torch.cat((sums, choice.detach()[None].float()))
+
+    def _is_sparse(self, length: int) -> bool:
+        mixers = [layer.self_attn for layer in self.student.model.layers]
+        return any(isinstance(mixer, SparseMixer) and length >= mixer.sparse.dense_len for mixer in mixers)
+
+    def _precision(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def _teacher_hidden(self, tokens: Tensor) -> Tensor:
+        window = self.options.teacher_window
+        if tokens.shape[1] > window:
+            tokens = tokens.view(-1, window)
+        return self.teacher(whole(tokens)) / self.teacher.config.logit_divisor
+
+
+@dataclass(slots=True)
+class MixedRun:
+    """One run: `directory` holds its state and `metrics.jsonl`."""
+
+    objective: MixedDistil
+    latents: Latents
+    source: StepSource
+    directory: Path
+    options: MixedOptions
+    note: Callable[[str], None] = print
+    probe: Callable[[], Mapping[str, float]] | None = None
+    step: int = 0
+    elapsed: float = 0.0
+    best: tuple[float, list[Tensor]] | None = None
+    _sums: dict[str, Tensor] = field(default_factory=dict)
+    _counts: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def done(self) -> float:
+        """The share of the run that is over."""
+        return self.step / self.options.steps if self.options.steps else self.elapsed / max(self.options.seconds, 1e-9)
+
+    def resume(self) -> None:
+        """Go on from the saved state, if there is one."""
+        if (self.directory / STATE).is_file():
+            facts = load_latents(self.directory / STATE, self.latents)
+            self.step, self.elapsed = int(facts["step"]), float(facts["elapsed"])
+            self.note(f"going on from step {self.step}")
+
+    def save(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        facts = {"step": json.dumps(self.step), "elapsed": json.dumps(self.elapsed)}
+        save_latents(self.directory / STATE, self.latents, facts)
+
+    def train(self, deadline: float | None = None) -> bool:
+        """Train to the end of the run, or to the deadline (by `time.monotonic`): then save, and return False."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self.probe is not None and self.step == 0:
+            self._look()
+        feed = _feed(self.source, self.step, self.options, self.objective.device)
+        skipped, logged, began = 0, self.step, time.monotonic()
+        while self.done < 1:
+            parts = next(feed)
+            started = time.monotonic()
+            rate = self.options.rate(self.step, self.done)
+            norm = self._update(parts, rate)
+            self.step += 1
+            if self.step % self.options.log_every == 0 or self.step <= 3:
+                value = float(norm)  # waits for the device
+                skipped = skipped + 1 if not np.isfinite(value) else 0
+                if skipped >= MAX_SKIPPED:
+                    raise Diverged(f"no finite gradient at step {self.step}", "lower the rate; the saved state is kept")
+                speed = (time.monotonic() - began) / (self.step - logged)
+                self._log(value, rate, speed)
+                logged, began = self.step, time.monotonic()
+            self.elapsed += time.monotonic() - started
+            if self.probe is not None and self.step % self.options.probe_every == 0:
+                self._look()
+                began = time.monotonic()
+            if deadline is not None and time.monotonic() > deadline and self.done < 1:
+                self.save()
+                return False
+        if self.probe is not None:
+            self._look()
+        self.save()
+        return True
+
+    def _update(self, parts: list[PreparedBatch], rate: float) -> Tensor:
+        total = max(1, sum(part.count for part in parts))
+        for part in parts:
+            on_device = part.to(self.objective.device)
+            loss, sums = self.objective(on_device, total)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._sums[part.name] = self._sums.get(part.name, 0) + sums  # type: ignore[operator]
+            counts = np.array([part.num_teacher, part.num_truth, count_queries(*part.tokens.shape), part.tokens.numel()])
+            self._counts[part.name] = self._counts.get(part.name, 0) + counts
+        return self.latents.update(rate, self.options.clip, mean_decay(self.options.mean_decay, self.step))
+
+    def _log(self, norm: float, rate: float, seconds: float) -> None:
+        entry: dict[str, Any] = {"step": self.step, "done": round(self.done, 4), "norm": norm, "rate": rate}
+        tokens = 0
+        for name, sums in self._sums.items():
+            counts = self._counts[name]
+            means = [float(s) / max(int(c), 1) for s, c in zip(sums.tolist(), counts, strict=False)]
+            entry |= {f"kl.{name}": means[0], f"truth.{name}": means[1]}
+            if means[2]:
+                entry[f"choice.{name}"] = means[2]
+            tokens += int(counts[3])
+        steps = self.step % self.options.log_every or self.options.log_every
+        entry |= {"ms": round(seconds * 1000), "tokens_per_s": round(tokens / steps / max(seconds, 1e-9))}
+        self._sums, self._counts = {}, {}
+        self._write(entry)
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        with (self.directory / "metrics.jsonl").open("a") as handle:
+            handle.write(json.dumps(entry) + "\n")
+        shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in entry.items())
+        self.note(" ".join(shown))
+
+    @torch.no_grad()
+    def _look(self) -> None:
+        """Measure the running mean with the probe, and keep it if it is the best so far."""
+        assert self.probe is not None
+        began = time.monotonic()
+        self.latents.use_mean()
+        try:
+            with torch.compiler.set_stance("force_eager"), self.objective._precision():
+                values = dict(self.probe())
+        except Exception as error:  # a measurement must not end a run
+            self.note(f"the probe failed: {error!r}")
+            values = {}
+        self.latents.use_latent()
+        if not values:
+            return
+        self._write({"step": self.step, "probe_s": round(time.monotonic() - began, 1)} | values)
+        loss = values.get("kl", float("inf"))
+        if self.best is None or loss < self.best[0]:
+            self.best = (loss, [stack.mean.clone() for stack in self.latents.stacks])
+
+
+def set_scan(student: SalaModel, is_fast: bool) -> None:
+    """Let the lightning layers compute whole sequences with the training kernel, or with the formula."""
+    for layer in student.model.layers:
+        if isinstance(layer.self_attn, LightningMixer):
+            layer.self_attn.scan = fast_scan if is_fast else lightning_whole
+
+
+def fast_scan(q: Tensor, k: Tensor, v: Tensor, lengths: Any, slopes: Tensor, scale: float) -> Tensor:
+    """As `lightning_whole`, in bf16 with fp32 states; sequences must have one length."""
+    from sala.backends.torch.kernels.lightning_scan import lightning_scan
+
+    if len(set(lengths)) > 1:
+        return lightning_whole(q, k, v, lengths, slopes, scale)
+    q, k, v = (x.to(torch.bfloat16).contiguous() for x in (q, k, v))
+    return lightning_scan(q, k, v, slopes, lengths[0], scale)
+
+
+def compile_layers(student: SalaModel, teacher: SalaModel) -> None:
+    decay_slopes(student.config.lightning_nh, student.lm_head.weight.device)  # constants to the compiler
+    for layer in [*student.model.layers, *teacher.model.layers]:
+        layer.compile(dynamic=False)
+
+
+@contextmanager
+def _sparse_layers_as_they_are(student: SalaModel) -> Iterator[None]:
+    """Sparse attention is compiled by itself: inside a compiled layer its gradients were once not numbers."""
+    layers: list[Any] = [layer for layer in student.model.layers if isinstance(layer.self_attn, SparseMixer)]
+    kept = [layer._compiled_call_impl for layer in layers]
+    for layer in layers:
+        layer._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for layer, compiled in zip(layers, kept, strict=True):
+            layer._compiled_call_impl = compiled
+
+
+def _is_right(check: Callable[[torch.device], float], device: torch.device) -> bool:
+    """Whether a fast path runs and is within bf16's rounding of the plain one."""
+    try:
+        error = check(device)
+    except Exception as problem:
+        print(f"{check.__name__} failed, the plain path is used: {problem!r}"[:500])
+        return False
+    print(f"{check.__name__}: relative error {error:.2e}")
+    return error < 2e-2
+
+
+def check_scan(device: torch.device) -> float:
+    """The largest relative error of the scan kernel's output and gradients against the formula in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2 * 300, 9, 64, generator=generator).to(device, torch.bfloat16) for _ in range(4)]
+    slopes = decay_slopes(9, device)
+    outputs = []
+    for dtype, function in ((torch.bfloat16, fast_scan), (torch.float64, lightning_whole)):
+        q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in inputs[:3])
+        out = function(q, k, v, (300, 300), slopes, 0.125)
+        out.backward(inputs[3].to(out.dtype))  # type: ignore[no-untyped-call]
+        outputs.append([out.detach(), q.grad, k.grad, v.grad])
+    return max(_distance(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def check_head(device: torch.device) -> float:
+    """The relative error of loss and gradient with products in bf16 against fp32."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, wanted, head = (torch.randn(n, 64, generator=generator).to(device, torch.bfloat16) for n in (256, 256, 1024))
+    labels = torch.arange(256, device=device)
+    weights = LossWeights(torch.ones(256, device=device), torch.full((256,), 0.25, device=device))
+    outputs = []
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = hidden.to(dtype, copy=True).requires_grad_()
+        loss, _ = head_loss(rows, head.to(dtype), labels, weights, (wanted.to(dtype), head.to(dtype)), 256)
+        loss.backward()  # type: ignore[no-untyped-call]
+        outputs.append([loss.detach(), rows.grad])
+    return max(_distance(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def _distance(found: Any, wanted: Any) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+class _Steps(Dataset[list[PreparedBatch]]):
+    def __init__(self, source: StepSource, tile_rows: int) -> None:
+        self.source, self.tile_rows = source, tile_rows
+
+    def __getitem__(self, step: int) -> list[PreparedBatch]:
+        return [prepare(batch, self.tile_rows) for batch in self.source(step)]
+
+
+def _feed(
+    source: StepSource, first: int, options: MixedOptions, device: torch.device
+) -> Iterator[list[PreparedBatch]]:
+    """Beside a GPU other processes prepare coming steps, so that it never waits for them."""
+    num_workers = min(12, max(1, (os.cpu_count() or 2) - 2)) if device.type == "cuda" else 0
+    return iter(
+        DataLoader(
+            _Steps(source, options.tile_rows),
+            batch_size=None,
+            sampler=range(first, options.steps or first + 1_000_000),
+            collate_fn=_unchanged,
+            num_workers=num_workers,
+            prefetch_factor=4 if num_workers else None,
+            pin_memory=device.type == "cuda",
+            multiprocessing_context="fork" if num_workers else None,
+        )
+    )
+
+
+def _unchanged(parts: list[PreparedBatch]) -> list[PreparedBatch]:
+    return parts

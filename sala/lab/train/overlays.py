@@ -1,0 +1,108 @@
+"""A hybrid that learns as an overlay of its teacher: built from one, and stored as one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sala.backends.torch.model import SalaModel
+from sala.checkpoint.overlay import GATES, OverlayPacking, base_matrix, read_overlay
+from sala.checkpoint.packing import dequantize
+from sala.config import SalaConfig
+from sala.errors import CheckpointError
+from sala.lab.train.adapters import MIXER_LINEARS, LowRank
+from sala.lab.train.latent import Storage
+
+MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherBase:
+    """A teacher's tensors as the base of an overlay."""
+
+    tensors: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, teacher: SalaModel) -> "TeacherBase":
+        return cls({name: value.detach().float().cpu().numpy() for name, value in teacher.named_parameters()})
+
+    def read(self, name: str) -> Any:
+        return self.tensors[name]
+
+    def read_packed(self, name: str) -> None:
+        return None
+
+
+def student_of(overlay: Path, teacher: SalaModel, base: TeacherBase, rank: int, seed: int) -> SalaModel:
+    """Build the hybrid of an overlay on the teacher's device: MLPs are the teacher's with low-rank changes.
+
+    Embedding and head are the teacher's own tensors. A change of a lower rank grows: its new components begin at zero.
+    """
+    config = SalaConfig.load(overlay)
+    if config.quantization is None:
+        raise CheckpointError(f"{overlay} is not an overlay", "give a directory with overlay-*.safetensors")
+    modules, plain = read_overlay(overlay, config.quantization)
+    device = teacher.lm_head.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        model = SalaModel(config)
+    model.model.embed_tokens, model.lm_head = teacher.model.embed_tokens, teacher.lm_head
+    for name in [name for name, value in model.named_parameters() if value.is_meta and value.ndim == 1]:
+        _put(model, name, torch.from_numpy(plain[name].copy()), device)
+    for index, layer in enumerate(model.model.layers):
+        for name in MIXER_LINEARS:
+            module = f"model.layers.{index}.self_attn.{name}"
+            if module in modules:
+                _put(model, f"{module}.weight", torch.from_numpy(dequantize(modules[module])), device)
+            elif f"{module}.change" in modules:
+                weight = base_matrix(config, base, module) + dequantize(modules[f"{module}.change"])
+                _put(model, f"{module}.weight", torch.from_numpy(weight), device)
+        for name in MLP_LINEARS:
+            module = f"model.layers.{index}.mlp.{name}"
+            changed = LowRank(teacher.get_submodule(module), rank, generator)  # type: ignore[arg-type]
+            if f"{module}.up" in modules:
+                up, down = (torch.from_numpy(dequantize(modules[f"{module}.{half}"])) for half in ("up", "down"))
+                changed.take_factors(up.T.to(device), down.to(device))
+            setattr(layer.mlp, name, changed)
+    missing = [name for name, value in model.named_parameters() if value.is_meta]
+    if missing:
+        raise CheckpointError(f"{overlay} has no {missing[0]}", "give the overlay of a whole model")
+    return model
+
+
+def _put(model: nn.Module, name: str, value: Tensor, device: torch.device) -> None:
+    place, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(place), leaf, nn.Parameter(value.to(device, torch.float32), requires_grad=False))
+
+
+def storage_of(model: SalaModel, base: TeacherBase, packing: OverlayPacking) -> dict[str, Storage]:
+    """How the mixers of a hybrid will be stored, by parameter name."""
+    out = {}
+    for name, value in model.named_parameters():
+        module = name.removesuffix(".weight")
+        if ".self_attn." not in name or value.ndim != 2:
+            continue
+        if module.endswith(GATES):
+            out[name] = Storage(packing.gate_bits, packing.group_size)
+        else:
+            origin = torch.from_numpy(np.ascontiguousarray(base_matrix(model.config, base, module)))
+            out[name] = Storage(packing.bits, packing.group_size, origin.to(value.device))
+    return out
+
+
+def overlay_tensors(model: SalaModel) -> dict[str, Any]:
+    """Return the hybrid's tensors under the names of an ordinary checkpoint, changes added, for `pack_overlay`."""
+    out = {}
+    for name, value in model.named_parameters():
+        if ".mlp." in name:
+            continue
+        out[name] = value.detach().float().cpu().numpy()
+    for index, layer in enumerate(model.model.layers):
+        for name in MLP_LINEARS:
+            module = getattr(layer.mlp, name)
+            out[f"model.layers.{index}.mlp.{name}.weight"] = module.weight.detach().float().cpu().numpy()
+    return out
