@@ -28,7 +28,7 @@ from sala.quantization_config import Groups, QuantConfig
 
 CHANGE_GROUPS = Groups(8, 64)  # of the thin matrices of a low-rank change
 MLP_GROUPS = Groups(8, 32)  # of a changed MLP in the assembled checkpoint: nothing measurable is lost
-MIXER_GROUPS = Groups(8, 64)  # of a changed mixer in the assembled checkpoint
+MIXER_BITS = 8  # of a changed mixer in the assembled checkpoint
 GATES = (".z_proj", ".o_gate")  # mixer matrices that the base does not have
 _KV_PROJECTIONS = ("k_proj", "v_proj")
 _FAST_BITS = (4, 8)  # widths that are computed with as they are
@@ -150,8 +150,8 @@ def _matrix(module: str, modules: Mapping[str, Packed], config: SalaConfig, base
     if module in modules:
         return widen(modules[module])
     if f"{module}.change" in modules:
-        matrix = base_matrix(config, base, module) + dequantize(modules[f"{module}.change"])
-        return quantize(matrix, MIXER_GROUPS.bits, MIXER_GROUPS.group_size, "F16")
+        change = modules[f"{module}.change"]
+        return quantize(base_matrix(config, base, module) + dequantize(change), MIXER_BITS, change.group_size, "F16")
     if f"{module}.up" in modules:
         up, down = (dequantize(modules[f"{module}.{half}"]) for half in ("up", "down"))
         return quantize(base.read(f"{module}.weight") + up.T @ down, MLP_GROUPS.bits, MLP_GROUPS.group_size, "F16")

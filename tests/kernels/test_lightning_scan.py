@@ -66,12 +66,12 @@ def test_the_op_is_registered_correctly(device: torch.device) -> None:
 
 
 def builds() -> list[Build]:
-    signature = {name: "*bf16" for name in ("q", "k", "v", "out")} | {"slopes": "*fp32", "length": "i32"}
+    signature = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"slopes": "*fp32", "length": "i32"}
     constants = {"H": 9, "D": 64, "CHUNK": kernel.CHUNK, "COLUMNS": kernel.COLUMNS, "PRECISION": "tf32"}
     return [
         Build(
             kernel._scan_kernel,
-            signature | {"scale": "fp32"} | {name: "constexpr" for name in (*constants, "REVERSE")},
+            signature | {"scale": "fp32"} | dict.fromkeys((*constants, "REVERSE"), "constexpr"),
             constants | {"REVERSE": is_reversed},
             {"num_warps": 4, "num_stages": 2},
         )

@@ -11,20 +11,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sala.checkpoint.reader import read_file_header, read_tensors
 from sala.checkpoint.writer import write_file
 from sala.lab.train.adapters import round_to_codes
+from sala.lab.train.state import tensor_bytes, tensor_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How a parameter will be stored: in `bits` (0: as it is) and groups, as the difference from `base` if there is one."""
+    """How a parameter will be stored: in `bits` (0: as it is) and groups, as the difference from `base` if given."""
 
     bits: int = 0
     group_size: int = 64
@@ -33,7 +33,7 @@ class Storage:
 
 @dataclass(slots=True)
 class Stack:
-    """N parameters of one shape: `latent` is learnt, `work` is computed with, `mean` is the running mean of `latent`."""
+    """N parameters of one shape: `latent` is learnt, `work` is computed with, `mean` is `latent`'s running mean."""
 
     names: tuple[str, ...]
     latent: nn.Parameter
@@ -97,12 +97,12 @@ class Latents:
         Where the norm is not finite nothing is learnt: the gradients are taken as zero.
         """
         grads = [stack.latent.grad for stack in self.stacks]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))  # type: ignore[arg-type]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
         factor = (clip / norm.clamp(min=clip)) if clip else torch.ones_like(norm)
         is_good = torch.isfinite(norm)
         for grad in grads:
             assert grad is not None
-            torch.where(is_good, grad * factor, 0.0, out=grad)
+            grad.copy_(torch.where(is_good, grad * factor, torch.zeros_like(grad)))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -143,18 +143,14 @@ def save_latents(file: Path, latents: Latents, facts: Mapping[str, str]) -> None
     draft = file.with_name(f".{file.name}.part")
     draft.unlink(missing_ok=True)
     specs = {name: ("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
-    write_file(draft, specs, lambda name: _bytes(tensors[name]), dict(facts))
+    write_file(draft, specs, lambda name: tensor_bytes(tensors[name]), dict(facts))
     draft.replace(file)
 
 
 def load_latents(file: Path, latents: Latents) -> dict[str, str]:
     """Read a state into `latents` and return the facts that were saved with it, `step` among them."""
     facts, infos = read_file_header(file)
-    raw = read_tensors(file, infos)
-    tensors = {
-        name: torch.from_numpy(np.frombuffer(value.data, np.float32).reshape(value.shape).copy())
-        for name, value in raw.items()
-    }
+    tensors = {name: tensor_of(raw) for name, raw in read_tensors(file, infos).items()}
     latents.load(tensors, int(facts["step"]))
     return facts
 
@@ -196,8 +192,3 @@ def _round_into(work: Tensor, values: Tensor, base: Tensor | None, bits: int, gr
 @cache
 def _rounding(device: str) -> Callable[..., None]:
     return torch.compile(_round_into, dynamic=False) if device == "cuda" else _round_into
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    values = tensor.detach().float().contiguous().cpu()
-    return np.ascontiguousarray(values.numpy()).reshape(-1).view(np.uint8).data

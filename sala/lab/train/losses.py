@@ -79,7 +79,7 @@ class _HeadLoss(torch.autograd.Function):
 def _logits(hidden: Tensor, head: Tensor) -> Tensor:
     """hidden [n, h], head [V, h] → [n, V] in at least fp32."""
     if hidden.dtype == torch.bfloat16 and hidden.is_cuda:
-        return torch.mm(hidden, head.T, out_dtype=torch.float32)  # type: ignore[call-overload,no-any-return]
+        return torch.mm(hidden, head.T, out_dtype=torch.float32)
     logits = hidden @ head.T
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

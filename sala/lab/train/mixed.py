@@ -35,7 +35,7 @@ MAX_SKIPPED = 20  # updates in a row without a finite gradient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedOptions:
-    """A run lasts `steps` updates or, if they are 0, `seconds` of training, those before a resumption included."""
+    """A run lasts `steps` updates or, if they are 0, `seconds`, those before a resumption included."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -89,12 +89,13 @@ class PreparedBatch(NamedTuple):
     truth_weight: Tensor  # [P]
     is_answer: Tensor  # [B, n]: is the token after this one part of an answer?
     name: str  # kinds and length, for the log
-    count: int
+    num_tokens: int
     num_teacher: int
     num_truth: int
 
     def to(self, device: torch.device) -> "PreparedBatch":
-        return PreparedBatch(*(x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self))
+        moved: Any = (x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self)
+        return PreparedBatch(*moved)
 
 
 def prepare(batch: MicroBatch, tile_rows: int) -> PreparedBatch:
@@ -217,13 +218,13 @@ class MixedRun:
     def train(self, deadline: float | None = None) -> bool:
         """Train to the end of the run, or to the deadline (by `time.monotonic`): then save, and return False."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        started, before = time.monotonic(), self.elapsed
         if self.probe is not None and self.step == 0:
             self._look()
         feed = _feed(self.source, self.step, self.options, self.objective.device)
         skipped, logged, began = 0, self.step, time.monotonic()
         while self.done < 1:
             parts = next(feed)
-            started = time.monotonic()
             rate = self.options.rate(self.step, self.done)
             norm = self._update(parts, rate)
             self.step += 1
@@ -235,10 +236,10 @@ class MixedRun:
                 speed = (time.monotonic() - began) / (self.step - logged)
                 self._log(value, rate, speed)
                 logged, began = self.step, time.monotonic()
-            self.elapsed += time.monotonic() - started
             if self.probe is not None and self.step % self.options.probe_every == 0:
                 self._look()
                 began = time.monotonic()
+            self.elapsed = before + time.monotonic() - started
             if deadline is not None and time.monotonic() > deadline and self.done < 1:
                 self.save()
                 return False
@@ -248,13 +249,15 @@ class MixedRun:
         return True
 
     def _update(self, parts: list[PreparedBatch], rate: float) -> Tensor:
-        total = max(1, sum(part.count for part in parts))
+        total = max(1, sum(part.num_tokens for part in parts))
         for part in parts:
             on_device = part.to(self.objective.device)
             loss, sums = self.objective(on_device, total)
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._sums[part.name] = self._sums.get(part.name, 0) + sums  # type: ignore[operator]
-            counts = np.array([part.num_teacher, part.num_truth, count_queries(*part.tokens.shape), part.tokens.numel()])
+            loss.backward()
+            self._sums[part.name] = self._sums.get(part.name, 0) + sums
+            counts = np.array(
+                [part.num_teacher, part.num_truth, count_queries(*part.tokens.shape), part.tokens.numel()]
+            )
             self._counts[part.name] = self._counts.get(part.name, 0) + counts
         return self.latents.update(rate, self.options.clip, mean_decay(self.options.mean_decay, self.step))
 
@@ -276,7 +279,9 @@ class MixedRun:
     def _write(self, entry: Mapping[str, Any]) -> None:
         with (self.directory / "metrics.jsonl").open("a") as handle:
             handle.write(json.dumps(entry) + "\n")
-        shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in entry.items())
+        shown = (
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in entry.items()
+        )
         self.note(" ".join(shown))
 
     @torch.no_grad()
@@ -357,7 +362,7 @@ def check_scan(device: torch.device) -> float:
     for dtype, function in ((torch.bfloat16, fast_scan), (torch.float64, lightning_whole)):
         q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in inputs[:3])
         out = function(q, k, v, (300, 300), slopes, 0.125)
-        out.backward(inputs[3].to(out.dtype))  # type: ignore[no-untyped-call]
+        out.backward(inputs[3].to(out.dtype))
         outputs.append([out.detach(), q.grad, k.grad, v.grad])
     return max(_distance(a, b) for a, b in zip(*outputs, strict=True))
 
@@ -365,14 +370,16 @@ def check_scan(device: torch.device) -> float:
 def check_head(device: torch.device) -> float:
     """The relative error of loss and gradient with products in bf16 against fp32."""
     generator = torch.Generator().manual_seed(0)
-    hidden, wanted, head = (torch.randn(n, 64, generator=generator).to(device, torch.bfloat16) for n in (256, 256, 1024))
+    hidden, wanted, head = (
+        torch.randn(n, 64, generator=generator).to(device, torch.bfloat16) for n in (256, 256, 1024)
+    )
     labels = torch.arange(256, device=device)
     weights = LossWeights(torch.ones(256, device=device), torch.full((256,), 0.25, device=device))
     outputs = []
     for dtype in (torch.bfloat16, torch.float32):
         rows = hidden.to(dtype, copy=True).requires_grad_()
         loss, _ = head_loss(rows, head.to(dtype), labels, weights, (wanted.to(dtype), head.to(dtype)), 256)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         outputs.append([loss.detach(), rows.grad])
     return max(_distance(a, b) for a, b in zip(*outputs, strict=True))
 
@@ -389,9 +396,7 @@ class _Steps(Dataset[list[PreparedBatch]]):
         return [prepare(batch, self.tile_rows) for batch in self.source(step)]
 
 
-def _feed(
-    source: StepSource, first: int, options: MixedOptions, device: torch.device
-) -> Iterator[list[PreparedBatch]]:
+def _feed(source: StepSource, first: int, options: MixedOptions, device: torch.device) -> Iterator[list[PreparedBatch]]:
     """Beside a GPU other processes prepare coming steps, so that it never waits for them."""
     num_workers = min(12, max(1, (os.cpu_count() or 2) - 2)) if device.type == "cuda" else 0
     return iter(

@@ -14,8 +14,9 @@ from sala.checkpoint.overlay import GATES, OverlayPacking, base_matrix, read_ove
 from sala.checkpoint.packing import dequantize
 from sala.config import SalaConfig
 from sala.errors import CheckpointError
-from sala.lab.train.adapters import MIXER_LINEARS, LowRank
+from sala.lab.train.adapters import LowRank
 from sala.lab.train.latent import Storage
+from sala.quantization_config import MIXER_LINEARS
 
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 

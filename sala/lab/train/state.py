@@ -21,7 +21,7 @@ def save_state(directory: Path, step: int, model: Any, optimizer: Any, accelerat
         draft = directory / f".{_FILE}.part"
         draft.unlink(missing_ok=True)
         specs = {name: ("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
-        write_file(draft, specs, lambda name: _bytes(tensors[name]), {"step": json.dumps(step)})
+        write_file(draft, specs, lambda name: tensor_bytes(tensors[name]), {"step": json.dumps(step)})
         draft.replace(directory / _FILE)
     accelerator.wait_for_everyone()
 
@@ -32,7 +32,7 @@ def load_state(directory: Path, model: Any, optimizer: Any) -> int:
     if not file.is_file():
         return 0
     metadata, infos = read_file_header(file)
-    tensors = {name: _tensor(raw) for name, raw in read_tensors(file, infos).items()}
+    tensors = {name: tensor_of(raw) for name, raw in read_tensors(file, infos).items()}
     _scatter(model, optimizer, tensors)
     return int(json.loads(metadata["step"]))
 
@@ -74,11 +74,11 @@ def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     values = tensor.detach().float().contiguous().cpu()
     return np.ascontiguousarray(values.numpy()).reshape(-1).view(np.uint8).data
 
 
-def _tensor(raw: Any) -> Tensor:
+def tensor_of(raw: Any) -> Tensor:
     values = np.frombuffer(raw.data, np.float32).reshape(raw.shape).copy()
     return torch.from_numpy(values)

@@ -1,0 +1,268 @@
+"""Mixed training: weights per token, stacks of latent weights, overlays to begin with and to deliver, resumption."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sala.backends.torch.batch import whole
+from sala.backends.torch.model import SalaModel
+from sala.checkpoint.overlay import OverlayPacking, assemble, pack_overlay, write_overlay
+from sala.checkpoint.random import TINY, write_random
+from sala.config import SparseConfig
+from sala.lab.train.adapters import round_to_codes
+from sala.lab.train.data import MicroBatch
+from sala.lab.train.halo.source import dense_config
+from sala.lab.train.halo.transfer import hybrid_config, to_hybrid
+from sala.lab.train.latent import Latents
+from sala.lab.train.losses import LossWeights, head_loss
+from sala.lab.train.mixed import FastPaths, MixedDistil, MixedOptions, MixedRun, check_head, check_scan, prepare
+from sala.lab.train.models import load_for_training
+from sala.lab.train.overlays import TeacherBase, overlay_tensors, storage_of, student_of
+from tests.train.dense import CONFIG
+
+PACKING = OverlayPacking(bits=4, gate_bits=5, group_size=32, rank=6)
+SPARSE = SparseConfig(kernel_size=4, kernel_stride=2, block_size=8, window_size=8, topk=2, dense_len=64)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> SalaModel:
+    path = tmp_path_factory.mktemp("teacher") / "model"
+    write_random(path, dense_config(CONFIG | {"intermediate_size": 128}), 0)
+    return load_for_training(path, CPU)
+
+
+@pytest.fixture
+def overlay(teacher: SalaModel, tmp_path: Path) -> Path:
+    """A hybrid of the teacher, a little changed everywhere, as an overlay of rank 6."""
+    model = to_hybrid(teacher, hybrid_config(teacher.config, (0, 3), SPARSE), 0)
+    generator = torch.Generator().manual_seed(1)
+    tensors = overlay_tensors(model)
+    for name in tensors:
+        if "embed" not in name and "lm_head" not in name:
+            noise = torch.randn(tensors[name].shape, generator=generator).numpy() * 0.02
+            tensors[name] = (tensors[name] + noise).astype(np.float32)
+    write_packed(model, tensors, teacher, tmp_path)
+    return tmp_path
+
+
+def write_packed(model: SalaModel, tensors: dict[str, np.ndarray], teacher: SalaModel, target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    modules, norms, quantization = pack_overlay(model.config, tensors, TeacherBase.of(teacher), PACKING)
+    write_overlay(target, modules, norms)
+    config = replace(model.config, quantization=quantization).to_dict()
+    (target / "config.json").write_text(json.dumps(config))
+
+
+def batch_of(seed: int, rows: int = 3, length: int = 20, kind: str = "dialogue") -> MicroBatch:
+    rng = np.random.default_rng(seed)
+    weights = rng.random((2, rows, length)).astype(np.float32) * (rng.random((2, rows, length)) > 0.4)
+    weights[:, :, 0] = 0
+    weights[:, :, -3:] = 0
+    tokens = rng.integers(0, TINY.vocab_size, (rows, length)).astype(np.int64)
+    return MicroBatch(tokens, weights[0], weights[1], rng.random((rows, length)) > 0.7, (kind,) * rows)
+
+
+def learner(overlay: Path, teacher: SalaModel, rank: int = 8) -> tuple[SalaModel, Latents]:
+    base = TeacherBase.of(teacher)
+    student = student_of(overlay, teacher, base, rank, seed=0)
+    for name, value in student.named_parameters():
+        value.requires_grad_(not name.endswith(("embed_tokens.weight", "lm_head.weight", "base.weight")))
+    return student, Latents(student, storage_of(student, base, PACKING), (0.9, 0.95))
+
+
+def hidden_of(model: SalaModel, tokens: Tensor) -> Tensor:
+    return model(whole(tokens)) / model.config.logit_divisor
+
+
+def test_a_packed_hybrid_is_the_assembled_one(overlay: Path, teacher: SalaModel, tmp_path: Path) -> None:
+    target = tmp_path / "whole"
+    target.mkdir()
+    student = student_of(overlay, teacher, TeacherBase.of(teacher), 6, seed=0)
+    config = assemble(target, replace(student.config), TeacherBase.of(teacher), overlay)
+    (target / "config.json").write_text(json.dumps(config.to_dict()))
+    whole_model = load_for_training(target, CPU)
+    tokens = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        found, wanted = hidden_of(student, tokens), hidden_of(whole_model, tokens)
+    assert (found - wanted).norm() < 0.02 * wanted.norm()  # the assembled one is rounded to 8 bits
+
+
+def test_a_higher_rank_begins_with_the_same_model(overlay: Path, teacher: SalaModel) -> None:
+    tokens = torch.arange(40).view(2, 20)
+    models = [student_of(overlay, teacher, TeacherBase.of(teacher), rank, seed=0) for rank in (6, 12)]
+    with torch.no_grad():
+        found, wanted = (hidden_of(model, tokens) for model in models)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_model_computes_with_what_will_be_stored(overlay: Path, teacher: SalaModel) -> None:
+    student, latents = learner(overlay, teacher)
+    for stack in latents.stacks:
+        stack.latent.data += torch.randn_like(stack.latent) * 0.01
+    latents.use_latent()
+    storage = storage_of(student, TeacherBase.of(teacher), PACKING)
+    parameters, seen = dict(student.named_parameters()), set()
+    for stack in latents.stacks:
+        for index, name in enumerate(stack.names):
+            how, value = storage.get(name), stack.latent[index]
+            if how is not None:
+                origin = how.base if how.base is not None else torch.zeros(())
+                value = origin + round_to_codes(value - origin, how.bits, how.group_size)
+                assert how.bits == (5 if name.endswith(("z_proj.weight", "o_gate.weight")) else 4)
+            torch.testing.assert_close(parameters[name].detach(), value.detach(), rtol=0, atol=1e-7)
+            seen.add(name)
+    assert seen == {name for name, value in parameters.items() if value.requires_grad}
+
+
+def test_what_is_packed_is_what_was_computed_with(overlay: Path, teacher: SalaModel, tmp_path: Path) -> None:
+    student, latents = learner(overlay, teacher, rank=6)
+    for stack in latents.stacks:
+        stack.mean += torch.randn_like(stack.mean) * 0.01
+    latents.use_mean()
+    tokens = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        wanted = hidden_of(student, tokens)
+        latents.use_mean(is_rounded=False)
+        write_packed(student, overlay_tensors(student), teacher, tmp_path / "new")
+        again = student_of(tmp_path / "new", teacher, TeacherBase.of(teacher), 6, seed=0)
+        found = hidden_of(again, tokens)
+    assert (found - wanted).norm() < 5e-3 * wanted.norm()  # the factors of the MLPs are rounded to 8 bits
+
+
+def test_positions_and_labels() -> None:
+    batch = batch_of(0)
+    part = prepare(batch, 16)
+    assert len(part.at) % 16 == 0
+    flat, length = batch.tokens.reshape(-1), batch.tokens.shape[1]
+    total = np.zeros(2)
+    for at, label, teacher, truth in zip(*(x.tolist() for x in part[1:5]), strict=True):
+        if teacher or truth:
+            row, place = divmod(at, length)
+            assert label == flat[at + 1]
+            assert teacher == batch.teacher_weight[row, place + 1]
+            assert truth == batch.truth_weight[row, place + 1]
+            total += teacher, truth
+    np.testing.assert_allclose(total, (batch.teacher_weight.sum(), batch.truth_weight.sum()), rtol=1e-5)
+    assert part.num_tokens == batch.count
+    np.testing.assert_array_equal(part.is_answer[:, :-1].numpy(), batch.answer[:, 1:])
+
+
+def test_the_loss_is_what_the_weights_say(overlay: Path, teacher: SalaModel) -> None:
+    student, _ = learner(overlay, teacher)
+    objective = MixedDistil(student, teacher, MixedOptions(steps=1, tile_rows=16), FastPaths())
+    batch = batch_of(1)
+    loss, sums = objective(prepare(batch, 16), 10)
+    tokens = torch.from_numpy(batch.tokens)
+    with torch.no_grad():
+        logp, wanted = (model.lm_head(hidden_of(model, tokens)).log_softmax(-1) for model in (student, teacher))
+    divergence = (wanted.exp() * (wanted - logp)).sum(-1).view(3, 20)[:, :-1]
+    entropy = -logp.view(3, 20, -1)[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
+    kl, truth = (torch.from_numpy(x[:, 1:]) for x in (batch.teacher_weight, batch.truth_weight))
+    torch.testing.assert_close(loss.detach(), (kl * divergence + truth * entropy).sum() / 10, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(sums[0], (divergence * (kl != 0)).sum(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(sums[1], (entropy * (truth != 0)).sum(), rtol=1e-4, atol=1e-5)
+
+
+def test_long_rows_are_sparse_and_learn_to_select_blocks(overlay: Path, teacher: SalaModel) -> None:
+    student, _ = learner(overlay, teacher)
+    options = MixedOptions(steps=1, tile_rows=16, teacher_window=32, choice_weight=1.0)
+    objective = MixedDistil(student, teacher, options, FastPaths())
+    _, short = objective(prepare(batch_of(1, 2, 20), 16), 10)
+    loss, long = objective(prepare(batch_of(2, 2, 64), 16), 10)
+    assert short[2] == 0
+    assert long[2] > 0
+    loss.backward()
+    assert student.model.layers[0].self_attn.q_proj.weight.grad.abs().max() > 0
+
+
+def run_of(overlay: Path, teacher: SalaModel, directory: Path, **changes: object) -> MixedRun:
+    student, latents = learner(overlay, teacher)
+    values = {"steps": 6, "warmup_steps": 2, "log_every": 1, "tile_rows": 16, "lr": 3e-3, "probe_every": 3}
+    options = MixedOptions(**values | changes)  # type: ignore[arg-type]
+    objective = MixedDistil(student, teacher, options, FastPaths())
+
+    def source(step: int) -> list[MicroBatch]:
+        return [batch_of(2 * step), batch_of(2 * step + 1, 2, 36, "text")]
+
+    return MixedRun(objective, latents, source, directory, options, note=lambda text: None)
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not(overlay: Path, teacher: SalaModel, tmp_path: Path) -> None:
+    straight = run_of(overlay, teacher, tmp_path / "a")
+    assert straight.train()
+    for _ in range(6):
+        run = run_of(overlay, teacher, tmp_path / "b")
+        run.resume()
+        if run.train(deadline=0.0):  # one step at a time
+            break
+    assert run.step == 6
+    for one, two in zip(straight.latents.stacks, run.latents.stacks, strict=True):
+        torch.testing.assert_close(two.latent, one.latent, rtol=0, atol=0)
+        torch.testing.assert_close(two.mean, one.mean, rtol=0, atol=0)
+    entries = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
+    assert {"kl.dialogue-20", "kl.text-36"} <= entries[0].keys()
+
+
+def test_it_learns(overlay: Path, teacher: SalaModel, tmp_path: Path) -> None:
+    run = run_of(overlay, teacher, tmp_path, steps=60, lr=5e-3, mean_decay=0.8)
+    one = batch_of(5)
+    run.source = lambda step: [one]
+    run.train()
+    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert entries[-1]["truth.dialogue-20"] < 0.8 * entries[0]["truth.dialogue-20"]
+
+
+def test_gradients_that_are_not_numbers_teach_nothing(overlay: Path, teacher: SalaModel) -> None:
+    _, latents = learner(overlay, teacher)
+    before = [stack.latent.detach().clone() for stack in latents.stacks]
+    latents.stacks[0].latent.grad[0, 0] = float("nan")
+    assert not torch.isfinite(latents.update(1e-2, 1.0, 0.9))
+    for old, stack in zip(before, latents.stacks, strict=True):
+        torch.testing.assert_close(stack.latent.detach(), old, rtol=0, atol=0)
+        assert not stack.latent.grad.any()
+
+
+def test_the_best_mean_is_kept(overlay: Path, teacher: SalaModel, tmp_path: Path) -> None:
+    run = run_of(overlay, teacher, tmp_path)
+    looks = iter([0.5, 0.3, 0.4, 0.6])
+    run.probe = lambda: {"kl": next(looks)}
+    run.train()
+    assert run.best is not None
+    assert run.best[0] == 0.3
+    assert not torch.equal(run.best[1][0], run.latents.stacks[0].mean)
+
+
+def test_rates() -> None:
+    options = MixedOptions(lr=1.0, final_lr=0.2, warmup_steps=4, decay_share=0.5)
+    assert options.rate(0, 0.0) == pytest.approx(0.2)
+    assert options.rate(10, 0.4) == 1.0
+    assert options.rate(10, 0.75) == pytest.approx(0.6)
+    assert options.rate(10, 1.2) == pytest.approx(0.2)
+
+
+def test_narrow_products_give_the_same_loss() -> None:
+    assert check_head(CPU) < 2e-2
+
+
+def test_head_loss_does_not_depend_on_tiles() -> None:
+    hidden, head = torch.randn(48, 16), torch.randn(64, 16)
+    weights = LossWeights(torch.rand(48), torch.rand(48))
+    results = []
+    for tile in (16, 48):
+        rows = hidden.clone().requires_grad_()
+        loss, _ = head_loss(rows, head, torch.arange(48), weights, (torch.ones(48, 16), head), tile)
+        loss.backward()
+        results.append((loss.detach(), rows.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_scan_on_a_gpu() -> None:
+    assert check_scan(torch.device("cuda")) < 2e-2
