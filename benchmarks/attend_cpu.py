@@ -1,4 +1,4 @@
-"""Attention over chosen blocks on the CPU: the native kernel against the definition in torch, in one run.
+"""Attention over selected blocks on the CPU: the native kernel against the definition in torch, in one run.
 
     python benchmarks/attend_cpu.py     writes attend_cpu.json beside it
 
@@ -15,17 +15,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.kernels import native
-from sala.backends.torch.ops.sparse import attend_chosen, sparse_attention
+from sala.backends.torch.ops.sparse import sparse_attention
 
 SHAPES = {"smol-sala": (9, 3, 64), "released": (32, 2, 128)}  # heads, kv heads, dimension
-QUERIES, BLOCK, CHOSEN, ALIKE, ROUNDS = 256, 64, 64, 48, 3
+QUERIES, BLOCK, SELECTED, ALIKE, ROUNDS = 256, 64, 64, 48, 3
 
 
 def choices(num_blocks: int, groups: int) -> Tensor:
-    """[queries, groups, chosen]: some blocks that all have, some of each one's own."""
+    """[queries, groups, selected]: some blocks that all have, some of each one's own."""
     order = torch.randperm(num_blocks)
-    own = torch.rand(QUERIES, groups, num_blocks - ALIKE).argsort(-1)[..., : CHOSEN - ALIKE]
+    own = torch.rand(QUERIES, groups, num_blocks - ALIKE).argsort(-1)[..., : SELECTED - ALIKE]
     return torch.cat((order[:ALIKE].expand(QUERIES, groups, ALIKE), order[ALIKE:][own]), -1)
 
 
@@ -41,6 +42,7 @@ def least(work: Callable[[], Tensor]) -> float:
 
 @torch.inference_mode()
 def main() -> None:
+    attend = select_ops().sparse_attention
     torch.manual_seed(0)
     results: dict = {
         "threads": torch.get_num_threads(),
@@ -55,7 +57,7 @@ def main() -> None:
                 k, v = (torch.randn(groups, num_blocks, BLOCK, dim, dtype=dtype) for _ in range(2))
                 positions = torch.arange(length - QUERIES, length)
                 case = q, k, v, torch.randperm(num_blocks), choices(num_blocks, groups), positions, dim**-0.5
-                ours, theirs = least(lambda c=case: attend_chosen(*c)), least(lambda c=case: sparse_attention(*c))
+                ours, theirs = least(lambda c=case: attend(*c)), least(lambda c=case: sparse_attention(*c))
                 key = f"{name}, {length // 1024}K, {str(dtype).removeprefix('torch.')}"
                 results[key] = {"ms": ours * 1e3, "torch_ms": theirs * 1e3, "ratio": theirs / ours}
                 print(f"{key:32} {theirs / ours:5.1f}x", flush=True)

@@ -19,12 +19,12 @@ from sala.backends.torch.kernels import attention, decode_attention
 from sala.backends.torch.kernels.attention import Config, block_union, dense_prefill, sparse_prefill
 from sala.backends.torch.kernels.decode_attention import verify_attention
 from sala.backends.torch.ops.attention import dense_attention
-from sala.backends.torch.ops.sparse import choose_blocks, sparse_attention
+from sala.backends.torch.ops.sparse import sparse_attention, top_blocks
 from sala.config import SparseConfig
 
 DEVICE = torch.device("cuda")
 SPARSE = SparseConfig()
-BLOCK, CHOSEN = SPARSE.block_size, SPARSE.num_chosen
+BLOCK, SELECTED = SPARSE.block_size, SPARSE.num_selected
 HEADS, GROUPS, DIM = 32, 2, 128
 SCALE = DIM**-0.5
 MAX_DENSE = SPARSE.dense_len // BLOCK
@@ -49,10 +49,10 @@ def random_pages(length: int, shape: tuple[int, int, int], dtype: torch.dtype) -
     return pools[0], pools[1], table
 
 
-def random_choice(n: int, start: int, groups: int, shared: float = 0.0, sparse: SparseConfig = SPARSE) -> Tensor:
+def random_selection(n: int, start: int, groups: int, shared: float = 0.0, sparse: SparseConfig = SPARSE) -> Tensor:
     """[n, G, C] ascending, with the forced blocks; of the free ones, runs of 64 queries share this part."""
     num_blocks = -(-(start + n) // BLOCK)
-    num_free = sparse.num_chosen - sparse.num_window_blocks - sparse.init_blocks - 1
+    num_free = sparse.num_selected - sparse.num_window_blocks - sparse.init_blocks - 1
     parts = []
     for begin in range(0, n, 4096):
         size = min(4096, n - begin)
@@ -66,8 +66,8 @@ def random_choice(n: int, start: int, groups: int, shared: float = 0.0, sparse: 
             bonus = torch.zeros_like(base).scatter_(2, best, 2.0)
             scores += bonus.repeat_interleave(64, 0)[:size]
         positions = torch.arange(start + begin, start + begin + size, device=DEVICE)
-        ids = choose_blocks(scores, positions, sparse).int()
-        ids = F.pad(ids, (0, sparse.num_chosen - ids.shape[2]), value=-1)
+        ids = top_blocks(scores, positions, sparse).int()
+        ids = F.pad(ids, (0, sparse.num_selected - ids.shape[2]), value=-1)
         parts.append(ids.sort(-1).values)
     return torch.cat(parts)
 
@@ -88,12 +88,12 @@ def check_prefill() -> None:
             start = length - n
             k, v, table = random_pages(length, shape, dtype)
             q = torch.randn(n, heads, dim, dtype=dtype, device=DEVICE)
-            chosen = random_choice(n, start, groups, 0.5)
+            selected = random_selection(n, start, groups, 0.5)
             positions = torch.arange(start, length, device=DEVICE)
             clean = (k.float().nan_to_num(), v.float().nan_to_num())
-            expected = sparse_attention(q.float(), *clean, table, chosen.long(), positions, dim**-0.5)
+            expected = sparse_attention(q.float(), *clean, table, selected.long(), positions, dim**-0.5)
             name = f"{heads}/{groups}/{dim} {str(dtype)[6:]} length {length} n {n}"
-            report_error(f"sparse_prefill {name}", sparse_prefill(q, k, v, table, chosen, start, dim**-0.5), expected)
+            report_error(f"sparse_prefill {name}", sparse_prefill(q, k, v, table, selected, start, dim**-0.5), expected)
             if length <= 8192:
                 line = [x[:, table].flatten(1, 2)[:, :length] for x in clean]
                 expected = dense_attention(q.float(), *line, start, dim**-0.5)
@@ -104,11 +104,11 @@ def check_tiles() -> None:
     """A row's bits must not depend on where its call begins."""
     k, v, table = random_pages(20000, RELEASED, torch.bfloat16)
     q = torch.randn(500, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
-    chosen = random_choice(500, 19500, GROUPS, 0.5)
+    selected = random_selection(500, 19500, GROUPS, 0.5)
     for tokens, warps in ((2, 4), (4, 4), (8, 8)):
         config = Config(tokens, warps, 2)
-        whole = sparse_prefill(q, k, v, table, chosen, 19500, SCALE, config)
-        part = sparse_prefill(q[3:301], k, v, table, chosen[3:301], 19503, SCALE, config)
+        whole = sparse_prefill(q, k, v, table, selected, 19500, SCALE, config)
+        part = sparse_prefill(q[3:301], k, v, table, selected[3:301], 19503, SCALE, config)
         print(f"sparse_prefill tiles of {tokens}: a row's bits are its own: {torch.equal(whole[3:301], part)}")
 
 
@@ -131,13 +131,13 @@ class Decode:
                 x[:, pages] = rows.unflatten(1, (count, BLOCK))
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         self.is_sparse = self.lengths >= SPARSE.dense_len
-        self.chosen = torch.cat([random_choice(1, max(length - 1, 0), groups) for length in lengths])
+        self.selected = torch.cat([random_selection(1, max(length - 1, 0), groups) for length in lengths])
         self.q = torch.randn(len(lengths), heads, dim, dtype=dtype, device=DEVICE)
         self.gate = torch.randn(len(lengths), heads * dim, dtype=dtype, device=DEVICE)
         self.scale = dim**-0.5
 
     def run(self, rows: slice, has_gate: bool = True) -> Tensor:
-        own = (self.lengths[rows], self.is_sparse[rows], self.chosen[rows], self.scale, MAX_DENSE)
+        own = (self.lengths[rows], self.is_sparse[rows], self.selected[rows], self.scale, MAX_DENSE)
         gate = self.gate[rows] if has_gate else None
         return decode_attention.decode_attention(self.q[rows], self.k, self.v, self.tables[rows], *own, gate=gate)
 
@@ -150,7 +150,7 @@ class Decode:
                 outputs.append(torch.zeros_like(q))
             elif length >= SPARSE.dense_len:
                 at = torch.tensor([length - 1], device=DEVICE)
-                ids = self.chosen[row : row + 1].long()
+                ids = self.selected[row : row + 1].long()
                 outputs.append(sparse_attention(q, *clean, table, ids, at, self.scale))
             else:
                 line = [x[:, table].flatten(1, 2)[:, :length] for x in clean]
@@ -175,12 +175,12 @@ def check_verify() -> None:
     q = torch.randn(3, n, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
     lengths = starts[:, None] + torch.arange(1, n + 1, device=DEVICE)
     is_sparse = lengths >= SPARSE.dense_len
-    chosen = torch.stack([random_choice(n, start, GROUPS) for start in starts.tolist()])
+    selected = torch.stack([random_selection(n, start, GROUPS) for start in starts.tolist()])
     pages = (batch.k, batch.v, batch.tables)
-    out = verify_attention(q, *pages, starts, is_sparse, chosen, SCALE, MAX_DENSE)
+    out = verify_attention(q, *pages, starts, is_sparse, selected, SCALE, MAX_DENSE)
     steps = [
         decode_attention.decode_attention(
-            q[:, i], *pages, lengths[:, i].contiguous(), is_sparse[:, i].contiguous(), chosen[:, i], SCALE, MAX_DENSE
+            q[:, i], *pages, lengths[:, i].contiguous(), is_sparse[:, i].contiguous(), selected[:, i], SCALE, MAX_DENSE
         )
         for i in range(n)
     ]
@@ -214,14 +214,14 @@ def time_sparse_prefill() -> None:
     for n, shared in ((length, 0.75), (length, 0.0), (8192, 0.75)):
         start = length - n
         q = torch.randn(n, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
-        chosen = random_choice(n, start, GROUPS, shared)
-        useful = 4.0 * DIM * HEADS * BLOCK * (chosen >= 0).sum().item() / GROUPS
+        selected = random_selection(n, start, GROUPS, shared)
+        useful = 4.0 * DIM * HEADS * BLOCK * (selected >= 0).sum().item() / GROUPS
         results = []
         for config in configs:
             try:
-                ms = milliseconds(lambda: sparse_prefill(q, k, v, table, chosen, start, SCALE, config))  # noqa: B023
-                union_ms = milliseconds(lambda: _union(chosen, table, start, config.tokens), 20)  # noqa: B023
-                mean = _union(chosen, table, start, config.tokens)[1].float().mean().item()
+                ms = milliseconds(lambda: sparse_prefill(q, k, v, table, selected, start, SCALE, config))  # noqa: B023
+                union_ms = milliseconds(lambda: _union(selected, table, start, config.tokens), 20)  # noqa: B023
+                mean = _union(selected, table, start, config.tokens)[1].float().mean().item()
                 mark = " (default)" if config == default else ""
                 rates = f"{ms:8.2f} ms {useful / ms / 1e9:5.0f} TFLOP/s useful, union {union_ms:.2f} ms"
                 results.append((ms, f"{rates}, {mean:.0f} blocks {config}{mark}"))
@@ -234,9 +234,9 @@ def time_sparse_prefill() -> None:
         print_sorted(title + (f", {peer / min(results)[0]:.1f} x SDPA" if n == length else ""), results)
 
 
-def _union(chosen: Tensor, table: Tensor, start: int, tokens: int) -> tuple[Tensor, Tensor]:
-    max_entries = min(tokens * chosen.shape[2] + 2, -(-(start + chosen.shape[0]) // BLOCK))
-    return block_union(chosen, table, start, BLOCK, tokens, max_entries)
+def _union(selected: Tensor, table: Tensor, start: int, tokens: int) -> tuple[Tensor, Tensor]:
+    max_entries = min(tokens * selected.shape[2] + 2, -(-(start + selected.shape[0]) // BLOCK))
+    return block_union(selected, table, start, BLOCK, tokens, max_entries)
 
 
 def time_dense_prefill() -> None:
@@ -282,18 +282,18 @@ def time_decode() -> None:
         inputs = []
         for _ in range(16 if rows == 1 else 4):
             tables = torch.stack([torch.randperm(num_pages, device=DEVICE)[:num_blocks] for _ in range(rows)])
-            chosen = torch.cat([random_choice(1, num_blocks * BLOCK - 1, GROUPS) for _ in range(rows)])
+            selected = torch.cat([random_selection(1, num_blocks * BLOCK - 1, GROUPS) for _ in range(rows)])
             q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
-            inputs.append((q, tables, chosen, torch.randn(rows, HEADS * DIM, dtype=torch.bfloat16, device=DEVICE)))
+            inputs.append((q, tables, selected, torch.randn(rows, HEADS * DIM, dtype=torch.bfloat16, device=DEVICE)))
         lengths = torch.full((rows,), num_blocks * BLOCK, dtype=torch.int32, device=DEVICE)
         is_sparse = torch.ones(rows, dtype=torch.bool, device=DEVICE)
-        num_bytes = rows * CHOSEN * BLOCK * DIM * GROUPS * 2 * 2
+        num_bytes = rows * SELECTED * BLOCK * DIM * GROUPS * 2 * 2
         results = []
         for config in configs:
             mark = " (default)" if config == default else ""
 
-            def call(q: Tensor, tables: Tensor, chosen: Tensor, gate: Tensor, config: Split = config) -> Tensor:
-                own = (lengths, is_sparse, chosen, SCALE, MAX_DENSE, gate)  # noqa: B023
+            def call(q: Tensor, tables: Tensor, selected: Tensor, gate: Tensor, config: Split = config) -> Tensor:
+                own = (lengths, is_sparse, selected, SCALE, MAX_DENSE, gate)  # noqa: B023
                 return decode_attention.decode_attention(q, k, v, tables, *own, config=config)
 
             try:
@@ -303,9 +303,9 @@ def time_decode() -> None:
                 results.append((math.inf, f"{config}: {type(error).__name__} {str(error)[:200]}"))
         peer = "failed"
         try:
-            q, tables, chosen, _ = inputs[0]
+            q, tables, selected, _ = inputs[0]
             gathered = [
-                (k, v, tables[row], chosen[row : row + 1].long(), lengths[row : row + 1] - 1) for row in range(rows)
+                (k, v, tables[row], selected[row : row + 1].long(), lengths[row : row + 1] - 1) for row in range(rows)
             ]
             calls = [
                 lambda x=x, row=row: sparse_attention(q[row : row + 1], *x, SCALE)  # noqa: B023

@@ -125,12 +125,12 @@ def best(name: str, count: int, instead: Config) -> list[Config]:
 
 
 def early(config: Config) -> Config:
-    return config._replace(is_early=True)
+    return config._replace(uses_pdl=True)
 
 
 def named(config: Config) -> str:
     side = "swapped" if config.is_swapped else "plain  "
-    when = " early" if config.is_early else ""
+    when = " early" if config.uses_pdl else ""
     sizes = f"{config.columns:3} x {config.depth:3}, {config.splits} splits"
     return f"{sizes}, {config.num_warps} warps, {config.num_stages} stages, {side}{when}"
 
@@ -294,12 +294,12 @@ def time_norm() -> None:
     x, delta, weight = numbers(ROWS, HIDDEN), numbers(ROWS, HIDDEN), numbers(HIDDEN)
     peer = microseconds_in_graph([lambda: fused.add_rms_norm(x, delta, SCALE, weight, EPS)] * 50)
     print(f"add_rms_norm {peer:.2f} us")
-    for splits, is_early in itertools.product((1, 2, 4, 8), (False, True)):
+    for splits, uses_pdl in itertools.product((1, 2, 4, 8), (False, True)):
         partials = torch.randn(splits, ROWS, HIDDEN, device=DEVICE)
-        call = partial(linear.add_partials_rms_norm, x, partials, SCALE, weight, EPS, is_early)
+        call = partial(linear.add_partials_rms_norm, x, partials, SCALE, weight, EPS, uses_pdl)
         us = attempt(f"{splits} splits", partial(microseconds_in_graph, [call] * 50))
         if us is not None:
-            print(f"add_partials_rms_norm, {splits} splits{', early' if is_early else '':8} {us:.2f} us", flush=True)
+            print(f"add_partials_rms_norm, {splits} splits{', early' if uses_pdl else '':8} {us:.2f} us", flush=True)
 
 
 class Chain:
@@ -312,8 +312,8 @@ class Chain:
     def whole(self, delta: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         return fused.add_rms_norm(self.x, delta, SCALE, norm, EPS)
 
-    def split(self, partials: Tensor, norm: Tensor, is_early: bool) -> tuple[Tensor, Tensor]:
-        return linear.add_partials_rms_norm(self.x, partials, SCALE, norm, EPS, is_early)
+    def split(self, partials: Tensor, norm: Tensor, uses_pdl: bool) -> tuple[Tensor, Tensor]:
+        return linear.add_partials_rms_norm(self.x, partials, SCALE, norm, EPS, uses_pdl)
 
     def time(self, title: str, ways: dict[str, Callable[..., Any]], *choices: list[Tensor]) -> None:
         """The first of the ways is what the others are held against, in time and in what they return."""
@@ -340,7 +340,7 @@ def chain_o() -> None:
     chain = Chain()
 
     def way(config: Config, o: Tensor, weight: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        return chain.split(linear.split_linear(o, weight, config), norm, config.is_early)
+        return chain.split(linear.split_linear(o, weight, config), norm, config.uses_pdl)
 
     ways: dict[str, Callable[..., Any]] = {
         "F.linear, add_rms_norm": lambda o, weight, norm: chain.whole(F.linear(o, weight), norm)
@@ -356,10 +356,10 @@ def chain_down() -> None:
 
     def apart(config: Config, gate_up: Tensor, weight: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         partials = linear.split_linear(fused.silu_mul(gate_up), weight, config)
-        return chain.split(partials, norm, config.is_early)
+        return chain.split(partials, norm, config.uses_pdl)
 
     def inside(config: Config, gate_up: Tensor, weight: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        return chain.split(linear.silu_split_linear(gate_up, weight, config), norm, config.is_early)
+        return chain.split(linear.silu_split_linear(gate_up, weight, config), norm, config.uses_pdl)
 
     ways: dict[str, Callable[..., Any]] = {
         "silu_mul, F.linear, add_rms_norm": lambda x, weight, norm: chain.whole(
@@ -385,17 +385,17 @@ def chain_mlp() -> None:
 
     def apart(down: Config, x: Tensor, both: Tensor, weight: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         partials = linear.split_linear(fused.silu_mul(F.linear(x, both)), weight, down)
-        return chain.split(partials, norm, down.is_early)
+        return chain.split(partials, norm, down.uses_pdl)
 
     def before(down: Config, x: Tensor, both: Tensor, weight: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         partials = linear.silu_split_linear(F.linear(x, both), weight, down)
-        return chain.split(partials, norm, down.is_early)
+        return chain.split(partials, norm, down.uses_pdl)
 
     def behind(
         pair: Config, down: Config, x: Tensor, both: Tensor, weight: Tensor, norm: Tensor
     ) -> tuple[Tensor, Tensor]:
         partials = linear.split_linear(linear.linear_silu_mul(x, both, pair), weight, down)
-        return chain.split(partials, norm, down.is_early)
+        return chain.split(partials, norm, down.uses_pdl)
 
     n, k = SHAPES["down"]
     down = best("down", 1, default("down"))[0]
@@ -428,7 +428,7 @@ def titled(name: str, config: Config | None) -> str:
 
 
 def check_products() -> None:
-    chosen = [None, *SPLIT[4:24:6], early(SPLIT[4])]
+    selected = [None, *SPLIT[4:24:6], early(SPLIT[4])]
     for name, (n, k) in [*SHAPES.items(), ("small", (576, 1536)), ("odd", (200, 320))]:
         x, weight = numbers(ROWS, k), weights(n, k)
         exact = F.linear(x.double(), weight.double())
@@ -436,7 +436,7 @@ def check_products() -> None:
         if name not in ("qkvz", "gate_up", "lm_head"):
             calls |= {
                 titled(f"split_linear {name}", config): partial(linear.split_linear, x, weight, config)
-                for config in chosen
+                for config in selected
             }
         for title, found in compare(calls):
             is_split = found.dim() == 3
@@ -523,14 +523,14 @@ def check_early() -> None:
     norm, first = torch.ones(HIDDEN, dtype=DTYPE, device=DEVICE), numbers(ROWS, HIDDEN)
     o, down, pair = default("o"), default("down"), linear._pair_config(32, DTYPE.itemsize, limit())
 
-    def forward(is_early: bool) -> Tensor:
-        configs = [config._replace(is_early=is_early) for config in (o, pair, down)]
+    def forward(uses_pdl: bool) -> Tensor:
+        configs = [config._replace(uses_pdl=uses_pdl) for config in (o, pair, down)]
         x, normed = first, first
         for both, weight, out in layers:
             partials = linear.split_linear(normed, out, configs[0])
-            x, normed = linear.add_partials_rms_norm(x, partials, SCALE, norm, EPS, is_early)
+            x, normed = linear.add_partials_rms_norm(x, partials, SCALE, norm, EPS, uses_pdl)
             partials = linear.split_linear(linear.linear_silu_mul(normed, both, configs[1]), weight, configs[2])
-            x, normed = linear.add_partials_rms_norm(x, partials, SCALE, norm, EPS, is_early)
+            x, normed = linear.add_partials_rms_norm(x, partials, SCALE, norm, EPS, uses_pdl)
         return x
 
     forward(True)

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
-from sala.backends.torch.fast.gpu_forward import GpuSteps
+from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.random import random_model
 from sala.checkpoint.random import RELEASED
 from sala.lab.bench.measure import measure_latency, measure_throughput
@@ -68,7 +68,7 @@ class Ours:
             config = replace(config, num_hidden_layers=num_layers, mixer_types=config.mixer_types[:num_layers])
         self.config = config
         self.model = random_model(config, torch.bfloat16, DEVICE)
-        self.steps = GpuSteps(self.model, DEVICE, max_tokens)
+        self.steps = GpuForward(self.model, DEVICE, max_tokens)
         self.chunk = CHUNK
         self.reset(num_pages, num_slots)
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from triton.testing import do_bench
 
 from benchmarks.gpu_model import CHUNK, REST_S, Ours, seconds
-from sala.backends.torch.fast.gpu_forward import GpuSteps
+from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.kernels import fp8, fused, linear, packed
 from sala.backends.torch.kernels.attention import shared_memory
 from sala.backends.torch.kernels.packed import Config, PackedWeight
@@ -155,7 +155,7 @@ def rotated(call: Callable[..., Any], x: Tensor, weights: list[Any], *rest: Any)
 
 
 def named(config: Config) -> str:
-    when = ", early" if config.is_early else ""
+    when = ", early" if config.uses_pdl else ""
     return (
         f"{config.columns} columns, {config.splits} splits, {config.num_warps} warps, {config.num_stages} stages{when}"
     )
@@ -229,17 +229,17 @@ def check_early() -> None:
     ]
     norm, first = torch.ones(HIDDEN, dtype=DTYPE, device=DEVICE), numbers(8, HIDDEN)
 
-    def forward(is_early: bool) -> Tensor:
+    def forward(uses_pdl: bool) -> Tensor:
         x, normed = first, first
         for both, weight, out in layers:
             configs = [
-                packed._config_of(held, 8, most, is_pair)._replace(is_early=is_early)
+                packed._config_of(held, 8, most, is_pair)._replace(uses_pdl=uses_pdl)
                 for held, most, is_pair in ((out, 8, False), (both, 1, True), (weight, 8, False))
             ]
             partials = packed.split_linear(normed, out, configs[0])
-            x, normed = linear.add_partials_rms_norm(x, partials, 0.25, norm, 1e-6, is_early)
+            x, normed = linear.add_partials_rms_norm(x, partials, 0.25, norm, 1e-6, uses_pdl)
             partials = packed.split_linear(packed.linear_silu_mul(normed, both, configs[1]), weight, configs[2])
-            x, normed = linear.add_partials_rms_norm(x, partials, 0.25, norm, 1e-6, is_early)
+            x, normed = linear.add_partials_rms_norm(x, partials, 0.25, norm, 1e-6, uses_pdl)
         return x
 
     forward(True)
@@ -316,7 +316,7 @@ def tiles() -> None:
         weights, results = copies(*SHAPES[name], bits), {}
         x = numbers(8, SHAPES[name][1])
         for least in (8, 16, 32):
-            packed.LEAST_TILE = least
+            packed.MIN_TILE = least
             for one in (packed._config, packed._packed_kernel):
                 getattr(one, "cache_clear", lambda: None)()
             results[least] = packed.split_linear(x, weights[0])
@@ -324,7 +324,7 @@ def tiles() -> None:
             is_same = torch.equal(results[least], results[8])
             print(f"{name}, {bits} bits, tiles of {least:2} rows: {us:6.2f} us, bits as with 8: {is_same}", flush=True)
             out[f"{name} {bits} bits, {least}"] = {"us": us, "is_same": is_same}
-        packed.LEAST_TILE = 16
+        packed.MIN_TILE = 16
         del weights
         torch.cuda.empty_cache()
     packed._config.cache_clear()
@@ -359,14 +359,14 @@ class Subject(Ours):
         num_pages: int,
         num_slots: int,
         max_tokens: int,
-        prefill: str = "exact",
+        prefill: str = "auto",
         keep: tuple[str, ...] = ("lm_head",),
     ) -> None:
         self.config = RELEASED
         self.model = random_model(RELEASED, DTYPE, DEVICE)
         if bits < 16:
             quantize_model(self.model, bits, keep)
-        self.steps = GpuSteps(self.model, DEVICE, max_tokens, prefill=prefill)
+        self.steps = GpuForward(self.model, DEVICE, max_tokens, prefill=prefill)
         self.chunk = CHUNK
         gc.collect()
         torch.cuda.empty_cache()
@@ -398,7 +398,7 @@ def decode() -> None:
 def prefill() -> None:
     """128K tokens; the error is of the last hidden state against bf16 with the same weights."""
     length, out = 131072, {}
-    for name, bits, how in (("bf16", 16, "exact"), ("fp8", 16, "fp8"), ("4 bits", 4, "exact")):
+    for name, bits, how in (("bf16", 16, "auto"), ("fp8", 16, "fp8"), ("4 bits", 4, "auto")):
         subject = Subject(bits, length // 64 + 200, 2, length + 8192, how)
         subject.warm(length)
         subject.cache.clear_state(0)

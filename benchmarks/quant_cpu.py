@@ -153,7 +153,7 @@ class Decoder:
         config = SalaConfig.load(path)
         options = Options(ctx=num_tokens, device="cpu", max_batch=1, snapshots=1, cache_memory=1 << 29)
         self.executor: TorchExecutor = open_executor(Checkpoint(path), config, options)
-        assert self.executor.steps is not None, "the native step is not in use"
+        assert self.executor.fused is not None, "the native step is not in use"
         self.pages = tuple(range(self.executor.capacity.num_pages))
         self.end, self.token = 0, 5
         self.step(tuple(range(3, 35)))

@@ -22,18 +22,18 @@ GROUPS = (2, 4, 8)
 def main() -> None:
     llm = LLM("smol-sala", device="cpu")
     ids = llm.tokenizer.encode(Path(sys.argv[1]).read_text())[:NUM_TOKENS]
-    chosen: list[np.ndarray] = []
-    choose = SparseMixer.choose
+    selected: list[np.ndarray] = []
+    choose = SparseMixer.select
 
     def heard(self, span, q, positions, pages):
         blocks = choose(self, span, q, positions, pages)
         if int(positions[0]) >= FROM:
-            chosen.append(blocks.numpy())
+            selected.append(blocks.numpy())
         return blocks
 
-    SparseMixer.choose = heard
+    SparseMixer.select = heard
     llm.generate(ids, max_tokens=1, temperature=0)
-    shares = {group: [share for rows in chosen for share in together(rows, group)] for group in GROUPS}
+    shares = {group: [share for rows in selected for share in together(rows, group)] for group in GROUPS}
     found = {group: round(float(np.mean(values)), 3) for group, values in shares.items()}
     out = {"text": Path(sys.argv[1]).name, "tokens": len(ids), "from": FROM, "together_over_alone": found}
     Path(__file__).with_suffix(".json").write_text(json.dumps(out, indent=2) + "\n")

@@ -77,14 +77,14 @@ class SparseConfig:
         return self.window_size // self.block_size
 
     @property
-    def num_chosen(self) -> int:
+    def num_selected(self) -> int:
         """Blocks a query attends to, the forced ones included."""
         return self.topk + self.num_window_blocks
 
     @property
     def agreement_len(self) -> int:
         """Rows below this position see every block in both regimes, so dense and sparse agree on them."""
-        return self.num_chosen * self.block_size
+        return self.num_selected * self.block_size
 
     def sparse_from(self, prompt_len: int) -> int:
         """First position that follows the sparse rule, for a request whose prompt has `prompt_len` tokens.
@@ -438,7 +438,7 @@ def _sparse_config(table: _Parser) -> SparseConfig:
             f"is {sparse.window_size}",
             f"it must be a multiple of block_size ({sparse.block_size})",
         )
-    if sparse.init_blocks + sparse.num_window_blocks + 1 > sparse.num_chosen:
+    if sparse.init_blocks + sparse.num_window_blocks + 1 > sparse.num_selected:
         raise table.fail(
             "topk",
             f"is {sparse.topk}",

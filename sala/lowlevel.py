@@ -70,6 +70,7 @@ def forward(model: "SalaModel", tokens: Sequence[int], caches: LayerCaches) -> "
     import torch
 
     from sala.backends.torch.batch import pack
+    from sala.backends.torch.fast.dispatch import select_ops
     from sala.errors import ContextTooLong
     from sala.protocol import Plan, Row
 
@@ -80,7 +81,8 @@ def forward(model: "SalaModel", tokens: Sequence[int], caches: LayerCaches) -> "
     num_pages = -(-caches.max_tokens // model.config.sparse_config.block_size)
     row = Row(tuple(tokens), caches.length, tuple(range(num_pages)), 0, caches.sparse_from)
     with torch.inference_mode():
-        logits = model.logits(model(pack(Plan((row,)), model.model.norm.weight.device), caches.hybrid))
+        batch = pack(Plan((row,)), model.model.norm.weight.device, select_ops())
+        logits = model.logits(model(batch, caches.hybrid))
     caches.length += len(tokens)
     return logits
 

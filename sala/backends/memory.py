@@ -52,8 +52,8 @@ def activation_bytes(config: SalaConfig, chunk: int, num_tokens: int, element_by
     scores = min(
         chunk * config.num_attention_heads * windows * 4, max(tile_bytes, config.num_attention_heads * windows * 4)
     )
-    chosen = config.sparse_config.num_chosen * config.sparse_config.block_size
-    gathered = 2 * config.num_key_value_heads * chosen * config.head_dim * element_bytes
+    selected = config.sparse_config.num_selected * config.sparse_config.block_size
+    gathered = 2 * config.num_key_value_heads * selected * config.head_dim * element_bytes
     sparse = max(3 * scores, min(chunk * gathered, max(tile_bytes, gathered)))
     is_sparse = bool(config.sparse_layers) and num_tokens >= config.sparse_config.dense_len
     residual = 4 * chunk * config.hidden_size * element_bytes
@@ -198,8 +198,8 @@ def estimate_tuning(config: SalaConfig, shapes: Mapping[str, tuple[int, ...]], t
 
 
 def _adapter_size(linears: Mapping[str, tuple[int, ...]], tuning: Tuning) -> int:
-    chosen = (shape for name, shape in linears.items() if name.split(".")[-2] in tuning.targets)
-    return tuning.rank * sum(sum(shape) for shape in chosen)
+    selected = (shape for name, shape in linears.items() if name.split(".")[-2] in tuning.targets)
+    return tuning.rank * sum(sum(shape) for shape in selected)
 
 
 def _tuning_activations(config: SalaConfig, tuning: Tuning) -> int:

@@ -60,7 +60,7 @@ def describe(config: "SalaConfig", checkpoint: "Checkpoint") -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "sparse_heads": [config.num_attention_heads, config.num_key_value_heads, config.head_dim],
         "lightning_heads": [config.lightning_nh, config.lightning_nkv, config.lightning_head_dim],
-        "blocks_per_query": sparse.num_chosen,
+        "blocks_per_query": sparse.num_selected,
         "block_size": sparse.block_size,
         "dense_below": sparse.dense_len,
         "max_position_embeddings": config.max_position_embeddings,

@@ -12,7 +12,6 @@ from torch import Tensor
 from sala.backends.torch.kernels import attention, decode_attention
 from sala.backends.torch.kernels.attention import Config, dense_prefill, sparse_prefill
 from sala.backends.torch.kernels.decode_attention import decode_attention as decode
-from sala.backends.torch.kernels.decode_attention import verify_attention
 from sala.backends.torch.ops.attention import dense_attention
 from sala.backends.torch.ops.sparse import sparse_attention
 from tests.kernels.aot import Build
@@ -48,14 +47,14 @@ class Memory:
 
 def choose(positions: Tensor, groups: int, count: int, block: int) -> Tensor:
     """Random blocks [n, G, count], ascending, the own one always; -1 behind where there are too few."""
-    chosen = torch.full((len(positions), groups, count), -1, dtype=torch.int32)
+    selected = torch.full((len(positions), groups, count), -1, dtype=torch.int32)
     for row, position in enumerate(positions.tolist()):
         own = position // block
         for group in range(groups):
             others = torch.randperm(own)[: count - 1]
             ids = torch.cat([others.sort().values, torch.tensor([own])])
-            chosen[row, group, : len(ids)] = ids
-    return chosen
+            selected[row, group, : len(ids)] = ids
+    return selected
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -79,10 +78,10 @@ def test_sparse_prefill(
     torch.manual_seed(0)
     memory = Memory([start + n], groups, dim, block, device)
     positions = torch.arange(start, start + n, device=device)
-    chosen = choose(positions, groups, 3, block).to(device)
+    selected = choose(positions, groups, 3, block).to(device)
     q = torch.randn(n, heads, dim, device=device)
-    out = sparse_prefill(q, memory.k, memory.v, memory.tables[0], chosen, start, dim**-0.5, Config(tokens, 4, 2))
-    expected = sparse_attention(q, *memory.clean(), memory.tables[0], chosen, positions, dim**-0.5)
+    out = sparse_prefill(q, memory.k, memory.v, memory.tables[0], selected, start, dim**-0.5, Config(tokens, 4, 2))
+    expected = sparse_attention(q, *memory.clean(), memory.tables[0], selected, positions, dim**-0.5)
     assert_close(out, expected)
 
 
@@ -91,10 +90,10 @@ def test_sparse_prefill_in_rounds_and_from_a_wider_tensor(
 ) -> None:
     torch.manual_seed(1)
     memory = Memory([60], 2, 16, BLOCK, device)
-    chosen = choose(torch.arange(40, 60), 2, 3, BLOCK).to(device)
+    selected = choose(torch.arange(40, 60), 2, 3, BLOCK).to(device)
     wide = torch.randn(20, 100, device=device)
     q = wide[:, :64].view(20, 4, 16)
-    arguments = (q, memory.k, memory.v, memory.tables[0], chosen, 40, 0.25)
+    arguments = (q, memory.k, memory.v, memory.tables[0], selected, 40, 0.25)
     whole = sparse_prefill(*arguments)
     monkeypatch.setattr(attention, "UNION_BYTES", 64)
     monkeypatch.setattr(attention, "UNION_PROGRAMS", 3)
@@ -105,18 +104,18 @@ def test_sparse_prefill_in_rounds_and_from_a_wider_tensor(
 def test_sparse_prefill_of_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:
     torch.manual_seed(2)
     memory = Memory([70], 2, 16, BLOCK, device)
-    chosen = choose(torch.arange(50, 70), 2, 3, BLOCK).to(device)
+    selected = choose(torch.arange(50, 70), 2, 3, BLOCK).to(device)
     q = torch.randn(20, 4, 16, device=device)
     pages = (memory.k, memory.v, memory.tables[0])
-    whole = sparse_prefill(q, *pages, chosen, 50, 0.25, Config(8, 4, 2))
-    part = sparse_prefill(q[3:14], *pages, chosen[3:14], 53, 0.25, Config(8, 4, 2))
+    whole = sparse_prefill(q, *pages, selected, 50, 0.25, Config(8, 4, 2))
+    part = sparse_prefill(q[3:14], *pages, selected[3:14], 53, 0.25, Config(8, 4, 2))
     assert torch.equal(whole[3:14], part)
 
 
 def test_block_union(device: torch.device) -> None:
     table = torch.arange(8, device=device) + 100
-    chosen = torch.tensor([[[0, 2, 4]], [[2, 3, 4]], [[-1, -1, -1]], [[0, 4, 5]]], dtype=torch.int32, device=device)
-    entries, counts = attention.block_union(chosen, table, 4 * BLOCK + 13, BLOCK, 4, 8)
+    selected = torch.tensor([[[0, 2, 4]], [[2, 3, 4]], [[-1, -1, -1]], [[0, 4, 5]]], dtype=torch.int32, device=device)
+    entries, counts = attention.block_union(selected, table, 4 * BLOCK + 13, BLOCK, 4, 8)
     assert counts.tolist() == [[3]]
     found = [(entry >> 8, entry & 255) for entry in entries[0, 0, :5].tolist()]
     assert found == [(100, 0b1001), (102, 0b0011), (103, 0b0010), (104, 0b1011), (105, 0b1000)]
@@ -144,7 +143,7 @@ class Steps:
         self.scale, self.lengths = dim**-0.5, torch.tensor(lengths, device=device)
         self.memory = Memory(lengths, groups, dim, block, device)
         self.is_sparse = torch.tensor([True, False, True, False, True], device=device)
-        self.chosen = choose((self.lengths - 1).clamp(min=0), groups, 5, block).to(device)
+        self.selected = choose((self.lengths - 1).clamp(min=0), groups, 5, block).to(device)
         self.q = torch.randn(len(lengths), heads, dim, device=device)
 
     def run(self, rows: slice, gate: Tensor | None = None) -> Tensor:
@@ -155,7 +154,7 @@ class Steps:
             self.memory.tables[rows],
             self.lengths[rows],
             self.is_sparse[rows],
-            self.chosen[rows],
+            self.selected[rows],
             self.scale,
             max_dense_blocks=4,
             gate=gate,
@@ -167,7 +166,7 @@ class Steps:
             return torch.zeros_like(q[0])
         if not self.is_sparse[row]:
             return dense_attention(q, *self.memory.line(row, length), length - 1, self.scale)[0]
-        at, ids = self.lengths[row : row + 1] - 1, self.chosen[row : row + 1]
+        at, ids = self.lengths[row : row + 1] - 1, self.selected[row : row + 1]
         return sparse_attention(q, *self.memory.clean(), self.memory.tables[row], ids, at, self.scale)[0]
 
 
@@ -203,27 +202,9 @@ def test_decode_with_rows_of_shared_tables(device: torch.device) -> None:
     steps = Steps(device)
     rows = torch.tensor([3, 0, 3], device=device)
     pages = (steps.memory.k, steps.memory.v)
-    own = (steps.lengths[rows], steps.is_sparse[rows], steps.chosen[rows], steps.scale, 4)
+    own = (steps.lengths[rows], steps.is_sparse[rows], steps.selected[rows], steps.scale, 4)
     out = decode(steps.q[rows], *pages, steps.memory.tables, *own, row_of=rows)
     assert torch.equal(out, steps.run(slice(0, 5))[rows])
-
-
-def test_verify_equals_decode_steps(device: torch.device) -> None:
-    torch.manual_seed(5)
-    memory = Memory([41, 20], 2, 16, BLOCK, device)
-    starts, n = torch.tensor([38, 17, -1], device=device), 3
-    tables = torch.cat([memory.tables, memory.tables[:1]])
-    positions = (starts[:, None] + torch.arange(n, device=device)).clamp(min=0)
-    chosen = choose(positions.flatten().cpu(), 2, 3, BLOCK).to(device).view(3, n, 2, 3)
-    is_sparse = torch.tensor([[True, True, False], [False, False, True], [True, True, True]], device=device)
-    q, gate = torch.randn(3, n, 4, 16, device=device), torch.randn(3, n, 64, device=device)
-    pages = (memory.k, memory.v, tables)
-    out = verify_attention(q, *pages, starts, is_sparse, chosen, 0.25, 3, gate)
-    for i in range(n):
-        lengths = torch.where(starts < 0, 0, starts + i + 1)
-        step = decode(q[:, i], *pages, lengths, is_sparse[:, i], chosen[:, i], 0.25, 3, gate[:, i])
-        assert torch.equal(out[:, i], step)
-    assert not out[2].any()
 
 
 def prefill_build(limit: int, is_sparse: bool, dtype: str = "bf16", config: Config | None = None) -> Build:
@@ -247,28 +228,28 @@ def prefill_build(limit: int, is_sparse: bool, dtype: str = "bf16", config: Conf
 
 
 def union_build() -> Build:
-    signature = dict.fromkeys(("num_tokens", "num_chosen", "start", "num_tiles", "max_entries", "row_size"), "i32")
+    signature = dict.fromkeys(("num_tokens", "num_selected", "start", "num_tiles", "max_entries", "row_size"), "i32")
     pointers = {
-        "chosen_ptr": "*i32",
+        "selected_ptr": "*i32",
         "table_ptr": "*i64",
         "entries_ptr": "*i32",
         "counts_ptr": "*i32",
         "seen_ptr": "*u8",
     }
-    constants = {"GROUPS": 2, "CHOSEN": 128, "TOKENS": 4, "BLOCK": 64, "CHUNK": 1024}
+    constants = {"GROUPS": 2, "SELECTED": 128, "TOKENS": 4, "BLOCK": 64, "CHUNK": 1024}
     return Build(attention.union_kernel, {**pointers, **signature}, constants, {"num_warps": 4, "num_stages": 1})
 
 
-GEOMETRY = {"NUM_TOKENS": 1, "SHARED": 16, "BLOCK": 64, "DIM": 128}
+GEOMETRY = {"SHARED": 16, "BLOCK": 64, "DIM": 128}
 
 
 def split_build(limit: int, config: decode_attention.Config | None = None) -> Build:
     config = config or decode_attention._config(64 * 128 * 2, limit)
     blocks, options = config.blocks, {"num_warps": config.num_warps, "num_stages": config.num_stages}
     pointers = {**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16"), "tables_ptr": "*i64", "lengths_ptr": "*i32"}
-    more = {"is_sparse_ptr": "*i1", "chosen_ptr": "*i32", "acc_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32"}
+    more = {"is_sparse_ptr": "*i1", "selected_ptr": "*i32", "acc_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32"}
     sizes = dict.fromkeys(("num_pages", "table_size", *decode_attention.SIZES, "q_stride"), "i32")
-    own = {"row_of_ptr": None, "GROUPS": 2, "SHARED_PADDED": 16, "PRECISION": "ieee", "EARLY": 0}
+    own = {"row_of_ptr": None, "GROUPS": 2, "SHARED_PADDED": 16, "PRECISION": "ieee", "PDL": 0}
     constants = {**GEOMETRY, **own, "SPLIT_BLOCKS": blocks}
     return Build(decode_attention.split_kernel, {**pointers, **more, **sizes}, constants, options)
 
@@ -277,7 +258,7 @@ def join_build() -> Build:
     pointers = {"acc_ptr": "*fp32", "stats_ptr": "*fp32", "gate_ptr": "*bf16", "lengths_ptr": "*i32"}
     more = {"is_sparse_ptr": "*i1", "out_ptr": "*bf16"}
     sizes = dict.fromkeys((*decode_attention.SIZES, "gate_stride"), "i32")
-    constants = {**GEOMETRY, "SPLITS": 64, "SPLIT_BLOCKS": 2, "CHUNK": decode_attention.JOIN_CHUNK, "EARLY": 0}
+    constants = {**GEOMETRY, "SPLITS": 64, "SPLIT_BLOCKS": 2, "CHUNK": decode_attention.JOIN_CHUNK, "PDL": 0}
     return Build(decode_attention.join_kernel, {**pointers, **more, **sizes}, constants, {"num_warps": 4})
 
 

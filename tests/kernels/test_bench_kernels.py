@@ -24,7 +24,7 @@ PASSES = (
 
 
 def tiny(device: torch.device) -> dict[str, Measurement]:
-    """128 tokens are 8 blocks, of which 6 are chosen; the last 32 tokens have a choice."""
+    """128 tokens are 8 blocks, of which 6 are selected; the last 32 tokens have a choice."""
     shapes = Shapes(device, (40,), SMALL, torch.float32, num_rows=32, batches=(1, 3), rotated_bytes=1)
     return {f"{one.name}, {one.size}": one for one in measurements(shapes)}
 
@@ -80,7 +80,7 @@ def test_block_scores(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("size", ["32 at 128", "1 row at 128", "3 rows at 128"])
-def test_choice(size: str, device: torch.device) -> None:
+def test_block_selection(size: str, device: torch.device) -> None:
     found, expected = results(f"choice, {size}", device)
     assert torch.equal(found.long(), expected.sort(-1).values)
 
@@ -147,21 +147,21 @@ def test_choices_share_what_they_should(device: torch.device) -> None:
     sparse = replace(SPARSE, topk=14)  # 12 of them free
     positions = torch.arange(1600, 1600 + 2 * kernels.RUN, device=device)
     for shared, least, most in ((0.75, 9, 10.5), (0.0, 0, 4)):
-        chosen = kernels.random_choice(positions, 110, 2, sparse, shared)
-        assert chosen.dtype == torch.int32
-        assert chosen.shape == (2 * kernels.RUN, 2, sparse.num_chosen)
-        assert (chosen[..., 1:] > chosen[..., :-1]).all()
+        selected = kernels.random_selection(positions, 110, 2, sparse, shared)
+        assert selected.dtype == torch.int32
+        assert selected.shape == (2 * kernels.RUN, 2, sparse.num_selected)
+        assert (selected[..., 1:] > selected[..., :-1]).all()
         own = positions[:, None] // sparse.block_size
         for back in range(sparse.num_window_blocks + 1):
-            assert (chosen == (own - back)[..., None]).any(-1).all()
-        free = chosen[: kernels.RUN, :, 1:-3]  # of one run, between the initial and the recent ones
+            assert (selected == (own - back)[..., None]).any(-1).all()
+        free = selected[: kernels.RUN, :, 1:-3]  # of one run, between the initial and the recent ones
         common = (free[:-1, :, :, None] == free[1:, :, None]).any(-1).sum(-1).double().mean()
         assert least <= common <= most
 
 
 def test_first_queries_choose_all_there_is(device: torch.device) -> None:
-    chosen = kernels.random_choice(torch.arange(40, device=device), 3, 1, SPARSE, 0.75)
-    assert chosen[[0, 16, 39], 0].tolist() == [[0, -1, -1], [0, 1, -1], [0, 1, 2]]
+    selected = kernels.random_selection(torch.arange(40, device=device), 3, 1, SPARSE, 0.75)
+    assert selected[[0, 16, 39], 0].tolist() == [[0, -1, -1], [0, 1, -1], [0, 1, 2]]
 
 
 def test_measure(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

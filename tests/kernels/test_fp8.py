@@ -14,15 +14,15 @@ from torch import Tensor
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
-from sala.backends.torch.fast import gpu_forward as steps_gpu
-from sala.backends.torch.fast.gpu_forward import GpuSteps
-from sala.backends.torch.kernels import fp8, fused
+from sala.backends.torch.fast.dispatch import select_forward
+from sala.backends.torch.fast.gpu_forward import GpuForward
+from sala.backends.torch.kernels import fp8, fused, linear
 from sala.backends.torch.kernels.fp8 import Rows
 from sala.errors import InputError
-from sala.protocol import Plan, Row
+from sala.protocol import Options, Plan, Row
 from tests.kernels.aot import Build
+from tests.kernels.test_gpu_forward import MAX_TOKENS, SHAPE, make_model, tokens
 from tests.kernels.test_linear import rows
-from tests.kernels.test_steps_gpu import MAX_TOKENS, SHAPE, make_model, tokens
 
 DTYPES = [torch.float32, torch.float16]
 
@@ -87,13 +87,13 @@ def test_matrices_and_products(device: torch.device) -> None:
 def test_a_model_reads_with_it_and_decodes_without(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Near the exact one but not the same; what follows is exact, given the same past."""
     config = replace(SHAPE, num_hidden_layers=2, mixer_types=SHAPE.mixer_types[:2])
-    monkeypatch.setattr(steps_gpu.linear, "MOST_ROWS", 32)
+    monkeypatch.setattr(linear, "MAX_ROWS", 32)
     prompt = Plan((Row(tokens(1, 40), 0, (7, 3, 11), 0, 1 << 20),))
     after = Plan((Row(tokens(2, 1), 40, (7, 3, 11), 0, 1 << 20),))
     hidden, answers = {}, {}
-    for prefill in ("exact", "fp8"):
+    for prefill in ("auto", "fp8"):
         model = make_model(config).to(device)
-        steps = GpuSteps(model, device, MAX_TOKENS, has_graphs=False, prefill=prefill)
+        steps = GpuForward(model, device, MAX_TOKENS, has_graphs=False, prefill=prefill)
         cache = HybridCache(config, 20, 4, torch.float32, device)
         hidden[prefill] = steps(pack(prompt, device), cache)
         twin = copy.deepcopy(cache)
@@ -101,20 +101,17 @@ def test_a_model_reads_with_it_and_decodes_without(device: torch.device, monkeyp
         torch.testing.assert_close(answers[prefill], model(pack(after, device), twin), rtol=1e-4, atol=1e-4)
         last = steps(pack(prompt, device), cache, None, [39])
         assert last.shape == (1, config.hidden_size)
-    error = (hidden["fp8"] - hidden["exact"]).norm() / hidden["exact"].norm()
+    error = (hidden["fp8"] - hidden["auto"]).norm() / hidden["auto"].norm()
     assert 1e-4 < error < 0.3
-    assert not torch.equal(answers["fp8"], answers["exact"])
+    assert not torch.equal(answers["fp8"], answers["auto"])
 
 
-def test_what_is_asked_for(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SALA_PREFILL", raising=False)
-    assert steps_gpu.wanted_prefill(device) == "exact"
-    monkeypatch.setenv("SALA_PREFILL", "fast")
-    with pytest.raises(InputError, match="exact or fp8"):
-        steps_gpu.wanted_prefill(device)
-    monkeypatch.setenv("SALA_PREFILL", "fp8")
+def test_fp8_prefill_needs_a_gpu_that_can() -> None:
+    assert Options().prefill == "auto"
+    with pytest.raises(InputError, match="auto or fp8"):
+        Options(prefill="fast")
     with pytest.raises(InputError, match="compute capability"):
-        steps_gpu.wanted_prefill(torch.device("cpu"))
+        select_forward(make_model(SHAPE), torch.device("cpu"), MAX_TOKENS, prefill="fp8")
 
 
 def builds() -> list[Build]:

@@ -149,7 +149,7 @@ def builds() -> list[Build]:
     everything = {"HAS_NORM": True, "HAS_ROPE": True, "HAS_GROWTH": True}
     return [
         build(fused._rms_norm_kernel, row | {"HAS_DELTA": True}, fused._warps(4096)),
-        build(fused._norm_gate_kernel, row | {"HAS_NORM": True, "HAS_GATE": True, "EARLY": 0}, fused._warps(4096)),
+        build(fused._norm_gate_kernel, row | {"HAS_NORM": True, "HAS_GATE": True, "PDL": 0}, fused._warps(4096)),
         build(fused._qk_kernel, heads | everything, 2),
         build(fused._silu_mul_kernel, {"WIDTH": 16384, "BLOCK": fused.COLUMNS}, 4),
     ]

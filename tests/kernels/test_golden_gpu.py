@@ -12,7 +12,7 @@ import torch
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
-from sala.backends.torch.fast.gpu_forward import GpuSteps
+from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.kernels import block_selection
 from sala.backends.torch.loader import load_model
 from sala.checkpoint.reader import Checkpoint
@@ -55,26 +55,26 @@ class Run:
         self.data = case.data
         self.config = SalaConfig.load(model)
         self.device, self.num_pages = device, 2048 // self.config.sparse_config.block_size
-        self.chosen: list[np.ndarray] = []
+        self.selected: list[np.ndarray] = []
         self.model = load_model(Checkpoint(model), self.config, dtype, device)
-        self.steps = GpuSteps(self.model, device, 2048, has_graphs=False) if is_fast else None
+        self.steps = GpuForward(self.model, device, 2048, has_graphs=False) if is_fast else None
         self.cache = HybridCache(self.config, self.num_pages, 2, dtype, device)
         ids, count = self.data["input_ids"].tolist(), len(self.data["prefill_logits"])
         ids = ids[: count + num_decode]
         self.sparse_from = self.config.sparse_config.sparse_from(count)
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("choose_prefill", "choose_decode"):
+            for name in ("select_prefill", "select_decode"):
                 patch.setattr(block_selection, name, self.heard(getattr(block_selection, name)))
             cuts = range(0, count, chunk)
             self.prefill = np.concatenate([self.feed(ids[at : min(at + chunk, count)], at) for at in cuts])
-            self.num_prefill = len(self.chosen)
+            self.num_prefill = len(self.selected)
             self.decode = np.concatenate([self.feed(ids[at : at + 1], at) for at in range(count, len(ids))])
 
     def heard(self, choose: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def choose_and_keep(*args: object) -> torch.Tensor:
-            chosen = choose(*args)
-            self.chosen.append(chosen.cpu().numpy())
-            return chosen
+            selected = choose(*args)
+            self.selected.append(selected.cpu().numpy())
+            return selected
 
         return choose_and_keep
 
@@ -103,7 +103,7 @@ class Run:
         if wanted is None:
             return []
         layers = len(self.config.sparse_layers)
-        found = [[row for rows in self.chosen[i : self.num_prefill : layers] for row in rows] for i in range(layers)]
+        found = [[row for rows in self.selected[i : self.num_prefill : layers] for row in rows] for i in range(layers)]
         mine = [as_set(row[head]) for rows in found for head in range(len(rows[0])) for row in rows]
         theirs = [as_set(row) for layer in wanted for head in layer for row in head]
         return [a == b for a, b in zip(mine, theirs, strict=True)]

@@ -15,7 +15,7 @@ from sala.backends.torch.kernels.attention import Config, dense_prefill, sparse_
 from sala.backends.torch.kernels.decode_attention import decode_attention
 from tests.kernels.aot import Build
 from tests.kernels.test_attention import BLOCK, LIMITS, Memory, choose, prefill_build, split_build
-from tests.kernels.test_choice import RELEASED, build
+from tests.kernels.test_block_selection import RELEASED, build
 from tests.kernels.test_steps_gpu import SHAPE, TWO, Both, make_model, row, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -76,17 +76,17 @@ def test_attention_reads_what_the_pages_hold(device: torch.device) -> None:
     wide = [pool.to(torch.float32) for pool in narrow]
     q, table = torch.randn(n, heads, dim, device=device), memory.tables[0]
     positions = torch.arange(start, start + n)
-    chosen = choose(positions, groups, 3, BLOCK).to(device)
+    selected = choose(positions, groups, 3, BLOCK).to(device)
     for pools in (narrow, wide):
         assert pools[0].is_contiguous()
     config = Config(4, 4, 1)
-    found, expected = (sparse_prefill(q, *pools, table, chosen, start, 0.25, config) for pools in (narrow, wide))
+    found, expected = (sparse_prefill(q, *pools, table, selected, start, 0.25, config) for pools in (narrow, wide))
     assert torch.equal(found, expected)
     found, expected = (dense_prefill(q, *pools, table, start, 0.25, config) for pools in (narrow, wide))
     assert torch.equal(found, expected)
     lengths, is_sparse = torch.tensor([start + n], device=device), torch.ones(1, dtype=torch.bool, device=device)
     found, expected = (
-        decode_attention(q[-1:], *pools, memory.tables, lengths, is_sparse, chosen[-1:], 0.25, 16)
+        decode_attention(q[-1:], *pools, memory.tables, lengths, is_sparse, selected[-1:], 0.25, 16)
         for pools in (narrow, wide)
     )
     assert torch.equal(found, expected)
@@ -124,7 +124,7 @@ def test_what_is_too_large_becomes_the_largest() -> None:
 
 def builds_90() -> list[Build]:
     """Read from FP8, computed in bf16, at the released shapes."""
-    append = build(pooling._append_kernel, pooling.append_constants(RELEASED, 128) | {"EARLY": 0}, {"num_warps": 4})
+    append = build(pooling._append_kernel, pooling.append_constants(RELEASED, 128) | {"PDL": 0}, {"num_warps": 4})
     builds = [prefill_build(LIMITS[90], True), split_build(LIMITS[90]), append]
     return [_narrow(build) for build in builds]
 

@@ -217,7 +217,7 @@ def step_build(num_tokens: int, has_output: bool, has_counts: bool, keeps_state:
         "KEEPS_STATE": keeps_state,
         "HAS_NORM": True,
         "HAS_ROPE": True,
-        "EARLY": early,
+        "PDL": early,
     }
     options = {"num_warps": lightning.STEP_WARPS, "enable_fp_fusion": False}
     return Build(lightning._step_kernel, signature, constants, options)

@@ -83,15 +83,6 @@ def test_split_linear(shape: tuple[int, int], config: Config | None, dtype: torc
     assert_near(partials.sum(0), F.linear(x.float(), weight.float()), 1e-5)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
-def test_silu(shape: tuple[int, int], config: Config | None, dtype: torch.dtype, device: torch.device) -> None:
-    n, k = shape
-    gate_up, weight = rows(32, 2 * k, dtype, device), weights(n, k, dtype, device)
-    found = linear.silu_split_linear(gate_up, weight, config)
-    assert torch.equal(found, linear.split_linear(fused.silu_mul(gate_up), weight, config))
-
-
 @pytest.mark.parametrize("config", [None, Config(64, 64, 1, 4, 3), Config(32, 128, 1, 4, 3, is_swapped=False)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_whole_products(
@@ -139,7 +130,7 @@ def test_small_model(dtype: torch.dtype, device: torch.device) -> None:
     """The second half of a layer: hidden size 576, MLP 1536."""
     x, gate_up = rows(32, 576, dtype, device), rows(32, 2 * 1536, dtype, device)
     weight, norm = weights(576, 1536, dtype, device), torch.randn(576, device=device).to(dtype)
-    partials = linear.silu_split_linear(gate_up, weight)
+    partials = linear.split_linear(fused.silu_mul(gate_up), weight)
     assert partials.shape[0] > 1
     total, normed = linear.add_partials_rms_norm(x, partials, 0.25, norm, EPS)
     down = F.linear(fused.silu_mul(gate_up).float(), weight.float()).to(dtype)
@@ -205,9 +196,9 @@ def build(kernel: Any, constants: dict[str, Any], options: dict[str, Any], dtype
 LINEAR = linear._linear_kernel.__name__
 
 
-def linear_build(n: int, k: int, config: Config, has_silu: bool = False, dtype: str = "bf16", rows: int = 32) -> Build:
+def linear_build(n: int, k: int, config: Config, dtype: str = "bf16", rows: int = 32) -> Build:
     number = torch.float32 if dtype == "fp32" else torch.bfloat16
-    constants = linear.constants(rows, n, k, number, config) | {"SPLITS": config.splits, "HAS_SILU": has_silu}
+    constants = linear.constants(rows, n, k, number, config) | {"SPLITS": config.splits}
     return build(linear._linear_kernel, constants, linear.options(config), dtype)
 
 
@@ -216,16 +207,15 @@ def builds_for(capability: int) -> list[Build]:
     limit = LIMITS[capability]
     down = linear._config(4096, 16384, 2, limit)
     pair, tall_pair = (linear._pair_config(rows, 2, limit) for rows in (32, 128))
-    row = {"SPLITS": 4, "WIDTH": 4096, "BLOCK": 4096, "EARLY": 2 if capability >= 90 else 0}
+    row = {"SPLITS": 4, "WIDTH": 4096, "BLOCK": 4096, "PDL": 2 if capability >= 90 else 0}
     if capability >= 90:
-        down, pair = (config._replace(is_early=True) for config in (down, pair))
+        down, pair = (config._replace(uses_pdl=True) for config in (down, pair))
     return [
         linear_build(4096, 4096, linear._config(4096, 4096, 2, limit)),
         linear_build(4096, 16384, down),
-        linear_build(4096, 16384, linear._config(4096, 16384, 2, limit, num_inputs=2), has_silu=True),
         build(linear._gate_up_kernel, linear.constants(32, 16384, 4096, torch.bfloat16, pair), linear.options(pair)),
         build(linear._add_norm_kernel, row, {"num_warps": 32, "enable_fp_fusion": False}),
-        linear_build(576, 1536, linear._config(576, 1536, 4, limit), has_silu=True, dtype="fp32"),
+        linear_build(576, 1536, linear._config(576, 1536, 4, limit), dtype="fp32"),
         *(linear_build(4096, 16384, linear._config(4096, 16384, 2, limit, rows=rows), rows=rows) for rows in (64, 128)),
         build(
             linear._gate_up_kernel,
@@ -258,4 +248,4 @@ def test_compiles(capability: int) -> None:
         assert kernel["spills"] == 0, kernel
         assert kernel["shared"] <= LIMITS[capability], kernel
     if capability == 90:
-        assert all(kernel["has_wgmma"] for kernel in found[:4]), found
+        assert all(kernel["has_wgmma"] for kernel in found[:3]), found

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
-from sala.backends.torch.fast.gpu_forward import GpuSteps, Projection
+from sala.backends.torch.fast.gpu_forward import GpuForward
+from sala.backends.torch.fast.gpu_weights import Projection
 from sala.backends.torch.kernels import fused, linear, packed
 from sala.backends.torch.kernels.packed import Config
 from sala.backends.torch.model import SalaModel
@@ -29,8 +30,8 @@ from sala.backends.torch.quantized_linear import AffineEmbedding, AffineLinear, 
 from sala.checkpoint.packing import quantize
 from sala.protocol import Plan, Row, Sampling
 from tests.kernels.aot import Build
+from tests.kernels.test_gpu_forward import MAX_TOKENS, SHAPE, make_model, tokens
 from tests.kernels.test_linear import LIMITS, rows
-from tests.kernels.test_steps_gpu import MAX_TOKENS, SHAPE, make_model, tokens
 
 FORMATS = [(bits, group_size) for bits in (4, 8) for group_size in (32, 64, 128)]
 N, K = 72, 384  # no whole tiles, no whole blocks of 4 bits
@@ -147,7 +148,7 @@ def check_products(held: packed.PackedWeight, weight: Tensor) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_few_rows_and_many_see_the_same_weights(bits: int, dtype: torch.dtype, device: torch.device) -> None:
     held = affine(N, K, bits, 64, torch.float32, device).for_gpu(dtype, device)
-    found = [packed.linear(some, held) for some in torch.eye(K, dtype=dtype, device=device).split(linear.MOST_ROWS)]
+    found = [packed.linear(some, held) for some in torch.eye(K, dtype=dtype, device=device).split(linear.MAX_ROWS)]
     assert torch.equal(torch.cat(found), packed.expand(held).T)
 
 
@@ -209,10 +210,10 @@ def test_rows_do_not_see_each_other(count: int, bits: int, device: torch.device)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_many_rows(bits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = affine(N, K, bits, 64, torch.float32, device)
-    x = rows(linear.MOST_ROWS + 1, K, torch.float16, device)
+    x = rows(linear.MAX_ROWS + 1, K, torch.float16, device)
     whole = packed.product(x, weight.for_gpu(torch.float16, device))
     assert_near(whole, F.linear(x.float(), dense(weight)), 4e-3)
-    monkeypatch.setattr(packed, "MOST_EXPANDED", 30 * K)
+    monkeypatch.setattr(packed, "MAX_EXPANDED", 30 * K)
     assert_near(packed.product(x, weight.for_gpu(torch.float16, device)), whole)
 
 
@@ -293,7 +294,7 @@ def test_a_packed_model(device: torch.device) -> None:
     config = replace(config, mixer_types=config.mixer_types[:2])
     model = make_model(config)
     twin = quantized(model, lambda name: 8 if "k_proj" in name or "embed" in name else 4)
-    steps = GpuSteps(twin.to(device), device, MAX_TOKENS, has_graphs=device.type == "cuda")
+    steps = GpuForward(twin.to(device), device, MAX_TOKENS, has_graphs=device.type == "cuda")
     assert twin.model.embed_tokens.gpu is twin.lm_head.gpu
     caches = [HybridCache(config, 20, 4, torch.float32, device) for _ in range(2)]
     model = model.to(device)
@@ -436,9 +437,9 @@ def test_splits_are_of_the_shape_alone(limit: int) -> None:
 
 
 def build(capability: int, n: int, k: int, bits: int, group_size: int, count: int, is_pair: bool = False) -> Build:
-    config = packed._config(n, k, bits, LIMITS[capability], count, 1 if is_pair else packed.MOST_SPLITS)
+    config = packed._config(n, k, bits, LIMITS[capability], count, 1 if is_pair else packed.MAX_SPLITS)
     if capability >= 90:
-        config = config._replace(is_early=True)
+        config = config._replace(uses_pdl=True)
     constants = packed.constants(count, n, k, bits, group_size, config, is_pair)
     constants |= {"PITCH": 2 * n, "POWER": packed.POWER if bits == 4 else 0, "HAS_ASM": True}
     pointers = {"x_ptr": "*bf16", "codes_ptr": "*i32", "groups_ptr": "*i32", "x_row": "i32", "out_row": "i32"}

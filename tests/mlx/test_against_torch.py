@@ -70,7 +70,7 @@ def test_activations_of_every_layer(variant: str, tmp_path: Path) -> None:
     write_random(tmp_path / "m", VARIANTS[variant])
     config = SalaConfig.load(tmp_path / "m")
     theirs, ours = open_both(tmp_path / "m")
-    theirs.steps = None  # all through the model itself
+    theirs.fused = None  # all through the model itself
     expected: list[torch.Tensor] = []
     for layer in theirs.model.model.layers:
         layer.register_forward_pre_hook(lambda _, args: expected.append(args[0].clone()))

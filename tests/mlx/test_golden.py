@@ -1,4 +1,4 @@
-"""The MLX backend against the vendor's numbers: logits, chosen blocks, pooled keys, states, keys and values."""
+"""The MLX backend against the vendor's numbers: logits, selected blocks, pooled keys, states, keys and values."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ class Run:
 
     def __init__(self, case: Case, chunk: int, monkeypatch: pytest.MonkeyPatch, shuffled: bool = False) -> None:
         self.data, self.config = case.data, SalaConfig.load(case.model)
-        self.chosen: dict[int, list[np.ndarray]] = {layer: [] for layer in self.config.sparse_layers}
+        self.selected: dict[int, list[np.ndarray]] = {layer: [] for layer in self.config.sparse_layers}
         options = Options(ctx=2048, device=DEVICE, dtype="float32", max_batch=1, snapshots=0)
         self.executor: MlxExecutor = open_executor(Checkpoint(case.model), self.config, options)
         self.listen(monkeypatch)
@@ -41,20 +41,20 @@ class Run:
         pages = np.arange(self.executor.capacity.num_pages)
         self.pages = tuple((np.random.default_rng(0).permutation(pages) if shuffled else pages).tolist())
         self.prefill = self.feed(ids[: self.prompt_len], 0, min(chunk, self.prompt_len))
-        self.num_prefill_choices = len(next(iter(self.chosen.values())))
+        self.num_prefill_choices = len(next(iter(self.selected.values())))
         self.decode = self.feed(ids[self.prompt_len :], self.prompt_len, 1)
         self.span = Span(len(ids) - 1, 1, 0, 0, 0, self.pages)
 
     def listen(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        layers, choose = self.executor.model.model.layers, SparseMixer.choose
+        layers, choose = self.executor.model.model.layers, SparseMixer.select
         layer_of = {id(layers[layer].self_attn): layer for layer in self.config.sparse_layers}
 
         def spy(mixer, *args):
-            chosen = choose(mixer, *args)
-            self.chosen[layer_of[id(mixer)]] += list(np.array(chosen))
-            return chosen
+            selected = choose(mixer, *args)
+            self.selected[layer_of[id(mixer)]] += list(np.array(selected))
+            return selected
 
-        monkeypatch.setattr(SparseMixer, "choose", spy)
+        monkeypatch.setattr(SparseMixer, "select", spy)
 
     def feed(self, ids: list[int], start: int, chunk: int) -> np.ndarray:
         sparse_from = self.config.sparse_config.sparse_from(self.prompt_len)
@@ -87,13 +87,13 @@ def check(run: Run) -> None:
 def check_chosen(run: Run) -> None:
     prefill, decode = run.data.get("prefill_topk_idx"), run.data.get("decode_topk_idx")
     for number, layer in enumerate(run.config.sparse_layers):
-        chosen = run.chosen[layer]
+        selected = run.selected[layer]
         if prefill is not None:
             expected = prefill[number].swapaxes(0, 1)  # [row, head, k]
             assert run.num_prefill_choices == len(expected)
-            assert sets(chosen[: len(expected)]) == sets(expected)
+            assert sets(selected[: len(expected)]) == sets(expected)
         if decode is not None:
-            assert sets(chosen[run.num_prefill_choices :]) == sets(decode[:, number])
+            assert sets(selected[run.num_prefill_choices :]) == sets(decode[:, number])
 
 
 def sets(choices) -> list[list[set[int]]]:

@@ -83,7 +83,7 @@ def test_lightning_at_sizes(orders: Shim, num: int) -> None:
 
 @pytest.mark.parametrize("num", SIZES)
 def test_sparse_at_sizes(orders: Shim, num: int) -> None:
-    """At the beginning of a sequence, and where it has more blocks than are chosen, across the end of one."""
+    """At the beginning of a sequence, and where it has more blocks than are selected, across the end of one."""
     for start in (0, 600):
         scene = Scene(num, start, 1, 3, 64, mx.float32, FEW_BLOCKS)
         rng = np.random.default_rng(num)

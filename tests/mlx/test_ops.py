@@ -88,13 +88,13 @@ def test_the_same_blocks_are_chosen(geometry: SparseConfig, length: int, monkeyp
     count = -(-length // geometry.block_size)
     scores = torch_sparse.block_scores(windows_, count, geometry)
     close(sparse.block_scores(mx.array(windows_.numpy()), count, geometry), scores, 0)
-    want = torch_sparse.choose_blocks(scores, positions_, geometry)
-    close(sparse.choose_blocks(mx.array(scores.numpy()), positions, geometry), want, 0)
+    want = torch_sparse.top_blocks(scores, positions_, geometry)
+    close(sparse.top_blocks(mx.array(scores.numpy()), positions, geometry), want, 0)
     whole = sparse.select_blocks(queries, *pooled, positions, count, geometry, 0.35)
     monkeypatch.setitem(sparse.TILE_BYTES, DEVICE, 20_000)
     tiles = sparse.select_blocks(queries, *pooled, positions, count, geometry, 0.35)
     np.testing.assert_array_equal(np.array(whole), np.array(tiles))
-    if count <= geometry.num_chosen:  # all that exist, in another order
+    if count <= geometry.num_selected:  # all that exist, in another order
         np.testing.assert_array_equal(np.sort(np.array(whole)), np.sort(want.numpy()))
 
 
@@ -104,10 +104,10 @@ def test_attention_over_chosen_blocks(tile: int, monkeypatch: pytest.MonkeyPatch
     rng = np.random.default_rng(0)
     (q, k, v), (q_, k_, v_) = both(normal(40, 6, 8), normal(2, 9, 16, 8), normal(2, 9, 16, 8, seed=1))
     table, positions = rng.permutation(9)[:6].astype(np.int32), np.arange(50, 90, dtype=np.int32)
-    chosen = np.stack([[rng.permutation(6)[:4] for _ in range(2)] for _ in range(40)]).astype(np.int32)
-    chosen[..., 0] = positions[:, None] // 16  # its own block, so that something is seen
-    chosen[3:9, :, 2:] = -1
-    ours, theirs = both(table, chosen, positions)
+    selected = np.stack([[rng.permutation(6)[:4] for _ in range(2)] for _ in range(40)]).astype(np.int32)
+    selected[..., 0] = positions[:, None] // 16  # its own block, so that something is seen
+    selected[3:9, :, 2:] = -1
+    ours, theirs = both(table, selected, positions)
     got = sparse.sparse_attention(q, k, v, *ours, 0.3)
     want = torch_sparse.sparse_attention(q_, k_, v_, *(x.long() for x in theirs), 0.3)
     close(got, want)

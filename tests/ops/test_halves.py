@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from sala.backends.torch.executor import TorchExecutor, open_executor
-from sala.backends.torch.half_linear import HalfLinear, put_halves
+from sala.backends.torch.half_linear import HalfLinear, put_half_linears
 from sala.backends.torch.kernels import native
-from sala.backends.torch.quantized_linear import FEW_ROWS
+from sala.backends.torch.quantized_linear import DECODE_ROWS
 from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 def half_of(linear: nn.Linear) -> HalfLinear:
     model = nn.Sequential(linear)
-    put_halves(model)
+    put_half_linears(model)
     assert isinstance(model[0], HalfLinear)
     return model[0]
 
@@ -43,13 +43,13 @@ def test_the_linear_in_fp32(monkeypatch: pytest.MonkeyPatch, dtype: str, shape: 
     half = half_of(linear)
     assert half.weight is linear.weight
     assert torch.equal(half.widen(0, shape[0]), linear.weight.float())
-    x = torch.randn(FEW_ROWS + 3, shape[1])
+    x = torch.randn(DECODE_ROWS + 3, shape[1])
     wanted = F.linear(x.double(), linear.weight.double(), linear.bias.double())
     bound = 1e-5 * wanted.abs().amax(0)
-    for rows in (1, 2, 3, 5, 8, 15, FEW_ROWS, FEW_ROWS + 3):
+    for rows in (1, 2, 3, 5, 8, 15, DECODE_ROWS, DECODE_ROWS + 3):
         found = half(x[:rows])
         assert ((found - wanted[:rows]).abs().amax(0) <= bound).all()
-        if rows <= FEW_ROWS:
+        if rows <= DECODE_ROWS:
             assert torch.equal(found[0], half(x[0]))  # the same bits, alone or among others
     assert half(x.to(DTYPES[dtype]).view(1, *x.shape)).dtype == DTYPES[dtype]
 
@@ -57,7 +57,7 @@ def test_the_linear_in_fp32(monkeypatch: pytest.MonkeyPatch, dtype: str, shape: 
 def test_where_the_processor_multiplies_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "multiplies_in", lambda dtype: dtype == "bfloat16")
     half = half_of(nn.Linear(64, 32).bfloat16())
-    x = torch.randn(FEW_ROWS + 1, 64).bfloat16()
+    x = torch.randn(DECODE_ROWS + 1, 64).bfloat16()
     torch.testing.assert_close(half(x), F.linear(x, half.weight) + half.bias)
 
 
@@ -65,7 +65,7 @@ def test_where_the_processor_multiplies_so(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_left_alone() -> None:
     model = nn.ModuleDict({"wide": nn.Linear(16, 16), "odd": nn.Linear(24, 16).bfloat16(), "low": nn.Linear(32, 8)})
     model["low"].half()
-    put_halves(model)
+    put_half_linears(model)
     assert [type(module) for module in model.values()] == [nn.Linear, nn.Linear, HalfLinear]
 
 
@@ -80,13 +80,13 @@ def test_a_step_is_nearer_to_fp32_than_16_bits_are(tmp_path: Path, dtype: str, s
     """Keys and values are rounded to 16 bits, and nothing else."""
     write_random(tmp_path / "m", replace(TINY, dtype=dtype))
     exact, found, rounded = (open_model(tmp_path / "m", dtype=kind) for kind in ("float32", dtype, dtype))
-    assert found.steps is not None
-    rounded.steps = None
+    assert found.fused is not None
+    rounded.fused = None
     pages = tuple(range(found.capacity.num_pages))
     rng = np.random.default_rng(0)
     errors = {"native": 0.0, "model": 0.0}
-    for start in range(0, 320, FEW_ROWS):
-        row = Row(tuple(rng.integers(0, 256, FEW_ROWS).tolist()), start, pages, 1, sparse_from)
+    for start in range(0, 320, DECODE_ROWS):
+        row = Row(tuple(rng.integers(0, 256, DECODE_ROWS).tolist()), start, pages, 1, sparse_from)
         wanted = exact.logits(row)
         errors["native"] += float(np.linalg.norm(found.logits(row) - wanted) / np.linalg.norm(wanted))
         errors["model"] += float(np.linalg.norm(rounded.logits(row) - wanted) / np.linalg.norm(wanted))

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.executor import TorchExecutor, open_executor
+from sala.backends.torch.fast import cpu_ops
+from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.kernels import native
-from sala.backends.torch.ops import sparse as sparse_ops
-from sala.backends.torch.ops.lightning import decay_slopes, lightning_fold, lightning_step
-from sala.backends.torch.ops.sparse import attend_chosen, sparse_attention
-from sala.backends.torch.quantized_linear import FEW_ROWS
+from sala.backends.torch.ops.lightning import decay_slopes, lightning_step
+from sala.backends.torch.ops.sparse import sparse_attention
+from sala.backends.torch.quantized_linear import DECODE_ROWS
 from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig, SparseConfig
@@ -59,9 +60,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def executor(path: Path, is_native: bool = True) -> TorchExecutor:
     made = open_executor(Checkpoint(path), SalaConfig.load(path), Options(ctx=2048, device="cpu", max_batch=3))
-    assert made.steps is not None
+    assert made.fused is not None
     if not is_native:
-        made.steps = None
+        made.fused = None
     return made
 
 
@@ -86,7 +87,7 @@ def numbers(made: TorchExecutor, pages: tuple[int, ...], length: int, slot: int)
 
 @torch.inference_mode()
 def hidden(made: TorchExecutor, *rows: Row) -> Tensor:
-    return made.forward(pack(Plan(rows), made.device), made.cache)
+    return made.forward(pack(Plan(rows), made.device, made.ops), made.cache)
 
 
 def check_against_the_model(path: Path, length: int, sparse_from: int, sizes: tuple[int, ...]) -> None:
@@ -111,7 +112,7 @@ def check_against_the_model(path: Path, length: int, sparse_from: int, sizes: tu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("length", "is_sparse"), [(1, False), (17, False), (700, False), (301, True), (1290, True)])
 def test_the_step_is_the_model(models: Path, shape: str, length: int, is_sparse: bool) -> None:
-    sizes = (1, 2, 3, 4, 5, 6, 7, 8, FEW_ROWS, 1, 1)
+    sizes = (1, 2, 3, 4, 5, 6, 7, 8, DECODE_ROWS, 1, 1)
     check_against_the_model(models / shape, length, 0 if is_sparse else 4096, sizes)
 
 
@@ -141,7 +142,7 @@ def test_drafts_get_the_bits_of_plain_decoding(models: Path, shape: str, sparse_
     try:
         torch.set_num_threads(threads)
         row = Row(answer, 260, pages, 1, sparse_from, Sampling(temperature=0), num_drafts=4)
-        batch = pack(Plan((row,)), drafted.device)
+        batch = pack(Plan((row,)), drafted.device, drafted.ops)
         with torch.inference_mode():
             found = drafted.forward(batch, drafted.cache)
             drafted.cache.fold(batch, [5])
@@ -179,7 +180,7 @@ def test_the_same_tokens_every_way(models: Path, shape: str) -> None:
     def answer(is_native: bool = True, **options: object) -> list[int]:
         llm = LLM(models / shape, device="cpu", ctx=2048, **options)  # type: ignore[arg-type]
         if not is_native:
-            llm._executor.steps = None  # type: ignore[attr-defined]
+            llm._executor.fused = None  # type: ignore[attr-defined]
         return llm.generate(prompt, **settings).token_ids  # type: ignore[arg-type]
 
     wanted = answer(is_native=False)
@@ -195,7 +196,7 @@ def test_the_fold_is_the_recurrence(tokens: int, dim: int) -> None:
     k, v = torch.randn(2, tokens, heads, dim)
     state, slopes = torch.randn(heads, dim, dim), decay_slopes(heads)
     with torch.inference_mode():
-        found = lightning_fold(k, v, state, slopes)
+        found = select_ops().lightning_fold(k, v, state, slopes)
     wanted = state[None]
     for i in range(tokens):
         _, wanted = lightning_step(k[i : i + 1], k[i : i + 1], v[i : i + 1], wanted, slopes, 1.0)
@@ -207,38 +208,38 @@ def test_what_the_kernels_leave_alone(models: Path, tmp_path: Path) -> None:
     made = open_executor(
         Checkpoint(tmp_path / "odd"), SalaConfig.load(tmp_path / "odd"), Options(ctx=512, device="cpu")
     )
-    assert made.steps is None
-    long = pack(Plan((Row(some_tokens(FEW_ROWS + 1, 0), 0, (0,), 0, 4096),)), torch.device("cpu"))
-    steps = executor(models / "tiny").steps
+    assert made.fused is None
+    long = pack(Plan((Row(some_tokens(DECODE_ROWS + 1, 0), 0, (0,), 0, 4096),)), torch.device("cpu"))
+    steps = executor(models / "tiny").fused
     assert steps is not None
     assert not steps.can_run(long)
 
 
 @dataclass
 class Chosen:
-    """Queries, pages in no order and what was chosen of them: what `sparse_attention` takes."""
+    """Queries, pages in no order and what was selected of them: what `sparse_attention` takes."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     table: Tensor
-    chosen: Tensor
+    selected: Tensor
     positions: Tensor
     scale: float
 
     def arguments(self, rows: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
-        q, chosen, positions = self.q[rows], self.chosen[rows], self.positions[rows]
-        return q, self.k, self.v, self.table, chosen, positions, self.scale
+        q, selected, positions = self.q[rows], self.selected[rows], self.positions[rows]
+        return q, self.k, self.v, self.table, selected, positions, self.scale
 
     def natively(self, rows: slice = slice(None)) -> Tensor:
         with torch.inference_mode():
-            return attend_chosen(*self.arguments(rows))
+            return select_ops().sparse_attention(*self.arguments(rows))
 
     def with_nan(self) -> "Chosen":
         """NaN in all that no query sees."""
         k, v = (torch.full_like(pages, float("nan")) for pages in (self.k, self.v))
         block_size = k.shape[2]
-        for ids, position in zip(self.chosen.tolist(), self.positions.tolist(), strict=True):
+        for ids, position in zip(self.selected.tolist(), self.positions.tolist(), strict=True):
             for group, blocks in enumerate(ids):
                 for block in (block for block in blocks if block >= 0):
                     page, seen = self.table[block], max(0, position + 1 - block * block_size)
@@ -328,7 +329,7 @@ def test_attention_sees_nothing_else(block_size: int) -> None:
 
 def test_attention_to_nothing() -> None:
     case = some_choices(3)
-    case.chosen[1] = -1
+    case.selected[1] = -1
     torch.testing.assert_close(case.natively(), sparse_attention(*case.arguments()), rtol=1e-5, atol=1e-5)
     assert case.natively(slice(0, 0)).shape == (0, 9, 64)
 
@@ -337,7 +338,7 @@ def test_attention_that_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*_: object) -> Tensor:
         raise AssertionError("the kernel ran")
 
-    monkeypatch.setattr(sparse_ops, "_attend_natively", fail)
+    monkeypatch.setattr(cpu_ops, "attend", fail)
     cases = {
         "odd heads": some_choices(3, dim=24),
         "narrow heads": some_choices(3, dim=8),
@@ -350,7 +351,7 @@ def test_attention_that_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(case.natively(), sparse_attention(*case.arguments())), name
     case = some_choices(3)
     case.q.requires_grad_()
-    attend_chosen(*case.arguments()).sum().backward()
+    select_ops().sparse_attention(*case.arguments()).sum().backward()
     assert case.q.grad is not None
     monkeypatch.setattr(native, "load", lambda: None)
     assert torch.equal(case.natively(), sparse_attention(*case.arguments()))

@@ -16,7 +16,7 @@ from sala.backends.torch.ops.lightning import (
 )
 from sala.backends.torch.ops.norm import rms_norm
 from sala.backends.torch.ops.rope import apply_rope, rope_angles
-from sala.backends.torch.ops.sparse import block_scores, choose_blocks, pool_keys, select_blocks, sparse_attention
+from sala.backends.torch.ops.sparse import block_scores, pool_keys, select_blocks, sparse_attention, top_blocks
 from sala.config import SparseConfig
 
 SPARSE = SparseConfig(kernel_size=8, kernel_stride=4, init_blocks=1, block_size=16, window_size=32, topk=4, dense_len=0)
@@ -138,13 +138,13 @@ def test_forced_blocks_and_ties() -> None:
     scores = torch.zeros(1, 1, 12)
     scores[0, 0, 4:7] = 1.0  # three equal scores for two places: the lowest ids win
     position = torch.tensor([11 * 16 + 3])
-    chosen = choose_blocks(scores, position, SPARSE)[0, 0].tolist()
-    assert sorted(chosen) == [0, 4, 5, 9, 10, 11]
+    selected = top_blocks(scores, position, SPARSE)[0, 0].tolist()
+    assert sorted(selected) == [0, 4, 5, 9, 10, 11]
 
 
 def test_fewer_blocks_than_places() -> None:
-    chosen = choose_blocks(torch.zeros(1, 1, 3), torch.tensor([20]), SPARSE)[0, 0].tolist()
-    assert sorted(chosen) == [-1, 0, 1]
+    selected = top_blocks(torch.zeros(1, 1, 3), torch.tensor([20]), SPARSE)[0, 0].tolist()
+    assert sorted(selected) == [-1, 0, 1]
 
 
 def test_the_future_is_never_chosen() -> None:
@@ -152,12 +152,12 @@ def test_the_future_is_never_chosen() -> None:
     q, keys = rand(n, 4, dim), rand(groups, n, dim, seed=1)
     k1, k2 = pool_keys(keys, 8, 4), pool_keys(keys, 32, 16)
     positions = torch.arange(n)
-    chosen = select_blocks(q, k1, k2, positions, 13, SPARSE, dim**-0.5)
-    assert bool((chosen <= (positions // 16)[:, None, None]).all())
+    selected = select_blocks(q, k1, k2, positions, 13, SPARSE, dim**-0.5)
+    assert bool((selected <= (positions // 16)[:, None, None]).all())
     q2, keys2 = q.clone(), keys.clone()
     q2[100:], keys2[:, 100:] = 7.0, -7.0  # another future, the same choice
     again = select_blocks(q2, pool_keys(keys2, 8, 4), pool_keys(keys2, 32, 16), positions, 13, SPARSE, dim**-0.5)
-    assert torch.equal(chosen[:100], again[:100])
+    assert torch.equal(selected[:100], again[:100])
 
 
 def test_tiles_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,17 +180,17 @@ def test_sparse_attention_is_dense_attention_over_the_chosen(tile_bytes: int, mo
     table = torch.tensor([7, 0, 3, 8, 2])
     k_pages, v_pages = rand(groups, num_pages, block, dim), rand(groups, num_pages, block, dim, seed=1)
     q, positions = rand(n, heads, dim, seed=2), torch.arange(n)
-    chosen = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(i))[:3] for i in range(2 * n)])
-    chosen = chosen.view(n, groups, 3)
+    selected = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(i))[:3] for i in range(2 * n)])
+    selected = selected.view(n, groups, 3)
     own = (positions // block)[:, None, None]
-    chosen = chosen.masked_fill(chosen >= own, -1)
-    chosen[:, :, :1] = own
-    got = sparse_attention(q, k_pages, v_pages, table, chosen, positions, 0.4)
+    selected = selected.masked_fill(selected >= own, -1)
+    selected[:, :, :1] = own
+    got = sparse_attention(q, k_pages, v_pages, table, selected, positions, 0.4)
     keys, values = (pages[:, table].flatten(1, 2) for pages in (k_pages, v_pages))
     for t in range(n):
         for head in range(heads):
             group = head // 2
-            seen = [j for j in range(t + 1) if j // block in chosen[t, group].tolist()]
+            seen = [j for j in range(t + 1) if j // block in selected[t, group].tolist()]
             want = (0.4 * keys[group, seen] @ q[t, head]).softmax(0) @ values[group, seen]
             torch.testing.assert_close(got[t, head], want, atol=1e-5, rtol=1e-5)
 
@@ -200,8 +200,8 @@ def test_cost_of_a_sparse_row_is_bounded() -> None:
     counts = set()
     for num_blocks in (20, 200, 2000):
         position = torch.tensor([num_blocks * 16 - 1])
-        counts.add(choose_blocks(rand(1, 1, num_blocks), position, SPARSE).shape[-1])
-    assert counts == {SPARSE.num_chosen}
+        counts.add(top_blocks(rand(1, 1, num_blocks), position, SPARSE).shape[-1])
+    assert counts == {SPARSE.num_selected}
 
 
 @pytest.mark.parametrize(("processors", "wanted"), [(132, 8448), (108, 6912), (128, 8192), (20, 7680), (200, 12800)])

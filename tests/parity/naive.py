@@ -117,7 +117,7 @@ class NaiveModel:
                 if kv_len < s["dense_len"]:
                     tokens = list(range(t + 1))
                 else:
-                    blocks = self.choose(q[t, g * group : (g + 1) * group], k[: t + 1, g], s)
+                    blocks = self.select(q[t, g * group : (g + 1) * group], k[: t + 1, g], s)
                     tokens = [j for j in range(t + 1) if j // s["block_size"] in blocks]
                 for head in mine:
                     score = k[tokens, g] @ q[t, head] / math.sqrt(dim)
@@ -128,7 +128,7 @@ class NaiveModel:
             out = out * sigmoid(h @ self.w[p + "o_gate.weight"].T)
         return out @ self.w[p + "o_proj.weight"].T
 
-    def choose(self, q, keys, s) -> set[int]:
+    def select(self, q, keys, s) -> set[int]:
         """q: the group's heads at the last of the positions that `keys` covers."""
         size, stride, block = s["kernel_size"], s["kernel_stride"], s["block_size"]
         position = len(keys) - 1

@@ -1,4 +1,4 @@
-"""Against the vendor's numbers: logits, chosen blocks, pooled keys, states, keys and values, hidden states."""
+"""Against the vendor's numbers: logits, selected blocks, pooled keys, states, keys and values, hidden states."""
 
 import numpy as np
 import pytest
@@ -23,27 +23,27 @@ class Run:
     def __init__(self, case: Case, chunk: int, monkeypatch: pytest.MonkeyPatch, shuffled: bool = False) -> None:
         self.case, self.data = case, case.data
         self.config = SalaConfig.load(case.model)
-        self.chosen: dict[int, list[np.ndarray]] = {layer: [] for layer in self.config.sparse_layers}
+        self.selected: dict[int, list[np.ndarray]] = {layer: [] for layer in self.config.sparse_layers}
         self.executor: TorchExecutor = open_executor(
             Checkpoint(case.model), self.config, Options(ctx=2048, device=DEVICE, dtype="float32")
         )
         mixers = {layer: self.executor.model.model.layers[layer].self_attn for layer in self.config.sparse_layers}
         layer_of = {id(mixer): layer for layer, mixer in mixers.items()}
-        choose = SparseMixer.choose
+        choose = SparseMixer.select
 
         def spy(mixer, span, q, positions, pages):
-            chosen = choose(mixer, span, q, positions, pages)
-            self.chosen[layer_of[id(mixer)]] += list(chosen.cpu().numpy())
-            return chosen
+            selected = choose(mixer, span, q, positions, pages)
+            self.selected[layer_of[id(mixer)]] += list(selected.cpu().numpy())
+            return selected
 
-        monkeypatch.setattr(SparseMixer, "choose", spy)
+        monkeypatch.setattr(SparseMixer, "select", spy)
         ids = self.data["input_ids"].tolist()
         self.prompt_len = len(self.data["prefill_logits"])
         pages = np.arange(self.executor.capacity.num_pages)
         self.pages = tuple((np.random.default_rng(0).permutation(pages) if shuffled else pages).tolist())
         chunk = min(chunk, self.prompt_len)
         self.prefill = self.feed(ids[: self.prompt_len], 0, chunk)
-        self.num_prefill_choices = len(next(iter(self.chosen.values())))
+        self.num_prefill_choices = len(next(iter(self.selected.values())))
         self.decode = self.feed(ids[self.prompt_len :], self.prompt_len, 1)
         self.length = len(ids)
 
@@ -101,14 +101,14 @@ def check_chosen(run: Run) -> None:
     prefill = run.data.get("prefill_topk_idx")
     decode = run.data.get("decode_topk_idx")
     for number, layer in enumerate(run.config.sparse_layers):
-        chosen = run.chosen[layer]
+        selected = run.selected[layer]
         if prefill is not None:
             assert run.num_prefill_choices == prefill.shape[2]
             for row in range(prefill.shape[2]):
                 for head in range(prefill.shape[1]):
-                    assert as_set(chosen[row][head]) == as_set(prefill[number, head, row])
+                    assert as_set(selected[row][head]) == as_set(prefill[number, head, row])
         if decode is not None:
-            steps = chosen[run.num_prefill_choices :]
+            steps = selected[run.num_prefill_choices :]
             assert len(steps) == len(decode)
             for step, expected in zip(steps, decode, strict=True):
                 for head in range(expected.shape[1]):

@@ -15,7 +15,7 @@ import sala
 from sala.backends.torch import quantized_linear as quant
 from sala.backends.torch.kernels import native
 from sala.backends.torch.ops import affine
-from sala.backends.torch.quantized_linear import FEW_ROWS, AffineEmbedding, AffineLinear, AffineWeight
+from sala.backends.torch.quantized_linear import DECODE_ROWS, AffineEmbedding, AffineLinear, AffineWeight
 from sala.checkpoint.names import check_tensors
 from sala.checkpoint.packing import Packed, dequantize, quantize, unpack
 from sala.checkpoint.random import TINY, write_random
@@ -144,13 +144,13 @@ def test_the_kernel_against_the_reference(bits: int, group_size: int, dtype: str
         pytest.skip("no C++ compiler")
     plain = linear.packed.rows(slice(None))
     torch.testing.assert_close(linear.expand(0, shape[0]), plain, rtol=1e-6, atol=2e-7 * float(plain.abs().max()))
-    x = torch.from_numpy(rng.standard_normal((FEW_ROWS + 3, shape[1])).astype(np.float32))
+    x = torch.from_numpy(rng.standard_normal((DECODE_ROWS + 3, shape[1])).astype(np.float32))
     wanted = F.linear(x.double(), plain.double())
     bound = 1e-5 * wanted.abs().amax(0)
-    for rows in (1, 2, 3, 5, 8, 15, FEW_ROWS, FEW_ROWS + 3):
+    for rows in (1, 2, 3, 5, 8, 15, DECODE_ROWS, DECODE_ROWS + 3):
         found = linear(x[:rows])
         assert ((found - wanted[:rows]).abs().amax(0) <= bound).all()
-        if rows <= FEW_ROWS:
+        if rows <= DECODE_ROWS:
             assert torch.equal(found[0], linear(x[0]))  # the same bits, alone or among others
     half = linear(x[:2].bfloat16())
     assert half.dtype == torch.bfloat16

@@ -21,7 +21,7 @@ def test_the_release() -> None:
     config = SalaConfig.load(DATA / "released")
     assert config.sparse_layers == (0, 9, 16, 17, 22, 29, 30, 31)
     assert len(config.lightning_layers) == 24
-    assert config.sparse_config.num_chosen == 96
+    assert config.sparse_config.num_selected == 96
     assert config.sparse_config.agreement_len == 6144
     assert config.eos_token_id == (2, 73440)
     assert config.residual_scale == pytest.approx(0.2474874)

@@ -163,10 +163,10 @@ class SparseMixer(Module):
 
     def attend_sparse(self, span: Span, q: mx.array, start: int, pages: KVPages) -> mx.array:
         positions = mx.arange(start, span.end, dtype=mx.int32)
-        chosen = mx.stop_gradient(self.choose(span, q, positions, pages))  # a choice has no gradient
-        return sparse_attention(q, pages.k, pages.v, span.table, chosen, positions, self.head_dim**-0.5)
+        selected = mx.stop_gradient(self.select(span, q, positions, pages))  # a choice has no gradient
+        return sparse_attention(q, pages.k, pages.v, span.table, selected, positions, self.head_dim**-0.5)
 
-    def choose(self, span: Span, q: mx.array, positions: mx.array, pages: KVPages) -> mx.array:
+    def select(self, span: Span, q: mx.array, positions: mx.array, pages: KVPages) -> mx.array:
         """The blocks each query attends to, [n, G, C]."""
         k1, k2 = pages.pooled(span, span.end)
         num_blocks = -(-span.end // self.sparse.block_size)

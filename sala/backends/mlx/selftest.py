@@ -242,13 +242,13 @@ class Scene:
         pages = (_normal(rng, shape, self.dtype) for _ in range(2))
         positions = mx.arange(self.start, self.end)
         scores = mx.array(rng.random((self.num, self.groups, self.num_blocks), np.float32))
-        chosen = sparse.choose_blocks(scores, positions, self.sparse)
+        selected = sparse.top_blocks(scores, positions, self.sparse)
         q = _normal(rng, (self.num, self.groups * self.per_group, self.dim), self.dtype)
-        return q, *pages, table, chosen, positions, self.dim**-0.5
+        return q, *pages, table, selected, positions, self.dim**-0.5
 
 
 def scenes(kind: Kind) -> list[Scene]:
-    """From the first token, where nothing is to be chosen, to more blocks than are."""
+    """From the first token, where nothing is to be selected, to more blocks than are."""
     sizes = ((1, 0, 1), (63, 0, 2), (1, 1087, 2), (5, 700, 3), (1, 5000, 1))
     return [Scene(*size, kind.per_group, kind.dim, kind.dtype) for size in sizes]
 

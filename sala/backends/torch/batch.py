@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from sala.backends.torch.ops.table import REFERENCE, Ops
 from sala.protocol import Plan, Row
 
 
@@ -57,9 +58,10 @@ class Sequences:
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
     lengths: tuple[int, ...]
+    ops: Ops = REFERENCE
 
 
-def whole(tokens: Tensor, lengths: Sequence[int] | None = None) -> Sequences:
+def whole(tokens: Tensor, lengths: Sequence[int] | None = None, ops: Ops = REFERENCE) -> Sequences:
     """tokens [B, n], a sequence per row; or [T] with the lengths of the sequences packed in it."""
     if lengths is None:
         lengths = (tokens.shape[1],) * tokens.shape[0]
@@ -68,7 +70,7 @@ def whole(tokens: Tensor, lengths: Sequence[int] | None = None) -> Sequences:
         positions = torch.arange(lengths[0], device=tokens.device).repeat(len(lengths))
     else:
         positions = torch.cat(list(starts))
-    return Sequences(tokens.flatten(), positions, tuple(lengths))
+    return Sequences(tokens.flatten(), positions, tuple(lengths), ops)
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Batch:
     ids: tuple[int, ...]  # tokens of all spans, one after another
     spans: tuple[Span, ...]
     device: torch.device
+    ops: Ops = REFERENCE
     pending: list[Pending] = field(default_factory=list)  # filled by the lightning layers
     settle: list[Callable[[Sequence[int]], None]] = field(default_factory=list)  # or by whoever runs them faster
     angles: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)  # RoPE, by dimension and theta
@@ -104,9 +107,10 @@ class Batch:
         return [row for i in indices for row in range(ends[i] - 1 - self.spans[i].num_drafts, ends[i])]
 
 
-def pack(plan: Plan, device: torch.device) -> Batch:
+def pack(plan: Plan, device: torch.device, ops: Ops = REFERENCE) -> Batch:
+    """Return the rows of a plan as one batch, which the model runs by `ops`."""
     ids = tuple(token for row in plan.rows for token in row.tokens)
-    return Batch(ids, tuple(_span(row, device) for row in plan.rows), device)
+    return Batch(ids, tuple(_span(row, device) for row in plan.rows), device, ops)
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

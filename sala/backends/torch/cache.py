@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sala.backends.torch.batch import Batch, Span
-from sala.backends.torch.ops.lightning import lightning_fold
 from sala.backends.torch.ops.sparse import pool_keys
 from sala.config import SalaConfig, SparseConfig
 
@@ -58,7 +57,7 @@ class KVPages:
         self.k1, self.k2 = pool(block // stride, dtype), pool(block // (4 * stride), dtype)
 
     @property
-    def is_narrow(self) -> bool:
+    def is_fp8(self) -> bool:
         return self.k.dtype == FP8
 
     def append(self, span: Span, k: Tensor, v: Tensor) -> None:
@@ -92,7 +91,7 @@ class KVPages:
 
     def _wide(self, pool: Tensor, span: Span, start: int, end: int) -> Tensor:
         rows = _read(raw(pool), span, start, end)
-        return rows.view(FP8).to(self.dtype) if self.is_narrow else rows
+        return rows.view(FP8).to(self.dtype) if self.is_fp8 else rows
 
     def blocks(self, span: Span) -> tuple[Tensor, Tensor]:
         """All keys and values of the sequence as pages [G, N, B, D] of their own, one per block, in order."""
@@ -160,7 +159,7 @@ class HybridCache:
             settle(num_accepted)
         for wait in batch.pending:
             slot, count = batch.spans[wait.span].slot, num_accepted[wait.span]
-            wait.states[slot] = lightning_fold(wait.k[:count], wait.v[:count], wait.states[slot], wait.slopes)
+            wait.states[slot] = batch.ops.lightning_fold(wait.k[:count], wait.v[:count], wait.states[slot], wait.slopes)
 
     def copy_page(self, source: int, target: int, num_rows: int) -> None:
         for layer in self.pages.values():

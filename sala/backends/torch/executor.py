@@ -12,8 +12,7 @@ from torch import Tensor
 from sala.backends.capacity import share_memory
 from sala.backends.torch.batch import Batch, pack, take
 from sala.backends.torch.cache import FP8, HybridCache, raw
-from sala.backends.torch.fast.cpu_decode import find_steps
-from sala.backends.torch.half_linear import put_halves
+from sala.backends.torch.fast.dispatch import keep_packed, put_kernel_linears, select_forward, select_ops
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.sampler import draw_all, verify
@@ -38,33 +37,35 @@ class TorchExecutor:
         device: torch.device,
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
+        kernels: str = "auto",
+        prefill: str = "auto",
     ) -> None:
-        """`kv_dtype`: of keys and values, if not that of the rest."""
+        """`kv_dtype` is that of keys and values, if not `dtype`; for `kernels` and `prefill` see `Options`."""
         self.model = model
         self.capacity = capacity
         self.device = device
         self.dtype = dtype
         self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype, device, kv_dtype)
-        is_plain = kv_dtype is None or device.type == "cuda"  # the CPU's own steps read no FP8
-        self.steps = find_steps(model, device, capacity.max_tokens) if is_plain else None
+        self.ops = select_ops(kernels)
+        self.fused = select_forward(model, device, capacity.max_tokens, kernels, prefill, kv_dtype)
         self._pulse = torch.zeros(1, device=device)  # for `probe`, which must not ask for memory
 
     def forward(
         self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
     ) -> Tensor:
-        """The model, by the faster way where there is one → hidden states of the wanted rows, or of all."""
-        if self.steps is not None and self.steps.can_run(batch):
-            return self.steps(batch, cache, num_layers, wanted)
+        """Run the fused forward if it takes this batch, else the model → hidden states of `wanted` rows, or of all."""
+        if self.fused is not None and self.fused.can_run(batch):
+            return self.fused(batch, cache, num_layers, wanted)
         hidden: Tensor = self.model(batch, cache, num_layers)
         return hidden if wanted is None else take(hidden, wanted)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] → logits [n, vocab] in fp32."""
-        return self.model.logits(hidden) if self.steps is None else self.steps.logits(hidden)
+        return self.model.logits(hidden) if self.fused is None else self.fused.logits(hidden)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Result:
-        batch = pack(plan, self.device)
+        batch = pack(plan, self.device, self.ops)
         sampling = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
         hidden = self.forward(batch, self.cache, wanted=batch.drawing_rows(sampling))
         sampled: list[Any] = [()] * len(plan.rows)
@@ -83,7 +84,7 @@ class TorchExecutor:
         cache = self.cache.for_drafts([row.slot for row in plan.rows], num_layers)
         guesses: list[list[int]] = [[] for _ in rows]
         for _ in range(count):
-            batch = pack(Plan(tuple(rows)), self.device)
+            batch = pack(Plan(tuple(rows)), self.device, self.ops)
             hidden = self.forward(batch, cache, num_layers, batch.drawing_rows(list(range(len(rows)))))
             logits = self.scores(hidden)
             for index, (row, sampled) in enumerate(
@@ -97,7 +98,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def logits(self, row: Row) -> Any:
-        batch = pack(Plan((row,)), self.device)
+        batch = pack(Plan((row,)), self.device, self.ops)
         return self.scores(self.forward(batch, self.cache)).cpu().numpy()
 
     @torch.inference_mode()
@@ -162,8 +163,8 @@ def _tensor(blob: Blob, like: Tensor) -> Tensor:
 def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) -> TorchExecutor:
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config)
-    model = load_model(checkpoint, config, dtype, device)
-    put_halves(model)
+    model = load_model(checkpoint, config, dtype, device, is_expanded=not keep_packed(options, device, dtype))
+    put_kernel_linears(model, options.kernels)
     is_mapped = device.type == "cpu" and not {_NAMES[dtype], "U32"}.isdisjoint(
         info.dtype for info in checkpoint.tensors.values()
     )
@@ -171,7 +172,8 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
     if is_mapped:  # the weights are not in memory yet, but they will be
         free = max(free - checkpoint.nbytes, free // 10)
     kv_dtype = pick_kv(options.kv, device)
-    return TorchExecutor(model, plan_capacity(config, options, dtype, device, free, kv_dtype), device, dtype, kv_dtype)
+    capacity = plan_capacity(config, options, dtype, device, free, kv_dtype)
+    return TorchExecutor(model, capacity, device, dtype, kv_dtype, options.kernels, options.prefill)
 
 
 def pick_kv(kind: str, device: torch.device) -> torch.dtype | None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sala.backends.torch.kernels import native
-from sala.backends.torch.quantized_linear import FEW_ROWS
+from sala.backends.torch.quantized_linear import DECODE_ROWS
 
 _MANY_ROWS = 40  # from here on, widening pays
 _PIECE = 1 << 22  # weights widened at a time
@@ -27,7 +27,7 @@ class HalfLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        y = self.few(rows) if len(rows) <= FEW_ROWS else self.many(rows)
+        y = self.few(rows) if len(rows) <= DECODE_ROWS else self.many(rows)
         y = y if self.bias is None else y + self.bias
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
@@ -56,7 +56,7 @@ class HalfLinear(nn.Linear):
         return out
 
 
-def put_halves(model: nn.Module) -> None:
+def put_half_linears(model: nn.Module) -> None:
     """Put them in the place of every linear of the CPU that has 16 bits, where there is a kernel for it."""
     halves = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear and can_be_half(one)]
     kernel = native.load() if halves else None
@@ -80,7 +80,7 @@ def native_weight(linear: nn.Linear) -> native.Weight:
         num_out=linear.out_features,
         num_in=linear.in_features,
         bits=8 * weight.dtype.itemsize,
-        scale_type=native.SCALE_TYPES[str(weight.dtype).removeprefix("torch.")],
+        scale_type=native.element_type(weight.dtype),
         num_threads=1,
     )
 

@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from sala.backends.torch.batch import Batch, Pending, Sequences, Span
 from sala.backends.torch.cache import HybridCache, KVPages
 from sala.backends.torch.ops.attention import dense_attention, whole_attention
-from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged, lightning_whole
+from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged
 from sala.backends.torch.ops.norm import rms_norm
 from sala.backends.torch.ops.rope import apply_rope, grow_queries, rope_angles
-from sala.backends.torch.ops.sparse import attend_chosen, select_blocks, whole_sparse_attention
+from sala.backends.torch.ops.sparse import select_blocks
+from sala.backends.torch.ops.table import Ops
 from sala.config import SalaConfig
 
 
@@ -53,7 +54,7 @@ class LightningMixer(nn.Module):
         hidden, dim = config.hidden_size, config.lightning_head_dim
         self.num_heads, self.num_kv_heads, self.head_dim = config.lightning_nh, config.lightning_nkv, dim
         self.rope_theta = config.rope_theta if config.lightning_use_rope else None
-        self.scan = lightning_whole  # whole sequences with gradients; training may put a kernel here
+        self.scan: Callable[..., Tensor] | None = None  # replaces `lightning_whole` in training, where it is set
         width, has_bias = self.num_heads * dim, config.attention_bias
         self.q_proj = linear(hidden, width, has_bias)
         self.k_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
@@ -68,7 +69,7 @@ class LightningMixer(nn.Module):
         q, k, v = self.project(x, batch)
         slopes, scale = decay_slopes(self.num_heads, x.device), self.head_dim**-0.5
         if states is None:
-            o = self.scan(q, k, v, batch.lengths, slopes, scale)
+            o = (self.scan or batch.ops.lightning_whole)(q, k, v, batch.lengths, slopes, scale)
         else:
             assert isinstance(batch, Batch)
             slots: slice | list[int] = batch.slots
@@ -141,12 +142,12 @@ class SparseMixer(nn.Module):
     def forward(self, x: Tensor, batch: Batch | Sequences, pages: KVPages | None) -> Tensor:
         q, k, v = self.project(x, batch)
         if pages is None:
-            o = self.attend_whole(q, k, v, batch.lengths).flatten(1)
+            o = self.attend_whole(q, k, v, batch.lengths, batch.ops).flatten(1)
         else:
             assert isinstance(batch, Batch)
             lengths = batch.lengths
             rows = zip(batch.spans, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-            o = torch.cat([self.attend(*row, pages) for row in rows]).flatten(1)
+            o = torch.cat([self.attend(*row, pages, batch.ops) for row in rows]).flatten(1)
         if self.o_gate is not None:
             o = o * torch.sigmoid(self.o_gate(x))
         return self.o_proj(o)
@@ -165,7 +166,7 @@ class SparseMixer(nn.Module):
             q = grow_queries(q, batch.positions, self.log_base)
         return q, k, v
 
-    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], ops: Ops) -> Tensor:
         """Whole sequences; each is dense or sparse on all its rows, as its length says."""
         if self.listener is not None:
             self.listener(q, k)
@@ -177,10 +178,10 @@ class SparseMixer(nn.Module):
             if len(q_row) < self.sparse.dense_len:
                 outputs.append(whole_attention(q_row, k_row, v_row, [len(q_row)], scale))
             else:
-                outputs.append(whole_sparse_attention(q_row, k_row, v_row, self.sparse, scale))
+                outputs.append(ops.whole_sparse_attention(q_row, k_row, v_row, self.sparse, scale))
         return torch.cat(outputs)
 
-    def attend(self, span: Span, q: Tensor, k: Tensor, v: Tensor, pages: KVPages) -> Tensor:
+    def attend(self, span: Span, q: Tensor, k: Tensor, v: Tensor, pages: KVPages, ops: Ops) -> Tensor:
         """One row: q [n, H, D], k and v [n, G, D] → [n, H, D]. The regime may change inside the row."""
         pages.append(span, k, v)
         num_dense = min(max(span.sparse_from - span.start, 0), span.length)
@@ -188,23 +189,23 @@ class SparseMixer(nn.Module):
         if num_dense:
             outputs.append(self.attend_dense(span, q[:num_dense], pages))
         if num_dense < span.length:
-            outputs.append(self.attend_sparse(span, q[num_dense:], span.start + num_dense, pages))
+            outputs.append(self.attend_sparse(span, q[num_dense:], span.start + num_dense, pages, ops))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def attend_dense(self, span: Span, q: Tensor, pages: KVPages) -> Tensor:
         keys, values = pages.keys_values(span, span.start + q.shape[0])
         return dense_attention(q, keys, values, span.start, self.head_dim**-0.5)
 
-    def attend_sparse(self, span: Span, q: Tensor, start: int, pages: KVPages) -> Tensor:
+    def attend_sparse(self, span: Span, q: Tensor, start: int, pages: KVPages, ops: Ops) -> Tensor:
         positions = torch.arange(start, span.end, device=q.device)
-        chosen = self.choose(span, q, positions, pages)
-        if pages.is_narrow:
+        selected = self.select(span, q, positions, pages)
+        keys, values, table = pages.k, pages.v, span.table
+        if pages.is_fp8:
             keys, values = pages.blocks(span)
             table = torch.arange(keys.shape[1], device=q.device)
-            return attend_chosen(q, keys, values, table, chosen, positions, self.head_dim**-0.5)
-        return attend_chosen(q, pages.k, pages.v, span.table, chosen, positions, self.head_dim**-0.5)
+        return ops.sparse_attention(q, keys, values, table, selected, positions, self.head_dim**-0.5)
 
-    def choose(self, span: Span, q: Tensor, positions: Tensor, pages: KVPages) -> Tensor:
+    def select(self, span: Span, q: Tensor, positions: Tensor, pages: KVPages) -> Tensor:
         """The blocks each query attends to, [n, G, C]."""
         k1, k2 = pages.pooled(span, span.end)
         num_blocks = -(-span.end // self.sparse.block_size)

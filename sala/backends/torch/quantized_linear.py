@@ -12,7 +12,6 @@ activations: the answer does not depend on how many rows are computed together.
 
 import ctypes
 import math
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from sala.backends.torch.ops.affine import dequantize, pack, unpack
 if TYPE_CHECKING:
     from sala.backends.torch.kernels.packed import PackedWeight
 
-FEW_ROWS = 16  # up to here the kernel is the faster way
+DECODE_ROWS = 16  # up to here the kernel is the faster way
 NATIVE_BITS = {2: 4, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}  # codes are widened to what the kernel reads
 _PIECE = 1 << 22  # weights expanded at a time
 
@@ -39,13 +38,10 @@ def linear_backend() -> str:
 
 
 def can_run_packed(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether matrices may stay packed; if not, they are better dequantized once, when they are loaded.
-
-    The kernels of GPUs multiply in 16 bits.
-    """
+    """Return whether there are kernels for packed matrices on this device; those of GPUs multiply in 16 bits."""
     if device.type == "cpu":
         return native.load() is not None
-    return os.environ.get("SALA_PACKED") != "0" and dtype.itemsize == 2 and triton_kernels.can_run(device)
+    return dtype.itemsize == 2 and triton_kernels.why_not(device) is None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +115,7 @@ class AffineLinear(nn.Module):
         if x.is_cuda and (self.gpu is not None or can_run_packed(x.device, x.dtype)):
             return self.on_gpu(x)
         rows = x.reshape(-1, self.in_features).float().contiguous()
-        y = self.many(rows) if self.kernel is None or len(rows) > FEW_ROWS else self.few(rows)
+        y = self.many(rows) if self.kernel is None or len(rows) > DECODE_ROWS else self.few(rows)
         y = y.to(x.dtype).view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
 
@@ -199,7 +195,7 @@ class AffineEmbedding(nn.Module):
 
 def _is_ready(x: Tensor) -> bool:
     """Whether the kernel can take x as it is: few rows of fp32."""
-    return x.dim() == 2 and x.shape[0] <= FEW_ROWS and x.dtype == torch.float32 and x.is_contiguous()
+    return x.dim() == 2 and x.shape[0] <= DECODE_ROWS and x.dtype == torch.float32 and x.is_contiguous()
 
 
 def _without_rows(weight: AffineWeight) -> AffineWeight:
@@ -226,6 +222,6 @@ def _native_weight(weight: AffineWeight) -> native.Weight:
         weight.num_in,
         weight.bits,
         weight.group_size,
-        native.SCALE_TYPES[str(weight.scales.dtype).removeprefix("torch.")],
+        native.element_type(weight.scales.dtype),
         1,
     )

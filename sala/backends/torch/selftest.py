@@ -13,13 +13,14 @@ from torch import Tensor
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
-from sala.backends.torch.fast.cpu_decode import NativeSteps, Steps
-from sala.backends.torch.half_linear import put_halves
+from sala.backends.torch.fast.cpu_decode import CpuDecode
+from sala.backends.torch.fast.dispatch import FusedForward, select_ops
+from sala.backends.torch.half_linear import put_half_linears
 from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.affine import dequantize
-from sala.backends.torch.ops.lightning import decay_slopes, lightning_fold, lightning_step
-from sala.backends.torch.ops.sparse import attend_chosen, sparse_attention
+from sala.backends.torch.ops.lightning import decay_slopes, lightning_step
+from sala.backends.torch.ops.sparse import sparse_attention
 from sala.backends.torch.quantized_linear import AffineLinear, AffineWeight
 from sala.backends.torch.random import random_model
 from sala.checkpoint.random import TINY
@@ -118,7 +119,7 @@ def _linear(bits: int) -> float:
 def _plain(dtype: torch.dtype) -> float:
     linear, x = torch.nn.Linear(320, 97, bias=False, dtype=dtype), torch.randn(3, 320)
     model = torch.nn.Sequential(linear)
-    put_halves(model)
+    put_half_linears(model)
     return relative_error(model(x), x.double() @ linear.weight.double().T)
 
 
@@ -135,7 +136,7 @@ def _fold() -> float:
     wanted = state[None]
     for i in range(count):
         _, wanted = lightning_step(k[i : i + 1], k[i : i + 1], v[i : i + 1], wanted, slopes, 1.0)
-    return relative_error(lightning_fold(k, v, state, slopes), wanted[0])
+    return relative_error(select_ops().lightning_fold(k, v, state, slopes), wanted[0])
 
 
 def _attention() -> float:
@@ -144,17 +145,17 @@ def _attention() -> float:
     q, positions = torch.randn(num_queries, heads, dim), torch.arange(num_queries) + (num_pages - 1) * block_size
     k, v = torch.randn(2, groups, num_pages, block_size, dim)
     order = torch.rand(num_queries, groups, num_pages - 1).argsort(-1)
-    chosen = torch.cat((order[..., :5], torch.full((num_queries, groups, 1), num_pages - 1)), -1)
-    case = q, k, v, torch.randperm(num_pages), chosen, positions, dim**-0.5
-    return relative_error(attend_chosen(*case), sparse_attention(*case))
+    selected = torch.cat((order[..., :5], torch.full((num_queries, groups, 1), num_pages - 1)), -1)
+    case = q, k, v, torch.randperm(num_pages), selected, positions, dim**-0.5
+    return relative_error(select_ops().sparse_attention(*case), sparse_attention(*case))
 
 
 def _native_step(is_sparse: bool) -> float:
     model = random_model(SMALL, torch.float32, torch.device("cpu"))
-    return _decode(NativeSteps(model), model, is_sparse)
+    return _decode(CpuDecode(model), model, is_sparse)
 
 
-def _decode(steps: Steps, model: SalaModel, is_sparse: bool) -> float:
+def _decode(steps: FusedForward, model: SalaModel, is_sparse: bool) -> float:
     """The steps of an answer, after a prompt that the model reads for both."""
     two = Pair(steps, model, is_sparse)
     two.read(PROMPT)
@@ -164,7 +165,7 @@ def _decode(steps: Steps, model: SalaModel, is_sparse: bool) -> float:
 class Pair:
     """The faster way and the model that defines it, each with a cache of its own."""
 
-    def __init__(self, steps: Steps, model: SalaModel, is_sparse: bool) -> None:
+    def __init__(self, steps: FusedForward, model: SalaModel, is_sparse: bool) -> None:
         self.steps, self.model = steps, model
         self.config: SalaConfig = model.config
         weight = model.model.norm.weight

@@ -49,8 +49,8 @@ def kernel_trials(device: torch.device, config: SalaConfig, dtype: torch.dtype) 
         "packed products, 8 bits": partial(_packed, bits=8),
         "FP8": _fp8,
         "pooling": _pooling,
-        "choice, prefill": _choice_prefill,
-        "choice, decode": _choice_decode,
+        "choice, prefill": _select_prefill,
+        "choice, decode": _select_decode,
         "sparse attention, prefill": _sparse_prefill,
         "dense attention, prefill": _dense_prefill,
         "attention, decode": _decode_attention,
@@ -80,7 +80,7 @@ class Shapes:
         self.config, self.dtype, self.device = config, dtype, device
         self.sparse = config.sparse_config
         self.scale = config.head_dim**-0.5
-        self.length = (self.sparse.num_chosen + 8) * self.sparse.block_size + 5  # so that there is something to choose
+        self.length = (self.sparse.num_selected + 8) * self.sparse.block_size + 5  # more than are selected
         self.start = self.length - NUM_QUERIES
 
     def random(self, *shape: int) -> Tensor:
@@ -121,7 +121,7 @@ class Past:
             pool.zero_()
         self.pages.append(self.span, self.k, self.v)
 
-    def choose(self, shapes: Shapes, q: Tensor, positions: Tensor) -> Tensor:
+    def select(self, shapes: Shapes, q: Tensor, positions: Tensor) -> Tensor:
         k1, k2 = self.pages.pooled(self.span, shapes.length)
         return select_blocks(q, k1, k2, positions, self.num_blocks, shapes.sparse, shapes.scale)
 
@@ -249,7 +249,7 @@ def _packed(shapes: Shapes, bits: int) -> float:
     scales = torch.rand(wide, hidden // 32) * hidden**-0.5 * 4 / (1 << bits)
     biases = -scales * (1 << bits) / 2 * torch.rand(scales.shape) * 2
     weight = AffineWeight(codes.to(shapes.device), scales.to(shapes.device), biases.to(shapes.device), bits, 32)
-    held, x = weight.for_gpu(shapes.dtype, shapes.device), shapes.random(linear.MOST_ROWS + 1, hidden)
+    held, x = weight.for_gpu(shapes.dtype, shapes.device), shapes.random(linear.MAX_ROWS + 1, hidden)
     wanted = F.linear(x.float(), weight.rows(slice(None)))
     few = x[:5]
     pairs = [
@@ -304,29 +304,29 @@ def _pooling(shapes: Shapes) -> float:
     return max(relative_error(target, source) for target, source in pools)
 
 
-def _choice_prefill(shapes: Shapes) -> float:
+def _select_prefill(shapes: Shapes) -> float:
     from sala.backends.torch.kernels import block_selection
 
     past, q, positions = Past(shapes), shapes.queries(NUM_QUERIES), shapes.positions()
     pages, table = past.pages, past.span.table
-    found = block_selection.choose_prefill(q, pages.k1, pages.k2, table, shapes.start, shapes.sparse, shapes.scale)
-    return _share_of_others(found, past.choose(shapes, q, positions))
+    found = block_selection.select_prefill(q, pages.k1, pages.k2, table, shapes.start, shapes.sparse, shapes.scale)
+    return _share_of_others(found, past.select(shapes, q, positions))
 
 
-def _choice_decode(shapes: Shapes) -> float:
+def _select_decode(shapes: Shapes) -> float:
     from sala.backends.torch.kernels import block_selection
 
     past, q, positions = Past(shapes), shapes.queries(NUM_QUERIES), shapes.positions()
     tables = past.span.table.int().repeat(NUM_QUERIES, 1)
     pages, lengths = past.pages, positions + 1
-    found = block_selection.choose_decode(
+    found = block_selection.select_decode(
         q, pages.k1, pages.k2, tables, lengths, shapes.sparse, shapes.scale, past.num_blocks
     )  # fmt: skip
-    return _share_of_others(found, past.choose(shapes, q, positions))
+    return _share_of_others(found, past.select(shapes, q, positions))
 
 
 def _share_of_others(found: Tensor, wanted: Tensor) -> float:
-    """Of the chosen blocks, how many are not those of the reference: ties may go either way."""
+    """Of the selected blocks, how many are not those of the reference: ties may go either way."""
     assert found.shape == wanted.shape, f"{tuple(found.shape)} instead of {tuple(wanted.shape)}"
     is_known = (found[..., :, None] == wanted[..., None, :]).any(-1)
     return float((~is_known).double().mean())
@@ -336,9 +336,9 @@ def _sparse_prefill(shapes: Shapes) -> float:
     from sala.backends.torch.kernels import attention
 
     past, q, positions = Past(shapes), shapes.queries(NUM_QUERIES), shapes.positions()
-    pages, table, chosen = past.pages, past.span.table, past.choose(shapes, q, positions)
-    found = attention.sparse_prefill(q, pages.k, pages.v, table, chosen.int(), shapes.start, shapes.scale)
-    return relative_error(found, sparse_attention(q, pages.k, pages.v, table, chosen, positions, shapes.scale))
+    pages, table, selected = past.pages, past.span.table, past.select(shapes, q, positions)
+    found = attention.sparse_prefill(q, pages.k, pages.v, table, selected.int(), shapes.start, shapes.scale)
+    return relative_error(found, sparse_attention(q, pages.k, pages.v, table, selected, positions, shapes.scale))
 
 
 def _dense_prefill(shapes: Shapes) -> float:
@@ -355,29 +355,29 @@ def _decode_attention(shapes: Shapes) -> float:
     from sala.backends.torch.kernels import decode_attention
 
     past, q, positions = Past(shapes), shapes.queries(NUM_QUERIES), shapes.positions()
-    pages, table, chosen = past.pages, past.span.table, past.choose(shapes, q, positions)
+    pages, table, selected = past.pages, past.span.table, past.select(shapes, q, positions)
     is_sparse = positions % 2 == 0
     found = decode_attention.decode_attention(
-        q, pages.k, pages.v, table.int().repeat(NUM_QUERIES, 1), positions + 1, is_sparse, chosen.int(), shapes.scale,
+        q, pages.k, pages.v, table.int().repeat(NUM_QUERIES, 1), positions + 1, is_sparse, selected.int(), shapes.scale,
         max_dense_blocks=past.num_blocks,
     )  # fmt: skip
-    sparse = sparse_attention(q, pages.k, pages.v, table, chosen, positions, shapes.scale)
+    sparse = sparse_attention(q, pages.k, pages.v, table, selected, positions, shapes.scale)
     dense = dense_attention(q, *pages.keys_values(past.span, shapes.length), shapes.start, shapes.scale)
     return relative_error(found, torch.where(is_sparse[:, None, None], sparse, dense))
 
 
 def _step(device: torch.device, dtype: torch.dtype, kind: str, is_sparse: bool) -> float:
     """A prompt in two chunks, or an answer after one, by all kernels together."""
-    from sala.backends.torch.fast.gpu_forward import GpuSteps
+    from sala.backends.torch.fast.gpu_forward import GpuForward
 
     model = random_model(SMALL, dtype, device)
-    steps = GpuSteps(model, device, PROMPT + 64, has_graphs=device.type == "cuda", prefill="exact")
+    steps = GpuForward(model, device, PROMPT + 64, has_graphs=device.type == "cuda", prefill="auto")
     return _compare(Pair(steps, model, is_sparse), kind)
 
 
 def _packed_step(device: torch.device, kind: str, bits: int) -> float:
     """As `_step`, with packed matrices against the same ones dequantized."""
-    from sala.backends.torch.fast.gpu_forward import GpuSteps
+    from sala.backends.torch.fast.gpu_forward import GpuForward
 
     model, twin = (random_model(SMALL, torch.bfloat16, device) for _ in range(2))
     for name, module in list(model.named_modules()):
@@ -385,7 +385,7 @@ def _packed_step(device: torch.device, kind: str, bits: int) -> float:
             weight = _nearest(module.weight, bits)
             module.weight.copy_(weight.rows(slice(None)))
             twin.set_submodule(name, AffineLinear(weight, module.bias))
-    steps = GpuSteps(twin, device, PROMPT + 64, has_graphs=device.type == "cuda", prefill="exact")
+    steps = GpuForward(twin, device, PROMPT + 64, has_graphs=device.type == "cuda", prefill="auto")
     return _compare(Pair(steps, model, is_sparse=True), kind)
 
 

@@ -16,10 +16,10 @@ from sala.backends.torch.ops.lightning import decay_slopes, lightning_prefill, l
 from sala.backends.torch.ops.rope import rope_angles
 from sala.backends.torch.ops.sparse import (
     block_scores,
-    choose_blocks,
     select_blocks,
     sparse_attention,
     tile_bytes,
+    top_blocks,
     window_scores,
 )
 from sala.checkpoint.random import RELEASED
@@ -87,8 +87,8 @@ def measurements(shapes: Shapes) -> list[Measurement]:
         *(_lightning_prefill(shapes, length) for length in shapes.lengths),
         *(_lightning_decode(shapes, rows) for rows in shapes.batches),
         _block_scores(shapes),
-        _choice_prefill(shapes),
-        *(_choice_decode(shapes, rows) for rows in shapes.batches),
+        _select_prefill(shapes),
+        *(_select_decode(shapes, rows) for rows in shapes.batches),
         _top_blocks(shapes),
         *(_sparse_attention(shapes, shared) for shared in SHARED),
         _dense_attention(shapes),
@@ -172,9 +172,9 @@ def _lightning_decode(shapes: Shapes, rows: int) -> Measurement:
 
 
 def num_windows(position: int, sparse: SparseConfig) -> tuple[int, int, int]:
-    """What a query must look at: blocks that are not chosen anyway, fine windows that touch them, coarse windows."""
+    """What a query must look at: blocks that are not selected anyway, fine windows that touch them, coarse windows."""
     own = position // sparse.block_size
-    if own < sparse.num_chosen:
+    if own < sparse.num_selected:
         return 0, 0, 0
     blocks = own - sparse.num_window_blocks - sparse.init_blocks
     stride = sparse.kernel_stride
@@ -196,8 +196,8 @@ def _query_bytes(shapes: Shapes, num_queries: int) -> int:
     return num_queries * shapes.config.num_attention_heads * shapes.config.head_dim * shapes.dtype.itemsize
 
 
-def _chosen_bytes(shapes: Shapes, num_queries: int) -> int:
-    count = min(shapes.sparse.num_chosen, shapes.num_blocks)
+def _selected_bytes(shapes: Shapes, num_queries: int) -> int:
+    count = min(shapes.sparse.num_selected, shapes.num_blocks)
     return num_queries * shapes.config.num_key_value_heads * count * torch.int32.itemsize
 
 
@@ -234,7 +234,7 @@ class Pooled:
         )
         return k1, k2
 
-    def choose(self, q: Tensor, positions: Tensor, row: int) -> Tensor:
+    def select(self, q: Tensor, positions: Tensor, row: int) -> Tensor:
         """The reference, on pages."""
         shapes = self.shapes
         return select_blocks(q, *self.windows(row), positions, shapes.num_blocks, shapes.sparse, shapes.scale)
@@ -283,7 +283,7 @@ def _chunk_size(shapes: Shapes) -> str:
     return f"{label(shapes.num_queries)} at {label(shapes.context)}"
 
 
-def _choice_prefill(shapes: Shapes) -> Measurement:
+def _select_prefill(shapes: Shapes) -> Measurement:
     n = shapes.num_queries
     start = shapes.context - n
 
@@ -293,16 +293,16 @@ def _choice_prefill(shapes: Shapes) -> Measurement:
         pooled, q = Pooled(shapes, 1), shapes.queries(n)
         rest = (pooled.tables[0], start, shapes.sparse, shapes.scale)
         positions = torch.arange(start, shapes.context, device=shapes.device)
-        ours = partial(block_selection.choose_prefill, q, pooled.k1, pooled.k2, *rest)
-        return Calls([ours], [partial(pooled.choose, q, positions, 0)])
+        ours = partial(block_selection.select_prefill, q, pooled.k1, pooled.k2, *rest)
+        return Calls([ours], [partial(pooled.select, q, positions, 0)])
 
     flops = _product_of_windows(shapes, _chunk_windows(shapes)[1])
-    num_bytes = _query_bytes(shapes, n) + _pooled_row(shapes) + _chosen_bytes(shapes, n)
+    num_bytes = _query_bytes(shapes, n) + _pooled_row(shapes) + _selected_bytes(shapes, n)
     return Measurement("choice", _chunk_size(shapes), flops, num_bytes, "reference", build)
 
 
-def _choice_decode(shapes: Shapes, rows: int) -> Measurement:
-    num_bytes = rows * _pooled_row(shapes) + _query_bytes(shapes, rows) + _chosen_bytes(shapes, rows)
+def _select_decode(shapes: Shapes, rows: int) -> Measurement:
+    num_bytes = rows * _pooled_row(shapes) + _query_bytes(shapes, rows) + _selected_bytes(shapes, rows)
 
     def build() -> Calls:
         from sala.backends.torch.kernels import block_selection
@@ -314,13 +314,13 @@ def _choice_decode(shapes: Shapes, rows: int) -> Measurement:
         flags = torch.ones(rows, dtype=torch.bool, device=shapes.device)
         rest = (lengths, shapes.sparse, shapes.scale, shapes.num_blocks, flags)
         ours = [
-            partial(block_selection.choose_decode, q, pooled.k1, pooled.k2, table, *rest)
+            partial(block_selection.select_decode, q, pooled.k1, pooled.k2, table, *rest)
             for q, table in zip(queries, tables, strict=True)
         ]
 
         def peer(index: int) -> Tensor:
             parts = queries[index].split(1)
-            return torch.cat([pooled.choose(q, lengths[:1] - 1, index * rows + i) for i, q in enumerate(parts)])
+            return torch.cat([pooled.select(q, lengths[:1] - 1, index * rows + i) for i, q in enumerate(parts)])
 
         return Calls(ours, [partial(peer, index) for index in range(count)], in_graph=True)
 
@@ -346,11 +346,11 @@ def _top_blocks(shapes: Shapes) -> Measurement:
         scores = torch.rand(n, groups, num_blocks, device=shapes.device)
         positions = torch.full((n,), num_blocks * sparse.block_size - 1, device=shapes.device)
         free = scores[:, :, sparse.init_blocks : end].contiguous()
-        count = min(num_free, sparse.num_chosen - sparse.num_window_blocks - sparse.init_blocks - 1)
+        count = min(num_free, sparse.num_selected - sparse.num_window_blocks - sparse.init_blocks - 1)
         ours = partial(block_selection.top_blocks, scores, positions, sparse)
         return Calls([ours], [partial(torch.topk, free, count, sorted=False)])
 
-    num_bytes = n * groups * num_free * STATE_BYTES + _chosen_bytes(shapes, n)
+    num_bytes = n * groups * num_free * STATE_BYTES + _selected_bytes(shapes, n)
     size = f"{_rows(n)} of {label(num_blocks)}"
     return Measurement("top blocks", size, 0, num_bytes, "torch.topk", build)
 
@@ -360,7 +360,7 @@ def _top_blocks(shapes: Shapes) -> Measurement:
 
 def num_attended(begin: int, end: int, sparse: SparseConfig) -> int:
     """Keys that queries at these positions attend to by the sparse rule, counted together."""
-    block, most = sparse.block_size, sparse.num_chosen
+    block, most = sparse.block_size, sparse.num_selected
     return sum(min(at // block, most - 1) * block + at % block + 1 for at in range(begin, end))
 
 
@@ -374,10 +374,12 @@ def _key_bytes(shapes: Shapes, count: int) -> int:
     return 2 * count * shapes.config.num_key_value_heads * shapes.config.head_dim * shapes.dtype.itemsize
 
 
-def random_choice(positions: Tensor, num_blocks: int, groups: int, sparse: SparseConfig, shared: float = 0.0) -> Tensor:
+def random_selection(
+    positions: Tensor, num_blocks: int, groups: int, sparse: SparseConfig, shared: float = 0.0
+) -> Tensor:
     """[n, G, C] int32, ascending, -1 behind, with the forced blocks; of the free ones, runs of queries share a part."""
     block = torch.arange(num_blocks, device=positions.device)
-    num_shared = round(shared * (sparse.num_chosen - sparse.num_window_blocks - sparse.init_blocks - 1))
+    num_shared = round(shared * (sparse.num_selected - sparse.num_window_blocks - sparse.init_blocks - 1))
     parts = []
     for at in positions.split(CHOICE_ROWS):
         scores = torch.rand(len(at), groups, num_blocks, device=at.device)
@@ -389,7 +391,7 @@ def random_choice(positions: Tensor, num_blocks: int, groups: int, sparse: Spars
             best = common.topk(min(num_blocks, num_shared), -1).indices
             bonus = torch.zeros_like(common).scatter_(2, best, 2.0)
             scores += bonus.repeat_interleave(RUN, 0)[: len(at)]
-        ids = choose_blocks(scores, at, sparse)
+        ids = top_blocks(scores, at, sparse)
         ids = ids.masked_fill(ids < 0, num_blocks).sort(-1).values
         parts.append(ids.masked_fill(ids == num_blocks, -1).int())
     return torch.cat(parts)
@@ -431,11 +433,11 @@ def _sparse_attention(shapes: Shapes, shared: float) -> Measurement:
 
         line, q = Line(shapes, length), shapes.queries(length)
         positions = torch.arange(length, device=shapes.device)
-        chosen = random_choice(positions, len(line.table), line.k.shape[0], shapes.sparse, shared)
-        ours = partial(attention.sparse_prefill, q, line.k, line.v, line.table, chosen, 0, shapes.scale)
+        selected = random_selection(positions, len(line.table), line.k.shape[0], shapes.sparse, shared)
+        ours = partial(attention.sparse_prefill, q, line.k, line.v, line.table, selected, 0, shapes.scale)
         return Calls([ours], [line.causal(q, shapes.scale)])
 
-    num_bytes = 2 * _query_bytes(shapes, length) + _key_bytes(shapes, length) + _chosen_bytes(shapes, length)
+    num_bytes = 2 * _query_bytes(shapes, length) + _key_bytes(shapes, length) + _selected_bytes(shapes, length)
     flops = _attention_flops(shapes, num_attended(0, length, shapes.sparse))
     size = f"{label(length)}, {shared:.0%} shared"
     return Measurement("sparse attention", size, flops, num_bytes, "SDPA", build)
@@ -473,10 +475,10 @@ def _decode_attention(shapes: Shapes, rows: int) -> Measurement:
         for _ in range(shapes.num_sets(rows * _key_bytes(shapes, num_seen))):
             orders = [torch.randperm(num_pages, device=shapes.device)[: shapes.num_blocks] for _ in range(rows)]
             tables, q = torch.stack(orders), shapes.queries(rows)
-            chosen = random_choice(lengths - 1, shapes.num_blocks, groups, sparse)
-            rest = (tables.int(), lengths, flags, chosen, shapes.scale, max_dense)
+            selected = random_selection(lengths - 1, shapes.num_blocks, groups, sparse)
+            rest = (tables.int(), lengths, flags, selected, shapes.scale, max_dense)
             ours.append(partial(decode_attention.decode_attention, q, k, v, *rest))
-            peer.append(partial(_attend_by_rows, q, k, v, tables, chosen.long(), lengths - 1, shapes.scale))
+            peer.append(partial(_attend_by_rows, q, k, v, tables, selected.long(), lengths - 1, shapes.scale))
         return Calls(ours, peer, in_graph=True)
 
     num_bytes = rows * _key_bytes(shapes, num_seen) + 2 * _query_bytes(shapes, rows)
@@ -485,10 +487,10 @@ def _decode_attention(shapes: Shapes, rows: int) -> Measurement:
 
 
 def _attend_by_rows(
-    q: Tensor, k: Tensor, v: Tensor, tables: Tensor, chosen: Tensor, positions: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, tables: Tensor, selected: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
     """The reference, which knows one sequence at a time."""
-    rows = zip(q.split(1), tables, chosen.split(1), positions.split(1), strict=True)
+    rows = zip(q.split(1), tables, selected.split(1), positions.split(1), strict=True)
     return torch.cat([sparse_attention(row, k, v, table, ids, at, scale) for row, table, ids, at in rows])
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sala.backends.torch.batch import Sequences, whole
+from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.loader import read_tensor, read_weight
 from sala.backends.torch.model import Layer
 from sala.checkpoint.reader import Checkpoint
@@ -126,4 +127,4 @@ def _parts(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _batch(count: int, length: int, device: torch.device) -> Sequences:
-    return whole(torch.zeros(count, length, dtype=torch.long, device=device))
+    return whole(torch.zeros(count, length, dtype=torch.long, device=device), ops=select_ops())

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sala.backends.torch.batch import whole
+from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.loader import load_model
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.reader import Checkpoint
@@ -66,7 +67,7 @@ def read_hidden(path: Path, tokens: Tensor, device: torch.device) -> tuple[Tenso
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with Checkpoint(path) as checkpoint:
         model = load_model(checkpoint, config, dtype, device)
-    rows = [model(whole(row[None].to(device))).float().cpu() for row in tokens]
+    rows = [model(whole(row[None].to(device), ops=select_ops())).float().cpu() for row in tokens]
     model.model.layers = nn.ModuleList()  # the head is all that is needed now
     gc.collect()
     return torch.stack(rows), partial(_logits, model, dtype, device)

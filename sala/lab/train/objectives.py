@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sala.backends.torch.batch import whole
+from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.model import SalaModel
 from sala.lab.train.choosing import Listener, count_queries
 from sala.lab.train.losses import LossWeights, head_loss
@@ -74,7 +75,7 @@ class Distil(NextToken):
             windows = tokens
             if self.window is not None and tokens.shape[1] > self.window:
                 windows = tokens.view(-1, self.window)
-            wanted = teacher(whole(windows, _lengths(rows))) / teacher.config.logit_divisor
+            wanted = teacher(whole(windows, _lengths(rows), select_ops())) / teacher.config.logit_divisor
         return self.learn(rows, scales, (wanted, teacher.lm_head.weight))
 
 
@@ -95,7 +96,7 @@ class Align(Objective):
 
     def forward(self, rows: Rows, scales: Tensor) -> tuple[Tensor, Tensor]:
         teacher = self._teacher[0]
-        batch = whole(rows["tokens"], _lengths(rows))
+        batch = whole(rows["tokens"], _lengths(rows), select_ops())
         with torch.no_grad():
             x = teacher.model.embed_tokens(batch.tokens) * teacher.config.scale_emb
         total = x.new_zeros(())
@@ -132,7 +133,7 @@ def _lengths(rows: Rows) -> tuple[int, ...] | None:
 
 
 def _hidden(model: SalaModel, rows: Rows) -> Tensor:
-    return model(whole(rows["tokens"], _lengths(rows))) / model.config.logit_divisor
+    return model(whole(rows["tokens"], _lengths(rows), select_ops())) / model.config.logit_divisor
 
 
 def _targets(rows: Rows) -> tuple[Tensor, Tensor]:

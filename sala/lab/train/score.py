@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.batch import whole
+from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.model import SalaModel
 
 _TOKENS_AT_ONCE = 1 << 16
@@ -68,7 +69,7 @@ def _read(model: SalaModel, rows: Sequence[Sequence[int]], length: int) -> Tenso
     tokens = torch.zeros(len(rows), length, dtype=torch.long)
     for at, row in enumerate(rows):
         tokens[at, : len(row)] = torch.tensor(row)
-    return model(whole(tokens.to(model.model.norm.weight.device))).view(len(rows), length, -1)
+    return model(whole(tokens.to(model.model.norm.weight.device), ops=select_ops())).view(len(rows), length, -1)
 
 
 def _score(logits: Tensor, labels: Tensor) -> Score:
@@ -104,7 +105,7 @@ def perplexity(model: SalaModel, tokens: Sequence[int], length: int, rows_at_onc
     pieces = torch.tensor(tokens[: count * length]).view(count, length)
     total = 0.0
     for some in pieces.split(max(1, min(rows_at_once, _TOKENS_AT_ONCE // length))):
-        hidden = model(whole(some.to(device))).view(*some.shape, -1)
+        hidden = model(whole(some.to(device), ops=select_ops())).view(*some.shape, -1)
         for row, ids in zip(hidden, some.to(device), strict=True):
             for begin in range(0, length - 1, 1024):
                 end = min(begin + 1024, length - 1)

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from sala.backends.torch.batch import Span
 from sala.backends.torch.cache import HybridCache, KVPages
+from sala.backends.torch.fast.dispatch import select_ops
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.plugins.transformers.layout import CachedRows
@@ -49,7 +50,7 @@ class SalaCache(Cache):
             if count:
                 spans.append(self._span(row, self.lengths[row], count, devices[0]))
                 self.lengths[row] += count
-        return CachedRows((), tuple(spans), devices[0])
+        return CachedRows((), tuple(spans), devices[0], select_ops())
 
     def _span(self, row: int, start: int, count: int, device: torch.device) -> Span:
         first, num_pages = row * self.row_pages, -(-(start + count) // self.config.sparse_config.block_size)

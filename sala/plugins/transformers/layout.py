@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.batch import Batch, Sequences
+from sala.backends.torch.fast.dispatch import select_ops
 from sala.errors import InputError
 
 
@@ -20,7 +21,9 @@ class WholeRows(Sequences):
     def to(self, device: Any, **_: Any) -> "WholeRows":
         place = torch.device(device)
         return (
-            self if self.positions.device == place else WholeRows(self.tokens, self.positions.to(place), self.lengths)
+            self
+            if self.positions.device == place
+            else WholeRows(self.tokens, self.positions.to(place), self.lengths, self.ops)
         )
 
 
@@ -32,7 +35,7 @@ class CachedRows(Batch):
         if place == self.device:
             return self
         spans = tuple(replace(span, device=place) for span in self.spans)
-        return CachedRows(self.ids, spans, place)
+        return CachedRows(self.ids, spans, place, self.ops)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Layout:
     def whole(self, device: torch.device) -> WholeRows:
         """As the model takes whole sequences; every one counts its positions from 0."""
         positions = torch.cat([torch.arange(length, device=device) for length in self.lengths])
-        return WholeRows(positions, positions, self.lengths)
+        return WholeRows(positions, positions, self.lengths, select_ops())
 
 
 def find_layout(shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor | None = None) -> Layout:

@@ -68,8 +68,8 @@ def _attend_long(pages: Pages, step: Step, row: Row, q: Tensor, scale: float) ->
         rest, start = q[num_dense:], row.start + num_dense
         k1, k2 = pages.pooled(blocks)
         own = torch.arange(k1.shape[1], device=q.device)
-        chosen = block_selection.choose_prefill(rest, k1, k2, own, start, pages.layout.sparse, scale)
-        outputs.append(attention.sparse_prefill(rest, keys, values, table, chosen, start, scale))
+        selected = block_selection.select_prefill(rest, k1, k2, own, start, pages.layout.sparse, scale)
+        outputs.append(attention.sparse_prefill(rest, keys, values, table, selected, start, scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -84,11 +84,11 @@ def _attend_short(pages: Pages, step: Step, rows: Sequence[Row], q: Tensor, scal
     tables = pages.tile_table(blocks).int()
     dense = [-(-row.end // sparse.block_size) for row in rows if row.start < row.sparse_from]
     if len(dense) == len(rows):
-        chosen = torch.full((len(rows), groups, 1), -1, dtype=torch.int32, device=q.device)
+        selected = torch.full((len(rows), groups, 1), -1, dtype=torch.int32, device=q.device)
     else:
         k1, k2 = pages.pooled(blocks.flatten())
         own = torch.arange(k1.shape[1], dtype=torch.int32, device=q.device).view(len(rows), -1)
-        chosen = block_selection.choose_decode(q, k1, k2, own, ends, sparse, scale, own.shape[1], is_sparse.bool())
+        selected = block_selection.select_decode(q, k1, k2, own, ends, sparse, scale, own.shape[1], is_sparse.bool())
     return decode_attention.decode_attention(
-        q, keys, values, tables, ends, is_sparse.bool(), chosen, scale, max(dense, default=1)
+        q, keys, values, tables, ends, is_sparse.bool(), selected, scale, max(dense, default=1)
     )

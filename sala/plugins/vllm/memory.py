@@ -13,6 +13,7 @@ kernels of this project find a page by the number of its tile.
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -234,10 +235,10 @@ class Pages:
             for pool, stride in zip(self.pooled(blocks), strides, strict=True)
         )
         at = torch.arange(start, row.end, device=q.device)
-        chosen = select_blocks(q, k1, k2, at, -(-row.end // sparse.block_size), sparse, scale)
+        selected = select_blocks(q, k1, k2, at, -(-row.end // sparse.block_size), sparse, scale)
         keys, values = self.tiles[None, : -self.num_tiles], self.tiles[None, self.num_tiles :]
         looks = [
-            sparse_attention(part, keys, values, table + shift, chosen[:, group, None], at, scale)
+            sparse_attention(part, keys, values, table + shift, selected[:, group, None], at, scale)
             for group, (part, shift) in enumerate(
                 zip(q.chunk(self.layout.num_groups, 1), self.groups.tolist(), strict=True)
             )
@@ -274,4 +275,5 @@ def can_use_kernels(x: Tensor) -> bool:
 
 @functools.cache
 def _fits(dim: int, device: torch.device) -> bool:
-    return dim in (16, 32, 64, 128) and triton_kernels.can_run(device)
+    is_wanted = os.environ.get("SALA_KERNELS") not in ("0", "off")  # vLLM has no options of ours
+    return is_wanted and dim in (16, 32, 64, 128) and triton_kernels.why_not(device) is None

@@ -187,7 +187,7 @@ class SparseMixer(nn.Module):
             self.o_gate = ColumnParallelLinear(hidden, width, bias=False, quant_config=quant, prefix=f"{prefix}.o_gate")
         self.q_norm = RMSNorm(dim, eps) if config.attn_qk_norm else None
         self.k_norm = RMSNorm(dim, eps) if config.attn_qk_norm else None
-        # Blocks are chosen by all heads of a group: where ranks share one, each of them looks with all its heads.
+        # Blocks are selected by all heads of a group: where ranks share one, each of them looks with all its heads.
         shared = max(1, num_ranks // groups)
         self.group, self.own = rank // shared * shared, rank % shared
         self.num_looking = shared * self.num_heads

@@ -1,10 +1,10 @@
 // Attention of one query over the blocks that it chose, read from their pages, in pieces.
 //
-// q [n, H, D], k_pages and v_pages [G, pages, BLOCK, D] of T; chosen [n, G, C]: block ids, negative ones are none;
+// q [n, H, D], k_pages and v_pages [G, pages, BLOCK, D] of T; selected [n, G, C]: block ids, negative ones are none;
 // table [N]: the page of each block; positions [n].
 // sums [n, G, pieces, M, D], most and total [n, G, pieces, M] in float: weighted values, the largest score and the sum
 // of the weights of each piece; whoever called puts the pieces together.
-// A threadgroup has one query, one kv group and one piece of the chosen tokens, 32 of them at a time. Their keys lie in
+// A threadgroup has one query, one kv group and one piece of the selected tokens, 32 of them at a time. Their keys lie in
 // threadgroup memory. A simdgroup has every eighth head: first a lane is a token, then it is a part of the values.
 
 constexpr float LEAST = -3.0e38f;
@@ -27,7 +27,7 @@ const int pieces = int(threadgroups_per_grid.x);
 const int group = int(threadgroup_position_in_grid.y);
 const int query = int(threadgroup_position_in_grid.z);
 const int groups = k_pages_shape[0];
-const int count = chosen_shape[2] * BLOCK;
+const int count = selected_shape[2] * BLOCK;
 const int position = int(positions[query]);
 const size_t pool = size_t(group) * k_pages_shape[1] * BLOCK;
 const size_t place = size_t(query) * groups + group;
@@ -58,7 +58,7 @@ for (int begin = piece * size; begin < last; begin += TILE) {
     const int at = begin + lane;
     int found = -1;
     if (at < last) {
-      const int block = int(chosen[place * chosen_shape[2] + at / BLOCK]);
+      const int block = int(selected[place * selected_shape[2] + at / BLOCK]);
       if (block >= 0 && block * BLOCK + at % BLOCK <= position) {
         found = int(table[block]) * BLOCK + at % BLOCK;
       }

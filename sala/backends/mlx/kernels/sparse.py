@@ -1,4 +1,4 @@
-"""Block choice and attention over chosen blocks by Metal."""
+"""Block choice and attention over selected blocks by Metal."""
 
 import mlx.core as mx
 
@@ -7,7 +7,6 @@ from sala.backends.mlx.kernels.metal import Launch, Run
 from sala.config import SparseConfig
 
 THREADS = 256
-WAVES = 8
 TILE = 32
 WANTED = 64  # threadgroups that keep a GPU busy: few queries are cut into pieces
 MAX_DIM = 128
@@ -71,15 +70,15 @@ def sparse_attention(
     k_pages: mx.array,
     v_pages: mx.array,
     table: mx.array,
-    chosen: mx.array,
+    selected: mx.array,
     positions: mx.array,
     scale: float,
     run: Run = metal.run,
 ) -> mx.array:
-    """q [n, H, D]; pages [G, P, B, D]; table [N]: block → page; chosen [n, G, C]; positions [n] → [n, H, D]."""
+    """q [n, H, D]; pages [G, P, B, D]; table [N]: block → page; selected [n, G, C]; positions [n] → [n, H, D]."""
     (num, heads, dim), (groups, _, block, _) = q.shape, k_pages.shape
     per_group, wide = heads // groups, mx.float32
-    pieces = _pieces(num * groups, -(-chosen.shape[2] * block // TILE))
+    pieces = _pieces(num * groups, -(-selected.shape[2] * block // TILE))
     partial = (num, groups, pieces, per_group)
     sums, most, total = run(
         Launch(
@@ -89,7 +88,7 @@ def sparse_attention(
                 "k_pages": k_pages,
                 "v_pages": v_pages,
                 "table": table.astype(mx.int32),
-                "chosen": chosen.astype(mx.int32),
+                "selected": selected.astype(mx.int32),
                 "positions": positions.astype(mx.int32),
                 "scale": mx.array(scale, dtype=wide),
             },

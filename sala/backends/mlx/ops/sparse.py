@@ -16,7 +16,7 @@ import numpy as np
 from sala.backends.mlx import kernels
 from sala.config import SparseConfig
 
-# Bytes of a tile of queries: its scores of all windows in fp32; the keys and values of its chosen blocks.
+# Bytes of a tile of queries: its scores of all windows in fp32; the keys and values of its selected blocks.
 TILE_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}
 _GREATEST = float(np.finfo(np.float32).max)
 _ID_BITS = 32  # of a sorting key: the rest is the score
@@ -85,8 +85,8 @@ def score_blocks(
     return block_scores(window_scores(q, k1, k2, positions, sparse, scale), num_blocks, sparse)
 
 
-def choose_blocks(scores: mx.array, positions: mx.array, sparse: SparseConfig) -> mx.array:
-    """scores [n, G, N], positions [n] → chosen block ids [n, G, C]; -1 where fewer than C blocks exist.
+def top_blocks(scores: mx.array, positions: mx.array, sparse: SparseConfig) -> mx.array:
+    """scores [n, G, N], positions [n] → selected block ids [n, G, C]; -1 where fewer than C blocks exist.
 
     Forced blocks come first, then the best; equal scores (neighbours share a window) go to the lowest id. So a block is
     sorted by its score and its id in one whole number: no sort has to keep the order of equals.
@@ -98,7 +98,7 @@ def choose_blocks(scores: mx.array, positions: mx.array, sparse: SparseConfig) -
     scores = mx.where(is_forced[:, None], mx.inf, scores)
     keys = (scores.view(mx.int32).astype(mx.int64) << _ID_BITS) | (num_blocks - 1 - block).astype(mx.int64)
     keys = mx.where((block > own)[:, None], -1, keys)
-    best = -mx.sort(-keys, axis=-1)[..., : min(sparse.num_chosen, num_blocks)]
+    best = -mx.sort(-keys, axis=-1)[..., : min(sparse.num_selected, num_blocks)]
     ids = num_blocks - 1 - (best & ((1 << _ID_BITS) - 1))
     return mx.where(best < 0, -1, ids).astype(mx.int32)
 
@@ -107,16 +107,16 @@ def select_blocks(
     q: mx.array, k1: mx.array, k2: mx.array, positions: mx.array, num_blocks: int, sparse: SparseConfig, scale: float
 ) -> mx.array:
     """Scores and choice together, in tiles of queries: q [n, H, D] → [n, G, C]."""
-    if num_blocks <= sparse.num_chosen:  # every block that exists
+    if num_blocks <= sparse.num_selected:  # every block that exists
         own = (positions // sparse.block_size)[:, None, None]
         block = mx.arange(num_blocks, dtype=mx.int32)
         return mx.broadcast_to(mx.where(block <= own, block, -1), (q.shape[0], k1.shape[0], num_blocks))
     row_bytes = 4 * q.shape[1] * max(1, k1.shape[1] + k2.shape[1])
-    chosen: list[mx.array] = []
-    for q_tile, at in _tiles((q, positions), row_bytes, chosen):
+    selected: list[mx.array] = []
+    for q_tile, at in _tiles((q, positions), row_bytes, selected):
         scores = score_blocks(q_tile, k1, k2, at, num_blocks, sparse, scale)
-        chosen.append(choose_blocks(scores, at, sparse))
-    return chosen[0] if len(chosen) == 1 else mx.concatenate(chosen)
+        selected.append(top_blocks(scores, at, sparse))
+    return selected[0] if len(selected) == 1 else mx.concatenate(selected)
 
 
 def sparse_attention(
@@ -124,22 +124,22 @@ def sparse_attention(
     k_pages: mx.array,
     v_pages: mx.array,
     table: mx.array,
-    chosen: mx.array,
+    selected: mx.array,
     positions: mx.array,
     scale: float,
 ) -> mx.array:
-    """Attention over chosen blocks alone.
+    """Attention over selected blocks alone.
 
-    q [n, H, D]; pages [G, P, B, D]; table [N] maps block to page; chosen [n, G, C]; positions [n] → [n, H, D].
+    q [n, H, D]; pages [G, P, B, D]; table [N] maps block to page; selected [n, G, C]; positions [n] → [n, H, D].
     """
     groups, _, block_size, dim = k_pages.shape
     kernel = kernels.find("sparse_attention", q, groups)
     if kernel is not None:
-        output: mx.array = kernel(q, k_pages, v_pages, table, chosen, positions, scale)
+        output: mx.array = kernel(q, k_pages, v_pages, table, selected, positions, scale)
         return output
-    row_bytes = 2 * groups * chosen.shape[-1] * block_size * dim * k_pages.itemsize
+    row_bytes = 2 * groups * selected.shape[-1] * block_size * dim * k_pages.itemsize
     outputs: list[mx.array] = []
-    for q_tile, ids, at in _tiles((q, chosen, positions), row_bytes, outputs):
+    for q_tile, ids, at in _tiles((q, selected, positions), row_bytes, outputs):
         outputs.append(_attend_tile(q_tile, k_pages, v_pages, table, ids, at, scale))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 

@@ -7,7 +7,6 @@ model gives, to the rounding of fp32.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,44 +14,17 @@ from torch import Tensor, nn
 from sala.backends.torch.batch import Batch, Pending, take
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.half_linear import HalfLinear, native_weight
-from sala.backends.torch.kernels import native, triton_kernels
+from sala.backends.torch.kernels import native
 from sala.backends.torch.model import Layer as ModelLayer
 from sala.backends.torch.model import LightningMixer, RMSNorm, SalaModel, SparseMixer, angles_of
 from sala.backends.torch.ops.lightning import decay_slopes
 from sala.backends.torch.ops.rope import query_growth
-from sala.backends.torch.quantized_linear import FEW_ROWS, AffineLinear
+from sala.backends.torch.quantized_linear import DECODE_ROWS, AffineLinear
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # weights that the kernels of the CPU read as they are
 
 
-class Steps(Protocol):
-    """A faster way for some batches."""
-
-    def can_run(self, batch: Batch) -> bool: ...
-
-    def __call__(
-        self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
-    ) -> Tensor:
-        """As `SalaModel.forward`: extends the cache → normed hidden states [T, hidden], or of the wanted rows alone."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """As `SalaModel.logits`."""
-        ...
-
-
-def find_steps(model: SalaModel, device: torch.device, max_tokens: int) -> Steps | None:
-    """The faster way of this machine, if there is one for this model; `max_tokens` is what a sequence may have."""
-    if triton_kernels.can_run(device) and _has_gpu_shapes(model):
-        from sala.backends.torch.fast.gpu_forward import GpuSteps
-
-        return GpuSteps(model, device, max_tokens)
-    if device.type == "cpu" and native.load() is not None and _has_fitting_shapes(model):
-        return NativeSteps(model)
-    return None
-
-
-class NativeSteps:
+class CpuDecode:
     """By the kernels of the CPU, in fp32, whatever the precision of the weights (packed or plain) and of the pages."""
 
     def __init__(self, model: SalaModel) -> None:
@@ -76,7 +48,7 @@ class NativeSteps:
             kernel_stride=sparse.kernel_stride,
             init_blocks=sparse.init_blocks,
             window_blocks=sparse.num_window_blocks,
-            num_chosen=sparse.num_chosen,
+            num_selected=sparse.num_selected,
         )
         self.pasts: tuple[HybridCache, ctypes.Array[native.Past]] | None = None
 
@@ -127,7 +99,7 @@ class NativeSteps:
         )
 
     def can_run(self, batch: Batch) -> bool:
-        return len(batch.ids) <= FEW_ROWS
+        return len(batch.ids) <= DECODE_ROWS
 
     def __call__(
         self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
@@ -175,7 +147,7 @@ class NativeSteps:
             self.pasts = (cache, (native.Past * len(layers))(*(_past(cache, layer) for layer in layers)))
             for pages in cache.pages.values():
                 self.struct.num_pages = pages.k.shape[1]
-                self.struct.page_type = native.SCALE_TYPES[str(pages.k.dtype).removeprefix("torch.")]
+                self.struct.page_type = native.element_type(pages.k.dtype)
         return self.pasts[1]
 
     def keep(self, batch: Batch, cache: HybridCache, num_layers: int) -> tuple[Tensor, Tensor] | None:
@@ -194,15 +166,7 @@ class NativeSteps:
         return kept
 
 
-def _has_gpu_shapes(model: SalaModel) -> bool:
-    """Heads of 64 or 128 numbers, blocks that tensor cores can take."""
-    config = model.config
-    sparse, dims = config.sparse_config, {config.head_dim, config.lightning_head_dim}
-    is_paged = sparse.block_size % 16 == 0 and sparse.kernel_stride * 4 <= sparse.block_size
-    return dims <= {16, 32, 64, 128} and is_paged
-
-
-def _has_fitting_shapes(model: SalaModel) -> bool:
+def can_decode(model: SalaModel) -> bool:
     config = model.config
     widths = (config.hidden_size, config.intermediate_size, config.head_dim, config.lightning_head_dim)
     if any(width % native.LANES for width in widths):

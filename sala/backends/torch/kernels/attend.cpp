@@ -1,8 +1,8 @@
-// Attention of many queries over the blocks that each has chosen: what reading a long prompt runs. The readable
+// Attention of many queries over the blocks that each has selected: what reading a long prompt runs. The readable
 // definition is `sparse_attention` of ops/sparse.py; here no block is gathered.
 //
 // Neighbouring queries choose mostly the same blocks. So some of them go through the blocks together, in ascending
-// order: a block is brought near once, and all that have chosen it multiply it while it is. Of every query and head are
+// order: a block is brought near once, and all that have selected it multiply it while it is. Of every query and head are
 // kept the largest score so far, the sum of the weights relative to it, and the weighted values.
 //
 // A query's numbers depend neither on its neighbours nor on the number of threads: its blocks have one order, and so
@@ -17,11 +17,11 @@ struct Attention {
     const float* q;            // [n, H, D]
     const void *k, *v;         // [G, P, B, D]
     const int64_t* table;      // block → page
-    const int64_t* chosen;     // [n, G, C], none twice; -1: none
+    const int64_t* selected;     // [n, G, C], none twice; -1: none
     const int64_t* positions;  // [n]
     float* out;                // [n, H, D]
     int64_t num_queries, num_heads, num_groups, dim;
-    int64_t num_pages, block_size, num_blocks, num_chosen;
+    int64_t num_pages, block_size, num_blocks, num_selected;
     int64_t page_type, num_threads;  // ScaleType of keys and values
     float scale;
 };
@@ -33,7 +33,7 @@ static const int PARTS = 4;
 #else
 static const int PARTS = 2;
 #endif
-static const int64_t MOST_ROWS = 192;  // heads of queries that go together: what they keep stays in the second cache
+static const int64_t MAX_ROWS = 192;  // heads of queries that go together: what they keep stays in the second cache
 
 // Some rows of numbers that need not follow each other.
 struct Rows {
@@ -155,8 +155,8 @@ template <class Element> class Reader {  // Element: of the pages
     void sort_choices(int64_t begin, int64_t end, int64_t group) {
         const auto each = [&](auto&& use) {
             for (int64_t query = begin; query < end; query++) {
-                const int64_t* ids = a.chosen + (query * a.num_groups + group) * a.num_chosen;
-                for (int64_t i = 0; i < a.num_chosen; i++)
+                const int64_t* ids = a.selected + (query * a.num_groups + group) * a.num_selected;
+                for (int64_t i = 0; i < a.num_selected; i++)
                     if (ids[i] >= 0 && ids[i] * a.block_size <= a.positions[query]) use(ids[i], query);
             }
         };
@@ -246,7 +246,7 @@ template <class Element> class Reader {  // Element: of the pages
 };
 
 template <class Element> static void attend_all(const Attention& a) {
-    const int64_t most = std::max<int64_t>(1, MOST_ROWS * a.num_groups / a.num_heads);
+    const int64_t most = std::max<int64_t>(1, MAX_ROWS * a.num_groups / a.num_heads);
     const int64_t fair = a.num_queries * a.num_groups / (4 * a.num_threads);  // all threads end at about the same time
     const int64_t size = std::max<int64_t>(1, std::min(most, fair)), pieces = (a.num_queries + size - 1) / size;
 #pragma omp parallel num_threads(a.num_threads)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Attention of many new tokens over paged keys and values: over chosen blocks, or over everything.
+"""Attention of many new tokens over paged keys and values: over selected blocks, or over everything.
 
 A tile is a few neighbouring tokens times the heads of a group, so that a block is read once for all of them and the
 products are tall enough for the tensor cores. Neighbours choose much the same blocks: a tile walks the union of its
@@ -29,21 +29,21 @@ class Config(NamedTuple):
     num_stages: int
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_chosen", "start", "num_tiles", "max_entries", "row_size"])
+@triton.jit(do_not_specialize=["num_tokens", "num_selected", "start", "num_tiles", "max_entries", "row_size"])
 def union_kernel(
-    chosen_ptr,
+    selected_ptr,
     table_ptr,
     entries_ptr,
     counts_ptr,
     seen_ptr,
     num_tokens,
-    num_chosen,
+    num_selected,
     start,
     num_tiles,
     max_entries,
     row_size,
     GROUPS: tl.constexpr,
-    CHOSEN: tl.constexpr,
+    SELECTED: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -54,14 +54,14 @@ def union_kernel(
     """
     program, step = tl.program_id(0), tl.num_programs(0)
     seen = seen_ptr + program.to(tl.int64) * row_size
-    column = tl.arange(0, CHOSEN)
+    column = tl.arange(0, SELECTED)
     for turn in range(tl.cdiv(num_tiles * GROUPS - program, step)):
         work = program + turn * step
         tile, group = work // GROUPS, work % GROUPS
         for t in tl.static_range(TOKENS):
             index = tile * TOKENS + t
-            place = (index.to(tl.int64) * GROUPS + group) * num_chosen
-            ids = tl.load(chosen_ptr + place + column, mask=(column < num_chosen) & (index < num_tokens), other=-1)
+            place = (index.to(tl.int64) * GROUPS + group) * num_selected
+            ids = tl.load(selected_ptr + place + column, mask=(column < num_selected) & (index < num_tokens), other=-1)
             is_valid = (ids >= 0) & (ids <= (start + index) // BLOCK)
             bits = tl.load(seen + ids, mask=is_valid, other=0).to(tl.int32) | (1 << t)
             tl.store(seen + ids, bits.to(tl.uint8), mask=is_valid)
@@ -185,24 +185,24 @@ def sparse_prefill(
     pages_k: Tensor,
     pages_v: Tensor,
     table: Tensor,
-    chosen: Tensor,
+    selected: Tensor,
     start: int,
     scale: float,
     config: Config | None = None,
 ) -> Tensor:
-    """Queries from position `start` on, each over its chosen blocks up to itself.
+    """Queries from position `start` on, each over its selected blocks up to itself.
 
-    q [n, H, D], pages [G, P, B, D], table [N] block to page, chosen [n, G, C] int32 with -1 for none → [n, H, D].
+    q [n, H, D], pages [G, P, B, D], table [N] block to page, selected [n, G, C] int32 with -1 for none → [n, H, D].
     """
     num_tokens, (groups, _, block, _) = q.shape[0], pages_k.shape
     out = q.new_empty(q.shape)
     config = config or _config_of(q, pages_k, is_sparse=True)
     num_blocks = -(-(start + num_tokens) // block)
-    max_entries = min(config.tokens * chosen.shape[2] + 2, num_blocks)
+    max_entries = min(config.tokens * selected.shape[2] + 2, num_blocks)
     tiles = max(1, UNION_BYTES // (4 * groups * max_entries))
     for begin in range(0, num_tokens, tiles * config.tokens):
         rows = slice(begin, begin + tiles * config.tokens)
-        union = block_union(chosen[rows], table, start + begin, block, config.tokens, max_entries)
+        union = block_union(selected[rows], table, start + begin, block, config.tokens, max_entries)
         _launch(q[rows], pages_k, pages_v, table, union, out[rows], start + begin, scale, config)
     return out
 
@@ -224,32 +224,32 @@ def dense_prefill(
 
 
 def block_union(
-    chosen: Tensor, table: Tensor, start: int, block: int, tokens: int, max_entries: int
+    selected: Tensor, table: Tensor, start: int, block: int, tokens: int, max_entries: int
 ) -> tuple[Tensor, Tensor]:
-    """chosen [n, G, C] → per tile of `tokens` queries: entries [tiles, G, max_entries] and how many, [tiles, G].
+    """selected [n, G, C] → per tile of `tokens` queries: entries [tiles, G, max_entries] and how many, [tiles, G].
 
     The count leaves out the tile's own blocks, which follow it in any case.
     """
-    num_tokens, groups, num_chosen = chosen.shape
+    num_tokens, groups, num_selected = selected.shape
     num_tiles, num_blocks = triton.cdiv(num_tokens, tokens), triton.cdiv(start + num_tokens, block)
-    entries = torch.empty(num_tiles, groups, max_entries, dtype=torch.int32, device=chosen.device)
-    counts = torch.empty(num_tiles, groups, dtype=torch.int32, device=chosen.device)
+    entries = torch.empty(num_tiles, groups, max_entries, dtype=torch.int32, device=selected.device)
+    counts = torch.empty(num_tiles, groups, dtype=torch.int32, device=selected.device)
     programs = min(UNION_PROGRAMS, num_tiles * groups)
-    seen = torch.zeros(programs, triton.cdiv(num_blocks, 128) * 128, dtype=torch.uint8, device=chosen.device)
+    seen = torch.zeros(programs, triton.cdiv(num_blocks, 128) * 128, dtype=torch.uint8, device=selected.device)
     union_kernel[(programs,)](
-        chosen.contiguous(),
+        selected.contiguous(),
         table,
         entries,
         counts,
         seen,
         num_tokens,
-        num_chosen,
+        num_selected,
         start,
         num_tiles,
         max_entries,
         seen.shape[1],
         GROUPS=groups,
-        CHOSEN=triton.next_power_of_2(num_chosen),
+        SELECTED=triton.next_power_of_2(num_selected),
         TOKENS=tokens,
         BLOCK=block,
         CHUNK=UNION_CHUNK,

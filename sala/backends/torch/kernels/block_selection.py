@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sala.backends.torch.kernels.pdl import early_options, wait_for_others
+from sala.backends.torch.kernels.pdl import pdl_options, pdl_wait
 from sala.backends.torch.kernels.pooling import has_whole_rows
 from sala.config import SparseConfig
 
@@ -75,7 +75,7 @@ def _score_kernel(
     q, k1, k2, scores, start, num_queries, num_rows, num_rows2, width, stride_n, stride_h, scale,
     HEADS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, ROWS2: tl.constexpr, STRIDE: tl.constexpr, RATIO: tl.constexpr, BEFORE: tl.constexpr,
-    WINDOW: tl.constexpr, CHOSEN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SELECTED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Block scores [num_queries, G, width] of TOKENS queries and one group; SLOTS is HEADS padded to a power of two."""
     BLOCK: tl.constexpr = STRIDE * RATIO
@@ -84,8 +84,8 @@ def _score_kernel(
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS  # the longest rows begin first
     group = tl.program_id(1)
     last = start + tl.minimum(first + TOKENS, num_queries) - 1
-    if last // BLOCK < CHOSEN:
-        return  # every block is chosen
+    if last // BLOCK < SELECTED:
+        return  # every block is selected
     column = tl.arange(0, COLUMNS)
     head, token = column // TOKENS, first + column % TOKENS
     dim = tl.arange(0, DIM)
@@ -150,11 +150,11 @@ def _score_kernel(
 
 
 @triton.jit
-def _row_of_decode(lengths, is_sparse, sequence, BLOCK: tl.constexpr, CHOSEN: tl.constexpr):
+def _row_of_decode(lengths, is_sparse, sequence, BLOCK: tl.constexpr, SELECTED: tl.constexpr):
     """Length of a sequence, its query's block, and whether there is anything to choose."""
     length = tl.load(lengths + sequence).to(tl.int32)
     own = tl.maximum(length - 1, 0) // BLOCK
-    return length, own, (own >= CHOSEN) & (tl.load(is_sparse + sequence) != 0)
+    return length, own, (own >= SELECTED) & (tl.load(is_sparse + sequence) != 0)
 
 
 @triton.jit
@@ -172,17 +172,17 @@ def _decode_query(
 def _decode_norm_kernel(
     q, k2_pages, tables, lengths, is_sparse, partial, num_pages, stride_table, num_splits, stride_n, stride_h, scale,
     HEADS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
-    STRIDE: tl.constexpr, RATIO: tl.constexpr, BEFORE: tl.constexpr, CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    STRIDE: tl.constexpr, RATIO: tl.constexpr, BEFORE: tl.constexpr, SELECTED: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of exponentials over ROWS windows of k2, into partial [S, G, splits, 2, SLOTS]."""
     PER_PAGE: tl.constexpr = RATIO // 4
-    wait_for_others(EARLY)
+    pdl_wait(PDL)
     sequence, group, split = tl.program_id(2), tl.program_id(1), tl.program_id(0)
-    length, _, is_chosen = _row_of_decode(lengths, is_sparse, sequence, STRIDE * RATIO, CHOSEN)
+    length, _, is_selected = _row_of_decode(lengths, is_sparse, sequence, STRIDE * RATIO, SELECTED)
     end = length // (4 * STRIDE)
     begin = BEFORE + split * ROWS
-    if (not is_chosen) | (begin >= end):
+    if (not is_selected) | (begin >= end):
         return
     dim = tl.arange(0, DIM)
     window = begin + tl.arange(0, ROWS)
@@ -226,16 +226,16 @@ def _decode_score_kernel(
     num_pages, stride_table, num_splits, width, stride_n, stride_h, scale,
     HEADS: tl.constexpr, D: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, JOIN: tl.constexpr, STRIDE: tl.constexpr, RATIO: tl.constexpr, BEFORE: tl.constexpr,
-    WINDOW: tl.constexpr, CHOSEN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, SELECTED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores [S, G, width] of the blocks of ROWS windows, less one: the last lends its windows to the one before."""
     BLOCKS: tl.constexpr = ROWS // RATIO
-    wait_for_others(EARLY)
+    pdl_wait(PDL)
     sequence, group = tl.program_id(2), tl.program_id(1)
-    length, own, is_chosen = _row_of_decode(lengths, is_sparse, sequence, STRIDE * RATIO, CHOSEN)
+    length, own, is_selected = _row_of_decode(lengths, is_sparse, sequence, STRIDE * RATIO, SELECTED)
     first = tl.program_id(0) * (BLOCKS - 1)
     high = own - WINDOW
-    if (not is_chosen) | (first >= high):
+    if (not is_selected) | (first >= high):
         return
     dim = tl.arange(0, DIM)
     window = first * RATIO + tl.arange(0, ROWS)
@@ -318,14 +318,14 @@ def _pick(
 
 @triton.jit(do_not_specialize=["width"])
 def _top_kernel(
-    scores, positions, is_sparse, scratch, chosen, width,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, INIT: tl.constexpr, WINDOW: tl.constexpr, CHOSEN: tl.constexpr,
+    scores, positions, is_sparse, scratch, selected, width,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, INIT: tl.constexpr, WINDOW: tl.constexpr, SELECTED: tl.constexpr,
     PADDED: tl.constexpr, OFFSET: tl.constexpr, HAS_FLAGS: tl.constexpr,
-    SIZE: tl.constexpr, SEGMENTS: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
+    SIZE: tl.constexpr, SEGMENTS: tl.constexpr, CANDIDATES: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row of scores → its chosen blocks, ascending. Forced blocks are not read, nor is a row that has no choice."""
-    PICK: tl.constexpr = CHOSEN - INIT - WINDOW - 1
-    wait_for_others(EARLY)
+    """One row of scores → its selected blocks, ascending. Scores of forced blocks are not read."""
+    PICK: tl.constexpr = SELECTED - INIT - WINDOW - 1
+    pdl_wait(PDL)
     number = tl.program_id(0)
     token = number // GROUPS
     position = tl.load(positions + token).to(tl.int32) - OFFSET
@@ -333,14 +333,14 @@ def _top_kernel(
     if HAS_FLAGS:
         is_active = is_active & (tl.load(is_sparse + token) != 0)
     own = tl.where(is_active, position // BLOCK, -1)
-    out = chosen + number.to(tl.int64) * CHOSEN
+    out = selected + number.to(tl.int64) * SELECTED
     slot = tl.arange(0, PADDED)
-    if own < CHOSEN:
-        tl.store(out + slot, tl.where(slot <= own, slot, -1), mask=slot < CHOSEN)
+    if own < SELECTED:
+        tl.store(out + slot, tl.where(slot <= own, slot, -1), mask=slot < SELECTED)
         return
-    recent = slot - (CHOSEN - 1) + own
+    recent = slot - (SELECTED - 1) + own
     is_forced = (slot < INIT) | (recent >= own - WINDOW)
-    tl.store(out + slot, tl.where(slot < INIT, slot, recent), mask=is_forced & (slot < CHOSEN))
+    tl.store(out + slot, tl.where(slot < INIT, slot, recent), mask=is_forced & (slot < SELECTED))
     if PICK > 0:
         row = scores + number.to(tl.int64) * width
         high = own - WINDOW
@@ -351,7 +351,7 @@ def _top_kernel(
             top = tl.max(held, 0) + 1
             _pick(held, ids, row, out, top * 0, top, INIT, high, PICK, SIZE, True)
         else:
-            # The PICK-th best of the segments' maxima, to 16 bits, is a floor under what can be chosen.
+            # The PICK-th best of the segments' maxima, to 16 bits, is a floor under what can be selected.
             peaks = tl.max(tl.reshape(held, [SIZE // SEGMENTS, SEGMENTS]), 0)
             if not HELD:
                 for base in range(SIZE, high, SIZE):
@@ -381,27 +381,27 @@ def _top_kernel(
                 _pick(held, ids, row, out, floor, top, INIT, high, PICK, SIZE, HELD)
 
 
-def choose_prefill(
+def select_prefill(
     q: Tensor, pages_k1: Tensor, pages_k2: Tensor, table: Tensor, start: int, sparse: SparseConfig, scale: float
 ) -> Tensor:
-    """q [n, H, D] at positions start …, pooled pages [G, P, rows, D], table [N] → chosen [n, G, C] int32, ascending.
+    """q [n, H, D] at positions start …, pooled pages [G, P, rows, D], table [N] → selected [n, G, C] int32, ascending.
 
-    C = min(num_chosen, blocks so far); -1 stands behind the ids where fewer than C blocks exist.
+    C = min(num_selected, blocks so far); -1 stands behind the ids where fewer than C blocks exist.
     """
     pages = table[: -(-(start + q.shape[0]) // sparse.block_size)]
     k1, k2 = (pool.index_select(1, pages).flatten(1, 2) for pool in (pages_k1, pages_k2))
-    return choose_rows(q, k1, k2, start, sparse, scale)
+    return select_rows(q, k1, k2, start, sparse, scale)
 
 
-def choose_rows(q: Tensor, k1: Tensor, k2: Tensor, start: int, sparse: SparseConfig, scale: float) -> Tensor:
-    """As `choose_prefill`, of pooled rows [G, rows, D] that lie in order."""
+def select_rows(q: Tensor, k1: Tensor, k2: Tensor, start: int, sparse: SparseConfig, scale: float) -> Tensor:
+    """As `select_prefill`, of pooled rows [G, rows, D] that lie in order."""
     (n, _, dim), groups = q.shape, k1.shape[0]
     num_blocks = -(-(start + n) // sparse.block_size)
     positions = torch.arange(start, start + n, dtype=torch.int32, device=q.device)
-    if num_blocks <= sparse.num_chosen:
+    if num_blocks <= sparse.num_selected:
         return _every_block(positions, groups, num_blocks, sparse)
     width = (start + n - 1) // sparse.block_size - sparse.num_window_blocks
-    chosen = torch.empty(n, groups, sparse.num_chosen, dtype=torch.int32, device=q.device)
+    selected = torch.empty(n, groups, sparse.num_selected, dtype=torch.int32, device=q.device)
     q = q if has_whole_rows(q) else q.contiguous()
     config = _score_config(q.element_size(), dim, _shared_memory(q.device))
     tile = _queries_at_once(q, groups, width, sparse, config)
@@ -409,23 +409,23 @@ def choose_rows(q: Tensor, k1: Tensor, k2: Tensor, start: int, sparse: SparseCon
     for begin in range(0, n, tile):
         rows = q[begin : begin + tile]
         _launch_scores(rows, k1, k2, scores, start + begin, sparse, scale, config)
-        _launch_top(scores, chosen[begin : begin + tile], positions[begin : begin + tile], None, 0, sparse)
-    return chosen
+        _launch_top(scores, selected[begin : begin + tile], positions[begin : begin + tile], None, 0, sparse)
+    return selected
 
 
-def choose_decode(
+def select_decode(
     q: Tensor, pages_k1: Tensor, pages_k2: Tensor, tables: Tensor, lengths: Tensor, sparse: SparseConfig, scale: float,
     max_blocks: int, is_sparse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """q [S, H, D], the last token of each sequence; tables [S, N], lengths [S] → chosen [S, G, C] int32, ascending.
+    """q [S, H, D], the last token of each sequence; tables [S, N], lengths [S] → selected [S, G, C] int32, ascending.
 
-    C = min(num_chosen, max_blocks); rows without a length, or that are not sparse (is_sparse [S]), are all -1.
+    C = min(num_selected, max_blocks); rows without a length, or that are not sparse (is_sparse [S]), are all -1.
     """
     (num_rows, _, dim), groups = q.shape, pages_k1.shape[0]
-    if max_blocks <= sparse.num_chosen:
+    if max_blocks <= sparse.num_selected:
         active = lengths if is_sparse is None else torch.where(is_sparse != 0, lengths, 0)
         return _every_block(active - 1, groups, max_blocks, sparse)
-    chosen = torch.empty(num_rows, groups, sparse.num_chosen, dtype=torch.int32, device=q.device)
+    selected = torch.empty(num_rows, groups, sparse.num_selected, dtype=torch.int32, device=q.device)
     flags = is_sparse if is_sparse is None or is_sparse.dtype != torch.bool else is_sparse.view(torch.uint8)
     q = q if has_whole_rows(q) else q.contiguous()
     assert tables.stride(1) == 1
@@ -436,7 +436,7 @@ def choose_decode(
     scores = torch.empty(num_rows, groups, max_blocks, dtype=torch.float32, device=q.device)
     partial = torch.empty(num_rows, groups, num_splits, 2, shared["SLOTS"], dtype=torch.float32, device=q.device)
     active = lengths if flags is None else flags  # a row of length 0 has nothing to choose anyway
-    num_pages, factor, early = pages_k1.shape[1], scale * LOG2_E, early_options(q.device, num_rows, lets_in=True)
+    num_pages, factor, early = pages_k1.shape[1], scale * LOG2_E, pdl_options(q.device, num_rows, dependents_first=True)
     _decode_norm_kernel[(num_splits, groups, num_rows)](
         q, pages_k2, tables, lengths, active, partial,
         num_pages, tables.stride(0), num_splits, q.stride(0), q.stride(1), factor, ROWS=SPLIT, **shared, **early,
@@ -449,25 +449,25 @@ def choose_decode(
         ROWS=rows, SPLIT=SPLIT, JOIN=JOIN, WINDOW=sparse.num_window_blocks, MASKED=needs_mask(sparse, 1),
         **shared, **early, num_warps=4,
     )  # fmt: skip
-    _launch_top(scores, chosen, lengths, flags, 1, sparse)
-    return chosen
+    _launch_top(scores, selected, lengths, flags, 1, sparse)
+    return selected
 
 
 def top_blocks(scores: Tensor, positions: Tensor, sparse: SparseConfig) -> Tensor:
-    """scores [n, G, N] in fp32, none negative; positions [n] → chosen [n, G, C] int32, ascending, -1 behind them.
+    """scores [n, G, N] in fp32, none negative; positions [n] → selected [n, G, C] int32, ascending, -1 behind them.
 
     Scores of forced and of future blocks are not read.
     """
     n, groups, num_blocks = scores.shape
-    if num_blocks <= sparse.num_chosen:
+    if num_blocks <= sparse.num_selected:
         return _every_block(positions, groups, num_blocks, sparse)
-    chosen = torch.empty(n, groups, sparse.num_chosen, dtype=torch.int32, device=scores.device)
-    _launch_top(scores.contiguous(), chosen, positions, None, 0, sparse)
-    return chosen
+    selected = torch.empty(n, groups, sparse.num_selected, dtype=torch.int32, device=scores.device)
+    _launch_top(scores.contiguous(), selected, positions, None, 0, sparse)
+    return selected
 
 
 def _every_block(positions: Tensor, groups: int, count: int, sparse: SparseConfig) -> Tensor:
-    """Where there are no more blocks than may be chosen: [n, G, count], all up to the query's own."""
+    """Where there are no more blocks than may be selected: [n, G, count], all up to the query's own."""
     own = (positions // sparse.block_size)[:, None, None]  # -1 for padding, as division rounds down
     block = torch.arange(count, dtype=torch.int32, device=positions.device)
     return torch.where(block <= own, block, -1).int().expand(-1, groups, -1).contiguous()
@@ -487,21 +487,21 @@ def _launch_scores(
 
 
 def _launch_top(
-    scores: Tensor, chosen: Tensor, positions: Tensor, flags: Tensor | None, offset: int, sparse: SparseConfig,
+    scores: Tensor, selected: Tensor, positions: Tensor, flags: Tensor | None, offset: int, sparse: SparseConfig,
     config: TopConfig | None = None,
 ) -> None:  # fmt: skip
-    n, groups, count = chosen.shape
+    n, groups, count = selected.shape
     if not n:
         return
     width = scores.shape[2]
     config = config or _top_config(width, n * groups)
     constants = top_constants(sparse, groups, count, width, config)
-    scratch = chosen
+    scratch = selected
     if constants["SEGMENTS"]:
-        scratch = torch.empty(n * groups, CANDIDATES, dtype=torch.int32, device=chosen.device)
+        scratch = torch.empty(n * groups, CANDIDATES, dtype=torch.int32, device=selected.device)
     _top_kernel[(n * groups,)](
-        scores, positions, positions if flags is None else flags, scratch, chosen, width,
-        **constants, OFFSET=offset, HAS_FLAGS=flags is not None, **early_options(chosen.device, n, lets_in=True),
+        scores, positions, positions if flags is None else flags, scratch, selected, width,
+        **constants, OFFSET=offset, HAS_FLAGS=flags is not None, **pdl_options(selected.device, n, True),
         num_warps=config.num_warps,
     )  # fmt: skip
 
@@ -510,7 +510,7 @@ def needs_mask(sparse: SparseConfig, num_tokens: int) -> bool:
     """Whether a tile of `num_tokens` queries can meet an unforced block with a window that some of them do not see."""
     ratio, before = sparse.block_size // sparse.kernel_stride, sparse.kernel_size // sparse.kernel_stride - 1
     sees_windows = sparse.init_blocks >= 1 and ratio * (sparse.num_window_blocks - 1) >= before
-    has_norm = sparse.num_chosen * sparse.block_size - num_tokens >= 4 * sparse.kernel_size
+    has_norm = sparse.num_selected * sparse.block_size - num_tokens >= 4 * sparse.kernel_size
     return not (sees_windows and has_norm)
 
 
@@ -523,7 +523,7 @@ def _geometry(sparse: SparseConfig, heads: int, dim: int, dtype: torch.dtype) ->
         "STRIDE": sparse.kernel_stride,
         "RATIO": sparse.block_size // sparse.kernel_stride,
         "BEFORE": sparse.kernel_size // sparse.kernel_stride - 1,
-        "CHOSEN": sparse.num_chosen,
+        "SELECTED": sparse.num_selected,
         # fp32 in three tf32 products, good to 1e-6: plain fp32 dots of this size live in spilled registers
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
     }
@@ -560,7 +560,7 @@ def top_constants(sparse: SparseConfig, groups: int, count: int, width: int, con
         "BLOCK": sparse.block_size,
         "INIT": sparse.init_blocks,
         "WINDOW": sparse.num_window_blocks,
-        "CHOSEN": count,
+        "SELECTED": count,
         "PADDED": triton.next_power_of_2(count),
         "SIZE": config.size,
         "SEGMENTS": config.segments,

@@ -34,7 +34,7 @@ struct Model {
     const float* norm;
     int64_t hidden;
     float eps, residual_scale;
-    int64_t num_pages, block_size, kernel_size, kernel_stride, init_blocks, window_blocks, num_chosen;
+    int64_t num_pages, block_size, kernel_size, kernel_stride, init_blocks, window_blocks, num_selected;
     int64_t page_type;  // ScaleType of keys and values
 };
 
@@ -162,7 +162,7 @@ struct Token {
 struct Shared {  // between threads
     float *q, *k, *v, *gate, *o, *hidden, *wide, *up;  // [T, …]
     float *lse, *windows, *partial;                    // [T, H], [T, G, max_windows], see `partial`
-    int64_t* chosen;                                   // [T, G, num_chosen]
+    int64_t* selected;                                   // [T, G, num_selected]
     const Token* tokens;
     int64_t num_pieces, max_windows;  // no windows: no token follows the sparse rule
 };
@@ -451,7 +451,7 @@ template <class Element> class Worker {  // Element: of the pages
         if (token.num_blocks <= own_block)
             std::nth_element(order.begin(), order.begin() + token.num_blocks, order.end(), is_better);
         std::sort(order.begin(), order.begin() + token.num_blocks);
-        std::copy_n(order.begin(), token.num_blocks, sh.chosen + (t * layer.num_kv_heads + group) * m.num_chosen);
+        std::copy_n(order.begin(), token.num_blocks, sh.selected + (t * layer.num_kv_heads + group) * m.num_selected);
     }
 
     // Softmax attention over a piece of the blocks: for every head the largest score, the sum and the weighted values.
@@ -475,7 +475,7 @@ template <class Element> class Worker {  // Element: of the pages
     void attend_piece(const Layer& layer, const Past& past, int64_t t, int64_t group, int64_t piece) {
         const Token& token = sh.tokens[t];
         const int64_t dim = layer.head_dim, shared = layer.num_heads / layer.num_kv_heads, head = group * shared;
-        const int64_t* chosen = sh.chosen + (t * layer.num_kv_heads + group) * m.num_chosen;
+        const int64_t* selected = sh.selected + (t * layer.num_kv_heads + group) * m.num_selected;
         for (int64_t j = 0; j < shared; j++) {
             float* out = partial(layer, t, head + j, piece);
             std::memset(out, 0, (dim + 16) * sizeof(float));
@@ -483,7 +483,7 @@ template <class Element> class Worker {  // Element: of the pages
         }
         const int64_t end = std::min((piece + 1) * token.per_piece, token.num_blocks);
         for (int64_t i = piece * token.per_piece; i < end; i++) {
-            const int64_t block = token.is_sparse ? chosen[i] : i;
+            const int64_t block = token.is_sparse ? selected[i] : i;
             const int64_t count = std::min(m.block_size, token.position + 1 - block * m.block_size);
             const Element* keys = at(past.k, layer, *token.span, group, block * m.block_size, m.block_size);
             const Element* values = at(past.v, layer, *token.span, group, block * m.block_size, m.block_size);
@@ -545,7 +545,7 @@ static int64_t plan_tokens(const Model& m, const Step& s, std::vector<Token>& to
             const Span& span = s.spans[i];
             const int64_t position = span.start + j, seen = position / m.block_size + 1;
             const bool is_sparse = position >= span.sparse_from;
-            const int64_t blocks = is_sparse ? std::min(seen, m.num_chosen) : seen;
+            const int64_t blocks = is_sparse ? std::min(seen, m.num_selected) : seen;
             const int64_t least = std::max<int64_t>(1, KEYS / m.block_size);
             const int64_t per_piece = std::max(least, (blocks + MOST_PIECES - 1) / MOST_PIECES);
             const int64_t pieces = (blocks + per_piece - 1) / per_piece;
@@ -558,7 +558,7 @@ static int64_t plan_tokens(const Model& m, const Step& s, std::vector<Token>& to
 extern "C" void decode_step(const Model* model, const Step* step) {
     static thread_local Space shared_space, attention_space, own_space;
     static thread_local std::vector<Token> tokens;
-    static thread_local std::vector<int64_t> chosen;
+    static thread_local std::vector<int64_t> selected;
     const Model& m = *model;
     const Step& s = *step;
     int64_t width = m.hidden, wide = 0, heads = 0, groups = 0, dim = 0;
@@ -583,8 +583,8 @@ extern "C" void decode_step(const Model* model, const Step* step) {
     sh.partial = attention_space.get(partials + n * (heads + groups * sh.max_windows));
     sh.lse = sh.partial + partials;
     sh.windows = sh.lse + n * heads;
-    chosen.resize(sh.max_windows ? n * groups * m.num_chosen : 0);
-    sh.chosen = chosen.data();
+    selected.resize(sh.max_windows ? n * groups * m.num_selected : 0);
+    sh.selected = selected.data();
     const int64_t inputs = Input::floats(n, std::max(width, wide));
     const int64_t own = inputs + std::max(16 * dim, (m.block_size + 15) / 16 * 16);
     float* owns = own_space.get(own * s.num_threads);

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Attention of one new token per row, or of a few drafts, over paged keys and values.
+"""Decode attention: one new token per row over paged keys and values.
 
-A row's blocks are cut into splits of a fixed number of blocks, each a program of its own; a second kernel joins what
-they found. Neither cut nor order depends on the other rows. Whether a row looks at chosen blocks or at all of them is
-read on the device, as are lengths and tables: a captured graph serves every step.
+A row's blocks are cut into splits of a fixed number of blocks, each computed by one program; a second kernel joins the
+splits. Neither the cut nor the order of sums depends on the other rows: the result is batch-invariant. Whether a row
+attends to selected blocks or to all of them is read on the device, as are lengths and tables, so one captured graph
+serves every step.
 """
 
 from typing import NamedTuple
@@ -14,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sala.backends.torch.kernels.attention import LOG2_E, absorb, rows_of_heads, shared_memory
-from sala.backends.torch.kernels.pdl import early_options, let_others_start, wait_for_others
+from sala.backends.torch.kernels.pdl import pdl_launch_dependents, pdl_options, pdl_wait
 
-SIZES = ("first_length", "num_splits", "num_chosen", "max_dense")
+SIZES = ("num_splits", "num_selected", "max_dense")
 JOIN_CHUNK = 64  # splits joined at a time; fixed, so that the order of sums does not depend on how many there are
 
 
@@ -29,14 +30,12 @@ class Config(NamedTuple):
 
 
 @triton.jit
-def num_steps(
-    lengths_ptr, is_sparse_ptr, row, first_length, num_chosen, max_dense, NUM_TOKENS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Of this row: its length (0 for padding), whether it is sparse, and the blocks or choices that it walks."""
-    length = tl.load(lengths_ptr + row // NUM_TOKENS).to(tl.int32) + first_length
-    length = tl.where(length > 0, length + row % NUM_TOKENS, 0)
+def num_steps(lengths_ptr, is_sparse_ptr, row, num_selected, max_dense, BLOCK: tl.constexpr):
+    """Return a row's length (0 for padding), whether it is sparse, and how many blocks it walks."""
+    length = tl.load(lengths_ptr + row).to(tl.int32)
+    length = tl.where(length > 0, length, 0)
     is_sparse = tl.load(is_sparse_ptr + row) != 0
-    steps = tl.where(is_sparse, num_chosen, tl.minimum((length + BLOCK - 1) // BLOCK, max_dense))
+    steps = tl.where(is_sparse, num_selected, tl.minimum((length + BLOCK - 1) // BLOCK, max_dense))
     return length, is_sparse, tl.where(length > 0, steps, 0)
 
 
@@ -49,18 +48,16 @@ def split_kernel(
     row_of_ptr,
     lengths_ptr,
     is_sparse_ptr,
-    chosen_ptr,
+    selected_ptr,
     acc_ptr,
     stats_ptr,
     num_pages,
     table_size,
-    first_length,
     num_splits,
-    num_chosen,
+    num_selected,
     max_dense,
     q_stride,
     scale,
-    NUM_TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,
     SHARED: tl.constexpr,
     SHARED_PADDED: tl.constexpr,
@@ -68,18 +65,16 @@ def split_kernel(
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One split of one group of one row: acc [rows, G, splits, SHARED, D], stats [rows, G, splits, 2, SHARED]."""
-    wait_for_others(EARLY)
+    pdl_wait(PDL)
     split, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length, is_sparse, steps = num_steps(
-        lengths_ptr, is_sparse_ptr, row, first_length, num_chosen, max_dense, NUM_TOKENS, BLOCK
-    )
+    length, is_sparse, steps = num_steps(lengths_ptr, is_sparse_ptr, row, num_selected, max_dense, BLOCK)
     begin = split * SPLIT_BLOCKS
     if begin >= steps:
         return
-    table_row = row // NUM_TOKENS
+    table_row = row
     if row_of_ptr is not None:
         table_row = tl.load(row_of_ptr + row)
     head, column, offset = tl.arange(0, SHARED_PADDED), tl.arange(0, DIM), tl.arange(0, BLOCK)
@@ -89,8 +84,8 @@ def split_kernel(
 
     # Blocks and pages of all steps first, in registers: the loop's loads then wait for nothing and run ahead.
     turn = tl.arange(0, SPLIT_BLOCKS)
-    ids = chosen_ptr + (row.to(tl.int64) * GROUPS + group) * num_chosen
-    blocks = tl.where(is_sparse, tl.load(ids + tl.minimum(begin + turn, num_chosen - 1)), begin + turn)
+    ids = selected_ptr + (row.to(tl.int64) * GROUPS + group) * num_selected
+    blocks = tl.where(is_sparse, tl.load(ids + tl.minimum(begin + turn, num_selected - 1)), begin + turn)
     blocks = tl.where((begin + turn < steps) & (blocks * BLOCK < length), blocks, -1)
     table = tables_ptr + table_row.to(tl.int64) * table_size
     pages = tl.load(table + blocks, mask=blocks >= 0, other=0).to(tl.int64) + group.to(tl.int64) * num_pages
@@ -122,26 +117,22 @@ def join_kernel(
     lengths_ptr,
     is_sparse_ptr,
     out_ptr,
-    first_length,
     num_splits,
-    num_chosen,
+    num_selected,
     max_dense,
     gate_stride,
-    NUM_TOKENS: tl.constexpr,
     SHARED: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The splits of one head of one row, weighed by their log-sums and added in order; then the gate."""
-    wait_for_others(EARLY)
+    pdl_wait(PDL)
     head, row, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    length, _, steps = num_steps(
-        lengths_ptr, is_sparse_ptr, row, first_length, num_chosen, max_dense, NUM_TOKENS, BLOCK
-    )
+    length, _, steps = num_steps(lengths_ptr, is_sparse_ptr, row, num_selected, max_dense, BLOCK)
     count = (steps + SPLIT_BLOCKS - 1) // SPLIT_BLOCKS
     part = (row.to(tl.int64) * (heads // SHARED) + head // SHARED) * num_splits
     stats = stats_ptr + part * (2 * SHARED) + head % SHARED
@@ -165,7 +156,7 @@ def join_kernel(
         gate = tl.load(gate_ptr + row.to(tl.int64) * gate_stride + head * DIM + column)
         factor = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(out.dtype)
         out = (out.to(tl.float32) * factor.to(tl.float32)).to(out.dtype)
-    let_others_start(EARLY)
+    pdl_launch_dependents(PDL)
     out = tl.where(length > 0, out, 0.0)
     tl.store(out_ptr + (row.to(tl.int64) * heads + head) * DIM + column, out.to(out_ptr.dtype.element_ty))
 
@@ -177,143 +168,46 @@ def decode_attention(
     tables: Tensor,
     lengths: Tensor,
     is_sparse: Tensor,
-    chosen: Tensor,
+    selected: Tensor,
     scale: float,
     max_dense_blocks: int,
     gate: Tensor | None = None,
     row_of: Tensor | None = None,
     config: Config | None = None,
     output: Tensor | None = None,
-    lets_in: bool = False,
+    dependents_first: bool = False,
 ) -> Tensor:
-    """The newest token of each row, at position lengths[s] - 1, over its chosen blocks or over all → [S, H, D].
+    """The newest token of each row, at position lengths[s] - 1, over its selected blocks or over all → [S, H, D].
 
     q [S, H, D]; pages [G, P, B, D]; tables [S, N] block to page; lengths [S], 0 or less for padding, which gives 0;
-    is_sparse [S] bool; chosen [S, G, C] int32, -1 for none, not looked at where dense. Rows that are not sparse
+    is_sparse [S] bool; selected [S, G, C] int32, -1 for none, not looked at where dense. Rows that are not sparse
     have at most `max_dense_blocks` blocks. A gate [S, H * D] multiplies by its sigmoid. With row_of [S], row s
-    has table row_of[s]. `lets_in`: as in `early.early_options`.
+    has table row_of[s]. `dependents_first`: as in `pdl.pdl_options`.
     """
-    return _attend(
-        q, pages_k, pages_v, tables, lengths, is_sparse, chosen, scale, max_dense_blocks, gate, row_of, config,
-        output=output, lets_in=lets_in,
-    )  # fmt: skip
-
-
-def verify_attention(
-    q: Tensor,
-    pages_k: Tensor,
-    pages_v: Tensor,
-    tables: Tensor,
-    starts: Tensor,
-    is_sparse: Tensor,
-    chosen: Tensor,
-    scale: float,
-    max_dense_blocks: int,
-    gate: Tensor | None = None,
-    config: Config | None = None,
-) -> Tensor:
-    """A few tokens per sequence, at positions starts[s] + i: bit for bit what as many decode steps give → [S, n, H, D].
-
-    q [S, n, H, D]; starts [S], negative for padding; is_sparse [S, n]; chosen [S, n, G, C]; gate [S, n, H * D].
-    """
-    num_tokens = q.shape[1]
-    gate = None if gate is None else gate.flatten(0, 1)
-    rows, is_sparse, chosen = q.flatten(0, 1), is_sparse.flatten(), chosen.flatten(0, 1)
-    out = _attend(
-        rows,
-        pages_k,
-        pages_v,
-        tables,
-        starts,
-        is_sparse,
-        chosen,
-        scale,
-        max_dense_blocks,
-        gate,
-        None,
-        config,
-        num_tokens,
-    )
-    return out.unflatten(0, (-1, num_tokens))
-
-
-def _attend(
-    q: Tensor,
-    pages_k: Tensor,
-    pages_v: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    is_sparse: Tensor,
-    chosen: Tensor,
-    scale: float,
-    max_dense_blocks: int,
-    gate: Tensor | None,
-    row_of: Tensor | None,
-    config: Config | None,
-    num_drafts: int = 0,
-    output: Tensor | None = None,
-    lets_in: bool = False,
-) -> Tensor:
-    """With `num_drafts`, that many rows in turn share a table, and `lengths` holds the position of the first."""
     (num_rows, heads, dim), (groups, num_pages, block, _) = q.shape, pages_k.shape
     assert pages_k.is_contiguous()
     assert pages_v.is_contiguous()
-    q, shared, num_chosen = rows_of_heads(q), heads // groups, chosen.shape[2]
-    lengths, is_sparse, chosen = lengths.contiguous(), is_sparse.contiguous(), chosen.contiguous()
+    q, shared, num_selected = rows_of_heads(q), heads // groups, selected.shape[2]
+    lengths, is_sparse, selected = lengths.contiguous(), is_sparse.contiguous(), selected.contiguous()
     config = config or _config(block * dim * q.element_size(), shared_memory(q.device))
-    splits = triton.cdiv(max(num_chosen, max_dense_blocks), config.blocks)
+    splits = triton.cdiv(max(num_selected, max_dense_blocks), config.blocks)
     acc = torch.empty(num_rows, groups, splits, shared, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(num_rows, groups, splits, 2, shared, dtype=torch.float32, device=q.device)
     out = q.new_empty(q.shape) if output is None else output
     assert out.is_contiguous()
-    geometry = {
-        "NUM_TOKENS": max(1, num_drafts),
-        "SHARED": shared,
-        "SPLIT_BLOCKS": config.blocks,
-        "BLOCK": block,
-        "DIM": dim,
-    }
-    sizes = (1 if num_drafts else 0, splits, num_chosen, max_dense_blocks)
-    early = early_options(q.device, num_rows, lets_in)
+    geometry = {"SHARED": shared, "SPLIT_BLOCKS": config.blocks, "BLOCK": block, "DIM": dim}
+    sizes = (splits, num_selected, max_dense_blocks)
+    pdl = pdl_options(q.device, num_rows, dependents_first)
     split_kernel[(splits, groups, num_rows)](
-        q,
-        pages_k,
-        pages_v,
-        tables,
-        row_of,
-        lengths,
-        is_sparse,
-        chosen,
-        acc,
-        stats,
-        num_pages,
-        tables.stride(0),
-        *sizes,
-        q.stride(0),
-        scale * LOG2_E,
-        **geometry,
-        GROUPS=groups,
-        SHARED_PADDED=max(16, triton.next_power_of_2(shared)),
-        PRECISION="ieee",
-        **early,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        q, pages_k, pages_v, tables, row_of, lengths, is_sparse, selected, acc, stats,
+        num_pages, tables.stride(0), *sizes, q.stride(0), scale * LOG2_E,
+        **geometry, GROUPS=groups, SHARED_PADDED=max(16, triton.next_power_of_2(shared)), PRECISION="ieee", **pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     join_kernel[(heads, num_rows)](
-        acc,
-        stats,
-        gate,
-        lengths,
-        is_sparse,
-        out,
-        *sizes,
-        0 if gate is None else gate.stride(0),
-        **geometry,
-        SPLITS=triton.cdiv(splits, JOIN_CHUNK) * JOIN_CHUNK,
-        CHUNK=JOIN_CHUNK,
-        **early,
-        num_warps=4,
-    )
+        acc, stats, gate, lengths, is_sparse, out, *sizes, 0 if gate is None else gate.stride(0),
+        **geometry, SPLITS=triton.cdiv(splits, JOIN_CHUNK) * JOIN_CHUNK, CHUNK=JOIN_CHUNK, **pdl, num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sala.backends.torch.kernels.pdl import early_options, let_others_start, wait_for_others
+from sala.backends.torch.kernels.pdl import pdl_launch_dependents, pdl_options, pdl_wait
 
 HEADS = 8  # per program
 COLUMNS = 2048
@@ -107,9 +107,9 @@ def _norm_gate_kernel(
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_GATE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_others(EARLY)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_here = column < WIDTH
@@ -119,16 +119,18 @@ def _norm_gate_kernel(
         z = tl.load(z_ptr + row * z_row + column, mask=is_here, other=0.0).to(tl.float32)
     if HAS_NORM:
         o = _normed(o, weight_ptr, column, is_here, WIDTH, eps, dtype)
-    let_others_start(EARLY)
+    pdl_launch_dependents(PDL)
     if HAS_GATE:
         o = o * (1.0 / (1.0 + tl.exp(-z))).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * WIDTH + column, o.to(dtype), mask=is_here)
 
 
-def norm_gate(o: Tensor, norm_weight: Tensor | None, z: Tensor | None, eps: float, lets_in: bool = False) -> Tensor:
+def norm_gate(
+    o: Tensor, norm_weight: Tensor | None, z: Tensor | None, eps: float, dependents_first: bool = False
+) -> Tensor:
     """o [T, w], normed if there is a weight [w], times sigmoid(z [T, w]) if there is a gate → [T, w] in o's dtype.
 
-    `lets_in`: as in `early.early_options`.
+    `dependents_first`: as in `pdl.pdl_options`.
     """
     rows, width = o.shape
     assert o.stride(1) == 1
@@ -148,7 +150,7 @@ def norm_gate(o: Tensor, norm_weight: Tensor | None, z: Tensor | None, eps: floa
         BLOCK=triton.next_power_of_2(width),
         HAS_NORM=norm_weight is not None,
         HAS_GATE=z is not None,
-        **early_options(o.device, rows, lets_in),
+        **pdl_options(o.device, rows, dependents_first),
         num_warps=_warps(width),
     )
     return out

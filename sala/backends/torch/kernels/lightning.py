@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sala.backends.torch.kernels.pdl import early_options, fetch, let_others_start
+from sala.backends.torch.kernels.pdl import fetch, pdl_launch_dependents, pdl_options
 
 HORIZON = 20.0
 LONGEST_SEGMENT = 8192
@@ -211,7 +211,7 @@ def _segment(num_tokens: int, heads: int, chunk: int, num_processors: int) -> in
 
 
 @triton.jit
-def _turned(x, other, weight, other_weight, cos, sin, dim, eps, D: tl.constexpr, HAS_NORM: tl.constexpr,
+def _rotated(x, other, weight, other_weight, cos, sin, dim, eps, D: tl.constexpr, HAS_NORM: tl.constexpr,
             HAS_ROPE: tl.constexpr):  # fmt: skip
     """A head x [D] normed and rotated, in fp32; `other` is the head with its halves changed over."""
     dtype: tl.constexpr = x.dtype
@@ -260,7 +260,7 @@ def _step_kernel(
     KEEPS_STATE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     PARTS: tl.constexpr = D // COLUMNS
     part = tl.program_id(0) % PARTS
@@ -268,9 +268,9 @@ def _step_kernel(
     sequence = tl.program_id(1).to(tl.int64)
     dim = tl.arange(0, D)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
-    if EARLY == 1:
+    if PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()
-    if EARLY:
+    if PDL:
         likely = tl.load(slots_ptr + sequence).to(tl.int64)  # who wrote it may not be done
         likely = tl.maximum(tl.minimum(likely, num_slots - 1), 0)
         fetch(states_ptr + (likely * H + head) * (D * D) + dim * D + part * COLUMNS)
@@ -305,8 +305,8 @@ def _step_kernel(
                 q_other_weight = tl.load(q_weight_ptr + other).to(tl.float32)
                 k_other_weight = tl.load(k_weight_ptr + other).to(tl.float32)
         for token in range(count):
-            q = _turned(q_next, q_other, q_weight, q_other_weight, cos, sin, dim, eps, D, HAS_NORM, HAS_ROPE)
-            k = _turned(k_next, k_other, k_weight, k_other_weight, cos, sin, dim, eps, D, HAS_NORM, HAS_ROPE)
+            q = _rotated(q_next, q_other, q_weight, q_other_weight, cos, sin, dim, eps, D, HAS_NORM, HAS_ROPE)
+            k = _rotated(k_next, k_other, k_weight, k_other_weight, cos, sin, dim, eps, D, HAS_NORM, HAS_ROPE)
             v = v_next.to(tl.float32)
             following = (token + 1) % N  # read while this one is computed; after the last, for nothing
             q_next = tl.load(q_base + following * q_token + dim)
@@ -319,7 +319,7 @@ def _step_kernel(
             else:
                 q_other, k_other = q_next, k_next
             state = tl.fma(k[:, None], v[None, :], state * decay)
-            let_others_start(EARLY)
+            pdl_launch_dependents(PDL)
             if HAS_OUTPUT:
                 total = tl.sum((q * scale)[:, None] * state, axis=0)
                 out = out_ptr + ((sequence * N + token) * H + head) * D + column
@@ -338,7 +338,7 @@ def lightning_decode(
     scale: float,
     output: Tensor | None = None,
     heads: Heads | None = None,
-    lets_in: bool = False,
+    dependents_first: bool = False,
 ) -> Tensor:
     """A token each: q, k, v [S, H, D], states [P, H, D, D] fp32 advanced at slots [S] (-1: none) → [S, H, D]."""
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device) if output is None else output
@@ -354,7 +354,7 @@ def lightning_decode(
         output,
         heads,
         keeps_state=False,
-        lets_in=lets_in,
+        dependents_first=dependents_first,
     )
     return output
 
@@ -369,11 +369,13 @@ def lightning_verify(
     scale: float,
     output: Tensor | None = None,
     heads: Heads | None = None,
-    lets_in: bool = False,
+    dependents_first: bool = False,
 ) -> Tensor:
     """n tokens each: q, k, v [S, n, H, D] → output [S, n, H, D], as decoding would give; states stay as they are."""
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device) if output is None else output
-    _step(q, k, v, states, slots, None, slopes, scale, output, heads, keeps_state=True, lets_in=lets_in)
+    _step(
+        q, k, v, states, slots, None, slopes, scale, output, heads, keeps_state=True, dependents_first=dependents_first
+    )
     return output
 
 
@@ -402,7 +404,7 @@ def _step(
     output: Tensor | None,
     heads: Heads | None,
     keeps_state: bool,
-    lets_in: bool = False,
+    dependents_first: bool = False,
 ) -> None:
     sequences, num_tokens, num_heads, dim = q.shape
     first = heads or Heads(None, None, 0.0, None, None)
@@ -439,7 +441,7 @@ def _step(
         KEEPS_STATE=keeps_state,
         HAS_NORM=first.q_weight is not None,
         HAS_ROPE=first.cos is not None,
-        **early_options(q.device, sequences * num_tokens, lets_in),
+        **pdl_options(q.device, sequences * num_tokens, dependents_first),
         num_warps=STEP_WARPS,
         enable_fp_fusion=False,  # a product and a sum fused in one use and apart in another would differ in bits
     )

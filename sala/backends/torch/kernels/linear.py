@@ -14,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sala.backends.torch.kernels.attention import shared_memory
-from sala.backends.torch.kernels.pdl import can_start_early, fetch, let_others_start, wait_for_others
+from sala.backends.torch.kernels.pdl import can_use_pdl, fetch, pdl_launch_dependents, pdl_wait
 
-LEAST_ROWS, MOST_ROWS = 32, 128  # of a tile: more rows are no longer bound by the weight
+MIN_ROWS, MAX_ROWS = 32, 128  # of a tile: more rows are no longer bound by the weight
 PROGRAMS = 128  # as many as a large GPU has multiprocessors, nearly
-SHORTEST_PART = 256  # of K
-MOST_SPLITS = 8  # the pass behind reads them all
-MOST_FETCHED = 1  # tiles that a program asks for before the kernel ahead has ended
+MIN_PART = 256  # of K
+MAX_SPLITS = 8  # the pass behind reads them all
+MAX_PREFETCHED = 1  # tiles that a program asks for before the kernel ahead has ended
 
 
 class Config(NamedTuple):
@@ -37,7 +37,7 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     is_swapped: bool = True
-    is_early: bool = False
+    uses_pdl: bool = False
 
 
 @triton.jit
@@ -80,15 +80,13 @@ def _linear_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     SPLITS: tl.constexpr,
-    EARLY_STEPS: tl.constexpr,
-    HAS_SILU: tl.constexpr,
+    PREFETCH_STEPS: tl.constexpr,
     IS_SWAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """COLUMNS of one split: out [SPLITS, ROWS, N]. With SiLU, x holds the gate and, K numbers further, its factor."""
+    """COLUMNS of one split: out [SPLITS, ROWS, N]."""
     STEPS: tl.constexpr = (K + DEPTH * SPLITS - 1) // (DEPTH * SPLITS)
     IS_WHOLE: tl.constexpr = K == STEPS * DEPTH * SPLITS
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     split = tl.program_id(1)
     begin = split * (STEPS * DEPTH)
     row, inner = tl.arange(0, TILE_ROWS), tl.arange(0, DEPTH)
@@ -98,9 +96,9 @@ def _linear_kernel(
     is_row = (row < ROWS)[:, None]
     x_rows = tl.multiple_of(x_ptr + row * x_row, 16)
     weight_rows = tl.multiple_of(weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K, 16)
-    if EARLY_STEPS > 0:
+    if PREFETCH_STEPS > 0:
         tl.extra.cuda.gdc_launch_dependents()
-        _fetch(weight_rows, begin, K, DEPTH, EARLY_STEPS)
+        _fetch(weight_rows, begin, K, DEPTH, PREFETCH_STEPS)
         tl.extra.cuda.gdc_wait()
     x_tile = x_rows[:, None] + (begin + inner)[None, :]
     weight_tile = weight_rows[:, None] + (begin + inner)[None, :]
@@ -112,14 +110,10 @@ def _linear_kernel(
         if IS_WHOLE:
             weight = tl.load(weight_tile + step * DEPTH)
             x = tl.load(x_tile + step * DEPTH, mask=is_row, other=0.0)
-            if HAS_SILU:
-                x = _silu_mul(x, tl.load(x_tile + K + step * DEPTH, mask=is_row, other=0.0), dtype)
         else:
             is_here = (begin + step * DEPTH + inner < K)[None, :]
             weight = tl.load(weight_tile + step * DEPTH, mask=is_here, other=0.0)
             x = tl.load(x_tile + step * DEPTH, mask=is_row & is_here, other=0.0)
-            if HAS_SILU:
-                x = _silu_mul(x, tl.load(x_tile + K + step * DEPTH, mask=is_row & is_here, other=0.0), dtype)
         acc = _product(x, weight, acc, IS_SWAPPED, PRECISION)
     if IS_SWAPPED:
         acc = tl.trans(acc)
@@ -139,7 +133,7 @@ def _gate_up_kernel(
     TILE_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    EARLY_STEPS: tl.constexpr,
+    PREFETCH_STEPS: tl.constexpr,
     IS_SWAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -151,10 +145,10 @@ def _gate_up_kernel(
     is_row = (row < ROWS)[:, None]
     x_rows = tl.multiple_of(x_ptr + row * x_row, 16)
     weight_rows = tl.multiple_of(weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K, 16)
-    if EARLY_STEPS > 0:
+    if PREFETCH_STEPS > 0:
         tl.extra.cuda.gdc_launch_dependents()
-        _fetch(weight_rows, 0, K, DEPTH, EARLY_STEPS)
-        _fetch(weight_rows + N * K, 0, K, DEPTH, EARLY_STEPS)
+        _fetch(weight_rows, 0, K, DEPTH, PREFETCH_STEPS)
+        _fetch(weight_rows + N * K, 0, K, DEPTH, PREFETCH_STEPS)
         tl.extra.cuda.gdc_wait()
     x_tile = x_rows[:, None] + inner[None, :]
     gate_tile = weight_rows[:, None] + inner[None, :]
@@ -181,10 +175,10 @@ def _gate_up_kernel(
 
 def linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
     """x [T, K], weight [N, K] → [T, N] in x's dtype; at most 128 rows, as everywhere here."""
-    config = config or _config_of(weight, x.shape[0], most_splits=1)
+    config = config or _config_of(weight, x.shape[0], max_splits=1)
     assert config.splits == 1
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, config, has_silu=False)
+    _launch(x, weight, out, config)
     return out
 
 
@@ -192,44 +186,36 @@ def split_linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Ten
     """x [T, K], weight [N, K] → partials [S, T, N] in fp32, whose sum is the product."""
     config = config or _config_of(weight, x.shape[0])
     partials = torch.empty(config.splits, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-    _launch(x, weight, partials, config, has_silu=False)
-    return partials
-
-
-def silu_split_linear(gate_up: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
-    """gate_up [T, 2 * K], the gate first, weight [N, K] → `split_linear` of silu(gate) * up, to the bit."""
-    config = config or _config_of(weight, gate_up.shape[0], num_inputs=2)
-    partials = torch.empty(config.splits, gate_up.shape[0], weight.shape[0], dtype=torch.float32, device=weight.device)
-    _launch(gate_up, weight, partials, config, has_silu=True)
+    _launch(x, weight, partials, config)
     return partials
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
     """x [T, K], weight [2 * m, K], the gate's rows first → silu(gate) * up [T, m] of their product.
 
-    A program has both factors of its columns, so each is made once; `silu_split_linear` makes it in every program.
+    A program computes gate and up projection of its columns, so that SiLU is computed once.
     """
     rows, width, k = x.shape[0], weight.shape[0] // 2, weight.shape[1]
     if config is None:
         config = _pair_config(rows, x.element_size(), shared_memory(x.device))
-        config = config._replace(is_early=can_start_early(x.device))
+        config = config._replace(uses_pdl=can_use_pdl(x.device))
     assert config.splits == 1
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    x = _checked(x, weight, k)
+    x = _checked(x, weight)
     _gate_up_kernel[(triton.cdiv(width, config.columns),)](
         x, weight, out, x.stride(0), **constants(rows, width, k, x.dtype, config), **options(config)
     )
     return out
 
 
-def _launch(x: Tensor, weight: Tensor, out: Tensor, config: Config, has_silu: bool) -> None:
+def _launch(x: Tensor, weight: Tensor, out: Tensor, config: Config) -> None:
     """out [T, N] or [S, T, N]."""
     rows, (n, k) = x.shape[0], weight.shape
     if rows == 0:
         return
-    x = _checked(x, weight, 2 * k if has_silu else k)
+    x = _checked(x, weight)
     _linear_kernel[(triton.cdiv(n, config.columns), config.splits)](
         x,
         weight,
@@ -237,15 +223,14 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, config: Config, has_silu: bo
         x.stride(0),
         **constants(rows, n, k, x.dtype, config),
         SPLITS=config.splits,
-        HAS_SILU=has_silu,
         **options(config),
     )
 
 
-def _checked(x: Tensor, weight: Tensor, width: int) -> Tensor:
+def _checked(x: Tensor, weight: Tensor) -> Tensor:
     """x, whose rows may lie apart but begin at whole 16 bytes; else a copy of it."""
-    assert x.shape[0] <= MOST_ROWS
-    assert x.shape[1] == width
+    assert x.shape[0] <= MAX_ROWS
+    assert x.shape[1] == weight.shape[1]
     assert x.dtype == weight.dtype
     assert weight.is_contiguous()
     assert weight.shape[1] * weight.element_size() % 16 == weight.data_ptr() % 16 == 0
@@ -263,36 +248,36 @@ def constants(rows: int, n: int, k: int, dtype: torch.dtype, config: Config) -> 
         "TILE_ROWS": _tile_rows(rows),
         "COLUMNS": config.columns,
         "DEPTH": config.depth,
-        "EARLY_STEPS": min(part, MOST_FETCHED) if config.is_early else 0,
+        "PREFETCH_STEPS": min(part, MAX_PREFETCHED) if config.uses_pdl else 0,
         "IS_SWAPPED": config.is_swapped,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }
 
 
 def options(config: Config) -> dict[str, Any]:
-    early = {"launch_pdl": True} if config.is_early else {}
+    early = {"launch_pdl": True} if config.uses_pdl else {}
     return {"num_warps": config.num_warps, "num_stages": config.num_stages} | early
 
 
 def _tile_rows(rows: int) -> int:
     """A tile holds all rows. Its height changes the work of a program, not the order in which a row is summed up."""
-    return max(LEAST_ROWS, triton.next_power_of_2(rows))
+    return max(MIN_ROWS, triton.next_power_of_2(rows))
 
 
-def _config_of(weight: Tensor, rows: int, most_splits: int = MOST_SPLITS, num_inputs: int = 1) -> Config:
+def _config_of(weight: Tensor, rows: int, max_splits: int = MAX_SPLITS) -> Config:
     n, k = weight.shape
-    config = _config(n, k, weight.element_size(), shared_memory(weight.device), most_splits, num_inputs, rows)
-    return config._replace(is_early=can_start_early(weight.device))
+    config = _config(n, k, weight.element_size(), shared_memory(weight.device), max_splits, rows)
+    return config._replace(uses_pdl=can_use_pdl(weight.device))
 
 
-def most_rows(weight: Tensor) -> int:
+def max_rows(weight: Tensor) -> int:
     """Without tensor cores, which know no fp32, more rows are no longer bound by the weight."""
-    return MOST_ROWS if weight.element_size() <= 2 else LEAST_ROWS
+    return MAX_ROWS if weight.element_size() <= 2 else MIN_ROWS
 
 
 def can_take(rows: int, weight: Tensor) -> bool:
     """Whether the products here are made for so many rows of this weight."""
-    return rows <= most_rows(weight) and weight.shape[1] * weight.element_size() % 16 == 0 and weight.is_contiguous()
+    return rows <= max_rows(weight) and weight.shape[1] * weight.element_size() % 16 == 0 and weight.is_contiguous()
 
 
 def _config(
@@ -300,22 +285,20 @@ def _config(
     k: int,
     element_size: int,
     limit: int,
-    most_splits: int = MOST_SPLITS,
-    num_inputs: int = 1,
-    rows: int = LEAST_ROWS,
+    max_splits: int = MAX_SPLITS,
+    rows: int = MIN_ROWS,
 ) -> Config:
     """By shape, bytes per element and the shared memory of the device; the splits are by shape alone.
 
     Measured on an H200 (benchmarks/gpu_linear.py): with a program per multiprocessor a deep pipeline pays, with many
-    of them a shallow one, since several programs then share a multiprocessor. SiLU on the way wants wider tiles.
+    of them a shallow one, since several programs then share a multiprocessor.
     """
     if element_size > 2:  # no tensor cores: registers are what is scarce
-        return Config(64, 32, _splits(n, k, 64, most_splits), 4, 3, is_swapped=False)
-    columns = 128 if num_inputs > 1 and _splits(n, k, 128, most_splits) * n >= 128 * PROGRAMS else 64
-    depth = 128 if limit > 200 << 10 else 64
-    splits = _splits(n, k, columns, most_splits)
-    wanted = 3 if splits == 1 else 4 if k <= 8192 or num_inputs > 1 else 6
-    num_stages = min(wanted, _stages(columns + num_inputs * _tile_rows(rows), depth, limit))
+        return Config(64, 32, _splits(n, k, 64, max_splits), 4, 3, is_swapped=False)
+    columns, depth = 64, 128 if limit > 200 << 10 else 64
+    splits = _splits(n, k, columns, max_splits)
+    wanted = 3 if splits == 1 else 4 if k <= 8192 else 6
+    num_stages = min(wanted, _stages(columns + _tile_rows(rows), depth, limit))
     return Config(columns, depth, splits, columns // 16, num_stages)
 
 
@@ -334,7 +317,7 @@ def _stages(num_rows: int, depth: int, limit: int) -> int:
 
 def _splits(n: int, k: int, columns: int, most: int) -> int:
     """A power of two, so that there is a program for every multiprocessor of a large GPU, or as many as K has."""
-    wanted = min(most, k // SHORTEST_PART, PROGRAMS // triton.cdiv(n, columns))
+    wanted = min(most, k // MIN_PART, PROGRAMS // triton.cdiv(n, columns))
     return 1 << max(wanted, 1).bit_length() - 1
 
 
@@ -352,14 +335,14 @@ def _add_norm_kernel(
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_here = column < WIDTH
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + column, mask=is_here, other=0.0).to(tl.float32)  # first, as it comes from far away
-    wait_for_others(EARLY)
+    pdl_wait(PDL)
     x = tl.load(x_ptr + row * x_row + column, mask=is_here, other=0.0).to(tl.float32)
     part = partials_ptr + row * WIDTH + column
     delta = tl.load(part, mask=is_here, other=0.0)
@@ -370,7 +353,7 @@ def _add_norm_kernel(
     tl.store(sum_ptr + row * WIDTH + column, x, mask=is_here)
     x = x.to(tl.float32)
     mean = tl.sum(x * x, axis=0) / WIDTH
-    let_others_start(EARLY)
+    pdl_launch_dependents(PDL)
     out = (x * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32) * weight
     tl.store(out_ptr + row * WIDTH + column, out.to(dtype), mask=is_here)
 
@@ -381,18 +364,18 @@ def add_partials_rms_norm(
     scale: float,
     weight: Tensor,
     eps: float,
-    is_early: bool | None = None,
-    lets_in: bool = False,
+    uses_pdl: bool | None = None,
+    dependents_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`fused.add_rms_norm` of x [T, h] and the sum of partials [S, T, h], added in order and rounded to x's dtype.
 
-    `lets_in`: as in `early.early_options`.
+    `dependents_first`: as in `pdl.pdl_options`.
     """
     splits, rows, width = partials.shape
     assert x.shape == (rows, width)
     assert x.stride(1) == 1
     assert partials.is_contiguous()
-    is_early = can_start_early(x.device) if is_early is None else is_early
+    uses_pdl = can_use_pdl(x.device) if uses_pdl is None else uses_pdl
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     if rows == 0:
         return total, out
@@ -410,9 +393,9 @@ def add_partials_rms_norm(
         SPLITS=splits,
         WIDTH=width,
         BLOCK=block,
-        EARLY=(1 if lets_in else 2) if is_early else 0,
+        PDL=(1 if dependents_first else 2) if uses_pdl else 0,
         num_warps=max(1, min(32, block // 128)),  # few numbers a thread: all its reads are under way at once
         enable_fp_fusion=False,  # the model rounds a product before it adds
-        **({"launch_pdl": True} if is_early else {}),
+        **({"launch_pdl": True} if uses_pdl else {}),
     )
     return total, out

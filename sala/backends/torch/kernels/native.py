@@ -21,7 +21,7 @@ HEADERS, SOURCES = (
 )
 _INSTRUCTIONS = {16: "AVX-512", 8: "AVX2", 4: "NEON" if platform.machine() in ("aarch64", "arm64") else "SSE"}
 LANES = 16  # widths must be multiples of it, where the model runs natively
-SCALE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # of scales, of plain weights and of pages
+ELEMENT_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # of scales, of plain weights and of pages
 _PRODUCTS = {  # words of a processor that multiplies matrices in that precision
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
@@ -58,7 +58,7 @@ class Model(ctypes.Structure):
         ("hidden", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("eps", "residual_scale")),
         *((name, ctypes.c_int64) for name in ("num_pages", "block_size", "kernel_size", "kernel_stride")),
-        *((name, ctypes.c_int64) for name in ("init_blocks", "window_blocks", "num_chosen", "page_type")),
+        *((name, ctypes.c_int64) for name in ("init_blocks", "window_blocks", "num_selected", "page_type")),
     )
 
 
@@ -88,9 +88,9 @@ class Attention(ctypes.Structure):
     """That of attend.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "table", "chosen", "positions", "out")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "table", "selected", "positions", "out")),
         *((name, ctypes.c_int64) for name in ("num_queries", "num_heads", "num_groups", "dim")),
-        *((name, ctypes.c_int64) for name in ("num_pages", "block_size", "num_blocks", "num_chosen")),
+        *((name, ctypes.c_int64) for name in ("num_pages", "block_size", "num_blocks", "num_selected")),
         *((name, ctypes.c_int64) for name in ("page_type", "num_threads")),
         ("scale", ctypes.c_float),
     )
@@ -109,6 +109,11 @@ class Kernel:
         self.fold = _function(
             library.lightning_fold, address, address, address, address, number, number, number
         )  # state, k, v, decay, tokens, heads, dim
+
+
+def element_type(dtype: Any) -> int:
+    """Return the code that the C++ sources have for a torch dtype of scales, plain weights or pages."""
+    return ELEMENT_TYPES[str(dtype).removeprefix("torch.")]
 
 
 def _function(function: Any, *arguments: type) -> Any:

@@ -34,18 +34,18 @@ from torch import Tensor
 
 from sala.backends.torch.kernels import linear as dense
 from sala.backends.torch.kernels.attention import shared_memory
-from sala.backends.torch.kernels.linear import MOST_ROWS, _silu_mul
-from sala.backends.torch.kernels.pdl import can_start_early, fetch
+from sala.backends.torch.kernels.linear import MAX_ROWS, _silu_mul
+from sala.backends.torch.kernels.pdl import can_use_pdl, fetch
 
 WORDS = 32  # of a row, in a block
-LEAST_TILE, MOST_TILE = 16, 64  # rows of a program
+MIN_TILE, MAX_TILE = 16, 64  # rows of a program
 PROGRAMS = 512  # several for every multiprocessor of a large GPU: one unpacks while others wait
-SHORTEST_PART = 512  # of K
-MOST_SPLITS = 8  # the pass behind reads them all
+MIN_PART = 512  # of K
+MAX_SPLITS = 8  # the pass behind reads them all
 PROCESSORS = 132  # of a large GPU
-MOST_STAGES = 8
-MOST_FETCHED = 2  # blocks that a program asks for before the kernel ahead has ended
-MOST_EXPANDED = 1 << 26  # weights that `product` expands at a time
+MAX_STAGES = 8
+MAX_PREFETCHED = 2  # blocks that a program asks for before the kernel ahead has ended
+MAX_EXPANDED = 1 << 26  # weights that `product` expands at a time
 MIDDLE = {4: 8, 8: 127.5}  # of the codes
 POWER = 24  # 4-bit weights in bf16 are 2^-24 of themselves in registers
 LARGEST = 2.0 ** (POWER - 5)  # scales have to be smaller for that
@@ -87,7 +87,7 @@ class Config(NamedTuple):
     splits: int
     num_warps: int
     num_stages: int
-    is_early: bool = False
+    uses_pdl: bool = False
 
 
 def pack(words: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int, dtype: torch.dtype) -> PackedWeight:
@@ -347,7 +347,7 @@ def _packed_kernel(
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
     POWER: tl.constexpr,
-    EARLY_STEPS: tl.constexpr,
+    PREFETCH_STEPS: tl.constexpr,
     IS_PAIR: tl.constexpr,
     HAS_ASM: tl.constexpr,
 ):
@@ -371,9 +371,9 @@ def _packed_kernel(
     is_row = (row < ROWS)[:, None]
     begin = first.to(tl.int64) * PITCH
     code_rows, group_rows = codes_ptr + (begin + real) * 32, groups_ptr + (begin + real) * GROUPS
-    if EARLY_STEPS > 0:
+    if PREFETCH_STEPS > 0:
         tl.extra.cuda.gdc_launch_dependents()
-        for step in tl.static_range(EARLY_STEPS):
+        for step in tl.static_range(PREFETCH_STEPS):
             ahead = tl.minimum(step, BLOCKS - 1 - first)
             fetch(code_rows + ahead * (PITCH * 32))
             fetch(group_rows + ahead * (PITCH * GROUPS))
@@ -452,7 +452,7 @@ def linear(x: Tensor, weight: PackedWeight, config: Config | None = None) -> Ten
     if weight.dtype.itemsize > 2:
         return dense.linear(x, expand(weight))
     out = torch.empty(x.shape[0], weight.num_out, dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, config or _config_of(weight, x.shape[0], most_splits=1))
+    _launch(x, weight, out, config or _config_of(weight, x.shape[0], max_splits=1))
     return out
 
 
@@ -464,7 +464,7 @@ def linears(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
         if weight.dtype.itemsize > 2:
             out[:, begin:end] = dense.linear(x, expand(weight))
         else:
-            _launch(x, weight, out[:, begin:end], _config_of(weight, x.shape[0], most_splits=1))
+            _launch(x, weight, out[:, begin:end], _config_of(weight, x.shape[0], max_splits=1))
     return out
 
 
@@ -482,7 +482,7 @@ def linear_silu_mul(x: Tensor, weight: PackedWeight, config: Config | None = Non
     """x [T, K], weight [2 * m, K], the gate's rows first → silu(gate) * up [T, m]; at most 128 rows."""
     if weight.dtype.itemsize > 2:
         return dense.linear_silu_mul(x, expand(weight))
-    config = config or _config_of(weight, x.shape[0], most_splits=1, is_pair=True)
+    config = config or _config_of(weight, x.shape[0], max_splits=1, is_pair=True)
     out = torch.empty(x.shape[0], weight.num_out // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, out, config, is_pair=True)
     return out
@@ -492,7 +492,7 @@ def product(x: Tensor, weight: PackedWeight) -> Tensor:
     """x [T, K] → [T, N], any number of rows: many of them by an expanded copy of the matrix, a piece at a time."""
     if can_take(x.shape[0], weight):
         return linear(x, weight)
-    step = max(1, MOST_EXPANDED // weight.num_in)
+    step = max(1, MAX_EXPANDED // weight.num_in)
     if step >= weight.num_out:
         return F.linear(x, expand(weight))
     out = torch.empty(x.shape[0], weight.num_out, dtype=x.dtype, device=x.device)
@@ -533,7 +533,7 @@ def _launch(x: Tensor, weight: PackedWeight, out: Tensor, config: Config, is_pai
     rows = x.shape[0]
     if rows == 0:
         return
-    assert rows <= MOST_ROWS
+    assert rows <= MAX_ROWS
     assert out.dim() == 3 or config.splits == 1
     assert out.is_contiguous() or (out.dim() == 2 and out.stride(1) == 1)
     assert x.shape[1] == weight.num_in
@@ -574,29 +574,29 @@ def constants(
         "SPLITS": config.splits,
         "BITS": bits,
         "GROUPS": block_size(bits) // group_size,
-        "EARLY_STEPS": min(part, MOST_FETCHED) if config.is_early else 0,
+        "PREFETCH_STEPS": min(part, MAX_PREFETCHED) if config.uses_pdl else 0,
         "IS_PAIR": is_pair,
     }
 
 
 def options(config: Config) -> dict[str, Any]:
-    early = {"launch_pdl": True} if config.is_early else {}
+    early = {"launch_pdl": True} if config.uses_pdl else {}
     return {"num_warps": config.num_warps, "num_stages": config.num_stages} | early
 
 
-def most_rows(weight: PackedWeight) -> int:
+def max_rows(weight: PackedWeight) -> int:
     """So many are few."""
-    return MOST_ROWS if weight.dtype.itemsize <= 2 else dense.LEAST_ROWS
+    return MAX_ROWS if weight.dtype.itemsize <= 2 else dense.MIN_ROWS
 
 
 def can_take(rows: int, weight: PackedWeight) -> bool:
     """Whether the products here are made for so many rows."""
-    return rows <= most_rows(weight)
+    return rows <= max_rows(weight)
 
 
 def tile_rows(rows: int) -> int:
     """Its height changes the work of a program, not the order in which a row is summed up."""
-    return min(MOST_TILE, max(LEAST_TILE, triton.next_power_of_2(rows)))
+    return min(MAX_TILE, max(MIN_TILE, triton.next_power_of_2(rows)))
 
 
 def _pitch(weight: PackedWeight) -> int:
@@ -613,30 +613,30 @@ def _has_asm(weight: PackedWeight) -> bool:
     return weight.codes.is_cuda and weight.dtype.itemsize == 2
 
 
-def _config_of(weight: PackedWeight, rows: int, most_splits: int = MOST_SPLITS, is_pair: bool = False) -> Config:
+def _config_of(weight: PackedWeight, rows: int, max_splits: int = MAX_SPLITS, is_pair: bool = False) -> Config:
     device = weight.codes.device
     limit = shared_memory(device)
-    config = _config(weight.num_out, weight.num_in, weight.bits, limit, rows, most_splits, is_pair)
-    return config._replace(is_early=can_start_early(device))
+    config = _config(weight.num_out, weight.num_in, weight.bits, limit, rows, max_splits, is_pair)
+    return config._replace(uses_pdl=can_use_pdl(device))
 
 
 @functools.cache
 def _config(
-    n: int, k: int, bits: int, limit: int, rows: int, most_splits: int = MOST_SPLITS, is_pair: bool = False
+    n: int, k: int, bits: int, limit: int, rows: int, max_splits: int = MAX_SPLITS, is_pair: bool = False
 ) -> Config:
     """By shape, rows and the shared memory of the device; the splits are by shape alone.
 
     As measured on an H200: pipelines as deep as lets the programs of a processor run side by side.
     """
-    splits = _splits(n, k, most_splits)
-    columns = 128 if (is_pair or most_splits > 1) and n >= 128 else 64
+    splits = _splits(n, k, max_splits)
+    columns = 128 if (is_pair or max_splits > 1) and n >= 128 else 64
     stage = columns * (WORDS + 4) * 4 + tile_rows(rows) * block_size(bits) * 2
     per_processor = min(4, max(1, round(triton.cdiv(n, columns) * splits / PROCESSORS)))
-    stages = max(3, min(MOST_STAGES, limit // (per_processor * stage)))
+    stages = max(3, min(MAX_STAGES, limit // (per_processor * stage)))
     return Config(columns, splits, 4, max(2, min(stages, limit // stage)))
 
 
 def _splits(n: int, k: int, most: int) -> int:
     """A power of two, so that there are some programs for every multiprocessor of a large GPU, or as many as K has."""
-    wanted = min(most, k // SHORTEST_PART, PROGRAMS // triton.cdiv(n, 64))
+    wanted = min(most, k // MIN_PART, PROGRAMS // triton.cdiv(n, 64))
     return 1 << max(wanted, 1).bit_length() - 1

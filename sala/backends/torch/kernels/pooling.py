@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sala.backends.torch.kernels.pdl import early_options, wait_for_others
+from sala.backends.torch.kernels.pdl import pdl_options, pdl_wait
 from sala.config import SparseConfig
 
 
@@ -65,9 +65,9 @@ def _append_kernel(
     k_new, v_new, k_pages, v_pages, k1_pages, k2_pages, tables, starts, row_of, positions,
     num_tokens, num_pages, stride_kt, stride_kg, stride_vt, stride_vg, stride_table,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
-    ROWS: tl.constexpr, ROWS2: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, ROWS2: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_others(EARLY)
+    pdl_wait(PDL)
     token = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     position = tl.load(positions + token).to(tl.int32)
@@ -131,7 +131,7 @@ def append(
     _append_kernel[(num_tokens, groups)](
         k_new, v_new, pages_k, pages_v, pages_k1, pages_k2, tables, starts, row_of, positions,
         num_tokens, pages_k.shape[1], *k_new.stride()[:2], *v_new.stride()[:2], tables.stride(0),
-        **append_constants(sparse, dim), **early_options(k_new.device, num_tokens, lets_in=True),
+        **append_constants(sparse, dim), **pdl_options(k_new.device, num_tokens, dependents_first=True),
         num_warps=4,  # always: the order of a mean's sum hangs on it
     )  # fmt: skip
 

@@ -7,17 +7,13 @@ many tokens of one sequence: inside a chunk as masked attention, between chunks 
 `lightning_whole` does so for whole sequences at once, with gradients.
 """
 
-import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sala.backends.torch.kernels import native
 from sala.backends.torch.ops.precision import widen
 
 CHUNK = 64
@@ -85,27 +81,11 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale
 
 def lightning_fold(k: Tensor, v: Tensor, state: Tensor, slopes: Tensor) -> Tensor:
     """Advance a state [H, D, D] by tokens whose outputs are known already: k, v [n, H, D] → next state."""
-    kernel = native.load() if _fits_native(k, v, state) else None
-    if kernel is not None:
-        return _fold_natively(kernel, k, v, state, slopes)
     n = k.shape[0]
     age = torch.arange(n - 1, -1, -1, device=k.device, dtype=torch.float32)
     weight = torch.exp(-slopes[:, None] * age)[..., None]  # [H, n, 1]
     update = (k.float().transpose(0, 1) * weight).transpose(1, 2) @ v.float().transpose(0, 1)
     return torch.exp(-slopes * n)[:, None, None] * state + update
-
-
-def _fits_native(k: Tensor, v: Tensor, state: Tensor) -> bool:
-    is_plain = all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (k, v, state))
-    return is_plain and state.shape[-1] % native.LANES == 0 and not torch.is_grad_enabled()
-
-
-def _fold_natively(kernel: native.Kernel, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor) -> Tensor:
-    """Token after token, as decoding does it: the very same bits."""
-    k, v, decay = k.contiguous(), v.contiguous(), torch.exp(-slopes)
-    state = state.clone(memory_format=torch.contiguous_format)
-    kernel.fold(state.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), *k.shape)
-    return state
 
 
 def lightning_ragged(
@@ -130,9 +110,6 @@ def lightning_whole(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], slo
     """
     is_even = len(set(lengths)) == 1
     rows = len(lengths) if is_even else 1
-    library = None if torch.compiler.is_compiling() or not q.is_cuda else _simple_gla()
-    if library is not None:
-        return _whole_by_library(library, q, k, v, lengths, slopes, scale)
     docs = (
         None
         if is_even
@@ -143,28 +120,6 @@ def lightning_whole(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], slo
     q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))  # [B, H, n, D]
     output = _many_chunks(widen(q) * scale, widen(k), widen(v), slopes.to(widen(q).dtype), docs)
     return output.transpose(1, 2).flatten(0, 1)
-
-
-@functools.cache
-def _simple_gla() -> Callable[..., Any] | None:
-    """flash-linear-attention's kernel for the same recurrence, where it is installed."""
-    try:
-        from fla.ops.simple_gla import chunk_simple_gla
-    except ImportError:
-        return None
-    return chunk_simple_gla
-
-
-def _whole_by_library(
-    library: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], slopes: Tensor, scale: float
-) -> Tensor:
-    """In fp32, so that its states between chunks are too."""
-    is_even = len(set(lengths)) == 1
-    rows = len(lengths) if is_even else 1
-    edges = None if is_even else torch.tensor([0, *itertools.accumulate(lengths)], device=q.device)
-    batch = (x.float().unflatten(0, (rows, -1)) for x in (q, k, v))
-    output, _ = library(*batch, g_gamma=-slopes, scale=scale, cu_seqlens=edges)
-    return output.flatten(0, 1)
 
 
 def _many_chunks(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, docs: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from sala.backends.torch.ops.precision import widen
 
 def rope_angles(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """positions [T] → cos, sin [T, dim] in fp32."""
-    return turn(positions, frequencies(dim, theta, positions.device))
+    return rotations(positions, frequencies(dim, theta, positions.device))
 
 
 def frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
@@ -18,7 +18,7 @@ def frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
-def turn(positions: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+def rotations(positions: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
     """positions [T], rates [dim / 2] → cos, sin [T, dim] in fp32."""
     angles = positions.float()[:, None] * rates
     angles = torch.cat((angles, angles), dim=-1)

@@ -8,7 +8,7 @@ import torch
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
-from sala.backends.torch.fast.gpu_forward import GpuSteps
+from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.random import TINY
 from sala.config import SalaConfig, SparseConfig
@@ -53,7 +53,7 @@ class Both:
 
     def __init__(self, model: SalaModel, device: torch.device) -> None:
         self.model = model.to(device)
-        self.steps = GpuSteps(self.model, device, MAX_TOKENS, has_graphs=device.type == "cuda")
+        self.steps = GpuForward(self.model, device, MAX_TOKENS, has_graphs=device.type == "cuda")
         self.caches = [HybridCache(model.config, 40, 4, torch.float32, device) for _ in range(2)]
         for cache in self.caches:
             for pages in cache.pages.values():

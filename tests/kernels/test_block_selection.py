@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.cache import KVPages
+from sala.backends.torch.fast.dispatch import _select_whole
 from sala.backends.torch.kernels import block_selection, pooling, triton_kernels
 from sala.backends.torch.ops.sparse import (
     block_scores,
-    choose_blocks,
-    choose_whole,
     num_visible,
     pool_keys,
     select_blocks,
+    top_blocks,
     window_scores,
 )
 from sala.config import SparseConfig
@@ -56,13 +56,13 @@ def expected(q: Tensor, k: Tensor, start: int, sparse: SparseConfig, scale: floa
     k1 = pool_keys(keys, sparse.kernel_size, sparse.kernel_stride)
     k2 = pool_keys(keys, 4 * sparse.kernel_size, 4 * sparse.kernel_stride)
     positions = torch.arange(start, start + q.shape[0], device=q.device)
-    chosen = select_blocks(q, k1, k2, positions, -(-k.shape[0] // sparse.block_size), sparse, scale)
-    return ascending(chosen)
+    selected = select_blocks(q, k1, k2, positions, -(-k.shape[0] // sparse.block_size), sparse, scale)
+    return ascending(selected)
 
 
-def ascending(chosen: Tensor) -> Tensor:
+def ascending(selected: Tensor) -> Tensor:
     far = 1 << 30
-    ids = chosen.masked_fill(chosen < 0, far).sort(-1).values
+    ids = selected.masked_fill(selected < 0, far).sort(-1).values
     return ids.masked_fill(ids == far, -1)
 
 
@@ -77,7 +77,7 @@ def test_prefill_chooses_as_the_reference(
 ) -> None:
     q, k = draw((n, heads, dim), device, 1), draw((start + n, groups, dim), device, 2)
     k1, k2, table = scattered(k, SMALL)
-    got = block_selection.choose_prefill(q, k1, k2, table, start, SMALL, dim**-0.5)
+    got = block_selection.select_prefill(q, k1, k2, table, start, SMALL, dim**-0.5)
     assert torch.equal(got.long(), expected(q, k, start, SMALL, dim**-0.5))
 
 
@@ -87,7 +87,7 @@ def test_prefill_chooses_as_the_reference(
 def test_prefill_with_other_geometry(sparse: SparseConfig, device: torch.device) -> None:
     q, k = draw((17, 4, 16), device, 3), draw((120, 2, 16), device, 4)
     k1, k2, table = scattered(k, sparse)
-    got = block_selection.choose_prefill(q, k1, k2, table.int(), 103, sparse, 0.5)
+    got = block_selection.select_prefill(q, k1, k2, table.int(), 103, sparse, 0.5)
     assert torch.equal(got.long(), expected(q, k, 103, sparse, 0.5))
 
 
@@ -95,17 +95,17 @@ def test_prefill_with_released_geometry(device: torch.device) -> None:
     sparse = replace(RELEASED, window_size=128, topk=3)
     q, k = draw((5, 16, 128), device, 5), draw((1500, 1, 128), device, 6)
     k1, k2, table = scattered(k, sparse)
-    got = block_selection.choose_prefill(q, k1, k2, table, 1495, sparse, 128**-0.5)
+    got = block_selection.select_prefill(q, k1, k2, table, 1495, sparse, 128**-0.5)
     assert torch.equal(got.long(), expected(q, k, 1495, sparse, 128**-0.5))
 
 
 @pytest.mark.parametrize("n", [3, 71, 163, 200])
 def test_whole_sequences(n: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = draw((n, 6, 32), device, 13), draw((n, 2, 32), device, 14)
-    monkeypatch.setattr(triton_kernels, "can_run", lambda _: True)
-    got = choose_whole(q, k.transpose(0, 1), SMALL, 0.3)
+    monkeypatch.setattr(triton_kernels, "why_not", lambda _: None)
+    got = _select_whole(q, k.transpose(0, 1), SMALL, 0.3)
     assert torch.equal(got, expected(q, k, 0, SMALL, 0.3))
-    odd = choose_whole(q[..., :5], k.transpose(0, 1)[..., :5], SMALL, 0.3)  # rows that the kernels do not know
+    odd = _select_whole(q[..., :5], k.transpose(0, 1)[..., :5], SMALL, 0.3)  # rows that the kernels do not know
     assert torch.equal(ascending(odd), expected(q[..., :5], k[..., :5], 0, SMALL, 0.3))
 
 
@@ -122,7 +122,7 @@ def test_prefill_does_not_depend_on_the_tile(device: torch.device, monkeypatch: 
     assert torch.equal(scores[0], scores[1])
     assert torch.equal(scores[0], scores[2])
     monkeypatch.setattr(block_selection, "SCORE_BYTES", 1)  # two tiles of queries
-    got = block_selection.choose_prefill(q[60:], k1, k2, table, 160, SMALL, 0.3)
+    got = block_selection.select_prefill(q[60:], k1, k2, table, 160, SMALL, 0.3)
     assert torch.equal(got.long(), expected(q[60:], k, 160, SMALL, 0.3))
 
 
@@ -147,7 +147,7 @@ def test_decode_chooses_as_the_reference(heads: int, groups: int, dim: int, devi
     keys = draw((250, groups, dim), device, 12)
     tables, pools = batch_of(keys, lengths, SMALL)
     given = torch.tensor(lengths, device=device)
-    got = block_selection.choose_decode(q, *pools, tables, given, SMALL, dim**-0.5, tables.shape[1])
+    got = block_selection.select_decode(q, *pools, tables, given, SMALL, dim**-0.5, tables.shape[1])
     for row, length in enumerate(lengths):
         want = torch.full_like(got[row], -1)
         if length > 0:
@@ -175,11 +175,11 @@ def test_decode_does_not_depend_on_company(device: torch.device) -> None:
     q, keys = draw((4, 8, 32), device, 13), draw((250, 2, 32), device, 14)
     tables, pools = batch_of(keys, lengths, SMALL)
     given = torch.tensor(lengths, device=device)
-    together = block_selection.choose_decode(q, *pools, tables, given, SMALL, 0.2, tables.shape[1])
-    alone = block_selection.choose_decode(q[:1], *pools, tables[:1, :26], given[:1], SMALL, 0.2, 26)
+    together = block_selection.select_decode(q, *pools, tables, given, SMALL, 0.2, tables.shape[1])
+    alone = block_selection.select_decode(q[:1], *pools, tables[:1, :26], given[:1], SMALL, 0.2, 26)
     assert torch.equal(together[:1], alone)
     flags = torch.tensor([True, True, False, False], device=device)
-    some = block_selection.choose_decode(q, *pools, tables, given, SMALL, 0.2, tables.shape[1], flags)
+    some = block_selection.select_decode(q, *pools, tables, given, SMALL, 0.2, tables.shape[1], flags)
     assert torch.equal(some[:2], together[:2])
     assert (some[2:] == -1).all()
 
@@ -189,7 +189,7 @@ def test_decode_joins_splits(device: torch.device, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(block_selection, "JOIN", 2)
     q, keys = draw((1, 16, 64), device, 15), draw((1000, 1, 64), device, 16)
     tables, pools = batch_of(keys, [1000], SMALL)
-    got = block_selection.choose_decode(
+    got = block_selection.select_decode(
         q, *pools, tables, torch.tensor([1000], device=device), SMALL, 0.125, tables.shape[1]
     )
     assert torch.equal(got[0].long(), expected(q, keys, 999, SMALL, 0.125)[0])
@@ -210,7 +210,7 @@ def test_top_blocks(
         "rising": torch.arange(8 * num_blocks, dtype=torch.float32, device=device).view(4, 2, num_blocks) * 1e30,
     }[values]
     positions = torch.tensor([3, 127, 1000, 1590], device=device)
-    want = ascending(choose_blocks(scores, positions, sparse))
+    want = ascending(top_blocks(scores, positions, sparse))
     for row, position in enumerate(positions.tolist()):
         own = position // 8
         scores[row, :, own - 2 if own >= 16 else 0 :] = torch.nan  # none of these may be read
@@ -224,7 +224,7 @@ def test_top_blocks_of_few(device: torch.device) -> None:
     scores = draw((9, 1, 4), device, 19).abs()
     positions = torch.arange(9, device=device) * 3
     got = block_selection.top_blocks(scores, positions, SMALL)
-    assert torch.equal(got.long(), ascending(choose_blocks(scores, positions, SMALL)))
+    assert torch.equal(got.long(), ascending(top_blocks(scores, positions, SMALL)))
 
 
 def pages_of(groups: int, num_pages: int, dim: int, sparse: SparseConfig, device: torch.device) -> KVPages:
@@ -269,11 +269,11 @@ def test_append_as_the_cache_does(dim: int, device: torch.device) -> None:
 def test_fp16_agrees(device: torch.device) -> None:
     q, k = draw((9, 8, 32), device, 40).half(), draw((150, 2, 32), device, 41).half()
     k1, k2, table = scattered(k, SMALL)
-    got = block_selection.choose_prefill(q, k1, k2, table, 141, SMALL, 0.2)
+    got = block_selection.select_prefill(q, k1, k2, table, 141, SMALL, 0.2)
     want = expected(q, k, 141, SMALL, 0.2)
     assert (got.long() == want).float().mean() > 0.98
     q_one, length = q[-1:], torch.tensor([150], device=device)
-    one = block_selection.choose_decode(q_one, k1, k2, table[None].int(), length, SMALL, 0.2, len(table))
+    one = block_selection.select_decode(q_one, k1, k2, table[None].int(), length, SMALL, 0.2, len(table))
     assert torch.equal(one[0], got[-1])
 
 
@@ -283,7 +283,7 @@ def test_few_windows_are_visible_before_the_mask_ends() -> None:
         assert not block_selection.needs_mask(sparse, 16)
         ratio = sparse.block_size // sparse.kernel_stride
         before = sparse.kernel_size // sparse.kernel_stride - 1
-        first = torch.arange(sparse.num_chosen * sparse.block_size - 15, 20000)
+        first = torch.arange(sparse.num_selected * sparse.block_size - 15, 20000)
         high = (first + 15) // sparse.block_size - sparse.num_window_blocks
         assert (high * ratio + before <= num_visible(first, sparse.kernel_size, sparse.kernel_stride) + before).all()
     assert block_selection.needs_mask(FORCED_LITTLE, 16)
@@ -291,7 +291,7 @@ def test_few_windows_are_visible_before_the_mask_ends() -> None:
 
 POINTERS = ("q", "k1", "k2", "k1_pages", "k2_pages", "k_pages", "v_pages", "k_new", "v_new", "pooled")
 FP32 = ("scores", "partial")
-INDICES = ("tables", "lengths", "is_sparse", "positions", "scratch", "chosen", "starts", "row_of")
+INDICES = ("tables", "lengths", "is_sparse", "positions", "scratch", "selected", "starts", "row_of")
 
 
 def build(kernel: Any, constants: dict[str, Any], options: dict[str, Any], dtype: str = "bf16") -> Build:
@@ -310,16 +310,16 @@ def score_build(shared_memory: int, config: block_selection.ScoreConfig | None =
 
 def top_build(width: int, num_rows: int) -> Build:
     config = block_selection._top_config(width, num_rows)
-    constants = block_selection.top_constants(RELEASED, 2, RELEASED.num_chosen, width, config)
+    constants = block_selection.top_constants(RELEASED, 2, RELEASED.num_selected, width, config)
     return build(
         block_selection._top_kernel,
-        constants | {"OFFSET": 0, "HAS_FLAGS": False, "EARLY": 0},
+        constants | {"OFFSET": 0, "HAS_FLAGS": False, "PDL": 0},
         {"num_warps": config.num_warps},
     )
 
 
 def other_builds() -> list[Build]:
-    shared = block_selection.decode_constants(RELEASED, 16, 128, torch.bfloat16) | {"EARLY": 0}
+    shared = block_selection.decode_constants(RELEASED, 16, 128, torch.bfloat16) | {"PDL": 0}
     more = {"SPLIT": block_selection.SPLIT, "JOIN": block_selection.JOIN, "WINDOW": 32, "MASKED": False, "ROWS": 128}
     return [
         build(block_selection._decode_norm_kernel, shared | {"ROWS": block_selection.SPLIT}, {"num_warps": 4}),
@@ -327,7 +327,7 @@ def other_builds() -> list[Build]:
         top_build(2000, 9999),
         top_build(16384, 9999),
         top_build(16384, 2),
-        build(pooling._append_kernel, pooling.append_constants(RELEASED, 128) | {"EARLY": 0}, {"num_warps": 4}),
+        build(pooling._append_kernel, pooling.append_constants(RELEASED, 128) | {"PDL": 0}, {"num_warps": 4}),
     ]
 
 
@@ -344,7 +344,13 @@ def small_builds() -> list[Build]:
 )
 def test_compiles_without_spills(capability: int, maker: str, limit: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.aot", str(capability), f"tests.kernels.test_choice:{maker}"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.kernels.aot",
+        str(capability),
+        f"tests.kernels.test_block_selection:{maker}",
+    ]
     text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     results = json.loads(text)
     assert len(results) == 7

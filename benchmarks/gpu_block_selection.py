@@ -18,7 +18,7 @@ from torch import Tensor
 from sala.backends.torch.cache import KVPages
 from sala.backends.torch.kernels import block_selection, pooling
 from sala.backends.torch.kernels.block_selection import ScoreConfig, TopConfig
-from sala.backends.torch.ops.sparse import block_scores, choose_blocks, pool_keys, select_blocks, window_scores
+from sala.backends.torch.ops.sparse import block_scores, pool_keys, select_blocks, top_blocks, window_scores
 from sala.config import SparseConfig
 
 SPARSE = SparseConfig()
@@ -171,7 +171,7 @@ def check_prefill() -> None:
                 keys = torch.randn(start + n, groups, dim, device=DEVICE, dtype=dtype)
                 k1, k2, table = pooled_pages(keys, sparse)
                 positions = torch.arange(start, start + n, device=DEVICE)
-                got = block_selection.choose_prefill(q, k1, k2, table, start, sparse, dim**-0.5)
+                got = block_selection.select_prefill(q, k1, k2, table, start, sparse, dim**-0.5)
                 assert got.max() < len(table)
                 rows = keys.transpose(0, 1)
                 fine = pool_keys(rows, sparse.kernel_size, sparse.kernel_stride)
@@ -180,7 +180,7 @@ def check_prefill() -> None:
                 lengths = (positions + 1).int()
                 few = slice(max(0, n - 33), n)
                 tables = table[None].expand(len(lengths[few]), -1)
-                one = block_selection.choose_decode(
+                one = block_selection.select_decode(
                     q[few], k1, k2, tables.int().contiguous(), lengths[few], sparse, dim**-0.5, len(table)
                 )
                 kind = f"{str(dtype)[6:]:9} {heads}/{groups} n {n} start {start}"
@@ -219,7 +219,7 @@ def check_top() -> None:
         scores[3::4, :, 1:] = torch.maximum(scores[3::4, :, 1:], scores[3::4, :, :-1])  # neighbours share
         positions = torch.randint(0, num_blocks * 64, (n,), device=DEVICE)
         positions[:8] = num_blocks * 64 - 1
-        want = choose_blocks(scores, positions, SPARSE)
+        want = top_blocks(scores, positions, SPARSE)
         results = {"default": block_selection.top_blocks(scores, positions, SPARSE)}
         for config in TOP_CONFIGS.get(num_blocks, []):
             out = torch.full_like(results["default"], -7)
@@ -261,7 +261,7 @@ def time_top() -> None:
         scores = torch.rand(n, GROUPS, num_blocks, device=DEVICE)
         scores[..., 1:] = torch.maximum(scores[..., 1:], scores[..., :-1] * (scores[..., 1:] < 0.2))
         positions = torch.full((n,), num_blocks * 64 - 1, device=DEVICE)
-        out = torch.empty(n, GROUPS, SPARSE.num_chosen, dtype=torch.int32, device=DEVICE)
+        out = torch.empty(n, GROUPS, SPARSE.num_selected, dtype=torch.int32, device=DEVICE)
         floor = scores.numel() * 4 / BYTES * 1e3
         found = [(timed(torch.topk, scores, 62), "torch.topk")]
         for config in TOP_CONFIGS[num_blocks]:
@@ -276,8 +276,8 @@ def time_prefill() -> None:
     for n, chunk in ((32_768, 8192), (131_072, 8192), (1_000_000, 4096)):
         k1, k2, tables = random_pages(n)
         q = torch.randn(chunk, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
-        ms = timed(block_selection.choose_prefill, q, k1, k2, tables[0], n - chunk, SPARSE, SCALE)
-        text = f"choose_prefill {chunk} at {n}: {ms:.2f} ms"
+        ms = timed(block_selection.select_prefill, q, k1, k2, tables[0], n - chunk, SPARSE, SCALE)
+        text = f"select_prefill {chunk} at {n}: {ms:.2f} ms"
         if n <= 131_072:
             some = 512
             at = torch.arange(n - some, n, device=DEVICE)
@@ -294,13 +294,13 @@ def time_decode() -> None:
         lengths = torch.full((rows,), n, device=DEVICE)
         flags = torch.ones(rows, dtype=torch.bool, device=DEVICE)
         width = tables.shape[1]
-        us = graphed(block_selection.choose_decode, q, k1, k2, tables, lengths, SPARSE, SCALE, width, flags)
+        us = graphed(block_selection.select_decode, q, k1, k2, tables, lengths, SPARSE, SCALE, width, flags)
         floor = rows * GROUPS * (n / 16 + n / 64) * DIM * 2 / BYTES * 1e6
-        print(f"choose_decode {rows} x {n}: {us:7.1f} us in a graph, floor {floor:.1f} us")
+        print(f"select_decode {rows} x {n}: {us:7.1f} us in a graph, floor {floor:.1f} us")
         if n == 131_072 and rows == 1:
             wide = torch.nn.functional.pad(tables, (0, 16384 - width))
-            us = graphed(block_selection.choose_decode, q, k1, k2, wide, lengths, SPARSE, SCALE, 16384, flags)
-            print(f"choose_decode {rows} x {n}, table of 16384: {us:7.1f} us in a graph")
+            us = graphed(block_selection.select_decode, q, k1, k2, wide, lengths, SPARSE, SCALE, 16384, flags)
+            print(f"select_decode {rows} x {n}, table of 16384: {us:7.1f} us in a graph")
             fine, coarse = (pool.index_select(1, tables[0]).flatten(1, 2)[:, 1:] for pool in (k1, k2))
             us = timed(select_blocks, q, fine, coarse, lengths - 1, width, SPARSE, SCALE) * 1e3
             print(f"   reference, eager: {us:.0f} us")
@@ -311,7 +311,7 @@ def time_decode_top() -> None:
     num_blocks = 15_625
     scores = torch.rand(1, GROUPS, num_blocks, device=DEVICE)
     lengths = torch.tensor([1_000_000], device=DEVICE)
-    out = torch.empty(1, GROUPS, SPARSE.num_chosen, dtype=torch.int32, device=DEVICE)
+    out = torch.empty(1, GROUPS, SPARSE.num_selected, dtype=torch.int32, device=DEVICE)
     found = []
     for config in (TopConfig(4096, 1024, 8), TopConfig(8192, 1024, 16), TopConfig(16384, 1024, 16)):
         us = graphed(block_selection._launch_top, scores, out, lengths, None, 1, SPARSE, config)

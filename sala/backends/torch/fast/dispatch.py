@@ -1,0 +1,161 @@
+"""The one place that selects kernels: C++, Triton, flash-linear-attention and flex attention, or the reference.
+
+`ops/` defines every operation and chooses nothing; `kernels/` says what it can run on (`native.load`,
+`triton_kernels.why_not`). Here the two meet the option `kernels`: "auto" takes the fastest implementation that fits a
+call, "off" takes the reference everywhere.
+
+What runs, and where to set a breakpoint:
+
+| device | prompts (prefill) | answers (decode) | `kernels="off"` |
+|---|---|---|---|
+| CPU | `model.SalaModel.forward`; sparse attention in C++ (`cpu_ops.attend`) | `cpu_decode.CpuDecode.__call__`: one C++ call per step (`kernels/decode.cpp`) | `model.SalaModel.forward`, `ops/` |
+| CUDA, Triton | `gpu_forward.GpuForward.run_prefill`, mixers in `gpu_spans.PrefillSpan` | `gpu_forward.GpuForward.run_decode`, mixers in `gpu_spans.DecodeSpans`, replayed as a CUDA graph (`gpu_graphs.DecodeGraph`): Python runs at capture only | `model.SalaModel.forward`, `ops/` |
+| whole sequences (training) | `model.SalaModel.forward`; on CUDA `training.py` | – | `ops/` |
+
+`TorchExecutor.forward` calls the fused forward if it takes the batch, otherwise the model.
+"""  # noqa: E501
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sala.backends.torch.batch import Batch
+from sala.backends.torch.cache import FP8, HybridCache
+from sala.backends.torch.fast import cpu_ops, training
+from sala.backends.torch.fast.cpu_decode import CpuDecode, can_decode
+from sala.backends.torch.half_linear import put_half_linears
+from sala.backends.torch.kernels import native, triton_kernels
+from sala.backends.torch.model import SalaModel
+from sala.backends.torch.ops import lightning, sparse
+from sala.backends.torch.ops.table import REFERENCE, Ops
+from sala.backends.torch.quantized_linear import can_run_packed
+from sala.config import SparseConfig
+from sala.errors import InputError
+from sala.protocol import Options
+
+__all__ = ["FusedForward", "keep_packed", "put_kernel_linears", "select_forward", "select_ops"]
+
+
+class FusedForward(Protocol):
+    """A faster implementation of `SalaModel` for some batches."""
+
+    def can_run(self, batch: Batch) -> bool: ...
+
+    def __call__(
+        self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
+    ) -> Tensor:
+        """As `SalaModel.forward`: extends the cache → normed hidden states [T, hidden], or those of `wanted` rows."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `SalaModel.logits`."""
+        ...
+
+
+def select_ops(kernels: str = "auto") -> Ops:
+    """Return the operations that a batch carries through the model."""
+    return REFERENCE if kernels == "off" else _FAST
+
+
+def keep_packed(options: Options, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether quantized matrices stay packed; otherwise they are dequantized when they are loaded.
+
+    Raises InputError if `packed=True` asks for what the device cannot do.
+    """
+    is_able = options.kernels != "off" and can_run_packed(device, dtype)
+    if options.packed and not is_able:
+        raise InputError(
+            "packed", f"is true, but there are no kernels for it on {device} in {dtype}", "leave it out, or use false"
+        )
+    return is_able and options.packed is not False
+
+
+def put_kernel_linears(model: nn.Module, kernels: str) -> None:
+    """Replace linears by ones that run in C++ kernels, where the CPU has such kernels."""
+    if kernels != "off":
+        put_half_linears(model)
+
+
+def select_forward(
+    model: SalaModel,
+    device: torch.device,
+    max_tokens: int,
+    kernels: str = "auto",
+    prefill: str = "auto",
+    kv_dtype: torch.dtype | None = None,
+) -> FusedForward | None:
+    """Return the fused forward of this device, or None if there is none for this model.
+
+    `max_tokens` is the longest sequence. Raises InputError if `prefill` is "fp8" and the device cannot do that.
+    """
+    is_gpu = kernels != "off" and triton_kernels.why_not(device) is None and _has_gpu_shapes(model)
+    if prefill == "fp8":
+        _check_fp8_prefill(device, is_gpu)
+    if is_gpu:
+        from sala.backends.torch.fast.gpu_forward import GpuForward
+
+        return GpuForward(model, device, max_tokens, prefill=prefill)
+    is_cpu = kernels != "off" and device.type == "cpu" and native.load() is not None
+    # decode.cpp reads pages of 16 and 32 bits
+    return CpuDecode(model) if is_cpu and kv_dtype != FP8 and can_decode(model) else None
+
+
+def _check_fp8_prefill(device: torch.device, has_kernels: bool) -> None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise InputError("prefill", "is fp8, which needs a GPU of compute capability 8.9 or newer", "use auto")
+    if not has_kernels:
+        raise InputError("prefill", "is fp8, which needs the Triton kernels", "use auto, or --kernels auto")
+
+
+def _has_gpu_shapes(model: SalaModel) -> bool:
+    """Return whether tensor cores can take the heads and the blocks of this model."""
+    config = model.config
+    sparse_config, dims = config.sparse_config, {config.head_dim, config.lightning_head_dim}
+    is_paged = sparse_config.block_size % 16 == 0 and sparse_config.kernel_stride * 4 <= sparse_config.block_size
+    return dims <= {16, 32, 64, 128} and is_paged
+
+
+# The operations with kernels; each has the signature of its reference.
+
+
+def _sparse_attention(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, selected: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    kernel = native.load() if cpu_ops.can_attend(q, k_pages, v_pages) else None
+    if kernel is None:
+        return sparse.sparse_attention(q, k_pages, v_pages, table, selected, positions, scale)
+    return cpu_ops.attend(kernel, q, k_pages, v_pages, table, selected, positions, scale)
+
+
+def _lightning_fold(k: Tensor, v: Tensor, state: Tensor, slopes: Tensor) -> Tensor:
+    kernel = native.load() if cpu_ops.can_fold(k, v, state) else None
+    if kernel is None:
+        return lightning.lightning_fold(k, v, state, slopes)
+    return cpu_ops.fold(kernel, k, v, state, slopes)
+
+
+def _lightning_whole(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], slopes: Tensor, scale: float) -> Tensor:
+    library = training.simple_gla() if q.is_cuda and not torch.compiler.is_compiling() else None
+    if library is None:
+        return lightning.lightning_whole(q, k, v, lengths, slopes, scale)
+    return training.lightning_whole(library, q, k, v, lengths, slopes, scale)
+
+
+def _whole_sparse_attention(q: Tensor, k: Tensor, v: Tensor, sparse_config: SparseConfig, scale: float) -> Tensor:
+    if q.is_cuda and training.FLEX_TILE % sparse_config.block_size == 0:
+        return training.whole_sparse_attention(q, k, v, sparse_config, scale, _select_whole)
+    return sparse.whole_sparse_attention(q, k, v, sparse_config, scale, _select_whole)
+
+
+def _select_whole(q: Tensor, keys: Tensor, sparse_config: SparseConfig, scale: float) -> Tensor:
+    if triton_kernels.why_not(q.device) is None:
+        from sala.backends.torch.kernels import block_selection
+
+        if block_selection.supports(sparse_config, q.shape[2], q.dtype):
+            return training.select_whole(q, keys, sparse_config, scale)
+    return sparse.select_whole(q, keys, sparse_config, scale)
+
+
+_FAST = Ops(_sparse_attention, _lightning_fold, _lightning_whole, _whole_sparse_attention)

@@ -1,0 +1,146 @@
+"""Matrices as the GPU path holds them: projections that read the same rows are one matrix, and products with them.
+
+Quantized matrices stay packed (`kernels/packed.py`). Decode rows are multiplied with the codes themselves, prefill rows
+with a copy that is expanded for the product and dropped. With `prefill="fp8"` every layer but the last also holds FP8
+copies of its matrices, with which prefill rows are multiplied.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sala.backends.torch.kernels import fp8, fused, linear, packed
+from sala.backends.torch.kernels.packed import PackedWeight
+from sala.backends.torch.quantized_linear import AffineLinear
+
+Weight = Tensor | PackedWeight
+
+
+class Projection:
+    """Linears that read the same rows, joined: x [T, K] → [T, N], all outputs side by side."""
+
+    def __init__(self, parts: Sequence[Weight], bias: Tensor | None) -> None:
+        self.parts, self.bias = list(parts), bias
+
+    @classmethod
+    def of(cls, linears: Sequence[Any], dtype: torch.dtype, device: torch.device) -> "Projection":
+        """Join the matrices of the linears, which then hold views of them."""
+        parts: list[Weight] = []
+        for alike in _runs(linears, dtype, device):
+            parts.append(fuse_packed(alike, dtype, device) if isinstance(alike[0], AffineLinear) else fuse(alike))
+        if all(one.bias is None for one in linears):
+            return cls(parts, None)
+        pieces = [torch.zeros(one.out_features) if one.bias is None else one.bias.detach() for one in linears]
+        return cls(parts, torch.cat([piece.to(device, dtype) for piece in pieces]))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(self.parts) == 1:
+            return product(x, self.parts[0], self.bias)
+        packed_parts = [part for part in self.parts if isinstance(part, PackedWeight) and packed.can_take(len(x), part)]
+        if len(packed_parts) == len(self.parts):
+            out = packed.linears(x, packed_parts)
+        else:
+            out = torch.cat([product(x, part) for part in self.parts], 1)
+        return out if self.bias is None else out + self.bias
+
+    def rows(self, begin: int, end: int) -> "Projection":
+        """Return the projection to some of the outputs."""
+        parts, first = [], 0
+        for part in self.parts:
+            size = _num_out(part)
+            low, high = max(begin - first, 0), min(end - first, size)
+            if low < high:
+                parts.append(part.rows(low, high) if isinstance(part, PackedWeight) else part[low:high])
+            first += size
+        return Projection(parts, None if self.bias is None else self.bias[begin:end])
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """Return silu(gate) * up [T, N / 2]; the gate is the first half of the outputs."""
+        if len(self.parts) == 1 and self.bias is None and can_take(x.shape[0], self.parts[0]):
+            return kernels_of(self.parts[0]).linear_silu_mul(x, self.parts[0])
+        return fused.silu_mul(self(x))
+
+
+def kernels_of(weight: Weight) -> Any:
+    """Return the module whose kernels read this matrix."""
+    return packed if isinstance(weight, PackedWeight) else linear
+
+
+def can_take(rows: int, weight: Weight) -> bool:
+    """Return whether those kernels take so many rows."""
+    return bool(kernels_of(weight).can_take(rows, weight))
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], weight [N, K] → [T, N]; batch-invariant for decode rows."""
+    if isinstance(weight, PackedWeight):
+        out = packed.product(x, weight)
+    elif linear.can_take(x.shape[0], weight):
+        out = linear.linear(x, weight)
+    else:
+        return F.linear(x, weight, bias)
+    return out if bias is None else out + bias
+
+
+def residual_product(x: Tensor, weight: Weight) -> Tensor:
+    """`product` for the residual stream: of decode rows as partial sums [S, T, N], which `norm_rows` adds up."""
+    if not can_take(x.shape[0], weight):
+        return product(x, weight)
+    parts: Tensor = kernels_of(weight).split_linear(x, weight)
+    return parts
+
+
+def weight_of(module: Any, dtype: torch.dtype, device: torch.device) -> Weight:
+    """Return the matrix of a linear in the form that the kernels read."""
+    if isinstance(module, AffineLinear):
+        return module.gpu_weight(dtype, device)
+    weight: Tensor = module.weight.detach()
+    return weight
+
+
+def fuse(linears: Sequence[nn.Linear]) -> Tensor:
+    """Return one matrix of all rows, of which the linears then hold views."""
+    weight = torch.cat([one.weight.detach() for one in linears])
+    for one, part in zip(linears, weight.split([one.out_features for one in linears]), strict=True):
+        one.weight = nn.Parameter(part, requires_grad=False)
+    return weight
+
+
+def fuse_packed(linears: Sequence[AffineLinear], dtype: torch.dtype, device: torch.device) -> PackedWeight:
+    """`fuse` of packed matrices."""
+    weight = packed.concatenate([one.gpu_weight(dtype, device) for one in linears])
+    first = 0
+    for one in linears:
+        one.put_gpu(weight.rows(first, first + one.out_features))
+        first += one.out_features
+    return weight
+
+
+def _runs(linears: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
+    """Return runs of neighbours that can be one matrix."""
+    runs: list[list[Any]] = []
+    for one in linears:
+        before = runs[-1][-1] if runs else None
+        weights = [weight_of(each, dtype, device) for each in (before, one) if each is not None]
+        is_plain = all(isinstance(weight, Tensor) for weight in weights)
+        if before is not None and (is_plain or packed.are_alike(weights)):
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    return runs
+
+
+def _num_out(weight: Weight) -> int:
+    return weight.num_out if isinstance(weight, PackedWeight) else weight.shape[0]
+
+
+def to_fp8(parts: Sequence[Weight]) -> fp8.Rows:
+    """Return one FP8 matrix of all rows of the parts."""
+    found = [fp8.from_weight(packed.expand(part) if isinstance(part, PackedWeight) else part) for part in parts]
+    if len(found) == 1:
+        return found[0]
+    codes = torch.cat([one.codes.view(torch.uint8) for one in found]).view(torch.float8_e4m3fn)
+    return fp8.Rows(codes, torch.cat([one.scales for one in found]))
