@@ -177,9 +177,9 @@ def mlx() -> dict[str, Any] | None:
         return None
     import mlx.core as mx
 
-    from sala.backends.mlx import kernels, selftest
+    from sala.backends.mlx import selftest
 
-    reason = kernels.why_not()
+    reason = selftest.why_not()
     return {
         "device": f"{mx.default_device().type.name}, {selftest.device_name()}",
         "gpu_limit": mx.device_info().get("max_recommended_working_set_size"),

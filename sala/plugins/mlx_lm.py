@@ -20,11 +20,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from sala.backends.mlx import kernels
 from sala.backends.mlx.batch import Batch, Span
 from sala.backends.mlx.cache import HybridCache
+from sala.backends.mlx.dispatch import select_ops
 from sala.backends.mlx.model import Layer, SalaModel
 from sala.backends.mlx.ops.sparse import pool_keys
+from sala.backends.mlx.ops.table import REFERENCE, Ops
 from sala.config import SalaConfig, SparseConfig
 from sala.errors import InputError, SalaError
 
@@ -197,7 +198,7 @@ class Model(SalaModel):
         (past,), (num, length) = cache, inputs.shape
         mx.synchronize()  # pages that are still being read would be copied instead of written
         dtype = self.model.norm.weight.dtype
-        batch = _batch(inputs, past.spans(num, length, dtype))
+        batch = _batch(inputs, past.spans(num, length, dtype), select_ops())
         hidden = super().__call__(batch, past.opened(num, dtype))
         past.advance(length)
         return self.logits(hidden).reshape(num, length, -1)
@@ -211,8 +212,7 @@ class Model(SalaModel):
         spans = tuple(
             Span(0, length, row, sparse_from, 0, tuple(range(row * pages, (row + 1) * pages))) for row in range(num)
         )
-        with kernels.use_kernels(False):
-            hidden = super().__call__(_batch(inputs, spans), _WholePast(self.config, num))
+        hidden = super().__call__(_batch(inputs, spans, REFERENCE), _WholePast(self.config, num))
         return self.logits(hidden).reshape(num, length, -1)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -233,10 +233,9 @@ class _WholePast(HybridCache):
         self.states = {layer: [empty] * num for layer in config.lightning_layers}
 
 
-def _batch(inputs: mx.array, spans: tuple[Span, ...]) -> Batch:
-    batch = Batch((), spans)
-    batch.__dict__["tokens"] = inputs.reshape(-1)  # they may not be computed yet, and nobody needs to wait for them
-    return batch
+def _batch(inputs: mx.array, spans: tuple[Span, ...], ops: Ops) -> Batch:
+    """The inputs may not be computed yet; nothing waits for them."""
+    return Batch((), spans, ops, inputs.reshape(-1))
 
 
 def register() -> None:

@@ -8,7 +8,9 @@ import torch
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.fast.dispatch import select_forward, select_ops
 from sala.backends.torch.fast.gpu_forward import GpuForward
+from sala.backends.torch.kernels import block_selection, triton_kernels
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.random import TINY
 from sala.config import SalaConfig, SparseConfig
@@ -134,3 +136,23 @@ def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:
         hidden.append((found, both.steps.logits(found[None])))
     torch.testing.assert_close(hidden[0][0], hidden[1][0], rtol=0, atol=0)
     torch.testing.assert_close(hidden[0][1], hidden[1][1], rtol=0, atol=0)
+
+
+def test_kernels_that_are_switched_off(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every Triton kernel could run, `kernels="off"` selects none."""
+    model = make_model(SHAPE).to(device)
+    monkeypatch.setattr(triton_kernels, "why_not", lambda _: None)
+    assert isinstance(select_forward(model, device, MAX_TOKENS), GpuForward)
+    assert select_forward(model, device, MAX_TOKENS, kernels="off") is None
+    sparse, width = SHAPE.sparse_config, SHAPE.head_dim
+    q, k, v = (torch.randn(70, heads, width, device=device) for heads in (4, 2, 2))
+    wanted = select_ops().whole_sparse_attention(q, k, v, sparse, 0.3)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a Triton kernel ran")
+
+    monkeypatch.setattr(block_selection, "select_rows", fail)
+    found = select_ops("off").whole_sparse_attention(q, k, v, sparse, 0.3)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(AssertionError, match="Triton kernel ran"):
+        select_ops().whole_sparse_attention(q, k, v, sparse, 0.3)

@@ -16,7 +16,7 @@ from sala.backends.torch.kernels.decode_attention import decode_attention
 from tests.kernels.aot import Build
 from tests.kernels.test_attention import BLOCK, LIMITS, Memory, choose, prefill_build, split_build
 from tests.kernels.test_block_selection import RELEASED, build
-from tests.kernels.test_steps_gpu import SHAPE, TWO, Both, make_model, row, tokens
+from tests.kernels.test_gpu_forward import SHAPE, TWO, Both, make_model, row, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

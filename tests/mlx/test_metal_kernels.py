@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sala import LLM, Sampling
-from sala.backends.mlx import kernels, selftest
+from sala.backends.mlx import dispatch, selftest
 from sala.backends.mlx.kernels import KERNELS, metal
 from sala.backends.mlx.kernels.metal import Launch
 from sala.backends.mlx.ops import lightning, sparse
@@ -146,11 +146,11 @@ def test_model_runs_by_the_kernels(shim: Shim, monkeypatch: pytest.MonkeyPatch, 
         wanted = [result.token_ids for result in llm.generate(prompts, greedy)]
     used = set()
 
-    def find(name: str, _q: mx.array, _groups: int = 1) -> Callable[..., Any]:
+    def find(name: str, _q: mx.array, groups: int = 1, metal: bool | None = None) -> Callable[..., Any]:
         used.add(name)
         return partial(KERNELS[name].kernel, run=shim.run)
 
-    monkeypatch.setattr(kernels, "find", find)
+    monkeypatch.setattr(dispatch, "find", find)
     with LLM(tmp_path / "tiny", backend="mlx", prefill_chunk=64) as llm:
         assert [result.token_ids for result in llm.generate(prompts, greedy)] == wanted
     assert used == set(KERNELS)

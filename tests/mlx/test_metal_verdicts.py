@@ -3,15 +3,22 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
-from sala.backends.mlx import kernels, selftest
+from sala.backends.mlx import dispatch, selftest
+from sala.backends.mlx.executor import open_executor
 from sala.backends.mlx.kernels import KERNELS, metal
 from sala.backends.mlx.kernels.metal import Launch
 from sala.backends.mlx.selftest import Verdict
+from sala.checkpoint.random import TINY, cut_layers, write_random
+from sala.checkpoint.reader import Checkpoint
+from sala.protocol import Options, Row
 from tests.mlx.shim.runner import Shim
 
 without_metal = pytest.mark.skipif(mx.metal.is_available(), reason="there is a Metal GPU")
@@ -26,18 +33,16 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Shim:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(selftest.platformdirs, "user_cache_dir", lambda _: str(tmp_path))
-    kernels._is_trusted.cache_clear()
+    dispatch._is_trusted.cache_clear()
     yield
-    kernels._is_trusted.cache_clear()
+    dispatch._is_trusted.cache_clear()
 
 
 @without_metal
-@pytest.mark.parametrize("way", ["auto", "1", "0", "nonsense"])
-def test_no_kernel_without_metal(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setenv("SALA_METAL", way)
-    assert all(kernels.find(name, mx.zeros((1, 4, 64)), 2) is None for name in KERNELS)
-    reason = kernels.why_not()
-    assert reason == ("they are switched off (SALA_METAL=0)" if way == "0" else "there is no Metal GPU")
+@pytest.mark.parametrize("metal", [None, True, False])
+def test_no_kernel_without_metal(metal: bool | None) -> None:
+    assert all(dispatch.find(name, mx.zeros((1, 4, 64)), 2, metal) is None for name in KERNELS)
+    assert selftest.why_not() == "there is no Metal GPU"
     assert list(selftest.verdicts()) == []
 
 
@@ -54,7 +59,7 @@ def test_kernel_that_cannot_start_is_not_used() -> None:
     """The real thing: MLX itself refuses here."""
     verdict = selftest.check("lightning_step")
     assert not verdict.is_equal
-    assert not verdict.is_faster("few")
+    assert not verdict.is_faster("decode")
     assert verdict.describe().startswith("not used: RuntimeError: [metal_kernel] No Metal back-end")
 
 
@@ -63,7 +68,7 @@ def test_equal_but_slow_kernel_is_not_used(shim: Shim) -> None:
     verdict = selftest.check("lightning_step", shim.run)
     assert verdict.is_equal
     assert verdict.error > 0
-    assert not verdict.is_faster("few")
+    assert not verdict.is_faster("decode")
     assert "not used" in verdict.describe()
 
 
@@ -84,19 +89,43 @@ def test_wrong_kernel_is_not_used(shim: Shim, fault: str) -> None:
 
 
 def test_verdict_decides_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a Mac where the kernel of attention is faster for few queries alone."""
-    told = Verdict("sparse_attention", 1e-7, 2e-5, {"few": 1.0, "many": 9.0}, {"few": 2.0, "many": 8.0})
+    """As on a Mac where the kernel of attention is faster for decode steps alone."""
+    told = Verdict("sparse_attention", 1e-7, 2e-5, {"decode": 1.0, "prefill": 9.0}, {"decode": 2.0, "prefill": 8.0})
     monkeypatch.setattr(selftest, "check", lambda name: told)
-    monkeypatch.setattr(kernels, "why_not", lambda: None)
+    monkeypatch.setattr(selftest, "why_not", lambda: None)
     few, many = mx.zeros((1, 4, 64)), mx.zeros((300, 4, 64))
-    assert kernels.find("sparse_attention", few, 2) is KERNELS["sparse_attention"].kernel
-    assert kernels.find("sparse_attention", many, 2) is None
-    with kernels.use_kernels(False):
-        assert kernels.find("sparse_attention", few, 2) is None
-    monkeypatch.setenv("SALA_METAL", "1")
-    assert kernels.find("sparse_attention", many, 2) is not None
-    assert kernels.find("sparse_attention", mx.zeros((1, 16, 129)), 1) is None  # wider than was ever checked
-    assert kernels.find("sparse_attention", mx.zeros((1, 17, 128)), 1) is None
+    assert dispatch.find("sparse_attention", few, 2) is KERNELS["sparse_attention"].kernel
+    assert dispatch.find("sparse_attention", many, 2) is None
+    assert dispatch.find("sparse_attention", many, 2, metal=True) is not None
+    assert dispatch.find("sparse_attention", mx.zeros((1, 16, 129)), 1, True) is None  # wider than was ever checked
+    assert dispatch.find("sparse_attention", mx.zeros((1, 17, 128)), 1, True) is None
+
+
+@pytest.mark.parametrize("options", [{"kernels": "off"}, {"kernels": "off", "metal": True}, {"metal": False}], ids=str)
+def test_kernels_that_are_switched_off(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a Mac whose kernels would all be used: none is even asked for."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a kernel was asked for")
+
+    config = replace(cut_layers(TINY, 2), sparse_config=replace(TINY.sparse_config, dense_len=64))
+    write_random(tmp_path / "tiny", config)
+    row = Row(tuple(range(1, 151)), 0, (0, 1, 2), 0, 64)
+
+    def logits(**options: Any) -> Any:
+        with Checkpoint(tmp_path / "tiny") as checkpoint:
+            executor = open_executor(checkpoint, config, Options(device="cpu", ctx=512, **options))
+            found = executor.logits(row)
+            executor.close()
+        return found
+
+    wanted = logits()
+    monkeypatch.setattr(dispatch, "find", fail)
+    assert np.array_equal(logits(**options), wanted)
+    with pytest.raises(AssertionError, match="asked for"):
+        logits()
 
 
 def test_verdict_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -104,7 +133,7 @@ def test_verdict_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
     def check(name: str) -> Verdict:
         asked.append(name)
-        return Verdict(name, 1e-7, 2e-5, {"few": 1.0}, {"few": 2.0})
+        return Verdict(name, 1e-7, 2e-5, {"decode": 1.0}, {"decode": 2.0})
 
     monkeypatch.setattr(selftest, "check", check)
     first = selftest.verdict("lightning_step")

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from sala.backends.mlx.ops.table import REFERENCE, Ops
 from sala.protocol import Plan, Row
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
@@ -66,6 +67,8 @@ class Pending:
 class Batch:
     ids: tuple[int, ...]  # tokens of all spans, one after another
     spans: tuple[Span, ...]
+    ops: Ops = REFERENCE
+    computed: mx.array | None = None  # the tokens, where they are not known yet: the step before samples them
     pending: list[Pending] = field(default_factory=list)  # filled by the lightning layers
     angles: dict[tuple[int, float], tuple[mx.array, mx.array]] = field(default_factory=dict)  # RoPE, by dim and theta
     places: dict[object, mx.array] = field(default_factory=dict)  # rows of pools that the batch writes, by their kind
@@ -73,7 +76,7 @@ class Batch:
     @cached_property
     def tokens(self) -> mx.array:
         """[T]"""
-        return mx.array(np.asarray(self.ids, np.int32))
+        return mx.array(np.asarray(self.ids, np.int32)) if self.computed is None else self.computed
 
     @cached_property
     def positions(self) -> mx.array:
@@ -100,9 +103,10 @@ class Batch:
         return [row for i in indices for row in range(ends[i] - 1 - self.spans[i].num_drafts, ends[i])]
 
 
-def pack(plan: Plan) -> Batch:
+def pack(plan: Plan, ops: Ops = REFERENCE, tokens: mx.array | None = None) -> Batch:
+    """Return the rows of a plan as one batch, which the model runs by `ops`; `tokens` [T] replace those of the rows."""
     ids = tuple(token for row in plan.rows for token in row.tokens)
-    return Batch(ids, tuple(_span(row) for row in plan.rows))
+    return Batch(ids, tuple(_span(row) for row in plan.rows), ops, tokens)
 
 
 def take(hidden: mx.array, rows: Sequence[int]) -> mx.array:

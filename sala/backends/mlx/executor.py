@@ -18,8 +18,10 @@ import psutil
 from sala.backends.capacity import share_memory
 from sala.backends.mlx.batch import Batch, pack, take
 from sala.backends.mlx.cache import HybridCache
+from sala.backends.mlx.dispatch import select_ops
 from sala.backends.mlx.loader import load_model, pick_device, pick_dtype
 from sala.backends.mlx.model import SalaModel
+from sala.backends.mlx.ops.table import REFERENCE, Ops
 from sala.backends.mlx.sampler import Draws, draw_all
 from sala.backends.sampling import keep_agreed
 from sala.checkpoint.dtypes import dtypes_by_file_name
@@ -51,13 +53,22 @@ def on_device(method: Callable[Concatenate["MlxExecutor", P], T]) -> Callable[Co
 class MlxExecutor:
     """Runs plans on one device. Not thread-safe: one engine owns it."""
 
-    def __init__(self, model: SalaModel, capacity: Capacity, device: mx.Device, dtype: mx.Dtype) -> None:
+    def __init__(
+        self,
+        model: SalaModel,
+        capacity: Capacity,
+        device: mx.Device,
+        dtype: mx.Dtype,
+        ops: Ops = REFERENCE,
+    ) -> None:
         self.model = model
         self.capacity = capacity
         self.device = device
         self.dtype = dtype
+        self.ops = ops
         self._limits = set_limits(device)
         self._ahead: Ahead | None = None
+        self._is_closed = False
         with mx.stream(device):
             self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype)
             self._pulse = mx.zeros(1)
@@ -98,8 +109,7 @@ class MlxExecutor:
         rows = tuple(replace(row, tokens=(0,), start=row.start + len(row.tokens)) for row in plan.rows)
         if any(row.start >= len(row.pages) * self.capacity.page_size for row in rows):
             return None  # a page more is needed first
-        batch, cache = pack(Plan(rows)), self.cache.fork()
-        batch.__dict__["tokens"] = tokens
+        batch, cache = pack(Plan(rows), self.ops, tokens), self.cache.fork()
         return Ahead(rows, cache, self.build(Plan(rows), batch, cache), threading.get_ident())
 
     def adopt(self, plan: Plan) -> "Step | None":
@@ -113,7 +123,7 @@ class MlxExecutor:
     def prepare(self, plan: Plan) -> Batch:
         """The batch of a plan, and room for it in the cache."""
         self._ahead = None
-        batch = pack(plan)
+        batch = pack(plan, self.ops)
         self.cache.reach(page for row in plan.rows for page in row.pages)
         self.cache.join(batch.slots)
         return batch
@@ -134,7 +144,7 @@ class MlxExecutor:
         cache = self.cache.for_drafts([row.slot for row in plan.rows], num_layers)
         guesses: list[list[int]] = [[] for _ in rows]
         for _ in range(count):
-            batch = pack(Plan(tuple(rows)))
+            batch = pack(Plan(tuple(rows)), self.ops)
             hidden = self.model(batch, cache, num_layers)
             logits = self.model.logits(take(hidden, batch.drawing_rows(list(range(len(rows))))))
             draws = draw_all(logits, [(row, 0) for row in rows])
@@ -222,8 +232,12 @@ class MlxExecutor:
         mx.eval(self._pulse + 1)
 
     def close(self) -> None:
-        restore_limits(self.__dict__.pop("_limits", {}))
-        self.__dict__.clear()
+        """Free weights and cache and restore MLX's limits; the executor cannot run afterwards."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        restore_limits(self._limits)
+        del self.model, self.cache, self._ahead, self._pulse
         mx.clear_cache()
 
 
@@ -265,7 +279,7 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
         model = load_model(checkpoint, config, dtype)
     chunk = _PREFILL_CHUNK[device.type]
     capacity = share_memory(config, options, _NAMES[dtype], dtype.size, chunk, free_bytes(device))
-    return MlxExecutor(model, capacity, device, dtype)
+    return MlxExecutor(model, capacity, device, dtype, select_ops(options.kernels, options.metal))
 
 
 def set_limits(device: mx.Device) -> dict[str, int]:

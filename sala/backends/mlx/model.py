@@ -16,10 +16,10 @@ from sala.backends.mlx.batch import Batch, Pending, Span
 from sala.backends.mlx.cache import HybridCache, KVPages
 from sala.backends.mlx.ops.attention import dense_attention
 from sala.backends.mlx.ops.fused import add_scaled, sigmoid_gate, silu_gate
-from sala.backends.mlx.ops.lightning import decay_slopes, lightning_ragged
+from sala.backends.mlx.ops.lightning import decay_slopes
 from sala.backends.mlx.ops.norm import rms_norm
 from sala.backends.mlx.ops.rope import apply_rope, grow_queries, rope_angles
-from sala.backends.mlx.ops.sparse import select_blocks, sparse_attention
+from sala.backends.mlx.ops.table import Ops
 from sala.config import SalaConfig
 
 
@@ -67,7 +67,7 @@ class LightningMixer(Module):
         q, k, v = self.project(x, batch)
         slots = batch.slots
         before = states[slots[0]][None] if len(slots) == 1 else mx.stack([states[slot] for slot in slots])
-        o, after = lightning_ragged(q, k, v, before, batch.lengths, self._slopes, self.head_dim**-0.5)
+        o, after = batch.ops.lightning_ragged(q, k, v, before, batch.lengths, self._slopes, self.head_dim**-0.5)
         self.advance(batch, states, after, k, v)
         o = o.reshape(x.shape[0], -1).astype(x.dtype)
         if self.o_norm is not None:
@@ -127,7 +127,7 @@ class SparseMixer(Module):
     def __call__(self, x: mx.array, batch: Batch, pages: KVPages) -> mx.array:
         q, k, v = self.project(x, batch)
         pages.append(batch, k, v)  # of all rows, before one of them reads
-        rows = [self.attend(*row, pages) for row in zip(batch.spans, batch.split(q), strict=True)]
+        rows = [self.attend(*row, pages, batch.ops) for row in zip(batch.spans, batch.split(q), strict=True)]
         o = (rows[0] if len(rows) == 1 else mx.concatenate(rows)).reshape(x.shape[0], -1)
         if self.o_gate is not None:
             o = sigmoid_gate(self.o_gate(x), o)
@@ -147,30 +147,30 @@ class SparseMixer(Module):
             q = grow_queries(q, batch.positions, self.log_base)
         return q, k, v
 
-    def attend(self, span: Span, q: mx.array, pages: KVPages) -> mx.array:
+    def attend(self, span: Span, q: mx.array, pages: KVPages, ops: Ops) -> mx.array:
         """One row, whose keys are in its pages: q [n, H, D] → [n, H, D]. The regime may change inside the row."""
         num_dense = min(max(span.sparse_from - span.start, 0), span.length)
         outputs = []
         if num_dense:
             outputs.append(self.attend_dense(span, q[:num_dense], pages))
         if num_dense < span.length:
-            outputs.append(self.attend_sparse(span, q[num_dense:], span.start + num_dense, pages))
+            outputs.append(self.attend_sparse(span, q[num_dense:], span.start + num_dense, pages, ops))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def attend_dense(self, span: Span, q: mx.array, pages: KVPages) -> mx.array:
         keys, values = pages.keys_values(span, span.start + q.shape[0])
         return dense_attention(q, keys, values, self.head_dim**-0.5)
 
-    def attend_sparse(self, span: Span, q: mx.array, start: int, pages: KVPages) -> mx.array:
+    def attend_sparse(self, span: Span, q: mx.array, start: int, pages: KVPages, ops: Ops) -> mx.array:
         positions = mx.arange(start, span.end, dtype=mx.int32)
-        selected = mx.stop_gradient(self.select(span, q, positions, pages))  # a choice has no gradient
-        return sparse_attention(q, pages.k, pages.v, span.table, selected, positions, self.head_dim**-0.5)
+        selected = mx.stop_gradient(self.select(span, q, positions, pages, ops))  # block ids have no gradient
+        return ops.sparse_attention(q, pages.k, pages.v, span.table, selected, positions, self.head_dim**-0.5)
 
-    def select(self, span: Span, q: mx.array, positions: mx.array, pages: KVPages) -> mx.array:
+    def select(self, span: Span, q: mx.array, positions: mx.array, pages: KVPages, ops: Ops) -> mx.array:
         """The blocks each query attends to, [n, G, C]."""
         k1, k2 = pages.pooled(span, span.end)
         num_blocks = -(-span.end // self.sparse.block_size)
-        return select_blocks(q, k1, k2, positions, num_blocks, self.sparse, self.head_dim**-0.5)
+        return ops.select_blocks(q, k1, k2, positions, num_blocks, self.sparse, self.head_dim**-0.5)
 
 
 class MLP(Module):

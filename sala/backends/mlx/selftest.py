@@ -20,7 +20,6 @@ import mlx.core as mx
 import numpy as np
 import platformdirs
 
-from sala.backends.mlx import kernels
 from sala.backends.mlx.kernels import KERNELS, metal
 from sala.backends.mlx.kernels.metal import Run
 from sala.backends.mlx.ops import lightning, sparse
@@ -37,7 +36,7 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 SMALL = SparseConfig(window_size=128, topk=4, dense_len=0)  # the released geometry, with fewer blocks
 FAR = 32768  # tokens
-FILE = "metal.json"
+FILE = "metal_verdicts.json"
 _TIMES = 7
 _MESSAGE = 200
 
@@ -49,7 +48,7 @@ class Verdict:
     name: str
     error: float
     tolerance: float
-    kernel_ms: dict[str, float] | None = None  # by how many queries there are: few, many
+    kernel_ms: dict[str, float] | None = None  # by the number of queries: decode, prefill
     op_ms: dict[str, float] | None = None
     message: str = ""
 
@@ -103,6 +102,13 @@ class Case:
         )
 
 
+def why_not() -> str | None:
+    """Return why no Metal kernel can run here, in words, or None if they can."""
+    if not mx.metal.is_available() or mx.default_device() != mx.gpu:
+        return "there is no Metal GPU"
+    return None
+
+
 def verdict(name: str) -> Verdict:
     """Of this kernel on this GPU: from the cache, or found out now."""
     known = _read()
@@ -114,8 +120,8 @@ def verdict(name: str) -> Verdict:
 
 
 def verdicts() -> Iterator[Verdict]:
-    """Of all kernels, as they are known; none where there is no GPU for them."""
-    if kernels.why_not() is None:
+    """Yield the verdict on every kernel; none where there is no GPU for them."""
+    if why_not() is None:
         for name in KERNELS:
             yield verdict(name)
 
@@ -124,18 +130,17 @@ def check(name: str, run: Run = metal.run) -> Verdict:
     """Compare on small and odd shapes, then time on usual ones."""
     error, tolerance = 0.0, TOLERANCES[mx.float32]
     try:
-        with kernels.use_kernels(False):  # the ops must not use what is to be checked
-            for case in small_cases(name):
-                bound = tolerance_of(name, case.dtype)
-                found = difference(name, case, run)
-                if not found / bound <= error / tolerance:  # the one that comes nearest to its bound, or is no number
-                    error, tolerance = found, bound
-                if not found <= bound:
-                    return Verdict(name, error if math.isfinite(error) else math.inf, tolerance)
-            kernel = functools.partial(KERNELS[name].kernel, run=run)
-            usual = usual_cases(name)
-            kernel_ms = {size: _time(kernel, case) for size, case in usual.items()}
-            op_ms = {size: _time(OPS[name], case) for size, case in usual.items()}
+        for case in small_cases(name):
+            bound = tolerance_of(name, case.dtype)
+            found = difference(name, case, run)
+            if not found / bound <= error / tolerance:  # the one that comes nearest to its bound, or NaN
+                error, tolerance = found, bound
+            if not found <= bound:
+                return Verdict(name, error if math.isfinite(error) else math.inf, tolerance)
+        kernel = functools.partial(KERNELS[name].kernel, run=run)
+        usual = usual_cases(name)
+        kernel_ms = {size: _time(kernel, case) for size, case in usual.items()}
+        op_ms = {size: _time(OPS[name], case) for size, case in usual.items()}
     except Exception as problem:
         words = " ".join(str(problem).split())
         return Verdict(name, math.inf, tolerance, message=f"{type(problem).__name__}: {words}"[:_MESSAGE])
@@ -270,10 +275,10 @@ _SMALL: Mapping[str, Callable[[np.random.Generator, Kind], list[tuple[Any, ...]]
     "sparse_attention": lambda rng, kind: [scene.attention(rng) for scene in scenes(kind)],
 }
 _USUAL: Mapping[str, Callable[[np.random.Generator], dict[str, tuple[Any, ...]]]] = {
-    "lightning_step": lambda rng: {"few": step_arguments(rng, mx.bfloat16, 1, 32, 128)},
-    "lightning_ragged": lambda rng: {"many": ragged_arguments(rng, mx.bfloat16, [1024], 32, 128)},
-    "score_blocks": lambda rng: {"few": released(1).scores(rng), "many": released(128).scores(rng)},
-    "sparse_attention": lambda rng: {"few": released(1).attention(rng), "many": released(128).attention(rng)},
+    "lightning_step": lambda rng: {"decode": step_arguments(rng, mx.bfloat16, 1, 32, 128)},
+    "lightning_ragged": lambda rng: {"prefill": ragged_arguments(rng, mx.bfloat16, [1024], 32, 128)},
+    "score_blocks": lambda rng: {"decode": released(1).scores(rng), "prefill": released(128).scores(rng)},
+    "sparse_attention": lambda rng: {"decode": released(1).attention(rng), "prefill": released(128).attention(rng)},
 }
 
 

@@ -8,6 +8,7 @@ pooling included, reads the rounded ones, so that it does not matter in which pi
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -146,8 +147,7 @@ class HybridCache:
 
     def for_drafts(self, slots: Sequence[int], num_layers: int) -> "HybridCache":
         """A view for guessing: the same pages, but copies of the states, numbered as `slots` are."""
-        view = object.__new__(HybridCache)
-        view.pages = self.pages
+        view = copy(self)
         view.states = {
             layer: states[list(slots)].clone() for layer, states in self.states.items() if layer < num_layers
         }

@@ -48,7 +48,8 @@ class TorchExecutor:
         self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype, device, kv_dtype)
         self.ops = select_ops(kernels)
         self.fused = select_forward(model, device, capacity.max_tokens, kernels, prefill, kv_dtype)
-        self._pulse = torch.zeros(1, device=device)  # for `probe`, which must not ask for memory
+        self._pulse = torch.zeros(1, device=device)  # for `probe`, which must not allocate
+        self._is_closed = False
 
     def forward(
         self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
@@ -152,7 +153,10 @@ class TorchExecutor:
         self._pulse.zero_().item()
 
     def close(self) -> None:
-        self.__dict__.clear()
+        """Free weights and cache; the executor cannot run afterwards."""
+        if not self._is_closed:
+            self._is_closed = True
+            del self.model, self.cache, self.fused, self._pulse
 
 
 def _tensor(blob: Blob, like: Tensor) -> Tensor:

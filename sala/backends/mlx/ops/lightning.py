@@ -4,18 +4,18 @@
 
 `lightning_step` is that definition, one token for many sequences. `lightning_prefill` computes the same for
 many tokens of one sequence: inside a chunk as masked attention, between chunks through the state.
-`lightning_ragged` takes sequences of any lengths, and a kernel where there is one.
+`lightning_ragged` takes packed sequences of any lengths.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from sala.backends.mlx import kernels
-
 CHUNK = 64
 CHUNKS_AT_ONCE = 32  # states of that many chunks are held together
+
+Step = Callable[..., tuple[mx.array, mx.array]]
 
 
 def decay_slopes(num_heads: int) -> mx.array:
@@ -34,10 +34,6 @@ def lightning_step(
     q: mx.array, k: mx.array, v: mx.array, state: mx.array, slopes: mx.array, scale: float
 ) -> tuple[mx.array, mx.array]:
     """One token per sequence: q, k, v [S, H, D], state [S, H, D, D] fp32 → output [S, H, D] fp32, next state."""
-    kernel = kernels.find("lightning_step", q)
-    if kernel is not None:
-        output, state = kernel(q, k, v, state, slopes, scale)
-        return output, state
     q, k, v = (x.astype(mx.float32) for x in (q, k, v))
     decay = mx.exp(-slopes)[:, None, None]
     state = decay * state + k[..., :, None] * v[..., None, :]
@@ -45,11 +41,11 @@ def lightning_step(
 
 
 def lightning_prefill(
-    q: mx.array, k: mx.array, v: mx.array, state: mx.array, slopes: mx.array, scale: float
+    q: mx.array, k: mx.array, v: mx.array, state: mx.array, slopes: mx.array, scale: float, step: Step = lightning_step
 ) -> tuple[mx.array, mx.array]:
     """n tokens of one sequence: q, k, v [n, H, D], state [H, D, D] fp32 → output [n, H, D] fp32, next state."""
     if q.shape[0] == 1:
-        output, state = lightning_step(q, k, v, state[None], slopes, scale)
+        output, state = step(q, k, v, state[None], slopes, scale)
         return output, state[0]
     outputs = []
     for begin in range(0, q.shape[0], CHUNK * CHUNKS_AT_ONCE):
@@ -98,19 +94,25 @@ def _decayed(slopes: mx.array, age: mx.array) -> mx.array:
 
 
 def lightning_ragged(
-    q: mx.array, k: mx.array, v: mx.array, states: mx.array, lengths: Sequence[int], slopes: mx.array, scale: float
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    states: mx.array,
+    lengths: Sequence[int],
+    slopes: mx.array,
+    scale: float,
+    step: Step = lightning_step,
 ) -> tuple[mx.array, mx.array]:
-    """Packed sequences of any lengths: q, k, v [T, H, D], states [S, H, D, D] → output [T, H, D] fp32, next states."""
+    """Packed sequences of any lengths: q, k, v [T, H, D], states [S, H, D, D] → output [T, H, D] fp32, next states.
+
+    `step` computes sequences of one token.
+    """
     if all(length == 1 for length in lengths):
-        return lightning_step(q, k, v, states, slopes, scale)
-    kernel = kernels.find("lightning_ragged", q)
-    if kernel is not None:
-        output, states = kernel(q, k, v, states, lengths, slopes, scale)
-        return output, states
+        return step(q, k, v, states, slopes, scale)
     outputs, nexts, begin = [], [], 0
     for row, length in enumerate(lengths):
         piece = slice(begin, begin + length)
-        output, state = lightning_prefill(q[piece], k[piece], v[piece], states[row], slopes, scale)
+        output, state = lightning_prefill(q[piece], k[piece], v[piece], states[row], slopes, scale, step)
         outputs.append(output)
         nexts.append(state)
         begin += length

@@ -1,19 +1,18 @@
-"""InfLLM-v2: choose a few blocks of the past for every query, attend to nothing else.
+"""InfLLM-v2: select a few blocks of the context for every query and attend to nothing else.
 
 Keys are pooled twice over sliding windows (k1: kernel_size every kernel_stride; k2: four times as coarse).
 A query scores the k1 windows, normalised by the log-sum-exp over the k2 windows; a block's score is the best of
-the windows that touch it, summed over the heads of a kv group. Initial and recent blocks are always in.
+the windows that touch it, summed over the heads of a kv group. Initial and recent blocks are always selected.
 
 Pages hold one block each. A pooled key lives in the page where its window *ends*: pooled row e of stride s
 is the mean of the `kernel` keys up to and including position (e + 1) * s - 1.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
 
-from sala.backends.mlx import kernels
 from sala.config import SparseConfig
 
 # Bytes of a tile of queries: its scores of all windows in fp32; the keys and values of its selected blocks.
@@ -78,10 +77,6 @@ def score_blocks(
     q: mx.array, k1: mx.array, k2: mx.array, positions: mx.array, num_blocks: int, sparse: SparseConfig, scale: float
 ) -> mx.array:
     """Windows and blocks together: q [n, H, D] → [n, G, num_blocks] in fp32."""
-    kernel = kernels.find("score_blocks", q, k1.shape[0])
-    if kernel is not None:
-        scores: mx.array = kernel(q, k1, k2, positions, num_blocks, sparse, scale)
-        return scores
     return block_scores(window_scores(q, k1, k2, positions, sparse, scale), num_blocks, sparse)
 
 
@@ -104,9 +99,16 @@ def top_blocks(scores: mx.array, positions: mx.array, sparse: SparseConfig) -> m
 
 
 def select_blocks(
-    q: mx.array, k1: mx.array, k2: mx.array, positions: mx.array, num_blocks: int, sparse: SparseConfig, scale: float
+    q: mx.array,
+    k1: mx.array,
+    k2: mx.array,
+    positions: mx.array,
+    num_blocks: int,
+    sparse: SparseConfig,
+    scale: float,
+    score: Callable[..., mx.array] = score_blocks,
 ) -> mx.array:
-    """Scores and choice together, in tiles of queries: q [n, H, D] → [n, G, C]."""
+    """Score the blocks and select the best, in tiles of queries: q [n, H, D] → [n, G, C]."""
     if num_blocks <= sparse.num_selected:  # every block that exists
         own = (positions // sparse.block_size)[:, None, None]
         block = mx.arange(num_blocks, dtype=mx.int32)
@@ -114,7 +116,7 @@ def select_blocks(
     row_bytes = 4 * q.shape[1] * max(1, k1.shape[1] + k2.shape[1])
     selected: list[mx.array] = []
     for q_tile, at in _tiles((q, positions), row_bytes, selected):
-        scores = score_blocks(q_tile, k1, k2, at, num_blocks, sparse, scale)
+        scores = score(q_tile, k1, k2, at, num_blocks, sparse, scale)
         selected.append(top_blocks(scores, at, sparse))
     return selected[0] if len(selected) == 1 else mx.concatenate(selected)
 
@@ -128,15 +130,11 @@ def sparse_attention(
     positions: mx.array,
     scale: float,
 ) -> mx.array:
-    """Attention over selected blocks alone.
+    """Attention over the selected blocks only.
 
     q [n, H, D]; pages [G, P, B, D]; table [N] maps block to page; selected [n, G, C]; positions [n] → [n, H, D].
     """
     groups, _, block_size, dim = k_pages.shape
-    kernel = kernels.find("sparse_attention", q, groups)
-    if kernel is not None:
-        output: mx.array = kernel(q, k_pages, v_pages, table, selected, positions, scale)
-        return output
     row_bytes = 2 * groups * selected.shape[-1] * block_size * dim * k_pages.itemsize
     outputs: list[mx.array] = []
     for q_tile, ids, at in _tiles((q, selected, positions), row_bytes, outputs):
