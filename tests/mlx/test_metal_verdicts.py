@@ -39,8 +39,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 @without_metal
-@pytest.mark.parametrize("metal", [None, True, False])
-def test_no_kernel_without_metal(metal: bool | None) -> None:
+@pytest.mark.parametrize("metal", ["auto", "on", "off"])
+def test_no_kernel_without_metal(metal: str) -> None:
     assert all(dispatch.find(name, mx.zeros((1, 4, 64)), 2, metal) is None for name in KERNELS)
     assert selftest.why_not() == "there is no Metal GPU"
     assert list(selftest.verdicts()) == []
@@ -96,12 +96,12 @@ def test_verdict_decides_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = mx.zeros((1, 4, 64)), mx.zeros((300, 4, 64))
     assert dispatch.find("sparse_attention", few, 2) is KERNELS["sparse_attention"].kernel
     assert dispatch.find("sparse_attention", many, 2) is None
-    assert dispatch.find("sparse_attention", many, 2, metal=True) is not None
-    assert dispatch.find("sparse_attention", mx.zeros((1, 16, 129)), 1, True) is None  # wider than was ever checked
-    assert dispatch.find("sparse_attention", mx.zeros((1, 17, 128)), 1, True) is None
+    assert dispatch.find("sparse_attention", many, 2, metal="on") is not None
+    assert dispatch.find("sparse_attention", mx.zeros((1, 16, 129)), 1, "on") is None  # wider than was ever checked
+    assert dispatch.find("sparse_attention", mx.zeros((1, 17, 128)), 1, "on") is None
 
 
-@pytest.mark.parametrize("options", [{"kernels": "off"}, {"kernels": "off", "metal": True}, {"metal": False}], ids=str)
+@pytest.mark.parametrize("options", [{"kernels": "off"}, {"kernels": "off", "metal": "on"}, {"metal": "off"}], ids=str)
 def test_kernels_that_are_switched_off(
     options: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

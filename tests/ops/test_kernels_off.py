@@ -80,15 +80,14 @@ def test_quantized_matrices_are_expanded(tmp_path: Path, monkeypatch: pytest.Mon
 
     assert num_packed() == num_packed(packed=True) > 0
     assert num_packed(packed=False) == 0
-    with pytest.raises(InputError, match="packed"):
-        num_packed(packed=True, kernels="off")
+    assert num_packed(packed=True, kernels="off") == 0
     monkeypatch.setattr(native, "load", fail)
     assert num_packed(kernels="off") == 0
 
 
 def test_option_is_checked() -> None:
-    with pytest.raises(InputError, match="auto or off"):
-        Options(kernels="on")
+    with pytest.raises(InputError, match="kernels"):
+        Options(kernels="some")
 
 
 def test_closing_frees_and_may_be_repeated(tiny: Path) -> None:

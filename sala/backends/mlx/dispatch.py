@@ -2,7 +2,7 @@
 
 A Metal kernel takes and returns what its op does. At its first use on a GPU it is compared with the op and timed
 (`selftest.py`); it is used only if it is correct, and only for the numbers of queries with which it is faster: those of
-decode steps, of prompts, or both. `metal=True` uses every kernel unchecked; `metal=False` and `kernels="off"` use none.
+decode steps, of prompts, or both. `metal="on"` uses every kernel unchecked; `metal="off"` and `kernels="off"` use none.
 
 To see a step in Python, set a breakpoint in `model.SalaModel.__call__`: MLX builds every step there. What it builds is
 computed later, when `MlxExecutor.start` asks for it.
@@ -22,9 +22,9 @@ from sala.backends.mlx.ops.table import REFERENCE, Ops
 from sala.config import SparseConfig
 
 
-def select_ops(kernels: str = "auto", metal: bool | None = None) -> Ops:
+def select_ops(kernels: str = "auto", metal: str = "auto") -> Ops:
     """Return the operations that a batch carries through the model."""
-    if kernels == "off" or metal is False:
+    if "off" in (kernels, metal):
         return REFERENCE
     return Ops(
         partial(_lightning_ragged, metal=metal),
@@ -33,12 +33,13 @@ def select_ops(kernels: str = "auto", metal: bool | None = None) -> Ops:
     )
 
 
-def find(name: str, q: mx.array, groups: int = 1, metal: bool | None = None) -> Kernel | None:
+def find(name: str, q: mx.array, groups: int = 1, metal: str = "auto") -> Kernel | None:
     """Return the kernel of the op `name` for queries q [n, H, D] of so many kv groups, or None to run the op itself."""
     entry = KERNELS[name]
     if selftest.why_not() is not None or not entry.fits(q, groups):
         return None
-    return entry.kernel if metal or _is_trusted(name, "decode" if q.shape[0] <= DECODE_QUERIES else "prefill") else None
+    size = "decode" if q.shape[0] <= DECODE_QUERIES else "prefill"
+    return entry.kernel if metal == "on" or _is_trusted(name, size) else None
 
 
 @functools.cache
@@ -47,7 +48,7 @@ def _is_trusted(name: str, size: str) -> bool:
     return bool(verdict.is_equal and verdict.is_faster(size))
 
 
-def _lightning_step(q: mx.array, *rest: Any, metal: bool | None) -> tuple[mx.array, mx.array]:
+def _lightning_step(q: mx.array, *rest: Any, metal: str) -> tuple[mx.array, mx.array]:
     kernel = find("lightning_step", q, metal=metal) or lightning.lightning_step
     output, state = kernel(q, *rest)
     return output, state
@@ -61,7 +62,7 @@ def _lightning_ragged(
     lengths: Sequence[int],
     slopes: mx.array,
     scale: float,
-    metal: bool | None,
+    metal: str,
 ) -> tuple[mx.array, mx.array]:
     is_decode = all(length == 1 for length in lengths)
     kernel = None if is_decode else find("lightning_ragged", q, metal=metal)
@@ -80,7 +81,7 @@ def _select_blocks(
     num_blocks: int,
     sparse_config: SparseConfig,
     scale: float,
-    metal: bool | None,
+    metal: str,
 ) -> mx.array:
     def score(q: mx.array, k1: mx.array, *rest: Any) -> mx.array:
         kernel = find("score_blocks", q, k1.shape[0], metal) or sparse.score_blocks
@@ -90,7 +91,7 @@ def _select_blocks(
     return sparse.select_blocks(q, k1, k2, positions, num_blocks, sparse_config, scale, score)
 
 
-def _sparse_attention(q: mx.array, k_pages: mx.array, *rest: Any, metal: bool | None) -> mx.array:
+def _sparse_attention(q: mx.array, k_pages: mx.array, *rest: Any, metal: str) -> mx.array:
     kernel = find("sparse_attention", q, k_pages.shape[0], metal) or sparse.sparse_attention
     output: mx.array = kernel(q, k_pages, *rest)
     return output

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sala.backends.torch.batch import whole
+from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.model import LightningMixer, SalaModel, SparseMixer
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_whole
 from sala.lab.train.choosing import Listener, count_queries
@@ -151,7 +152,7 @@ class MixedDistil:
             if is_choosing:
                 assert self.listener is not None
                 self.listener.begin(part.tokens, part.is_answer)
-            hidden = self.student(whole(part.tokens)) / self.student.config.logit_divisor
+            hidden = self.student(whole(part.tokens, ops=select_ops())) / self.student.config.logit_divisor
             choice = self.listener.end() if is_choosing and self.listener is not None else hidden.new_zeros(())
         with torch.autocast(self.device.type, enabled=False):
             weights = LossWeights(part.teacher_weight / total, part.truth_weight / total)
@@ -178,7 +179,7 @@ class MixedDistil:
         window = self.options.teacher_window
         if tokens.shape[1] > window:
             tokens = tokens.view(-1, window)
-        return self.teacher(whole(tokens)) / self.teacher.config.logit_divisor
+        return self.teacher(whole(tokens, ops=select_ops())) / self.teacher.config.logit_divisor
 
 
 @dataclass(slots=True)

@@ -60,16 +60,8 @@ def select_ops(kernels: str = "auto") -> Ops:
 
 
 def keep_packed(options: Options, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether quantized matrices stay packed; otherwise they are dequantized when they are loaded.
-
-    Raises InputError if `packed=True` asks for what the device cannot do.
-    """
-    is_able = options.kernels != "off" and can_run_packed(device, dtype)
-    if options.packed and not is_able:
-        raise InputError(
-            "packed", f"is true, but there are no kernels for it on {device} in {dtype}", "leave it out, or use false"
-        )
-    return is_able and options.packed is not False
+    """Return whether quantized matrices stay packed; otherwise they are dequantized when they are loaded."""
+    return options.packed and options.kernels != "off" and can_run_packed(device, dtype)
 
 
 def put_kernel_linears(model: nn.Module, kernels: str) -> None:
