@@ -68,3 +68,41 @@ class NoTokenizer(SalaError):
 
     def __init__(self, where: str) -> None:
         super().__init__(f"{where} has no tokenizer.json", "pass token ids, or copy the tokenizer files there")
+
+
+class CacheTooSmall(SalaError):
+    """The KV cache cannot hold a request, even with nothing else in it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the request does not fit into the KV cache", "give the cache more memory (cache_memory) or shorten it"
+        )
+
+
+class QueueFull(SalaError):
+    """Too many requests wait already; carries their number."""
+
+    def __init__(self, num_waiting: int) -> None:
+        self.num_waiting = num_waiting
+        super().__init__(f"{num_waiting} requests wait already", "try again later")
+
+
+class SlowReader(SalaError):
+    """A stream was not read fast enough: its request has been cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__("the answer was not read fast enough and has been cancelled", "read the stream faster")
+
+
+class EngineClosed(SalaError):
+    """The model has been closed, or is being closed."""
+
+    def __init__(self) -> None:
+        super().__init__("the model has been closed", "load it again")
+
+
+class EngineDead(SalaError):
+    """The engine thread has ended after an error that no request can survive."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine has stopped", "load the model again; after a fork, in the child process")

@@ -1,59 +1,51 @@
-"""LLM: a checkpoint, ready to answer. The place where tokenizer, engine and executor meet."""
+"""LLM and AsyncLLM: a checkpoint, ready to answer. Thin facades over `engine.requests` and `engine.service`."""
 
+import asyncio
+import contextlib
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 from sala.backends import open_executor
 from sala.checkpoint.lora import open_checkpoint
 from sala.config import SalaConfig, read_json_object
 from sala.engine.cache.prefix import as_bytes, as_tokens
 from sala.engine.engine import Engine
-from sala.engine.sequence import Request, SequenceState
+from sala.engine.requests import Call, InputProcessor, Prompt, PromptScoring, Submission, Tools
+from sala.engine.service import EngineService
 from sala.engine.store.sessions import SessionStore
 from sala.engine.store.tier import DiskTier
-from sala.engine.stream import Completion, Event, Progress, Run, last_completion
-from sala.errors import ConfigError, InputError, NoTokenizer, TemplateError
+from sala.engine.stream import Completion, Event, PromptProgress, PromptScores, StreamItem
+from sala.errors import ConfigError, InputError
 from sala.models.embedded import find_base, find_model
 from sala.options.sources import resolve
-from sala.protocol import Capacity, Control, Options, SampledToken, Sampling
-from sala.text.answer import Answer, Plain, Structured, Untooled
-from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
-from sala.text.detokenize import Detokenizer
-from sala.text.messages import Message, check_messages, check_tools
-from sala.text.reasoning import OPEN
+from sala.protocol import Capacity, Options, SampledToken, Sampling
+from sala.text.control import GrammarCompiler
+from sala.text.messages import Message
 from sala.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import numpy
 
-Prompt = str | Sequence[int]
-
-MAX_ANSWERS = 128
-PATIENCE = 8  # contexts: what is only to be counted may be so long
+OnProgress = Callable[[int, int], None]  # (tokens of the prompt that are done, all of them)
+MAX_WAITING = 64  # calls of `many` that are queued at a time
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One of many requests: a conversation or a prompt, and a key to know its answer by."""
-
-    key: Any
-    sampling: Sampling
-    prompt: Prompt = ()
-    messages: Sequence[Message] | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
-
-
-class LLM:
-    """Loads a checkpoint directory, or without one the embedded model, and answers prompts, one or many at a time.
-
-    >>> llm = LLM("path/to/MiniCPM-SALA")
-    >>> llm.chat([{"role": "user", "content": "Hello"}]).text
+class BaseLLM:
+    """What LLM and AsyncLLM share: a loaded checkpoint, how its requests are prepared, and the service that runs them.
 
     `options` are the fields of `sala.options.Options`, such as `ctx="128K"` or `kv="fp8"`; each that is not given is
     read from its variable (`SALA_CTX`, `SALA_KV`). Alternatively pass `options=Options(…)`, which is taken as it is.
@@ -71,46 +63,34 @@ class LLM:
         self.stop_ids = read_stop_ids(self.path, self.config)
         self._executor = open_executor(options.backend, self._checkpoint, self.config, options)
         self.engine = Engine(self._executor, self.config.sparse_config, options)
-        self._grammars = GrammarCompiler(self.path / "tokenizer.json", self.config.vocab_size, self.stop_ids)
-        self._runs: dict[int, Run] = {}
+        self.service = EngineService(self.engine)
+        grammars = GrammarCompiler(self.path / "tokenizer.json", self.config.vocab_size, self.stop_ids)
+        self.inputs = InputProcessor(
+            self._tokenizer,
+            grammars,
+            self.stop_ids,
+            self.config.vocab_size,
+            self.ctx,
+            self.engine.check,
+            str(self.path),
+        )
         if options.cache_dir is not None:
             store = self.open_store(options.cache_dir, options.cache_disk)
             tier = DiskTier(store, self.engine.hybrid, self._executor, self.config.sparse_config.agreement_len)
             self.engine.before, self.engine.after = tier.fetch, tier.keep
 
-    def open_store(self, directory: Path, max_bytes: int | None = None) -> SessionStore:
-        """The sessions of a directory, as far as they belong to this model."""
-        return SessionStore(directory, self.fingerprint(), max_bytes, warnings.warn)
+    def open_store(self, directory: str | Path, max_bytes: int | None = None) -> SessionStore:
+        """Return the sessions in a directory, as far as they belong to this model."""
+        return SessionStore(Path(directory).expanduser(), self.fingerprint(), max_bytes, warnings.warn)
 
     def fingerprint(self) -> str:
-        """Identifies weights, configuration and precision: what a saved past depends on."""
+        """Identify weights, configuration and precision: what a saved KV cache depends on."""
         text = f"{self._checkpoint.fingerprint()} {self.config} {self._executor.capacity.dtype}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def save_session(self, store: SessionStore, name: str, prompt: Prompt, on_progress: Progress | None = None) -> int:
-        """Read a prompt and keep its past under a name; returns its number of tokens."""
-        store.check_new(name)
-        ids = self.encode(prompt)
-        list(self.stream([*ids, ids[-1]], max_tokens=1, temperature=0, on_progress=on_progress))
-        sparse_from = self.config.sparse_config.sparse_from(len(ids) + 1)
-        snapshot = self.engine.hybrid.prefix.has(as_bytes(ids), len(ids), sparse_from, "")
-        if snapshot is None:
-            raise InputError("session", "does not fit in the cache", "free some memory")
-        store.save(name, snapshot, self._executor)
-        return len(ids)
-
-    def load_session(self, store: SessionStore, name: str) -> list[int]:
-        """Bring a saved past into the cache; returns its tokens, to be continued."""
-        snapshot = store.load(store.find(name), self.engine.hybrid, self._executor)
-        if snapshot is None:
-            raise InputError("session", "does not fit in the cache", "free some memory")
-        return as_tokens(snapshot.tokens)
-
     @property
     def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise NoTokenizer(str(self.path))
-        return self._tokenizer
+        return self.inputs.tokenizer
 
     @property
     def ctx(self) -> int:
@@ -122,394 +102,73 @@ class LLM:
         """What the cache holds."""
         return self._executor.capacity
 
-    def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        sampling: Sampling | None = None,
-        *,
-        n: int = 1,
-        on_progress: Progress | None = None,
-        **settings: Any,
-    ) -> Any:
-        """Continue a text or token ids → Completion; a list for several prompts, and for several answers (`n` > 1).
-
-        `settings` are fields of Sampling, such as `temperature=0`. A string is encoded with BOS as the model wants it;
-        special tokens that it spells out stay text (encode with `tokenizer.encode(..., parse_special=True)` otherwise).
-        Several prompts run together, several answers share one reading of their prompt.
-        """
-        if not 1 <= n <= MAX_ANSWERS:
-            raise InputError("n", f"is {n}", f"it must be from 1 to {MAX_ANSWERS}")
-        merged = _merge(sampling, settings)
-        prompts = list(prompt) if _is_batch(prompt) else [prompt]
-        all_ids = [self.encode(one) for one in prompts]  # type: ignore[arg-type]
-        groups = [self._prepare(ids, merged, Plain, False, n, on_progress) for ids in all_ids]
-        try:
-            for group in groups:
-                self.submit(group)
-            answers = [[last_completion(self._events(run)) for run in group] for group in groups]
-        finally:
-            for group in groups:
-                self.drop(group)
-        if _is_batch(prompt):
-            return answers if n > 1 else [group[0] for group in answers]
-        return answers[0] if n > 1 else answers[0][0]
-
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None = None,
-        *,
-        is_chat: bool = False,
-        on_progress: Progress | None = None,
-        **settings: Any,
-    ) -> Iterator[Event]:
-        """Like `generate` for one prompt, piece by piece; the last event carries the completion.
-
-        With `is_chat` the prompt is a rendered conversation: reasoning and tool calls are taken out of the answer.
-        """
-        ids = self.encode(prompt)
-        is_open = is_chat and self._is_open(ids)
-        form = partial(Structured, (), is_open) if is_chat else Plain
-        return self._stream(self._prepare(ids, _merge(sampling, settings), form, is_open, 1, on_progress))
-
-    def chat(
-        self,
-        messages: Sequence[Message],
-        sampling: Sampling | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        on_progress: Progress | None = None,
-        **settings: Any,
-    ) -> Completion:
-        """Answer a conversation in the form `[{"role": "user", "content": "..."}, …]`.
-
-        A conversation that continues an earlier one computes only what is new.
-        """
-        return last_completion(self.stream_chat(messages, sampling, tools=tools, on_progress=on_progress, **settings))
-
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        sampling: Sampling | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        on_progress: Progress | None = None,
-        **settings: Any,
-    ) -> Iterator[Event]:
-        """Like `chat`, piece by piece; the last event carries the completion."""
-        ids = self.encode_chat(messages, tools=tools)
-        is_open = self._is_open(ids)
-        merged = _merge(sampling, settings)
-        form = partial(Structured, tools or (), is_open)
-        boundary = self._last_message(messages, ids, tools)
-        return self._stream(self._prepare(ids, merged, form, is_open, 1, on_progress, (boundary,)))
-
-    def many(self, calls: Iterable[Call], max_waiting: int = 64) -> Iterator[tuple[Any, Completion | Exception]]:
-        """Answer a stream of calls, as many at a time as fit; yields (key, completion or error) in order of completion.
-
-        Calls are taken from the iterable only as there is room for them, so it may be endless.
-        """
-        source = iter(calls)
-        active: dict[int, tuple[Any, Run]] = {}
-        is_dry = False
-        try:
-            while active or not is_dry:
-                while not is_dry and len(active) < max_waiting:
-                    call = next(source, None)
-                    if call is None:
-                        is_dry = True
-                        break
-                    try:
-                        run = self._prepare_call(call)
-                        self.submit([run])
-                        active[run.sequence.id] = (call.key, run)
-                    except Exception as error:  # one bad call is one bad answer
-                        yield call.key, error
-                if active:
-                    self._step()
-                for number, (key, run) in list(active.items()):
-                    done = self._drain(run)
-                    if done is not None:
-                        del active[number]
-                        yield key, done
-        finally:
-            self.drop([run for _, run in active.values()])
-
-    # For those who run the engine themselves: `prepare`, `prepare_chat` and `encode_chat` may be called from any thread
-    # and check all that can be wrong with a request; `submit`, `step`, `take`, `drop` and `scoring` belong to the
-    # thread that owns the engine.
-
-    def prepare(
-        self, prompt: Prompt, sampling: Sampling, *, n: int = 1, on_progress: Progress | None = None
-    ) -> list[Run]:
-        """`n` answers to one prompt, ready to be submitted."""
-        return self._prepare(self.encode(prompt), sampling, Plain, False, n, on_progress)
-
-    def prepare_chat(
-        self,
-        messages: Sequence[Message],
-        sampling: Sampling,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        n: int = 1,
-        on_progress: Progress | None = None,
-        **variables: Any,
-    ) -> list[Run]:
-        """`n` answers to a conversation, ready to be submitted. `variables` reach the chat template.
-
-        Without tools nothing in the answer is taken for a tool call.
-        """
-        ids = self.encode_chat(messages, tools=tools, patience=1, **variables)
-        self.engine.check(ids)
-        is_open = self._is_open(ids)
-        form = partial(Structured, tools, is_open) if tools else partial(Untooled, (), is_open)
-        boundary = self._last_message(messages, ids, tools, **variables)
-        return self._prepare(ids, sampling, form, is_open, n, on_progress, (boundary,))
-
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, with BOS where the model wants it; ids are only checked."""
-        return self._checked(self._to_ids(prompt))
+        """Return the token ids of a prompt, with BOS where the model wants it; ids are only checked."""
+        return self.inputs.encode(prompt)
 
-    def encode_chat(
+    def encode_chat(self, messages: Sequence[Message], *, tools: Tools | None = None, **variables: Any) -> list[int]:
+        """Return the token ids of a conversation, up to where the answer begins. `variables` reach the template."""
+        return self.inputs.encode_chat(messages, tools=tools, **variables)
+
+    def scoring(
         self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        patience: int = PATIENCE,
-        **variables: Any,
-    ) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins.
-
-        One that is longer than `patience` contexts by far is refused and not encoded to its end.
-        """
-        check_messages(messages)
-        check_tools(tools)
-        limits = {"max_tokens": self.ctx, "patience": patience}
-        return self._checked(self.tokenizer.encode_chat(messages, tools=tools, **limits, **variables))
-
-    def take(self, run: Run) -> list[Event]:
-        """What has arrived for one of them since the last time; the completion is the last event.
-
-        Raises what the request failed with.
-        """
-        events = list(run.inbox)
-        run.inbox.clear()
-        if run.is_over:
-            self.drop([run])
-            if run.sequence.error is not None and not run.is_stopped:
-                raise run.sequence.error
-            events += run.finish()
-        return events
-
-    def _prepare_call(self, call: Call) -> Run:
-        if call.messages is None:
-            return self._prepare(self.encode(call.prompt), call.sampling, Plain, False, 1, None)[0]
-        ids = self.encode_chat(call.messages, tools=call.tools)
-        is_open = self._is_open(ids)
-        form = partial(Structured, call.tools or (), is_open)
-        return self._prepare(ids, call.sampling, form, is_open, 1, None)[0]
-
-    def _drain(self, run: Run) -> Completion | Exception | None:
-        """Take what has arrived; the completion when it is over."""
-        run.inbox.clear()
-        if not run.is_over:
-            return None
-        self.drop([run])
-        if run.sequence.error is not None and not run.is_stopped:
-            return run.sequence.error
-        return last_completion(run.finish())
-
-    def _is_open(self, ids: Sequence[int]) -> bool:
-        """Whether the template itself begins the reasoning."""
-        return self.tokenizer.decode(ids[-16:], skip_special=False).rstrip().endswith(OPEN)
-
-    def logits(
-        self, token_ids: Sequence[int], chunk: int | None = None, prompt_len: int | None = None
-    ) -> "numpy.ndarray[Any, Any]":
-        """Scores of the next token after every token: float32 array [len(token_ids), vocab_size].
-
-        `chunk` tokens are computed at a time. Tokens from `prompt_len` on are treated as decoded ones (they matter only
-        around the switch from dense to sparse attention); by default all belong to the prompt.
-        """
-        import numpy as np
-
-        return np.concatenate(list(self._logit_pieces(token_ids, chunk, prompt_len)))
-
-    def score(self, prompt: Prompt, top: int = 0, chunk: int | None = None) -> list[SampledToken]:
-        """Log-probability of every token of the prompt after the first, given those before it, with `top` rivals."""
-        ids = self.encode(prompt)
-        return [sampled for piece in self.scoring(ids, top, chunk) for sampled in piece]
-
-    def scoring(self, ids: Sequence[int], top: int = 0, chunk: int | None = None) -> Iterator[list[SampledToken]]:
-        """Like `score`, a chunk at a time: others may take their steps in between."""
-        import numpy as np
-
-        ids, at = self._checked(ids), 1
-        for piece in self._logit_pieces(ids, chunk, None):
-            targets = ids[at : at + len(piece)]
-            at += len(piece)
-            scores = piece[: len(targets)].astype(np.float64)
-            peak = scores.max(-1, keepdims=True)
-            logprobs = scores - peak - np.log(np.exp(scores - peak).sum(-1, keepdims=True))
-            yield [_sampled(row, token, top) for row, token in zip(logprobs, targets, strict=True)]
-
-    def perplexity(self, text: Prompt, chunk: int | None = None) -> float:
-        """exp of the mean negative log-likelihood of every token after the first."""
-        scores = self.score(text, chunk=chunk)
-        if not scores:
-            raise InputError("text", "has one token", "perplexity needs at least two")
-        return math.exp(-sum(sampled.logprob or 0.0 for sampled in scores) / len(scores))
-
-    def reset(self) -> None:
-        """Forget all that is cached: the next prompt is computed from its first token."""
-        self.engine.forget()
-
-    def __enter__(self) -> "LLM":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give the memory back. The object cannot be used afterwards."""
-        if self._tokenizer is not None:
-            self._tokenizer.close()
-        for run in list(self._runs.values()):
-            self.engine.cancel(run.sequence)
-        self._runs = {}
-        self._executor.close()
-
-    def _prepare(
-        self,
-        ids: list[int],
-        sampling: Sampling,
-        form: Callable[[], Plain | Structured],
-        is_open: bool,
-        count: int,
-        on_progress: Progress | None,
-        boundaries: tuple[int, ...] = (),
-    ) -> list[Run]:
-        """Check everything that can be wrong with a request; nothing is queued yet."""
-        if self._tokenizer is None and (sampling.stop or sampling.think_budget is not None):
-            raise InputError("stop", "needs a tokenizer, and the checkpoint has none", "leave it out")
-        for token in sampling.logit_bias:
-            if token >= self.config.vocab_size:
-                raise InputError("logit_bias", f"names token {token}", f"ids go to {self.config.vocab_size - 1}")
-        self.engine.check(ids)
-        runs = []
-        for index in range(count):
-            controls, forced = self._controls(sampling, is_open)
-            request = Request(ids, sampling, self.stop_ids, "", boundaries, controls, forced)
-            detokenizer = None if self._tokenizer is None else Detokenizer(self._tokenizer, ids)
-            answer = None if detokenizer is None else Answer(detokenizer, sampling.stop, form())
-            runs.append(Run(request, answer, on_progress if index == 0 else None))
-        return runs
-
-    def submit(self, runs: Sequence[Run]) -> None:
-        """Queue the answers to one prompt; the first reads it for all."""
-        first: SequenceState | None = None
-        for index, run in enumerate(runs):
-            sequence = self.engine.submit(run.request, first, index)
-            run.begin(sequence)
-            first = first or sequence
-            self._runs[sequence.id] = run
-
-    def _stream(self, runs: Sequence[Run]) -> Iterator[Event]:
-        """Queued when the first event is asked for, and not before."""
-        self.submit(runs)
-        yield from self._events(runs[0])
-
-    def _controls(self, sampling: Sampling, is_open: bool) -> tuple[tuple[Control, ...], tuple[int, ...]]:
-        controls: list[Control] = []
-        forced: tuple[int, ...] = ()
-        if sampling.think_budget is not None:
-            budget = ThinkBudget(self.tokenizer, sampling.think_budget, is_open)
-            controls.append(budget)
-            forced = budget.opening
-        if sampling.loop_guard:
-            controls.append(LoopGuard(sampling.loop_guard))
-        grammar = self._grammars.compile(sampling, self.tokenizer if is_open else None)
-        if grammar is not None:
-            controls.append(grammar)
-        return tuple(controls), forced
-
-    def _last_message(
-        self,
-        messages: Sequence[Message],
         ids: Sequence[int],
-        tools: Sequence[Mapping[str, Any]] | None,
-        **variables: Any,
-    ) -> int:
-        """Where the last message begins: the place where a conversation is most likely to be continued differently."""
-        if len(messages) < 2:
-            return 0
-        try:
-            before = self.tokenizer.encode_chat(messages[:-1], tools=tools, add_generation_prompt=False, **variables)
-        except TemplateError:
-            return 0  # this template wants whole conversations only
-        return next((at for at, pair in enumerate(zip(before, ids, strict=False)) if pair[0] != pair[1]), len(before))
-
-    def _events(self, run: Run) -> Iterator[Event]:
-        """Run the engine until this request has ended; leaving early cancels it."""
-        try:
-            run.progress(0)
-            while not run.is_over:
-                if run.failure is not None:
-                    raise run.failure
-                if not run.inbox:
-                    self._step()
-                while run.inbox:
-                    yield run.inbox.popleft()
-            if run.sequence.error is not None and not run.is_stopped:
-                raise run.sequence.error
-            yield from run.finish()
-        finally:
-            self.drop([run])
-
-    def drop(self, runs: Sequence[Run]) -> None:
-        """These requests are over, or nobody waits for them any more."""
-        for run in runs:
-            if run.is_begun:
-                self.engine.cancel(run.sequence)
-                self._runs.pop(run.sequence.id, None)
-
-    def _step(self) -> None:
-        """One step for everybody; each request finds its tokens in its inbox."""
-        self.step()
-        if self.engine.is_stuck:
-            raise RuntimeError("no request can be admitted")
-
-    def step(self) -> None:
-        for update in self.engine.step():
-            run = self._runs.get(update.sequence.id)
-            if run is not None:
-                run.receive(update)
-                if run.is_stopped:
-                    self.engine.cancel(run.sequence, "stop")
-        for run in list(self._runs.values()):
-            run.progress(run.sequence.num_computed)
-
-    def _logit_pieces(self, token_ids: Sequence[int], chunk: int | None, prompt_len: int | None) -> Iterator[Any]:
-        ids = self._checked(token_ids)
-        size = self._executor.capacity.prefill_chunk if chunk is None else chunk
+        reduce: Callable[[Any, int], Any],
+        chunk: int | None = None,
+        prompt_len: int | None = None,
+        index: int = 0,
+    ) -> PromptScoring:
+        """Prepare the scoring of a prompt: `reduce(logits, start)` is called for chunks of logits [t, V] in float32."""
+        checked = self.inputs.check_ids(ids)
+        self.engine.check(checked)
+        size = self.capacity.prefill_chunk if chunk is None else chunk
         if size < 1:
             raise InputError("chunk", f"is {chunk}", "it must be at least 1")
-        return self.engine.score(ids, len(ids) if prompt_len is None else prompt_len, size)
+        return PromptScoring(index, checked, reduce, size, prompt_len)
 
-    def _to_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, max_tokens=self.ctx)
-        if not hasattr(prompt, "__len__"):
-            raise InputError("prompt", f"is {prompt!r}", "give text or a list of token ids")
-        return list(prompt)
+    def token_scoring(self, prompt: Prompt, top: int = 0, chunk: int | None = None, index: int = 0) -> PromptScoring:
+        """Prepare the scoring of a prompt whose parts are lists of SampledToken, for every token but the first."""
+        ids = self.inputs.encode(prompt)
+        return self.scoring(ids, lambda logits, start: _score_tokens(logits, ids[start + 1 :], top), chunk, index=index)
 
-    def _checked(self, ids: Sequence[int]) -> list[int]:
-        if not len(ids):
-            raise InputError("prompt", "is empty", "give at least one token")
-        for token in ids:
-            if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= token < self.config.vocab_size:
-                raise InputError("prompt", f"holds {token!r}", f"token ids go from 0 to {self.config.vocab_size - 1}")
-        return [int(token) for token in ids]
+    def _generation(
+        self, prompt: Prompt | Sequence[Prompt], sampling: Sampling, n: int, on_progress: OnProgress | None
+    ) -> Submission:
+        prompts = list(prompt) if _is_batch(prompt) else [prompt]
+        calls = [Call(None, sampling, prompt=one, n=n) for one in prompts]  # type: ignore[arg-type]
+        return self.inputs.submit(*calls, is_streamed=False, wants_progress=on_progress is not None)
+
+    def _submission(self, call: Call) -> Submission | Exception:
+        """Prepare one of many calls: a bad call is a bad answer, and no more than that."""
+        try:
+            return self.inputs.submit(call, is_streamed=False)
+        except Exception as error:
+            return error
+
+    def _session_call(self, ids: list[int]) -> Call:
+        """Return a request that leaves a snapshot of a prompt in the cache."""
+        return Call(None, Sampling(max_tokens=1, temperature=0), prompt=[*ids, ids[-1]])
+
+    def _save(self, store: SessionStore, name: str, ids: list[int]) -> int:
+        sparse_from = self.config.sparse_config.sparse_from(len(ids) + 1)
+        snapshot = self.engine.hybrid.prefix.has(as_bytes(ids), len(ids), sparse_from, "")
+        if snapshot is None:
+            raise InputError("session", "does not fit in the cache", "free some memory")
+        store.save(name, snapshot, self._executor)
+        return len(ids)
+
+    def _load(self, store: SessionStore, name: str) -> list[int]:
+        snapshot = store.load(store.find(name), self.engine.hybrid, self._executor)
+        if snapshot is None:
+            raise InputError("session", "does not fit in the cache", "free some memory")
+        return as_tokens(snapshot.tokens)
+
+    def _close(self, drain_s: float) -> None:
+        is_stopped = self.service.close(drain_s)
+        if self._tokenizer is not None:
+            self._tokenizer.close()
+        if is_stopped:
+            self._executor.close()
 
     def _check_vocabulary(self) -> None:
         if self._tokenizer is not None and self._tokenizer.vocab_size > self.config.vocab_size:
@@ -519,8 +178,317 @@ class LLM:
             )
 
 
+class LLM(BaseLLM):
+    """Loads a checkpoint directory, or without one the embedded model, and answers prompts, one or many at a time.
+
+    >>> llm = LLM("path/to/MiniCPM-SALA")
+    >>> llm.chat([{"role": "user", "content": "Hello"}]).text
+
+    See BaseLLM for the options. Methods may be called from several threads; their requests run together.
+    """
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        sampling: Sampling | None = None,
+        *,
+        n: int = 1,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Any:
+        """Continue a text or token ids → Completion; a list for several prompts, and for several answers (`n` > 1).
+
+        `settings` are fields of Sampling, such as `temperature=0`. A string is encoded with BOS as the model wants it;
+        special tokens that it spells out stay text (encode with `tokenizer.encode(..., parse_special=True)` otherwise).
+        Several prompts run together; several answers share the prefill of their prompt.
+        """
+        submission = self._generation(prompt, _merge(sampling, settings), n, on_progress)
+        return _arrange(self._read(submission, on_progress), prompt, n)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        is_chat: bool = False,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Iterator[Event]:
+        """Like `generate` for one prompt, piece by piece; the last event carries the completion.
+
+        With `is_chat` the prompt is a rendered conversation: reasoning is taken out of the answer.
+        """
+        return self._stream(Call(None, _merge(sampling, settings), prompt=prompt, is_chat=is_chat), on_progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        tools: Tools | None = None,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Completion:
+        """Answer a conversation in the form `[{"role": "user", "content": "..."}, …]`.
+
+        A conversation that continues an earlier one computes only what is new. Only with `tools` are tool calls taken
+        out of the answer.
+        """
+        return self.answer(Call(None, _merge(sampling, settings), messages=messages, tools=tools), on_progress)
+
+    def answer(self, call: Call, on_progress: OnProgress | None = None) -> Completion:
+        """Answer one call, whatever it asks for; of several answers (`n` > 1) return the first."""
+        submission = self.inputs.submit(call, is_streamed=False, wants_progress=on_progress is not None)
+        return _first_completion(self._read(submission, on_progress))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        tools: Tools | None = None,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Iterator[Event]:
+        """Like `chat`, piece by piece; the last event carries the completion."""
+        return self._stream(Call(None, _merge(sampling, settings), messages=messages, tools=tools), on_progress)
+
+    def many(
+        self, calls: Iterable[Call], max_waiting: int = MAX_WAITING
+    ) -> Iterator[tuple[Any, Completion | Exception]]:
+        """Answer a stream of calls, as many at a time as fit; yields (key, completion or error) as they complete.
+
+        Calls are taken from the iterable only as there is room for them, so it may be endless. A call with `n` > 1
+        yields its key `n` times.
+        """
+        source = ((call.key, self._submission(call)) for call in calls)
+        for key, _, result in self.service.run_all(source, max_waiting):
+            yield key, result
+
+    def logits(
+        self, token_ids: Sequence[int], chunk: int | None = None, prompt_len: int | None = None
+    ) -> "numpy.ndarray[Any, Any]":
+        """Return the logits after every token: float32 array [len(token_ids), vocab_size].
+
+        `chunk` tokens are computed at a time. Tokens from `prompt_len` on are treated as decoded ones (they matter only
+        around the switch from dense to sparse attention); by default all belong to the prompt.
+        """
+        import numpy as np
+
+        return np.concatenate(self.score_parts(self.scoring(token_ids, lambda logits, _: logits, chunk, prompt_len)))
+
+    def score(self, prompt: Prompt, top: int = 0, chunk: int | None = None) -> list[SampledToken]:
+        """Return the log-probability of every token of the prompt after the first, with `top` alternatives."""
+        return [token for part in self.score_parts(self.token_scoring(prompt, top, chunk)) for token in part]
+
+    def score_parts(self, scoring: PromptScoring, on_progress: OnProgress | None = None) -> list[Any]:
+        """Score a prompt and return what its `reduce` made of every chunk."""
+        submission = Submission(scores=[scoring], wants_progress=on_progress is not None)
+        items = self._read(submission, on_progress)
+        return [part for item in items if isinstance(item, PromptScores) for part in item.parts]
+
+    def perplexity(self, text: Prompt, chunk: int | None = None) -> float:
+        """Return exp of the mean negative log-likelihood of every token after the first."""
+        return _perplexity(self.score(text, chunk=chunk))
+
+    def save_session(
+        self, store: SessionStore, name: str, prompt: Prompt, on_progress: OnProgress | None = None
+    ) -> int:
+        """Compute a prompt and save its KV cache under a name; returns its number of tokens."""
+        store.check_new(name)
+        ids = self.encode(prompt)
+        _first_completion(self._stream(self._session_call(ids), on_progress))
+        return self.service.execute(self._save, store, name, ids).result()
+
+    def load_session(self, store: SessionStore, name: str) -> list[int]:
+        """Load a saved KV cache; returns its tokens, to be continued."""
+        return self.service.execute(self._load, store, name).result()
+
+    def reset(self) -> None:
+        """Drop everything that is cached: the next prompt is computed from its first token."""
+        self.service.execute(self.engine.forget).result()
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Let what runs end for `drain_s`, then cancel it and free the memory. The object cannot be used afterwards."""
+        self._close(drain_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _stream(self, call: Call, on_progress: OnProgress | None) -> Iterator[Event]:
+        submission = self.inputs.submit(call, wants_progress=on_progress is not None)
+        return (item for item in self._read(submission, on_progress) if isinstance(item, Event))
+
+    def _read(self, submission: Submission, on_progress: OnProgress | None = None) -> Iterator[StreamItem]:
+        """Queue the request when the first item is asked for; leaving early cancels it."""
+        with self.service.submit(submission) as stream:
+            _report_start(submission, on_progress)
+            for item in stream:
+                if not _report(item, on_progress):
+                    yield item
+
+
+class AsyncLLM(BaseLLM):
+    """LLM for asyncio: the same methods as coroutines and asynchronous iterators, for any number of tasks at a time.
+
+    >>> llm = await AsyncLLM.load("path/to/MiniCPM-SALA")
+    >>> async for event in llm.stream_chat([{"role": "user", "content": "Hello"}]):
+    ...     print(event.text, end="")
+
+    The constructor takes the options of LLM and blocks while it loads; `load` does that in a thread. Prompts are
+    encoded in a thread pool and computed on the engine's own thread: the event loop never waits for the model.
+    Callbacks run on the event loop. Cancelling a task, or leaving an iterator early (close it with `aclose()`),
+    cancels its request.
+    """
+
+    @classmethod
+    async def load(cls, model: str | Path | None = None, **options: Any) -> Self:
+        """Load a model without blocking the event loop."""
+        return await asyncio.to_thread(cls, model, **options)
+
+    async def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        sampling: Sampling | None = None,
+        *,
+        n: int = 1,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Any:
+        """Continue a text or token ids → Completion; a list for several prompts, and for several answers (`n` > 1)."""
+        merged = _merge(sampling, settings)
+        items = self._read(lambda: self._generation(prompt, merged, n, on_progress), on_progress)
+        return _arrange([item async for item in items], prompt, n)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        is_chat: bool = False,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> AsyncIterator[Event]:
+        """Like `generate` for one prompt, piece by piece; the last event carries the completion."""
+        return self._stream(Call(None, _merge(sampling, settings), prompt=prompt, is_chat=is_chat), on_progress)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        tools: Tools | None = None,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Completion:
+        """Answer a conversation in the form `[{"role": "user", "content": "..."}, …]`."""
+        call = Call(None, _merge(sampling, settings), messages=messages, tools=tools)
+        return await self.answer(call, on_progress)
+
+    async def answer(self, call: Call, on_progress: OnProgress | None = None) -> Completion:
+        """Answer one call, whatever it asks for; of several answers (`n` > 1) return the first."""
+        return _first_completion([item async for item in self._stream(call, on_progress, is_streamed=False)])
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        tools: Tools | None = None,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> AsyncIterator[Event]:
+        """Like `chat`, piece by piece; the last event carries the completion."""
+        return self._stream(Call(None, _merge(sampling, settings), messages=messages, tools=tools), on_progress)
+
+    async def many(
+        self, calls: Iterable[Call] | AsyncIterable[Call], max_waiting: int = MAX_WAITING
+    ) -> AsyncIterator[tuple[Any, Completion | Exception]]:
+        """Answer a stream of calls, as many at a time as fit; yields (key, completion or error) as they complete."""
+
+        async def prepare() -> AsyncIterator[tuple[Any, Submission | Exception]]:
+            async for call in _aiter(calls):
+                yield call.key, await self.service.call(self._submission, call)
+
+        async for key, _, result in self.service.arun_all(prepare(), max_waiting):
+            yield key, result
+
+    async def logits(
+        self, token_ids: Sequence[int], chunk: int | None = None, prompt_len: int | None = None
+    ) -> "numpy.ndarray[Any, Any]":
+        """Return the logits after every token: float32 array [len(token_ids), vocab_size]."""
+        import numpy as np
+
+        scoring = self.scoring(token_ids, lambda logits, _: logits, chunk, prompt_len)
+        return np.concatenate(await self._score(lambda: scoring))
+
+    async def score(self, prompt: Prompt, top: int = 0, chunk: int | None = None) -> list[SampledToken]:
+        """Return the log-probability of every token of the prompt after the first, with `top` alternatives."""
+        return [token for part in await self._score(lambda: self.token_scoring(prompt, top, chunk)) for token in part]
+
+    async def perplexity(self, text: Prompt, chunk: int | None = None) -> float:
+        """Return exp of the mean negative log-likelihood of every token after the first."""
+        return _perplexity(await self.score(text, chunk=chunk))
+
+    async def save_session(
+        self, store: SessionStore, name: str, prompt: Prompt, on_progress: OnProgress | None = None
+    ) -> int:
+        """Compute a prompt and save its KV cache under a name; returns its number of tokens."""
+        store.check_new(name)
+        ids = await self.service.call(self.encode, prompt)
+        async for _ in self._stream(self._session_call(ids), on_progress):
+            continue
+        return await asyncio.wrap_future(self.service.execute(self._save, store, name, ids))
+
+    async def load_session(self, store: SessionStore, name: str) -> list[int]:
+        """Load a saved KV cache; returns its tokens, to be continued."""
+        return await asyncio.wrap_future(self.service.execute(self._load, store, name))
+
+    async def reset(self) -> None:
+        """Drop everything that is cached: the next prompt is computed from its first token."""
+        await asyncio.wrap_future(self.service.execute(self.engine.forget))
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Let what runs end for `drain_s`, then cancel it and free the memory."""
+        await asyncio.to_thread(self._close, drain_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _stream(
+        self, call: Call, on_progress: OnProgress | None, is_streamed: bool = True
+    ) -> AsyncIterator[Event]:
+        wants_progress = on_progress is not None
+        items = self._read(
+            lambda: self.inputs.submit(call, is_streamed=is_streamed, wants_progress=wants_progress), on_progress
+        )
+        async with contextlib.aclosing(items):
+            async for item in items:
+                if isinstance(item, Event):
+                    yield item
+
+    async def _score(self, prepare: Callable[[], PromptScoring]) -> list[Any]:
+        items = self._read(lambda: Submission(scores=[prepare()]))
+        return [part async for item in items if isinstance(item, PromptScores) for part in item.parts]
+
+    async def _read(
+        self, prepare: Callable[[], Submission], on_progress: OnProgress | None = None
+    ) -> AsyncGenerator[StreamItem]:
+        async with await self.service.open(prepare) as stream:
+            _report_start(stream.handle.submission, on_progress)
+            async for item in stream:
+                if not _report(item, on_progress):
+                    yield item
+
+
 def read_stop_ids(directory: Path, config: SalaConfig) -> frozenset[int]:
-    """generation_config.json decides, else config.json."""
+    """Return the tokens that end an answer, from generation_config.json or else from config.json."""
     file = directory / "generation_config.json"
     ids: Any = read_json_object(file).get("eos_token_id") if file.is_file() else None
     if ids is None:
@@ -531,8 +499,46 @@ def read_stop_ids(directory: Path, config: SalaConfig) -> frozenset[int]:
     return frozenset(ids)
 
 
+def _report_start(submission: Submission, on_progress: OnProgress | None) -> None:
+    for group in submission.groups if on_progress is not None else ():
+        on_progress(0, len(group[0].request.prompt))
+
+
+def _report(item: StreamItem, on_progress: OnProgress | None) -> bool:
+    """Report progress. Return whether the item was nothing else."""
+    if not isinstance(item, PromptProgress):
+        return False
+    if on_progress is not None and item.done:
+        on_progress(item.done, item.total)
+    return True
+
+
+def _arrange(items: Iterable[StreamItem], prompt: object, n: int) -> Any:
+    """Arrange completions as the arguments of `generate` ask for."""
+    found = {item.index: item.completion for item in items if isinstance(item, Event) and item.completion}
+    groups = [[found[at + number] for number in range(n)] for at in range(0, len(found), n)]
+    answers = groups if n > 1 else [group[0] for group in groups]
+    return answers if _is_batch(prompt) else answers[0]
+
+
+def _first_completion(items: Iterable[StreamItem]) -> Completion:
+    completion: Completion = _arrange(items, (), 1)
+    return completion
+
+
+def _score_tokens(logits: "numpy.ndarray[Any, Any]", targets: Sequence[int], top: int) -> list[SampledToken]:
+    """Return the scores of the tokens that follow those whose logits [t, V] are given."""
+    import numpy as np
+
+    targets = targets[: len(logits)]
+    scores = logits[: len(targets)].astype(np.float64)
+    peak = scores.max(-1, keepdims=True)
+    logprobs = scores - peak - np.log(np.exp(scores - peak).sum(-1, keepdims=True))
+    return [_sampled(row, token, top) for row, token in zip(logprobs, targets, strict=True)]
+
+
 def _sampled(logprobs: "numpy.ndarray[Any, Any]", token: int, top: int) -> SampledToken:
-    """A token with its rivals, the best first; equals in order of their ids."""
+    """Return a token with its alternatives, the most probable first; equals in order of their ids."""
     import numpy as np
 
     best: Any = ()
@@ -540,6 +546,21 @@ def _sampled(logprobs: "numpy.ndarray[Any, Any]", token: int, top: int) -> Sampl
         near = np.flatnonzero(logprobs >= np.partition(logprobs, -top)[-top])
         best = near[np.argsort(-logprobs[near], kind="stable")][:top]
     return SampledToken(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
+
+
+def _perplexity(scores: Sequence[SampledToken]) -> float:
+    if not scores:
+        raise InputError("text", "has one token", "perplexity needs at least two")
+    return math.exp(-sum(sampled.logprob or 0.0 for sampled in scores) / len(scores))
+
+
+async def _aiter(source: Iterable[Call] | AsyncIterable[Call]) -> AsyncIterator[Call]:
+    if isinstance(source, AsyncIterable):
+        async for call in source:
+            yield call
+    else:
+        for call in source:
+            yield call
 
 
 def _merge(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:

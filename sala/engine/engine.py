@@ -15,7 +15,7 @@ from sala.engine.draft import Speculation, lookup
 from sala.engine.scheduler import Scheduler, Work
 from sala.engine.sequence import Request, SequenceState
 from sala.errors import ContextTooLong, InputError
-from sala.protocol import Executor, Options, Plan, Result, Row, SampledToken, Sampling
+from sala.protocol import Capacity, Executor, Options, Plan, Result, Row, SampledToken, Sampling
 
 SPACED_FROM = 2048  # prompts of this length leave snapshots on the way, closer and closer to the end
 NUM_SPACED = 4
@@ -42,6 +42,10 @@ class Engine:
         self._late: list[Update] = []  # of a step that was interrupted
         self.before: Callable[[SequenceState], None] | None = None  # a request arrives: is its past elsewhere?
         self.after: Callable[[SequenceState], None] | None = None  # a sequence has ended: keep its past elsewhere?
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._executor.capacity
 
     @property
     def is_idle(self) -> bool:

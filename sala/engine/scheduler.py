@@ -27,7 +27,7 @@ class Work:
 class Scheduler:
     def __init__(self, hybrid: Hybrid, max_batch: int, step_tokens: int) -> None:
         self._hybrid = hybrid
-        self._max_batch = max_batch
+        self.max_batch = max_batch
         self._step_tokens = step_tokens
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # in order of arrival
@@ -82,7 +82,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         for sequence in list(self.waiting):
-            if len(self.running) >= self._max_batch:
+            if len(self.running) >= self.max_batch:
                 return
             if sequence.after is not None and not self._is_read(sequence.after):
                 continue  # its sibling reads the prompt for both

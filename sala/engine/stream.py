@@ -1,8 +1,10 @@
-"""What comes out of a request: pieces while it runs, a completion at its end."""
+"""What comes out of a request: events while it runs, a completion at its end.
+
+`AnswerState` is the one place where sampled tokens become events; `text.answer` turns them into text for it.
+"""
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +13,6 @@ from sala.engine.sequence import Request, SequenceState
 from sala.protocol import SampledToken
 from sala.text.answer import Answer, Delta
 from sala.text.tools import ToolCall
-
-Progress = Callable[[int, int], None]  # tokens of the prompt done, tokens in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds for the tokens that were really computed: the prompt's new ones, then the answer's."""
+    """Seconds for the tokens that were computed: those of the prompt that were not cached, then the answer's."""
 
     prompt_n: int
     prompt_s: float
@@ -56,12 +56,14 @@ class Completion:
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[SampledToken] | None = None
-    is_whole: bool = True  # all tokens are shown in `text`: nothing was cut at a stop string or taken out
+    is_whole: bool = True  # `text` shows all tokens: nothing was cut at a stop string or taken out
     stop_token: int | None = None  # the last of `token_ids`, if it ended the answer
 
     def as_message(self) -> dict[str, Any]:
-        """The answer as a message of the conversation; where possible with its very tokens, so that nothing of it
-        needs computing again."""
+        """Return the answer as a message of the conversation.
+
+        Where possible the message carries the sampled tokens, so that the next turn finds all of them in the cache.
+        """
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -75,28 +77,56 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A step of a stream: a piece of the answer, or at the very end the whole `completion`."""
+    """A piece of answer number `index` and the tokens it shows; the last event carries the whole `completion`."""
 
     delta: Delta
-    token_ids: tuple[int, ...] = ()
+    sampled: tuple[SampledToken, ...] = ()
     completion: Completion | None = None
+    index: int = 0
 
     @property
     def text(self) -> str:
         return self.delta.text
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(one.token for one in self.sampled)
 
-class Run:
-    """A request on its way through the engine, and what its reader has been shown so far."""
 
-    sequence: SequenceState
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How far the prompt of answer number `index` has been computed, `seconds` after the request was accepted."""
 
-    def __init__(self, request: Request, answer: Answer | None, on_progress: Progress | None) -> None:
+    index: int
+    total: int
+    cached: int
+    done: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What scoring prompt number `index` gave: one part for every chunk, in order."""
+
+    index: int
+    parts: list[Any]
+
+
+StreamItem = Event | PromptProgress | PromptScores
+
+
+class AnswerState:
+    """One answer on its way through the engine, and the text that has been shown of it so far.
+
+    Without `answer` tokens are not turned into text. All methods belong to the engine thread.
+    """
+
+    def __init__(self, request: Request, answer: Answer | None = None) -> None:
         self.request = request
-        self.inbox: deque[Event] = deque()
-        self.failure: BaseException | None = None  # what the reader's own callback raised
+        self.index = 0  # among the answers of its submission
+        self.began_at = self.first_token_at = self.last_token_at = 0.0
+        self._sequence: SequenceState | None = None
         self._answer = answer
-        self._on_progress = on_progress
         self._reported = -1
         self._sampled: list[SampledToken] = []
         self._text = ""
@@ -104,51 +134,53 @@ class Run:
         self._calls: list[ToolCall] = []
 
     def begin(self, sequence: SequenceState) -> None:
-        self.sequence = sequence
-        self._began = self._first_token = self._last_token = time.perf_counter()
+        self._sequence = sequence
+        self.began_at = self.first_token_at = self.last_token_at = time.perf_counter()
 
     @property
     def is_begun(self) -> bool:
-        return hasattr(self, "sequence")
+        return self._sequence is not None
 
     @property
-    def is_over(self) -> bool:
-        return self.sequence.is_finished and not self.inbox
+    def sequence(self) -> SequenceState:
+        assert self._sequence is not None, "the request has not been submitted"
+        return self._sequence
 
     @property
     def is_stopped(self) -> bool:
+        """Whether a stop string has been found."""
         return self._answer is not None and self._answer.is_stopped
 
-    def receive(self, update: Update) -> None:
-        """Turn tokens into events as they come, whether or not somebody is reading."""
-        self._last_token = time.perf_counter()
-        self.inbox.extend(self._take(update))
-
-    def progress(self, done: int) -> None:
-        """Tell how much of the prompt is read, whenever that changes; the reader may raise to stop itself."""
-        try:
-            self._tell(done)
-        except BaseException as error:
-            self.failure = error
-
-    def _tell(self, done: int) -> None:
-        total = self.sequence.prompt_len
-        done = total if self._sampled else min(done, total - 1)
-        if self._on_progress is not None and done > self._reported:
-            self._reported = done
-            self._on_progress(done, total)
-
-    def _take(self, update: Update) -> Iterator[Event]:
+    def receive(self, update: Update) -> list[Event]:
+        """Turn the tokens of a step into events."""
+        self.last_token_at = time.perf_counter()
+        events: list[Event] = []
         for sampled in update.sampled:
             if self.is_stopped:
-                return
+                break
             if not self._sampled:
-                self._first_token = self._last_token
+                self.first_token_at = self.last_token_at
             self._sampled.append(sampled)
-            self.progress(0)
             is_end = self._ends_with(sampled.token)
             deltas = [] if self._answer is None or is_end else self._answer.push(sampled.token)
-            yield from self._show(deltas or [Delta()], (sampled.token,))
+            events += self._show(deltas or [Delta()], (sampled,))
+        return events
+
+    def progress(self) -> int | None:
+        """Return how many tokens of the prompt are done; None if that has not changed since the last call."""
+        total = self.sequence.prompt_len
+        done = total if self._sampled else min(self.sequence.num_computed, total - 1)
+        if done <= self._reported:
+            return None
+        self._reported = done
+        return done
+
+    def finish(self) -> list[Event]:
+        """Return the text that was held back, then the completion. Raises what the request failed with."""
+        if self.sequence.error is not None and not self.is_stopped:
+            raise self.sequence.error
+        events = list(self._show(self._answer.finish() if self._answer is not None else [], ()))
+        return [*events, Event(Delta(), (), self._completion(), self.index)]
 
     def _ends_with(self, token: int) -> bool:
         """Whether this is the stop token at the very end, which is not shown."""
@@ -156,17 +188,13 @@ class Run:
         is_last = sequence.is_finished and len(self._sampled) == len(sequence.sampled)
         return is_last and sequence.finish_reason == "stop" and token in sequence.request.stop_ids
 
-    def finish(self) -> Iterator[Event]:
-        yield from self._show(self._answer.finish() if self._answer is not None else [], ())
-        yield Event(Delta(), (), self._completion())
-
-    def _show(self, deltas: Sequence[Delta], tokens: tuple[int, ...]) -> Iterator[Event]:
-        for index, delta in enumerate(deltas):
+    def _show(self, deltas: Sequence[Delta], sampled: tuple[SampledToken, ...]) -> Iterator[Event]:
+        for number, delta in enumerate(deltas, 1):
             self._text += delta.text
             self._reasoning += delta.reasoning
             if delta.tool_call is not None:
                 self._calls.append(delta.tool_call)
-            yield Event(delta, tokens if index == len(deltas) - 1 else ())
+            yield Event(delta, sampled if number == len(deltas) else (), None, self.index)
 
     def _completion(self) -> Completion:
         sequence, sampled = self.sequence, self._sampled
@@ -180,9 +208,9 @@ class Run:
             usage=Usage(sequence.prompt_len, len(sampled), cached),
             timings=Timings(
                 prompt_n=sequence.prompt_len - cached,
-                prompt_s=self._first_token - self._began,
+                prompt_s=self.first_token_at - self.began_at,
                 predicted_n=max(0, len(sampled) - 1),
-                predicted_s=self._last_token - self._first_token,
+                predicted_s=self.last_token_at - self.first_token_at,
             ),
             reasoning=self._reasoning,
             tool_calls=self._calls,
@@ -193,7 +221,7 @@ class Run:
 
 
 def last_completion(events: Iterator[Event]) -> Completion:
-    """Run a stream to its end."""
+    """Read a stream of one answer to its end and return its completion."""
     completion = None
     for event in events:
         completion = event.completion or completion

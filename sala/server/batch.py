@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from sala.checkpoint.writer import publish
+from sala.engine.requests import Call
 from sala.engine.stream import Completion
 from sala.errors import ContextTooLong, InputError, SalaError
-from sala.llm import LLM, Call
+from sala.llm import LLM
 from sala.protocol import Sampling
 
 URLS = ("/v1/chat/completions", "/v1/completions")

@@ -12,13 +12,14 @@ from typing import TypeVar
 from sala.checkpoint.names import check_tensors
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
+from sala.engine.loop import Observer
 from sala.errors import SalaError
 from sala.llm import LLM
 from sala.models.catalog import Library
 from sala.models.embedded import EMBEDDED, find_base, find_model
 from sala.server.http.errors import ApiError
 from sala.server.settings import Settings
-from sala.server.worker import Observer, Worker
+from sala.server.worker import Worker
 
 CHECK_S = 1.0  # between two looks for idle models
 RETRY_S = 5

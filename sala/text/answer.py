@@ -1,4 +1,4 @@
-"""From sampled tokens to what a reader sees: characters, stops, reasoning, tool calls, in that order."""
+"""Sampled tokens to what a reader sees: characters, then stop strings, then reasoning and tool calls."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Delta:
 
 
 class Plain:
-    """Text as it comes: for raw prompts."""
+    """Passes text through unchanged: for prompts that are not conversations."""
 
     def push(self, text: str) -> Iterator[Delta]:
         if text:
@@ -31,18 +31,21 @@ class Plain:
 
 
 class Structured:
-    """Reasoning and tool calls taken out: for chats."""
+    """Takes reasoning, and with `tools` their calls, out of the text: for conversations.
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]] = (), is_open: bool = False) -> None:
+    Without tools nothing is parsed as a tool call: what looks like one stays text.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None, is_open: bool = False) -> None:
         self._reasoning = ReasoningSplitter(is_open)
-        self._tools = ToolSplitter(tools)
+        self._tools = ToolSplitter(tools) if tools else None
 
     def push(self, text: str) -> Iterator[Delta]:
         yield from self._deltas(self._reasoning.push(text))
 
     def flush(self) -> Iterator[Delta]:
         yield from self._deltas(self._reasoning.flush())
-        for text in self._tools.flush():
+        for text in self._tools.flush() if self._tools is not None else ():
             yield Delta(text=text)
 
     def _deltas(self, pieces: Iterable[Piece]) -> Iterator[Delta]:
@@ -50,34 +53,50 @@ class Structured:
             if piece.kind == "reasoning":
                 yield Delta(reasoning=piece.text)
                 continue
-            for part in self._tools.push(piece.text):
+            for part in (piece.text,) if self._tools is None else self._tools.push(piece.text):
                 yield Delta(tool_call=part) if isinstance(part, ToolCall) else Delta(text=part)
 
 
-class Untooled(Structured):
-    """Reasoning taken out; what looks like a tool call stays text, since nobody offered a tool."""
-
-    def _deltas(self, pieces: Iterable[Piece]) -> Iterator[Delta]:
-        for piece in pieces:
-            yield Delta(reasoning=piece.text) if piece.kind == "reasoning" else Delta(text=piece.text)
-
-
 class Answer:
-    """Feeds tokens through the detokenizer and the stop strings into `form`."""
+    """Feeds tokens through the detokenizer and the stop strings into `form`.
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], form: Plain | Structured) -> None:
+    With `stops_when_shown` stop strings are looked for in the text that is shown, not in reasoning and tool calls.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        form: Plain | Structured,
+        stops_when_shown: bool = False,
+    ) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopFinder(stops)
+        self._raw_stops = StopFinder(() if stops_when_shown else stops)
+        self._shown_stops = StopFinder(stops) if stops_when_shown else None
         self._form = form
 
     @property
     def is_stopped(self) -> bool:
-        """A stop string has been found: no token after this one counts."""
-        return self._stops.is_found
+        """Whether a stop string has been found: no later token counts."""
+        return self._raw_stops.is_found or (self._shown_stops is not None and self._shown_stops.is_found)
 
     def push(self, token: int) -> list[Delta]:
-        return list(self._form.push(self._stops.push(self._detokenizer.push(token))))
+        deltas = list(self._form.push(self._raw_stops.push(self._detokenizer.push(token))))
+        return deltas if self._shown_stops is None else list(self._cut(deltas, self._shown_stops))
 
     def finish(self) -> list[Delta]:
-        rest = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
-        return [*self._form.push(rest), *self._form.flush()]
+        rest = self._raw_stops.push(self._detokenizer.flush()) + self._raw_stops.flush()
+        deltas = [*self._form.push(rest), *self._form.flush()]
+        if self._shown_stops is None:
+            return deltas
+        return [*self._cut(deltas, self._shown_stops), Delta(text=self._shown_stops.flush())]
+
+    def _cut(self, deltas: Iterable[Delta], stops: StopFinder) -> Iterator[Delta]:
+        """Leave out what follows a stop string in the shown text."""
+        for delta in deltas:
+            if stops.is_found:
+                return
+            if not delta.text:
+                yield delta
+            elif text := stops.push(delta.text):
+                yield Delta(text=text)

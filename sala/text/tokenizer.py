@@ -66,13 +66,13 @@ class Tokenizer:
         bos: bool = True,
         parse_special: bool = False,
         max_tokens: int | None = None,
-        patience: int = 1,
+        count_limit: int = 1,
     ) -> list[int]:
         """Text to ids, with BOS first where the model wants it. Special tokens are read only if asked for.
 
-        A text that has far more than `patience` times `max_tokens` is refused before all of it is encoded.
+        A text that has far more than `count_limit` times `max_tokens` is refused before all of it is encoded.
         """
-        ids = _encode(self._inner if parse_special else self._guarded, _encodable(text), max_tokens, patience)
+        ids = _encode(self._inner if parse_special else self._guarded, _encodable(text), max_tokens, count_limit)
         return [self.bos_id, *ids] if bos and self._adds_bos and self.bos_id is not None else ids
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -97,12 +97,17 @@ class Tokenizer:
         return text
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, patience: int = 1, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int | None = None,
+        count_limit: int = 1,
+        **options: Any,
     ) -> list[int]:
         """The conversation as token ids: no BOS but what the template writes; nobody's text becomes special.
 
         An assistant's message may carry `token_ids`: they stand for its content as they are, since encoding
-        the text of sampled tokens again need not give the same tokens. What has far more than `patience` times
+        the text of sampled tokens again need not give the same tokens. What has far more than `count_limit` times
         `max_tokens` is refused before all of it is encoded.
         """
         stand_ins = [f"{self._nonce}{index}{self._nonce}" for index in range(len(messages))]
@@ -119,9 +124,9 @@ class Tokenizer:
         for message, stand_in, is_given in zip(messages, stand_ins, given, strict=True):
             if is_given:
                 before, _, text = text.partition(stand_in)
-                ids += _encode(self._guarded, before, max_tokens, patience)
+                ids += _encode(self._guarded, before, max_tokens, count_limit)
                 ids += message["token_ids"]
-        return ids + _encode(self._guarded, text, max_tokens, patience)
+        return ids + _encode(self._guarded, text, max_tokens, count_limit)
 
     def encode_answers(
         self, messages: Sequence[Mapping[str, Any]], stop_ids: Collection[int] = (), **options: Any
@@ -212,20 +217,20 @@ def _build(definition: str) -> RustTokenizer:
     return tokenizer
 
 
-def _encode(inner: RustTokenizer, text: str, max_tokens: int | None = None, patience: int = 1) -> list[int]:
+def _encode(inner: RustTokenizer, text: str, max_tokens: int | None = None, count_limit: int = 1) -> list[int]:
     """A batch of one, since only that lets other threads of the process go on meanwhile: a book takes many seconds."""
-    if max_tokens is not None and len(text) > COMMON * patience * max_tokens:
-        _check_length(inner, text, max_tokens, patience)
+    if max_tokens is not None and len(text) > COMMON * count_limit * max_tokens:
+        _check_length(inner, text, max_tokens, count_limit)
     encodings = inner.encode_batch([text], add_special_tokens=False)
     return list(encodings[0].ids)
 
 
-def _check_length(inner: RustTokenizer, text: str, max_tokens: int, patience: int) -> None:
+def _check_length(inner: RustTokenizer, text: str, max_tokens: int, count_limit: int) -> None:
     """Refuse a text that is far too long after a part of it: all of it could take minutes, and gigabytes.
 
     It is counted in pieces. A cut may make a token more, hence the allowance.
     """
-    count, limit = 0, patience * (max_tokens + max_tokens // 8)
+    count, limit = 0, count_limit * (max_tokens + max_tokens // 8)
     for at in range(0, len(text), PIECE):
         count += len(_encode(inner, text[at : at + PIECE]))
         if count > limit:

@@ -43,9 +43,9 @@ def test_throughput_with_random_weights(tmp_path: Path, capsys: pytest.CaptureFi
 def test_all_requests_are_decoded_together() -> None:
     subject = open_random("tiny", "cpu", "auto")
     prompts = measure._prompts(3, 20, subject.config.vocab_size, seed=0)
-    with subject.engine(32, 3) as (engine, _):
-        course = measure.run(engine, prompts, 6, subject.device)
-        assert engine.is_idle
+    with subject.service(32, 3) as (service, _):
+        course = measure.run(service, prompts, 6, subject.device)
+        assert service.engine.is_idle
     assert course.num_decoded == 3 * 5
     assert course.peak_bytes > 0
 
@@ -73,7 +73,7 @@ def test_more_than_the_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     subject = open_checkpoint(tiny, "cpu", "auto")
     monkeypatch.setattr(executor, "free_bytes", lambda _: 1 << 20)
-    with pytest.raises(SalaError, match="50 sequences of 640 tokens"), subject.engine(640, 50):
+    with pytest.raises(SalaError, match="50 sequences of 640 tokens"), subject.service(640, 50):
         pass
     with pytest.raises(SalaError, match=r"weights take 17\.\d GiB"):
         open_random("released", "cpu", "auto")

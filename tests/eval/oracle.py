@@ -5,19 +5,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import permutations
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from sala.engine.stream import Completion, Event, Timings, Usage
+from sala.engine.requests import Call
+from sala.engine.stream import Completion, Timings, Usage
 from sala.lab.eval.data import read_data
 from sala.lab.eval.tasks.chain import TELLINGS
 from sala.lab.eval.tasks.counting import real_words
 from sala.lab.eval.tasks.wordings import Wording, aurora, wordings
 from sala.lab.eval.tasks.words import words_of
-from sala.llm import Call
-from sala.text.answer import Delta
 from sala.text.tokenizer import Tokenizer
 
 Solve = Callable[[str], str]
@@ -30,7 +28,6 @@ class StandIn:
         self.tokenizer = Tokenizer.load(directory)
         self.ctx = ctx
         self.max_batch = 4
-        self.engine = SimpleNamespace(is_stuck=False)
         self.prompts: list[str] = []
         self.boundaries: list[tuple[int, ...]] = []
         self._solve = solve
@@ -41,28 +38,15 @@ class StandIn:
     def generate(self, prompt: list[int], **settings: Any) -> Completion:
         return self._complete(len(prompt), "")
 
-    def prepare(self, prompt: list[int], sampling: Any, on_progress: Any = None) -> list[SimpleNamespace]:
-        request = SimpleNamespace(prompt=prompt, sampling=sampling, boundaries=())
-        return [SimpleNamespace(request=request, failure=None, on_progress=on_progress)]
-
-    def submit(self, runs: list[SimpleNamespace]) -> None:
-        pass
-
-    def step(self) -> None:
-        pass
-
-    def take(self, run: SimpleNamespace) -> list[Event]:
-        ids, sampling = run.request.prompt, run.request.sampling
-        assert sampling.temperature == 0
+    def answer(self, call: Call, on_progress: Any = None) -> Completion:
+        ids: Any = call.prompt
+        assert call.sampling.temperature == 0
         self.prompts.append(self.tokenizer.decode(ids, skip_special=False))
-        self.boundaries.append(run.request.boundaries)
-        run.on_progress(len(ids), len(ids))
+        self.boundaries.append(call.boundaries)
+        on_progress(len(ids), len(ids))
         text = self._solve(self.prompts[-1])
-        room = self.tokenizer.encode(text, bos=False)[: sampling.max_tokens]
-        return [Event(Delta(), (), self._complete(len(ids), self.tokenizer.decode(room)))]
-
-    def drop(self, runs: list[SimpleNamespace]) -> None:
-        pass
+        room = self.tokenizer.encode(text, bos=False)[: call.sampling.max_tokens]
+        return self._complete(len(ids), self.tokenizer.decode(room))
 
     def many(self, calls: Iterable[Call], max_waiting: int) -> Iterator[tuple[Any, Completion]]:
         for call in calls:

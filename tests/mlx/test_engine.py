@@ -13,7 +13,7 @@ from sala.llm import LLM
 from tests.golden import DATA, checkpoint
 from tests.mlx.place import DEVICE
 from tests.mlx.test_graph import spy_on_adopted
-from tests.parity.test_engine_exact import GREEDY, length_near, plain, tight_form, tight_sampling
+from tests.parity.test_engine_exact import GREEDY, length_near, plain, requests
 
 MODEL = "block16"
 
@@ -28,17 +28,15 @@ def test_neighbours_preemption_and_small_caches(seed: int) -> None:
     config = SalaConfig.load(DATA / MODEL)
     tight = llm(max_batch=3, snapshots=rng.randint(0, 2), prefill_chunk=[17, 64][seed % 2])
     prompts = [[rng.randrange(256) for _ in range(length_near(config, rng))] for _ in range(4)]
-    runs = [tight._prepare(ids, tight_sampling(), tight_form, False, 1, None)[0] for ids in prompts]
-    for run in runs:
-        tight.submit([run])
-    while not all(run.sequence.is_finished for run in runs):
-        tight._step()
+    sequences = [tight.engine.submit(request) for request in requests(tight, *prompts)]
+    while not all(sequence.is_finished for sequence in sequences):
+        tight.engine.step()
         if tight.engine.scheduler.running and rng.random() < 0.1:
             tight.engine.scheduler.preempt(rng.choice(tight.engine.scheduler.running))
         assert tight.engine.integrity() == []
-    for ids, run in zip(prompts, runs, strict=True):
-        assert run.sequence.error is None
-        assert [sampled.token for sampled in run.sequence.sampled] == plain(MODEL, ids), f"{len(ids)} tokens"
+    for ids, sequence in zip(prompts, sequences, strict=True):
+        assert sequence.error is None
+        assert [sampled.token for sampled in sequence.sampled] == plain(MODEL, ids), f"{len(ids)} tokens"
 
 
 def test_splits_of_a_prefix() -> None:
@@ -120,14 +118,14 @@ def test_what_was_built_ahead_is_used_or_forgotten(monkeypatch: pytest.MonkeyPat
     settings = {"repetition_penalty": 1.2, "logit_bias": {7: 1.0}}
     assert model.generate(prompt, **GREEDY, **settings).token_ids == plain(MODEL, prompt, **settings)
     assert not any(used)
-    late = [model._prepare(ids, tight_sampling(), tight_form, False, 1, None)[0] for ids in (prompt[:9], prompt[3:])]
-    for run in late:  # the second comes while the first goes on
-        model.submit([run])
+    late = []
+    for request in requests(model, prompt[:9], prompt[3:]):  # the second comes while the first goes on
+        late.append(model.engine.submit(request))
         for _ in range(4):
-            model._step()
-    while not all(run.sequence.is_finished for run in late):
-        model._step()
-    found = [[sampled.token for sampled in run.sequence.sampled] for run in late]
+            model.engine.step()
+    while not all(sequence.is_finished for sequence in late):
+        model.engine.step()
+    found = [[sampled.token for sampled in sequence.sampled] for sequence in late]
     assert found == [plain(MODEL, prompt[:9]), plain(MODEL, prompt[3:])]
 
 

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sala.config import SalaConfig
+from sala.engine.requests import Call
+from sala.engine.sequence import Request
 from sala.llm import LLM
+from sala.protocol import Sampling
 from tests.golden import DATA, DEVICE, checkpoint
 
 MODELS = ["block16", "block64"]
@@ -46,29 +49,21 @@ def test_neighbours_preemption_and_small_caches(model: str, seed: int) -> None:
         model, max_batch=rng.randint(2, 5), snapshots=rng.randint(0, 4), prefill_chunk=rng.choice([17, 64, 200])
     )
     prompts = [[rng.randrange(256) for _ in range(length_near(config, rng))] for _ in range(5)]
-    runs = [tight._prepare(ids, tight_sampling(), tight_form, False, 1, None)[0] for ids in prompts]
-    for run in runs:
-        tight.submit([run])
-    while not all(run.sequence.is_finished for run in runs):
-        tight._step()
+    sequences = [tight.engine.submit(request) for request in requests(tight, *prompts)]
+    while not all(sequence.is_finished for sequence in sequences):
+        tight.engine.step()
         if tight.engine.scheduler.running and rng.random() < 0.1:
             tight.engine.scheduler.preempt(rng.choice(tight.engine.scheduler.running))
         assert tight.engine.integrity() == []
-    for ids, run in zip(prompts, runs, strict=True):
-        assert run.sequence.error is None
-        assert [sampled.token for sampled in run.sequence.sampled] == plain(model, ids), f"{len(ids)} tokens"
+    for ids, sequence in zip(prompts, sequences, strict=True):
+        assert sequence.error is None
+        assert [sampled.token for sampled in sequence.sampled] == plain(model, ids), f"{len(ids)} tokens"
 
 
-def tight_sampling():
-    from sala.protocol import Sampling
-
-    return Sampling(**GREEDY)  # type: ignore[arg-type]
-
-
-def tight_form():
-    from sala.text.answer import Plain
-
-    return Plain()
+def requests(llm: LLM, *prompts: list[int]) -> list[Request]:
+    """Greedy requests, for a test that steps the engine itself."""
+    sampling = Sampling(**GREEDY)  # type: ignore[arg-type]
+    return [llm.inputs.prepare(Call(None, sampling, ids))[0].request for ids in prompts]
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -14,11 +14,13 @@ from typing import Any
 import httpx2
 import pytest
 
-from sala.engine.stream import Usage
+from sala.engine.requests import Call, Submission
+from sala.engine.service import Stream
+from sala.engine.stream import Event, PromptScores, Usage
+from sala.errors import EngineClosed, EngineDead, QueueFull, SlowReader
 from sala.llm import LLM
 from sala.protocol import Sampling
-from sala.server.http.errors import ApiError
-from sala.server.worker import Overflow, Piece, Prepare, Scored, Scoring, Stream, Work, Worker
+from sala.server.worker import Worker
 from tests.server.conftest import Puppet, Server, read_events, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -58,15 +60,15 @@ def puppet_of(llm: LLM) -> Puppet:
     return llm.engine._executor  # type: ignore[return-value]
 
 
-def answers(prompt: str = "hello", n: int = 1, **settings: Any) -> Prepare:
+def answers(prompt: str = "hello", n: int = 1, **settings: Any) -> Callable[[LLM], Submission]:
     sampling = Sampling(**{"seed": 1, "max_tokens": 8, "ignore_eos": True, **settings})
-    return lambda llm, tell: Work([llm.prepare(prompt, sampling, n=n)])
+    return lambda llm: llm.inputs.submit(Call(None, sampling, prompt, n=n))
 
 
 async def read(worker: Worker, stream: Stream) -> list[Any]:
     items = []
     try:
-        while (item := await stream.next(20)) is not None:
+        while (item := await stream.aread(20)) is not None:
             items.append(item)
     finally:
         worker.cancel(stream)
@@ -97,11 +99,11 @@ def test_answers_are_those_of_the_model(tiny: Path, llm: LLM) -> None:
 
     async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
         items = await read(worker, await worker.open(answers(n=3)))
-        pieces = [item for item in items if isinstance(item, Piece)]
+        pieces = [item for item in items if isinstance(item, Event)]
         for index, text in enumerate(wanted):
             mine = [piece for piece in pieces if piece.index == index]
-            assert "".join(piece.event.text for piece in mine) == text
-            assert mine[-1].event.completion is not None
+            assert "".join(piece.text for piece in mine) == text
+            assert mine[-1].completion is not None
             assert sum(len(piece.sampled) for piece in mine) == 8
 
     tally = run(tiny, work)
@@ -116,7 +118,7 @@ def test_many_at_a_time(tiny: Path, llm: LLM) -> None:
     async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
         async def one(prompt: str) -> str:
             items = await read(worker, await worker.open(answers(prompt)))
-            return "".join(item.event.text for item in items)
+            return "".join(item.text for item in items)
 
         assert await asyncio.gather(*(one(prompt) for prompt in prompts)) == wanted
         assert worker.num_requests == 0
@@ -134,11 +136,9 @@ def test_a_full_queue(tiny: Path) -> None:
         streams += [await worker.open(answers()) for _ in range(3)]
         status = worker.status()
         assert (status.running, status.waiting) == (2, 3)
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(QueueFull) as caught:
             await worker.open(answers())
-        assert caught.value.status_code == 429
-        assert caught.value.headers is not None
-        assert int(caught.value.headers["Retry-After"]) > 0
+        assert caught.value.num_waiting == 3
         puppet.delay_s = 0.0
         for stream in streams:
             assert await read(worker, stream)
@@ -157,7 +157,7 @@ def test_cancel(tiny: Path, phase: str) -> None:
         prompt = "a long prompt " * 120 if phase == "prefill" else "hello"
         stream = await worker.open(answers(prompt, max_tokens=1000))
         if phase == "decode":
-            await stream.next(5)
+            await stream.aread(5)
         await asyncio.sleep(0.15)
         began = time.monotonic()
         for one in (stream, *others):
@@ -180,8 +180,8 @@ def test_a_slow_reader_is_dropped(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
         await asyncio.wait_for(slow.overflowed.wait(), 5)
         while "cancelled" not in tally.reasons:
             await asyncio.sleep(0.01)
-        with pytest.raises(Overflow):
-            await slow.next()
+        with pytest.raises(SlowReader):
+            await slow.aread()
         worker.cancel(slow)
 
     assert sorted(run(tiny, work).reasons) == ["cancelled", "length"]
@@ -195,7 +195,7 @@ def test_an_error_stays_with_its_request(tiny: Path) -> None:
         puppet.error = None
         assert await read(worker, await worker.open(answers()))
         with pytest.raises(ZeroDivisionError):
-            await worker.open(lambda llm, tell: 1 // 0)  # type: ignore[arg-type,return-value]
+            await worker.open(lambda llm: 1 // 0)  # type: ignore[arg-type,return-value]
         assert worker.num_requests == 0
 
     assert run(tiny, work).reasons == ["error", "length"]
@@ -208,11 +208,11 @@ def test_a_dead_engine_answers_everybody(tiny: Path) -> None:
         assert worker.status().is_alive
         puppet.error = SystemExit()  # type: ignore[assignment]
         for stream in waiting:
-            with pytest.raises(ApiError) as caught:
+            with pytest.raises(EngineDead) as caught:
                 await read(worker, stream)
-            assert caught.value.status_code == 500
+            assert isinstance(caught.value.__cause__, SystemExit)
         assert not worker.status().is_alive
-        with pytest.raises(ApiError, match="engine has stopped"):
+        with pytest.raises(EngineDead, match="engine has stopped"):
             await worker.open(answers())
 
     assert run(tiny, work).reasons == ["error"] * 4
@@ -226,9 +226,8 @@ def test_closing_lets_requests_end(tiny: Path) -> None:
         await asyncio.sleep(0.05)
         closing = asyncio.create_task(worker.close(10))
         await asyncio.sleep(0)
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(EngineClosed):
             await worker.open(answers())
-        assert caught.value.status_code == 503
         assert len(await reader) >= 30
         await closing
 
@@ -242,7 +241,7 @@ def test_closing_does_not_wait_for_ever(tiny: Path) -> None:
         began = time.monotonic()
         await worker.close(0.2)
         assert time.monotonic() - began < 2
-        with pytest.raises(ApiError, match="shut down"):
+        with pytest.raises(EngineClosed):
             await read(worker, stream)
 
     assert run(tiny, work).reasons == ["error"]
@@ -254,10 +253,10 @@ def test_scores_wait_for_room(tiny: Path, llm: LLM) -> None:
 
     async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
         others = [asyncio.create_task(read(worker, await worker.open(answers(max_tokens=40)))) for _ in range(4)]
-        stream = await worker.open(lambda llm, tell: Work(scores=[Scoring(0, ids, 0)]))
+        stream = await worker.open(lambda llm: Submission(scores=[llm.token_scoring(ids, 0, 256)]))
         items = await read(worker, stream)
-        assert isinstance(items[0], Scored)
-        assert [sampled.logprob for sampled in items[0].sampled] == pytest.approx(wanted, abs=1e-4)
+        assert isinstance(items[0], PromptScores)
+        assert [sampled.logprob for part in items[0].parts for sampled in part] == pytest.approx(wanted, abs=1e-4)
         await asyncio.gather(*others)
         assert worker._llm.engine.integrity() == []
 
@@ -308,14 +307,14 @@ def test_who_leaves_is_forgotten(server: Server, puppet: Puppet, is_stream: bool
 def test_leaving_while_the_prompt_is_encoded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """And while it is encoded, others are answered."""
     release = threading.Event()
-    encode = server.llm.encode_chat
+    encode = server.llm.inputs.encode_chat
 
     def slowly(messages: Any, **options: Any) -> Any:
         if messages[0]["content"] == "slow":
             release.wait(10)
         return encode(messages, **options)
 
-    monkeypatch.setattr(server.llm, "encode_chat", slowly)
+    monkeypatch.setattr(server.llm.inputs, "encode_chat", slowly)
     connection = open_socket(server, {**LONG, "messages": [{"role": "user", "content": "slow"}]})
     wait_for(lambda: server.worker.status().waiting)
     with server.client() as client:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from sala.engine.requests import Call
 from sala.errors import InputError
 from sala.llm import LLM
 from sala.protocol import Sampling
-from sala.text.answer import Structured
 from sala.text.control import LoopGuard, ThinkBudget
 from sala.text.tokenizer import Tokenizer
 
@@ -113,11 +113,7 @@ def test_thinking_budget_end_to_end(llm: LLM) -> None:
     """The model is made to open a thought; the budget closes it and an answer follows."""
     prompt = llm.tokenizer.encode("<think>")
     sampling = Sampling(temperature=0, max_tokens=60, think_budget=5)
-    run = llm._prepare(prompt, sampling, lambda: Structured((), True), True, 1, None)
-    completion = None
-    for event in llm._stream(run):
-        completion = event.completion or completion
-    assert completion is not None
+    completion = llm.answer(Call(None, sampling, prompt, is_chat=True))
     assert len(completion.reasoning) == 5
     assert len(completion.text) > 10
     assert completion.usage.completion_tokens == 60
@@ -166,10 +162,6 @@ def test_a_grammar_waits_for_the_end_of_reasoning(llm: LLM) -> None:
     prompt = llm.tokenizer.encode("<think>")
     for budget in (0, 5):
         sampling = Sampling(temperature=0, max_tokens=60, think_budget=budget, regex="[0-9]{3}")
-        runs = llm._prepare(prompt, sampling, lambda: Structured((), True), True, 1, None)
-        completion = None
-        for event in llm._stream(runs):
-            completion = event.completion or completion
-        assert completion is not None
+        completion = llm.answer(Call(None, sampling, prompt, is_chat=True))
         assert re.fullmatch("[0-9]{3}", completion.text)
         assert len(completion.reasoning) == budget

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sala.engine.engine import Engine
+from sala.engine.requests import Submission
 from sala.engine.sequence import Request
-from sala.errors import SalaError
+from sala.engine.service import EngineService
+from sala.engine.stream import AnswerState, Event
 from sala.lab.bench.subject import Subject
 from sala.protocol import Sampling
 
@@ -71,12 +72,12 @@ def measure_throughput(subject: Subject, batch: int, num_tokens: int, new_tokens
 
 def _measure(subject: Subject, batch: int, num_tokens: int, new_tokens: int) -> Course:
     vocab_size = subject.config.vocab_size
-    with subject.engine(num_tokens + new_tokens, batch) as (engine, capacity):
+    with subject.service(num_tokens + new_tokens, batch) as (service, capacity):
         # kernels of a GPU are compiled for sizes that grow with the context: the same length, once before
         warm_tokens = num_tokens if subject.device.type == "cuda" else min(num_tokens, capacity.prefill_chunk)
         warm = _prompts(batch, warm_tokens, vocab_size, seed=1)
-        run(engine, warm, min(WARM_TOKENS, new_tokens), subject.device)
-        return run(engine, _prompts(batch, num_tokens, vocab_size, seed=2), new_tokens, subject.device)
+        run(service, warm, min(WARM_TOKENS, new_tokens), subject.device)
+        return run(service, _prompts(batch, num_tokens, vocab_size, seed=2), new_tokens, subject.device)
 
 
 def _prompts(count: int, num_tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -84,28 +85,28 @@ def _prompts(count: int, num_tokens: int, vocab_size: int, seed: int) -> list[li
     return [draw.choices(range(vocab_size), k=num_tokens) for _ in range(count)]
 
 
-def run(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, device: "torch.device") -> Course:
-    """All prompts at once, to the end."""
+def run(service: EngineService, prompts: Sequence[Sequence[int]], new_tokens: int, device: "torch.device") -> Course:
+    """Answer all prompts at once, to the end."""
     sampling = Sampling(temperature=0, ignore_eos=True, max_tokens=new_tokens, seed=0)
+    answers = [AnswerState(Request(prompt, sampling)) for prompt in prompts]
     memory = Memory(device)
-    began = time.perf_counter()
-    sequences = [engine.submit(Request(prompt, sampling)) for prompt in prompts]
-    first_s, num_early = None, 0
-    while not engine.is_idle:
-        engine.step()
+    first_at, num_early = None, 0
+
+    def look() -> None:
+        """Note when all prompts are done, and the memory in use; on the engine thread, after each step."""
+        nonlocal first_at, num_early
         memory.look()
-        for sequence in sequences:
-            if sequence.error is not None:
-                raise sequence.error
-        if engine.is_stuck:
-            raise SalaError("the requests do not fit into the cache", "shorten them or take fewer")
-        if first_s is None and all(sequence.sampled for sequence in sequences):
-            first_s = time.perf_counter() - began
-            num_early = sum(len(sequence.sampled) for sequence in sequences)
-    end_s = time.perf_counter() - began
-    assert first_s is not None
-    num_decoded = sum(len(sequence.sampled) for sequence in sequences) - num_early
-    return Course(first_s, num_decoded, end_s - first_s, memory.peak)
+        if first_at is None and all(answer.sequence.sampled for answer in answers):
+            first_at, num_early = time.perf_counter(), sum(len(answer.sequence.sampled) for answer in answers)
+
+    service.observe(on_step=look)
+    with service.submit(Submission([[answer] for answer in answers], is_streamed=False)) as stream:
+        num_tokens = sum(
+            len(item.completion.token_ids) for item in stream if isinstance(item, Event) and item.completion
+        )
+    began, end = min(answer.began_at for answer in answers), max(answer.last_token_at for answer in answers)
+    assert first_at is not None
+    return Course(first_at - began, num_tokens - num_early, end - first_at, memory.peak)
 
 
 class Memory:

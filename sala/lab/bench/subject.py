@@ -11,6 +11,7 @@ from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.random import RELEASED, SHAPES
 from sala.config import SalaConfig
 from sala.engine.engine import Engine
+from sala.engine.service import EngineService
 from sala.errors import InputError, SalaError
 from sala.protocol import Capacity, Options
 
@@ -36,17 +37,19 @@ class Subject:
         return self.model.config
 
     @contextmanager
-    def engine(self, ctx: int, batch: int = 1) -> Iterator[tuple[Engine, Capacity]]:
-        """An engine for so many sequences of `ctx` tokens, without snapshots: nothing is reused."""
+    def service(self, ctx: int, batch: int = 1) -> Iterator[tuple[EngineService, Capacity]]:
+        """Open an engine service for so many sequences of `ctx` tokens, without snapshots: nothing is reused."""
         from sala.backends.torch.executor import TorchExecutor, free_bytes, plan_capacity
 
         options = Options(ctx=ctx, max_batch=batch, snapshots=0)
         capacity = plan_capacity(self.config, options, self.dtype, self.device, free_bytes(self.device))
         _check_room(capacity, batch)
         executor = TorchExecutor(self.model, capacity, self.device, self.dtype)
+        service = EngineService(Engine(executor, self.config.sparse_config, options))
         try:
-            yield Engine(executor, self.config.sparse_config, options), capacity
+            yield service, capacity
         finally:
+            service.close()
             executor.close()
             self.clean()
 

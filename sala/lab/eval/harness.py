@@ -3,22 +3,19 @@
 `Examinee` does the work and knows nothing of lm-eval; `adapter()` is the class that lm-eval wants, under the name sala.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sala.engine.cache.prefix import as_bytes
-from sala.engine.sequence import Request
-from sala.engine.stream import Run
+from sala.engine.requests import Call
+from sala.engine.stream import AnswerState
 from sala.errors import InputError, MissingExtra, SalaError
-from sala.lab.eval.likelihood import Asked, Likelihood, answer_all, score_pairs
+from sala.lab.eval.likelihood import Likelihood, Query, answer_all, score_pairs
 from sala.lab.eval.runner import Log, key_of
 from sala.protocol import Sampling
-from sala.text.answer import Answer, Plain, Untooled
-from sala.text.detokenize import Detokenizer
-from sala.text.reasoning import OPEN
 
 if TYPE_CHECKING:
     from sala.llm import LLM
@@ -118,24 +115,22 @@ class Examinee:
         keys = [self._key("write", ids, repr(wish.sampling)) for ids, wish in zip(prompts, wishes, strict=True)]
         found = {index: row["text"] for index, row in self._known(keys).items()}
         note(len(found), len(wishes))
-        asked = (self._ask(i, prompts[i], wishes[i].sampling) for i in range(len(wishes)) if i not in found)
-        stops = {index: wish.sampling.stop for index, wish in enumerate(wishes)} if self.is_chat else {}
-        for index, done in answer_all(self.llm, asked, lambda key, text: _first(text, stops.get(key, ())) < len(text)):
-            found[index] = done.text[: _first(done.text, stops.get(index, ()))]
+        queries = (self._query(i, prompts[i], wishes[i].sampling) for i in range(len(wishes)) if i not in found)
+        for index, done in answer_all(self.llm, queries):
+            found[index] = done.text
             self._keep(keys[index], {"text": found[index]})
             note(len(found), len(wishes))
         return [found[index] for index in range(len(wishes))]
 
-    def _ask(self, index: int, ids: list[int], sampling: Sampling) -> Asked:
-        """In a chat a stop counts only outside the reasoning, so it is looked for in what is shown."""
-        llm, stops = self.llm, () if self.is_chat else sampling.stop
-        is_open = self.is_chat and llm.tokenizer.decode(ids[-16:], skip_special=False).rstrip().endswith(OPEN)
+    def _query(self, index: int, ids: list[int], sampling: Sampling) -> Query:
+        """Prepare a generation. In a chat, stop strings do not count inside the reasoning."""
 
-        def make(ids: list[int], boundaries: tuple[int, ...]) -> Run:
-            answer = Answer(Detokenizer(llm.tokenizer, ids), stops, Untooled((), is_open) if self.is_chat else Plain())
-            return Run(Request(ids, sampling, llm.stop_ids, "", boundaries), answer, None)
+        def make(ids: list[int], boundaries: tuple[int, ...]) -> AnswerState:
+            is_chat = self.is_chat
+            call = Call(index, sampling, ids, is_chat=is_chat, boundaries=boundaries, stops_when_shown=is_chat)
+            return self.llm.inputs.prepare(call)[0]
 
-        return Asked(index, as_bytes(ids), make)
+        return Query(index, as_bytes(ids), make)
 
     def _key(self, kind: str, *asked: Any) -> str:
         return key_of(self._facts, {"kind": kind, "asked": asked, "chat": self.is_chat})
@@ -198,11 +193,6 @@ def to_sampling(settings: Mapping[str, Any], max_new_tokens: int = 256) -> Sampl
         stop=tuple(one for one in ([until] if isinstance(until, str) else until) if one),
         max_tokens=int(next((count for count in counts if count is not None), max_new_tokens)),
     )
-
-
-def _first(text: str, stops: Iterable[str]) -> int:
-    """Where the first of the stops begins; the length of the text if none is there."""
-    return min((at for at in map(text.find, stops) if at >= 0), default=len(text))
 
 
 @cache

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sala.engine.cache.prefix import TOKEN_BYTES, as_bytes, as_tokens
+from sala.engine.requests import Submission
 from sala.engine.sequence import Request
-from sala.engine.stream import Completion, Run
-from sala.errors import InputError, SalaError
+from sala.engine.stream import AnswerState, Completion
+from sala.errors import InputError
 from sala.protocol import Sampling, Verdict
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
     from sala.llm import LLM
 
-DICTATED = 64  # tokens of a continuation that are dictated however short its past is
-SHARED = 64  # tokens that must be the same for one to wait until another has read them
-QUEUED = 64  # requests that wait at a time
+MAX_DICTATED = 64  # tokens of a continuation that are dictated however short its past is
+MIN_SHARED = 64  # tokens that must be the same for one to wait until another has read them
+MAX_WAITING = 64  # requests that wait at a time
 CHUNK = 1024  # tokens whose logits are in memory at a time
 ROWS = 64  # of them that are turned into probabilities at a time
 Tokens = Sequence[int]
@@ -58,7 +59,7 @@ class Dictation:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Query:
     """A request to come: its prompt, and how to make it once it is known where its past may be shared.
 
     There may be very many of them: prompts are kept as bytes.
@@ -66,7 +67,7 @@ class Asked:
 
     key: int
     prompt: bytes
-    make: Callable[[list[int], tuple[int, ...]], Run]  # from its tokens, and the boundaries
+    make: Callable[[list[int], tuple[int, ...]], AnswerState]  # from its tokens, and the boundaries
 
 
 def score_pairs(llm: "LLM", pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[tuple[int, Likelihood]]:
@@ -98,88 +99,52 @@ def _is_dictated(llm: "LLM", context: Tokens, continuation: Tokens) -> bool:
     """Where the whole would be read by another rule than the context alone, the whole must be read."""
     sparse, length = llm.config.sparse_config, len(context) + len(continuation)
     is_same = sparse.sparse_from(len(context)) == sparse.sparse_from(length)
-    return is_same and len(continuation) <= max(DICTATED, len(context))
+    return is_same and len(continuation) <= max(MAX_DICTATED, len(context))
 
 
-def _dictate(llm: "LLM", index: int, context: Tokens, continuation: Tokens) -> Asked:
+def _dictate(llm: "LLM", index: int, context: Tokens, continuation: Tokens) -> Query:
     sampling = Sampling(temperature=0, max_tokens=len(continuation), logprobs=1, ignore_eos=True, seed=0)
     prompt, tokens = llm.encode(context), llm.encode(continuation)  # only checked
     if len(prompt) + len(tokens) > llm.ctx:
         raise InputError("pair", f"has {len(prompt) + len(tokens):,} tokens", f"the context holds {llm.ctx:,}")
 
-    def make(ids: list[int], boundaries: tuple[int, ...]) -> Run:
+    def make(ids: list[int], boundaries: tuple[int, ...]) -> AnswerState:
         controls = (Dictation(tokens, llm.config.vocab_size),)
-        return Run(Request(ids, sampling, boundaries=boundaries, controls=controls), None, None)
+        return AnswerState(Request(ids, sampling, boundaries=boundaries, controls=controls))
 
-    return Asked(index, as_bytes(prompt), make)
-
-
-def answer_all(
-    llm: "LLM", asked: Iterable[Asked], is_enough: Callable[[int, str], bool] = lambda *_: False
-) -> Iterator[tuple[int, Completion]]:
-    """Run all requests, those that begin alike one after the other, and yield (key, completion) as they end.
-
-    `is_enough` is told the key and the text so far; an answer of which it says so ends there.
-    """
-    queue = families(asked)
-    active: dict[int, tuple[int, Run]] = {}
-    texts: dict[int, str] = {}
-    try:
-        for family in [*queue, None]:
-            while active and (family is None or len(active) + len(family) > QUEUED):
-                _step(llm)
-                yield from _collect(llm, active, texts, is_enough)
-            if family is not None:
-                runs = [one.make(as_tokens(one.prompt), boundaries) for one, boundaries in family]
-                llm.submit(runs)
-                active |= {run.sequence.id: (one.key, run) for (one, _), run in zip(family, runs, strict=True)}
-    finally:
-        llm.drop([run for _, run in active.values()])
+    return Query(index, as_bytes(prompt), make)
 
 
-def _step(llm: "LLM") -> None:
-    llm.step()
-    if llm.engine.is_stuck:
-        raise SalaError("a request does not fit into the cache", "give it more memory (cache_memory)")
+def answer_all(llm: "LLM", queries: Iterable[Query]) -> Iterator[tuple[int, Completion]]:
+    """Run all requests, those that begin alike one after the other, and yield (key, completion) as they complete."""
+
+    def submissions() -> Iterator[tuple[Sequence[Query], Submission]]:
+        for family in families(queries):
+            group = [one.make(as_tokens(one.prompt), boundaries) for one, boundaries in family]
+            yield [one for one, _ in family], Submission([group])
+
+    for family, index, completion in llm.service.run_all(submissions(), MAX_WAITING):
+        if isinstance(completion, Exception):
+            raise completion
+        yield family[index].key, completion
 
 
-def _collect(
-    llm: "LLM",
-    active: dict[int, tuple[int, Run]],
-    texts: dict[int, str],
-    is_enough: Callable[[int, str], bool],
-) -> Iterator[tuple[int, Completion]]:
-    for number, (key, run) in list(active.items()):
-        events = llm.take(run)
-        text = "".join(event.text for event in events)
-        if text:
-            texts[number] = texts.get(number, "") + text
-            if not run.sequence.is_finished and is_enough(key, texts[number]):
-                llm.engine.cancel(run.sequence, "stop")
-                events = llm.take(run)
-        done = events[-1].completion if events else None
-        if done is not None:
-            del active[number]
-            texts.pop(number, None)
-            yield key, done
-
-
-def families(asked: Iterable[Asked]) -> list[list[tuple[Asked, tuple[int, ...]]]]:
+def families(queries: Iterable[Query]) -> list[list[tuple[Query, tuple[int, ...]]]]:
     """Requests that begin alike, together: the first reads what they share, up to a boundary, and the others wait.
 
     None is larger than what may wait; the rest of one finds the shared past in the cache.
     """
-    found: list[list[Asked]] = []
-    for one in sorted(asked, key=lambda one: one.prompt):
+    found: list[list[Query]] = []
+    for one in sorted(queries, key=lambda one: one.prompt):
         near = shared_len(found[-1][0].prompt, one.prompt) if found else 0
-        if found and near >= SHARED and len(found[-1]) < QUEUED:
+        if found and near >= MIN_SHARED and len(found[-1]) < MAX_WAITING:
             found[-1].append(one)
         else:
             found.append([one])
     return [_with_boundary(family) for family in found]
 
 
-def _with_boundary(family: Sequence[Asked]) -> list[tuple[Asked, tuple[int, ...]]]:
+def _with_boundary(family: Sequence[Query]) -> list[tuple[Query, tuple[int, ...]]]:
     common = min((shared_len(family[0].prompt, one.prompt) for one in family[1:]), default=0)
     boundaries: tuple[int, ...] = (common,) if common else ()
     return [(one, boundaries) for one in family]
@@ -203,13 +168,13 @@ def read_scores(
     They come a chunk at a time; what comes before `start` is read but not scored.
     """
     ids = llm.encode(ids)
-    at = 1  # the token that the next row of logits is about
-    for piece in llm.engine.score(ids, len(ids), min(CHUNK, llm.capacity.prefill_chunk)):
-        first, last = max(at, start), min(at + len(piece), len(ids))
-        if first < last:
-            yield _to_logprobs(piece[first - at : last - at], ids[first:last])
-        at += len(piece)
-        on_progress(min(at - 1, len(ids)), len(ids))
+
+    def reduce(logits: Any, at: int) -> tuple[Any, Any] | None:
+        first, last = max(at + 1, start), min(at + 1 + len(logits), len(ids))
+        return _to_logprobs(logits[first - at - 1 : last - at - 1], ids[first:last]) if first < last else None
+
+    chunk = min(CHUNK, llm.capacity.prefill_chunk)
+    yield from (part for part in llm.score_parts(llm.scoring(ids, reduce, chunk), on_progress) if part is not None)
 
 
 def _to_logprobs(logits: "np.ndarray[Any, Any]", targets: Tokens) -> tuple[Any, Any]:

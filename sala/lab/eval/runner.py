@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sala.engine.requests import Call
 from sala.engine.stream import Completion
-from sala.errors import InputError, SalaError
+from sala.errors import InputError
 from sala.lab.eval.record import Row
 from sala.lab.eval.tasks.case import Case
 from sala.lab.eval.tasks.haystack import Ids
 from sala.lab.eval.tasks.reasoning import Problem, judge
-from sala.llm import LLM, Call
+from sala.llm import LLM
 from sala.protocol import Sampling
 
 MIN_SHARED = 256  # tokens in common that are worth keeping
@@ -161,23 +162,8 @@ def count_shared(one: Ids, other: Ids) -> int:
 def answer(llm: LLM, case: Case, shared: int = 0, on_progress: Callable[[int, int], None] | None = None) -> Completion:
     """The greedy answer; the state after `shared` tokens is kept for the next case."""
     sampling = Sampling(temperature=0, max_tokens=case.max_tokens)
-    run = llm.prepare(case.token_ids.tolist(), sampling, on_progress=on_progress)[0]
-    if shared >= MIN_SHARED:
-        run.request.boundaries = (shared,)
-    completion: Completion | None = None
-    try:
-        llm.submit([run])
-        while completion is None:
-            llm.step()
-            for event in llm.take(run):
-                completion = event.completion or completion
-            if run.failure is not None:
-                raise run.failure
-            if completion is None and llm.engine.is_stuck:
-                raise SalaError("the prompt does not fit into the cache", "give it more memory: --cache-memory")
-    finally:
-        llm.drop([run])
-    return completion
+    boundaries = (shared,) if shared >= MIN_SHARED else ()
+    return llm.answer(Call(None, sampling, prompt=case.token_ids.tolist(), boundaries=boundaries), on_progress)
 
 
 def _warm(llm: LLM) -> None:

@@ -87,7 +87,8 @@ class SampledText:
         return self._write(num_tokens, length, _SEED + 1)
 
     def _write(self, num_tokens: int, length: int, seed: int) -> Tensor:
-        from sala.llm import LLM, Call
+        from sala.engine.requests import Call
+        from sala.llm import LLM
         from sala.protocol import Sampling
 
         count = max(1, num_tokens // length)

@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from sala.engine.stream import Completion
-from sala.errors import ContextTooLong, InputError
+from sala.engine.service import Stream
+from sala.engine.stream import Completion, PromptProgress, StreamItem
+from sala.errors import ContextTooLong, InputError, SlowReader
 from sala.llm import LLM
 from sala.protocol import SampledToken, Sampling
 from sala.server.api.chat_schema import Common
 from sala.server.http.errors import ApiError, from_exception
 from sala.server.http.sse import DONE, PING, encode
 from sala.server.settings import Settings
-from sala.server.worker import Item, Overflow, Reading, Stream
 
 SAME = (
     "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "presence_penalty", "frequency_penalty",
@@ -99,7 +99,7 @@ async def send_events(
     stream: Stream,
     ping_s: float,
     opening: Iterable[Mapping[str, Any]],
-    chunks: Callable[[Item], Iterable[Mapping[str, Any]]],
+    chunks: Callable[[StreamItem], Iterable[Mapping[str, Any]]],
     closing: Callable[[], Iterable[Mapping[str, Any]]],
     *,
     failing: Callable[[ApiError], Mapping[str, Any]] = ApiError.envelope,
@@ -114,7 +114,7 @@ async def send_events(
             yield write(chunk)
         while True:
             try:
-                item = await stream.next(max(0.001, ping_s - (time.monotonic() - spoke)))
+                item = await stream.aread(max(0.001, ping_s - (time.monotonic() - spoke)))
             except TimeoutError:
                 yield ping
                 spoke = time.monotonic()
@@ -128,13 +128,13 @@ async def send_events(
             yield write(chunk)
         if done:
             yield done
-    except Overflow:
+    except SlowReader:
         return
     except Exception as error:
         yield write(failing(from_exception(error)))
 
 
-def progress(reading: Reading) -> dict[str, Any]:
+def progress(reading: PromptProgress) -> dict[str, Any]:
     return {
         "total": reading.total,
         "cache": reading.cached,

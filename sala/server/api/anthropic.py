@@ -10,6 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from sala.engine.service import Stream
+from sala.engine.stream import StreamItem
 from sala.server.api import answers
 from sala.server.api.anthropic_blocks import Block, Blocks, Prepared, Step, build_chat, encode_named
 from sala.server.api.anthropic_schema import (
@@ -31,7 +33,6 @@ from sala.server.http.errors import ALWAYS, anthropic_envelope, dump
 from sala.server.http.sse import EventStream, until_gone
 from sala.server.runtime import LoadedModel, Runtime
 from sala.server.settings import Settings
-from sala.server.worker import Item, Stream
 from sala.text.stops import StopFinder
 
 FIELDS = {
@@ -204,7 +205,7 @@ class Reply:
             failing=anthropic_envelope, write=encode_named, ping=encode_named(PING), done=b"",
         )  # fmt: skip
 
-    def _events(self, item: Item) -> Iterator[dict[str, Any]]:
+    def _events(self, item: StreamItem) -> Iterator[dict[str, Any]]:
         for step in self._blocks.take(item):
             yield _event(step)
 

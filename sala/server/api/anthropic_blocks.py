@@ -1,19 +1,20 @@
 """Answers as a row of blocks, reasoning, text and calls: the form in which other interfaces than chats give them."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from sala.engine.stream import Completion
+from sala.engine.requests import Submission
+from sala.engine.service import Stream
+from sala.engine.stream import Completion, Event, StreamItem
 from sala.llm import LLM
 from sala.server.api.chat import Choice, Plan
 from sala.server.api.chat_schema import ChatRequest
 from sala.server.http.errors import ApiError, from_validation
 from sala.server.http.sse import encode
-from sala.server.worker import Item, Piece, Stream, Work
 from sala.text.tools import ToolCall
 
 Kind = Literal["reasoning", "text", "call"]
@@ -36,10 +37,10 @@ class Prepared:
         self._plan = plan
         self.num_tokens = 0
 
-    def prepare(self, llm: LLM, tell: Callable[[int, int], None]) -> Work:
-        work = self._plan.prepare(llm, tell)
-        self.num_tokens = len(work.groups[0][0].request.prompt)
-        return work
+    def prepare(self, llm: LLM) -> Submission:
+        submission = self._plan.prepare(llm)
+        self.num_tokens = len(submission.groups[0][0].request.prompt)
+        return submission
 
 
 @dataclass
@@ -71,16 +72,16 @@ class Blocks:
         self.all: list[Block] = []
 
     async def collect(self, stream: Stream) -> None:
-        while (item := await stream.next()) is not None:
+        while (item := await stream.aread()) is not None:
             for _ in self.take(item):
                 continue
 
-    def take(self, item: Item) -> Iterator[Step]:
-        if not isinstance(item, Piece):
+    def take(self, item: StreamItem) -> Iterator[Step]:
+        if not isinstance(item, Event):
             return
         self._choice.take(item)
         self._choice.sampled.clear()
-        delta = item.event.delta
+        delta = item.delta
         if delta.reasoning and self._plan.shows_reasoning:
             yield from self._grow("reasoning", delta.reasoning)
         if delta.tool_call is not None and self._may_call:

@@ -1,14 +1,16 @@
 """POST /chat/completions: a conversation in, the next message out, whole or piece by piece."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from sala.engine.stream import Completion
+from sala.engine.requests import Call, Submission
+from sala.engine.service import Stream
+from sala.engine.stream import Completion, Event, PromptProgress, StreamItem
 from sala.errors import InputError
 from sala.llm import LLM
 from sala.protocol import SampledToken, Sampling
@@ -19,7 +21,6 @@ from sala.server.http.errors import ALWAYS, ApiError, dump
 from sala.server.http.sse import EventStream, until_gone
 from sala.server.runtime import LoadedModel, Runtime
 from sala.server.settings import Settings
-from sala.server.worker import Item, Piece, Reading, Stream, Work
 from sala.text.tools import ToolCall
 
 router = APIRouter(tags=["chat"], route_class=StrictRoute)
@@ -104,17 +105,17 @@ class Plan:
         )
         return cls(body, sampling, tools, variables, not settings.no_think)
 
-    def prepare(self, llm: LLM, tell: Callable[[int, int], None]) -> Work:
-        """In the pool: rendering and encoding take their time."""
-        runs = llm.prepare_chat(
-            as_messages(self.body.messages),
+    def prepare(self, llm: LLM) -> Submission:
+        """Render and encode the conversation; runs in the thread pool."""
+        call = Call(
+            None,
             self.sampling,
+            messages=as_messages(self.body.messages),
             tools=self.tools,
             n=self.body.n or 1,
-            on_progress=tell if self.body.return_progress else None,
-            **self.variables,
+            variables=self.variables,
         )
-        return Work([runs])
+        return llm.inputs.submit(call, wants_progress=bool(self.body.return_progress))
 
     def encode(self, llm: LLM) -> list[int]:
         return llm.encode_chat(as_messages(self.body.messages), tools=self.tools, **self.variables)
@@ -214,13 +215,13 @@ class Choice:
     all_sampled: list[SampledToken] = field(default_factory=list)
     completion: Completion | None = None
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: Event) -> None:
         self.num_seen += len(piece.sampled)
         self.sampled += piece.sampled
-        if piece.event.delta.reasoning:
+        if piece.delta.reasoning:
             self.num_reasoning = self.num_seen
-        if piece.event.completion is not None:
-            self.completion = piece.event.completion
+        if piece.completion is not None:
+            self.completion = piece.completion
             if self.completion.stop_token is not None and self.sampled:
                 self.sampled.pop()  # the end token is no part of the answer
 
@@ -238,8 +239,8 @@ class Chat:
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer."""
-        while (item := await self._stream.next()) is not None:
-            if isinstance(item, Piece):
+        while (item := await self._stream.aread()) is not None:
+            if isinstance(item, Event):
                 self._choices[item.index].take(item)
         return {
             **answers.head("chat.completion", "chatcmpl", self._model.id),
@@ -281,10 +282,10 @@ class Chat:
         logprobs = self._logprobs(choice)
         return {"index": index, "message": message, "logprobs": logprobs, **answers.finish(completion)}
 
-    def _chunks(self, item: Item) -> Iterator[dict[str, Any]]:
-        if isinstance(item, Reading):
+    def _chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
+        if isinstance(item, PromptProgress):
             yield {**self._chunk(0, {}), "prompt_progress": answers.progress(item)}
-        if not isinstance(item, Piece):
+        if not isinstance(item, Event):
             return
         choice = self._choices[item.index]
         choice.take(item)
@@ -297,8 +298,8 @@ class Chat:
                 last["timings"] = answers.timings(self._completions())
             yield last
 
-    def _deltas(self, choice: Choice, piece: Piece) -> Iterator[dict[str, Any]]:
-        delta = piece.event.delta
+    def _deltas(self, choice: Choice, piece: Event) -> Iterator[dict[str, Any]]:
+        delta = piece.delta
         if delta.reasoning and self._plan.shows_reasoning:
             yield {"reasoning_content": delta.reasoning}
         if delta.tool_call is not None and self._allowed([None] * (choice.num_calls + 1))[choice.num_calls :]:

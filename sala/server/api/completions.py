@@ -1,13 +1,16 @@
 """POST /completions: a text or token ids in, what follows out. Also scores a text, for evaluations."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from sala.engine.stream import Completion
+from sala.engine.requests import Call, Submission
+from sala.engine.service import Stream
+from sala.engine.stream import Completion, Event, PromptProgress, PromptScores, StreamItem
 from sala.llm import LLM
 from sala.protocol import SampledToken, Sampling
 from sala.server.api import answers
@@ -17,7 +20,7 @@ from sala.server.http.errors import ALWAYS, dump
 from sala.server.http.sse import EventStream, until_gone
 from sala.server.runtime import LoadedModel, Runtime
 from sala.server.settings import Settings
-from sala.server.worker import Item, Piece, Reading, Scored, Scoring, Stream, Work
+from sala.server.worker import SCORE_CHUNK
 from sala.text.detokenize import Detokenizer
 
 router = APIRouter(tags=["completions"], route_class=StrictRoute)
@@ -70,19 +73,18 @@ class Plan:
     def is_scored(self) -> bool:
         return bool(self.body.echo) and self.body.logprobs is not None
 
-    def prepare(self, llm: LLM, tell: Callable[[int, int], None]) -> Work:
-        """In the pool: encoding takes its time."""
+    def prepare(self, llm: LLM) -> Submission:
+        """Encode the prompts; runs in the thread pool."""
         self.ids = [llm.encode(prompt) for prompt in self.prompts]
-        work = Work()
+        submission = Submission(wants_progress=bool(self.body.return_progress))
         for index, ids in enumerate(self.ids):
             if self.body.max_tokens != 0:
-                on_progress = tell if self.body.return_progress else None
-                work.groups.append(llm.prepare(ids, self.sampling, n=self.num_answers, on_progress=on_progress))
+                submission.groups.append(llm.inputs.prepare(Call(None, self.sampling, prompt=ids, n=self.num_answers)))
             else:
                 llm.engine.check(ids)
             if self.is_scored:
-                work.scores.append(Scoring(index, ids, self.body.logprobs or 0))
-        return work
+                submission.scores.append(llm.token_scoring(ids, self.body.logprobs or 0, SCORE_CHUNK, index))
+        return submission
 
 
 @dataclass
@@ -145,7 +147,7 @@ class Continuation:
         return self._choices[prompt * count : (prompt + 1) * count]
 
     async def collect(self) -> dict[str, Any]:
-        while (item := await self._stream.next()) is not None:
+        while (item := await self._stream.aread()) is not None:
             self._take(item)
         answer = {
             **answers.head("text_completion", "cmpl", self._model.id),
@@ -160,35 +162,35 @@ class Continuation:
         opening = [self._chunk(index) for index in echoed]
         return answers.send_events(self._stream, ping_s, opening, self._chunks, self._closing)
 
-    def _take(self, item: Item) -> list[int]:
+    def _take(self, item: StreamItem) -> list[int]:
         """Book what has come; the answers that it belongs to."""
-        if isinstance(item, Scored):
+        if isinstance(item, PromptScores):
             self._take_scores(item)
             count = self._plan.num_answers
             return list(range(item.index * count, (item.index + 1) * count))
-        if not isinstance(item, Piece):
+        if not isinstance(item, Event):
             return []
         choice = self._choices[item.index]
         for sampled in item.sampled:
             if self._speller is not None:
                 choice.add(self._speller, sampled)
-        choice.text += item.event.delta.text
-        choice.completion = item.event.completion or choice.completion
+        choice.text += item.delta.text
+        choice.completion = item.completion or choice.completion
         return [item.index]
 
-    def _take_scores(self, scored: Scored) -> None:
+    def _take_scores(self, scored: PromptScores) -> None:
         if self._speller is None:
             return
         ids = self._plan.ids[scored.index]
         for choice in self._of(scored.index):
             reader = Detokenizer(self._model.llm.tokenizer)
-            for sampled in (SampledToken(ids[0]), *scored.sampled):
+            for sampled in (SampledToken(ids[0]), *chain.from_iterable(scored.parts)):
                 choice.add(self._speller, sampled, is_first=not choice.tokens)
                 choice.text += reader.push(sampled.token)
             choice.text += reader.flush()
 
-    def _chunks(self, item: Item) -> Iterator[dict[str, Any]]:
-        if isinstance(item, Reading):
+    def _chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
+        if isinstance(item, PromptProgress):
             yield {**self._chunk(0), "prompt_progress": answers.progress(item)}
         for index in self._take(item):
             choice = self._choices[index]

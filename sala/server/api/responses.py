@@ -9,6 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from sala.engine.service import Stream
+from sala.engine.stream import StreamItem
 from sala.server.api import answers
 from sala.server.api.anthropic_blocks import Block, Blocks, Step, build_chat, encode_named
 from sala.server.api.chat import Plan
@@ -29,7 +31,6 @@ from sala.server.http.errors import ALWAYS, ApiError, dump
 from sala.server.http.sse import EventStream, until_gone
 from sala.server.runtime import LoadedModel, Runtime
 from sala.server.settings import Settings
-from sala.server.worker import Item, Stream
 
 router = APIRouter(tags=["responses"], route_class=StrictRoute)
 FIELDS = {
@@ -172,7 +173,7 @@ class Reply:
             failing=self._failing, write=encode_named, done=b"",
         )  # fmt: skip
 
-    def _events(self, item: Item) -> Iterator[dict[str, Any]]:
+    def _events(self, item: StreamItem) -> Iterator[dict[str, Any]]:
         for step in self._blocks.take(item):
             yield from {"begin": self._begin, "grow": self._grow, "end": self._end}[step.what](step)
 

@@ -6,8 +6,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from sala.engine.requests import COUNT_LIMIT
 from sala.errors import InputError
-from sala.llm import LLM, PATIENCE
+from sala.llm import LLM
 from sala.server.api import answers
 from sala.server.api.chat import FIELDS, as_messages
 from sala.server.api.chat_schema import MAX_TOOLS, Message, Strict, StrictRoute, TokenIds, Tool
@@ -73,7 +74,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
             ends_open = body.add_generation_prompt
             return llm.encode_chat(as_messages(body.messages), tools=tools, add_generation_prompt=ends_open)
         text = body.prompt if body.prompt is not None else body.content
-        return llm.tokenizer.encode(text or "", body.add_special_tokens, max_tokens=llm.ctx, patience=PATIENCE)
+        return llm.tokenizer.encode(text or "", body.add_special_tokens, max_tokens=llm.ctx, count_limit=COUNT_LIMIT)
 
     with answers.naming(FIELDS):
         ids = await until_gone(request, model.worker.call(encode))

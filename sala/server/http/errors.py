@@ -16,9 +16,20 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sala.errors import ContextTooLong, InputError, MissingExtra, NoTokenizer, SalaError, TemplateError
+from sala.errors import (
+    ContextTooLong,
+    EngineClosed,
+    EngineDead,
+    InputError,
+    MissingExtra,
+    NoTokenizer,
+    QueueFull,
+    SalaError,
+    TemplateError,
+)
 
 MAX_MESSAGE = 1000
+RETRY_S = 2  # when the queue is full
 METHODS = ("DELETE", "GET", "HEAD", "POST")
 CLIENT_GONE = 499  # nobody reads it; it is for the log
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -152,6 +163,12 @@ def from_exception(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param="messages", code="invalid_value")
     if isinstance(error, MissingExtra):
         return ApiError(400, str(error), code="not_available")
+    if isinstance(error, QueueFull):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_S)})
+    if isinstance(error, EngineClosed):
+        return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "30"})
+    if isinstance(error, EngineDead):
+        return ApiError(500, "the engine has stopped; restart the server", code="engine_dead")
     if is_out_of_memory(error):
         return ApiError(
             503,

@@ -1,0 +1,338 @@
+"""What the engine thread does: take orders, step the engine, turn tokens into events, hand them over, once per step.
+
+Only `engine.service` uses this module. Between steps the thread scores prompts a chunk at a time and runs tasks that
+need the engine for themselves. An error that belongs to one request ends that request.
+"""
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sala.engine.engine import Engine, Update
+from sala.engine.requests import PromptScoring, Submission
+from sala.engine.stream import AnswerState, Completion, PromptProgress, PromptScores, StreamItem, Usage
+from sala.errors import CacheTooSmall, EngineClosed, EngineDead, InputError, SalaError
+
+IDLE_S = 1.0  # longest sleep of an idle engine thread, so that its heartbeat stays recent
+_log = logging.getLogger("sala.engine")
+
+
+class Observer(Protocol):
+    """Counts requests. Called from the engine thread and from readers: cheap and thread-safe."""
+
+    def accepted(self) -> None: ...
+
+    def rejected(self) -> None: ...
+
+    def finished(self, reason: str, usage: Usage, first_token_s: float, decode_s: float) -> None: ...
+
+
+class RequestHandle:
+    """A request between acceptance and its end. `push` gets (items, is_over, error) on the engine thread."""
+
+    def __init__(self, push: Callable[[Sequence[StreamItem], bool, BaseException | None], None]) -> None:
+        self.push = push
+        self.accepted_at = time.monotonic()
+        self.is_cancelled = False
+        self.is_started = False
+        self.ended = threading.Event()
+        self.submission = Submission()
+        # for the engine thread alone:
+        self.left: dict[int, AnswerState] = {}
+        self.scores: deque[PromptScoring] = deque()
+        self.pieces: Iterator[Any] | None = None  # logits of the first of `scores`
+        self.parts: list[Any] = []
+        self.num_scored = 0
+        self.events: list[StreamItem] = []
+        self.completions: list[Completion] = []
+        self.first_token_at: float | None = None
+
+    def usage(self) -> Usage:
+        """Count the tokens of all answers together; a prompt counts once, however many answers it gets."""
+        prompt = cached = sampled = 0
+        for group in self.submission.groups:
+            prompt += len(group[0].request.prompt)
+            sampled += sum(len(state.sequence.sampled) for state in group if state.is_begun)
+            cached += (group[0].sequence.num_cached or 0) if group[0].is_begun else 0
+        prompt += sum(len(scoring.ids) for scoring in self.submission.scores)
+        return Usage(prompt, sampled, cached)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to run on the engine thread between two steps."""
+
+    work: Callable[[], Any]
+    future: "Future[Any]"
+
+    def run(self) -> None:
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(self.work())
+            except Exception as error:
+                self.future.set_exception(error)
+
+
+Order = RequestHandle | Task | None  # None: look around
+
+
+class EngineLoop:
+    """The state of the engine thread. `orders` and `is_stopping` are the only ways in from other threads."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self.observer: Observer | None = None
+        self.log: logging.Logger | None = None
+        self.on_step: Callable[[], None] | None = None
+        self.beat = time.monotonic()
+        self.is_stopping = False
+        self.failure: SalaError | None = None  # why the loop has ended
+        self._active: list[RequestHandle] = []
+        self._owners: dict[int, tuple[RequestHandle, AnswerState]] = {}  # by the id of the sequence
+
+    def start(self) -> threading.Thread:
+        """Start a thread that runs until the loop is stopped or no longer referenced."""
+        arguments = (weakref.ref(self), self.orders)
+        thread = threading.Thread(target=_run, args=arguments, name="sala-engine", daemon=True)
+        thread.start()
+        return thread
+
+    def run(self, order: Order) -> bool:
+        """Work until there is nothing to do. Return False if the loop has ended."""
+        try:
+            self._take_orders(order)
+            while self._active and not self.is_stopping:
+                self._drop_cancelled()
+                if self._active:
+                    self._step()
+                self._take_orders(None)
+            if not self.is_stopping:
+                return True
+            self._end(EngineClosed())
+        except BaseException as error:
+            _log.exception("the engine has stopped")
+            dead = EngineDead()
+            dead.__cause__ = error
+            self._end(dead)
+        return False
+
+    def reject_orders(self) -> None:
+        """Fail the orders that arrived after the loop had ended."""
+        while (order := self._next_order()) is not False:
+            if isinstance(order, Task):
+                order.future.set_exception(self.failure)
+            elif order is not None:
+                order.push((), True, self.failure)
+                self._finish(order, "error")
+
+    def _next_order(self) -> Order | bool:
+        """Return the next order; False if there is none."""
+        try:
+            return self.orders.get_nowait()
+        except queue.Empty:
+            return False
+
+    def _take_orders(self, order: Order | bool) -> None:
+        while order is not False:
+            self.beat = time.monotonic()
+            if isinstance(order, Task):
+                order.run()
+            elif isinstance(order, RequestHandle):
+                self._begin(order)
+            order = self._next_order()
+        self.beat = time.monotonic()
+
+    def _begin(self, handle: RequestHandle) -> None:
+        handle.scores = deque(handle.submission.scores)
+        self._active.append(handle)
+        if not handle.scores:
+            self._submit(handle)
+
+    def _submit(self, handle: RequestHandle) -> None:
+        """Queue all answers of a request in the engine; the first of a group computes the prompt for all of it."""
+        try:
+            for group in handle.submission.groups:
+                first = None
+                for number, state in enumerate(group):
+                    state.index = len(handle.left)
+                    state.begin(self.engine.submit(state.request, first, number))
+                    first = first or state.sequence
+                    self._owners[state.sequence.id] = handle, state
+                    handle.left[state.index] = state
+        except Exception as error:
+            self._fail(handle, error)
+
+    def _drop_cancelled(self) -> None:
+        for handle in [handle for handle in self._active if handle.is_cancelled]:
+            self._finish(handle, "cancelled")
+
+    def _step(self) -> None:
+        updates = self.engine.step()
+        if self.on_step is not None:
+            self.on_step()
+        self._receive(updates)
+        has_scored = self._score()
+        if self.engine.is_stuck and not has_scored:
+            self._fail(next((handle for handle in self._active if handle.left), self._active[0]), CacheTooSmall())
+        for handle in list(self._active):
+            self._deliver(handle)
+
+    def _receive(self, updates: list[Update]) -> None:
+        """Turn the tokens of a step into events."""
+        for update in updates:
+            handle, state = self._owners.get(update.sequence.id, (None, None))
+            if handle is None or state is None:
+                continue
+            if update.sampled and handle.first_token_at is None:
+                handle.first_token_at = time.monotonic()
+            try:
+                events = state.receive(update)
+            except Exception as error:
+                self._fail(handle, error)
+                continue
+            if handle.submission.is_streamed:
+                handle.events += events
+            if state.is_stopped:
+                self.engine.cancel(update.sequence, "stop")
+
+    def _score(self) -> bool:
+        """Score a chunk of the first prompt that asks for it. Return whether any request got further."""
+        handle = next((handle for handle in self._active if handle.scores), None)
+        if handle is None:
+            return False
+        scoring = handle.scores[0]
+        try:
+            if handle.pieces is None:
+                length = len(scoring.ids) if scoring.prompt_len is None else scoring.prompt_len
+                handle.pieces = self.engine.score(scoring.ids, length, scoring.chunk)
+                handle.num_scored, handle.parts = 0, []
+            piece = next(handle.pieces)
+            handle.is_started = True
+            handle.parts.append(scoring.reduce(piece, handle.num_scored))
+            handle.num_scored += len(piece)
+            self._tell_scores(handle, scoring)
+        except InputError as error:
+            handle.pieces = None
+            if self.engine.scheduler.running:  # there is no space beside them: try again later
+                return False
+            self._fail(handle, error)
+        except Exception as error:
+            self._fail(handle, error)
+        return True
+
+    def _tell_scores(self, handle: RequestHandle, scoring: PromptScoring) -> None:
+        if handle.submission.wants_progress:
+            seconds = time.monotonic() - handle.accepted_at
+            handle.events.append(PromptProgress(scoring.index, len(scoring.ids), 0, handle.num_scored, seconds))
+        if handle.num_scored == len(scoring.ids):
+            self._close_pieces(handle)
+            handle.events.append(PromptScores(scoring.index, handle.parts))
+            handle.scores.popleft()
+            if not handle.scores:
+                self._submit(handle)
+
+    def _deliver(self, handle: RequestHandle) -> None:
+        """Hand over what the last step brought."""
+        items = self._progress(handle) if handle.submission.wants_progress else []
+        items += handle.events
+        handle.events = []
+        try:
+            for index, state in list(handle.left.items()):
+                handle.is_started = handle.is_started or state.sequence.slot is not None
+                if state.sequence.is_finished:
+                    items += self._complete(handle, state)
+                    del handle.left[index]
+        except Exception as error:
+            handle.events = items
+            self._fail(handle, error)
+            return
+        is_over = not handle.left and not handle.scores
+        if is_over:
+            self._finish(handle, handle.completions[0].finish_reason if handle.completions else "stop")
+        if items or is_over:
+            handle.push(items, is_over, None)
+
+    def _progress(self, handle: RequestHandle) -> list[StreamItem]:
+        """Report prefill, of the first answer of each group."""
+        items: list[StreamItem] = []
+        for group in handle.submission.groups:
+            state = group[0]
+            done = state.progress() if state.index in handle.left and state.is_begun else None
+            if done is not None:
+                sequence, seconds = state.sequence, time.monotonic() - handle.accepted_at
+                items.append(PromptProgress(state.index, sequence.prompt_len, sequence.num_cached or 0, done, seconds))
+        return items
+
+    def _complete(self, handle: RequestHandle, state: AnswerState) -> list[StreamItem]:
+        self._owners.pop(state.sequence.id, None)
+        events = state.finish()
+        completion = events[-1].completion
+        assert completion is not None
+        handle.completions.append(completion)
+        return [*events] if handle.submission.is_streamed else [events[-1]]
+
+    def _fail(self, handle: RequestHandle, error: BaseException) -> None:
+        if not isinstance(error, SalaError):
+            if self.log is not None:
+                self.log.error("a request failed: %s", type(error).__name__, exc_info=error)
+            self.engine.probe()  # a device that is lost is the end of the engine, not of one request
+        items, handle.events = handle.events, []
+        self._finish(handle, "error")
+        handle.push(items, True, error)
+
+    def _finish(self, handle: RequestHandle, reason: str) -> None:
+        """Drop what is left of a request."""
+        if handle in self._active:
+            self._active.remove(handle)
+        self._close_pieces(handle)
+        for group in handle.submission.groups:
+            for state in group:
+                if state.is_begun:
+                    self.engine.cancel(state.sequence)
+                    self._owners.pop(state.sequence.id, None)
+        usage = handle.usage()
+        handle.left, handle.scores, handle.submission, handle.parts = {}, deque(), Submission(), []
+        now = time.monotonic()
+        first = handle.first_token_at or now
+        handle.ended.set()
+        if self.observer is not None:
+            self.observer.finished(reason, usage, first - handle.accepted_at, now - first)
+
+    def _close_pieces(self, handle: RequestHandle) -> None:
+        if handle.pieces is not None:
+            handle.pieces.close()  # type: ignore[attr-defined]
+            handle.pieces = None
+
+    def _end(self, failure: SalaError) -> None:
+        """Fail every request: the loop has ended."""
+        self.failure = failure
+        for handle in list(self._active):
+            handle.push((), True, failure)
+            try:
+                self._finish(handle, "error")
+            except Exception:
+                _log.exception("a request could not be ended")
+                handle.ended.set()
+        self._active.clear()
+        self.reject_orders()
+
+
+def _run(loop_ref: "weakref.ref[EngineLoop]", orders: "queue.SimpleQueue[Order]") -> None:
+    """The engine thread. While idle it holds no reference to the model, so that a dropped model is freed."""
+    while True:
+        try:
+            order = orders.get(timeout=IDLE_S)
+        except queue.Empty:
+            order = None
+        loop = loop_ref()
+        if loop is None or not loop.run(order):
+            return
+        del loop, order

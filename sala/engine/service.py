@@ -1,0 +1,503 @@
+"""The engine service: one thread owns the engine; requests go in, streams of events come out.
+
+Nothing else steps the engine. `LLM`, `AsyncLLM`, the server, batch, evaluation and benchmarks all submit to a service.
+
+    submission = inputs.submit(Call(None, sampling, prompt="Hello"))  # engine.requests: checks and encodes
+    with service.submit(submission) as stream:                        # queues it; from any thread
+        for item in stream: ...                                       # or: async for item in stream
+    stream = await service.open(prepare)                              # `prepare() -> Submission` runs in a thread pool
+
+**A stream** yields `Event`s (a piece of answer `index`; the last event of each answer carries its `completion`), and on
+request `PromptProgress` and `PromptScores`. It ends when all answers are complete, or raises what the request failed
+with: the error of this request alone, or EngineClosed, EngineDead, SlowReader. `read(timeout)` and `aread(timeout)`
+return the next item, None at the end, and raise TimeoutError. One reader per stream. `close()` must be called when the
+stream is no longer read, also at its end (`with` does): it cancels what is left of the request.
+
+**Delivery** happens once per step, not per token; a reader that is behind is not woken again. Answers are computed
+whether or not they are read. A stream opened with `max_pending` bytes is cancelled when more than that is unread
+(`overflowed` is set, reading raises SlowReader); the other streams are unaffected.
+
+**Admission**: with `max_queue`, a request that finds that many waiting raises QueueFull. Requests are counted
+(`num_requests`) from acceptance until their stream is closed.
+
+**The engine thread** starts with the first request (or `start()`), does all work on the device (steps, scoring,
+`execute`), and ends when the service is closed or garbage-collected; at interpreter exit it is stopped after its step.
+A failing step ends only the request that caused it; if the device is lost (`engine.probe()` raises), or on an error
+outside of requests, the engine is dead: every open stream and every later request raises EngineDead.
+
+**Hooks**: `observer` counts requests (any thread; cheap), `log` receives the errors of failed requests, `on_step` is
+called on the engine thread after each step. Set them with `observe` before the first request.
+"""
+
+import asyncio
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Generic, Self, TypeVar
+
+from sala.engine.engine import Engine
+from sala.engine.loop import EngineLoop, Observer, RequestHandle, Task
+from sala.engine.requests import Submission
+from sala.engine.stream import Completion, Event, StreamItem
+from sala.errors import EngineClosed, EngineDead, QueueFull, SlowReader
+
+EVENT_BYTES = 64  # what an event weighs besides its text
+WAIT_S = 1.0  # longest uninterruptible wait of a synchronous reader
+CLOSE_S = 60.0  # longest wait for the step in progress when a service is closed
+EXIT_S = 10.0  # the same when the interpreter exits
+NUM_PREPARERS = 2
+T = TypeVar("T")
+K = TypeVar("K")
+_running: "weakref.WeakSet[EngineService]" = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    waiting: int
+    running: int
+    pages_used: int
+    num_pages: int
+    slots_used: int
+    num_slots: int
+    num_snapshots: int
+    num_preemptions: int
+    heartbeat_s: float  # seconds since the engine thread last went round its loop
+    is_alive: bool
+
+
+class Inbox(Generic[T]):
+    """A queue from the engine thread to one reader, synchronous or asynchronous. A reader is woken only if it waits."""
+
+    def __init__(self) -> None:
+        self._entries: deque[T] = deque()
+        self._wake: Callable[[], object] | None = None  # set by a reader that waits
+
+    def put(self, *entries: T) -> None:
+        self._entries.extend(entries)
+        self.notify()
+
+    def notify(self) -> None:
+        wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
+
+    def wait(self, is_ready: Callable[[], object], timeout: float | None = None) -> None:
+        """Block until `is_ready`, which a `put` or `notify` must bring about. Raises TimeoutError."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not is_ready():
+            lock = threading.Lock()
+            lock.acquire()
+            self._wake = lock.release
+            if is_ready():  # it happened before the writer could know of us
+                return
+            left = WAIT_S if deadline is None else min(WAIT_S, deadline - time.monotonic())
+            if left <= 0:
+                raise TimeoutError
+            lock.acquire(timeout=left)
+
+    async def await_(self, is_ready: Callable[[], object], timeout: float | None = None) -> None:
+        """Like `wait`, without blocking the event loop."""
+        loop = asyncio.get_running_loop()
+        while not is_ready():
+            event = asyncio.Event()
+            self._wake = lambda event=event: _call_soon(loop, event.set)
+            if is_ready():
+                return
+            async with asyncio.timeout(timeout):
+                await event.wait()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def take(self) -> T | None:
+        return self._entries.popleft() if self._entries else None
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def get(self) -> T:
+        self.wait(lambda: self._entries)
+        return self._entries.popleft()
+
+    async def aget(self) -> T:
+        await self.await_(lambda: self._entries)
+        return self._entries.popleft()
+
+
+class Stream:
+    """The answers to one request. See the module's docstring."""
+
+    def __init__(
+        self,
+        service: "EngineService",
+        max_pending: int | None = None,
+        event_loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._service = service
+        self._max_pending = max_pending
+        self._event_loop = event_loop
+        self._inbox: Inbox[StreamItem] = Inbox()
+        self._num_in = self._num_out = 0  # bytes, written by the engine thread and by the reader
+        self._error: BaseException | None = None
+        self._is_over = False
+        self.overflowed = asyncio.Event()  # set on the event loop that opened the stream
+        self.handle = RequestHandle(self._push)
+
+    def read(self, timeout: float | None = None) -> StreamItem | None:
+        """Return the next item; None at the end. Raises what the request failed with, and TimeoutError."""
+        self._inbox.wait(self._is_ready, timeout)
+        return self._take()
+
+    async def aread(self, timeout: float | None = None) -> StreamItem | None:
+        """Like `read`, without blocking the event loop."""
+        await self._inbox.await_(self._is_ready, timeout)
+        return self._take()
+
+    def __iter__(self) -> Iterator[StreamItem]:
+        while (item := self.read()) is not None:
+            yield item
+
+    async def __aiter__(self) -> AsyncIterator[StreamItem]:
+        while (item := await self.aread()) is not None:
+            yield item
+
+    def close(self, wait: bool = False) -> None:
+        """Cancel what is left of the request. With `wait`, return only when the engine has dropped it."""
+        self._is_over = True
+        self._inbox.notify()
+        self._service.release(self.handle, wait)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(wait=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def _is_ready(self) -> bool:
+        return len(self._inbox) > 0 or self._is_over
+
+    def _take(self) -> StreamItem | None:
+        item = self._inbox.take()
+        if item is not None:
+            self._num_out += _weight(item)
+        elif self._error is not None:
+            raise self._error
+        return item
+
+    def _push(self, items: Sequence[StreamItem], is_over: bool, error: BaseException | None) -> None:
+        """Called on the engine thread."""
+        if self._is_over:
+            return
+        self._inbox.put(*items)
+        self._num_in += sum(_weight(item) for item in items)
+        if self._max_pending is not None and self._num_in - self._num_out > self._max_pending:
+            self._inbox.clear()
+            self.handle.is_cancelled = True
+            error = SlowReader()
+            if self._event_loop is not None:
+                _call_soon(self._event_loop, self.overflowed.set)
+        self._error = error
+        self._is_over = is_over or error is not None
+        if self._is_over:
+            self._inbox.notify()
+
+
+def _ignore(items: Sequence[StreamItem], is_over: bool, error: BaseException | None) -> None:
+    """Take what a request still sends after its reader has left."""
+
+
+def _weight(item: StreamItem) -> int:
+    if not isinstance(item, Event) or item.completion is not None:
+        return 0  # there are few of them
+    num_rivals = sum(len(sampled.top_logprobs) for sampled in item.sampled)
+    return EVENT_BYTES * (1 + num_rivals) + len(item.delta.text) + len(item.delta.reasoning)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:  # the loop is closed: nothing waits on it any more
+        return
+
+
+class EngineService:
+    """Runs one engine for any number of readers. See the module's docstring."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.max_queue: int | None = None
+        self._loop = EngineLoop(engine)
+        self._handles: set[RequestHandle] = set()  # from acceptance until the reader has closed its stream
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._is_closing = False
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a loaded model cannot be pickled; load it in the process that uses it")
+
+    def observe(
+        self,
+        observer: Observer | None = None,
+        log: logging.Logger | None = None,
+        on_step: Callable[[], None] | None = None,
+    ) -> None:
+        """Set the hooks; see the module's docstring."""
+        self._loop.observer, self._loop.log, self._loop.on_step = observer, log, on_step
+
+    def start(self) -> None:
+        """Start the engine thread, if it does not run yet."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = self._loop.start()
+                _running.add(self)
+                _register_exit()
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests have been accepted and not been closed by their readers."""
+        return len(self._handles)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._loop.failure is None and (self._thread is None or self._thread.is_alive())
+
+    def status(self) -> ServiceStatus:
+        engine, handles = self.engine, list(self._handles)
+        hybrid, capacity = engine.hybrid, engine.capacity
+        running = sum(handle.is_started for handle in handles)
+        return ServiceStatus(
+            waiting=len(handles) - running,
+            running=running,
+            pages_used=capacity.num_pages - hybrid.pages.num_free,
+            num_pages=capacity.num_pages,
+            slots_used=capacity.num_slots - hybrid.slots.num_free,
+            num_slots=capacity.num_slots,
+            num_snapshots=len(hybrid.prefix),
+            num_preemptions=engine.scheduler.num_preemptions,
+            heartbeat_s=0.0 if self._thread is None else time.monotonic() - self._loop.beat,
+            is_alive=self.is_alive,
+        )
+
+    def submit(self, submission: Submission) -> Stream:
+        """Queue a request and return its stream. Raises QueueFull, EngineClosed and EngineDead."""
+        stream = Stream(self)
+        self._accept(stream.handle)
+        self._queue(stream.handle, submission)
+        return stream
+
+    async def open(self, prepare: Callable[[], Submission], max_pending: int | None = None) -> Stream:
+        """Prepare a request in the thread pool, queue it and return its stream.
+
+        Raises what `prepare` raises, and like `submit`, before anything is queued. The request counts as waiting while
+        it is prepared.
+        """
+        stream = Stream(self, max_pending, asyncio.get_running_loop())
+        self._accept(stream.handle)
+        try:
+            submission = await self.call(prepare)
+            self._check_alive()
+        except BaseException:
+            self._handles.discard(stream.handle)
+            raise
+        self._queue(stream.handle, submission)
+        return stream
+
+    async def call(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run something that does not need the engine, such as encoding, in the thread pool."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(NUM_PREPARERS, "sala-prepare")
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+    def execute(self, work: Callable[..., T], *arguments: Any) -> "Future[T]":
+        """Run something on the engine thread, between two steps: what needs the engine or the device for itself."""
+        self._check_alive()
+        future: Future[T] = Future()
+        self.start()
+        self._loop.orders.put(Task(lambda: work(*arguments), future))
+        if self._loop.failure is not None:
+            self._loop.reject_orders()
+        return future
+
+    def run_all(
+        self, source: Iterable[tuple[K, Submission | Exception]], max_waiting: int
+    ) -> Iterator[tuple[K, int, Completion | Exception]]:
+        """Answer (key, submission) pairs, at most `max_waiting` answers at a time, taking them only as there is room.
+
+        Yields (key, index of the answer, completion) in order of completion; instead of a completion the error of a
+        submission that failed, or that was given as an error.
+        """
+        batch: _Batch[K] = _Batch(self, max_waiting)
+        pairs = iter(source)
+        try:
+            while True:
+                while batch.can_add() and (pair := next(pairs, None)) is not None:
+                    batch.add(*pair)
+                if batch.is_done:
+                    return
+                yield from batch.take(batch.inbox.get())
+        finally:
+            batch.close()
+
+    async def arun_all(
+        self, source: AsyncIterator[tuple[K, Submission | Exception]], max_waiting: int
+    ) -> AsyncIterator[tuple[K, int, Completion | Exception]]:
+        """Like `run_all`, without blocking the event loop."""
+        batch: _Batch[K] = _Batch(self, max_waiting)
+        try:
+            while True:
+                while batch.can_add() and (pair := await anext(source, None)) is not None:
+                    batch.add(*pair)
+                if batch.is_done:
+                    return
+                for found in batch.take(await batch.inbox.aget()):
+                    yield found
+        finally:
+            batch.close(wait=False)
+
+    def release(self, handle: RequestHandle, wait: bool = False) -> None:
+        """Cancel what is left of a request. May be called from a finalizer on any thread, so it takes no lock."""
+        handle.is_cancelled = True
+        handle.push = _ignore
+        is_known = handle in self._handles
+        self._handles.discard(handle)
+        if is_known and not handle.ended.is_set():
+            self._loop.orders.put(None)
+            is_own_thread = threading.current_thread() is self._thread
+            while wait and not is_own_thread and self.is_alive and not handle.ended.wait(WAIT_S):
+                continue
+
+    def close(self, drain_s: float = 0.0) -> bool:
+        """Accept no more requests, give the open ones `drain_s` to end, then stop the engine thread.
+
+        Return whether it has stopped: only then may the model's memory be freed.
+        """
+        self._is_closing = True
+        deadline = time.monotonic() + drain_s
+        while self._handles and time.monotonic() < deadline and self.is_alive:
+            time.sleep(0.05)
+        self.stop(CLOSE_S)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        return self._thread is None or not self._thread.is_alive()
+
+    def stop(self, timeout: float) -> None:
+        """End the engine thread after the step in progress; open streams raise EngineClosed."""
+        self._is_closing = self._loop.is_stopping = True
+        thread = self._thread
+        if thread is None:
+            self._loop.failure = self._loop.failure or EngineClosed()
+        elif thread is not threading.current_thread():
+            self._loop.orders.put(None)
+            thread.join(timeout)
+
+    def _check_alive(self) -> None:
+        if self._is_closing:
+            raise EngineClosed
+        if not self.is_alive:
+            raise EngineDead from self._loop.failure
+
+    def _accept(self, handle: RequestHandle) -> None:
+        """Count a request, unless the queue is full."""
+        self._check_alive()
+        observer = self._loop.observer
+        if self.max_queue is not None:
+            status = self.status()
+            if status.waiting >= self.max_queue + max(0, self.engine.scheduler.max_batch - status.running):
+                if observer is not None:
+                    observer.rejected()
+                raise QueueFull(status.waiting)
+        self._handles.add(handle)
+
+    def _queue(self, handle: RequestHandle, submission: Submission) -> None:
+        handle.submission = submission
+        if self._loop.observer is not None:
+            self._loop.observer.accepted()
+        self.start()
+        self._loop.orders.put(handle)
+        if self._loop.failure is not None:
+            self._loop.reject_orders()
+
+
+class _Batch(Generic[K]):
+    """Requests of which only the completions are wanted, many at a time."""
+
+    def __init__(self, service: EngineService, max_waiting: int) -> None:
+        self.inbox: Inbox[tuple[K, RequestHandle | None, list[tuple[int, Completion | Exception]]]] = Inbox()
+        self._service = service
+        self._max_waiting = max_waiting
+        self._active: dict[RequestHandle, int] = {}  # how many answers each is to give
+        self._next: tuple[K, Submission] | None = None  # does not fit beside the active ones
+
+    def can_add(self) -> bool:
+        """Submit what had to wait, if it fits by now. Return whether another submission may be added."""
+        if self._next is not None:
+            pair, self._next = self._next, None
+            self.add(*pair)
+        return self._next is None and sum(self._active.values()) + len(self.inbox) < self._max_waiting
+
+    @property
+    def is_done(self) -> bool:
+        return not self._active and not self.inbox and self._next is None
+
+    def add(self, key: K, submission: Submission | Exception) -> None:
+        if isinstance(submission, Exception):
+            self.inbox.put((key, None, [(0, submission)]))
+        elif self._active and sum(self._active.values()) + submission.num_answers > self._max_waiting:
+            self._next = key, submission
+        else:
+            submission.is_streamed = False
+            self._submit(key, submission)
+
+    def _submit(self, key: K, submission: Submission) -> None:
+        def push(items: Sequence[StreamItem], is_over: bool, error: BaseException | None) -> None:
+            found: list[tuple[int, Completion | Exception]] = [
+                (item.index, item.completion) for item in items if isinstance(item, Event) and item.completion
+            ]
+            if error is not None:
+                found.append((0, error if isinstance(error, Exception) else EngineDead()))
+            self.inbox.put((key, handle if is_over else None, found))
+
+        handle = RequestHandle(push)
+        self._active[handle] = submission.num_answers
+        self._service._accept(handle)
+        self._service._queue(handle, submission)
+
+    def take(
+        self, entry: tuple[K, RequestHandle | None, list[tuple[int, Completion | Exception]]]
+    ) -> Iterator[tuple[K, int, Completion | Exception]]:
+        key, handle, found = entry
+        if handle is not None:
+            self._active.pop(handle, None)
+            self._service.release(handle)
+        for index, result in found:
+            yield key, index, result
+
+    def close(self, wait: bool = True) -> None:
+        for handle in self._active:
+            self._service.release(handle, wait)
+
+
+@cache
+def _register_exit() -> None:
+    atexit.register(_stop_all)
+
+
+def _stop_all() -> None:
+    """Stop the engine threads before the interpreter unloads the libraries they run in."""
+    for service in list(_running):
+        service.stop(EXIT_S)
