@@ -500,8 +500,9 @@ def read_stop_ids(directory: Path, config: SalaConfig) -> frozenset[int]:
 
 
 def _report_start(submission: Submission, on_progress: OnProgress | None) -> None:
-    for group in submission.groups if on_progress is not None else ():
-        on_progress(0, len(group[0].request.prompt))
+    if on_progress is not None:
+        for group in submission.groups:
+            on_progress(0, len(group[0].request.prompt))
 
 
 def _report(item: StreamItem, on_progress: OnProgress | None) -> bool:

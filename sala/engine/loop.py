@@ -129,7 +129,7 @@ class EngineLoop:
         while (order := self._next_order()) is not False:
             if isinstance(order, Task):
                 order.future.set_exception(self.failure)
-            elif order is not None:
+            elif isinstance(order, RequestHandle):
                 order.push((), True, self.failure)
                 self._finish(order, "error")
 

@@ -13,21 +13,21 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import StreamingResponse
 
+from sala.engine.service import ServiceStatus
 from sala.server.admin import docs, health, metrics
 from sala.server.http.errors import add_handlers
 from sala.server.http.security import add_guards, need_admin_key, need_key
 from sala.server.http.serving import Server, make_server, open_socket
 from sala.server.settings import Settings
-from sala.server.worker import Status
 
-IDLE = Status(0, 0, 0, 10, 0, 4, 0, 0, heartbeat_s=0.1, is_alive=True)
+IDLE = ServiceStatus(0, 0, 0, 10, 0, 4, 0, 0, heartbeat_s=0.1, is_alive=True)
 
 
 @dataclass
 class FakeWorker:
-    now: Status = IDLE
+    now: ServiceStatus = IDLE
 
-    def status(self) -> Status:
+    def status(self) -> ServiceStatus:
         return self.now
 
     def change(self, **values: Any) -> None:

@@ -6,10 +6,10 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
+from sala.engine.loop import Observer
 from sala.engine.stream import Usage
 from sala.server.admin.metrics import REASONS, Metrics
 from sala.server.settings import Settings
-from sala.server.worker import Observer
 from tests.server.live import FakeModel, FakeRuntime, make_app
 
 
