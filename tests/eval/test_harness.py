@@ -15,9 +15,9 @@ from sala.errors import InputError, MissingExtra
 from sala.lab.eval import harness
 from sala.lab.eval.harness import Examinee, Wish, to_rows, to_sampling, windows
 from sala.lab.eval.likelihood import (
-    SHARED,
-    Asked,
+    MIN_SHARED,
     Likelihood,
+    Query,
     _dictate,
     answer_all,
     families,
@@ -103,14 +103,14 @@ def test_what_begins_alike_is_read_once(llm: LLM) -> None:
 
 
 def test_families() -> None:
-    def ask(index: int, prompt: list[int]) -> Asked:
-        return Asked(index, as_bytes(prompt), lambda *_: None)  # type: ignore[arg-type]
+    def ask(index: int, prompt: list[int]) -> Query:
+        return Query(index, as_bytes(prompt), lambda *_: None)  # type: ignore[arg-type]
 
-    shared = draw(SHARED, 1)
+    shared = draw(MIN_SHARED, 1)
     asked = [ask(0, [*shared, 1]), ask(1, draw(20, 2)), ask(2, [*shared, 2]), ask(3, [*shared[:-1], 999])]
     found = families(asked)
     assert sorted([one.key for one, _ in family] for family in found) == [[0, 2], [1], [3]]
-    assert [family[0][1] for family in found if len(family) > 1] == [(SHARED,)]
+    assert [family[0][1] for family in found if len(family) > 1] == [(MIN_SHARED,)]
     many = families([ask(index, [*shared, index]) for index in range(200)])
     assert [len(family) for family in many] == [64, 64, 64, 8]
 
