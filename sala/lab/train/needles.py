@@ -1,17 +1,46 @@
 """Training rows with hidden facts: a needle case, padded to the row's length."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from sala.errors import InputError
-from sala.lab.eval.tasks.needle import NeedleDialogue, NeedleMaker, NeedleSpec
+from sala.lab.eval.tasks.needle import NeedleDialogue, NeedleMaker, NeedleSpec, Wrap
 from sala.lab.train.data import Row
+from sala.text.tokenizer import Tokenizer
+
+
+def wrap_of(tokenizer: Tokenizer) -> Wrap:
+    """Return what the tokenizer's own chat template writes around a user's messages, its system turn included."""
+
+    def text(*said: str) -> str:
+        messages = [{"role": ("user", "assistant")[at % 2], "content": one} for at, one in enumerate(said)]
+        return tokenizer.render_chat(messages, add_generation_prompt=True)
+
+    before, _, after = text("QUESTION").partition("QUESTION")
+    _, _, rest = text("FIRST", "ANSWER", "SECOND").partition("ANSWER")
+    between = rest.partition("SECOND")[0]
+    end = after[: next((at for at in range(len(after)) if not between.startswith(after[: at + 1])), len(after))]
+    return Wrap(before, after, between.removeprefix(end.rstrip("\n")))
 
 
 class NeedleRows:
-    """Row number i hides up to `max_keys` facts on each of up to `max_topics` topics in real text, and asks some."""
+    """Row number i hides up to `max_keys` facts on each of up to `max_topics` topics in real text, and asks some.
 
-    def __init__(self, maker: NeedleMaker, length: int, max_keys: int, max_topics: int, pad: int, seed: int) -> None:
-        self.maker, self.length, self.pad, self.seed = maker, length, pad, seed
+    With several makers, rows take turns with them: their wraps may differ.
+    """
+
+    def __init__(
+        self,
+        maker: NeedleMaker | Sequence[NeedleMaker],
+        length: int,
+        max_keys: int,
+        max_topics: int,
+        pad: int,
+        seed: int,
+    ) -> None:
+        self.makers = [maker] if isinstance(maker, NeedleMaker) else list(maker)
+        self.length, self.pad, self.seed = length, pad, seed
         self.max_keys, self.max_topics = max_keys, max_topics
         if length < 256:
             raise InputError("seq_len", f"is {length}", "needle rows need at least 256 tokens")
@@ -36,7 +65,7 @@ class NeedleRows:
         while True:
             spec = NeedleSpec(self.length, num_keys=num_keys, value="mixed", split="train")
             try:
-                return self.maker.dialogue(spec, index, num_questions, num_topics)
+                return self.makers[index % len(self.makers)].dialogue(spec, index, num_questions, num_topics)
             except InputError:
                 if num_topics > 1:
                     num_topics //= 2

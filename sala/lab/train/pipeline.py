@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -18,20 +17,17 @@ from sala.checkpoint.writer import write_text
 from sala.config import SalaConfig, SparseConfig
 from sala.errors import InputError, SalaError
 from sala.lab.eval.tasks.choice import read_tasks
-from sala.lab.eval.tasks.needle import NeedleMaker
 from sala.lab.train import adapters
 from sala.lab.train.choosing import least_length
-from sala.lab.train.data import Line, LineRows, Mixture, Row, line_of, read_documents
-from sala.lab.train.halo.sample import make_openings, to_line, write_rows
+from sala.lab.train.halo.sample import write_samples
 from sala.lab.train.halo.select import Probe, choose_layers, measure_layers, needle_pairs
 from sala.lab.train.halo.source import ALWAYS_DENSE, copy_tokenizer
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid, to_sparse
 from sala.lab.train.loop import Group, OutOfTime, Progress, train
 from sala.lab.train.models import load_for_training, save_model
-from sala.lab.train.needles import NeedleRows
 from sala.lab.train.objectives import Align, Distil, NextToken, Objective
 from sala.lab.train.plots import plot_log
-from sala.lab.train.processes import agree, gather, is_first, one_ahead, wait
+from sala.lab.train.processes import agree, gather, is_first, wait
 from sala.lab.train.recipe import (
     AlignStage,
     DistilStage,
@@ -39,12 +35,13 @@ from sala.lab.train.recipe import (
     Recipe,
     SampleStage,
     SelectStage,
-    Source,
     Stage,
     TrainStage,
 )
+from sala.lab.train.sources import mixture, needle_makers
 from sala.text.tokenizer import Tokenizer
 
+NOTE_EVERY = 5.0  # seconds between two notes of a stage that writes
 Note = Callable[[str, Progress | str], None]  # stage, and how far it is or what it says
 
 
@@ -116,32 +113,19 @@ def _sample(run: Run, stage: SampleStage, directory: Path, start: Path) -> None:
 def _write_samples(run: Run, stage: SampleStage, directory: Path) -> None:
     model = run.load_teacher()
     assert run.teacher is not None
-    tokenizer = Tokenizer.load(run.teacher)
-    config = model.config
-    topics = (run.base / stage.topics).read_text().split("\n") if stage.topics else []
+    limits = [time.monotonic() + stage.seconds] if stage.seconds else []
+    deadline = min([*limits, *([] if run.deadline is None else [run.deadline])], default=None)
+    last = time.monotonic()
 
-    def encode(text: str, is_chat: bool) -> list[int]:
-        if not is_chat:
-            return [config.bos_token_id or 0, *tokenizer.encode(text, bos=False)]
-        whole = tokenizer.encode_chat([{"role": "user", "content": text}], add_generation_prompt=True)
-        if text:
-            return whole
-        marker = tokenizer.encode_chat([{"role": "user", "content": "a"}], add_generation_prompt=True)
-        same = next(i for i, pair in enumerate(zip(whole, marker, strict=False)) if pair[0] != pair[1])
-        return whole[:same]  # an empty user turn: the teacher writes the question too
+    def note(rows: int, count: int, tokens: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > NOTE_EVERY or rows == count:
+            last = time.monotonic()
+            run.note(stage.name, Progress(rows, count, {"rows": float(rows), "tokens": float(tokens)}))
 
-    openings = make_openings(stage.prompts, [t for t in topics if t], stage.num_rows, encode, run.recipe.seed)
-    openings.sort(key=lambda opening: len(opening.tokens))
-    order = np.random.default_rng(run.recipe.seed).permutation(-(-len(openings) // stage.batch_rows))
-    dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
-    rows: list[list[int]] = []
-    for number, at in enumerate(order):
-        some = openings[at * stage.batch_rows : (at + 1) * stage.batch_rows]
-        seed = run.recipe.seed * 1000 + int(at)
-        rows += write_rows(model, some, stage.seq_len, config.eos_token_id, seed, dtype)
-        values = {"rows": float(len(rows)), "tokens": float(sum(map(len, rows)))}
-        run.note(stage.name, Progress(number + 1, len(order), values))
-    to_line(rows, config.eos_token_id[0]).save(directory / "samples.npz")
+    written = write_samples(model, Tokenizer.load(run.teacher), stage, run.base, run.recipe.seed, note, deadline)
+    run.note(stage.name, f"{len(written):,} documents, {len(written.tokens):,} tokens are kept")
+    written.save(directory / "samples.npz")
 
 
 def _align(run: Run, stage: AlignStage, directory: Path, start: Path) -> None:
@@ -208,7 +192,7 @@ def _choose(run: Run, stage: SelectStage, directory: Path, start: Path) -> None:
 def _probe(run: Run, stage: SelectStage) -> Probe:
     assert run.teacher is not None
     tokenizer = Tokenizer.load(run.teacher)
-    maker = _needle_maker(run, tokenizer, stage.haystack)
+    maker = needle_makers(run, tokenizer, stage.haystack)[0]
     tasks = tuple(tuple(read_tasks(run.base / task)[: stage.max_questions]) for task in stage.tasks)
     needles = needle_pairs(maker, stage.recall_len, stage.recall_rows)
     return Probe(needles, tasks, partial(tokenizer.encode, bos=False))
@@ -281,11 +265,11 @@ def _part(name: str) -> str:
 def _learn(
     run: Run, stage: Learning, directory: Path, objective: Objective, groups: Sequence[Group], start: Path
 ) -> None:
-    mixture = _mixture(run, stage, start)
+    rows = mixture(run, stage, start)
     log = train(
         objective,
         stage,
-        mixture,
+        rows,
         directory,
         groups,
         partial(run.note, stage.name),
@@ -294,42 +278,6 @@ def _learn(
     )
     if is_first():
         plot_log(log, directory / "loss.png", stage.name)
-
-
-def _mixture(run: Run, stage: Learning, start: Path) -> Mixture:
-    tokenizer = Tokenizer.load(start)
-    with one_ahead():
-        makers = [_rows_of(run, stage, source, tokenizer, start) for source in stage.data]
-    return Mixture(makers, [source.weight for source in stage.data], run.recipe.seed)
-
-
-def _rows_of(run: Run, stage: Learning, source: Source, tokenizer: Tokenizer, start: Path) -> Callable[[int], Row]:
-    config = SalaConfig.load(start)
-    eos = config.eos_token_id[0] if config.eos_token_id else 0
-    seed = run.recipe.seed * 1009 + run.recipe.stages.index(stage)
-    if source.kind == "needle":
-        maker = _needle_maker(run, tokenizer, source.path, source.max_documents)
-        return NeedleRows(maker, stage.seq_len, source.num_keys, source.num_topics, eos, seed)
-    if source.kind == "samples":
-        sampling = next((s for s in run.recipe.stages if isinstance(s, SampleStage) and s.name == source.path), None)
-        if sampling is None:
-            raise InputError("path", f"is {source.path!r}", "samples name a stage of kind 'sample' before this one")
-        line = Line.load(run.directory(sampling) / "samples.npz")
-        return LineRows(line, stage.seq_len, seed, source.truth)
-    cache = run.work / "tokens"
-    line = line_of(
-        source, tokenizer, eos, run.base, cache, lambda name, n: run.note(stage.name, f"reading {name}: {n:,}")
-    )
-    return LineRows(line, stage.seq_len, seed, source.truth)
-
-
-def _needle_maker(run: Run, tokenizer: Tokenizer, path: str, limit: int | None = None) -> NeedleMaker:
-    source = Source(path=path, max_documents=limit)
-    documents = list(read_documents(source, run.base))[: source.max_documents]
-    end = tokenizer.token_id("<|im_end|>")
-    return NeedleMaker(
-        partial(tokenizer.encode, bos=False, parse_special=True), documents, seed=run.recipe.seed, end_id=end
-    )
 
 
 def _finish(student: SalaModel, directory: Path, config: SalaConfig, start: Path) -> None:

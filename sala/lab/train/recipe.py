@@ -19,10 +19,14 @@ class Source:
     """Where rows come from.
 
     text: JSONL (`field` of each line), plain text, or a Hugging Face dataset; chat: `messages` of each line, loss on
-    the assistant's words alone; samples: what a `sample` stage wrote; needle: made up while training.
+    the assistant's words alone; samples: the free text that a `sample` stage wrote; dialogues: the dialogues that it
+    wrote, one per row; needle: made up while training.
+
+    With `rows`, every step holds exactly so many rows of this source, of `seq_len` tokens: the stage then mixes rows
+    of several lengths in every step. Without it, rows are shared out by `weight`.
     """
 
-    kind: Literal["text", "chat", "samples", "needle"] = "text"
+    kind: Literal["text", "chat", "samples", "dialogues", "needle"] = "text"
     path: str = ""
     dataset: str = ""
     split: str = "train"
@@ -32,17 +36,29 @@ class Source:
     num_keys: int = 4  # needle: at most so many hidden facts that are alike, of which some are asked for
     num_topics: int = 1  # needle: at most so many such groups of facts in one row
     truth: float = 0.0  # text, samples: the share of the text's own words in what a distil stage learns from a teacher
+    rows: int = 0  # rows in every step
+    seq_len: int = 0  # their length; 0: the stage's
+    shortest: int = 0  # dialogues: only those of more tokens
+    is_sparse: bool = False  # attention is sparse in these rows from dense_len on
+    answer_share: float = 1.2  # needle, with rows: weight of a row's answers, in units of its tokens
+    has_system: bool = False  # needle, with rows: half of the rows begin as the tokenizer's template does
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What the teacher is asked to write about: templates with {topic}, each filled from a list of topics."""
+    """What the teacher is asked to write about: templates with {topic}, each filled from a list of topics.
+
+    An empty template of a chat lets the teacher write the user's turn too.
+    """
 
     weight: float = 1.0
     templates: tuple[str, ...] = ("",)
+    path: str = ""  # instead of templates: JSONL with the `turns` of the user, each line once before any comes again
     is_chat: bool = True
     temperature: float = 0.7
-    must_end: bool = False  # what has not ended when its row is full is thrown away
+    temperatures: tuple[float, ...] = ()  # instead of temperature: one of these for each row; 0 is greedy
+    must_end: bool = False  # what has not ended when its row is full is left out
+    second_turns: float = 0.0  # share of the dialogues in which the teacher asks and answers once more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +71,10 @@ class SampleStage:
     topics: str = ""  # a file with a topic per line, for {topic} in templates
     num_rows: int = 1024
     seq_len: int = 512
-    batch_rows: int = 1024
+    batch_rows: int = 1024  # rows written at a time
+    seconds: int = 0  # above 0: stop after so long and keep what is done
+    is_filtered: bool = False  # keep dialogues that end and do not loop, cut free text at a loop
+    held_out: tuple[str, ...] = ()  # JSONL files whose questions must not occur in what is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

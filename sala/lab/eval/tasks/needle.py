@@ -233,10 +233,14 @@ class AuroraMaker(KeyMaker):
 
 
 class Wrap(NamedTuple):
-    """The text before the user's message, and the text after it, up to where the assistant speaks."""
+    """The text before the user's message, and the text after it, up to where the assistant speaks.
+
+    `again` is the text before a further message of the user, where it differs from `before`.
+    """
 
     before: str
     after: str
+    again: str | None = None
 
 
 def chatml(system: str | None = None) -> Wrap:
@@ -390,7 +394,8 @@ class NeedleMaker:
         return self._haystacks[split]
 
     def _turn(self, query: Query) -> list[int]:
-        return list(self._encode("\n" + self._wrap.before + query.question + self._wrap.after + query.opening))
+        before = "\n" + self._wrap.before if self._wrap.again is None else self._wrap.again
+        return list(self._encode(before + query.question + self._wrap.after + query.opening))
 
     def _answer(self, query: Query) -> tuple[int, ...]:
         return (*self._encode(query.answer), *self._end)

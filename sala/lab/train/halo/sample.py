@@ -1,154 +1,339 @@
-"""A dense teacher writes training text: thousands of rows in step, on a cache of its own.
+"""A dense teacher writes training text: dialogues that it asks and answers itself, answers to given prompts, free text.
 
 Distilling on the teacher's own words keeps what plain text erodes, above all its way of answering.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sala.backends.torch.batch import Sequences
 from sala.backends.torch.model import SalaModel
-from sala.lab.train.data import Line
-from sala.lab.train.recipe import Prompts
+from sala.errors import InputError
+from sala.lab.train.halo.prompts import read_held_out
+from sala.lab.train.halo.slots import Change, Slots
+from sala.lab.train.recipe import Prompts, SampleStage
+from sala.lab.train.written import ANSWER, ASKED, GIVEN, TEXT, Written, filtered, runs
+from sala.text.tokenizer import Tokenizer
 
-# cuDNN, the default on new GPUs, prepares itself anew for every length, which takes minutes for a growing cache.
-_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-MIN_P = 0.05  # tokens less likely than this share of the likeliest are never drawn
+MIN_P = 0.05  # of answers; tokens less likely than this share of the likeliest are never sampled
+ASK_TEMPERATURE, ASK_MIN_P = 1.0, 0.02  # of the users' turns that the teacher writes itself, which should differ
+TEXT_MIN_P = 0.02
+MAX_QUESTION, MAX_ANSWER = 120, 320  # tokens
+TEXT_END = "<|endoftext|>"  # ends free text where a tokenizer has it; turns end with the model's own end tokens
+STEPS = 8  # between two looks at which rows are done
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a row begins: the tokens given, and how freely the teacher goes on."""
+    """How a row begins and what the teacher is to write.
+
+    tokens        what is given
+    temperature   of answers and of free text; 0 is greedy
+    must_end      leave the row out if its (first) answer does not end by itself
+    writes        "answer", "text", or "question": first the rest of the user's turn, then its answer
+    turns         further turns of the user, each with all marks from the end of the answer on
+    num_asked     further turns of the user that the teacher writes itself
+    """
 
     tokens: tuple[int, ...]
     temperature: float
     must_end: bool = False
+    writes: str = "answer"
+    turns: tuple[tuple[int, ...], ...] = ()
+    num_asked: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The tokens of a chat template between what a user and an assistant say.
+
+    opening      up to where the user's first message begins
+    to_answer    after the mark that ends the user's turn, up to where the answer begins
+    to_question  after the mark that ends the answer, up to where the user's message begins
+    """
+
+    opening: tuple[int, ...] = ()
+    to_answer: tuple[int, ...] = ()
+    to_question: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, ends: Sequence[int]) -> "Marks":
+        """Read the marks off the template's own output; raises InputError if it has no end marks."""
+
+        def ids(*said: str) -> list[int]:
+            roles = ("user", "assistant")
+            messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)]
+            return tokenizer.encode_chat(messages, add_generation_prompt=len(said) % 2 == 1)
+
+        one, other = ids("a"), ids("b")
+        start = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
+        end = next((at for at in range(start, len(one)) if one[at] in ends), None)
+        three = ids("a", "b", "c")
+        second = [at for at in range(start, len(three)) if three[at] in ends]
+        if end is None or len(second) < 3:
+            raise InputError("templates", "need a chat template that ends every turn with an end token")
+        place = next(at for at, (a, b) in enumerate(zip(three, ids("a", "b", "d"), strict=False)) if a != b)
+        return cls(tuple(one[:start]), tuple(one[end + 1 :]), tuple(three[second[1] + 1 : place]))
+
+    def turn(self, text: Sequence[int], end: int) -> tuple[int, ...]:
+        """Return a whole further turn of the user, up to where its answer begins."""
+        return (*self.to_question, *text, end, *self.to_answer)
 
 
 def make_openings(
-    prompts: Sequence[Prompts], topics: Sequence[str], count: int, encode: Callable[[str, bool], list[int]], seed: int
+    prompts: Sequence[Prompts],
+    topics: Sequence[str],
+    count: int,
+    tokenizer: Tokenizer,
+    seed: int,
+    ends: Sequence[int],
+    bos: int | None = None,
+    composed: Sequence[Sequence[str]] = (),
 ) -> list[Opening]:
-    """`count` openings in the shares of the prompts; `encode` takes a text and whether it is a user's message."""
+    """Return `count` openings in the shares of the prompts; `composed` are the users' turns that `path` names."""
     rng = np.random.default_rng(seed)
     shares = np.array([prompt.weight for prompt in prompts])
-    out = []
+    marks = Marks.of(tokenizer, ends) if any(prompt.is_chat for prompt in prompts) else Marks()
+    order = rng.permutation(len(composed)) if composed else np.arange(0)
+    out, next_composed = [], 0
     for choice in rng.choice(len(prompts), size=count, p=shares / shares.sum()):
         prompt = prompts[choice]
-        text = prompt.templates[rng.integers(len(prompt.templates))]
-        if "{topic}" in text:
-            text = text.replace("{topic}", topics[int(rng.integers(len(topics)))])
-        out.append(Opening(tuple(encode(text, prompt.is_chat)), prompt.temperature, prompt.must_end))
+        heat = prompt.temperatures[rng.integers(len(prompt.temperatures))] if prompt.temperatures else None
+        heat = prompt.temperature if heat is None else heat
+        if prompt.path:
+            turns = composed[int(order[next_composed % len(order)])]
+            next_composed += 1
+        else:
+            turns = [_fill(prompt.templates[rng.integers(len(prompt.templates))], topics, rng)]
+        if not prompt.is_chat:
+            first = [] if bos is None else [bos]
+            out.append(Opening((*first, *tokenizer.encode(turns[0], bos=False)), heat, prompt.must_end, "text"))
+            continue
+        num_asked = int(rng.random() < prompt.second_turns) if len(turns) == 1 else 0
+        if not turns[0]:
+            out.append(Opening(marks.opening, heat, prompt.must_end, "question", num_asked=num_asked))
+            continue
+        given = tokenizer.encode_chat([{"role": "user", "content": turns[0]}], add_generation_prompt=True)
+        more = tuple(marks.turn(tokenizer.encode(turn, bos=False), ends[0]) for turn in turns[1:])
+        out.append(Opening(tuple(given), heat, prompt.must_end, "answer", more, num_asked))
     return out
 
 
-@torch.inference_mode()
+def _fill(template: str, topics: Sequence[str], rng: np.random.Generator) -> str:
+    while "{topic}" in template:
+        template = template.replace("{topic}", topics[int(rng.integers(len(topics)))], 1)
+    return template
+
+
+@dataclass(slots=True)
+class _Row:
+    """An opening on its way: which roles its tokens have so far, and what is being written."""
+
+    opening: Opening
+    number: int
+    writes: str
+    begin: int  # where what is being written begins
+    parts: list[tuple[int, int]] = field(default_factory=list)  # role, and how many tokens
+    turns: list[tuple[int, ...]] = field(default_factory=list)
+    num_asked: int = 0
+
+
+class Writer:
+    """Turns openings into documents, as many at a time as there are slots."""
+
+    def __init__(
+        self,
+        model: SalaModel,
+        num_slots: int,
+        length: int,
+        ends: Sequence[int],
+        marks: Marks,
+        seed: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.slots = Slots(model, num_slots, length, ends, dtype, seed)
+        self.length, self.ends, self.marks = length, frozenset(ends), marks
+        self.rows: list[_Row | None] = [None] * num_slots
+        self.has_opening = [False] * num_slots  # the cache of the slot begins with the template's opening
+        self.documents: list[tuple[int, list[int], list[int], bool]] = []
+
+    def write(
+        self,
+        openings: Iterable[Opening],
+        deadline: float | None = None,
+        note: Callable[[int, int], None] = lambda rows, tokens: None,
+    ) -> Written:
+        """Write every opening on → documents in the openings' order. At the deadline what is not done is left out."""
+        waiting = deque(enumerate(openings))
+        num_tokens = 0
+        while waiting or any(row is not None for row in self.rows):
+            changes = [self._begin(slot, *waiting.popleft()) for slot in self._idle(len(waiting))]
+            self.slots.change(changes)
+            self.slots.run(STEPS)
+            num_tokens += self._collect()
+            note(len(self.documents), num_tokens)
+            if deadline is not None and time.monotonic() > deadline:
+                break
+        self.documents.sort(key=lambda document: document[0])
+        return Written.of([document[1:] for document in self.documents])
+
+    def _idle(self, limit: int) -> list[int]:
+        return [slot for slot, row in enumerate(self.rows) if row is None][:limit]
+
+    def _begin(self, slot: int, number: int, opening: Opening) -> Change:
+        given = len(self.marks.opening)
+        tokens = opening.tokens[: self.length - 1]
+        is_chat = bool(given) and tokens[:given] == self.marks.opening
+        position = min(given, len(tokens) - 1) if is_chat and self.has_opening[slot] else 0
+        self.has_opening[slot] = is_chat
+        row = _Row(opening, number, opening.writes, len(tokens), [(GIVEN, len(tokens))], num_asked=opening.num_asked)
+        row.turns = list(opening.turns)
+        self.rows[slot] = row
+        return self._change(slot, row, 0, position, tokens)
+
+    def _change(self, slot: int, row: _Row, start: int, position: int, tokens: Sequence[int]) -> Change:
+        row.begin = start + len(tokens)
+        if row.writes == "question":
+            limit, heat, min_p = row.begin + MAX_QUESTION, ASK_TEMPERATURE, ASK_MIN_P
+        elif row.writes == "text":
+            limit, heat, min_p = self.length, row.opening.temperature, TEXT_MIN_P
+        else:
+            limit, heat, min_p = row.begin + MAX_ANSWER, row.opening.temperature, MIN_P
+        return Change(slot, start, position, tokens, min(limit, self.length), heat, min_p)
+
+    def _collect(self) -> int:
+        """Take what is done out of the slots, or let it go on with the next turn → how many tokens were written."""
+        active = self.slots.is_active.tolist()
+        done = [slot for slot, row in enumerate(self.rows) if row is not None and not active[slot]]
+        if not done:
+            return 0
+        index = torch.tensor(done, device=self.slots.device)
+        tokens = self.slots.tokens[index].cpu().numpy()
+        sizes = (self.slots.position[index] + 1).tolist()
+        changes, before = [], len(self.documents)
+        for slot, ids, size in zip(done, tokens, sizes, strict=True):
+            row = self.rows[slot]
+            assert row is not None
+            change = self._go_on(slot, row, ids[:size].tolist())
+            if change is None:
+                self.rows[slot] = None
+            else:
+                changes.append(change)
+        self.slots.change(changes)
+        return sum(len(document[1]) for document in self.documents[before:])
+
+    def _go_on(self, slot: int, row: _Row, ids: list[int]) -> Change | None:
+        """Return what comes next in this row; None if it is complete or worth nothing."""
+        is_ended = ids[-1] in self.ends and len(ids) > row.begin
+        size = len(ids) - row.begin
+        if row.writes == "text":
+            self._keep(row, ids, [*row.parts, (TEXT, size)], is_ended)
+            return None
+        if row.writes == "question":
+            if not is_ended or size < 3:
+                self._keep(row, ids[: row.begin], row.parts, True, least=2)
+                return None
+            row.parts += [(ASKED, size), (GIVEN, len(self.marks.to_answer))]
+            row.writes = "answer"
+            return self._next(slot, row, ids, self.marks.to_answer)
+        parts = [*row.parts, (ANSWER, size)]
+        has_more = bool(row.turns) or row.num_asked > 0
+        more = row.turns[0] if row.turns else self.marks.to_question
+        if not is_ended or not has_more or len(ids) + len(more) + MAX_QUESTION > self.length:
+            self._keep(row, ids, parts, is_ended)
+            return None
+        row.parts = [*parts, (GIVEN, len(more))]
+        if row.turns:
+            row.turns.pop(0)
+        else:
+            row.num_asked -= 1
+            row.writes = "question"
+        return self._next(slot, row, ids, more)
+
+    def _next(self, slot: int, row: _Row, ids: list[int], tokens: Sequence[int]) -> Change | None:
+        if len(ids) + len(tokens) >= self.length:
+            return None
+        return self._change(slot, row, len(ids), len(ids) - 1, tokens)
+
+    def _keep(self, row: _Row, ids: list[int], parts: list[tuple[int, int]], is_ended: bool, least: int = 0) -> None:
+        """Record a document; one that ends in an unfinished second turn keeps the turns before it."""
+        roles = np.repeat([role for role, _ in parts], [size for _, size in parts]).tolist()
+        has_answer = ANSWER in roles
+        if not is_ended and roles.count(ANSWER) > parts[-1][1]:  # the last answer of several
+            last = len(roles) - parts[-1][1]
+            cut = max(at for at in range(last) if roles[at] == ANSWER) + 1
+            ids, roles, is_ended = ids[:cut], roles[:cut], True
+        if least and has_answer:  # a further question did not end
+            cut = max(at for at, role in enumerate(roles) if role == ANSWER) + 1
+            ids, roles = ids[:cut], roles[:cut]
+        elif least:
+            return
+        if is_ended or not row.opening.must_end:
+            self.documents.append((row.number, ids, roles, is_ended))
+
+
 def write_rows(
     model: SalaModel, openings: Sequence[Opening], length: int, ends: Sequence[int], seed: int, dtype: torch.dtype
 ) -> list[list[int]]:
-    """Every opening continued up to `length` tokens, or to the first end mark, which stays in.
+    """Return every opening continued up to `length` tokens, or to the first end mark, which stays in.
 
     Rows that must end and do not are left out.
     """
-    device = model.model.norm.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
-    given = torch.full((len(openings), length), -1, dtype=torch.long)
-    for at, opening in enumerate(openings):
-        size = min(len(opening.tokens), length)
-        given[at, :size] = torch.tensor(opening.tokens[:size])
-    given = given.to(device)
-    heat = torch.tensor([opening.temperature for opening in openings], device=device)[:, None]
-    marks = torch.tensor(list(ends), device=device)
-    cache = _Cache(model, len(openings), length, dtype)
-    tokens = given.clone()
-    for position in range(length - 1):
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            hidden = cache.step(tokens[:, position], position)
-        drawn = _draw(model.logits(hidden), heat, generator)
-        tokens[:, position + 1] = torch.where(given[:, position + 1] >= 0, given[:, position + 1], drawn)
-        if position % 32 == 31 and bool(_is_over(tokens, given, marks, position + 2).all()):
-            break
-    rows = [(_cut(row, opening, ends), opening) for row, opening in zip(tokens.tolist(), openings, strict=True)]
-    return [row for row, opening in rows if row[-1] in ends or not opening.must_end]
+    writer = Writer(model, min(len(openings), 4096), length, ends, Marks(), seed, dtype)
+    return writer.write(openings).rows()
 
 
-def _draw(logits: Tensor, heat: Tensor, generator: torch.Generator) -> Tensor:
-    noise = torch.empty_like(logits).exponential_(generator=generator)
-    pick = torch.compile(_pick, dynamic=False) if logits.is_cuda else _pick
-    return pick(logits, heat, noise)
+def write_samples(
+    model: SalaModel,
+    tokenizer: Tokenizer,
+    stage: SampleStage,
+    base: Path,
+    seed: int,
+    note: Callable[[int, int, int], None],
+    deadline: float | None = None,
+) -> Written:
+    """Write what a `sample` stage asks for; dialogues are filtered, and none repeats a held-out question.
+
+    `note` gets the number of rows written, that of all rows, and that of tokens. At the deadline what is done is kept.
+    """
+    config, device = model.config, model.model.norm.weight.device
+    ends = tuple(dict.fromkeys((*config.eos_token_id, *_text_end(tokenizer))))
+    composed = [turns for prompt in stage.prompts if prompt.path for turns in _read_turns(base / prompt.path)]
+    topics = _read_topics(base, stage.topics)
+    bos = config.bos_token_id if config.bos_token_id is not None else 0
+    openings = make_openings(stage.prompts, topics, stage.num_rows, tokenizer, seed, ends, bos, composed)
+    openings.sort(key=lambda opening: opening.writes != "text")  # the longest first: no long tail at the end
+    marks = Marks.of(tokenizer, ends) if any(opening.writes != "text" for opening in openings) else Marks()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    num_slots = min(stage.batch_rows, len(openings))
+    writer = Writer(model, num_slots, stage.seq_len, ends, marks, seed, dtype)
+    written = writer.write(openings, deadline, lambda rows, tokens: note(rows, len(openings), tokens))
+    del writer
+    kept = filtered(written) if stage.is_filtered else written
+    if not stage.held_out:
+        return kept
+    held_out = read_held_out([base / path for path in stage.held_out])
+    questions = [
+        [tokenizer.decode(run) for role in (GIVEN, ASKED) for run in runs(*kept.document(at)[:2], role)]
+        for at in range(len(kept))
+    ]
+    return kept.select(at for at, texts in enumerate(questions) if not any(text in held_out for text in texts))
 
 
-def _pick(logits: Tensor, heat: Tensor, noise: Tensor) -> Tensor:
-    """The Gumbel trick: the largest of logits with noise is a draw from their distribution."""
-    scaled = logits / heat
-    floor = scaled.amax(-1, keepdim=True) + math.log(MIN_P)
-    return (scaled - noise.log()).masked_fill(scaled < floor, float("-inf")).argmax(-1)
+def _text_end(tokenizer: Tokenizer) -> tuple[int, ...]:
+    end = tokenizer.token_id(TEXT_END)
+    return () if end is None else (end,)
 
 
-def _is_over(tokens: Tensor, given: Tensor, marks: Tensor, length: int) -> Tensor:
-    is_end = torch.isin(tokens[:, :length], marks) & (given[:, :length] < 0)
-    return is_end.any(-1)
+def _read_turns(file: Path) -> list[list[str]]:
+    return [json.loads(line)["turns"] for line in file.read_text(encoding="utf-8").splitlines() if line]
 
 
-def _cut(row: Sequence[int], opening: Opening, ends: Sequence[int]) -> list[int]:
-    for at in range(min(len(opening.tokens), len(row)), len(row)):
-        if row[at] in ends:
-            return list(row[: at + 1])
-        if row[at] < 0:
-            return list(row[:at])
-    return list(row)
-
-
-class _Cache:
-    """Keys and values of all rows, which are all at the same position: one token per row and step."""
-
-    def __init__(self, model: SalaModel, num_rows: int, length: int, dtype: torch.dtype) -> None:
-        config = model.config
-        self.model = model
-        shape = (num_rows, config.num_key_value_heads, length, config.head_dim)
-        device = model.model.norm.weight.device
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in model.model.layers]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in model.model.layers]
-        self.before: Callable[..., Any] = _before
-        self.after: Callable[..., Any] = _after
-        if device.type == "cuda":
-            self.before, self.after = (torch.compile(part, dynamic=False) for part in (_before, _after))
-
-    def step(self, tokens: Tensor, position: int) -> Tensor:
-        """tokens [B] → normed hidden states [B, hidden]."""
-        model = self.model
-        positions, end = torch.full_like(tokens, position), position + 1
-        x = model.model.embed_tokens(tokens) * model.config.scale_emb
-        for layer, keys, values in zip(model.model.layers, self.keys, self.values, strict=True):
-            q, k, v = self.before(layer, x, positions)
-            keys[:, :, position], values[:, :, position] = k, v
-            grouped = q.unflatten(1, (keys.shape[1], -1)).to(keys.dtype)  # the heads of a group as rows: [B, G, H/G, D]
-            with sdpa_kernel(_ANY_LENGTH):
-                o = F.scaled_dot_product_attention(grouped, keys[:, :, :end], values[:, :, :end])
-            x = self.after(layer, x, o.flatten(1))
-        return model.model.norm(x)
-
-
-def _before(layer: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Up to where the rows look back."""
-    return layer.self_attn.project(layer.input_layernorm(x), Sequences(positions, positions, ()))
-
-
-def _after(layer: Any, x: Tensor, o: Tensor) -> Tensor:
-    x = x + layer.self_attn.o_proj(o) * layer.residual_scale
-    return x + layer.mlp(layer.post_attention_layernorm(x)) * layer.residual_scale
-
-
-def to_line(rows: Sequence[Sequence[int]], eos: int) -> Line:
-    """The rows as one line for training, an end mark after each."""
-    pieces = [np.array([*row, eos] if not row or row[-1] != eos else row, np.uint32) for row in rows]
-    ends = np.cumsum([len(piece) for piece in pieces])
-    tokens = np.concatenate(pieces)
-    return Line(tokens, np.ones(len(tokens), np.bool_), ends)
+def _read_topics(base: Path, topics: str) -> list[str]:
+    return [line for line in (base / topics).read_text(encoding="utf-8").split("\n") if line] if topics else []

@@ -1,0 +1,229 @@
+"""A dense model that writes in thousands of slots at once, each at a position of its own.
+
+A slot that is done takes the next text at once, so that no row computes for nothing. All state lies on the device; on
+a GPU one step is a captured graph, and the host looks in only every few steps.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sala.backends.torch.model import SalaModel
+from sala.backends.torch.ops.norm import rms_norm
+from sala.backends.torch.ops.rope import apply_rope, rope_angles
+
+_NO_NOISE = 1e-3  # a temperature under this is greedy
+
+
+class _LayerWeights(NamedTuple):
+    """Weights of a layer, those that read the same input side by side."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class _Shape(NamedTuple):
+    heads: int
+    groups: int
+    dim: int
+    eps: float
+    scale: float  # of what a layer adds
+
+
+class Change(NamedTuple):
+    """What a slot is to do next: `tokens` are put from `start` on, and decoding goes on at `position`."""
+
+    slot: int
+    start: int
+    position: int
+    tokens: Sequence[int]
+    limit: int  # the row is full with so many tokens
+    temperature: float
+    min_p: float
+
+
+class Slots:
+    """`num_slots` rows of at most `length` tokens. A row stops at an end mark that it wrote itself, or when full."""
+
+    def __init__(
+        self, model: SalaModel, num_slots: int, length: int, ends: Sequence[int], dtype: torch.dtype, seed: int
+    ) -> None:
+        config, device = model.config, model.model.norm.weight.device
+        self.model, self.length, self.dtype, self.device = model, length, dtype, device
+        self.shape = _Shape(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+            config.residual_scale,
+        )
+        self.layers = [_weights(layer, dtype) for layer in model.model.layers]
+        self.head = model.lm_head.weight.detach().float()  # scores rounded to bf16 would often tie
+        cache = (num_slots, length, config.num_key_value_heads, config.head_dim)
+        self.keys = [torch.zeros(cache, dtype=dtype, device=device) for _ in self.layers]
+        self.values = [torch.zeros(cache, dtype=dtype, device=device) for _ in self.layers]
+        self.tokens = torch.zeros((num_slots, length), dtype=torch.long, device=device)
+        whole = {"dtype": torch.long, "device": device}
+        self.position, self.given = torch.zeros(num_slots, **whole), torch.zeros(num_slots, **whole)
+        self.limit = torch.full((num_slots,), length, **whole)
+        self.heat, self.min_p = torch.ones(num_slots, 1, device=device), torch.zeros(num_slots, 1, device=device)
+        self.is_active = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self.rows, self.ends = torch.arange(num_slots, device=device), torch.tensor(list(ends), **whole)
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.before: Callable[..., Any] = _before
+        self.after: Callable[..., Any] = _after
+        self.pick: Callable[..., Tensor] = _pick
+        self.attend: Callable[..., Tensor] = _attend_masked
+        self.graph: Any = None
+        if device.type == "cuda":
+            from sala.lab.train.halo.row_attention import attend_rows
+
+            self.attend = attend_rows
+            self.before, self.after, self.pick = (torch.compile(f, dynamic=False) for f in (_before, _after, _pick))
+
+    def change(self, changes: Sequence[Change]) -> None:
+        """Give slots something to do."""
+        if not changes:
+            return
+        width = max(len(change.tokens) for change in changes)
+        ids = torch.zeros((len(changes), width), dtype=torch.long)
+        for at, change in enumerate(changes):
+            ids[at, : len(change.tokens)] = torch.tensor(change.tokens)
+        table = torch.tensor([[c.slot, c.start, c.position, len(c.tokens), c.limit] for c in changes]).to(self.device)
+        floats = torch.tensor([[c.temperature, c.min_p] for c in changes]).to(self.device)
+        slots, starts, positions, sizes, limits = table.unbind(1)
+        column = torch.arange(width, device=self.device)
+        is_token = column < sizes[:, None]
+        places = (starts[:, None] + column).clamp(max=self.length - 1)
+        self.tokens[slots[:, None].expand_as(places)[is_token], places[is_token]] = ids.to(self.device)[is_token]
+        self.position[slots], self.given[slots], self.limit[slots] = positions, starts + sizes, limits
+        self.heat[slots], self.min_p[slots] = floats[:, :1], floats[:, 1:]
+        self.is_active[slots] = True
+
+    def stop(self, slots: Sequence[int]) -> None:
+        self.is_active[torch.tensor(list(slots), device=self.device)] = False
+
+    @torch.no_grad()
+    def run(self, num_steps: int) -> None:
+        if self.device.type == "cuda" and self.graph is None:
+            self._capture()
+        for _ in range(num_steps):
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                self._step()
+
+    def _capture(self) -> None:
+        """Compile and warm up without moving any row, then record one step."""
+        active = self.is_active.clone()
+        self.is_active.zero_()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.generator)
+        with torch.cuda.graph(graph):
+            self._step()
+        self.graph = graph
+        self.is_active.copy_(active)
+
+    def _step(self) -> None:
+        """Read every row's next token and write the one after it, unless that is given."""
+        logits = self._forward(self.tokens[self.rows, self.position])
+        noise = torch.empty_like(logits).exponential_(generator=self.generator)
+        sampled = self.pick(logits, self.heat, self.min_p, noise)
+        after = (self.position + 1).clamp(max=self.length - 1)
+        known = self.tokens[self.rows, after]
+        is_given = after < self.given
+        chosen = torch.where(is_given | ~self.is_active, known, sampled)
+        self.tokens[self.rows, after] = chosen
+        is_end = torch.isin(chosen, self.ends) & ~is_given
+        is_full = after + 1 >= self.limit
+        self.position.copy_(torch.where(self.is_active, after, self.position))
+        self.is_active &= ~(is_end | is_full)
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        """tokens [R] → logits [R, vocabulary] in fp32, the cache extended at each row's position."""
+        model, shape = self.model, self.shape
+        config = model.config
+        theta = config.rope_theta if config.attn_use_rope else None
+        angles = (None, None) if theta is None else rope_angles(self.position, shape.dim, theta)
+        x = model.model.embed_tokens(tokens).float() * config.scale_emb
+        lengths = self.position + 1
+        for weights, keys, values in zip(self.layers, self.keys, self.values, strict=True):
+            q, k, v = self.before(x, weights, *angles, shape)
+            keys[self.rows, self.position], values[self.rows, self.position] = k, v
+            o = self.attend(q, keys, values, lengths)
+            x = self.after(x, o.flatten(1), weights, shape)
+        hidden = rms_norm(x, model.model.norm.weight, shape.eps) / config.logit_divisor
+        return F.linear(hidden, self.head)
+
+
+def _weights(layer: Any, dtype: torch.dtype) -> _LayerWeights:
+    mixer, mlp = layer.self_attn, layer.mlp
+    three = (mixer.q_proj, mixer.k_proj, mixer.v_proj)
+    has_bias = mixer.q_proj.bias is not None
+    return _LayerWeights(
+        input_norm=layer.input_layernorm.weight.detach(),
+        qkv=torch.cat([part.weight for part in three]).detach().to(dtype),
+        qkv_bias=torch.cat([part.bias for part in three]).detach().to(dtype) if has_bias else None,
+        q_norm=None if mixer.q_norm is None else mixer.q_norm.weight.detach(),
+        k_norm=None if mixer.k_norm is None else mixer.k_norm.weight.detach(),
+        output=mixer.o_proj.weight.detach().to(dtype),
+        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach().to(dtype),
+        down=mlp.down_proj.weight.detach().to(dtype),
+    )
+
+
+def _before(
+    x: Tensor, weights: _LayerWeights, cos: Tensor | None, sin: Tensor | None, shape: _Shape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [R, hidden] in fp32 → q [R, H, D], k and v [R, G, D]."""
+    inner = rms_norm(x, weights.input_norm, shape.eps).to(weights.qkv.dtype)
+    qkv = F.linear(inner, weights.qkv, weights.qkv_bias).unflatten(1, (-1, shape.dim))
+    q, k, v = qkv.split([shape.heads, shape.groups, shape.groups], 1)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q, k = rms_norm(q, weights.q_norm, shape.eps), rms_norm(k, weights.k_norm, shape.eps)
+    if cos is not None and sin is not None:
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    return q.to(inner.dtype).contiguous(), k.to(inner.dtype).contiguous(), v.contiguous()
+
+
+def _after(x: Tensor, o: Tensor, weights: _LayerWeights, shape: _Shape) -> Tensor:
+    x = x + F.linear(o, weights.output).float() * shape.scale
+    inner = rms_norm(x, weights.mlp_norm, shape.eps).to(weights.gate_up.dtype)
+    gate, up = F.linear(inner, weights.gate_up).chunk(2, 1)
+    return x + F.linear(F.silu(gate) * up, weights.down).float() * shape.scale
+
+
+def _pick(logits: Tensor, heat: Tensor, min_p: Tensor, noise: Tensor) -> Tensor:
+    """Sample by the Gumbel trick; tokens less likely than `min_p` times the likeliest are left out."""
+    is_greedy = heat < _NO_NOISE
+    scaled = logits / torch.where(is_greedy, 1.0, heat)
+    floor = scaled.amax(-1, keepdim=True) + min_p.clamp(min=math.exp(-80)).log()
+    noisy = torch.where(is_greedy, scaled, scaled - noise.log())
+    return noisy.masked_fill(scaled < floor, float("-inf")).argmax(-1)
+
+
+def _attend_masked(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """The same as `attend_rows` without a kernel."""
+    size = int(lengths.max())
+    grouped = q.unflatten(1, (keys.shape[2], -1))
+    mask = torch.arange(size, device=q.device) < lengths[:, None]
+    keys, values = keys[:, :size].transpose(1, 2), values[:, :size].transpose(1, 2)
+    return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None]).flatten(1, 2)

@@ -1,0 +1,110 @@
+"""The sources of a stage's rows: tokenised texts, what the teacher wrote, facts hidden in texts."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sala.config import SalaConfig
+from sala.errors import InputError
+from sala.lab.eval.tasks.needle import CHATML, NeedleMaker, Wrap
+from sala.lab.train.data import LineRows, Mixture, Row, line_of, read_documents
+from sala.lab.train.halo.sample import TEXT_END
+from sala.lab.train.needles import NeedleRows, wrap_of
+from sala.lab.train.processes import one_ahead
+from sala.lab.train.recipe import Learning, SampleStage, Source
+from sala.lab.train.steps import MixedSteps, Part, RowMaker, needle_row, text_row
+from sala.lab.train.written import TEXT, DialogueRows, Written, to_line
+from sala.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sala.lab.train.pipeline import Run
+
+
+def is_mixed(stage: Learning) -> bool:
+    """Return whether every step of the stage mixes rows of several lengths."""
+    return any(source.rows for source in stage.data)
+
+
+def mixture(run: "Run", stage: Learning, start: Path) -> Mixture:
+    """Return rows of one length in the shares of the sources."""
+    tokenizer = Tokenizer.load(start)
+    with one_ahead():
+        makers = [_rows_of(run, stage, source, tokenizer, start) for source in stage.data]
+    return Mixture(makers, [source.weight for source in stage.data], run.recipe.seed)
+
+
+def mixed_steps(run: "Run", stage: Learning, start: Path, rank: int = 0, world: int = 1) -> MixedSteps:
+    """Return steps with `rows` rows of every source; raises InputError if a source does not say how many."""
+    tokenizer = Tokenizer.load(start)
+    if not all(source.rows for source in stage.data):
+        raise InputError("rows", "is missing in a source", "give it for all sources of a stage, or for none")
+    with one_ahead():
+        parts = [
+            Part(_maker(run, stage, source, tokenizer, start), source.rows, _length(stage, source), source.is_sparse)
+            for source in stage.data
+        ]
+    return MixedSteps(parts, rank, world)
+
+
+def _length(stage: Learning, source: Source) -> int:
+    return source.seq_len or stage.seq_len
+
+
+def _maker(run: "Run", stage: Learning, source: Source, tokenizer: Tokenizer, start: Path) -> RowMaker:
+    length = _length(stage, source)
+    seed = _seed(run, stage) * 31 + stage.data.index(source)
+    if source.kind == "dialogues":
+        written = _written(run, source)
+        return DialogueRows(written, length, _eos(start), seed, source.shortest)
+    rows = _rows_of(run, stage, source, tokenizer, start)
+    if source.kind == "needle":
+        return lambda index: needle_row(rows(index), source.answer_share)
+    return lambda index: text_row(rows(index))
+
+
+def _seed(run: "Run", stage: Learning) -> int:
+    return run.recipe.seed * 1009 + run.recipe.stages.index(stage)  # type: ignore[arg-type]
+
+
+def _eos(start: Path) -> int:
+    config = SalaConfig.load(start)
+    return config.eos_token_id[0] if config.eos_token_id else 0
+
+
+def _rows_of(run: "Run", stage: Learning, source: Source, tokenizer: Tokenizer, start: Path) -> Callable[[int], Row]:
+    eos, seed, length = _eos(start), _seed(run, stage), _length(stage, source)
+    if source.kind == "needle":
+        wraps = [CHATML, wrap_of(tokenizer)] if source.has_system else [CHATML]
+        makers = needle_makers(run, tokenizer, source.path, source.max_documents, wraps)
+        return NeedleRows(makers, length, source.num_keys, source.num_topics, eos, seed)
+    text_end = tokenizer.token_id(TEXT_END)
+    end = eos if text_end is None or not source.rows else text_end
+    if source.kind in ("samples", "dialogues"):
+        written = _written(run, source)
+        if source.rows:
+            written = written.select(at for at in range(len(written)) if TEXT in written.document(at)[1])
+        return LineRows(to_line(written, end), length, seed, source.truth)
+    cache = run.work / "tokens"
+    line = line_of(
+        source, tokenizer, end, run.base, cache, lambda name, n: run.note(stage.name, f"reading {name}: {n:,}")
+    )
+    return LineRows(line, length, seed, source.truth)
+
+
+def _written(run: "Run", source: Source) -> Written:
+    sampling = next((s for s in run.recipe.stages if isinstance(s, SampleStage) and s.name == source.path), None)
+    if sampling is None:
+        raise InputError("path", f"is {source.path!r}", "samples name a stage of kind 'sample' before this one")
+    return Written.load(run.directory(sampling) / "samples.npz")
+
+
+def needle_makers(
+    run: "Run", tokenizer: Tokenizer, path: str, limit: int | None = None, wraps: list[Wrap] | None = None
+) -> list[NeedleMaker]:
+    """Return makers of needles in the texts of `path`, one for each way to write a user's message."""
+    source = Source(path=path, max_documents=limit)
+    documents = list(read_documents(source, run.base))[: source.max_documents]
+    end = tokenizer.token_id("<|im_end|>")
+    encode = partial(tokenizer.encode, bos=False, parse_special=True)
+    return [NeedleMaker(encode, documents, seed=run.recipe.seed, wrap=wrap, end_id=end) for wrap in wraps or [CHATML]]

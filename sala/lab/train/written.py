@@ -1,0 +1,234 @@
+"""What a teacher wrote: documents whose tokens have roles, filters for them, and rows for training."""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sala.errors import InputError
+from sala.lab.train.data import Array, Line, MicroBatch
+
+GIVEN, ASKED, ANSWER, TEXT = range(4)  # roles: the template or a given prompt, a question, an answer, free text
+NGRAM = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Documents one after another: tokens and their roles, where each document ends, whether it ended by itself."""
+
+    tokens: Array
+    roles: Array
+    ends: Array
+    is_ended: Array
+
+    @classmethod
+    def of(cls, documents: Sequence[tuple[Sequence[int], Sequence[int], bool]]) -> "Written":
+        """From (tokens, roles, is_ended) of each document."""
+        sizes = [len(tokens) for tokens, _, _ in documents]
+        flat = [np.array(tokens, np.uint32) for tokens, _, _ in documents]
+        roles = [np.array(marks, np.uint8) for _, marks, _ in documents]
+        return cls(
+            np.concatenate(flat) if flat else np.zeros(0, np.uint32),
+            np.concatenate(roles) if roles else np.zeros(0, np.uint8),
+            np.cumsum(sizes, dtype=np.int64) if sizes else np.zeros(0, np.int64),
+            np.array([ended for _, _, ended in documents], np.bool_),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence["Written"]) -> "Written":
+        return cls.of([part.document(at) for part in parts for at in range(len(part))])
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def document(self, index: int) -> tuple[Array, Array, bool]:
+        begin = int(self.ends[index - 1]) if index else 0
+        piece = slice(begin, int(self.ends[index]))
+        return self.tokens[piece], self.roles[piece], bool(self.is_ended[index])
+
+    def rows(self) -> list[list[int]]:
+        return [self.document(index)[0].tolist() for index in range(len(self))]
+
+    def select(self, indices: Iterable[int]) -> "Written":
+        return Written.of([self.document(index) for index in indices])
+
+    def save(self, file: Path) -> None:
+        draft = file.with_name(f".{file.name}.part")
+        with draft.open("wb") as handle:
+            np.savez(handle, tokens=self.tokens, roles=self.roles, ends=self.ends, is_ended=self.is_ended)
+        draft.rename(file)
+
+    @classmethod
+    def load(cls, file: Path) -> "Written":
+        with np.load(file, allow_pickle=False) as arrays:
+            return cls(arrays["tokens"], arrays["roles"], arrays["ends"], arrays["is_ended"])
+
+
+def has_loop(tokens: Sequence[int], size: int = NGRAM, times: int = 3) -> bool:
+    """Return whether some run of `size` tokens occurs `times` times or more."""
+    grams = Counter(tuple(tokens[at : at + size]) for at in range(len(tokens) - size + 1))
+    return bool(grams) and max(grams.values()) >= times
+
+
+def loop_start(tokens: Sequence[int], size: int = NGRAM, times: int = 2) -> int:
+    """Return where the first run of `size` tokens begins that occurred `times` - 1 times before; else the length."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    for at in range(len(tokens) - size + 1):
+        gram = tuple(tokens[at : at + size])
+        seen[gram] += 1
+        if seen[gram] >= times:
+            return at
+    return len(tokens)
+
+
+def filtered(written: Written, least: int = 5, most: int = 300) -> Written:
+    """Keep dialogues whose answers end, have `least` to `most` tokens and do not loop; cut free text at a loop."""
+    kept = []
+    for index in range(len(written)):
+        tokens, roles, is_ended = written.document(index)
+        if TEXT in roles:
+            stop = loop_start(tokens.tolist(), times=3)
+            if stop >= 64:
+                kept.append((tokens[:stop], roles[:stop], is_ended and stop == len(tokens)))
+        elif is_ended and all(
+            least <= len(answer) <= most and not has_loop(answer) for answer in runs(tokens, roles, ANSWER)
+        ):
+            kept.append((tokens, roles, is_ended))
+    return Written.of(kept)
+
+
+def runs(tokens: Array, roles: Array, role: int) -> list[list[int]]:
+    """Return the stretches of tokens that have a role."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], (roles == role).astype(np.int8), [0]))))
+    return [tokens[begin:end].tolist() for begin, end in edges.reshape(-1, 2)]
+
+
+def words_of_text(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+class HeldOut:
+    """Texts that no training may see: finds their word 8-grams, and short ones as a whole, in other texts."""
+
+    def __init__(self, texts: Iterable[str], size: int = NGRAM) -> None:
+        self.size = size
+        self.grams: set[int] = set()
+        self.whole: set[int] = set()
+        for text in texts:
+            words = words_of_text(text)
+            self.whole.add(_digest(words))
+            self.grams.update(self._grams(words))
+
+    def _grams(self, words: Sequence[str]) -> Iterable[int]:
+        return (_digest(words[at : at + self.size]) for at in range(len(words) - self.size + 1))
+
+    def __contains__(self, text: object) -> bool:
+        words = words_of_text(str(text))
+        return _digest(words) in self.whole or any(gram in self.grams for gram in self._grams(words))
+
+
+def _digest(words: Sequence[str]) -> int:
+    return int.from_bytes(hashlib.blake2b(" ".join(words).encode(), digest_size=8).digest(), "big")
+
+
+def to_line(written: Written, end: int) -> Line:
+    """Free text as one line. `end` follows every document, and is learnt only where the teacher ended by itself."""
+    pieces, learn = [], []
+    for index in range(len(written)):
+        tokens, _, is_ended = written.document(index)
+        body = tokens[:-1] if is_ended else tokens  # its own end mark may be that of a turn
+        pieces.append(np.append(body, np.uint32(end)))
+        learn.append(np.append(np.ones(len(body), np.bool_), is_ended))
+    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+    return Line(np.concatenate(pieces).astype(np.uint32), np.concatenate(learn), ends)
+
+
+@dataclass(frozen=True, slots=True)
+class DialogueWeights:
+    """How much the tokens of a dialogue count. Of an answer, `truth` is the share of the token that was written."""
+
+    given: float = 0.1
+    question: float = 0.3
+    truth: float = 0.25
+    first: float = 2.0  # factor of an answer's first tokens
+    num_first: int = 8
+
+
+class DialogueRows:
+    """Dialogues that fit into rows of `length` and not into shorter ones, one per row, in a new order every epoch."""
+
+    def __init__(
+        self,
+        written: Written,
+        length: int,
+        pad: int,
+        seed: int,
+        shortest: int = 0,
+        weights: DialogueWeights | None = None,
+    ) -> None:
+        sizes = np.diff(written.ends, prepend=0)
+        is_chat = np.array([TEXT not in written.document(at)[1] for at in range(len(written))], np.bool_)
+        self.chosen = np.flatnonzero(is_chat & (sizes <= length) & (sizes > shortest))
+        if not len(self.chosen):
+            raise InputError("data", f"no dialogue has {shortest + 1} to {length} tokens", "change the rows' seq_len")
+        self.written, self.length, self.pad, self.seed = written, length, pad, seed
+        self.weights = weights or DialogueWeights()
+        self._epoch, self._order = -1, np.arange(0)
+
+    def __call__(self, index: int) -> "WeightedRow":
+        epoch, place = divmod(index, len(self.chosen))
+        if epoch != self._epoch:
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.chosen)
+            self._epoch = epoch
+        tokens, roles, is_ended = self.written.document(int(self._order[place]))
+        return weigh_dialogue(tokens, roles, is_ended, self.length, self.pad, self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedRow:
+    """One row of a micro-batch: see `MicroBatch`."""
+
+    tokens: Array
+    teacher_weight: Array
+    truth_weight: Array
+    answer: Array
+    kind: str
+
+
+def weigh_dialogue(
+    tokens: Array, roles: Array, is_ended: bool, length: int, pad: int, weights: DialogueWeights
+) -> WeightedRow:
+    """Pad a dialogue and weigh its tokens; an answer that did not end is learnt from the teacher alone."""
+    size = len(tokens)
+    out = np.full(length, pad, np.int64)
+    out[:size] = tokens
+    teacher, truth = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    is_answer = np.zeros(length, np.bool_)
+    is_answer[:size] = roles == ANSWER
+    teacher[:size][roles == GIVEN] = weights.given
+    teacher[:size][roles == ASKED] = weights.question
+    teacher[:size][roles == TEXT] = 1.0
+    begins = np.flatnonzero(np.diff(is_answer.astype(np.int8), prepend=0) == 1)
+    share = weights.truth if is_ended else 0.0
+    teacher[is_answer], truth[is_answer] = 1 - share, share
+    for begin in begins:
+        first = slice(begin, begin + weights.num_first)
+        teacher[first] *= np.where(is_answer[first], weights.first, 1)
+        truth[first] *= np.where(is_answer[first], weights.first, 1)
+    teacher[0] = truth[0] = 0
+    return WeightedRow(out, teacher, truth, is_answer, "dialogue")
+
+
+def stack(rows: Sequence[WeightedRow], is_sparse: bool) -> MicroBatch:
+    return MicroBatch(
+        np.stack([row.tokens for row in rows]),
+        np.stack([row.teacher_weight for row in rows]),
+        np.stack([row.truth_weight for row in rows]),
+        np.stack([row.answer for row in rows]),
+        tuple(row.kind for row in rows),
+        is_sparse,
+    )
