@@ -4,8 +4,11 @@
 
 CORPUS is what corpus.py wrote. Perplexity on held-out text of the training's sources and on other sources; ARC-Easy;
 simple questions; needles by length, of the test split: wordings, keys and haystacks that no training saw. A needle is
-found if its value is in what the engine answers, decoding greedily (in bf16 on a GPU, but the teacher, which minds, in
-fp32). With --parts, only some of it: what an output file holds already is kept, so that several runs can share one.
+found if its value is in the engine's greedy answer (bf16 on a GPU; the teacher, which is sensitive to it, in fp32).
+`everyday` are the 200 questions of everyday.jsonl, judged by their rules; `development` are 200 others to steer by;
+`reading` are questions on a paragraph, alone and in 4,096 tokens; `typed` are needles as a user types them: with the
+system turn, and no answer begun. With --parts, only some of it: what an output file holds already is kept, so that
+several runs can share one.
 """
 
 import argparse
@@ -14,10 +17,12 @@ import lzma
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sala.backends.torch.loader import pick_device
@@ -26,9 +31,12 @@ from sala.engine.stream import Completion
 from sala.lab.eval.tasks.choice import read_tasks
 from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, score
 from sala.lab.eval.tasks.questions import accuracy, questions
+from sala.lab.eval.tasks.rules import RuledQuestion, is_met, read_questions
 from sala.lab.train.models import load_for_training
+from sala.lab.train.needles import wrap_of
 from sala.lab.train.report import NUM_ANSWERED, choice_accuracy, needle_cases, to_tokens
 from sala.lab.train.score import perplexity
+from sala.lab.train.written import has_loop
 from sala.llm import LLM
 from sala.text.tokenizer import Tokenizer
 
@@ -69,7 +77,9 @@ TALK = (
 )
 NUM_SHOWN = 8  # answers that the results keep
 TEMPERATURE = 0.7  # the default of every command
-PARTS = ("perplexity", "arc_easy", "questions", "talk", "needle")
+PARTS = ("perplexity", "arc_easy", "questions", "talk", "everyday", "development", "reading", "needle", "typed")
+HERE = Path(__file__).parent
+MAX_EVERYDAY = 250  # tokens in which an everyday answer must end
 MAX_TALK = 320  # tokens; an answer that is longer has not ended
 
 
@@ -138,6 +148,88 @@ def conversations(engines: Mapping[str, LLM], parts: Sequence[str]) -> dict:
     return out
 
 
+def everyday(engines: Mapping[str, LLM], questions: Sequence[RuledQuestion], shown: int = 0) -> dict:
+    """Greedy answers judged by the questions' rules: one that does not end, or loops, is not correct."""
+    out: dict[str, Any] = {}
+    for who, llm in engines.items():
+        began = time.time()
+        said = reply(llm, [question.turns for question in questions], MAX_EVERYDAY)
+        table: dict[str, list[dict]] = {}
+        for question, completion in zip(questions, said, strict=True):
+            has_ended = completion.finish_reason == "stop"
+            loops = has_loop(llm.tokenizer.encode(completion.text, bos=False))
+            entry = {
+                "correct": has_ended and not loops and is_met(question, completion.text),
+                "ended": has_ended,
+                "loops": loops,
+                "tokens": len(completion.token_ids),
+            }
+            table.setdefault(question.kind, []).append(entry)
+        whole = [entry for entries in table.values() for entry in entries]
+        out[who] = {"all": means(whole), "by_kind": {kind: means(entries) for kind, entries in table.items()}}
+        if shown:
+            step = max(1, len(questions) // shown)
+            out[who]["answers"] = {q.turns[-1]: c.text for q, c in list(zip(questions, said, strict=True))[::step]}
+        print(f"everyday: {who} {out[who]['all']} in {time.time() - began:.0f} s", flush=True)
+    if {"teacher", "student"} <= set(out):
+        both = [out[who]["all"] for who in ("student", "teacher")]
+        out["ratio"] = {name: both[0][name] / max(both[1][name], 1e-9) for name in ("correct", "ended")}
+        print(f"everyday: share of the teacher's {out['ratio']}", flush=True)
+    return out
+
+
+def means(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {name: round(sum(float(e[name]) for e in entries) / len(entries), 4) for name in entries[0]}
+
+
+def reply(llm: LLM, asked: Sequence[Sequence[str]], max_tokens: int) -> list[Completion]:
+    """The greedy answer to the last turn of each conversation; the model answers the turns before it, too."""
+    talks: list[list[dict[str, str]]] = [[] for _ in asked]
+    last: dict[int, Completion] = {}
+    for turn in range(max(map(len, asked))):
+        active = [at for at, turns in enumerate(asked) if turn < len(turns)]
+        for at in active:
+            talks[at].append({"role": "user", "content": asked[at][turn]})
+        prompts = [llm.tokenizer.encode_chat(talks[at], add_generation_prompt=True) for at in active]
+        for at, completion in zip(active, llm.generate(prompts, temperature=0, max_tokens=max_tokens), strict=True):
+            last[at] = completion
+            talks[at].append({"role": "assistant", "content": completion.text})
+    return [last[at] for at in range(len(asked))]
+
+
+def reading(engines: Mapping[str, LLM], haystack: Sequence[str], length: int) -> dict:
+    """Questions on a paragraph: given alone, and in `length` tokens of other text, with the question after it."""
+    questions = [q for name in ("everyday", "development") for q in read_questions(HERE / f"{name}.jsonl")]
+    chosen = [q for q in questions if q.kind == "paragraphs" and "\n\n" in q.turns[0]]
+    long = [replace(q, turns=(bury(q.turns[0], haystack, at, length),)) for at, q in enumerate(chosen)]
+    return {
+        "paragraph": everyday(engines, chosen),
+        f"paragraph in {length} tokens": everyday(engines, long),
+    }
+
+
+def bury(text: str, haystack: Sequence[str], seed: int, length: int) -> str:
+    """The paragraph somewhere in other text of about `length` tokens (4.3 characters each), the question last."""
+    paragraph, question = text.rsplit("\n\n", 1)
+    rng = np.random.default_rng([7, seed])
+    document = "\n\n".join(haystack[int(at)] for at in rng.permutation(len(haystack))[:12])
+    pieces = document[: int(length * 4.3)].split("\n\n")
+    pieces.insert(int(rng.integers(len(pieces) + 1)), paragraph)
+    return "\n\n".join([*pieces, question])
+
+
+def typed_needles(maker: NeedleMaker, lengths: Sequence[int], trials: int, llm: LLM) -> Iterator[dict]:
+    """Needles as a user types them: the model's own template with its system turn, and no answer begun."""
+    out: dict[str, dict] = {}
+    for length in lengths:
+        for kind in ("number", "word", "uuid"):
+            cases = needle_cases(maker, length, 1, trials, kind)
+            out.setdefault(kind, {})[length] = compare(
+                {"student": llm}, f"typed {kind} {length}", partial(recall, cases)
+            )
+            yield out
+
+
 def needles(maker: NeedleMaker, options: argparse.Namespace, device: torch.device) -> Iterator[dict]:
     """The table so far, after each entry."""
     lengths = [int(length) for length in options.lengths.split(",")]
@@ -175,6 +267,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="1024,2048,4096,8192,16384,32768")
     parser.add_argument("--rows", type=int, default=200, help="pieces of 1024 tokens per text")
     parser.add_argument("--questions", type=int, default=2376)
+    parser.add_argument("--every", type=int, default=1, help="ask only every so many-th everyday question")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--teacher-max", type=int, default=8192, help="longest needle asked of the teacher")
     options = parser.parse_args()
@@ -215,6 +308,28 @@ def main() -> None:
         }
         results |= conversations(engines, parts)
     save()
+    sets = [part for part in ("everyday", "development") if part in parts]
+    if sets or "reading" in parts:
+        ctx = 8192 if "reading" in parts else 2048
+        paths = {"teacher": options.teacher, "student": options.student}
+        engines = {
+            who: LLM(path, device=str(device), dtype="float32", ctx=ctx, max_batch=16, cache_memory=4 << 30)
+            for who, path in paths.items()
+        }
+        for part in sets:
+            results[part] = everyday(engines, read_questions(HERE / f"{part}.jsonl")[:: options.every], NUM_SHOWN)
+            save()
+        if "reading" in parts:
+            results["reading"] = reading(engines, haystack, 4096)
+    save()
+    if "typed" in parts:
+        typed = NeedleMaker(encode, {"train": [], "test": haystack}, seed=11, wrap=wrap_of(tokenizer), unopened=1.0)
+        lengths = [int(length) for length in options.lengths.split(",")]
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        llm = LLM(options.student, device=str(device), ctx=max(lengths), dtype=dtype, max_batch=16)
+        for found in typed_needles(typed, lengths, options.trials, llm):
+            results["typed"] = {kind: {str(n): v for n, v in row.items()} for kind, row in found.items()}
+            save()
     if "needle" in parts:
         for found in needles(maker, options, device):
             for name, by_length in found.items():

@@ -1,6 +1,5 @@
 """What a teacher wrote: documents whose tokens have roles, filters for them, and rows for training."""
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -112,27 +111,41 @@ def words_of_text(text: str) -> list[str]:
 
 
 class HeldOut:
-    """Texts that no training may see: finds their word 8-grams, and short ones as a whole, in other texts."""
+    """Texts that no training may see: finds their word 8-grams, and short ones as a whole, in other texts.
 
-    def __init__(self, texts: Iterable[str], size: int = NGRAM) -> None:
+    `avoid` are the words that make a question what it is, its values among them: a text of at most twice its length
+    that has all of them asks the same.
+    """
+
+    def __init__(
+        self, texts: Iterable[str], avoid: Iterable[tuple[Sequence[str], str]] = (), size: int = NGRAM
+    ) -> None:
         self.size = size
-        self.grams: set[int] = set()
-        self.whole: set[int] = set()
+        self.grams: set[str] = set()
+        self.whole: set[str] = set()
+        self.avoid: dict[str, list[tuple[frozenset[str], int]]] = {}
         for text in texts:
             words = words_of_text(text)
-            self.whole.add(_digest(words))
+            self.whole.add(_key(words))
             self.grams.update(self._grams(words))
+        for keys, text in avoid:
+            wanted = frozenset(word for key in keys for word in words_of_text(key))
+            self.avoid.setdefault(max(wanted, key=len), []).append((wanted, 2 * len(words_of_text(text))))
 
-    def _grams(self, words: Sequence[str]) -> Iterable[int]:
-        return (_digest(words[at : at + self.size]) for at in range(len(words) - self.size + 1))
+    def _grams(self, words: Sequence[str]) -> Iterable[str]:
+        return (_key(words[at : at + self.size]) for at in range(len(words) - self.size + 1))
 
     def __contains__(self, text: object) -> bool:
         words = words_of_text(str(text))
-        return _digest(words) in self.whole or any(gram in self.grams for gram in self._grams(words))
+        if _key(words) in self.whole or any(gram in self.grams for gram in self._grams(words)):
+            return True
+        known = set(words)
+        found = (entry for word in known for entry in self.avoid.get(word, ()))
+        return any(len(words) <= limit and wanted <= known for wanted, limit in found)
 
 
-def _digest(words: Sequence[str]) -> int:
-    return int.from_bytes(hashlib.blake2b(" ".join(words).encode(), digest_size=8).digest(), "big")
+def _key(words: Sequence[str]) -> str:
+    return " ".join(words)
 
 
 def to_line(written: Written, end: int) -> Line:

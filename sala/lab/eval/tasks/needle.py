@@ -316,13 +316,16 @@ class NeedleMaker:
         seed: int = 0,
         wrap: Wrap = CHATML,
         end_id: int | None = None,
+        unopened: float | None = None,
     ) -> None:
+        """`unopened` is the share of cases whose answer is not begun; None: a quarter in training, none in tests."""
         self._encode = by_piece(encode)
         self._documents = haystack if isinstance(haystack, Mapping) else deal(haystack)
         self._haystacks: dict[Split, Haystack] = {}
         self._seed = seed
         self._wrap = wrap
         self._end = () if end_id is None else (end_id,)
+        self._unopened = unopened
 
     def make(self, spec: NeedleSpec, index: int) -> NeedleCase:
         rng = random(self._seed, spec, index)
@@ -355,7 +358,8 @@ class NeedleMaker:
         keys = sample_keys(wording.key, spec.split, spec.num_keys, rng)
         values = sample_values(kind, wording.category, spec.num_keys, rng)
         frame = frames(spec.split)[int(rng.integers(len(frames(spec.split))))]
-        is_opened = spec.split == "test" or rng.random() >= UNOPENED
+        share = UNOPENED if self._unopened is None else self._unopened
+        is_opened = (spec.split == "test" and self._unopened is None) or rng.random() >= share
         return Story(wording, keys, [[value] for value in values], frame, is_opened)
 
     def _topics(self, spec: NeedleSpec, count: int, rng: np.random.Generator) -> list[Story]:

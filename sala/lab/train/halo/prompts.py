@@ -84,7 +84,9 @@ class PromptTable:
                 template = kind.templates[int(rng.integers(len(kind.templates)))]
                 names: dict[str, str] = {}
                 turns = tuple(_AN.sub(r"\1n ", self._fill(turn, names, rng)) for turn in template)
-                is_held_out = held_out is not None and any(turn in held_out for turn in turns)
+                is_held_out = held_out is not None and (
+                    any(turn in held_out for turn in turns) or " ".join(turns) in held_out
+                )
                 if turns not in seen and not is_held_out:
                     seen.add(turns)
                     yield Prompt(kind.name, turns)
@@ -114,13 +116,16 @@ class PromptTable:
 
 
 def read_held_out(files: Sequence[Path]) -> HeldOut:
-    """Return what the `turns` (or `text`) of JSONL files say, as texts that training must not see."""
+    """Return the `turns` of JSONL files as texts that training must not see, with the words to `avoid`."""
     texts: list[str] = []
+    avoid: list[tuple[list[str], str]] = []
     for file in files:
         for line in file.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
-            texts += record.get("turns", [])
-    return HeldOut(texts)
+            texts += record["turns"]
+            if record.get("avoid"):
+                avoid.append((record["avoid"], " ".join(record["turns"])))
+    return HeldOut(texts, avoid)
 
 
 def main() -> None:

@@ -188,7 +188,7 @@ class Writer:
 
     def _begin(self, slot: int, number: int, opening: Opening) -> Change:
         given = len(self.marks.opening)
-        tokens = opening.tokens[: self.length - 1]
+        tokens = opening.tokens[: self.length]
         is_chat = bool(given) and tokens[:given] == self.marks.opening
         position = min(given, len(tokens) - 1) if is_chat and self.has_opening[slot] else 0
         self.has_opening[slot] = is_chat

@@ -1,0 +1,137 @@
+"""A stored probe: how far a student is from its teacher on the teacher's own answers to prompts held out from training.
+
+    python -m sala.lab.train.probe PROBE.json TEACHER STUDENT
+
+A probe file holds token ids, so it takes seconds on a GPU and judges every run on the same positions.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sala.backends.torch.batch import whole
+from sala.backends.torch.loader import pick_device
+from sala.backends.torch.model import SalaModel
+from sala.lab.train.models import load_for_training
+from sala.lab.train.written import has_loop
+
+_TILE = 1024  # positions whose scores of the vocabulary are in memory at a time
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeCase:
+    """A prompt, the teacher's greedy answer with its end token, and whether it ended by itself."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    is_ended: bool
+
+
+def read_cases(file: Path) -> list[ProbeCase]:
+    entries = json.loads(file.read_text(encoding="utf-8"))
+    return [ProbeCase(tuple(e["prompt"]), tuple(e["answer"]), e["is_ended"]) for e in entries]
+
+
+class Probe:
+    """Compares students with a teacher whose hidden states are computed once.
+
+    Rows are padded to `length` and computed `rows` at a time, so that a compiled student sees a shape that it knows.
+    """
+
+    def __init__(self, cases: Sequence[ProbeCase], teacher: SalaModel, rows: int = 16, length: int = 512) -> None:
+        fitting = [case for case in cases if len(case.prompt) + len(case.answer) <= length]
+        self.cases, self.rows, self.length = fitting, rows, length
+        self.device = teacher.lm_head.weight.device
+        tokens = torch.zeros((-(-len(fitting) // rows) * rows, length), dtype=torch.long)
+        at, first, labels = [], [], []
+        for row, case in enumerate(fitting):
+            ids = (*case.prompt, *case.answer)
+            tokens[row, : len(ids)] = torch.tensor(ids)
+            at += [row * length + place for place in range(len(case.prompt) - 1, len(ids) - 1)]
+            first += [True] + [False] * (len(case.answer) - 1)
+            labels += case.answer
+        self.tokens = tokens.to(self.device)
+        self.at, self.labels = torch.tensor(at, device=self.device), torch.tensor(labels, device=self.device)
+        self.is_first = torch.tensor(first, device=self.device)
+        self.teacher_head = teacher.lm_head.weight.detach()
+        self.wanted = self._hidden(teacher)
+
+    @torch.no_grad()
+    def _hidden(self, model: SalaModel) -> Tensor:
+        """Return the hidden states [P, hidden] from which the answers' tokens are predicted."""
+        parts = [model(whole(part)).float() / model.config.logit_divisor for part in self.tokens.split(self.rows)]
+        return torch.cat(parts)[self.at]
+
+    @torch.no_grad()
+    def __call__(self, student: SalaModel) -> dict[str, float]:
+        """Return the divergence per token, that of first tokens, how often both agree, and the cross-entropy."""
+        hidden, head = self._hidden(student), student.lm_head.weight.detach().float()
+        kl, same, chosen = [], [], []
+        for begin in range(0, len(self.at), _TILE):
+            part = slice(begin, begin + _TILE)
+            logp = (hidden[part] @ head.T).log_softmax(-1)
+            wanted = (self.wanted[part] @ self.teacher_head.float().T).log_softmax(-1)
+            kl.append((wanted.exp() * (wanted - logp)).sum(-1))
+            same.append((logp.argmax(-1) == wanted.argmax(-1)).float())
+            chosen.append(-logp.gather(1, self.labels[part, None])[:, 0])
+        divergence = torch.cat(kl)
+        return {
+            "kl": float(divergence.mean()),
+            "first": float(divergence[self.is_first].mean()),
+            "agree": float(torch.cat(same).mean()),
+            "loss": float(torch.cat(chosen).mean()),
+        }
+
+    @torch.no_grad()
+    def ended(self, student: SalaModel, end: int, most: int = 160) -> float:
+        """Return the share of prompts whose greedy answer ends within `most` tokens and does not loop.
+
+        Every step computes whole rows again: right for a student in training, which has no cache, on a GPU.
+        """
+        count = 0
+        for begin in range(0, len(self.tokens), self.rows):
+            cases = self.cases[begin : begin + self.rows]
+            tokens = torch.zeros((self.rows, self.length), dtype=torch.long, device=self.device)
+            for row, case in enumerate(cases):
+                tokens[row, : len(case.prompt)] = torch.tensor(case.prompt)
+            sizes = torch.tensor([len(case.prompt) for case in cases], device=self.device)
+            rows = torch.arange(len(cases), device=self.device)
+            done = torch.zeros(len(cases), dtype=torch.bool, device=self.device)
+            for _ in range(min(most, self.length - int(sizes.max()))):
+                hidden = student(whole(tokens)).view(self.rows, self.length, -1)[rows, sizes - 1]
+                best = student.logits(hidden.float()).argmax(-1)
+                tokens[rows, sizes] = torch.where(done, tokens[rows, sizes], best)
+                sizes = torch.where(done, sizes, sizes + 1)
+                done |= best == end
+                if bool(done.all()):
+                    break
+            for row, case in enumerate(cases):
+                answer = tokens[row, len(case.prompt) : int(sizes[row])].tolist()
+                count += bool(done[row]) and not has_loop(answer)
+        return count / max(1, len(self.cases))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("probe", type=Path)
+    parser.add_argument("teacher", type=Path)
+    parser.add_argument("student", type=Path)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--ended", action="store_true", help="let the student answer too (slow without a GPU)")
+    options = parser.parse_args()
+    device = pick_device(options.device)
+    probe = Probe(read_cases(options.probe), load_for_training(options.teacher, device))
+    student = load_for_training(options.student, device)
+    values = probe(student)
+    if options.ended:
+        values["ended"] = probe.ended(student, student.config.eos_token_id[0])
+    print(json.dumps(values, indent=2))
+
+
+if __name__ == "__main__":
+    main()
