@@ -32,6 +32,7 @@ from sala.backends.torch.random import random_model
 from sala.checkpoint.random import RELEASED
 from sala.lab.bench.measure import measure_latency, measure_throughput
 from sala.lab.bench.subject import open_random
+from sala.options import Options
 from sala.protocol import Plan, Row, Sampling
 
 HERE = Path(__file__).parent
@@ -205,7 +206,7 @@ def long() -> None:
 
 def engine() -> None:
     """Requests through the engine, with everything that a user waits for but the text."""
-    subject = open_random("released", "cuda", "bfloat16")
+    subject = open_random("released", Options(device="cuda", dtype="bfloat16"))
     out: dict[str, Any] = {"latency": [], "throughput": []}
     for length in (4096, 32768, 131072):
         one = measure_latency(subject, length, 65)

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from sala.cli import flags as s
 from sala.cli.outputs import going_on, relative
 from sala.errors import InputError, SalaError
+from sala.options import Options
 
 if TYPE_CHECKING:
     import torch
@@ -45,17 +46,20 @@ JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="W
 PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw them here.")]
 
 
+# the measurements set these themselves
+OneModel = Annotated[Options, s.Use(without=("ctx", "max_batch", "snapshots", "cache_dir", "cache_disk"))]
+
+
 @bench.command()
+@s.derived
 def latency(
-    model: s.Model = None,
-    adapter: s.Adapter = None,
+    *,
     random: Random = None,
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts, e.g. 4K,32K,128K,1M.")] = "1K,4K,16K",
     new_tokens: NewTokens = 64,
-    device: s.Device = "auto",
-    dtype: s.Dtype = "auto",
     json_file: JsonFile = None,
     plot: PlotFile = None,
+    options: OneModel,
 ) -> None:
     """One request at a time, of several lengths: time to first token, speed, memory."""
     from sala.lab.bench.measure import measure_latency
@@ -63,7 +67,7 @@ def latency(
 
     counts = read_counts(lengths, "lengths")
     check_files(json_file, plot)
-    subject = _open(model, random, device, dtype, adapter)
+    subject = _open(options, random)
     results = _measure_all(counts, lambda count: measure_latency(subject, count, new_tokens), label)
     ratios = [one.decode_per_second / results[0].decode_per_second for one in results]
     columns = ["tokens", "first token", "prefill tok/s", "decode tok/s", f"against {label(counts[0])}", "memory"]
@@ -82,17 +86,16 @@ def latency(
 
 
 @bench.command()
+@s.derived
 def throughput(
-    model: s.Model = None,
-    adapter: s.Adapter = None,
+    *,
     random: Random = None,
     batches: Annotated[str, typer.Option(help="Requests at a time, e.g. 1,2,4,8,16.")] = "1,2,4,8",
     length: Annotated[int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of every prompt.")] = 512,
     new_tokens: NewTokens = 64,
-    device: s.Device = "auto",
-    dtype: s.Dtype = "auto",
     json_file: JsonFile = None,
     plot: PlotFile = None,
+    options: OneModel,
 ) -> None:
     """Several requests at a time: tokens per second of all together."""
     from sala.lab.bench.measure import measure_throughput
@@ -102,7 +105,7 @@ def throughput(
     if length < 1:
         raise InputError("length", f"is {length}", "it must be at least 1")
     check_files(json_file, plot)
-    subject = _open(model, random, device, dtype, adapter)
+    subject = _open(options, random)
     results = _measure_all(
         counts, lambda count: measure_throughput(subject, count, length, new_tokens), lambda count: f"{count} at a time"
     )
@@ -123,15 +126,17 @@ def throughput(
 
 
 @bench.command()
+@s.derived
 def kernels(
+    *,
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts, e.g. 8K,128K.")] = "8K,128K",
-    device: s.Device = "auto",
     json_file: JsonFile = None,
     plot: PlotFile = None,
+    options: Annotated[Options, s.Use(only=("device",))],
 ) -> None:
     """Every Triton kernel alone, at the released shapes: time, share of what the GPU could do, and against a peer."""
     counts = read_counts(lengths, "lengths")
-    where = _gpu(device)
+    where = _gpu(options.device)
     check_files(json_file, plot)
     from sala.lab.bench.plots import plot_kernels
 
@@ -152,18 +157,18 @@ def kernels(
 
 
 @bench.command()
+@s.derived
 def against(
+    *,
     dense: Annotated[
         str, typer.Argument(help="A dense model for transformers: its directory, qwen3-8b-random or tiny-random.")
     ],
-    model: s.Model = None,
     random: Random = None,
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts, e.g. 4K,32K,128K.")] = "1K,4K,16K",
     new_tokens: NewTokens = 64,
-    device: s.Device = "auto",
-    dtype: s.Dtype = "auto",
     json_file: JsonFile = None,
     plot: PlotFile = None,
+    options: OneModel,
     force: Annotated[bool, typer.Option("--force", help="Replace the figures of another run.")] = False,
 ) -> None:
     """Beside a dense model in transformers, in the same run: from which length on ours is faster."""
@@ -175,7 +180,7 @@ def against(
     counts = read_counts(lengths, "lengths")
     check_files(json_file, plot)
     need_transformers()
-    subject = _open(model, random, device, dtype)
+    subject = _open(options, random)
     facts = {**_facts(subject, new_tokens), "dense": dense, "lengths": counts}
     record = Record("against", subject.name, facts)
     if json_file is not None and not force:
@@ -273,12 +278,12 @@ def check_files(json_file: Path | None, plot: Path | None) -> None:
         need_matplotlib()
 
 
-def _open(model: str | None, random: str | None, device: str, dtype: str, adapter: Path | None = None) -> "Subject":
+def _open(options: Options, random: str | None) -> "Subject":
     from sala.lab.bench.subject import open_checkpoint, open_random
 
     if random is not None:
-        return open_random(random, device, dtype)
-    return open_checkpoint(s.find_model(model), device, dtype, adapter)
+        return open_random(random, options)
+    return open_checkpoint(s.find_model(options.model), options)
 
 
 def _gpu(device: str) -> "torch.device":

@@ -10,12 +10,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from sala.cli import flags as s
-from sala.cli.generate import show_answer, statistics
-from sala.cli.progress import PrefillBar
+from sala.cli.generate import read_schema, show_answer, statistics
+from sala.cli.progress import prefill_bar
 from sala.errors import ContextTooLong, InputError, SalaError
+from sala.options import Sampling
 
 if TYPE_CHECKING:
     from sala.engine.stream import Completion
@@ -36,43 +35,17 @@ FORMAT = "sala-chat-1"
 QUOTED = "\0"  # marks a message that stood between triple quotes
 
 
+@s.derived
 def chat(
-    model: s.Model = None,
-    adapter: s.Adapter = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Length of an answer at most.")] = 1024,
-    temperature: s.Temperature = 0.7,
-    top_p: s.TopP = 1.0,
-    top_k: s.TopK = 0,
-    min_p: s.MinP = 0.0,
-    seed: s.Seed = None,
-    stop: s.Stop = None,
+    *,
     system: s.System = None,
     no_think: s.NoThink = False,
-    backend: s.Backend = "auto",
-    device: s.Device = "auto",
-    dtype: s.Dtype = "auto",
-    kv: s.KV = "auto",
-    ctx: s.Ctx = None,
-    cache_memory: s.CacheMemory = None,
-    cache_dir: s.CacheDir = None,
-    speculate: s.Speculate = "off",
-    num_draft: s.NumDraft = 4,
-    draft_layers: s.DraftLayers = 8,
-    think_budget: s.ThinkBudget = None,
-    loop_guard: s.LoopLimit = 512,
+    sampling: Annotated[Sampling, s.Use(defaults={"max_tokens": 1024, "loop_guard": s.LOOP_GUARD})],
+    options: s.Loading,
     verbose: s.Verbose = False,
 ) -> None:
-    from sala.protocol import Sampling
-
-    sampling = Sampling(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
-        stop=tuple(stop or ()), max_tokens=max_tokens, think_budget=think_budget, loop_guard=loop_guard,
-    )  # fmt: skip
-    llm = s.load(
-        model, verbose, device=device, dtype=dtype, kv=kv, ctx=ctx, cache_memory=cache_memory, cache_dir=cache_dir,
-        speculate=speculate, num_draft=num_draft, draft_layers=draft_layers, adapter=adapter,
-        backend=backend,
-    )  # fmt: skip
+    sampling = read_schema(sampling)
+    llm = s.load(options, verbose)
     s.note(f"{llm.path.name}, context {llm.ctx:,} tokens. /help shows what you can do, /bye leaves.")
     Conversation(llm, sampling, system, no_think).run(_reader())
 
@@ -165,10 +138,10 @@ class Conversation:
     def answer(self) -> None:
         began = time.perf_counter()
         opening = [{"role": "system", "content": self.system}] if self.system else []
-        with Interrupt() as interrupt, PrefillBar() as bar:
+        with Interrupt() as interrupt, prefill_bar() as show_progress:
 
             def on_progress(done: int, total: int) -> None:
-                bar(done, total)
+                show_progress(done, total)
                 if interrupt.is_set and done < total:
                     raise _Stopped
 

@@ -10,6 +10,7 @@ import typer
 
 from sala.cli import flags as s
 from sala.errors import ModelNotFound, SalaError
+from sala.options import Options
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +26,13 @@ LITTLE_DISK = 1 << 30
 USUAL_CTX = 8192  # tokens for which a model's memory is judged
 
 
+@s.derived
 def doctor(
-    model: s.Model = None,
+    *,
+    options: Annotated[Options, s.Use(only=("model",))],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
+    model = options.model
     facts: dict[str, Any] = {"versions": versions(), "machine": machine()}
     warnings = list(_machine_warnings(facts["machine"]))
     facts["places"] = places()

@@ -1,14 +1,25 @@
 """`sala estimate`: what a context costs, and what fits into this machine or into others."""
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from sala.backends.memory import (
+    ELEMENT_BYTES,
+    USABLE,
+    Tuning,
+    estimate_tuning,
+    gpu_limit,
+    longest,
+    raised_gpu_limit,
+)
+from sala.backends.memory import estimate as compute
 from sala.cli import flags as s
-
-if TYPE_CHECKING:
-    from sala.config import SalaConfig
+from sala.config import SalaConfig
+from sala.errors import InputError
+from sala.options import Options
+from sala.quantization_config import GROUP_SIZES
 
 WIDTHS = (None, 8, 4)  # bits of the table's rows; None: not quantized
 CONTEXTS = (32 << 10, 128 << 10, 512 << 10, 1 << 20)
@@ -17,18 +28,17 @@ MACS = (8, 16, 24, 32, 48, 64, 128)  # GiB
 MAC_CHUNK, MAC_TILE = 2048, 256 << 20  # what the MLX backend takes of a prompt at a time, and its largest work area
 
 
+@s.derived
 def estimate(
+    *,
     model: Annotated[str | None, typer.Argument(help="Checkpoint directory.", envvar="SALA_MODEL")] = None,
     shape: Annotated[str | None, typer.Option(help="No checkpoint: the shapes of the released model, 9b.")] = None,
-    ctx: Annotated[int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of a sequence, e.g. 1m.")] = 131072,
     batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
     bits: Annotated[int | None, typer.Option(help="Weights quantized to 4 or 8 bits.")] = None,
     group_size: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 64,
-    snapshots: Annotated[int, typer.Option(help="States kept for reuse.", min=0)] = 1,
     chunk: Annotated[
         int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of a prompt at a time; 8192 on a GPU.")
     ] = 256,
-    kv: s.KV = "auto",
     memory: Annotated[
         int | None, typer.Option(parser=s.count, metavar="COUNT", help="Bytes to fit into, e.g. 24G.")
     ] = None,
@@ -40,70 +50,71 @@ def estimate(
     optimizer: Annotated[
         str, typer.Option(help="adamw, adamw-bf16, adafactor or adamw-8bit, with --finetune.")
     ] = "adamw",
-    dtype: Annotated[
-        str, typer.Option(help="Precision of weights that learn, with --finetune: auto, bfloat16 or float32.")
-    ] = "auto",
     table: Annotated[bool, typer.Option("--table", help="Bits by contexts, and what 8 to 32 GB hold.")] = False,
     macs: Annotated[bool, typer.Option("--macs", help="What Macs of 8 to 128 GB hold, by bits.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    options: Annotated[
+        Options, s.Use(only=("ctx", "kv", "snapshots", "dtype"), defaults={"ctx": 131072, "snapshots": 1})
+    ],
 ) -> None:
-    import psutil
-
-    from sala.backends.memory import ELEMENT_BYTES, longest
-    from sala.backends.memory import estimate as compute
-    from sala.cli.show import size
-    from sala.errors import InputError
-    from sala.quantization_config import GROUP_SIZES
-
     if bits not in (None, 4, 8):
         raise InputError("bits", f"is {bits}", "use 4 or 8")
     if group_size not in GROUP_SIZES:
         raise InputError("group-size", f"is {group_size}", "use " + ", ".join(map(str, GROUP_SIZES)))
-    if kv not in ("auto", "fp8"):
-        raise InputError("kv", f"is {kv!r}", "use auto or fp8")
     config, parameters, stored = _find(model, shape)
+    ctx = options.ctx or config.max_position_embeddings
     if finetune is not None:
-        _show_tuning(config, finetune, ctx, batch, rank, optimizer, dtype, bits, memory, as_json)
+        _show_tuning(config, finetune, ctx, batch, rank, optimizer, options.dtype, bits, memory, as_json)
         return
-    settings: dict[str, Any] = {"batch": batch, "bits": bits, "num_snapshots": snapshots, "group_size": group_size}
-    settings |= {"element_bytes": ELEMENT_BYTES[config.dtype], "chunk": chunk, "stored_bytes": stored}
-    settings |= {"num_ranks": tp, "kv_bytes": 1 if kv == "fp8" else None}
     if config.num_attention_heads % tp or config.lightning_nh % tp:
         raise InputError("tp", f"is {tp}", f"it must divide {config.num_attention_heads} heads")
+    settings: dict[str, Any] = {
+        "batch": batch, "bits": bits, "num_snapshots": options.snapshots, "group_size": group_size, "chunk": chunk,
+        "element_bytes": ELEMENT_BYTES[config.dtype], "stored_bytes": stored, "num_ranks": tp,
+        "kv_bytes": 1 if options.kv == "fp8" else None,
+    }  # fmt: skip
     if table:
         _show_table(_table(config, parameters, settings), as_json)
-        return
-    if macs:
+    elif macs:
         _show_macs(_macs(config, parameters, settings), as_json)
-        return
+    else:
+        _show_parts(config, parameters, ctx, memory, settings, as_json)
+
+
+def _show_parts(
+    config: SalaConfig, parameters: int, ctx: int, memory: int | None, settings: dict[str, Any], as_json: bool
+) -> None:
+    """Print what sequences of one length take, part by part, and whether it fits."""
     needed = compute(config, parameters, ctx, **settings)
-    free = int(psutil.virtual_memory().available) if memory is None else memory
+    free = _free(memory)
     most = longest(config, parameters, free, **settings)
-    parts = {
-        "weights": needed.weights,
-        "pages": needed.pages,
-        "states": needed.states,
-        "snapshots": needed.snapshots,
-        "activations": needed.activations,
-        "runtime": needed.runtime,
-        "total": needed.total,
-    }
+    batch, tp = settings["batch"], settings["num_ranks"]
+    names = ("weights", "pages", "states", "snapshots", "activations", "runtime", "total")
+    parts = {name: getattr(needed, name) for name in names}
     if as_json:
-        print(
-            json.dumps(
-                {"ctx": ctx, "batch": batch, **parts, "available": free, "fits": needed.total <= free, "longest": most}
-            )
-        )
+        fits = {"available": free, "fits": needed.total <= free, "longest": most}
+        print(json.dumps({"ctx": ctx, "batch": batch, **parts, **fits}))
         return
     print(f"{batch} sequence(s) of {ctx:,} tokens" + (f", each of {tp} GPUs" if tp > 1 else ""))
+    _print_parts(parts, free, f"; the longest context that does: {most:,} tokens")
+
+
+def _print_parts(parts: dict[str, int], free: int, more: str = "") -> None:
+    from sala.cli.show import size
+
     for name, count in parts.items():
         print(f"  {name:<12} {size(count):>12}")
-    verdict = "fits into" if needed.total <= free else "does NOT fit into"
-    print(f"{verdict} the {size(free)} available; the longest context that does: {most:,} tokens")
+    print(f"{'fits into' if parts['total'] <= free else 'does NOT fit into'} the {size(free)} available{more}")
+
+
+def _free(memory: int | None) -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available) if memory is None else memory
 
 
 def _show_tuning(
-    config: "SalaConfig",
+    config: SalaConfig,
     method: str,
     ctx: int,
     batch: int,
@@ -114,20 +125,13 @@ def _show_tuning(
     memory: int | None,
     as_json: bool,
 ) -> None:
-    """Memory of fine-tuning on a GPU that holds everything, with activations computed twice."""
-    import psutil
-
-    from sala.backends.memory import ELEMENT_BYTES, Tuning, estimate_tuning
+    """Print the memory of fine-tuning on a GPU that holds everything, with activations computed twice."""
     from sala.checkpoint.names import expected_tensors
-    from sala.cli.show import size
-    from sala.errors import InputError
     from sala.lab.finetune.options import METHODS, OPTIMIZERS
 
     for name, value, known in (("finetune", method, METHODS), ("optimizer", optimizer, OPTIMIZERS)):
         if value not in known:
             raise InputError(name, f"is {value!r}", "use " + ", ".join(known))
-    if dtype not in ("auto", *ELEMENT_BYTES):
-        raise InputError("dtype", f"is {dtype!r}", "use auto, " + ", ".join(ELEMENT_BYTES))
     if dtype == "auto":
         dtype = "float32" if method == "full" and optimizer != "adamw-bf16" else "bfloat16"
     tuning = Tuning(
@@ -142,23 +146,19 @@ def _show_tuning(
     needed = estimate_tuning(config, expected_tensors(config), tuning)
     names = ("weights", "adapter", "gradients", "optimizer", "activations", "loss", "runtime", "total")
     parts = {name: getattr(needed, name) for name in names}
-    free = int(psutil.virtual_memory().available) if memory is None else memory
+    free = _free(memory)
     if as_json:
         print(json.dumps({"finetune": method, "ctx": ctx, "batch": batch, "dtype": dtype, **parts, "available": free}))
         return
     print(f"{method} fine-tuning with {optimizer}, weights in {dtype}, {batch} row(s) of {ctx:,} tokens")
-    for name, bytes_needed in parts.items():
-        print(f"  {name:<12} {size(bytes_needed):>12}")
-    print(f"{'fits into' if needed.total <= free else 'does NOT fit into'} the {size(free)} available")
+    _print_parts(parts, free)
 
 
-def _find(model: str | None, shape: str | None) -> "tuple[SalaConfig, int, int | None]":
-    """Configuration, number of parameters, and the bytes of weights that are quantized already."""
+def _find(model: str | None, shape: str | None) -> tuple[SalaConfig, int, int | None]:
+    """Return the configuration, the number of parameters, and the bytes of weights that are quantized already."""
     from sala.checkpoint.names import count_parameters, expected_tensors
     from sala.checkpoint.random import SHAPES
     from sala.checkpoint.reader import Checkpoint
-    from sala.config import SalaConfig
-    from sala.errors import InputError
 
     if shape is not None:
         if shape not in SHAPES:
@@ -174,11 +174,8 @@ def _find(model: str | None, shape: str | None) -> "tuple[SalaConfig, int, int |
     return config, count_parameters(expected_tensors(config)), stored
 
 
-def _table(config: "SalaConfig", parameters: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for every width: bytes in all by context, the longest context by memory. A quantized model is one row."""
-    from sala.backends.memory import USABLE, longest
-    from sala.backends.memory import estimate as compute
-
+def _table(config: SalaConfig, parameters: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row per width (one if the model is quantized): bytes by context, the longest context by memory."""
     is_stored, wanted = settings["stored_bytes"] is not None, settings["bits"]
     widths = (wanted,) if wanted is not None or is_stored else WIDTHS
     rows = []
@@ -198,10 +195,8 @@ def _table(config: "SalaConfig", parameters: int, settings: dict[str, Any]) -> l
     return rows
 
 
-def _macs(config: "SalaConfig", parameters: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for every Mac: how much its GPU may hold, by default and at most, and the longest context by width."""
-    from sala.backends.memory import gpu_limit, longest, raised_gpu_limit
-
+def _macs(config: SalaConfig, parameters: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row per Mac: what its GPU may hold, by default and at most, and the longest context by width."""
     is_stored, wanted = settings["stored_bytes"] is not None, settings["bits"]
     widths = (wanted,) if wanted is not None or is_stored else WIDTHS
     own = settings | {"chunk": MAC_CHUNK, "tile_bytes": MAC_TILE}
@@ -241,8 +236,6 @@ def _show_macs(rows: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def _show_table(rows: list[dict[str, Any]], as_json: bool) -> None:
-    from sala.backends.memory import USABLE
-
     if as_json:
         print(json.dumps({"rows": rows, "usable": USABLE}))
         return

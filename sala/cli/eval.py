@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +14,10 @@ from sala.cli import flags as s
 from sala.cli.lm_eval import lm
 from sala.cli.outputs import picture, place, relative
 from sala.errors import InputError
+from sala.options import Options
 
 if TYPE_CHECKING:
-    from sala.cli.eval_progress import Course
+    from sala.cli.progress import EvaluationProgress
     from sala.lab.eval.record import Row
     from sala.lab.eval.runner import Log
     from sala.lab.eval.suite import Suite
@@ -35,14 +37,15 @@ Output = Annotated[
 ]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Where the picture goes.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the results of another run.")]
+OneAtATime = Annotated[Options, s.Use(defaults={"max_batch": 1})]
 MIN_LENGTH = 256
 VALUES = ("number", "word", "uuid", "mixed")
 
 
 @eval.command()
+@s.derived
 def needle(
-    model: s.Model = None,
-    adapter: s.Adapter = None,
+    *,
     lengths: Lengths = "1K,2K,4K,8K",
     depths: Annotated[str, typer.Option(help="Where the needle lies, in percent of the text.")] = "0,25,50,75,100",
     trials: Trials = 2,
@@ -54,11 +57,7 @@ def needle(
     output: Output = None,
     plot: Plot = None,
     force: Force = False,
-    backend: s.Backend = "auto",
-    device: s.Device = "auto",
-    dtype: s.Dtype = "auto",
-    ctx: s.Ctx = None,
-    cache_memory: s.CacheMemory = None,
+    options: OneAtATime,
     verbose: s.Verbose = False,
 ) -> None:
     """Hide a fact in texts of several lengths, at several depths, and ask for it."""
@@ -70,9 +69,8 @@ def needle(
     if preset == "aurora" and (keys > 1 or values != "mixed" or haystack is not None):
         raise InputError("preset", "aurora has its own needle and text", "leave out --keys, --values and --haystack")
     counts, places = _lengths(lengths), _depths(depths)
-    run = _Run("needle", model, output, plot, force, counts, ctx)
-    options = {"device": device, "dtype": dtype, "cache_memory": cache_memory, "adapter": adapter, "backend": backend}
-    suite, facts = run.open(haystack, seed, verbose=verbose, **options)
+    run = _Run("needle", options, output, plot, force, counts)
+    suite, facts = run.open(haystack, seed, verbose)
     facts |= {"preset": preset, "keys": keys, "values": values}
     jobs = suite.needle(counts, places, trials, preset, keys, _kinds(values))
     settings = {**facts, "lengths": counts, "depths": places, "trials": trials}
@@ -83,9 +81,9 @@ def needle(
 
 
 @eval.command()
+@s.derived
 def ruler(
-    model: s.Model = None,
-    adapter: s.Adapter = None,
+    *,
     tasks: Annotated[str, typer.Option(help="Names separated by commas, or all.")] = "all",
     lengths: Lengths = "4K,8K",
     trials: Trials = 4,
@@ -98,11 +96,7 @@ def ruler(
     output: Output = None,
     plot: Plot = None,
     force: Force = False,
-    backend: s.Backend = "auto",
-    device: s.Device = "auto",
-    dtype: s.Dtype = "auto",
-    ctx: s.Ctx = None,
-    cache_memory: s.CacheMemory = None,
+    options: OneAtATime,
     verbose: s.Verbose = False,
 ) -> None:
     """Long texts, and what can be asked about them: single, multikey, multivalue, multiquery, chain, common, frequent,
@@ -115,9 +109,8 @@ def ruler(
     chosen = _names(tasks, (*RULER, *own), "tasks")
     counts = _lengths(lengths)
     passages = read_passages(questions) if questions is not None else []
-    run = _Run("ruler", model, output, plot, force, counts, ctx)
-    options = {"device": device, "dtype": dtype, "cache_memory": cache_memory, "adapter": adapter, "backend": backend}
-    suite, facts = run.open(haystack, seed, verbose=verbose, **options)
+    run = _Run("ruler", options, output, plot, force, counts)
+    suite, facts = run.open(haystack, seed, verbose)
     facts |= {"questions": _digest(questions)}
     jobs = suite.ruler(chosen, counts, trials, per_text, passages)
     settings = {**facts, "tasks": chosen, "lengths": counts, "trials": trials, "per_text": per_text}
@@ -128,22 +121,17 @@ def ruler(
 
 
 @eval.command()
+@s.derived
 def reasoning(
-    model: s.Model = None,
-    adapter: s.Adapter = None,
+    *,
     tasks: Annotated[str, typer.Option(help="arithmetic, steps, constraints, or all.")] = "all",
     count: Annotated[int, typer.Option("--count", "-c", help="Problems of every kind.", min=1)] = 20,
     budget: Annotated[int | None, typer.Option(help="Once more with so many tokens of thought at most.", min=0)] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Thoughts and answer at most.", min=1)] = 2048,
-    max_batch: Annotated[int, typer.Option(help="Problems that run at a time.", min=1)] = 8,
     seed: Seed = 0,
     output: Output = None,
     force: Force = False,
-    backend: s.Backend = "auto",
-    device: s.Device = "auto",
-    dtype: s.Dtype = "auto",
-    ctx: s.Ctx = None,
-    cache_memory: s.CacheMemory = None,
+    options: s.Loading,
     verbose: s.Verbose = False,
 ) -> None:
     """Small problems with one right answer: how many are answered, how many rightly, and how many never leave the
@@ -154,10 +142,9 @@ def reasoning(
 
     kinds = _names(tasks, tuple(KINDS), "tasks")
     budgets = [None] if budget is None else [None, budget]
-    run = _Run("reasoning", model, output, None, force, [], ctx)
-    options = {"device": device, "dtype": dtype, "cache_memory": cache_memory, "adapter": adapter, "backend": backend}
-    facts = run.load(seed, verbose=verbose, max_batch=max_batch, **options)
-    facts |= {"max_tokens": max_tokens, "max_batch": max_batch}
+    run = _Run("reasoning", options, output, None, force, [])
+    facts = run.load(seed, verbose)
+    facts |= {"max_tokens": max_tokens, "max_batch": options.max_batch}
     settings = {**facts, "tasks": kinds, "count": count, "budgets": budgets}
     rows = run.problems(reasoning_tasks(kinds, count, seed, budgets), max_tokens, settings, facts)
     results = summarise_reasoning(rows)
@@ -171,35 +158,34 @@ class _Run:
     def __init__(
         self,
         kind: str,
-        model: str | None,
+        options: Options,
         output: Path | None,
         plot: Path | None,
         force: bool,
         lengths: Sequence[int],
-        ctx: int | None,
     ) -> None:
         """All that can be refused is refused here, before the model is loaded."""
         from sala.config import SalaConfig
         from sala.lab.eval.runner import check_lengths
 
-        self._path = s.find_model(model)
+        self._path = s.find_model(options.model)
         self.name = self._path.name
-        self._kind, self._force, self._ctx = kind, force, ctx
+        self._kind, self._force, self._options = kind, force, options
         self._output = place(output, f"{kind}-{self.name}.json", ".json")
         self._log = self._output.with_suffix(".jsonl")
         self._plot = picture(plot, self._output) if kind != "reasoning" else None
         if lengths:
-            check_lengths(lengths, ctx or SalaConfig.load(self._path).max_position_embeddings)
-            self._ctx = ctx or max(lengths)
+            check_lengths(lengths, options.ctx or SalaConfig.load(self._path).max_position_embeddings)
+            self._options = replace(options, ctx=options.ctx or max(lengths))
         self._longest = max(lengths, default=0)
 
-    def load(self, seed: int, **options: Any) -> dict[str, Any]:
+    def load(self, seed: int, verbose: bool) -> dict[str, Any]:
         """Load the model; what the results depend on besides the cases."""
         from sala import __version__
         from sala.backends import name_device
 
-        where = name_device(options["backend"], options["device"])
-        self.llm: LLM = s.load(str(self._path), options.pop("verbose"), ctx=self._ctx, **options)
+        where = name_device(self._options.backend, self._options.device)
+        self.llm: LLM = s.load(self._options, verbose)
         return {
             "sala": __version__,
             "fingerprint": self.llm.fingerprint()[:16],
@@ -208,14 +194,14 @@ class _Run:
             "seed": seed,
         }
 
-    def open(self, haystack: Path | None, seed: int, **options: Any) -> tuple["Suite", dict[str, Any]]:
+    def open(self, haystack: Path | None, seed: int, verbose: bool) -> tuple["Suite", dict[str, Any]]:
         """The model, the cases for it, and the facts that tell them from others."""
         from sala.lab.eval.sources import read_source
         from sala.lab.eval.suite import Suite
         from sala.lab.eval.tasks.case import Writer
 
         source = read_source(haystack) if haystack is not None else None
-        facts = self.load(seed, max_batch=1, **options)
+        facts = self.load(seed, verbose)
         if source is not None and source.num_chars < 8 * self._longest:
             count = sum(map(len, self.llm.tokenizer.encode_many(source.documents)))
             if count < self._longest:
@@ -261,13 +247,15 @@ class _Run:
                 )
 
     @contextmanager
-    def _watched(self, describe: "Callable[[Row], str]", log: "Log", keys: Sequence[str]) -> "Iterator[Course]":
+    def _watched(
+        self, describe: "Callable[[Row], str]", log: "Log", keys: Sequence[str]
+    ) -> "Iterator[EvaluationProgress]":
         """Ctrl-C keeps what is measured and says how to go on."""
-        from sala.cli.eval_progress import Course
+        from sala.cli.progress import EvaluationProgress
 
         try:
-            with Course(describe) as course:
-                yield course
+            with EvaluationProgress(describe) as progress:
+                yield progress
         except KeyboardInterrupt:
             num_known = sum(log.find(key) is not None for key in keys)
             s.note(f"stopped; {num_known} of {len(keys)} cases are in {self._log}")

@@ -6,19 +6,21 @@ from typing import Annotated
 import typer
 
 from sala.cli import flags as s
-from sala.cli.stages import StageBar
+from sala.cli.progress import ProgressBar
+from sala.options import Options
 
 
+@s.derived
 def export(
+    *,
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or the name of a model that is here.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the directory goes; must not exist.")],
-    adapter: s.Adapter = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; else the model's own.")] = None,
+    options: Annotated[Options, s.Use(only=("adapter", "dtype"))],
 ) -> None:
     from sala.models.embedded import find_base
     from sala.plugins.transformers.export import export as write
 
-    path, found = find_base(s.find_model(model), adapter, s.note)
-    with StageBar() as bar:
-        write(path, output.expanduser(), found, dtype, bar)
+    path, found = find_base(s.find_model(model), options.adapter, s.note)
+    with ProgressBar() as bar:
+        write(path, output.expanduser(), found, None if options.dtype == "auto" else options.dtype, bar)
     s.note(f"ready: AutoModelForCausalLM.from_pretrained({str(output)!r}, trust_remote_code=True)")

@@ -1,81 +1,173 @@
-"""Flags that several verbs share, and how their values are read."""
+"""The flags of commands: derived from the options table, or shared by several commands."""
 
+import functools
+import inspect
 import os
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from sala.errors import InputError, SalaError
-from sala.options.kinds import read_count
+from sala.options import CommandOptions, Options, Sampling
+from sala.options.kinds import SWITCH, read_count
+from sala.options.schema import Option, table
+from sala.options.sources import Given, build, check_variables, from_environment, from_file, from_flags, show
 
 if TYPE_CHECKING:
     from sala.llm import LLM
 
+CONFIG = typer.Option("--config", metavar="FILE", help="TOML file with options.")
+SHOW_CONFIG = typer.Option("--show-config", help="Show the options as they add up, and exit.")
+
+System = Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")]
+NoThink = Annotated[bool, typer.Option("--no-think", "--hide-thinking", help="Do not show the model's reasoning.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Say more about the run on stderr.")]
+LOOP_GUARD = 512  # of answers at a terminal; the library has none unless asked
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """The options of a class that a command takes; by default all. `defaults` replace those of the table."""
+
+    only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    defaults: dict[str, Any] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()  # options that are given by position instead of a flag
+    spellings: dict[str, str] = field(default_factory=dict)  # further flags of this command
+
+    def rows(self, cls: type) -> dict[str, Option]:
+        return {
+            name: row
+            for name, row in table(cls).items()
+            if row.is_flag and name not in self.without and (not self.only or name in self.only)
+        }
+
+
+class GivenNames(frozenset[str]):
+    """Parameters of this type receive the names of the options that were set, by whichever source."""
+
+
+Answering = Annotated[Sampling, Use(defaults={"loop_guard": LOOP_GUARD})]
+Loading = Annotated[Options, Use()]
+
+
+def derived(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace each parameter that is an option class by the flags of its options.
+
+    When the command is called, flags beat variables, which beat the file given by `--config` or SALA_CONFIG.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    own = inspect.signature(command).parameters
+    classes = {name: found for name in own if (found := _find_class(hints[name])) is not None}
+    parameters = [each for name in own for each in _parameters(own[name], hints[name], classes.get(name))]
+    parameters += [
+        _parameter("config", Annotated[Path | None, CONFIG], None),
+        _parameter("show_config", Annotated[bool, SHOW_CONFIG], False),
+    ]
+
+    @functools.wraps(command)
+    def run(config: Path | None, show_config: bool, **flags: Any) -> Any:
+        tables = _tables()
+        check_variables({name for one in tables for name in table(one)}, note, os.environ)
+        found = {name: _resolve(cls, use, config, flags, tables) for name, (cls, use) in classes.items()}
+        if show_config:
+            print("\n".join(line for values, _ in found.values() for line in show(values)))
+            raise typer.Exit
+        wait_passively(next((values.threads for values, _ in found.values() if isinstance(values, Options)), None))
+        given = GivenNames(name for _, names in found.values() for name in names)
+        names = {name: given for name, hint in hints.items() if hint is GivenNames}
+        rest = {name: flags[name] for name in own if name in flags}
+        return command(**rest, **names, **{name: values for name, (values, _) in found.items()})
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def _find_class(hint: Any) -> tuple[type, Use] | None:
+    cls, use = (get_args(hint)[0], get_args(hint)[1]) if get_origin(hint) is Annotated else (hint, Use())
+    return (cls, use) if hasattr(cls, "__pydantic_fields__") and isinstance(use, Use) else None
+
+
+def _parameters(own: inspect.Parameter, hint: Any, found: tuple[type, Use] | None) -> Iterator[inspect.Parameter]:
+    if found is None:
+        if hint is not GivenNames:
+            yield _parameter(own.name, hint, own.default)
+        return
+    cls, use = found
+    for name, row in use.rows(cls).items():
+        default = row.spell(use.defaults[name]) if name in use.defaults else row.shown_default
+        is_switch = row.kind is SWITCH
+        if name in use.arguments:
+            yield _parameter(name, Annotated[str | None, typer.Argument(help=row.help, show_default=False)], None)
+            continue
+        option = typer.Option(
+            row.flag + (f"/{row.off}" if is_switch and row.off else ""),
+            *row.flags,
+            *filter(None, (use.spellings.get(name),)),
+            help=row.help + (f"  [default: {default}]" if default else ""),
+            show_default=False,
+            metavar=None if is_switch else "|".join(row.choices) or row.kind.metavar,
+        )
+        value: Any = list[str] if row.is_list else bool if is_switch else str
+        yield _parameter(name, Annotated[value | None, option], None)
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _tables() -> tuple[type, ...]:
+    from sala.server.settings import Settings
+
+    return Options, Sampling, Settings, CommandOptions
+
+
+def _resolve(
+    cls: type, use: Use, config: Path | None, flags: dict[str, Any], tables: tuple[type, ...]
+) -> tuple[Any, set[str]]:
+    """Return an option class from all sources, and the names of what was set."""
+    from sala.server.settings import one_key
+
+    is_shared = any(issubclass(cls, one) for one in tables)  # its keys stand in the file of all commands
+    if config is None and is_shared and os.environ.get("SALA_CONFIG"):
+        config = Path(os.environ["SALA_CONFIG"])
+    rows = use.rows(cls)
+    file = from_file(config, cls, *tables) if is_shared else from_file(config, cls)
+    layers = (file, from_environment(cls), from_flags(cls, flags))
+    wanted: list[list[Given]] = one_key([given for given in layer if given.name in rows] for layer in layers)
+    return build(cls, wanted, **use.defaults), {given.name for layer in wanted for given in layer}
+
 
 def count(text: str | int) -> int:
-    """A count given as a flag."""
+    """Read a count given as a flag."""
     try:
         return read_count(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
 
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model", "-m", help="Checkpoint directory, or set SALA_MODEL; else smol-sala, embedded.", envvar="SALA_MODEL"
-    ),
-]
-Adapter = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="LoRA adapter to merge into the model.", envvar="SALA_ADAPTER")
-]
-Backend = Annotated[str, typer.Option(help="auto, torch or mlx.", envvar="SALA_BACKEND")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
-Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
-KV = Annotated[str, typer.Option(help="Keys and values: auto, as they are computed, or fp8.", envvar="SALA_KV")]
-Ctx = Annotated[
-    int | None, typer.Option(parser=count, metavar="COUNT", help="Longest sequence in tokens, e.g. 128k or 1M.")
-]
-CacheMemory = Annotated[
-    int | None,
-    typer.Option(parser=count, metavar="BYTES", help="Memory for the past, e.g. 8G; by default half of what is free."),
-]
-CacheDir = Annotated[Path | None, typer.Option(help="Keep long pasts here, across restarts.", envvar="SALA_CACHE_DIR")]
-Speculate = Annotated[str, typer.Option(help="Drafts: off, lookup (from the text so far) or layers (from the model).")]
-NumDraft = Annotated[int, typer.Option(help="Tokens guessed at a time.", min=1, max=16)]
-DraftLayers = Annotated[int, typer.Option(help="Layers that guess, with --speculate layers.", min=1)]
-ThinkBudget = Annotated[int | None, typer.Option(help="Tokens of reasoning at most, then the answer.", min=0)]
-LoopLimit = Annotated[int, typer.Option(help="End an answer that repeats itself for so many tokens; 0: never.", min=0)]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 takes the most probable token.")]
-TopP = Annotated[float, typer.Option(help="Draw from the most probable tokens that make up this share.")]
-TopK = Annotated[int, typer.Option(help="Draw from this many tokens at most; 0: no limit.")]
-MinP = Annotated[float, typer.Option(help="Leave out tokens below this share of the most probable one.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed draws the same tokens.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text. Repeatable.")]
-System = Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")]
-NoThink = Annotated[bool, typer.Option("--no-think", "--hide-thinking", help="Do not show the model's reasoning.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Say more about the run on stderr.")]
-
-
 def find_model(model: str | None) -> Path:
-    """The model that is meant; the embedded one if none is named."""
+    """Return the directory of a model; the embedded one if none is named."""
     from sala.models.embedded import find_model as find
 
     return find(model or None, note)
 
 
-def load(model: str | None, verbose: bool, **options: Any) -> "LLM":
-    """Load the model, and say so when it is worth saying."""
+def load(options: Options, verbose: bool = False, **changes: Any) -> "LLM":
+    """Load the model, and say so if asked."""
     import time
 
-    path = find_model(model)
+    path = find_model(options.model)
     began = time.perf_counter()
     from sala.llm import LLM
 
     try:
-        llm = LLM(path, **options)
+        llm = LLM(path, options=options, **changes)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
             raise
@@ -86,14 +178,25 @@ def load(model: str | None, verbose: bool, **options: Any) -> "LLM":
     return llm
 
 
+def wait_passively(threads: int | None) -> None:
+    """Let idle CPU threads sleep instead of spin; they would take the core of another process.
+
+    OpenMP reads these variables when it is loaded, that is, before torch is imported; what the user has set stays.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
 def note(text: str) -> None:
-    """A line for the reader that is not part of the answer; what might steer a terminal is spelt out."""
+    """Write a line that is not part of the answer to stderr; control characters are spelt out."""
     safe = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
     print(safe, file=sys.stderr)
 
 
 def read_text(name: str) -> str:
-    """A text file, or stdin for `-`."""
+    """Read a text file, or stdin for `-`."""
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
     except OSError as error:

@@ -6,29 +6,28 @@ from typing import Annotated
 import typer
 
 from sala.cli import flags as s
-from sala.cli.stages import StageBar
+from sala.cli.progress import ProgressBar
+from sala.options import Options
 
 
+@s.derived
 def fuse(
+    *,
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or the name of a model that is here.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the merged model goes; must not exist.")],
-    adapter: Annotated[
-        Path | None, typer.Option(help="Directory of the LoRA adapter; unless given, MODEL is one.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16 or float32 for all plain weights; else the model's own.")
-    ] = None,
+    options: Annotated[Options, s.Use(only=("adapter", "dtype"))],
     whole: Annotated[bool, typer.Option("--whole", help="Dequantize what the adapter does not touch, too.")] = False,
 ) -> None:
     from sala.checkpoint.lora_merge import fuse as merge
     from sala.models.embedded import find_base
 
-    path, found = find_base(s.find_model(model), adapter, s.note)
+    path, found = find_base(s.find_model(model), options.adapter, s.note)
     if found is None and not whole:
         from sala.errors import InputError
 
         raise InputError("adapter", "is missing", "name its directory with --adapter")
-    with StageBar() as bar:
+    dtype = None if options.dtype == "auto" else options.dtype
+    with ProgressBar() as bar:
         merged = merge(path, found, output.expanduser(), dtype, whole, bar)
     rest = ""
     if merged.quantization is None and (path / "config.json").is_file():

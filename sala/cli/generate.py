@@ -4,80 +4,52 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sala.cli import flags as s
 from sala.errors import InputError, SalaError
+from sala.options import Sampling
 
 if TYPE_CHECKING:
     from sala.engine.stream import Completion, Event
 
 
+@s.derived
 def generate(
+    *,
     prompt: Annotated[
         str | None, typer.Argument(help="What to ask. Without it, and without -f, stdin is read.")
     ] = None,
-    model: s.Model = None,
-    adapter: s.Adapter = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Length of the answer at most.")] = 256,
-    temperature: s.Temperature = 0.7,
-    top_p: s.TopP = 1.0,
-    top_k: s.TopK = 0,
-    min_p: s.MinP = 0.0,
-    seed: s.Seed = None,
-    stop: s.Stop = None,
-    system: s.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat format.")] = False,
-    no_think: s.NoThink = False,
     file: Annotated[
         list[str] | None, typer.Option("--file", "-f", help="Text before the prompt; - is stdin. Repeatable.")
     ] = None,
+    system: s.System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat format.")] = False,
+    no_think: s.NoThink = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a stream of text.")] = False,
-    schema: Annotated[str | None, typer.Option(help="JSON schema (text or file) that the answer must follow.")] = None,
-    regex: Annotated[str | None, typer.Option(help="Regular expression that the answer must match.")] = None,
-    backend: s.Backend = "auto",
-    device: s.Device = "auto",
-    dtype: s.Dtype = "auto",
-    kv: s.KV = "auto",
-    ctx: s.Ctx = None,
-    cache_memory: s.CacheMemory = None,
-    cache_dir: s.CacheDir = None,
-    speculate: s.Speculate = "off",
-    num_draft: s.NumDraft = 4,
-    draft_layers: s.DraftLayers = 8,
-    think_budget: s.ThinkBudget = None,
-    loop_guard: s.LoopLimit = 512,
+    sampling: s.Answering,
+    options: s.Loading,
     verbose: s.Verbose = False,
 ) -> None:
-    from sala.cli.progress import PrefillBar
+    from sala.cli.progress import prefill_bar
     from sala.engine.stream import last_completion
-    from sala.protocol import Sampling
 
     if raw and system:
         raise InputError("system", "does not go with --raw", "write it into the text")
-
+    sampling = read_schema(sampling)
     text = _gather(prompt, file or [])
-    sampling = Sampling(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
-        stop=tuple(stop or ()), max_tokens=max_tokens, think_budget=think_budget, loop_guard=loop_guard,
-        json_schema=None if schema is None else _read_schema(schema), regex=regex,
-    )  # fmt: skip
-    llm = s.load(
-        model, verbose, device=device, dtype=dtype, kv=kv, ctx=ctx, cache_memory=cache_memory, cache_dir=cache_dir,
-        speculate=speculate, num_draft=num_draft, draft_layers=draft_layers, adapter=adapter,
-        backend=backend,
-    )  # fmt: skip
+    llm = s.load(options, verbose)
     began = time.perf_counter()
-    with PrefillBar() as bar:
+    with prefill_bar() as on_progress:
         if raw:
-            events = llm.stream(text, sampling, on_progress=bar)
+            events = llm.stream(text, sampling, on_progress=on_progress)
         else:
             messages = [{"role": "system", "content": system}] if system else []
             messages.append({"role": "user", "content": text})
-            events = llm.stream_chat(messages, sampling, on_progress=bar)
+            events = llm.stream_chat(messages, sampling, on_progress=on_progress)
         completion = last_completion(events) if as_json else show_answer(events, no_think)
     if completion is None:
         raise SalaError("the answer was cut off")
@@ -86,12 +58,23 @@ def generate(
     else:
         print()
     s.note(statistics(completion, time.perf_counter() - began))
-    if speculate != "off":
+    if options.speculate != "off":
         s.note(f"[{llm.engine.speculation.summary()}]")
 
 
-def _read_schema(schema: str) -> str:
-    return schema if schema.lstrip().startswith(("{", "true", "false")) else s.read_text(schema)
+def read_schema(sampling: Sampling) -> Sampling:
+    """Read the JSON schema from its file if one is named, and check that it is JSON."""
+    text = sampling.json_schema
+    if text is None:
+        return sampling
+    text = text if text.lstrip().startswith(("{", "true", "false")) else s.read_text(text)
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise InputError(
+            "--schema", f"is not valid JSON: {error}", "give a JSON schema or the name of a file"
+        ) from None
+    return replace(sampling, json_schema=text)
 
 
 def _gather(prompt: str | None, files: list[str]) -> str:
@@ -100,7 +83,7 @@ def _gather(prompt: str | None, files: list[str]) -> str:
         parts.append(prompt)
     elif not files:
         if sys.stdin.isatty():
-            raise InputError("prompt", "is missing", "write it after the verb, or use -f FILE")
+            raise InputError("prompt", "is missing", "write it after the command, or use -f FILE")
         parts.append(s.read_text("-"))
     text = "\n\n".join(part for part in parts if part)
     if not text.strip():

@@ -8,11 +8,13 @@ import typer
 
 from sala.cli import flags as s
 from sala.errors import InputError
+from sala.options import Options
 
 
+@s.derived
 def lm(
+    *,
     tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, by name or YAML file, with commas between.")],
-    model: s.Model = None,
     include_path: Annotated[Path | None, typer.Option(help="A directory with tasks of yours.")] = None,
     shots: Annotated[int | None, typer.Option(help="Examples before a question; else as the task says.", min=0)] = None,
     limit: Annotated[float | None, typer.Option(help="Questions of a task at most, or below 1 their share.")] = None,
@@ -36,11 +38,7 @@ def lm(
         bool, typer.Option("--samples", help="Every question and answer too, in a file beside.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the results of another run.")] = False,
-    batch: Annotated[int, typer.Option(help="Questions at a time.", min=1)] = 8,
-    device: s.Device = "auto",
-    dtype: s.Dtype = "auto",
-    ctx: s.Ctx = None,
-    cache_memory: s.CacheMemory = None,
+    options: Annotated[Options, s.Use(spellings={"max_batch": "--batch"})],
 ) -> None:
     """Tasks of lm-eval, without a server; prints its table and writes a record. A run that was cut off goes on."""
     from importlib.metadata import version
@@ -56,17 +54,17 @@ def lm(
     settings = _parse(gen_kwargs)
     wanted = {
         "tasks": names, "shots": shots, "limit": limit, "chat": chat, "system": system, "max_length": max_length,
-        "max_tokens": max_tokens, "gen_kwargs": settings, "device": device, "dtype": dtype, "ctx": ctx,
+        "max_tokens": max_tokens, "gen_kwargs": settings, "device": options.device, "dtype": options.dtype,
+        "ctx": options.ctx,
     }  # fmt: skip
     adapter()  # whatever is missing should be said before the model is loaded
-    path = s.find_model(model)
+    path = s.find_model(options.model)
     file = place(output, f"lm-{path.name}.json", ".json")
     record = Record("harness", path.name, wanted)
     if not force:
         record.check(file)
     log = file.with_suffix(".jsonl")
-    options = {"device": device, "dtype": dtype, "ctx": ctx, "cache_memory": cache_memory, "max_batch": batch}
-    with s.load(str(path), False, **options) as llm, going_on(log):
+    with s.load(options) as llm, going_on(log):
         results, examinee = examine(
             llm, names, log=Log(log), include_path=include_path, num_fewshot=shots,
             is_chat=chat, system=system, limit=limit if limit is None or limit < 1 else int(limit),

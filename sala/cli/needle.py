@@ -9,11 +9,12 @@ import typer
 from sala.cli import flags as s
 from sala.cli.eval import speeds
 from sala.errors import InputError
+from sala.options import Options
 
 
+@s.derived
 def needle(
-    model: s.Model = None,
-    adapter: s.Adapter = None,
+    *,
     context_len: Annotated[
         int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of prompt and answer.")
     ] = 32000,
@@ -24,14 +25,10 @@ def needle(
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed makes the same text.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
-    backend: s.Backend = "auto",
-    device: s.Device = "auto",
-    dtype: s.Dtype = "auto",
-    ctx: s.Ctx = None,
-    cache_memory: s.CacheMemory = None,
+    options: Annotated[Options, s.Use(defaults={"max_batch": 1, "snapshots": 0})],
     verbose: s.Verbose = False,
 ) -> None:
-    from sala.cli.progress import PrefillBar
+    from sala.cli.progress import prefill_bar
     from sala.config import SalaConfig
     from sala.lab.eval.runner import answer, check_lengths, to_row
     from sala.lab.eval.sources import read_source
@@ -43,15 +40,13 @@ def needle(
     if haystack is not None and preset == "aurora":
         raise InputError("haystack", "does not go with the preset aurora", "add --preset varied")
     source = read_source(haystack) if haystack is not None else None
-    path = s.find_model(model)
-    check_lengths([context_len], ctx or SalaConfig.load(path).max_position_embeddings, "context-len")
-    options = {"device": device, "dtype": dtype, "ctx": ctx or context_len, "cache_memory": cache_memory}
-    options |= {"adapter": adapter, "backend": backend}
-    llm = s.load(str(path), verbose, max_batch=1, snapshots=0, **options)
+    most = options.ctx or SalaConfig.load(s.find_model(options.model)).max_position_embeddings
+    check_lengths([context_len], most, "context-len")
+    llm = s.load(options, verbose, ctx=options.ctx or context_len)
     suite = Suite(Writer.for_model(llm.tokenizer), lambda: source or read_source(None), seed)
     case = suite.needle([context_len], [100 * depth], 1, preset)[0].make()
-    with PrefillBar() as bar:
-        completion = answer(llm, case, on_progress=bar)
+    with prefill_bar() as on_progress:
+        completion = answer(llm, case, on_progress=on_progress)
     row = {"length": context_len, "depth": depth, "preset": preset, **to_row(case, completion)}
     if as_json:
         print(json.dumps(row, ensure_ascii=False))

@@ -20,6 +20,26 @@ def place(output: Path | None, name: str, suffix: str) -> Path:
     return path
 
 
+def check_readable(file: Path) -> None:
+    """Refuse an input file that is missing or cannot be read, before a model is loaded."""
+    try:
+        with file.open("rb"):
+            pass
+    except OSError as error:
+        raise InputError("file", f"{file} cannot be read: {error.strerror}", "check the path") from None
+
+
+def check_new(output: Path) -> None:
+    """Refuse an output that exists or whose directory cannot be written, before any work is done."""
+    parent = output.absolute().parent
+    if output.exists() or output.is_symlink():
+        raise InputError("output", f"{output} exists already", "choose another name, or remove it yourself")
+    if not parent.is_dir():
+        raise InputError("output", f"{output} cannot be written", f"its directory {parent} does not exist")
+    if not os.access(parent, os.W_OK):
+        raise InputError("output", f"{output} cannot be written", f"you may not write to {parent}")
+
+
 def picture(plot: Path | None, output: Path) -> Path | None:
     """Where to draw: as asked, or beside the results if there is something to draw with."""
     from sala.lab.bench.plots import need_matplotlib

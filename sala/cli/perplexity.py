@@ -7,12 +7,13 @@ import typer
 
 from sala.cli import flags as s
 from sala.errors import InputError
+from sala.options import Options
 
 
+@s.derived
 def perplexity(
+    *,
     file: Annotated[Path, typer.Argument(help='A text, or .jsonl with a "text" per line.')],
-    model: s.Model = None,
-    adapter: s.Adapter = None,
     lengths: Annotated[str, typer.Option(help="Tokens that the model sees, e.g. 1K,16K,128K.")] = "1K,4K,16K",
     stride: Annotated[
         int | None,
@@ -25,55 +26,39 @@ def perplexity(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE.json", help="Where the results go; a log and a plot lie beside."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Where the picture goes.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Where the plot goes.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the results of another run.")] = False,
-    backend: s.Backend = "auto",
-    device: s.Device = "auto",
-    dtype: s.Dtype = "auto",
-    kv: s.KV = "auto",
+    options: Annotated[Options, s.Use(without=("ctx",), defaults={"max_batch": 1, "snapshots": 0})],
 ) -> None:
     from sala.cli.bench import read_counts
     from sala.cli.outputs import going_on, picture, place, relative
-    from sala.cli.stages import StageBar
+    from sala.cli.progress import ProgressBar
     from sala.lab.eval import perplexity as work
     from sala.lab.eval.record import Record
     from sala.lab.eval.runner import Log
 
     counts = read_counts(lengths, "lengths")
-    for name, count in (("stride", stride), ("tokens", tokens)):
-        if count is not None and count < 2:
-            raise InputError(name, f"is {count}", "it must be at least 2")
-    if stride is not None and stride > max(counts):
-        raise InputError("stride", f"is {stride:,}", f"it must not be longer than a window, {max(counts):,}")
+    _check(stride, tokens, counts)
     documents = work.read_documents(file.expanduser())
-    path = s.find_model(model)
+    path = s.find_model(options.model)
     record_file = place(output, f"perplexity-{path.name}.json", ".json")
     if record_file.absolute() == file.absolute():
         raise InputError("output", f"{record_file} is the text itself", "choose another name")
     plot_file = picture(plot, record_file)
-    options = {
-        "device": device,
-        "dtype": dtype,
-        "kv": kv,
-        "ctx": _ctx(path, counts),
-        "max_batch": 1,
-        "snapshots": 0,
-    }
-    llm = s.load(str(path), False, adapter=adapter, backend=backend, **options)
-    with llm:
+    with s.load(options, ctx=_ctx(path, counts)) as llm:
         text = work.to_text(llm, str(file), documents, tokens)
         chosen = work.choose_lengths(counts, len(text.ids), llm.ctx)
         for count in sorted(set(counts) - set(chosen)):
             s.note(f"{count:,} tokens left out: the text has {len(text.ids):,}, the context holds {llm.ctx:,}")
         settings = {
             "file": file.name, "text": text.digest, "tokens": len(text.ids), "lengths": chosen, "stride": stride,
-            "fingerprint": llm.fingerprint()[:16], "device": device, "dtype": llm.capacity.dtype,
+            "fingerprint": llm.fingerprint()[:16], "device": options.device, "dtype": llm.capacity.dtype,
         }  # fmt: skip
         record = Record("perplexity", path.name, settings)
         if not force:
             record.check(record_file)
         log = record_file.with_suffix(".jsonl")
-        with going_on(log), StageBar() as bar:
+        with going_on(log), ProgressBar() as bar:
             record.results = list(work.measure(llm, text, chosen, stride, Log(log), bar))
     title = f"{path.name} on {file.name}"
     _show(title, record.results)
@@ -84,8 +69,16 @@ def perplexity(
     s.note(f"wrote {', '.join(str(one) for one in (record_file, plot_file) if one is not None)}")
 
 
+def _check(stride: int | None, tokens: int | None, counts: list[int]) -> None:
+    for name, count in (("stride", stride), ("tokens", tokens)):
+        if count is not None and count < 2:
+            raise InputError(name, f"is {count}", "it must be at least 2")
+    if stride is not None and stride > max(counts):
+        raise InputError("stride", f"is {stride:,}", f"it must not be longer than a window, {max(counts):,}")
+
+
 def _ctx(path: Path, counts: list[int]) -> int:
-    """No larger than the lengths need, nor than the model knows."""
+    """Return the context that the lengths need, but no more than the model was trained for."""
     from sala.config import SalaConfig
 
     return min(max(counts), SalaConfig.load(path).max_position_embeddings)

@@ -5,22 +5,26 @@ from typing import Annotated, Any
 
 import typer
 
+from sala.cli.flags import Use, derived, note
+from sala.options import CommandOptions
+from sala.server.settings import Settings
+
 MAX_ANSWER_BYTES = 16 << 20
 
 
+@derived
 def ps(
-    url: Annotated[str, typer.Option(help="Address of the server.", envvar="SALA_URL")] = "http://127.0.0.1:8080",
-    api_key: Annotated[str | None, typer.Option(help="Its key.", envvar="SALA_API_KEY", show_envvar=True)] = None,
+    *,
+    server: Annotated[CommandOptions, Use(only=("url",))],
+    keys: Annotated[Settings, Use(only=("api_key", "api_key_file"))],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False,
 ) -> None:
-    models = [model for model in ask(url, api_key) if model.get("loaded")]
+    models = [model for model in ask(server.url, keys.api_key) if model.get("loaded")]
     if as_json:
         print(json.dumps(models, ensure_ascii=False))
     elif models:
         _print(models)
     else:
-        from sala.cli.flags import note
-
         note("no model is loaded")
 
 
@@ -29,17 +33,9 @@ def ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
     import http.client
     import urllib.error
     import urllib.request
-    from urllib.parse import urlsplit
 
-    from sala.errors import InputError, SalaError
+    from sala.errors import SalaError
 
-    try:
-        parts = urlsplit(url)
-        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and url.isprintable()
-    except ValueError:
-        is_right = False
-    if not is_right:
-        raise InputError("--url", "must be an address such as http://127.0.0.1:8080")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         request = urllib.request.Request(url.rstrip("/") + "/v1/models", headers=headers)  # noqa: S310

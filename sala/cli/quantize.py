@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sala.cli import flags as s
-from sala.cli.stages import StageBar
+from sala.cli.progress import ProgressBar
+from sala.options import Options
 
 if TYPE_CHECKING:
     from sala.lab.quantize.texts import Text
 
 
+@s.derived
 def quantize(
+    *,
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or the name of a model that is here.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the quantized model goes; must not exist.")],
     bits: Annotated[int, typer.Option(help="Bits per weight: 8 or 4.")] = 4,
@@ -36,7 +39,7 @@ def quantize(
     ] = None,
     report_tokens: Annotated[int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens to measure on.")] = 16384,
     needles: Annotated[int, typer.Option(help="Needles to look for at each length.", min=0)] = 20,
-    device: s.Device = "auto",
+    options: Annotated[Options, s.Use(without=("model", "adapter", "ctx", "max_batch", "snapshots"))],
 ) -> None:
     from dataclasses import replace
 
@@ -49,12 +52,12 @@ def quantize(
 
     output = output.expanduser()
     wanted = Settings(bits, group_size, method, tuple(keep or ()), tokens)
-    place = pick_device(device)
+    place = pick_device(options.device)
     path = s.find_model(model)
     config = replace(SalaConfig.load(path), quantization=None)
     plan = plan_modules(config, wanted)
-    with StageBar() as bar:
-        text = _text(path, calibration, device, bar)
+    with ProgressBar() as bar:
+        text = _text(path, calibration, options.device, bar)
         try:
             quantize_model(path, output, wanted, text, place, requantize, bar)
         except KeyboardInterrupt:
@@ -62,13 +65,15 @@ def quantize(
                 s.note("stopped; the same command goes on where it stopped")
             raise
         if report:
-            held = (_text(path, report_text, device, bar) if report_text else text).held_out(report_tokens, 1024)
+            held = (_text(path, report_text, options.device, bar) if report_text else text).held_out(
+                report_tokens, 1024
+            )
             _report(path, output, held, place, needles, bar)
     width = count_bits(plan, expected_tensors(config), 8 * ELEMENT_BYTES[config.dtype])
     s.note(f"ready: {output}, {width:.2f} bits per weight ({describe(plan)})")
 
 
-def _text(model: Path, file: Path | None, device: str, bar: StageBar) -> "Text":
+def _text(model: Path, file: Path | None, device: str, bar: ProgressBar) -> "Text":
     from sala.lab.quantize.texts import FileText, SampledText
 
     if file is not None:
@@ -76,7 +81,7 @@ def _text(model: Path, file: Path | None, device: str, bar: StageBar) -> "Text":
     return SampledText(model, device, lambda done, total: bar("writing", done, total))
 
 
-def _report(original: Path, quantized: Path, tokens: Any, device: Any, num_needles: int, bar: StageBar) -> None:
+def _report(original: Path, quantized: Path, tokens: Any, device: Any, num_needles: int, bar: ProgressBar) -> None:
     from rich.console import Console
     from rich.table import Table
 

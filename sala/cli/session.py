@@ -1,85 +1,83 @@
-"""`sala session`: read a long text once, keep its past on disk, ask about it any time."""
+"""`sala session`: read a long text once, keep its cache on disk, ask about it any time."""
 
-import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sala.cli import flags as s
-from sala.cli.generate import show_answer, statistics
-from sala.cli.progress import PrefillBar
+from sala.cli.generate import read_schema, show_answer, statistics
+from sala.cli.progress import prefill_bar
 from sala.errors import InputError
+from sala.options import CommandOptions, Sampling
+
+if TYPE_CHECKING:
+    from sala.engine.store.sessions import SessionStore
 
 session = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 Name = Annotated[str, typer.Argument(help="Name of the session.")]
-Where = Annotated[Path | None, typer.Option("--sessions-dir", help="Where sessions lie.", envvar="SALA_SESSIONS_DIR")]
+Where = Annotated[CommandOptions, s.Use(only=("sessions_dir",))]
 
 
-def _directory(where: Path | None) -> Path:
+def _directory(where: CommandOptions) -> Path:
     from platformdirs import user_cache_path
 
-    return where or user_cache_path("sala") / "sessions"
+    return where.sessions_dir or user_cache_path("sala") / "sessions"
+
+
+def _store(where: CommandOptions) -> "SessionStore":
+    """Return the sessions of a directory, whatever model they belong to."""
+    from sala.engine.store.sessions import SessionStore
+
+    return SessionStore(_directory(where), "", warn=s.note)
 
 
 @session.command()
+@s.derived
 def save(
+    *,
     name: Name,
     file: Annotated[list[str], typer.Option("--file", "-f", help="Text to read; - is stdin. Repeatable.")],
-    model: s.Model = None,
-    adapter: s.Adapter = None,
     system: s.System = None,
-    where: Where = None,
-    backend: s.Backend = "auto",
-    device: s.Device = "auto",
-    dtype: s.Dtype = "auto",
-    ctx: s.Ctx = None,
+    where: Where,
+    options: s.Loading,
 ) -> None:
-    """Read text with the model and keep what it has understood."""
+    """Read a text with the model and keep its cache."""
+    _store(where).check_new(name)
     text = "\n\n".join(s.read_text(one) for one in file)
     if not text.strip():
         raise InputError("file", "is empty", "give some text to read")
-    llm = s.load(model, False, device=device, dtype=dtype, ctx=ctx, adapter=adapter, backend=backend)
+    llm = s.load(options)
     messages = [{"role": "system", "content": system}] if system else []
     head, _ = llm.tokenizer.encode_around([*messages, {"role": "user", "content": f"{text}\n\n"}])
-    with PrefillBar() as bar:
-        count = llm.save_session(llm.open_store(_directory(where)), name, head, bar)
+    with prefill_bar() as on_progress:
+        count = llm.save_session(llm.open_store(_directory(where)), name, head, on_progress)
     s.note(f"{name}: {count:,} tokens kept")
 
 
 @session.command()
+@s.derived
 def load(
+    *,
     name: Name,
     prompt: Annotated[str, typer.Argument(help="What to ask about the text.")],
-    model: s.Model = None,
-    adapter: s.Adapter = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Length of the answer at most.")] = 256,
-    temperature: s.Temperature = 0.7,
-    seed: s.Seed = None,
     no_think: s.NoThink = False,
-    where: Where = None,
-    backend: s.Backend = "auto",
-    device: s.Device = "auto",
-    dtype: s.Dtype = "auto",
-    ctx: s.Ctx = None,
+    where: Where,
+    sampling: Sampling,
+    options: s.Loading,
 ) -> None:
     """Ask about a text that was read before: only the question is computed."""
-    llm = s.load(model, False, device=device, dtype=dtype, ctx=ctx, adapter=adapter, backend=backend)
+    sampling = read_schema(sampling)
+    _store(where).find(name)
+    llm = s.load(options)
     began = time.perf_counter()
     tokens = llm.load_session(llm.open_store(_directory(where)), name)
     _, tail = llm.tokenizer.encode_around([{"role": "user", "content": ""}])
     question = llm.tokenizer.encode(prompt, bos=False)
-    with PrefillBar() as bar:
-        events = llm.stream(
-            [*tokens, *question, *tail],
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            is_chat=True,
-            on_progress=bar,
-        )
+    with prefill_bar() as on_progress:
+        events = llm.stream([*tokens, *question, *tail], sampling, is_chat=True, on_progress=on_progress)
         completion = show_answer(events, no_think)
     print()
     if completion is not None:
@@ -87,20 +85,19 @@ def load(
 
 
 @session.command()
-def ls(where: Where = None) -> None:
+@s.derived
+def ls(*, where: Where) -> None:
     """List the sessions."""
     from sala.cli.show import size
-    from sala.engine.store.sessions import SessionStore
 
-    for entry in SessionStore(_directory(where), "", warn=s.note).entries():
+    for entry in _store(where).entries():
         when = datetime.fromtimestamp(entry.modified).strftime("%Y-%m-%d %H:%M")
         print(f"{entry.name:<32} {entry.num_tokens:>12,} tokens {size(entry.nbytes):>12}  {when}")
 
 
 @session.command()
-def rm(name: Name, where: Where = None) -> None:
+@s.derived
+def rm(*, name: Name, where: Where) -> None:
     """Remove a session."""
-    from sala.engine.store.sessions import SessionStore
-
-    SessionStore(_directory(where), "", warn=s.note).remove(name)
-    print(f"{name} removed", file=sys.stderr)
+    _store(where).remove(name)
+    s.note(f"{name} removed")

@@ -6,24 +6,26 @@ from typing import Annotated
 import typer
 
 from sala.cli import flags as s
+from sala.options import Options
 
 
+@s.derived
 def train(
+    *,
     recipe: Annotated[Path, typer.Argument(help="The stages to go through, in TOML.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the result goes; must not exist.")],
-    model: s.Model = None,
     teacher: Annotated[
         Path | None, typer.Option(help="Whom stages of kind distil learn from: a checkpoint or a dense model.")
     ] = None,
     work: Annotated[Path | None, typer.Option(help="Working directory; OUTPUT.run unless given.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    options: Annotated[Options, s.Use(only=("model", "device", "threads"))],
     minutes: Annotated[float | None, typer.Option(help="Stop after so long, to go on another time.", min=0)] = None,
 ) -> None:
-    from sala.cli.training import TrainingBar
+    from sala.cli.progress import training_bar
     from sala.lab.train.convert import train_model
 
-    start = s.find_model(model)
-    with TrainingBar() as bar:
+    start = s.find_model(options.model)
+    with training_bar() as bar:
         train_model(
-            start, output, recipe, work or output.with_name(output.name + ".run"), device, bar, minutes, teacher
+            start, output, recipe, work or output.with_name(output.name + ".run"), options.device, bar, minutes, teacher
         )

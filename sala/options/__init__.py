@@ -11,15 +11,16 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from sala.errors import InputError
-from sala.options.kinds import Count, File, Kind, LoopGuard, Plain, Stops, Text, spelling
+from sala.options.kinds import Count, File, Hosts, Kind, LoopGuard, Plain, Stops, Text, Url, spelling
 from sala.options.schema import option, options
 
 MAX_LOGPROBS = 20
 MOST = 1 << 50
-_INT64 = 1 << 63
+_INT32, _INT64 = 1 << 31, 1 << 63
 
 _loading = partial(option, scope="loading")
 _sampling = partial(option, scope="sampling")
+_commands = partial(option, scope="commands")
 
 Backend = Annotated[Literal["auto", "torch", "mlx"], spelling()]
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], spelling()]
@@ -27,10 +28,6 @@ KV = Annotated[Literal["auto", "fp8"], spelling()]
 Prefill = Annotated[Literal["auto", "fp8"], spelling(exact="auto")]
 Kernels = Annotated[Literal["auto", "off"], spelling(_0="off", _1="auto", on="auto")]
 Metal = Annotated[Literal["auto", "off", "on"], spelling(_0="off", _1="on")]
-LogitBias = Annotated[
-    Mapping[Annotated[int, Field(ge=0, le=1 << 31)], Annotated[float, Field(ge=-100, le=100)]],
-    Kind("MAP", "it maps token ids to numbers from -100 to 100"),
-]
 Speculate = Annotated[Literal["off", "lookup", "layers"], spelling()]
 
 
@@ -69,28 +66,38 @@ class Options:
     draft_layers: int = _loading(8, "Layers that draft, with speculate = layers.", ge=1, le=1 << 10)
 
 
+Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0)]
+TopK = Annotated[int, Field(ge=0, le=_INT32)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+MaxTokens = Annotated[Count, Field(ge=1, le=_INT32)]
+ThinkBudget = Annotated[Count, Field(ge=0, le=_INT32)]
+LogitBias = Annotated[
+    Mapping[Annotated[int, Field(ge=0, le=_INT32)], Annotated[float, Field(ge=-100, le=100)]],
+    Kind("MAP", "it maps token ids to numbers from -100 to 100"),
+]
+
+
 @options
 class Sampling:
     """How the next token is sampled. Temperature 0 takes the most probable one."""
 
-    temperature: float = _sampling(0.7, "0 takes the most probable token.", flags=("-t",), ge=0.0, le=100.0)
-    top_p: float = _sampling(1.0, "Sample from the most probable tokens that make up this share.", gt=0.0, le=1.0)
-    top_k: int = _sampling(0, "Sample from this many tokens at most; 0: no limit.", ge=0, le=1 << 31)
+    temperature: Temperature = _sampling(0.7, "Randomness; 0 takes the most probable token.", flags=("-t",))
+    top_p: TopP = _sampling(1.0, "Sample from the most probable tokens that make up this share.")
+    top_k: TopK = _sampling(0, "Sample from this many tokens at most; 0: no limit.")
     min_p: float = _sampling(0.0, "Leave out tokens below this share of the most probable one.", ge=0.0, le=1.0)
-    repetition_penalty: float = _sampling(1.0, "Divide the scores of tokens seen so far.", gt=0.0, le=100.0)
-    presence_penalty: float = _sampling(0.0, "Subtract this from tokens in the answer so far.", ge=-2.0, le=2.0)
-    frequency_penalty: float = _sampling(0.0, "Subtract this for each time a token was used.", ge=-2.0, le=2.0)
+    repetition_penalty: float = _sampling(1.0, "Divide the scores of tokens that occurred.", gt=0.0, le=100.0)
+    presence_penalty: Penalty = _sampling(0.0, "Subtract this from the scores of tokens in the answer.")
+    frequency_penalty: Penalty = _sampling(0.0, "Subtract this for each time a token is in the answer.")
     seed: int | None = _sampling(None, "The same seed samples the same tokens.", ge=-_INT64, le=_INT64 - 1)
     stop: Stops = _sampling((), "End the answer before this text. Repeatable.")
-    max_tokens: Count = _sampling(256, "Length of the answer at most.", flags=("-n",), ge=1, le=1 << 31)
-    min_tokens: Count = _sampling(0, "Length of the answer at least.", ge=0, le=1 << 31)
+    max_tokens: MaxTokens = _sampling(256, "Length of the answer at most.", flags=("-n",))
+    min_tokens: Count = _sampling(0, "Length of the answer at least.", ge=0, le=_INT32)
     logit_bias: LogitBias = _sampling(dict, "Numbers added to the scores of tokens, by token id.", is_flag=False)
     logprobs: int | None = _sampling(None, "Report this many alternatives per token.", ge=0, le=MAX_LOGPROBS)
     ignore_eos: bool = _sampling(False, "Continue past the end-of-sequence token.", off="--heed-eos")
-    think_budget: Count | None = _sampling(None, "Tokens of reasoning at most, then the answer.", ge=0, le=1 << 31)
-    loop_guard: LoopGuard = _sampling(
-        0, "End an answer that repeats itself for so many tokens; 0: never.", ge=0, le=1 << 20
-    )
+    think_budget: ThinkBudget | None = _sampling(None, "Tokens of reasoning at most, then the answer.")
+    loop_guard: LoopGuard = _sampling(0, "End an answer that repeats itself for so many tokens; 0: never.")
     json_schema: Plain | None = _sampling(None, "JSON schema that the answer must follow.", flags=("--schema",))
     regex: Plain | None = _sampling(None, "Regular expression that the answer must match.")
     grammar: Plain | None = _sampling(None, "Grammar in Lark's syntax that the answer must follow.")
@@ -103,3 +110,13 @@ class Sampling:
     def has_penalty(self) -> bool:
         """Whether sampling depends on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@options
+class CommandOptions:
+    """Options of single commands that are neither about loading nor about sampling or serving."""
+
+    config: File | None = _commands(None, "TOML file with options.")
+    url: Url = _commands("http://127.0.0.1:8080", "Address of a running server.")
+    sessions_dir: File | None = _commands(None, "Directory of saved sessions.", shown="the user's cache directory")
+    hub_hosts: Hosts = _commands((), "Further hosts that the hub may redirect downloads to.")

@@ -52,7 +52,15 @@ def parse_whole(text: str) -> int | str:
 
 def parse_number(text: str) -> float | str:
     try:
-        return float(text)
+        whole = parse_whole(text)
+        return float(text) if isinstance(whole, str) else whole
+    except ValueError:
+        return text
+
+
+def parse_count(text: str) -> int | str:
+    try:
+        return read_count(text)
     except ValueError:
         return text
 
@@ -72,7 +80,7 @@ CHOICE = Kind("NAME")
 
 
 def _read_count(value: Any) -> Any:
-    return read_count(value) if isinstance(value, str) else value
+    return parse_count(value) if isinstance(value, str) else value
 
 
 def _read_text(value: Any) -> str:
@@ -82,7 +90,7 @@ def _read_text(value: Any) -> str:
     return text.strip()
 
 
-def _read_secret(value: Any) -> str:
+def read_secret(value: Any) -> str:
     if not isinstance(value, str) or not re.fullmatch(r"[\x21-\x7e]+", value.strip()):
         raise ValueError
     return value.strip()
@@ -132,7 +140,7 @@ def _read_list(value: Any) -> Any:
 
 
 def _read_loop_guard(value: int) -> int:
-    if 0 < value < 32:
+    if value and not 32 <= value <= 1 << 20:
         raise ValueError
     return value
 
@@ -168,16 +176,20 @@ def spelling(**aliases: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-Count = Annotated[int, BeforeValidator(_read_count), Kind("COUNT")]
+Count = Annotated[int, BeforeValidator(_read_count), Kind("COUNT", parse=parse_count)]
 LoopGuard = Annotated[
-    int, BeforeValidator(_read_count), AfterValidator(_read_loop_guard), Kind("COUNT", "use 0, or from 32 to 1M")
+    int,
+    BeforeValidator(_read_count),
+    AfterValidator(_read_loop_guard),
+    Kind("COUNT", "it must be 0, or from 32 to 1M", parse_count),
 ]
 Text = Annotated[str, BeforeValidator(_read_text), Kind("TEXT", "give printable text")]
 Plain = Annotated[str, Kind("TEXT", "give it as text")]
 Secret = Annotated[
-    str, BeforeValidator(_read_secret), Kind("KEY", "use letters, digits and signs of ASCII, no spaces", is_secret=True)
+    str, BeforeValidator(read_secret), Kind("KEY", "use letters, digits and signs of ASCII, no spaces", is_secret=True)
 ]
-File = Annotated[Path, BeforeValidator(_read_path), Kind("PATH", "give a path")]
+PATH = Kind("PATH", "give a path")
+File = Annotated[Path, BeforeValidator(_read_path), PATH]
 Address = Annotated[
     str, BeforeValidator(_read_address), Kind("HOST", "give an address or a name such as 127.0.0.1, without port")
 ]

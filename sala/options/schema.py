@@ -3,6 +3,7 @@
 import difflib
 import functools
 import types
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
 
@@ -15,6 +16,7 @@ from sala.options.kinds import CHOICE, NUMBER, SWITCH, WHOLE, Kind, show_count
 
 PREFIX = "SALA_"
 T = TypeVar("T")
+REQUIRED: Any = ...  # the default of an option that must be given
 _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _BUILT_IN: dict[Any, Kind] = {int: WHOLE, float: NUMBER, bool: SWITCH}
 
@@ -36,7 +38,7 @@ def option(
     that is known only at run time.
     """
     extra: dict[str, Any] = {"scope": scope, "flags": flags, "off": off, "shown": shown, "is_flag": is_flag}
-    own = {"default_factory": default} if callable(default) else {"default": default}
+    own = {} if default is REQUIRED else {"default_factory" if callable(default) else "default": default}
     return Field(description=help, json_schema_extra=extra, **own, **bounds)
 
 
@@ -79,7 +81,7 @@ class Option:
 
     @property
     def variable(self) -> str:
-        return PREFIX + self.name.upper()
+        return variable_name(self.name)
 
     @property
     def flag(self) -> str:
@@ -92,11 +94,15 @@ class Option:
             return self.shown
         if isinstance(self.default, bool):
             return "true" if self.default else ""
-        if self.default is None or self.default == () or self.default == {}:
+        return self.spell(self.default)
+
+    def spell(self, value: Any) -> str:
+        """Write a value as a user would."""
+        if value is None or value == ():
             return ""
         if self.kind.metavar == "COUNT":
-            return show_count(self.default)
-        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+            return show_count(value)
+        return f"{value:g}" if isinstance(value, float) else str(value)
 
     def parse(self, value: Any) -> Any:
         """Read a value given as text; other values are left to the check."""
@@ -110,6 +116,10 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def variable_name(name: str) -> str:
+    return PREFIX + name.upper()
+
+
 @functools.cache
 def table(cls: type) -> dict[str, Option]:
     """Return the options of a class by name, in the order of their declaration."""
@@ -117,7 +127,7 @@ def table(cls: type) -> dict[str, Option]:
     return {name: _describe(name, info) for name, info in found.items()}
 
 
-def suggest(name: str, known: Any, otherwise: str) -> str:
+def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
     near = difflib.get_close_matches(name, list(known), 1)
     return f"did you mean {near[0]}?" if near else otherwise
 
@@ -132,7 +142,8 @@ def short(value: object) -> str:
 
 
 def _describe(name: str, info: FieldInfo) -> Option:
-    inner, kind = _unwrap(info.annotation, info.metadata)
+    inner, metadata = _unwrap(info.annotation, info.metadata)
+    kind = next((item for item in metadata if isinstance(item, Kind)), None)
     choices = tuple(map(str, get_args(inner))) if get_origin(inner) is Literal else ()
     kind = kind or (CHOICE if choices else _BUILT_IN.get(inner, Kind("TEXT", "give a valid value")))
     extra: Any = info.json_schema_extra
@@ -140,10 +151,10 @@ def _describe(name: str, info: FieldInfo) -> Option:
         name=name,
         scope=extra["scope"],
         help=info.description or "",
-        default=info.get_default(call_default_factory=True),
+        default=None if info.default_factory or info.is_required() else info.default,
         kind=kind,
         choices=choices,
-        rule=kind.rule or _word_rule(kind, choices, info.metadata),
+        rule=kind.rule or _word_rule(kind, choices, metadata),
         flags=extra["flags"],
         off=extra["off"],
         is_flag=extra["is_flag"],
@@ -152,18 +163,17 @@ def _describe(name: str, info: FieldInfo) -> Option:
     )
 
 
-def _unwrap(annotation: Any, metadata: Any = ()) -> tuple[Any, Kind | None]:
-    """Return the bare type behind `Annotated` and `| None`, and the kind that it is annotated with."""
-    kind = next((item for item in metadata if isinstance(item, Kind)), None)
+def _unwrap(annotation: Any, metadata: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return the bare type behind `Annotated` and `| None`, and everything that it is annotated with."""
+    flat = [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else (item,))]
     if get_origin(annotation) in (Union, types.UnionType):
-        inner = next(part for part in get_args(annotation) if part is not type(None))
-        bare, own = _unwrap(inner)
-        return bare, own or kind
-    if get_origin(annotation) is Annotated:
-        first, *rest = get_args(annotation)
-        bare, own = _unwrap(first, rest)
-        return bare, own or kind
-    return annotation, kind
+        inner, *more = (part for part in get_args(annotation) if part is not type(None))
+    elif get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+    else:
+        return annotation, flat
+    bare, own = _unwrap(inner, more)
+    return bare, flat + own
 
 
 def _word_rule(kind: Kind, choices: tuple[str, ...], metadata: Any) -> str:
@@ -183,7 +193,8 @@ def _show_number(number: float) -> str:
 
 def _explain(cls: type, error: ValidationError) -> Exception:
     """Turn the first problem that pydantic found into an error with a remedy."""
-    first = error.errors(include_url=False)[0]
+    found = error.errors(include_url=False)
+    first = next((one for one in found if one["type"] != "missing"), found[0])
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InputError):
         return cause
@@ -192,6 +203,8 @@ def _explain(cls: type, error: ValidationError) -> Exception:
     if name not in known:
         return UnknownOption(cls.__name__, name, suggest(name, known, f"it takes {', '.join(known)}"))
     row = known[name]
+    if first["type"] == "missing":
+        return InputError(name, "is missing", row.rule)
     near = difflib.get_close_matches(str(first["input"]).lower(), row.choices, 1) if row.choices else []
     hint = f" (did you mean {near[0]}?)" if near else ""
     return InputError(name, row.problem(first["input"]), row.rule + hint)

@@ -4,6 +4,7 @@ Every source is read by the same table and checked by the same class, so a bad v
 came from, apart from the name of the source.
 """
 
+import json
 import os
 import re
 import tomllib
@@ -12,10 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sala.errors import InputError, SalaError
+from sala.errors import InputError
 from sala.options import Options
-from sala.options.schema import PREFIX, short, suggest, table
+from sala.options.kinds import PATH
+from sala.options.schema import PREFIX, Option, short, suggest, table
 
+MASK = "***"
 MAX_FILE = 1 << 20
 TEST_PREFIX = "SALA_TEST_"
 T = TypeVar("T")
@@ -51,6 +54,8 @@ def resolve(options: Options | None, arguments: Mapping[str, Any]) -> Options:
 
 def from_environment(cls: type, environment: Mapping[str, str] | None = None) -> list[Given]:
     """Return the options of a class among the variables; an empty variable counts as not set."""
+    if not getattr(cls, "has_variables", True):
+        return []
     variables = os.environ if environment is None else environment
     return [
         Given(row.name, row.parse(variables[row.variable]), row.variable)
@@ -73,21 +78,35 @@ def from_file(file: Path | None, cls: type, *others: type) -> list[Given]:
     """Return the options of a class in a TOML file; keys that belong to `others` are skipped, unknown ones refused."""
     if file is None:
         return []
+    file = file.expanduser()
     text = read_text(file, MAX_FILE)
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise SalaError(f"{file} is not valid TOML: {error}", "correct it there") from None
+        raise InputError(str(file), f"is not valid TOML: {error}", "correct it there") from None
     rows = table(cls)
-    known = set(rows).union(*map(table, others))
+    known = set(rows).union(*(table(other) for other in others))
     given = []
     for key, value in values.items():
-        origin = f"{file}{_find_line(text, key)}: {short(key)[1:-1]}"
-        if key not in known:
-            raise SalaError(f"{origin} is not an option", suggest(key, known, "remove it"))
-        if key in rows:
-            given.append(Given(key, rows[key].parse(value), origin))
+        name, origin = key.replace("-", "_"), f"{file}{_find_line(text, key)}: {short(key)[1:-1]}"
+        if name not in known:
+            raise InputError(origin, "is not an option", suggest(name, known, "remove it"))
+        if name in rows:
+            is_path = isinstance(value, str) and rows[name].kind is PATH and getattr(cls, "has_relative_paths", False)
+            given.append(Given(name, file.parent / Path(value).expanduser() if is_path else value, origin))
     return given
+
+
+def show(values: Any) -> list[str]:
+    """Return options as lines of a TOML file; what is not set is a comment, and keys are masked."""
+    return [_show(row, getattr(values, row.name)) for row in table(type(values)).values()]
+
+
+def _show(row: Option, value: Any) -> str:
+    if value is None:
+        return f"# {row.name} is not set"
+    shown = MASK if row.kind.is_secret else str(value) if isinstance(value, Path) else value
+    return f"{row.name} = {json.dumps(shown, ensure_ascii=False)}"
 
 
 def check_variables(known: Iterable[str], warn: Callable[[str], None], environment: Mapping[str, str]) -> None:
@@ -101,7 +120,7 @@ def check_variables(known: Iterable[str], warn: Callable[[str], None], environme
             continue
         hint = suggest(variable.removeprefix(PREFIX), [name.removeprefix(PREFIX) for name in names], "")
         if hint:
-            raise SalaError(f"{variable} is not an option", hint.replace("mean ", f"mean {PREFIX}"))
+            raise InputError(variable, "is not an option", hint.replace("mean ", f"mean {PREFIX}"))
         warn(f"{variable} is not an option and has no effect")
 
 
@@ -111,13 +130,15 @@ def read_text(file: Path, max_bytes: int) -> str:
         with file.open("rb") as stream:
             data = stream.read(max_bytes + 1)
     except OSError as error:
-        raise SalaError(f"{file} cannot be read: {error.strerror}", "check the path and its permissions") from None
+        raise InputError(str(file), f"cannot be read: {error.strerror}", "check the path and its permissions") from None
     if len(data) > max_bytes:
-        raise SalaError(f"{file} has more than {max_bytes:,} bytes", "check that it is the right file")
+        raise InputError(str(file), f"has more than {max_bytes:,} bytes", "check that it is the right file")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise SalaError(f"{file} is not UTF-8 text (byte {error.start})", "check that it is the right file") from None
+        raise InputError(
+            str(file), f"is not UTF-8 text (byte {error.start})", "check that it is the right file"
+        ) from None
 
 
 def _find_line(text: str, key: str) -> str:

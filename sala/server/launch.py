@@ -18,7 +18,9 @@ from typing import NoReturn
 
 from sala.config import SalaConfig
 from sala.errors import ConfigError, InputError, MissingExtra
-from sala.server.settings import MASK, Settings, check_listening, flag_name, variable_name
+from sala.options.schema import flag_name, variable_name
+from sala.options.sources import MASK
+from sala.server.settings import Settings, check_listening
 
 COMMON = frozenset(
     {

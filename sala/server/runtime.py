@@ -41,21 +41,8 @@ class LoadedModel:
 def open_model(path: Path, settings: Settings) -> LLM:
     """Load a model; the adapter of the settings belongs to the one that answers by default."""
     base, adapter = _find_chosen(settings)
-    return LLM(
-        path,
-        adapter=adapter if adapter is not None and path.resolve() == base.resolve() else None,
-        backend=settings.backend,
-        device=settings.device,
-        dtype=settings.dtype,
-        kv=settings.kv,
-        ctx=settings.ctx,
-        cache_memory=settings.cache_memory,
-        max_batch=settings.max_batch,
-        speculate=settings.speculate,
-        num_draft=settings.num_draft,
-        draft_layers=settings.draft_layers,
-        cache_dir=settings.cache_dir,
-    )
+    adapter = adapter if adapter is not None and path.resolve() == base.resolve() else None
+    return LLM(path, options=settings.loading, adapter=adapter)
 
 
 def _find_chosen(settings: Settings) -> tuple[Path, Path | None]:

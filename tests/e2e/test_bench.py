@@ -11,6 +11,7 @@ from sala.cli import run
 from sala.errors import SalaError
 from sala.lab.bench import measure, plots
 from sala.lab.bench.subject import open_checkpoint, open_random
+from sala.options import Options
 
 
 def test_latency(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +42,7 @@ def test_throughput_with_random_weights(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_all_requests_are_decoded_together() -> None:
-    subject = open_random("tiny", "cpu", "auto")
+    subject = open_random("tiny", Options(device="cpu"))
     prompts = measure._prompts(3, 20, subject.config.vocab_size, seed=0)
     with subject.service(32, 3) as (service, _):
         course = measure.run(service, prompts, 6, subject.device)
@@ -71,12 +72,12 @@ def test_what_does_not_fit_is_left_out(
 def test_more_than_the_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sala.backends.torch import executor
 
-    subject = open_checkpoint(tiny, "cpu", "auto")
+    subject = open_checkpoint(tiny, Options(device="cpu"))
     monkeypatch.setattr(executor, "free_bytes", lambda _: 1 << 20)
     with pytest.raises(SalaError, match="50 sequences of 640 tokens"), subject.service(640, 50):
         pass
     with pytest.raises(SalaError, match=r"weights take 17\.\d GiB"):
-        open_random("released", "cpu", "auto")
+        open_random("released", Options(device="cpu"))
 
 
 @pytest.mark.parametrize(

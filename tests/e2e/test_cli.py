@@ -70,8 +70,8 @@ def test_files_stdin_raw_system_stop(tiny: Path, tmp_path: Path) -> None:
         (["generate", "x", "-m", "/nowhere"], 1, "no model at /nowhere"),
         (["generate", "x", "-m", "TINY/config.json"], 1, "config.json"),
         (["generate", "x", "-m", "TINY", "-t", "-1"], 2, "temperature"),
-        (["generate", "x", "-m", "TINY", "--top-p", "2"], 2, "top_p"),
-        (["generate", "x", "-m", "TINY", "-n", "0"], 2, "max_tokens"),
+        (["generate", "x", "-m", "TINY", "--top-p", "2"], 2, "--top-p is 2; it must be"),
+        (["generate", "x", "-m", "TINY", "-n", "0"], 2, "--max-tokens is 0; it must be"),
         (["generate", "x", "-m", "TINY", "--device", "tpu"], 2, "device"),
         (["generate", "x", "-m", "TINY", "--ctx", "lots"], 2, "ctx"),
         (["generate", "x", "-m", "TINY", "--ctx", "19"], 1, "raise the context"),
@@ -160,7 +160,7 @@ def test_the_prefill_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with progress.PrefillBar() as bar:
+    with progress.prefill_bar() as bar:
         bar(0, 1000)
         time.sleep(0.3)
         bar(400, 1000)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sala import cli
-from sala.cli.eval_progress import duration
+from sala.cli.progress import duration
 from sala.errors import MissingExtra
 from sala.lab.bench import plots
 from sala.lab.eval.record import Record

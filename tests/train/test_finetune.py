@@ -260,7 +260,11 @@ def test_options_come_from_a_file_and_flags(tmp_path: Path) -> None:
     file.write_text('model = "m"\ntrain = "d.jsonl"\noutput = "o"\nmax-length = 64\nlr = 1\n')
     options = read_options(file, {"lr": 0.5, "rank": None})
     assert (options.train, options.max_length, options.lr, options.rank) == (tmp_path / "d.jsonl", 64, 0.5, 16)
-    for text, words in (("ranks = 3", "'ranks' is no option"), ('rank = "3"', "rank is"), ("x", "no TOML")):
+    for text, words in (
+        ("ranks = 3", "ranks is not an option; did you mean rank"),
+        ('rank = "3"', "rank is '3'"),
+        ("x", "not valid TOML"),
+    ):
         file.write_text(text)
         with pytest.raises(InputError, match=words):
             read_options(file, {})
@@ -269,11 +273,11 @@ def test_options_come_from_a_file_and_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"method": "lore"}, "use full, lora, qlora"),
-        ({"rank": 0}, "at least 1"),
-        ({"dropout": 1.0}, "at most"),
+        ({"method": "lore"}, "use full, lora or qlora"),
+        ({"rank": 0}, "from 1 to 1024"),
+        ({"dropout": 1.0}, "from 0 to 0.9"),
         ({"eval": "x", "eval_share": 0.1}, "keep one"),
-        ({"train": ""}, "train is missing"),
+        ({"train": ""}, "train is ''; give a path"),
         ({"bits": 7}, "bits is 7"),
         ({"optimizer": "sgd"}, "adamw-bf16"),
     ],

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ class Subject:
     model: "SalaModel"
     device: "torch.device"
     dtype: "torch.dtype"
+    options: Options
 
     @property
     def config(self) -> SalaConfig:
@@ -39,12 +40,13 @@ class Subject:
     @contextmanager
     def service(self, ctx: int, batch: int = 1) -> Iterator[tuple[EngineService, Capacity]]:
         """Open an engine service for so many sequences of `ctx` tokens, without snapshots: nothing is reused."""
-        from sala.backends.torch.executor import TorchExecutor, free_bytes, plan_capacity
+        from sala.backends.torch.executor import TorchExecutor, free_bytes, pick_kv, plan_capacity
 
-        options = Options(ctx=ctx, max_batch=batch, snapshots=0)
-        capacity = plan_capacity(self.config, options, self.dtype, self.device, free_bytes(self.device))
+        options = replace(self.options, ctx=ctx, max_batch=batch, snapshots=0)
+        kv_dtype = pick_kv(options.kv, self.device)
+        capacity = plan_capacity(self.config, options, self.dtype, self.device, free_bytes(self.device), kv_dtype)
         _check_room(capacity, batch)
-        executor = TorchExecutor(self.model, capacity, self.device, self.dtype)
+        executor = TorchExecutor(self.model, capacity, self.device, self.dtype, kv_dtype)
         service = EngineService(Engine(executor, self.config.sparse_config, options))
         try:
             yield service, capacity
@@ -72,18 +74,18 @@ def _check_room(capacity: Capacity, batch: int) -> None:
         )
 
 
-def open_checkpoint(path: Path, device: str, dtype: str, adapter: Path | None = None) -> Subject:
+def open_checkpoint(path: Path, options: Options) -> Subject:
     from sala.backends.torch.loader import load_model, pick_device, pick_dtype
     from sala.checkpoint import lora as adapters
     from sala.models.embedded import find_base
 
-    path, adapter = find_base(path, adapter)
+    path, adapter = find_base(path, options.adapter)
     checkpoint, config = adapters.open_checkpoint(path, SalaConfig.load(path), adapter)
-    where, precision = pick_device(device), pick_dtype(dtype, config)
-    return Subject(path.name, load_model(checkpoint, config, precision, where), where, precision)
+    where, precision = pick_device(options.device), pick_dtype(options.dtype, config)
+    return Subject(path.name, load_model(checkpoint, config, precision, where), where, precision, options)
 
 
-def open_random(shape: str, device: str, dtype: str) -> Subject:
+def open_random(shape: str, options: Options) -> Subject:
     """Weights made on the device itself; no checkpoint is needed."""
     from sala.backends.torch.executor import free_bytes
     from sala.backends.torch.loader import pick_device, pick_dtype
@@ -92,10 +94,10 @@ def open_random(shape: str, device: str, dtype: str) -> Subject:
     if shape not in RANDOM:
         raise InputError("random", f"is {shape!r}", "use " + ", ".join(RANDOM))
     config = RANDOM[shape]
-    where, precision = pick_device(device), pick_dtype(dtype, config)
+    where, precision = pick_device(options.device), pick_dtype(options.dtype, config)
     needed, free = count_parameters(expected_tensors(config)) * precision.itemsize, free_bytes(where)
     if needed > free:
         raise SalaError(
             f"the weights take {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free", "take another shape"
         )
-    return Subject(f"random {shape}", random_model(config, precision, where), where, precision)
+    return Subject(f"random {shape}", random_model(config, precision, where), where, precision, options)

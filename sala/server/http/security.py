@@ -13,9 +13,10 @@ from fastapi import FastAPI, Request
 from starlette.datastructures import MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 
+from sala.options.kinds import is_ip
 from sala.server.http.errors import ApiError, Failures
 from sala.server.http.limits import RequestLimits
-from sala.server.settings import LOCAL_HOSTS, Settings, is_ip, is_loopback
+from sala.server.settings import LOCAL_HOSTS, Settings, is_loopback
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
