@@ -165,6 +165,8 @@ def _tensor(blob: Blob, like: Tensor) -> Tensor:
 
 
 def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) -> TorchExecutor:
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config)
     model = load_model(checkpoint, config, dtype, device, is_expanded=not keep_packed(options, device, dtype))

@@ -46,7 +46,9 @@ class Subject:
         kv_dtype = pick_kv(options.kv, self.device)
         capacity = plan_capacity(self.config, options, self.dtype, self.device, free_bytes(self.device), kv_dtype)
         _check_room(capacity, batch)
-        executor = TorchExecutor(self.model, capacity, self.device, self.dtype, kv_dtype)
+        executor = TorchExecutor(
+            self.model, capacity, self.device, self.dtype, kv_dtype, options.kernels, options.prefill
+        )
         service = EngineService(Engine(executor, self.config.sparse_config, options))
         try:
             yield service, capacity
