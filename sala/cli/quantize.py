@@ -82,19 +82,16 @@ def _text(model: Path, file: Path | None, device: str, bar: ProgressBar) -> "Tex
 
 
 def _report(original: Path, quantized: Path, tokens: Any, device: Any, num_needles: int, bar: ProgressBar) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from sala.lab.quantize.report import WHO, measure, to_rows, write_report
+    from sala.cli.bench import print_table
+    from sala.lab.quantize.report import NAME, measure, to_record
+    from sala.lab.report.comparison import save
+    from sala.lab.report.kinds import table_of
 
     results = measure(original, quantized, tokens, device, num_needles, note=bar)
-    has_picture = write_report(results, quantized)
+    record = to_record(results, quantized.name, {"original": original.name, "device": str(device)})
+    has_picture = save(record, quantized, NAME)
     bar.close()
-    table = Table("", *WHO, "difference", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in to_rows(results):
-        table.add_row(*row)
-    Console(soft_wrap=True).print(table)
+    headings, rows, _ = table_of(record)
+    print_table(f"{original.name}, quantized", headings, rows, left=("measure",))
     if not has_picture:
         s.note("no picture: matplotlib is not installed; run: pip install 'minicpm-sala[eval]'")

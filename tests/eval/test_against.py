@@ -13,7 +13,7 @@ from sala.lab.bench import dense as work
 from sala.lab.bench.dense import compare, count_parameters, verdict
 from sala.lab.bench.measure import Latency
 from sala.lab.bench.plots import plot_against
-from sala.lab.eval.report import read_runs, to_page
+from sala.lab.report.page import read_runs, to_page
 
 
 def latency(length: int, first_s: float, decode: float) -> Latency:

@@ -14,7 +14,7 @@ from sala import cli
 from sala.cli.progress import duration
 from sala.errors import MissingExtra
 from sala.lab.bench import plots
-from sala.lab.eval.record import Record
+from sala.lab.report.record import Record
 from tests.eval.test_tasks import copy_with_thoughts
 
 NEEDLE = ["eval", "needle", "--lengths", "600,0.9k", "--depths", "0,100", "--trials", "1", "--device", "cpu"]

@@ -25,7 +25,7 @@ from sala.lab.eval.likelihood import (
     score_pairs,
     shared_len,
 )
-from sala.lab.eval.runner import Log
+from sala.lab.report.record import Log
 from sala.llm import LLM
 from sala.protocol import Sampling
 

@@ -15,9 +15,8 @@ from typer.testing import CliRunner, Result
 from sala.cli.perplexity import perplexity
 from sala.errors import InputError
 from sala.lab.eval.perplexity import Span, Text, choose_lengths, cut, measure, read_documents, to_text
-from sala.lab.eval.record import Record
-from sala.lab.eval.report import read_runs
-from sala.lab.eval.runner import Log
+from sala.lab.report.page import read_runs
+from sala.lab.report.record import Log, Record
 from sala.llm import LLM
 
 BOS = 256
@@ -172,7 +171,7 @@ def test_command(tiny: Path, tmp_path: Path) -> None:
     assert (found.kind, found.model, found.plots) == ("perplexity", "tiny", ["run.png"])
     assert [row["length"] for row in found.results] == [64, 128]
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    assert read_runs([record])[0].results == found.results
+    assert read_runs([record])[0].record.results == found.results
     again = run(*base, "--lengths", "64,128,4K")  # nothing is measured, the same is written
     assert Record.load(record).results == found.results, again.output
     other = run(*base, "--lengths", "64")

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from sala.cli.report import report
 from sala.errors import InputError
-from sala.lab.eval.charts import Series, _decades, _steps, draw_lines, draw_map
-from sala.lab.eval.kinds import KINDS, Run
-from sala.lab.eval.record import KINDS as RECORDED
-from sala.lab.eval.report import read_runs, to_page
+from sala.lab.report.charts import HeatMap, Lines, Series, length_label, plot, to_svg
+from sala.lab.report.kinds import KINDS, interval, ratio_text
+from sala.lab.report.page import RunFile, read_runs, to_page
+from sala.lab.report.record import KINDS as RECORDED
 
 PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
@@ -48,6 +48,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "harness": [{"task": "arc", "metric": "acc", "filter": "none", "value": 0.61, "stderr": None, "shots": 0}],
     "kernels": [{"name": "attention", "size": "8K", "ms": 0.5, "share": 0.7, "tflops": None, "error": ""}],
+    "comparison": [
+        {"measure": "weights", "on": None, "before": 1024.0, "after": 300.0, "unit": "MiB"},
+        {"measure": "needles found", "on": 1024, "before": 1.0, "after": 0.85, "unit": "share"},
+        {"measure": "needles found", "on": 4096, "before": None, "after": 0.5, "unit": "share"},
+    ],
 }  # fmt: skip
 
 
@@ -81,20 +86,22 @@ class Reader(HTMLParser):
 
 
 def test_every_kind_is_shown(tmp_path: Path) -> None:
-    assert set(RECORDED) <= set(KINDS) == set(ROWS)
+    assert set(RECORDED) == set(KINDS) == set(ROWS)
     for kind in KINDS:
         write(tmp_path, kind)
     (tmp_path / "other.json").write_text('{"results": {}}')  # of somebody else
     runs = read_runs([tmp_path])
-    assert {run.kind for run in runs} == set(KINDS)
+    assert {run.record.kind for run in runs} == set(KINDS)
     page = Reader(to_page(runs, "All of it", "2026-01-03"))
     for words in (
         "All of it", "small", "a processor", "16.0 GiB", "0.1 0123456789+", "seed", "2026-01-02 03:04", "50 %",
-        "chain", "steps", "19.2", "8.00 GiB", "560.0", "0.61", "attention", "4,096", "64K",
+        "chain", "steps", "19.2", "8.00 GiB", "560.0", "0.61", "attention", "4,096", "64K", "1/2", "9–91 %", "300 MiB",
+        "× 0.293", "85.0%",
     ):  # fmt: skip
         assert words in page.text, words
     assert page.tags.count("section") == len(KINDS)
-    assert page.tags.count("svg") == 2 + 3 + 1 + 4  # perplexity, latency, throughput (no memory there), against
+    # needle, ruler, perplexity, latency, throughput (no memory there), against, kernels, comparison
+    assert page.tags.count("svg") == 1 + 1 + 2 + 3 + 1 + 4 + 1 + 2
     assert page.text.count("first token: times as fast") == 1
 
 
@@ -134,7 +141,7 @@ def test_runs_of_a_kind_share_a_chart(tmp_path: Path) -> None:
     write(tmp_path, "perplexity", "two", model="large")
     page = to_page(read_runs([tmp_path / "one.json", tmp_path / "two.json", tmp_path / "one.json"]))
     assert page.count("<svg") == 2
-    assert page.count("<polyline") == 4
+    assert page.count('class="series"') == 4
     assert page.count("<article>") == 2
     write(tmp_path, "perplexity", "two", date="2026-05-05T01:01:01")
     assert "small (2026-05-05 01:01)" in to_page(read_runs([tmp_path]))
@@ -143,23 +150,23 @@ def test_runs_of_a_kind_share_a_chart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ("[1]", "is no record"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1]", "is not a record"),
         ({"kind": "dream"}, "is of kind 'dream'"),
         ({"kind": ["needle"]}, "is of kind"),
         ({"results": []}, "has no results"),
-        ({"results": {}}, "has no results, or not as list"),
-        ({"machine": None}, "has no machine"),
-        ({"results": [3]}, "no object (number 1)"),
+        ({"results": {}}, "has a value of results that is not a list"),
+        ({"machine": None}, "has a value of machine that is not a dict"),
+        ({"results": [3]}, "not an object (number 1)"),
         ({"results": [{"length": 5}]}, "has no perplexity in result 1"),
         ({"results": [{"length": 5, "perplexity": "9"}]}, "has no perplexity in result 1"),
         ({"results": [{"length": 5, "perplexity": float("nan")}]}, "has no perplexity in result 1"),
         ({"results": [{"length": 5, "perplexity": 10**400}]}, "has no perplexity in result 1"),
         ({"results": [{"length": 5, "perplexity": 1.0, "stderr": "?"}]}, "has stderr = '?' in result 1"),
         ({"results": [{"length": 5, "perplexity": 1.0, "more": float("inf")}]}, "has more = inf in result 1"),
-        ({"plots": ["secret.txt"]}, "names secret.txt, which is no PNG"),
-        ({"plots": [7]}, "names a picture that is no text"),
+        ({"plots": ["secret.txt"]}, "names secret.txt, which is not a PNG"),
+        ({"plots": [7]}, "names a picture that is not text"),
     ],
     ids=lambda item: str(item)[:40] if not isinstance(item, str) or len(item) < 40 else "",
 )
@@ -190,29 +197,49 @@ def test_no_records(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("is_log", [False, True])
 def test_charts_of_odd_values(points: list[tuple[float, float]], is_log: bool) -> None:
-    drawn = draw_lines("a < b", "x", [Series("one", points), Series("none", [])], is_log, marks=[7.0])
-    figure = ElementTree.fromstring(drawn)  # noqa: S314 - well-formed
-    svg = figure.find("svg")
-    assert svg is not None
-    for circle in svg.iter("circle"):
-        assert 0 <= float(circle.attrib["cx"]) <= 460
-        assert 0 <= float(circle.attrib["cy"]) <= 250
-    assert len(list(svg.iter("circle"))) == len(points)
-    assert draw_lines("", "", [Series("none", [])]) == ""
+    chart = Lines("a < b", "x", [Series("one", points), Series("none", [])], is_log, marks=[7.0])
+    svg = ElementTree.fromstring(to_svg(chart))  # noqa: S314 - well-formed
+    width, height = (float(one) for one in svg.attrib["viewBox"].split()[2:])
+    (series,) = [one for one in svg.iter() if one.attrib.get("class") == "series"]
+    markers = [one for one in series.iter() if one.tag.endswith("}use")]
+    assert len(markers) == len(points)
+    for marker in markers:
+        assert 0 <= float(marker.attrib["x"]) <= width
+        assert 0 <= float(marker.attrib["y"]) <= height
 
 
-def test_ticks() -> None:
-    assert _steps(0, 26.6) == [0, 10, 20, 30]
-    assert _steps(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert _steps(-3, 4) == [-4, -2, 0, 2, 4]
-    assert _decades(0.2, 30) == [0.1, 1, 10, 100]
-    assert _decades(5, 5) == [1, 10]
+def test_error_bars() -> None:
+    """A standard error is drawn, and the axis has space for it."""
+    plain, barred = (
+        to_svg(Lines("", "x", [Series("one", [(1, 5.0), (2, 6.0)], errors)])) for errors in ((), (9.0, 0.5))
+    )
+    assert barred.count("<path") > plain.count("<path")
+    assert ">14</text>" in barred
 
 
 def test_maps() -> None:
-    drawn = draw_map("found", "", ["4K"], [("0 %", [1.0]), ("50 %", [None]), ("100 %", [0.0])])
-    assert drawn.count("rgb(") == 2
-    assert "100%</td>" in drawn
+    chart = HeatMap("found", ["4K"], ["0 %", "50 %", "100 %"], [[1.0], [None], [0.0]], [["2/2"], [""], ["0/2"]])
+    text = "".join(ElementTree.fromstring(to_svg(chart)).itertext())  # noqa: S314
+    assert text.count("/2") == 2
+    assert "50 %" in text
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])
+def test_formats(suffix: str, magic: bytes, tmp_path: Path) -> None:
+    chart = Lines("a", "x", [Series("$one$", [(1024, 3.0)]), Series("_two", [(1024, 2.0)])])
+    for name in ("one", "two"):
+        plot([chart], (tmp_path / name).with_suffix(suffix), "title")
+    first, second = ((tmp_path / name).with_suffix(suffix).read_bytes() for name in ("one", "two"))
+    assert first.startswith(magic)
+    assert first == second  # no date in it
+
+
+def test_rates_of_few_trials() -> None:
+    assert ratio_text(0.5, 2) == "1/2"
+    assert ratio_text(0.75, 40) == "75%"
+    assert interval(0.0, 1) == pytest.approx((0, 0.793), abs=0.001)
+    assert interval(0.5, 2) == pytest.approx((0.0945, 0.9055), abs=0.001)
+    assert [length_label(n) for n in (300, 4096, 1 << 20, 1536, 128_000)] == ["300", "4K", "1M", "1,536", "128,000"]
 
 
 def test_command(tmp_path: Path) -> None:
@@ -238,8 +265,8 @@ def test_a_record_of_bench(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     arguments = ["--random", "tiny", "-n", "2", "--device", "cpu", "--json", str(file)]
     assert sala(["bench", "latency", "--lengths", "16,32", *arguments]) == 0
-    found: list[Run] = read_runs([file])
-    assert [row["num_tokens"] for row in found[0].results] == [16, 32]
+    found: list[RunFile] = read_runs([file])
+    assert [row["num_tokens"] for row in found[0].record.results] == [16, 32]
     assert "random tiny" in to_page(found)
     assert sala(["bench", "throughput", "--batches", "1,2", "--length", "16", *arguments]) == 0
-    assert read_runs([file])[0].settings["length"] == 16
+    assert read_runs([file])[0].record.settings["length"] == 16

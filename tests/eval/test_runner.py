@@ -10,12 +10,13 @@ import pytest
 
 from sala.errors import InputError
 from sala.lab.eval import runner
-from sala.lab.eval.grid import draw_grid, draw_tasks, summarise, summarise_reasoning, write_csv
-from sala.lab.eval.record import Record, commit, machine, versions
-from sala.lab.eval.runner import Log, answer, check_lengths, count_shared, key_of, run_cases, run_problems
+from sala.lab.eval.runner import answer, check_lengths, count_shared, run_cases, run_problems
 from sala.lab.eval.sources import read_source
 from sala.lab.eval.suite import Suite, reasoning_tasks
+from sala.lab.eval.summary import summarise, summarise_reasoning, write_csv
 from sala.lab.eval.tasks.case import Writer
+from sala.lab.report.kinds import plot_record
+from sala.lab.report.record import Log, Record, commit, key_of, machine, versions
 from sala.llm import LLM
 from tests.eval.oracle import StandIn, solve
 
@@ -106,7 +107,7 @@ def test_other_settings_are_other_cases(tiny: Path, suite: Suite, tmp_path: Path
 def test_a_file_that_is_no_log(tmp_path: Path) -> None:
     for text in ("hello\n", "{}\n", "[1]\n", '"x"\n'):
         (tmp_path / "log").write_text(text)
-        with pytest.raises(InputError, match="no log"):
+        with pytest.raises(InputError, match="not the log"):
             Log(tmp_path / "log")
     (tmp_path / "log").write_text("half a line" * 20)  # of a run that was killed at its first line
     log = Log(tmp_path / "log")
@@ -173,8 +174,9 @@ def test_tables_and_pictures(tmp_path: Path) -> None:
     lines = (tmp_path / "cells.csv").read_text().splitlines()
     assert lines[0].startswith("length,depth,trials,exact,score")
     assert lines[1] == "1024,0,2,1.0,0.25,90,100.0,"
-    draw_grid(cells, tmp_path / "grid.png", "a title")
-    draw_tasks(summarise(rows, ("task", "length")), tmp_path / "tasks.png", "a title")
+    tasks = summarise(rows, ("task", "length"))
+    for kind, results, name in (("needle", cells, "grid.png"), ("ruler", tasks, "tasks.png")):
+        plot_record(Record(kind, "tiny", {}, results), tmp_path / name, "a title")
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("grid.png", "tasks.png"))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["cells.csv", "grid.png", "tasks.png"]
 
@@ -213,7 +215,7 @@ def test_records(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "no JSON"), ("[]", "lacks"), ("{}", "lacks"), ('{"kind": "needle"}', "lacks commit, date")],
+    [("", "not JSON"), ("[]", "not a record"), ("{}", "lacks"), ('{"kind": "needle"}', "lacks date, machine")],
 )
 def test_files_that_are_no_records(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "run.json"

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, normalizers
 
 from sala.errors import InputError
-from sala.lab.eval.runner import Job, Log, run_cases, run_problems
+from sala.lab.eval.runner import Job, run_cases, run_problems
 from sala.lab.eval.sources import read_source
 from sala.lab.eval.suite import KEY_SPECS, RULER, SHARING, Suite, reasoning_tasks
 from sala.lab.eval.tasks import reasoning
@@ -19,6 +19,7 @@ from sala.lab.eval.tasks.counting import real_words, spread_common, spread_frequ
 from sala.lab.eval.tasks.prose import write_documents
 from sala.lab.eval.tasks.reading import read_passages
 from sala.lab.eval.tasks.words import sample_names
+from sala.lab.report.record import Log
 from sala.text.tokenizer import Tokenizer
 from tests.eval.oracle import StandIn, guess, solve
 

@@ -12,8 +12,10 @@ import torch
 from sala.cli import run as command
 from sala.lab.quantize.pipeline import quantize_model
 from sala.lab.quantize.plan import Settings
-from sala.lab.quantize.report import FILE, PICTURE, measure, to_rows, write_report
+from sala.lab.quantize.report import NAME, measure, to_record
 from sala.lab.quantize.texts import FileText
+from sala.lab.report.comparison import save
+from sala.lab.report.record import Record
 from tests.quant.prose import prose
 
 SALA = [sys.executable, "-m", "sala"]
@@ -83,10 +85,10 @@ def test_the_report_of_the_command(tiny: Path, text: Path, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     for words in ("original", "quantized", "perplexity", "KL to the original", "same first choice", "needles found"):
         assert words in done.stdout
-    results = json.loads((out / FILE).read_text())
-    assert results["agreement"] > 0.8
-    assert results["quantized"]["needle"].keys() == {"1024", "4096"}
-    assert (out / PICTURE).read_bytes().startswith(b"\x89PNG")
+    rows = Record.load(out / f"{NAME}.json").results
+    assert next(row["after"] for row in rows if row["measure"] == "same first choice") > 0.8
+    assert {row["on"] for row in rows if row["measure"] == "needles found"} == {1024, 4096}
+    assert (out / f"{NAME}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_model_beside_itself(tiny: Path, text: Path, tmp_path: Path) -> None:
@@ -103,13 +105,14 @@ def test_a_model_beside_itself(tiny: Path, text: Path, tmp_path: Path) -> None:
     assert 0.3 < found["agreement"] < 1
     assert found["quantized"]["bytes"] < 0.4 * found["original"]["bytes"]
     assert found["quantized"]["needle"] is None
-    assert [row[0] for row in to_rows(found)][:2] == ["weights", "perplexity"]
+    rows = to_record(found, "tiny", {}).results
+    assert [row["measure"] for row in rows][:2] == ["weights", "perplexity"]
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = {"perplexity": 10.0, "bytes": 1 << 20, "needle": None}
     results = {"original": half, "quantized": half, "kl": 0.0, "agreement": 1.0, "perplexity_ratio": 1.0}
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not write_report(results, tmp_path)
-    assert json.loads((tmp_path / FILE).read_text())["kl"] == 0
-    assert not (tmp_path / PICTURE).exists()
+    assert not save(to_record(results, "tiny", {}), tmp_path, NAME)
+    assert Record.load(tmp_path / f"{NAME}.json").results[2]["after"] == 0
+    assert not (tmp_path / f"{NAME}.png").exists()

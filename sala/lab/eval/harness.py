@@ -14,7 +14,7 @@ from sala.engine.requests import Call
 from sala.engine.stream import AnswerState
 from sala.errors import InputError, MissingExtra, SalaError
 from sala.lab.eval.likelihood import Likelihood, Query, answer_all, score_pairs
-from sala.lab.eval.runner import Log, key_of
+from sala.lab.report.record import Log, key_of
 from sala.protocol import Sampling
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sala.engine.cache.prefix import as_bytes
 from sala.errors import InputError
 from sala.lab.eval.likelihood import read_scores
-from sala.lab.eval.runner import Log, key_of
+from sala.lab.report.record import Log, key_of
 
 if TYPE_CHECKING:
     from sala.llm import LLM
@@ -184,22 +184,7 @@ def _row(length: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[dict[str, Any]], file: Path, title: str) -> None:
-    from sala.lab.bench.plots import BLUE, label, need_matplotlib
+    from sala.lab.report.kinds import plot_record
+    from sala.lab.report.record import Record
 
-    pyplot = need_matplotlib()
-    panels = {"perplexity": "perplexity", "bits per byte": "bits_per_byte"}
-    figure, grid = pyplot.subplots(1, len(panels), figsize=(8, 3.2), layout="constrained")
-    lengths = [row["length"] for row in rows]
-    for axes, (name, key) in zip(grid, panels.items(), strict=True):
-        values = [math.nan if row[key] is None else row[key] for row in rows]
-        errors = [row["stderr"] for row in rows] if key == "perplexity" else None
-        axes.errorbar(lengths, values, yerr=errors, marker="o", markersize=4, color=BLUE, capsize=2)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [label(length) for length in lengths])
-        axes.minorticks_off()
-        axes.set_xlabel("tokens of context")
-        axes.set_title(name, loc="left", fontsize=10)
-        axes.grid(alpha=0.25)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    plot_record(Record("perplexity", "", {}, list(rows)), file, title)

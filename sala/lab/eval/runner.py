@@ -4,12 +4,8 @@ Decoding is greedy: the same case gives the same answer. What a case has in comm
 that cases over one text read it once. A log that is there already is used: nothing is measured twice.
 """
 
-import hashlib
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,10 +13,10 @@ import numpy as np
 from sala.engine.requests import Call
 from sala.engine.stream import Completion
 from sala.errors import InputError
-from sala.lab.eval.record import Row
 from sala.lab.eval.tasks.case import Case
 from sala.lab.eval.tasks.haystack import Ids
 from sala.lab.eval.tasks.reasoning import Problem, judge
+from sala.lab.report.record import Log, Row, key_of
 from sala.llm import LLM
 from sala.protocol import Sampling
 
@@ -57,50 +53,6 @@ class Watch(Protocol):
 
     def tell(self, row: Row) -> None:
         """A case is done."""
-
-
-class Log:
-    """A file of JSON lines: a row per case. It is read when it is opened and grows while the run goes on."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._rows: dict[str, Row] = {}
-        self._size = 0
-        if path.is_file():
-            self._load()
-
-    def find(self, key: str) -> Row | None:
-        return self._rows.get(key)
-
-    def append(self, key: str, row: Row) -> None:
-        """On disk when this returns."""
-        line = (json.dumps({"key": key, **row}, ensure_ascii=False) + "\n").encode()
-        with self._path.open("r+b" if self._path.exists() else "xb") as file:
-            file.truncate(self._size)  # half a line of a run that was cut off
-            file.seek(self._size)
-            file.write(line)
-            file.flush()
-            self._size += len(line)  # before the wait for the disk: that is where Ctrl-C comes
-            self._rows[key] = row
-            os.fsync(file.fileno())
-
-    def _load(self) -> None:
-        for line in self._path.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                row = json.loads(line)
-                self._rows[row.pop("key")] = row
-            except (ValueError, KeyError, AttributeError, TypeError):
-                message = f"{self._path} is no log of a run"
-                raise InputError("log", message, "remove it, or choose another name with --output") from None
-            self._size += len(line)
-
-
-def key_of(settings: Mapping[str, Any], labels: Mapping[str, Any]) -> str:
-    """Identifies a case by everything that its result depends on."""
-    text = json.dumps([settings, labels], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def check_lengths(lengths: Sequence[int], max_tokens: int, name: str = "lengths") -> None:
@@ -232,8 +184,3 @@ def _verdict(problem: Problem, completion: Completion) -> Row:
         "finish_reason": completion.finish_reason,
         "completion_tokens": completion.usage.completion_tokens,
     }
-
-
-def mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers) if numbers else 0.0

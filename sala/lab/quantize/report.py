@@ -1,7 +1,6 @@
-"""A quantized model beside its original: perplexity, divergence, agreement and needles. As JSON, a table, a picture."""
+"""A quantized model beside its original: perplexity, KL divergence, agreement and needles found."""
 
 import gc
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,17 +16,17 @@ from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.loader import load_model
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.reader import Checkpoint
-from sala.checkpoint.writer import write_text
 from sala.config import SalaConfig
-from sala.errors import MissingExtra
 from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec, score
+from sala.lab.report.comparison import comparison, pair
+from sala.lab.report.record import Record
 from sala.llm import LLM
 from sala.text.tokenizer import Tokenizer
 
 WHO = ("original", "quantized")
-FILE, PICTURE = "quantization.json", "quantization.png"
+NAME = "quantization"  # of the files in the directory of the quantized model
 NEEDLE_LENGTHS = (1024, 4096)
-NUM_ANSWERED = 32  # tokens in which a needle's value must come
+NUM_ANSWERED = 32  # tokens within which a needle's value must appear
 _ROWS = 256  # logits at a time
 Note = Callable[[str, int, int], None]
 Values = dict[str, Any]
@@ -44,7 +43,7 @@ def measure(
     lengths: Sequence[int] = NEEDLE_LENGTHS,
     note: Note = lambda *_: None,
 ) -> Values:
-    """tokens [S, n] of text that was not calibrated with → what each model makes of it, and how much they differ."""
+    """Return what each model makes of held-out tokens [S, n], and how much the two differ."""
     paths = dict(zip(WHO, (original, quantized), strict=True))
     hidden, heads = {}, {}
     for at, (who, path) in enumerate(paths.items()):
@@ -62,13 +61,13 @@ def measure(
 
 @torch.inference_mode()
 def read_hidden(path: Path, tokens: Tensor, device: torch.device) -> tuple[Tensor, Head]:
-    """Hidden states [S, n, hidden], kept on the CPU, and the head that makes logits of them."""
+    """Return hidden states [S, n, hidden] on the CPU, and the head that turns them into logits."""
     config = SalaConfig.load(path)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with Checkpoint(path) as checkpoint:
         model = load_model(checkpoint, config, dtype, device)
     rows = [model(whole(row[None].to(device), ops=select_ops())).float().cpu() for row in tokens]
-    model.model.layers = nn.ModuleList()  # the head is all that is needed now
+    model.model.layers = nn.ModuleList()  # only the head is still needed
     gc.collect()
     return torch.stack(rows), partial(_logits, model, dtype, device)
 
@@ -79,7 +78,7 @@ def _logits(model: SalaModel, dtype: torch.dtype, device: torch.device, hidden: 
 
 @torch.inference_mode()
 def compare(hidden: dict[str, Tensor], heads: dict[str, Head], tokens: Tensor) -> Values:
-    """Losses of both models, the divergence of the second from the first, and how often their first choices agree."""
+    """Return the perplexity of both models, the KL divergence of the second, and how often their argmax agrees."""
     losses = dict.fromkeys(WHO, 0.0)
     divergence, agreed, count = 0.0, 0, 0
     for row in range(len(tokens)):
@@ -100,7 +99,7 @@ def compare(hidden: dict[str, Tensor], heads: dict[str, Head], tokens: Tensor) -
 def _recall(
     path: Path, tokens: Tensor, device: torch.device, trials: int, lengths: Sequence[int]
 ) -> dict[str, float] | None:
-    """The share of needles found by length; none without a tokenizer. The haystack is the text measured on."""
+    """Return the share of needles found by length, None without a tokenizer. The haystack is the measured text."""
     if not trials or not (path / "tokenizer.json").is_file():
         return None
     tokenizer = Tokenizer.load(path)
@@ -126,62 +125,15 @@ def _size(path: Path) -> int:
         return checkpoint.nbytes
 
 
-def write_report(results: Values, directory: Path) -> bool:
-    """The numbers, and a picture of them, beside the weights → whether there could be a picture."""
-    write_text(directory / FILE, json.dumps(results, indent=2) + "\n")
-    try:
-        plot(results, directory / PICTURE)
-    except MissingExtra:
-        return False
-    return True
-
-
-def to_rows(results: Values) -> list[tuple[str, str, str, str]]:
-    """What is measured, of the original, of the quantized model, and the difference."""
+def to_record(results: Values, model: str, settings: Values) -> Record:
+    """Return the results of `measure` as a comparison."""
     first, second = (results[who] for who in WHO)
     rows = [
-        ("weights", _mib(first["bytes"]), _mib(second["bytes"]), f"× {second['bytes'] / first['bytes']:.3f}"),
-        (
-            "perplexity",
-            f"{first['perplexity']:.3f}",
-            f"{second['perplexity']:.3f}",
-            f"{100 * (results['perplexity_ratio'] - 1):+.2f} %",
-        ),
-        ("KL to the original, nats", "0", f"{results['kl']:.4f}", ""),
-        ("same first choice", "100 %", f"{100 * results['agreement']:.1f} %", ""),
+        pair("weights", first["bytes"] / 2**20, second["bytes"] / 2**20, unit="MiB"),
+        pair("perplexity", first["perplexity"], second["perplexity"]),
+        pair("KL to the original, nats", 0.0, results["kl"]),
+        pair("same first choice", 1.0, results["agreement"], unit="share"),
     ]
     for length, share in (first["needle"] or {}).items():
-        found = second["needle"][length]
-        rows.append(
-            (f"needles found, {int(length):,} tokens", f"{share:.0%}", f"{found:.0%}", f"{100 * (found - share):+.0f}")
-        )
-    return rows
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"
-
-
-def plot(results: Values, file: Path) -> None:
-    """Size, perplexity and recall of both models, side by side."""
-    from sala.lab.bench.plots import need_matplotlib
-
-    pyplot = need_matplotlib()
-    panels: dict[str, list[float]] = {
-        "weights, MiB": [results[who]["bytes"] / 2**20 for who in WHO],
-        "perplexity": [results[who]["perplexity"] for who in WHO],
-    }
-    for length in results[WHO[0]]["needle"] or {}:
-        panels[f"needles at {int(length):,}, %"] = [100 * results[who]["needle"][length] for who in WHO]
-    figure, grid = pyplot.subplots(
-        1, len(panels), figsize=(2.6 * len(panels), 3.2), layout="constrained", squeeze=False
-    )
-    for axes, (title, values) in zip(grid[0], panels.items(), strict=True):
-        bars = axes.bar(WHO, values, color=("#6e7781", "#4a90c2"), width=0.6)
-        axes.bar_label(bars, [f"{value:,.4g}" for value in values], fontsize=9)
-        axes.set_ylim(0, 1.15 * max(*values, 1e-9))
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"KL {results['kl']:.4f} nats, same first choice {results['agreement']:.1%}", fontsize=10)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+        rows.append(pair("needles found", share, second["needle"][length], int(length), "share"))
+    return comparison(model, *WHO, settings | {"tokens": results.get("tokens")}, rows)

@@ -1,7 +1,6 @@
 """A hybrid beside the model it came from: perplexity, tasks, recall and speed by length. As JSON, tables, pictures."""
 
 import gc
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,15 +10,15 @@ import numpy as np
 import torch
 
 from sala.backends.torch.model import SalaModel
-from sala.checkpoint.writer import write_text
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.lab.eval.tasks.choice import Accuracy, ChoiceTask, accuracy, read_tasks, requests
 from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec, ValueChoice
 from sala.lab.eval.tasks.needle import score as find
+from sala.lab.report.comparison import comparison, pair, save, write_markdown
+from sala.lab.report.record import Row
 from sala.lab.train.data import read_documents
 from sala.lab.train.models import load_for_training
-from sala.lab.train.plots import plot_by_length
 from sala.lab.train.recipe import Source
 from sala.lab.train.score import perplexity, score_rows, write_greedy
 from sala.llm import LLM
@@ -51,21 +50,22 @@ def write_report(
     device: torch.device,
     note: Callable[[str], None],
 ) -> None:
-    """Measure both models and write report.json, report.md and, with matplotlib, recall.png and speed.png.
+    """Measure both models and write report.json, report.md and, with matplotlib, report.png.
 
     Needles are of the test split: their wordings, keys and documents occur in no training. Lengths beyond what a
     model was made for are left out.
     """
-    results: Values = {"device": _device_name(device)}
+    results: Values = {}
     for who, directory in zip(WHO, (source_dir, hybrid_dir), strict=True):
         note(f"measuring the {who}")
         results[who] = _measure(directory, texts, tasks, haystack, lengths, trials, device)
         results[who]["speed"] = measure_speed(directory, lengths, device)
         _release()
     out_dir.mkdir(parents=True, exist_ok=True)
-    write_text(out_dir / "report.json", json.dumps(results, indent=2) + "\n")
-    write_text(out_dir / "report.md", to_markdown(results))
-    _draw(results, out_dir)
+    settings = {"device": _device_name(device), "lengths": list(lengths), "trials": trials}
+    record = comparison(hybrid_dir.name, *WHO, settings, to_rows(results))
+    save(record, out_dir, "report")
+    write_markdown(record, out_dir / "report.md", "The hybrid and its source")
     note(f"wrote {out_dir / 'report.md'}")
 
 
@@ -164,54 +164,22 @@ def _known(config: SalaConfig, lengths: Sequence[int], more: int = 0) -> list[in
     return sorted(length for length in set(lengths) if length + more <= config.max_position_embeddings)
 
 
-def to_markdown(results: Mapping[str, Any]) -> str:
+def to_rows(results: Mapping[str, Any]) -> list[Row]:
+    """Return the measurements of both models side by side."""
     source, hybrid = (results[who] for who in WHO)
-    sizes = ", ".join(f"{who} {results[who]['parameters']:,}" for who in WHO)
-    parts = ["# The hybrid and its source\n", f"Parameters: {sizes}. Measured on {results['device']}.\n"]
-    rows: list[Sequence[str]]
-    if source["perplexity"]:
-        rows = [
-            (name, f"{value:.2f}", f"{hybrid['perplexity'][name]:.2f}", f"{hybrid['perplexity'][name] / value:.3f}")
-            for name, value in source["perplexity"].items()
-        ]
-        parts.append(_table("Perplexity", ("text", *WHO, "ratio"), rows))
-    if source["tasks"]:
-        rows = [(name, *(_accuracies(who["tasks"][name]) for who in (source, hybrid))) for name in source["tasks"]]
-        parts.append(_table("Multiple choice (accuracy / per character)", ("task", *WHO), rows))
-    if hybrid["needle"]:
-        rows = [(f"{int(n):,}", *(_share(who["needle"].get(n)) for who in (source, hybrid))) for n in hybrid["needle"]]
-        parts.append(_table("Needles found", ("tokens", *WHO), rows))
-    for kind, title in (("prefill", "Reading, tokens per second"), ("decode", "Writing, tokens per second")):
-        rows = [(f"{int(n):,}", *(_speed(who, n, kind) for who in (source, hybrid))) for n in hybrid["speed"]]
-        parts.append(_table(title, ("tokens of prompt", *WHO), rows))
-    return "\n".join(parts)
-
-
-def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return f"## {title}\n\n" + "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
-
-
-def _accuracies(found: Mapping[str, float]) -> str:
-    return f"{found['acc']:.3f} / {found['acc_norm']:.3f}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
-
-
-def _speed(who: Values, length: str, kind: str) -> str:
-    return f"{who['speed'][length][kind]:,.0f}" if length in who["speed"] else "–"
-
-
-def _draw(results: Values, out_dir: Path) -> None:
-    found = {who: {int(n): 100 * value for n, value in results[who]["needle"].items()} for who in WHO}
-    plot_by_length({"needles found, %": found}, out_dir / "recall.png")
-    speeds = {
-        f"{kind}, tokens/s": {who: {int(n): v[kind] for n, v in results[who]["speed"].items()} for who in WHO}
-        for kind in ("prefill", "decode")
-    }
-    plot_by_length(speeds, out_dir / "speed.png")
+    rows = [pair("parameters", source["parameters"], hybrid["parameters"])]
+    rows += [
+        pair("perplexity", value, hybrid["perplexity"][name], name) for name, value in source["perplexity"].items()
+    ]
+    for key, measure in (("acc", "accuracy"), ("acc_norm", "accuracy per character")):
+        rows += [pair(measure, source["tasks"][n][key], hybrid["tasks"][n][key], n, "share") for n in source["tasks"]]
+    for length, found in hybrid["needle"].items():
+        rows.append(pair("needles found", source["needle"].get(length), found, int(length), "share"))
+    for kind in ("prefill", "decode"):
+        for length, speeds in hybrid["speed"].items():
+            before = source["speed"].get(length, {}).get(kind)
+            rows.append(pair(kind, before, speeds[kind], int(length), "tok/s"))
+    return rows
 
 
 def _device_name(device: torch.device) -> str:

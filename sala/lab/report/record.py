@@ -1,0 +1,238 @@
+"""The record of a run: results, model, settings, machine, versions and date, in one JSON file.
+
+While a run goes on, a log grows beside the record: one line per case. A run that was interrupted finds its lines again
+and measures nothing twice.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sala.errors import InputError, SalaError
+
+KINDS = (
+    "needle", "ruler", "reasoning", "perplexity", "harness",
+    "latency", "throughput", "against", "kernels", "comparison",
+)  # fmt: skip
+MAX_BYTES = 64 << 20
+REMEDY = "give the JSON files of runs; leave this one out, or run it again"
+Row = dict[str, Any]
+
+
+def machine() -> dict[str, Any]:
+    """Return processor, memory and, where torch sees any, the GPUs."""
+    import platform
+
+    import psutil
+
+    return {
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "processor": _processor(),
+        "threads": os.cpu_count(),
+        "memory": int(psutil.virtual_memory().total),
+        "gpus": _gpus(),
+    }
+
+
+def versions() -> dict[str, str]:
+    import platform
+    from importlib.metadata import version
+
+    from sala import __version__
+
+    return {"sala": __version__, "torch": version("torch"), "python": platform.python_version()}
+
+
+def commit() -> str | None:
+    """Return the commit of the checkout, with a + if files differ from it; None for an installed package."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    found = _git(root, "rev-parse", "HEAD")
+    if found is None:
+        return None
+    return found + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def today() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass
+class Record:
+    """A run: what was asked (`kind`, `model`, `settings`) and what came out (`results`: rows of plain values)."""
+
+    kind: str
+    model: str
+    settings: dict[str, Any]
+    results: list[Row] = field(default_factory=list)
+    plots: list[str] = field(default_factory=list)  # paths of pictures, relative to the record
+    machine: dict[str, Any] = field(default_factory=machine)
+    versions: dict[str, str] = field(default_factory=versions)
+    commit: str | None = field(default_factory=commit)
+    date: str = field(default_factory=today)
+    notes: list[str] = field(default_factory=list)  # what a reader of the results must know
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InputError("kind", f"is {self.kind!r}", f"choose one of {', '.join(KINDS)}")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes two files the same run."""
+        return {"kind": self.kind, "model": self.model, "settings": json.loads(json.dumps(self.settings))}
+
+    def save(self, path: Path, force: bool = False, **extra: Any) -> None:
+        """Write the whole file or nothing, with `extra` keys at its top; another run is replaced only by `force`."""
+        if not force:
+            self.check(path)
+        text = json.dumps({**extra, **asdict(self)}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        write_atomically(path, text.encode())
+
+    def check(self, path: Path) -> None:
+        """Raise InputError if the file belongs to another run or is not a record."""
+        if not path.exists():
+            return
+        try:
+            is_same = Record.load(path).identity == self.identity
+        except SalaError:
+            is_same = False
+        if not is_same:
+            raise InputError("output", f"{path} exists and belongs to another run", "choose another name, or --force")
+
+    @classmethod
+    def load(cls, path: Path) -> "Record":
+        """Read a record; raise InputError if the file is not one."""
+        data = read_json(path)
+        kind = data.get("kind")
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise broken(path, f"is of kind {kind!r}"[:200] if "kind" in data else "lacks a kind")
+        lacking = [name for name in TYPES if name not in data]
+        if lacking:
+            raise broken(path, f"lacks {', '.join(lacking)}")
+        for name, wanted in TYPES.items():
+            if not isinstance(data[name], wanted):
+                raise broken(path, f"has a value of {name} that is not a {wanted.__name__}")
+        commit, notes = data.get("commit"), data.get("notes")
+        return cls(
+            kind,
+            **{name: data[name] for name in TYPES},
+            commit=commit if isinstance(commit, str) else None,
+            notes=[str(one) for one in notes] if isinstance(notes, list) else [],
+        )
+
+
+TYPES: dict[str, type] = {
+    "date": str, "machine": dict, "model": str, "plots": list, "results": list, "settings": dict, "versions": dict,
+}  # fmt: skip
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raise InputError if there is none."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise broken(path, f"is larger than {MAX_BYTES >> 20} MiB")
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise broken(path, f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise broken(path, "is not JSON") from None
+    if not isinstance(data, dict):
+        raise broken(path, "is not a record")
+    return data
+
+
+def broken(path: Path, what: str) -> InputError:
+    return InputError("record", f"{path} {what}", REMEDY)
+
+
+class Log:
+    """A file of JSON lines, one row per case. It is read when it is opened and grows during the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: dict[str, Row] = {}
+        self._size = 0
+        if path.is_file():
+            self._load()
+
+    def find(self, key: str) -> Row | None:
+        return self._rows.get(key)
+
+    def append(self, key: str, row: Row) -> None:
+        """Add a row; it is on disk when this returns."""
+        line = (json.dumps({"key": key, **row}, ensure_ascii=False) + "\n").encode()
+        with self._path.open("r+b" if self._path.exists() else "xb") as file:
+            file.truncate(self._size)  # drops half a line that a killed run left
+            file.seek(self._size)
+            file.write(line)
+            file.flush()
+            self._size += len(line)  # before fsync, the likeliest place for Ctrl-C
+            self._rows[key] = row
+            os.fsync(file.fileno())
+
+    def _load(self) -> None:
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+                self._rows[row.pop("key")] = row
+            except (ValueError, KeyError, AttributeError, TypeError):
+                message = f"{self._path} is not the log of a run"
+                raise InputError("log", message, "remove it, or choose another name with --output") from None
+            self._size += len(line)
+
+
+def key_of(settings: Mapping[str, Any], labels: Mapping[str, Any]) -> str:
+    """Return a key for a case, made of everything that its result depends on."""
+    text = json.dumps([settings, labels], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write the whole file, or leave it as it was."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with draft.open("xb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _processor() -> str:
+    import platform
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_name(index) for index in range(count)]
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return out.stdout.strip() if out.returncode == 0 else None
