@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sala.errors import InputError, MissingExtra
 from sala.lab.report.record import write_atomically
@@ -44,16 +44,6 @@ METADATA: dict[str, dict[str, None]] = {
     "svg": {"Date": None, "Creator": None, "Type": None, "Format": None},
     "pdf": {"CreationDate": None},
 }
-
-
-class Chart(Protocol):
-    title: str
-
-    @property
-    def size(self) -> tuple[float, float]:
-        """Width and height in inches."""
-
-    def draw(self, axes: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +84,8 @@ class Lines:
         values += [y + error for one in shown for (_, y), error in zip(one.points, one.errors, strict=False)]
         if self.is_log and values and min(values) > 0:
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_minor_formatter("")
         elif values:
             low, high = min(0.0, *values), max(0.0, *values)
             axes.set_ylim(low * 1.08, high * 1.08 if high > low else 1.0)
@@ -177,6 +169,9 @@ class Bars:
         axes.set_xlim(0, 1.4 * most)  # the labels need space
         axes.set_xlabel(self.x_name)
         axes.grid(True, axis="x")
+
+
+Chart = Lines | HeatMap | Bars
 
 
 def need_matplotlib() -> Any:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from sala.lab.report.charts import Bars, Chart, HeatMap, Lines, Series, length_label, plot
 from sala.lab.report.record import Record, Row
@@ -15,7 +15,7 @@ X_NAME = "tokens of context"
 SIDES = ("before", "after")  # of a comparison
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether the value can be plotted: a number that is neither NaN nor huge."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
@@ -57,7 +57,7 @@ def _interval(row: Row) -> str | None:
     trials, share = row.get("trials"), row.get("exact")
     if not (is_number(trials) and is_number(share) and trials >= 1 and 0 <= share <= 1):
         return None
-    low, high = interval(share, trials)
+    low, high = interval(share, int(trials))
     return f"{100 * low:.0f}–{100 * high:.0f} %"
 
 
@@ -281,10 +281,10 @@ def _plot_comparison(runs: Sequence[Record]) -> list[Chart]:
         names = [heading(key, run) for key in SIDES]
         by_length: dict[str, list[Row]] = {}
         for row in run.results:
-            values = [row.get(key) for key in SIDES]
+            values = [value for key in SIDES if is_number(value := row.get(key))]
             if is_number(row.get("on")):
                 by_length.setdefault(row["measure"], []).append(row)
-            elif all(map(is_number, values)):
+            elif len(values) == len(SIDES):
                 title = ", ".join(str(part) for part in (row["measure"], row.get("on")) if part)
                 charts.append(Bars(title, names, values, [f"{value:,.4g}" for value in values]))
         for title, rows in by_length.items():

@@ -80,7 +80,8 @@ def compose(rng: np.random.Generator) -> Wording:
     else:
         source = owned[int(rng.integers(len(owned)))]
         phrases = [fill(_pick(patterns(part), rng), source["noun"], source["key"]) for part in PARTS]
-    return _wording(*phrases, source["key"], source["values"], source.get("category", "common"))
+    statement, question, opening = phrases
+    return _wording(statement, question, opening, source["key"], source["values"], source.get("category", "common"))
 
 
 def fill(pattern: str, noun: str, key: KeyKind) -> str:
