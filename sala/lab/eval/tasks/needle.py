@@ -32,7 +32,7 @@ UNOPENED = 0.25  # share of the training cases in which the model must write the
 COMPOSED = 0.75  # share of the training cases whose wording is composed from parts
 
 
-class Query(NamedTuple):
+class NeedleQuestion(NamedTuple):
     """A question, the opening of its answer, the rest of the answer, and the indices of the keys asked for."""
 
     question: str
@@ -57,7 +57,7 @@ class Story:
         pairs = zip(self.keys, self.values, strict=True)
         return [state(key=key, value=value) for key, values in pairs for value in values]
 
-    def ask(self, *keys: int) -> Query:
+    def ask(self, *keys: int) -> NeedleQuestion:
         """Return the query for all values of these keys."""
         asked = list(keys)
         questions = [self.wording.question.format(key=self.keys[at]) for at in asked]
@@ -65,15 +65,15 @@ class Story:
             lines = [f"{number}. {question}" for number, question in enumerate(questions, 1)]
             answers = [f"{number}. {', '.join(self.values[at])}" for number, at in enumerate(asked, 1)]
             question = "\n".join([f"Answer these {len(lines)} questions, one line each:", *lines])
-            return Query(question, "1.", "\n".join(answers).removeprefix("1."), asked)
+            return NeedleQuestion(question, "1.", "\n".join(answers).removeprefix("1."), asked)
         opening = self.wording.opening.format(key=self.keys[asked[0]])
         values = self.values[asked[0]]
         if len(values) > 1:
             hint = f"The text gives {len(values)} different answers. Write down all of them, separated by commas."
-            return Query(f"{questions[0]} {hint}", f"{opening}:", f" {', '.join(values)}.", asked)
+            return NeedleQuestion(f"{questions[0]} {hint}", f"{opening}:", f" {', '.join(values)}.", asked)
         if self.is_opened:
-            return Query(questions[0], opening, f" {values[0]}.", asked)
-        return Query(questions[0], "", f"{opening} {values[0]}.", asked)
+            return NeedleQuestion(questions[0], opening, f" {values[0]}.", asked)
+        return NeedleQuestion(questions[0], "", f"{opening} {values[0]}.", asked)
 
     def framed(self, question: str) -> tuple[str, str]:
         """Return the user's message before and after the text."""
@@ -138,7 +138,7 @@ class _Parts:
     head: Ids
     needles: list[Ids]
     first: Ids
-    queries: list[Query]
+    queries: list[NeedleQuestion]
     tails: list[Ids]
     max_tokens: int
 
@@ -397,11 +397,11 @@ class NeedleMaker:
             self._haystacks[split] = Haystack(self._documents.get(split, ()), self._encode)
         return self._haystacks[split]
 
-    def _turn(self, query: Query) -> list[int]:
+    def _turn(self, query: NeedleQuestion) -> list[int]:
         before = "\n" + self._wrap.before if self._wrap.again is None else self._wrap.again
         return list(self._encode(before + query.question + self._wrap.after + query.opening))
 
-    def _answer(self, query: Query) -> tuple[int, ...]:
+    def _answer(self, query: NeedleQuestion) -> tuple[int, ...]:
         return (*self._encode(query.answer), *self._end)
 
     def _ids(self, text: str) -> Ids:
