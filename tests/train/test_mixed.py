@@ -27,6 +27,7 @@ from tests.train.dense import CONFIG
 
 PACKING = OverlayPacking(bits=4, gate_bits=5, group_size=32, rank=6)
 SPARSE = SparseConfig(kernel_size=4, kernel_stride=2, block_size=8, window_size=8, topk=2, dense_len=64)
+ROWS = ("tokens", "teacher_weight", "truth_weight", "answer")
 CPU = torch.device("cpu")
 
 
@@ -210,6 +211,37 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(overlay: Path, teacher: SalaMode
     assert {"kl.dialogue-20", "kl.text-36"} <= entries[0].keys()
 
 
+def test_known_rows_need_no_teacher(overlay: Path, teacher: SalaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    student, _ = learner(overlay, teacher)
+    options = MixedOptions(steps=1, tile_rows=16, cache_bytes=6 * 20 * 64 * 4)  # six rows
+    objective = MixedDistil(student, teacher, options, FastPaths())
+    batches = [batch_of(seed) for seed in (1, 2, 3)]
+    wanted = [objective(prepare(batch, 16), 10)[0].detach() for batch in batches]
+    mixed = replace(batches[0], **{name: np.roll(getattr(batches[0], name), 1, 0) for name in ROWS})
+    calls = []
+    monkeypatch.setattr(objective, "teacher", lambda batch: calls.append(1) or teacher(batch))
+    torch.testing.assert_close(objective(prepare(mixed, 16), 10)[0].detach(), wanted[0])
+    torch.testing.assert_close(objective(prepare(batches[1], 16), 10)[0].detach(), wanted[1], rtol=0, atol=0)
+    assert not calls
+    monkeypatch.setattr(objective, "teacher", teacher)
+    torch.testing.assert_close(objective(prepare(batches[2], 16), 10)[0].detach(), wanted[2], rtol=0, atol=0)
+    assert len(objective.cache.rows) == 6
+
+
+def test_rows_that_never_come_again_are_asked_each_time(overlay: Path, teacher: SalaModel) -> None:
+    student, _ = learner(overlay, teacher)
+    options = MixedOptions(steps=1, tile_rows=16, cache_bytes=1 << 20)
+    objective = MixedDistil(student, teacher, options, FastPaths())
+    batch = replace(batch_of(1, 4), kinds=("text", "needle", "text", "needle"))
+    first = objective(prepare(batch, 16), 10)[0].detach()
+    other = replace(batch, tokens=batch.tokens.copy())
+    other.tokens[1] = batch.tokens[3]  # another needle, between rows that are known
+    wanted = MixedDistil(student, teacher, options, FastPaths())(prepare(other, 16), 10)[0].detach()
+    torch.testing.assert_close(objective(prepare(other, 16), 10)[0].detach(), wanted)
+    torch.testing.assert_close(objective(prepare(batch, 16), 10)[0].detach(), first)
+    assert len(objective.cache.rows) == 2
+
+
 def test_it_learns(overlay: Path, teacher: SalaModel, tmp_path: Path) -> None:
     run = run_of(overlay, teacher, tmp_path, steps=60, lr=5e-3, mean_decay=0.8)
     one = batch_of(5)
@@ -232,7 +264,7 @@ def test_gradients_that_are_not_numbers_teach_nothing(overlay: Path, teacher: Sa
 def test_the_best_mean_is_kept(overlay: Path, teacher: SalaModel, tmp_path: Path) -> None:
     run = run_of(overlay, teacher, tmp_path)
     looks = iter([0.5, 0.3, 0.4, 0.6])
-    run.probe = lambda: {"kl": next(looks)}
+    run.probe = lambda is_last: {"kl": next(looks)}
     run.train()
     assert run.best is not None
     assert run.best[0] == 0.3

@@ -6,6 +6,7 @@ running mean is what a run delivers. A run is bounded by steps or by minutes, ca
 the saved state.
 """
 
+import hashlib
 import json
 import os
 import time
@@ -29,6 +30,7 @@ from sala.lab.train.data import MicroBatch, StepSource
 from sala.lab.train.latent import Latents, load_latents, mean_decay, save_latents
 from sala.lab.train.loop import Diverged
 from sala.lab.train.losses import LossWeights, head_loss
+from sala.lab.train.recipe import MixStage
 
 STATE = "state.safetensors"
 MAX_SKIPPED = 20  # updates in a row without a finite gradient
@@ -50,8 +52,28 @@ class MixedOptions:
     choice_weight: float = 0.5
     teacher_window: int = 2048
     tile_rows: int = 2048
+    cache_bytes: int = 0  # device memory for the teacher's hidden states of rows that come again
     log_every: int = 20
     probe_every: int = 300
+
+    @classmethod
+    def of(cls, stage: MixStage, device: torch.device) -> "MixedOptions":
+        return cls(
+            tile_rows=2048 if device.type == "cuda" else 128,
+            steps=0 if stage.seconds else stage.num_steps,
+            seconds=float(stage.seconds),
+            lr=stage.lr,
+            final_lr=stage.final_lr,
+            warmup_steps=stage.warmup_steps,
+            decay_share=stage.decay_share,
+            betas=stage.betas,
+            clip=stage.clip,
+            mean_decay=stage.mean_decay,
+            choice_weight=stage.choice_weight,
+            teacher_window=stage.teacher_window or 1 << 40,
+            cache_bytes=stage.cache_gb << 30,
+            probe_every=stage.probe_every,
+        )
 
     def rate(self, step: int, done: float) -> float:
         """The learning rate of update number `step`, when the share `done` of the run is over."""
@@ -89,6 +111,7 @@ class PreparedBatch(NamedTuple):
     teacher_weight: Tensor  # [P]
     truth_weight: Tensor  # [P]
     is_answer: Tensor  # [B, n]: is the token after this one part of an answer?
+    keys: tuple[int, ...]  # one per row, the same whenever the row comes again; 0 if it never does
     name: str  # kinds and length, for the log
     num_tokens: int
     num_teacher: int
@@ -105,7 +128,7 @@ def prepare(batch: MicroBatch, tile_rows: int) -> PreparedBatch:
     has_loss[:, 0] = False
     target = np.flatnonzero(has_loss)
     count = max(len(target), 1)
-    padded = np.zeros(-(-count // tile_rows) * tile_rows, np.int64)
+    padded = np.arange(-(-count // tile_rows) * tile_rows) % has_loss.size
     padded[: len(target)] = target
     is_real = np.arange(len(padded)) < len(target)
     teacher, truth = (
@@ -122,11 +145,16 @@ def prepare(batch: MicroBatch, tile_rows: int) -> PreparedBatch:
         torch.from_numpy(teacher),
         torch.from_numpy(truth),
         torch.from_numpy(answer),
+        tuple(0 if kind == "needle" else _key(row) for kind, row in zip(batch.kinds, batch.tokens, strict=True)),
         f"{kinds}-{batch.tokens.shape[1]}",
         batch.count,
         int(np.count_nonzero(teacher)),
         int(np.count_nonzero(truth)),
     )
+
+
+def _key(row: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "big")
 
 
 class MixedDistil:
@@ -137,6 +165,7 @@ class MixedDistil:
         self.device = teacher.lm_head.weight.device
         self.listener = Listener(student) if options.choice_weight else None
         dtype = torch.bfloat16 if fast.has_narrow_head else torch.float32
+        self.cache = TeacherCache(options.cache_bytes)
         self.head, self.teacher_head = student.lm_head.weight.to(dtype), teacher.lm_head.weight.to(dtype)
         set_scan(student, fast.has_scan)
         if fast.is_compiled:
@@ -148,7 +177,7 @@ class MixedDistil:
         is_choosing = is_sparse and self.listener is not None
         with self._precision(), _sparse_layers_as_they_are(self.student) if is_sparse else nullcontext():
             with torch.no_grad():
-                wanted = self._teacher_hidden(part.tokens)[part.at].to(self.teacher_head.dtype)
+                wanted = self._teacher_hidden(part).index_select(0, part.at)
             if is_choosing:
                 assert self.listener is not None
                 self.listener.begin(part.tokens, part.is_answer)
@@ -157,7 +186,7 @@ class MixedDistil:
         with torch.autocast(self.device.type, enabled=False):
             weights = LossWeights(part.teacher_weight / total, part.truth_weight / total)
             loss, sums = head_loss(
-                hidden[part.at].to(self.head.dtype),
+                hidden.index_select(0, part.at).to(self.head.dtype),
                 self.head,
                 part.labels,
                 weights,
@@ -175,11 +204,49 @@ class MixedDistil:
     def _precision(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
-    def _teacher_hidden(self, tokens: Tensor) -> Tensor:
+    def _teacher_hidden(self, part: PreparedBatch) -> Tensor:
+        """Return the teacher's last hidden states [B * n, h]; what it read before comes from the cache."""
+        known = self.cache.get(part.keys)
+        if known is None:
+            hidden = self._ask_teacher(part.tokens)
+            self.cache.put(part.keys, hidden.view(*part.tokens.shape, -1))
+            return hidden
+        fresh = [index for index, key in enumerate(part.keys) if not key]
+        rows = known
+        if fresh:
+            asked = self._ask_teacher(part.tokens[fresh]).view(len(fresh), part.tokens.shape[1], -1)
+            rows = [asked[fresh.index(at)] if at in fresh else known.pop(0) for at in range(len(part.keys))]
+        return torch.cat(rows)
+
+    def _ask_teacher(self, tokens: Tensor) -> Tensor:
+        """It reads no further back than its window."""
         window = self.options.teacher_window
         if tokens.shape[1] > window:
             tokens = tokens.view(-1, window)
-        return self.teacher(whole(tokens, ops=select_ops())) / self.teacher.config.logit_divisor
+        hidden = self.teacher(whole(tokens, ops=select_ops())) / self.teacher.config.logit_divisor
+        return hidden.to(self.teacher_head.dtype)
+
+
+class TeacherCache:
+    """The teacher's hidden states of rows that come again, on the device: from the second epoch on it need not run."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.left = max_bytes
+        self.rows: dict[int, Tensor] = {}
+
+    def get(self, keys: tuple[int, ...]) -> list[Tensor] | None:
+        """Return the states [n, h] of all rows that have a key, in order; None if there are none, or one is missing."""
+        found = [self.rows.get(key) for key in keys if key]
+        return found if found and all(row is not None for row in found) else None  # type: ignore[return-value]
+
+    def put(self, keys: tuple[int, ...], states: Tensor) -> None:
+        """Remember the rows of states [B, n, h] that are not known yet, as long as there is memory."""
+        new = [index for index, key in enumerate(keys) if key and key not in self.rows]
+        size = states[0].numel() * states.element_size()
+        new = new[: max(0, self.left // size)]
+        if new:
+            self.left -= size * len(new)
+            self.rows |= zip((keys[index] for index in new), states[new].unbind(0), strict=True)
 
 
 @dataclass(slots=True)
@@ -192,7 +259,7 @@ class MixedRun:
     directory: Path
     options: MixedOptions
     note: Callable[[str], None] = print
-    probe: Callable[[], Mapping[str, float]] | None = None
+    probe: Callable[[bool], Mapping[str, float]] | None = None  # told whether the run is at its end
     step: int = 0
     elapsed: float = 0.0
     best: tuple[float, list[Tensor]] | None = None
@@ -293,7 +360,7 @@ class MixedRun:
         self.latents.use_mean()
         try:
             with torch.compiler.set_stance("force_eager"), self.objective._precision():
-                values = dict(self.probe())
+                values = dict(self.probe(self.done >= 1 or self.step == 0))
         except Exception as error:  # a measurement must not end a run
             self.note(f"the probe failed: {error!r}")
             values = {}
@@ -310,7 +377,7 @@ def set_scan(student: SalaModel, is_fast: bool) -> None:
     """Let the lightning layers compute whole sequences with the training kernel, or with the formula."""
     for layer in student.model.layers:
         if isinstance(layer.self_attn, LightningMixer):
-            layer.self_attn.scan = fast_scan if is_fast else lightning_whole
+            layer.self_attn.scan = fast_scan if is_fast else None
 
 
 def fast_scan(q: Tensor, k: Tensor, v: Tensor, lengths: Any, slopes: Tensor, scale: float) -> Tensor:

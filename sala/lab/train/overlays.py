@@ -14,8 +14,9 @@ from sala.checkpoint.overlay import GATES, OverlayPacking, base_matrix, read_ove
 from sala.checkpoint.packing import dequantize
 from sala.config import SalaConfig
 from sala.errors import CheckpointError
-from sala.lab.train.adapters import LowRank
+from sala.lab.train.adapters import LowRank, add_low_rank
 from sala.lab.train.latent import Storage
+from sala.lab.train.models import load_for_training
 from sala.quantization_config import MIXER_LINEARS
 
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -36,6 +37,15 @@ class TeacherBase:
 
     def read_packed(self, name: str) -> None:
         return None
+
+
+def load_student(start: Path, teacher: SalaModel, base: TeacherBase, rank: int, seed: int) -> SalaModel:
+    """Load a hybrid whose MLPs learn as changes of the teacher's: from an overlay, or from an ordinary checkpoint."""
+    if any(start.glob("overlay-*.safetensors")):
+        return student_of(start, teacher, base, rank, seed)
+    model = load_for_training(start, teacher.lm_head.weight.device)
+    add_low_rank(model, teacher, rank, seed)
+    return model
 
 
 def student_of(overlay: Path, teacher: SalaModel, base: TeacherBase, rank: int, seed: int) -> SalaModel:

@@ -1,8 +1,9 @@
 """Runs a recipe's stages in order. Every stage leaves a checkpoint; a finished one is never done again."""
 
 import json
+import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,32 +14,38 @@ from torch import nn
 
 from sala.backends.torch.model import SalaModel, SparseMixer
 from sala.backends.torch.ops.lightning import decay_slopes
+from sala.checkpoint.overlay import OverlayPacking
 from sala.checkpoint.writer import write_text
 from sala.config import SalaConfig, SparseConfig
 from sala.errors import InputError, SalaError
 from sala.lab.eval.tasks.choice import read_tasks
 from sala.lab.train import adapters
+from sala.lab.train import probe as probing
 from sala.lab.train.choosing import least_length
 from sala.lab.train.halo.sample import write_samples
 from sala.lab.train.halo.select import Probe, choose_layers, measure_layers, needle_pairs
 from sala.lab.train.halo.source import ALWAYS_DENSE, copy_tokenizer
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid, to_sparse
+from sala.lab.train.latent import Latents
 from sala.lab.train.loop import Group, OutOfTime, Progress, train
+from sala.lab.train.mixed import FastPaths, MixedDistil, MixedOptions, MixedRun
 from sala.lab.train.models import load_for_training, save_model
 from sala.lab.train.objectives import Align, Distil, NextToken, Objective
+from sala.lab.train.overlays import TeacherBase, load_student, storage_of
 from sala.lab.train.plots import plot_log
 from sala.lab.train.processes import agree, gather, is_first, wait
 from sala.lab.train.recipe import (
     AlignStage,
     DistilStage,
     Learning,
+    MixStage,
     Recipe,
     SampleStage,
     SelectStage,
     Stage,
     TrainStage,
 )
-from sala.lab.train.sources import mixture, needle_makers
+from sala.lab.train.sources import mixed_steps, mixture, needle_makers
 from sala.text.tokenizer import Tokenizer
 
 NOTE_EVERY = 5.0  # seconds between two notes of a stage that writes
@@ -236,6 +243,53 @@ def _train(run: Run, stage: TrainStage, directory: Path, start: Path) -> None:
     _finish(student, directory, config, start)
 
 
+def _mix(run: Run, stage: MixStage, directory: Path, start: Path) -> None:
+    """Train on one mixture, on one device; what is saved is the running mean, not yet rounded."""
+    teacher = run.load_teacher()
+    base = TeacherBase.of(teacher)
+    student = load_student(start, teacher, base, stage.mlp_rank, run.recipe.seed)
+    config = replace(student.config, quantization=None)
+    _learning_groups(student, stage)
+    if stage.sparse is not None:
+        _set_geometry(student, stage.sparse)
+    packing = OverlayPacking(stage.bits, stage.gate_bits, stage.group_size, stage.mlp_rank)
+    latents = Latents(student, storage_of(student, base, packing) if stage.bits else {}, stage.betas)
+    options = MixedOptions.of(stage, run.device)
+    fast = FastPaths.on(run.device) if _is_compiled(run) else FastPaths()
+    objective = MixedDistil(student, teacher, options, fast)
+    steps = mixed_steps(run, stage, start)
+    probe = _probe_of(run, stage, teacher, student)
+    note = partial(run.note, stage.name)
+    mixed = MixedRun(objective, latents, steps, directory, options, note, probe)
+    mixed.resume()
+    is_done = mixed.train(run.deadline)
+    latents.use_mean(is_rounded=False)
+    adapters.merge_low_rank(student)
+    target = directory / ("model" if is_done else "so-far")
+    shutil.rmtree(directory / "so-far", ignore_errors=True)
+    student.config = config
+    save_model(student, target, start, "float32", copy_tokenizer)
+    if not is_done:
+        raise OutOfTime(f"time is over after step {mixed.step}", "run it again to go on")
+
+
+def _probe_of(
+    run: Run, stage: MixStage, teacher: SalaModel, student: SalaModel
+) -> Callable[[bool], Mapping[str, float]] | None:
+    """Return what measures the student; at the ends of a run it also lets it answer greedily."""
+    if not stage.probe:
+        return None
+    with torch.compiler.set_stance("force_eager"):
+        probe = probing.Probe(probing.read_cases(run.base / stage.probe), teacher)
+    end = student.config.eos_token_id[0]
+
+    def measure(is_whole: bool) -> Mapping[str, float]:
+        values = probe(student)
+        return values | {"ended": probe.ended(student, end)} if is_whole else values
+
+    return measure
+
+
 def _learning_groups(student: SalaModel, stage: TrainStage) -> list[Group]:
     """Marks what learns, and sorts it by learning rate; names are those of an objective that holds the student."""
     student.requires_grad_(False)
@@ -324,4 +378,5 @@ _STEPS: dict[type[Any], Callable[[Run, Any, Path, Path], None]] = {
     SelectStage: _select,
     TrainStage: _train,
     DistilStage: _train,
+    MixStage: _mix,
 }

@@ -159,13 +159,32 @@ class DistilStage(TrainStage):
     teacher_window: int | None = None
 
 
-Stage = SampleStage | SelectStage | AlignStage | TrainStage | DistilStage
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixStage(DistilStage):
+    """Distils on one mixture: every step holds `rows` rows of each source, of several lengths.
+
+    Mixers are rounded as an overlay stores them: their difference from the teacher's matrices to `bits`, their gates
+    to `gate_bits`. The stage ends with the running mean of the weights. It lasts `steps`, or `seconds`.
+    """
+
+    kind: Literal["mix"]  # type: ignore[assignment]
+    seconds: int = 0  # instead of steps: the schedule follows the clock
+    decay_share: float = 0.35  # of the stage: the rate falls from lr to final_lr
+    gate_bits: int = 5
+    mean_decay: float = 0.998
+    probe: str = ""  # stored questions and answers of the teacher, measured now and then
+    probe_every: int = 300
+    cache_gb: int = 48  # memory of the device for the teacher's hidden states of rows that come again
+
+
+Stage = SampleStage | SelectStage | AlignStage | TrainStage | DistilStage | MixStage
 STAGES: dict[str, type[Any]] = {
     "sample": SampleStage,
     "align": AlignStage,
     "select": SelectStage,
     "distil": DistilStage,
     "train": TrainStage,
+    "mix": MixStage,
 }
 
 
@@ -213,7 +232,7 @@ def _check(recipe: Recipe, path: Path) -> None:
             raise ConfigError(f"{where}: names are letters, digits, - and _, and each once")
         if not isinstance(stage, Learning):
             continue
-        if not (stage.steps or stage.tokens):
+        if not (stage.steps or stage.tokens or (isinstance(stage, MixStage) and stage.seconds)):
             raise ConfigError(f"{where} says neither steps nor tokens", "add one of them")
         if not stage.data:
             raise ConfigError(f"{where} has no data", "add [[stage.data]] with a path, a dataset or kind = 'needle'")
@@ -226,6 +245,12 @@ def _check(recipe: Recipe, path: Path) -> None:
             raise ConfigError(f"{where}: teacher_window goes with packing 'stream' only", "leave one of them out")
         if any(source.truth > 1 for source in stage.data):
             raise ConfigError(f"{where}: truth is a share", "give a number from 0 to 1")
+        if isinstance(stage, MixStage):
+            if not all(source.rows for source in stage.data):
+                raise ConfigError(f"{where}: every source needs its number of rows", "give rows, for example 16")
+            if not stage.mlp_rank or not {"all", "embeddings"}.isdisjoint(stage.learns):
+                raise ConfigError(f"{where}: MLPs learn as low-rank changes, embeddings not", "set mlp_rank and learns")
+            continue
         if isinstance(stage, TrainStage) and stage.sparse is not None and not stage.is_sparse:
             raise ConfigError(f"{where}: sparse is given, but is_sparse is not", "set is_sparse = true")
         if isinstance(stage, TrainStage) and stage.choice_weight and (not stage.is_sparse or stage.packing != "stream"):

@@ -1,0 +1,372 @@
+"""The first run of recipe-5 in commands of limited length, on a machine that keeps its files between them.
+
+    python models/smol-sala/run/run1.py gather CARRIED WORK      # join and unpack what was carried there, in pieces
+    python models/smol-sala/run/run1.py profile WORK OUT         # speed of the loop with and without its fast paths
+    python models/smol-sala/run/run1.py run WORK OUT --minutes 9 # write data, then train; again to go on
+    python models/smol-sala/run/run1.py finish WORK OUT          # pack what was learnt, measure it
+
+`pieces TEACHER CORPUS PROMPTS TARGET` makes the pieces. With --smoke everything runs on a CPU at a tiny scale. What a
+command leaves in OUT is small enough to be carried back.
+"""
+
+import argparse
+import json
+import lzma
+import shutil
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sala.backends.torch.model import SalaModel
+from sala.checkpoint.overlay import OverlayPacking, assemble, pack_overlay, write_overlay
+from sala.config import SalaConfig, SparseConfig
+from sala.lab.train.halo.source import TOKENIZER_FILES, dense_config
+from sala.lab.train.halo.transfer import to_hybrid
+from sala.lab.train.latent import Latents
+from sala.lab.train.loop import OutOfTime, Progress
+from sala.lab.train.mixed import FastPaths, MixedDistil, MixedOptions, prepare
+from sala.lab.train.models import load_for_training
+from sala.lab.train.overlays import TeacherBase, storage_of
+from sala.lab.train.pipeline import Run, run_recipe
+from sala.lab.train.recipe import MixStage, Recipe, SampleStage, load_recipe
+
+HERE = Path(__file__).resolve().parent
+MODEL = HERE.parent
+PIECE = 45_300_000  # bytes that travel at once
+SMOL = {
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "rope_theta": 100000.0, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True, "vocab_size": 49152, "hidden_act": "silu",
+    "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32",
+}  # fmt: skip
+BEGAN = time.monotonic()
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - BEGAN:6.1f}s] {text}", flush=True)
+
+
+def make_pieces(teacher: Path, corpus: Path, prompts: Path, target: Path) -> None:
+    """Write folders 1, 2, 3 of files that travel one folder at a time; the teacher's weights are in the first two."""
+    for name in ("1", "2", "3"):
+        shutil.rmtree(target / name, ignore_errors=True)
+        (target / name).mkdir(parents=True)
+    packed = lzma.compress((teacher / "model.safetensors").read_bytes(), preset=3)
+    for index in range(0, len(packed), PIECE):
+        number = index // PIECE
+        (target / str(number + 1) / f"model.safetensors.xz.part{number}").write_bytes(packed[index : index + PIECE])
+    for file in ("config.json", *TOKENIZER_FILES):
+        if (teacher / file).is_file():
+            shutil.copy(teacher / file, target / "2" / file)
+    (target / "2" / "prompts.jsonl.xz").write_bytes(lzma.compress(prompts.read_bytes()))
+    (target / "2" / "topics.txt.xz").write_bytes(lzma.compress((corpus / "topics.txt").read_bytes()))
+    shutil.copy(corpus / "heldout.jsonl.xz", target / "2" / "heldout.jsonl.xz")
+    shutil.copy(corpus / "train.jsonl.xz", target / "3" / "train.jsonl.xz")
+    for folder in sorted(target.iterdir()):
+        print(folder, sum(file.stat().st_size for file in folder.iterdir()) / 2**20, "MiB")
+
+
+def gather(carried: Path, work: Path) -> None:
+    """Copy what has come into WORK/in; join and unpack what is complete."""
+    place = work / "in"
+    for name in ("in", "teacher", "build/corpus", "start"):
+        (work / name).mkdir(parents=True, exist_ok=True)
+    for file in carried.rglob("*"):
+        if file.is_file():
+            shutil.copy(file, place / file.name)
+    parts = sorted(place.glob("model.safetensors.xz.part*"))
+    if len(parts) == 2 and not (work / "teacher/model.safetensors").exists():
+        (work / "teacher/model.safetensors").write_bytes(lzma.decompress(b"".join(p.read_bytes() for p in parts)))
+    for file in ("config.json", *TOKENIZER_FILES):
+        if (place / file).is_file():
+            shutil.copy(place / file, work / "teacher" / file)
+            if file != "config.json":
+                shutil.copy(place / file, work / "start" / file)
+    for name, target in (("prompts.jsonl", "build/prompts.jsonl"), ("topics.txt", "build/corpus/topics.txt")):
+        if (place / f"{name}.xz").is_file():
+            (work / target).write_bytes(lzma.decompress((place / f"{name}.xz").read_bytes()))
+    for name in ("train.jsonl.xz", "heldout.jsonl.xz"):
+        if (place / name).is_file():
+            shutil.copy(place / name, work / "build/corpus" / name)
+    for file in [*MODEL.glob("overlay-*.safetensors"), MODEL / "config.json"]:
+        shutil.copy(file, work / "start" / file.name)
+    say("gathered: " + ", ".join(sorted(str(f.relative_to(work)) for f in work.rglob("*") if f.is_file())))
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() and not options.smoke else "cpu")
+
+
+def recipe_of(work: Path, is_smoke: bool) -> tuple[Recipe, Path]:
+    """The recipe, its paths under WORK; tiny for a smoke test."""
+    base = work / "models" / "smol-sala"  # paths of the recipe are relative to its directory
+    base.mkdir(parents=True, exist_ok=True)
+    for file in [*MODEL.glob("*.jsonl"), *MODEL.glob("probe.json")]:
+        shutil.copy(file, base / file.name)
+    recipe = load_recipe(MODEL / "recipe-5.toml")
+    if not (base / "probe.json").is_file():
+        stages = [replace(s, probe="") if isinstance(s, MixStage) else s for s in recipe.stages]
+        recipe = replace(recipe, stages=tuple(stages))
+    if not is_smoke:
+        return recipe, base
+    stages: list[Any] = []
+    for stage in recipe.stages:
+        if isinstance(stage, SampleStage):
+            stages.append(replace(stage, num_rows=24, batch_rows=12, seq_len=256, seconds=240, is_filtered=False))
+        elif isinstance(stage, MixStage):
+            data = tuple(
+                replace(source, rows=1, seq_len=min(source.seq_len, 512 if source.is_sparse else 256), shortest=0,
+                        max_documents=200)
+                for source in stage.data
+            )  # fmt: skip
+            sparse = SparseConfig(window_size=64, topk=1, dense_len=512)
+            stages.append(
+                replace(stage, data=data, seconds=0, steps=4, warmup_steps=1, sparse=sparse, teacher_window=256,
+                        cache_gb=1, probe_every=2)
+            )  # fmt: skip
+    return replace(recipe, stages=tuple(stages)), base
+
+
+def run(options: argparse.Namespace) -> None:
+    """Go on with the recipe until it is done or the minutes are over."""
+    work, out = options.work, options.out
+    recipe, base = recipe_of(work, options.smoke)
+    if options.only_write:
+        recipe = replace(recipe, stages=recipe.stages[:1])
+    deadline = BEGAN + 60 * options.minutes
+    last = 0.0
+
+    def note(stage: str, news: Any) -> None:
+        nonlocal last
+        if isinstance(news, Progress):
+            if time.monotonic() - last < 5 and news.step < news.num_steps:
+                return
+            last = time.monotonic()
+            values = " ".join(f"{name}={value:.4g}" for name, value in news.values.items())
+            news = f"{news.step}/{news.num_steps} {values}"
+        say(f"{stage} {news}")
+
+    torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is
+    place = Run(recipe, base, work / "stages", work / "teacher", device_of(options), note, deadline)
+    try:
+        final = run_recipe(place, work / "start")
+        say(f"DONE {final}")
+    except OutOfTime as stop:
+        say(f"STOP {stop}")
+    finally:
+        out.mkdir(parents=True, exist_ok=True)
+        for file in (work / "stages").rglob("metrics.jsonl"):
+            shutil.copy(file, out / "metrics.jsonl")
+    if not options.only_write:
+        safely(lambda: pack(work, out, recipe))
+
+
+def pack(work: Path, out: Path, recipe: Recipe) -> None:
+    """Pack the newest model of the last stage into OUT."""
+    stage = next(stage for stage in recipe.stages if isinstance(stage, MixStage))
+    directory = work / "stages" / f"{len(recipe.stages):02}-{stage.name}"
+    source = next((directory / name for name in ("model", "so-far") if (directory / name).is_dir()), None)
+    if source is None:
+        say("nothing to pack")
+        return
+    cpu = torch.device("cpu")
+    model, teacher = load_for_training(source, cpu), load_for_training(work / "teacher", cpu)
+    packing = OverlayPacking(stage.bits, stage.gate_bits, stage.group_size, stage.mlp_rank)
+    tensors = {name: value.detach().numpy() for name, value in model.named_parameters()}
+    modules, norms, quantization = pack_overlay(model.config, tensors, TeacherBase.of(teacher), packing)
+    out.mkdir(parents=True, exist_ok=True)
+    write_overlay(out, modules, norms)
+    config = replace(model.config, dtype="float32", quantization=quantization).to_dict()
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    size = sum(file.stat().st_size for file in out.glob("overlay-*"))
+    say(f"packed {source.name}: {size / 1e6:.1f} MB")
+
+
+def finish(options: argparse.Namespace) -> None:
+    """Pack, put the checkpoint together as it will be served, and let it answer."""
+    work, out = options.work, options.out
+    recipe, _ = recipe_of(work, options.smoke)
+    pack(work, out, recipe)
+    for file in (work / "stages").rglob("metrics.jsonl"):
+        shutil.copy(file, out / "metrics.jsonl")
+    safely(lambda: served(work, out))
+    for measure in (answers, needles):
+        safely(lambda measure=measure: measure(work, out, options))  # type: ignore[misc]
+
+
+def served(work: Path, out: Path) -> None:
+    target = work / "served"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    teacher = load_for_training(work / "teacher", torch.device("cpu"))
+    config = assemble(target, SalaConfig.load(out), TeacherBase.of(teacher), out)
+    (target / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    for file in TOKENIZER_FILES:
+        if (work / "teacher" / file).is_file():
+            shutil.copy(work / "teacher" / file, target / file)
+    say(f"assembled {target}")
+
+
+def answers(work: Path, out: Path, options: argparse.Namespace) -> None:
+    """Greedy answers to the probe's questions."""
+    from sala.lab.train.score import write_greedy
+    from sala.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(work / "served")
+    model = load_for_training(work / "served", device_of(options))
+    asked = ["What is the chemical symbol of gold?", "Hello!", "Name five fruits.", "Give me tips for sleeping well."]
+    limit = 8 if options.smoke else 200
+    told = []
+    for question in asked:
+        ids = tokenizer.encode_chat([{"role": "user", "content": question}], add_generation_prompt=True)
+        found = write_greedy(model, [ids], limit, [2])[0]
+        told.append({"question": question, "answer": tokenizer.decode(found)})
+    (out / "answers.json").write_text(json.dumps(told, indent=1))
+    say("answers: " + json.dumps(told)[:3000])
+
+
+def needles(work: Path, out: Path, options: argparse.Namespace) -> None:
+    say("needles: measured with measure.py")
+
+
+def profile(options: argparse.Namespace) -> None:
+    """Milliseconds of forward and backward per shape, with the fast paths and without, on random weights."""
+    device, out = device_of(options), options.out
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.suppress_errors = True
+    teacher, student, latents = random_pair(device)
+    table: dict[str, Any] = {}
+    shapes = [(1, 64), (2, 32)] if options.smoke else [(64, 256), (24, 512), (24, 1024), (1, 8192)]
+    plain = replace(FastPaths.on(device), has_scan=False, has_narrow_head=False)
+    for name, fast in (("new", FastPaths.on(device)), ("old", plain)):
+        torch._dynamo.reset()
+        mixed = MixedOptions(steps=1, choice_weight=0.5, teacher_window=2048, tile_rows=64 if options.smoke else 2048)
+        objective = MixedDistil(student, teacher, mixed, fast)
+        for rows, length in shapes if name == "new" else shapes[-2:-1]:
+            if time.monotonic() - BEGAN > 60 * options.minutes:
+                say("out of time")
+                break
+            shape = (rows, length)
+            table[f"{name} {shape}"] = safely(lambda o=objective, s=shape: timed(o, latents, *s, device))
+            say(json.dumps(table))
+        if name == "new" and device.type == "cuda":
+            safely(lambda o=objective: traced(o, latents, device, out))
+    (out / "profile.json").write_text(json.dumps(table, indent=1))
+
+
+def random_pair(device: torch.device) -> tuple[SalaModel, SalaModel, Latents]:
+    """A teacher and a student of smol-sala's shapes with random weights."""
+    overlay = SalaConfig.load(MODEL)
+    config = dense_config(SMOL)
+    with torch.device("meta"):
+        teacher = SalaModel(config)
+    generator = torch.Generator(device).manual_seed(0)
+    teacher = teacher.to_empty(device=device)
+    for value in teacher.parameters():
+        value.data.normal_(0, 0.03, generator=generator).requires_grad_(False)
+        if value.ndim == 1:
+            value.data.fill_(1.0)
+    teacher.requires_grad_(False)
+    teacher.lm_head.weight = teacher.model.embed_tokens.weight
+    student = to_hybrid(teacher, replace(overlay, quantization=None), 0).to(device)
+    from sala.lab.train.adapters import add_low_rank
+
+    add_low_rank(student, teacher, 56, 0)
+    for name, value in student.named_parameters():
+        value.requires_grad_(".self_attn." in name or name.endswith((".up", ".down")) or "layernorm" in name)
+    base = TeacherBase.of(teacher)
+    return teacher, student, Latents(student, storage_of(student, base, OverlayPacking()), (0.9, 0.95))
+
+
+def random_batch(rows: int, length: int, seed: int) -> Any:
+    import numpy as np
+
+    from sala.lab.train.data import MicroBatch
+
+    rng = np.random.default_rng(seed)
+    weights = (rng.random((rows, length)) < 0.7).astype(np.float32)
+    weights[:, 0] = 0
+    tokens = rng.integers(3, 49152, (rows, length))
+    return MicroBatch(tokens, weights, weights * 0.3, rng.random((rows, length)) < 0.1, ("text",) * rows)
+
+
+def timed(objective: MixedDistil, latents: Latents, rows: int, length: int, device: torch.device) -> dict[str, float]:
+    part = prepare(random_batch(rows, length, 0), objective.options.tile_rows).to(device)
+    took = []
+    for index in range(8 if device.type == "cuda" else 2):
+        synchronise(device)
+        began = time.monotonic()
+        loss, _ = objective(part, part.num_tokens)
+        loss.backward()
+        synchronise(device)
+        middle = time.monotonic()
+        latents.update(1e-5, 1.0, 0.9)
+        synchronise(device)
+        took.append((middle - began, time.monotonic() - middle))
+        if index == 0:
+            say(f"{rows}x{length}: first {took[0][0]:.1f} s, loss {float(loss.detach()):.4f}")
+    best, update = sorted(took)[len(took) // 3]
+    return {"ms": round(1000 * best, 1), "update_ms": round(1000 * update, 1), "tok_s": round(rows * length / best)}
+
+
+def traced(objective: MixedDistil, latents: Latents, device: torch.device, out: Path) -> None:
+    """The kernels that take longest."""
+    part = prepare(random_batch(24, 1024, 0), objective.options.tile_rows).to(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(2):
+            loss, _ = objective(part, part.num_tokens)
+            loss.backward()
+            latents.update(1e-5, 1.0, 0.9)
+        synchronise(device)
+    text = found.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=90)
+    (out / "profile.txt").write_text(text)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def safely(action: Callable[[], Any]) -> Any:
+    """What fails here must not cost the rest."""
+    try:
+        return action()
+    except Exception:
+        traceback.print_exc()
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("pieces")
+    for name in ("teacher", "corpus", "prompts", "target"):
+        one.add_argument(name, type=Path)
+    one = commands.add_parser("gather")
+    for name in ("carried", "work"):
+        one.add_argument(name, type=Path)
+    for command in ("profile", "run", "finish"):
+        one = commands.add_parser(command)
+        for name in ("work", "out"):
+            one.add_argument(name, type=Path)
+        one.add_argument("--smoke", action="store_true")
+        one.add_argument("--minutes", type=float, default=9.0)
+        one.add_argument("--only-write", action="store_true")
+    options = parser.parse_args()
+    if options.command == "pieces":
+        make_pieces(options.teacher, options.corpus, options.prompts, options.target)
+    elif options.command == "gather":
+        gather(options.carried, options.work)
+    else:
+        {"profile": profile, "run": run, "finish": finish}[options.command](options)
+
+
+if __name__ == "__main__":
+    main()
