@@ -25,7 +25,7 @@ _TILE = 1024  # positions whose scores of the vocabulary are in memory at a time
 
 @dataclass(frozen=True, slots=True)
 class ProbeCase:
-    """A prompt, the teacher's greedy answer with its end token, and whether it ended by itself."""
+    """A prompt, the greedy answer of the teacher (to its first repetition), and whether that ended by itself."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.lab.eval.tasks.needle import CHATML, NeedleMaker, Wrap
@@ -14,7 +16,7 @@ from sala.lab.train.needles import NeedleRows, wrap_of
 from sala.lab.train.processes import one_ahead
 from sala.lab.train.recipe import Learning, SampleStage, Source
 from sala.lab.train.steps import MixedSteps, Part, RowMaker, needle_row, text_row
-from sala.lab.train.written import TEXT, DialogueRows, Written, to_line
+from sala.lab.train.written import DialogueRows, Written, to_line
 from sala.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ def _rows_of(run: "Run", stage: Learning, source: Source, tokenizer: Tokenizer, 
     if source.kind in ("samples", "dialogues"):
         written = _written(run, source)
         if source.rows:
-            written = written.select(at for at in range(len(written)) if TEXT in written.document(at)[1])
+            written = written.select(np.flatnonzero(written.is_text()).tolist())
         return LineRows(to_line(written, end), length, seed, source.truth)
     cache = run.work / "tokens"
     line = line_of(

@@ -13,6 +13,7 @@ from sala.lab.train.data import Array, Line, MicroBatch
 
 GIVEN, ASKED, ANSWER, TEXT = range(4)  # roles: the template or a given prompt, a question, an answer, free text
 NGRAM = 8
+MIN_TEXT = 64  # tokens; shorter free text is left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,12 @@ class Written:
         begin = int(self.ends[index - 1]) if index else 0
         piece = slice(begin, int(self.ends[index]))
         return self.tokens[piece], self.roles[piece], bool(self.is_ended[index])
+
+    def is_text(self) -> Array:
+        """Return for each document whether it is free text."""
+        if not len(self):
+            return np.zeros(0, np.bool_)
+        return np.maximum.reduceat(self.roles, np.concatenate(([0], self.ends[:-1]))) == TEXT
 
     def rows(self) -> list[list[int]]:
         return [self.document(index)[0].tolist() for index in range(len(self))]
@@ -86,18 +93,50 @@ def loop_start(tokens: Sequence[int], size: int = NGRAM, times: int = 2) -> int:
 
 def filtered(written: Written, least: int = 5, most: int = 300) -> Written:
     """Keep dialogues whose answers end, have `least` to `most` tokens and do not loop; cut free text at a loop."""
+    is_text, loops = written.is_text(), _loops(written)
+    shortest, longest = _answer_sizes(written)
+    is_good = written.is_ended & (shortest >= least) & (longest <= most) & ~loops
     kept = []
-    for index in range(len(written)):
+    for index in np.flatnonzero(is_good | is_text).tolist():
         tokens, roles, is_ended = written.document(index)
-        if TEXT in roles:
+        if is_text[index] and loops[index]:
             stop = loop_start(tokens.tolist(), times=3)
-            if stop >= 64:
-                kept.append((tokens[:stop], roles[:stop], is_ended and stop == len(tokens)))
-        elif is_ended and all(
-            least <= len(answer) <= most and not has_loop(answer) for answer in runs(tokens, roles, ANSWER)
-        ):
+            tokens, roles, is_ended = tokens[:stop], roles[:stop], False
+        if not is_text[index] or len(tokens) >= MIN_TEXT:
             kept.append((tokens, roles, is_ended))
     return Written.of(kept)
+
+
+def _loops(written: Written, times: int = 3) -> Array:
+    """Return for each document whether a run of 8 tokens that the teacher wrote occurs `times` times or more."""
+    size = len(written.tokens)
+    if size < NGRAM:
+        return np.zeros(len(written), np.bool_)
+    document = np.repeat(np.arange(len(written)), np.diff(written.ends, prepend=0))
+    is_written = (written.roles == ANSWER) | (written.roles == TEXT)
+    count = size - NGRAM + 1
+    keys = document[:count].astype(np.uint64)
+    is_whole = document[:count] == document[NGRAM - 1 :]
+    for offset in range(NGRAM):  # a hash of the run and its document; wrapping is wanted
+        keys = keys * np.uint64(6364136223846793005) + written.tokens[offset : offset + count].astype(np.uint64)
+        is_whole &= is_written[offset : offset + count]
+    places = np.flatnonzero(is_whole)
+    _, inverse, counts = np.unique(keys[places], return_inverse=True, return_counts=True)
+    out = np.zeros(len(written), np.bool_)
+    out[document[places[counts[inverse] >= times]]] = True
+    return out
+
+
+def _answer_sizes(written: Written) -> tuple[Array, Array]:
+    """Return the sizes of the shortest and the longest answer of each document; 0 where it has none."""
+    is_answer = (written.roles == ANSWER).astype(np.int8)
+    begins = np.flatnonzero(np.diff(is_answer, prepend=0) == 1)
+    ends = np.flatnonzero(np.diff(is_answer, append=0) == -1) + 1
+    owner = np.searchsorted(written.ends, begins, "right")
+    shortest, longest = np.full(len(written), np.iinfo(np.int64).max), np.zeros(len(written), np.int64)
+    np.minimum.at(shortest, owner, ends - begins)
+    np.maximum.at(longest, owner, ends - begins)
+    return np.where(longest == 0, 0, shortest), longest
 
 
 def runs(tokens: Array, roles: Array, role: int) -> list[list[int]]:
@@ -184,8 +223,7 @@ class DialogueRows:
         weights: DialogueWeights | None = None,
     ) -> None:
         sizes = np.diff(written.ends, prepend=0)
-        is_chat = np.array([TEXT not in written.document(at)[1] for at in range(len(written))], np.bool_)
-        self.chosen = np.flatnonzero(is_chat & (sizes <= length) & (sizes > shortest))
+        self.chosen = np.flatnonzero(~written.is_text() & (sizes <= length) & (sizes > shortest))
         if not len(self.chosen):
             raise InputError("data", f"no dialogue has {shortest + 1} to {length} tokens", "change the rows' seq_len")
         self.written, self.length, self.pad, self.seed = written, length, pad, seed

@@ -4,11 +4,14 @@ Distilling on the teacher's own words keeps what plain text erodes, above all it
 """
 
 import json
+import multiprocessing
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +21,7 @@ from sala.errors import InputError
 from sala.lab.train.halo.prompts import read_held_out
 from sala.lab.train.halo.slots import Change, Slots
 from sala.lab.train.recipe import Prompts, SampleStage
-from sala.lab.train.written import ANSWER, ASKED, GIVEN, TEXT, Written, filtered, runs
+from sala.lab.train.written import ANSWER, ASKED, GIVEN, TEXT, HeldOut, Written, filtered, runs
 from sala.text.tokenizer import Tokenizer
 
 MIN_P = 0.05  # of answers; tokens less likely than this share of the likeliest are never sampled
@@ -26,6 +29,7 @@ ASK_TEMPERATURE, ASK_MIN_P = 1.0, 0.02  # of the users' turns that the teacher w
 TEXT_MIN_P = 0.02
 MAX_QUESTION, MAX_ANSWER = 120, 320  # tokens
 TEXT_END = "<|endoftext|>"  # ends free text where a tokenizer has it; turns end with the model's own end tokens
+MANY = 5000  # documents from which on several processes look through them
 STEPS = 8  # between two looks at which rows are done
 
 
@@ -315,15 +319,43 @@ def write_samples(
     writer = Writer(model, num_slots, stage.seq_len, ends, marks, seed, dtype)
     written = writer.write(openings, deadline, lambda rows, tokens: note(rows, len(openings), tokens))
     del writer
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the slots' caches, which training needs
     kept = filtered(written) if stage.is_filtered else written
     if not stage.held_out:
         return kept
     held_out = read_held_out([base / path for path in stage.held_out])
-    questions = [
-        [tokenizer.decode(run) for role in (GIVEN, ASKED) for run in runs(*kept.document(at)[:2], role)]
-        for at in range(len(kept))
+    return kept.select(np.flatnonzero(~_repeats(kept, tokenizer, held_out)).tolist())
+
+
+def _repeats(written: Written, tokenizer: Tokenizer, held_out: HeldOut) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return for each document whether the teacher asked a held-out question in it."""
+
+    def look(part: range) -> list[bool]:
+        found = (runs(*written.document(at)[:2], ASKED) for at in part)
+        return [any(tokenizer.decode(run) in held_out for run in asked) for asked in found]
+
+    size = -(-len(written) // max(1, (os.cpu_count() or 1)))
+    parts = [range(at, min(at + size, len(written))) for at in range(0, len(written), max(size, 1))]
+    return np.array(_in_processes(look, parts), np.bool_)
+
+
+def _in_processes(look: Callable[[range], list[bool]], parts: Sequence[range]) -> list[bool]:
+    """Apply `look` to all parts, in processes of their own where there is much to do."""
+    if sum(map(len, parts)) < MANY or not hasattr(os, "fork"):
+        return [value for part in parts for value in look(part)]
+    context = multiprocessing.get_context("fork")
+    pipes = [context.SimpleQueue() for _ in parts]
+    processes = [
+        context.Process(target=lambda part=part, pipe=pipe: pipe.put(look(part)), daemon=True)
+        for part, pipe in zip(parts, pipes, strict=True)
     ]
-    return kept.select(at for at, texts in enumerate(questions) if not any(text in held_out for text in texts))
+    for process in processes:
+        process.start()
+    out = [value for pipe in pipes for value in pipe.get()]
+    for process in processes:
+        process.join()
+    return out
 
 
 def _text_end(tokenizer: Tokenizer) -> tuple[int, ...]:

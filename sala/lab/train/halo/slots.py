@@ -5,6 +5,7 @@ a GPU one step is a captured graph, and the host looks in only every few steps.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -85,7 +86,7 @@ class Slots:
         self.after: Callable[..., Any] = _after
         self.pick: Callable[..., Tensor] = _pick
         self.attend: Callable[..., Tensor] = _attend_masked
-        self.graph: Any = None
+        self.graph: Any = None  # False: it cannot be captured
         if device.type == "cuda":
             from sala.lab.train.halo.row_attention import attend_rows
 
@@ -119,7 +120,7 @@ class Slots:
         if self.device.type == "cuda" and self.graph is None:
             self._capture()
         for _ in range(num_steps):
-            if self.graph is not None:
+            if self.graph:
                 self.graph.replay()
             else:
                 self._step()
@@ -136,9 +137,13 @@ class Slots:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph):
-            self._step()
-        self.graph = graph
+        try:
+            with torch.cuda.graph(graph):
+                self._step()
+            self.graph = graph
+        except RuntimeError as error:
+            warnings.warn(f"steps are not captured, which is slower: {error}", stacklevel=2)
+            self.graph = False
         self.is_active.copy_(active)
 
     def _step(self) -> None:
@@ -151,7 +156,7 @@ class Slots:
         is_given = after < self.given
         chosen = torch.where(is_given | ~self.is_active, known, sampled)
         self.tokens[self.rows, after] = chosen
-        is_end = torch.isin(chosen, self.ends) & ~is_given
+        is_end = (chosen[:, None] == self.ends).any(1) & ~is_given
         is_full = after + 1 >= self.limit
         self.position.copy_(torch.where(self.is_active, after, self.position))
         self.is_active &= ~(is_end | is_full)
