@@ -1,5 +1,6 @@
-"""The command `sala`: one file per verb; whatever is heavy is imported inside the command."""
+"""The command `sala`: one file per command; heavy imports are made when a command runs."""
 
+import difflib
 import os
 import signal
 import sys
@@ -11,25 +12,25 @@ from typer.core import TyperGroup
 
 from sala.errors import InputError, SalaError
 
-VERBS = {
+COMMANDS = {
     "generate": "Answer one prompt.",
     "chat": "Talk to a model in the terminal.",
     "serve": "Answer over HTTP, as OpenAI's API does, with a web chat.",
-    "pull": "Fetch a model from the hub.",
-    "list": "The models that are here.",
+    "pull": "Download a model from the hub.",
+    "list": "List the local models.",
     "show": "Describe a checkpoint: layers, sizes, memory.",
     "rm": "Remove a model.",
-    "ps": "What a running server has loaded.",
+    "ps": "List what a running server has loaded.",
     "batch": "Answer a file of requests.",
     "session": "Read a long text once, ask about it any time.",
-    "estimate": "What a context costs, and what fits here.",
-    "doctor": "What this machine has, what will be used, and whether it computes right.",
-    "bench": "How fast a model runs here.",
-    "eval": "What a model can do: needles, long-context tasks, reasoning, tasks of lm-eval.",
+    "estimate": "Estimate the memory of a context, and what fits here.",
+    "doctor": "Check this machine, what will be used of it, and every kernel.",
+    "bench": "Measure how fast a model runs here.",
+    "eval": "Measure what a model can do: needles, long-context tasks, reasoning, tasks of lm-eval.",
     "needle": "Hide one fact in a long text and ask for it.",
-    "perplexity": "How well a model predicts a text, by context length.",
+    "perplexity": "Measure how well a model predicts a text, by context length.",
     "report": "Gather the records of runs into one page.",
-    "setup": "Put the embedded model together.",
+    "setup": "Assemble the embedded model.",
     "quantize": "Store a model in fewer bits.",
     "convert": "Turn a dense model into a hybrid.",
     "train": "Train a model through the stages of a recipe.",
@@ -41,30 +42,41 @@ VERBS = {
 }
 
 
-class Verbs(TyperGroup):
-    """Loads the module of a verb when that verb is called, and not before."""
+class Commands(TyperGroup):
+    """Loads the module of a command when it is called, and suggests one for a misspelt name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(VERBS)
+        return [*COMMANDS]  # `list` is a command of this package
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in VERBS:
+        if cmd_name not in COMMANDS:
             return None
         target = getattr(import_module(f"sala.cli.{cmd_name}"), cmd_name)
         if isinstance(target, typer.Typer):
             group = typer.main.get_command(target)
-            group.help = VERBS[cmd_name]
+            group.help = COMMANDS[cmd_name]
             return group
-        verb = typer.Typer(add_completion=False, rich_markup_mode=None)
-        verb.command(name=cmd_name, help=VERBS[cmd_name])(target)
-        return typer.main.get_command(verb)
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(name=cmd_name, help=COMMANDS[cmd_name])(target)
+        return typer.main.get_command(alone)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], COMMANDS, 1)
+            hint = f"did you mean {near[0]}?" if near else "sala --help lists them"
+            ctx.fail(f"there is no command {args[0]!r}; {hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):  # in full: click would cut the lines to the width of the terminal
+            formatter.write_dl([*COMMANDS.items()])
 
 
 # Some versions of typer carry a click of their own: ask it for the class that it raises.
 UsageProblem: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 app = typer.Typer(
-    cls=Verbs, rich_markup_mode=None, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
+    cls=Commands, rich_markup_mode=None, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
 )
 
 

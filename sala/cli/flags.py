@@ -111,6 +111,7 @@ def _parameters(own: inspect.Parameter, hint: Any, found: tuple[type, Use] | Non
             *filter(None, (use.spellings.get(name),)),
             help=row.help + (f"  [default: {default}]" if default else ""),
             show_default=False,
+            rich_help_panel=row.scope,  # marks the derived flags for the reference pages
             metavar=None if is_switch else "|".join(row.choices) or row.kind.metavar,
         )
         value: Any = list[str] if row.is_list else bool if is_switch else str

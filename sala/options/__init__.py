@@ -116,7 +116,7 @@ class Sampling:
 class CommandOptions:
     """Options of single commands that are neither about loading nor about sampling or serving."""
 
-    config: File | None = _commands(None, "TOML file with options.")
+    config: File | None = _commands(None, "TOML file with options.", is_flag=False)
     url: Url = _commands("http://127.0.0.1:8080", "Address of a running server.")
     sessions_dir: File | None = _commands(None, "Directory of saved sessions.", shown="the user's cache directory")
     hub_hosts: Hosts = _commands((), "Further hosts that the hub may redirect downloads to.")

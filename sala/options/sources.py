@@ -82,7 +82,7 @@ def from_file(file: Path | None, cls: type, *others: type) -> list[Given]:
     text = read_text(file, MAX_FILE)
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also a number of thousands of digits
         raise InputError(str(file), f"is not valid TOML: {error}", "correct it there") from None
     rows = table(cls)
     known = set(rows).union(*(table(other) for other in others))

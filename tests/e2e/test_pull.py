@@ -19,7 +19,7 @@ from sala.models.hub import PARTIAL
 from tests.server.fake_hub import COMMIT, TOKEN, FakeHub, serve, tree
 from tests.server.test_library import make, make_weights
 
-START = "from sala import cli; [cli.VERBS.setdefault(verb, '') for verb in ('pull', 'list', 'rm', 'ps')]; cli.main()"
+START = "from sala import cli; [cli.COMMANDS.setdefault(name, '') for name in ('pull', 'list', 'rm', 'ps')]; cli.main()"
 SALA = [sys.executable, "-c", START]
 
 

@@ -22,7 +22,7 @@ RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
 PREFERENCE_RATES = {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}
 
 
-_tune = partial(option, scope="fine-tuning")
+_tune = partial(option, scope="fine tuning")
 _MOST = 1 << 40
 
 Positive = Annotated[int, Field(ge=1, le=_MOST)]
