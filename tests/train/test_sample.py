@@ -118,7 +118,11 @@ def test_given_further_turns(model: SalaModel) -> None:
 
 
 def test_a_deadline_keeps_what_is_done(model: SalaModel) -> None:
-    assert len(writer(model, 1, 60).write([Opening((40,), 1.0, writes="text")] * 50, deadline=0.0)) < 50
+    openings = [Opening((40, 41), 1.0, writes="text"), Opening((*MARKS.opening, 70), 0.8)] * 25
+    written = writer(model, 4, 60).write(openings, deadline=0.0)
+    assert 1 < len(written) < 50
+    for index in np.flatnonzero(~written.is_ended):  # an unfinished text is text all the same
+        assert written.document(int(index))[1][-1] == TEXT
 
 
 def test_openings_share_prompts_by_weight(tokenizer: Tokenizer) -> None:

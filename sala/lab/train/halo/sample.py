@@ -173,7 +173,7 @@ class Writer:
         deadline: float | None = None,
         note: Callable[[int, int], None] = lambda rows, tokens: None,
     ) -> Written:
-        """Write every opening on → documents in the openings' order. At the deadline what is not done is left out."""
+        """Write every opening on → documents in the openings' order; at the deadline dialogues must be complete."""
         waiting = deque(enumerate(openings))
         num_tokens = 0
         while waiting or any(row is not None for row in self.rows):
@@ -183,6 +183,7 @@ class Writer:
             num_tokens += self._collect()
             note(len(self.documents), num_tokens)
             if deadline is not None and time.monotonic() > deadline:
+                self._give_up()
                 break
         self.documents.sort(key=lambda document: document[0])
         return Written.of([document[1:] for document in self.documents])
@@ -231,6 +232,18 @@ class Writer:
                 changes.append(change)
         self.slots.change(changes)
         return sum(len(document[1]) for document in self.documents[before:])
+
+    def _give_up(self) -> None:
+        """Keep what there is of free text, which need not end."""
+        slots = [slot for slot, row in enumerate(self.rows) if row is not None and row.writes == "text"]
+        sizes = (self.slots.position + 1).tolist()
+        for slot in slots:
+            row = self.rows[slot]
+            assert row is not None
+            if sizes[slot] > row.begin:
+                ids = self.slots.tokens[slot, : sizes[slot]].tolist()
+                self._keep(row, ids, [*row.parts, (TEXT, len(ids) - row.begin)], is_ended=False)
+        self.rows = [None] * len(self.rows)
 
     def _go_on(self, slot: int, row: _Row, ids: list[int]) -> Change | None:
         """Return what comes next in this row; None if it is complete or worth nothing."""
@@ -312,7 +325,6 @@ def write_samples(
     topics = _read_topics(base, stage.topics)
     bos = config.bos_token_id if config.bos_token_id is not None else 0
     openings = make_openings(stage.prompts, topics, stage.num_rows, tokenizer, seed, ends, bos, composed)
-    openings.sort(key=lambda opening: opening.writes != "text")  # the longest first: no long tail at the end
     marks = Marks.of(tokenizer, ends) if any(opening.writes != "text" for opening in openings) else Marks()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     num_slots = min(stage.batch_rows, len(openings))
