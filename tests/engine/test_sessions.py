@@ -236,3 +236,16 @@ def test_an_answer_that_ends_early_leaves_its_past_too(tiny: Path, tmp_path: Pat
             stream.close()
         list(stream)
         assert len(files(tmp_path / f"{name}-cache")) == 1
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65])
+def test_short_sessions(tiny: Path, tmp_path: Path, length: int) -> None:
+    """Fewer tokens than one row of pooled keys stands for leave empty tensors in the file."""
+    text = [1 + (5 * i) % 200 for i in range(length)]
+    first = LLM(tiny, device="cpu", ctx=256)
+    assert first.save_session(first.open_store(str(tmp_path)), "note", text) == length
+    second = LLM(tiny, device="cpu", ctx=256)
+    assert second.load_session(second.open_store(str(tmp_path)), "note") == text
+    out = second.generate([*text, 4, 5], **GREEDY)
+    assert out.usage.cached_tokens == length
+    assert out.token_ids == LLM(tiny, device="cpu", ctx=256).generate([*text, 4, 5], **GREEDY).token_ids

@@ -145,6 +145,18 @@ def test_a_session_of_one_backend_loads_in_the_other(saver: str, tmp_path: Path)
     assert out.token_ids == plain(MODEL, question)
 
 
+@pytest.mark.parametrize("length", [1, 63, 64, 65])
+def test_short_sessions(tiny: Path, tmp_path: Path, length: int) -> None:
+    text = [1 + (5 * i) % 200 for i in range(length)]
+    models = [LLM(tiny, backend="mlx", device=DEVICE, ctx=256) for _ in range(2)]
+    assert models[0].save_session(models[0].open_store(tmp_path), "note", text) == length
+    assert models[1].load_session(models[1].open_store(tmp_path), "note") == text
+    out = models[1].generate([*text, 4, 5], **GREEDY)
+    assert out.usage.cached_tokens == length
+    models[0].reset()
+    assert out.token_ids == models[0].generate([*text, 4, 5], **GREEDY).token_ids
+
+
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_halves_cross_bit_by_bit(half: str) -> None:
     """Dumped by MLX, restored by torch and dumped again: the same bytes, whatever pages they lay in."""
@@ -205,11 +217,15 @@ def test_a_poisoned_cache_harms_nobody() -> None:
     prompt = [random.Random(1).randrange(256) for _ in range(150)]
     poisoned = llm()
     cache = poisoned._executor.cache  # type: ignore[attr-defined]
-    for kv in cache.pages.values():
-        for name in ("k", "v", "k1", "k2"):
-            setattr(kv, name, mx.full(getattr(kv, name).shape, float("nan")))
-    for states in cache.states.values():
-        states[:] = [mx.full(states[0].shape, float("nan"))] * len(states)
+
+    def poison() -> None:
+        for kv in cache.pages.values():
+            for name in ("k", "v", "k1", "k2"):
+                setattr(kv, name, mx.full(getattr(kv, name).shape, float("nan")))
+        for states in cache.states.values():
+            states[:] = [mx.full(states[0].shape, float("nan"))] * len(states)
+
+    poisoned.service.execute(poison).result()
     for length in (5, 127, 150):
         poisoned.reset()
         got = poisoned.generate(prompt[:length], **GREEDY, logprobs=1)
@@ -235,7 +251,11 @@ def test_planted_faults_change_the_tokens(fault: str, monkeypatch: pytest.Monkey
         )  # fmt: skip
     else:
         model.generate(prompt, **GREEDY)
-        for snapshot in model.engine.hybrid.prefix:
-            for states in model._executor.cache.states.values():  # type: ignore[attr-defined]
-                states[snapshot.slot] = states[snapshot.slot] * 0.9  # as if it had decayed once more
+
+        def decay() -> None:
+            for snapshot in model.engine.hybrid.prefix:
+                for states in model._executor.cache.states.values():  # type: ignore[attr-defined]
+                    states[snapshot.slot] = states[snapshot.slot] * 0.9  # as if it had decayed once more
+
+        model.service.execute(decay).result()
     assert model.generate(prompt, **{**GREEDY, "max_tokens": 40}).token_ids != want
