@@ -1,0 +1,192 @@
+"""AsyncLLM: LLM for asyncio."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from sala.engine.requests import Call, Prompt, PromptScoring, Submission, Tools
+from sala.engine.store.sessions import SessionStore
+from sala.engine.stream import Completion, Event, PromptScores, StreamItem
+from sala.llm.base import (
+    MAX_WAITING,
+    BaseLLM,
+    OnProgress,
+    arrange,
+    first_completion,
+    merge,
+    perplexity,
+    report,
+    report_start,
+)
+from sala.protocol import SampledToken, Sampling
+from sala.text.messages import Message
+
+if TYPE_CHECKING:
+    import numpy
+
+
+class AsyncLLM(BaseLLM):
+    """LLM for asyncio: the same methods as coroutines and asynchronous iterators, for any number of tasks at a time.
+
+    >>> llm = await AsyncLLM.load("path/to/MiniCPM-SALA")
+    >>> async for event in llm.stream_chat([{"role": "user", "content": "Hello"}]):
+    ...     print(event.text, end="")
+
+    The constructor takes the options of LLM and blocks while it loads; `load` does that in a thread. Prompts are
+    encoded in a thread pool and computed on the engine's own thread: the event loop never waits for the model.
+    Callbacks run on the event loop. Cancelling a task, or leaving an iterator early (close it with `aclose()`),
+    cancels its request.
+    """
+
+    @classmethod
+    async def load(cls, model: str | Path | None = None, **options: Any) -> Self:
+        """Load a model without blocking the event loop."""
+        return await asyncio.to_thread(cls, model, **options)
+
+    async def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        sampling: Sampling | None = None,
+        *,
+        n: int = 1,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Any:
+        """Continue a text or token ids → Completion; a list for several prompts, and for several answers (`n` > 1)."""
+        merged = merge(sampling, settings)
+        items = self._read(lambda: self._generation(prompt, merged, n, on_progress), on_progress)
+        return arrange([item async for item in items], prompt, n)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        is_chat: bool = False,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> AsyncIterator[Event]:
+        """Like `generate` for one prompt, piece by piece; the last event carries the completion."""
+        return self._stream(Call(None, merge(sampling, settings), prompt=prompt, is_chat=is_chat), on_progress)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        tools: Tools | None = None,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Completion:
+        """Answer a conversation in the form `[{"role": "user", "content": "..."}, …]`."""
+        call = Call(None, merge(sampling, settings), messages=messages, tools=tools)
+        return await self.answer(call, on_progress)
+
+    async def answer(self, call: Call, on_progress: OnProgress | None = None) -> Completion:
+        """Answer one call, whatever it asks for; of several answers (`n` > 1) return the first."""
+        return first_completion([item async for item in self._stream(call, on_progress, is_streamed=False)])
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        tools: Tools | None = None,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> AsyncIterator[Event]:
+        """Like `chat`, piece by piece; the last event carries the completion."""
+        return self._stream(Call(None, merge(sampling, settings), messages=messages, tools=tools), on_progress)
+
+    async def many(
+        self, calls: Iterable[Call] | AsyncIterable[Call], max_waiting: int = MAX_WAITING
+    ) -> AsyncIterator[tuple[Any, Completion | Exception]]:
+        """Answer a stream of calls, as many at a time as fit; yields (key, completion or error) as they complete."""
+
+        async def prepare() -> AsyncIterator[tuple[Any, Submission | Exception]]:
+            async for call in _aiter(calls):
+                yield call.key, await self.service.call(self._submission, call)
+
+        async for key, _, result in self.service.arun_all(prepare(), max_waiting):
+            yield key, result
+
+    async def logits(
+        self, token_ids: Sequence[int], chunk: int | None = None, prompt_len: int | None = None
+    ) -> "numpy.ndarray[Any, Any]":
+        """Return the logits after every token: float32 array [len(token_ids), vocab_size]."""
+        import numpy as np
+
+        scoring = self.scoring(token_ids, lambda logits, _: logits, chunk, prompt_len)
+        return np.concatenate(await self._score(lambda: scoring))
+
+    async def score(self, prompt: Prompt, top: int = 0, chunk: int | None = None) -> list[SampledToken]:
+        """Return the log-probability of every token of the prompt after the first, with `top` alternatives."""
+        return [token for part in await self._score(lambda: self.token_scoring(prompt, top, chunk)) for token in part]
+
+    async def perplexity(self, text: Prompt, chunk: int | None = None) -> float:
+        """Return exp of the mean negative log-likelihood of every token after the first."""
+        return perplexity(await self.score(text, chunk=chunk))
+
+    async def save_session(
+        self, store: SessionStore, name: str, prompt: Prompt, on_progress: OnProgress | None = None
+    ) -> int:
+        """Compute a prompt and save its KV cache under a name; returns its number of tokens."""
+        store.check_new(name)
+        ids = await self.service.call(self.encode, prompt)
+        async for _ in self._stream(self._session_call(ids), on_progress):
+            continue
+        return await asyncio.wrap_future(self.service.execute(self._save, store, name, ids))
+
+    async def load_session(self, store: SessionStore, name: str) -> list[int]:
+        """Load a saved KV cache; returns its tokens, to be continued."""
+        return await asyncio.wrap_future(self.service.execute(self._load, store, name))
+
+    async def reset(self) -> None:
+        """Drop everything that is cached: the next prompt is computed from its first token."""
+        await asyncio.wrap_future(self.service.execute(self.engine.forget))
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Let what runs end for `drain_s`, then cancel it and free the memory."""
+        await asyncio.to_thread(self._close, drain_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _stream(
+        self, call: Call, on_progress: OnProgress | None, is_streamed: bool = True
+    ) -> AsyncIterator[Event]:
+        wants_progress = on_progress is not None
+        items = self._read(
+            lambda: self.inputs.submit(call, is_streamed=is_streamed, wants_progress=wants_progress), on_progress
+        )
+        async with contextlib.aclosing(items):
+            async for item in items:
+                if isinstance(item, Event):
+                    yield item
+
+    async def _score(self, prepare: Callable[[], PromptScoring]) -> list[Any]:
+        items = self._read(lambda: Submission(scores=[prepare()]))
+        return [part async for item in items if isinstance(item, PromptScores) for part in item.parts]
+
+    async def _read(
+        self, prepare: Callable[[], Submission], on_progress: OnProgress | None = None
+    ) -> AsyncGenerator[StreamItem]:
+        async with await self.service.open(prepare) as stream:
+            report_start(stream.handle.submission, on_progress)
+            async for item in stream:
+                if not report(item, on_progress):
+                    yield item
+
+
+async def _aiter(source: Iterable[Call] | AsyncIterable[Call]) -> AsyncIterator[Call]:
+    if isinstance(source, AsyncIterable):
+        async for call in source:
+            yield call
+    else:
+        for call in source:
+            yield call

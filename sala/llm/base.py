@@ -1,0 +1,250 @@
+"""What LLM and AsyncLLM share: a loaded checkpoint, the preparation of its requests and the service that runs them."""
+
+import hashlib
+import math
+import warnings
+from collections.abc import (
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from sala.backends import open_executor
+from sala.checkpoint.lora import open_checkpoint
+from sala.config import SalaConfig, read_json_object
+from sala.engine.cache.prefix import as_bytes, as_tokens
+from sala.engine.engine import Engine
+from sala.engine.requests import Call, InputProcessor, Prompt, PromptScoring, Submission, Tools
+from sala.engine.service import EngineService
+from sala.engine.store.sessions import SessionStore
+from sala.engine.store.tier import DiskTier
+from sala.engine.stream import Completion, Event, PromptProgress, StreamItem
+from sala.errors import ConfigError, InputError
+from sala.models.embedded import find_base, find_model
+from sala.options.sources import resolve
+from sala.protocol import Capacity, Options, SampledToken, Sampling
+from sala.text.control import GrammarCompiler
+from sala.text.messages import Message
+from sala.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy
+
+OnProgress = Callable[[int, int], None]  # (tokens of the prompt that are done, all of them)
+MAX_WAITING = 64  # calls of `many` that are queued at a time
+
+
+class BaseLLM:
+    """What LLM and AsyncLLM share: a loaded checkpoint, how its requests are prepared, and the service that runs them.
+
+    `options` are the fields of `sala.options.Options`, such as `ctx="128K"` or `kv="fp8"`; each that is not given is
+    read from its variable (`SALA_CTX`, `SALA_KV`). Alternatively pass `options=Options(…)`, which is taken as it is.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, options: Options | None = None, **arguments: Any) -> None:
+        if model is not None:
+            arguments["model"] = model
+        self.options = options = resolve(options, arguments)
+        self.max_batch = options.max_batch
+        self.path, self.adapter = find_base(find_model(options.model), options.adapter)
+        self._checkpoint, self.config = open_checkpoint(self.path, SalaConfig.load(self.path), self.adapter)
+        self._tokenizer = Tokenizer.load(self.path) if (self.path / "tokenizer.json").is_file() else None
+        self._check_vocabulary()
+        self.stop_ids = read_stop_ids(self.path, self.config)
+        self._executor = open_executor(options.backend, self._checkpoint, self.config, options)
+        self.engine = Engine(self._executor, self.config.sparse_config, options)
+        self.service = EngineService(self.engine)
+        grammars = GrammarCompiler(self.path / "tokenizer.json", self.config.vocab_size, self.stop_ids)
+        self.inputs = InputProcessor(
+            self._tokenizer,
+            grammars,
+            self.stop_ids,
+            self.config.vocab_size,
+            self.ctx,
+            self.engine.check,
+            str(self.path),
+        )
+        if options.cache_dir is not None:
+            store = self.open_store(options.cache_dir, options.cache_disk)
+            tier = DiskTier(store, self.engine.hybrid, self._executor, self.config.sparse_config.agreement_len)
+            self.engine.before, self.engine.after = tier.fetch, tier.keep
+
+    def open_store(self, directory: str | Path, max_bytes: int | None = None) -> SessionStore:
+        """Return the sessions in a directory, as far as they belong to this model."""
+        return SessionStore(Path(directory).expanduser(), self.fingerprint(), max_bytes, warnings.warn)
+
+    def fingerprint(self) -> str:
+        """Identify weights, configuration and precision: what a saved KV cache depends on."""
+        text = f"{self._checkpoint.fingerprint()} {self.config} {self._executor.capacity.dtype}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.inputs.tokenizer
+
+    @property
+    def ctx(self) -> int:
+        """Longest sequence, prompt and answer together, in tokens."""
+        return self._executor.capacity.max_tokens
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the cache holds."""
+        return self._executor.capacity
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt, with BOS where the model wants it; ids are only checked."""
+        return self.inputs.encode(prompt)
+
+    def encode_chat(self, messages: Sequence[Message], *, tools: Tools | None = None, **variables: Any) -> list[int]:
+        """Return the token ids of a conversation, up to where the answer begins. `variables` reach the template."""
+        return self.inputs.encode_chat(messages, tools=tools, **variables)
+
+    def scoring(
+        self,
+        ids: Sequence[int],
+        reduce: Callable[[Any, int], Any],
+        chunk: int | None = None,
+        prompt_len: int | None = None,
+        index: int = 0,
+    ) -> PromptScoring:
+        """Prepare the scoring of a prompt: `reduce(logits, start)` is called for chunks of logits [t, V] in float32."""
+        checked = self.inputs.check_ids(ids)
+        self.engine.check(checked)
+        size = self.capacity.prefill_chunk if chunk is None else chunk
+        if size < 1:
+            raise InputError("chunk", f"is {chunk}", "it must be at least 1")
+        return PromptScoring(index, checked, reduce, size, prompt_len)
+
+    def token_scoring(self, prompt: Prompt, top: int = 0, chunk: int | None = None, index: int = 0) -> PromptScoring:
+        """Prepare the scoring of a prompt whose parts are lists of SampledToken, for every token but the first."""
+        ids = self.inputs.encode(prompt)
+        return self.scoring(ids, lambda logits, start: _score_tokens(logits, ids[start + 1 :], top), chunk, index=index)
+
+    def _generation(
+        self, prompt: Prompt | Sequence[Prompt], sampling: Sampling, n: int, on_progress: OnProgress | None
+    ) -> Submission:
+        prompts = list(prompt) if _is_batch(prompt) else [prompt]
+        calls = [Call(None, sampling, prompt=one, n=n) for one in prompts]  # type: ignore[arg-type]
+        return self.inputs.submit(*calls, is_streamed=False, wants_progress=on_progress is not None)
+
+    def _submission(self, call: Call) -> Submission | Exception:
+        """Prepare one of many calls: a bad call is a bad answer, and no more than that."""
+        try:
+            return self.inputs.submit(call, is_streamed=False)
+        except Exception as error:
+            return error
+
+    def _session_call(self, ids: list[int]) -> Call:
+        """Return a request that leaves a snapshot of a prompt in the cache."""
+        return Call(None, Sampling(max_tokens=1, temperature=0), prompt=[*ids, ids[-1]])
+
+    def _save(self, store: SessionStore, name: str, ids: list[int]) -> int:
+        sparse_from = self.config.sparse_config.sparse_from(len(ids) + 1)
+        snapshot = self.engine.hybrid.prefix.has(as_bytes(ids), len(ids), sparse_from, "")
+        if snapshot is None:
+            raise InputError("session", "does not fit in the cache", "free some memory")
+        store.save(name, snapshot, self._executor)
+        return len(ids)
+
+    def _load(self, store: SessionStore, name: str) -> list[int]:
+        snapshot = store.load(store.find(name), self.engine.hybrid, self._executor)
+        if snapshot is None:
+            raise InputError("session", "does not fit in the cache", "free some memory")
+        return as_tokens(snapshot.tokens)
+
+    def _close(self, drain_s: float) -> None:
+        is_stopped = self.service.close(drain_s)
+        if self._tokenizer is not None:
+            self._tokenizer.close()
+        if is_stopped:
+            self._executor.close()
+
+    def _check_vocabulary(self) -> None:
+        if self._tokenizer is not None and self._tokenizer.vocab_size > self.config.vocab_size:
+            raise ConfigError(
+                f"{self.path}: the tokenizer has {self._tokenizer.vocab_size} ids, the model {self.config.vocab_size}",
+                "they do not belong together",
+            )
+
+
+def read_stop_ids(directory: Path, config: SalaConfig) -> frozenset[int]:
+    """Return the tokens that end an answer, from generation_config.json or else from config.json."""
+    file = directory / "generation_config.json"
+    ids: Any = read_json_object(file).get("eos_token_id") if file.is_file() else None
+    if ids is None:
+        return frozenset(config.eos_token_id)
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(item, int) for item in ids):
+        raise ConfigError(f"{file}: eos_token_id is {ids!r}", "it must be a token id or a list of them")
+    return frozenset(ids)
+
+
+def report_start(submission: Submission, on_progress: OnProgress | None) -> None:
+    if on_progress is not None:
+        for group in submission.groups:
+            on_progress(0, len(group[0].request.prompt))
+
+
+def report(item: StreamItem, on_progress: OnProgress | None) -> bool:
+    """Report progress. Return whether the item was nothing else."""
+    if not isinstance(item, PromptProgress):
+        return False
+    if on_progress is not None and item.done:
+        on_progress(item.done, item.total)
+    return True
+
+
+def arrange(items: Iterable[StreamItem], prompt: object, n: int) -> Any:
+    """Arrange completions as the arguments of `generate` ask for."""
+    found = {item.index: item.completion for item in items if isinstance(item, Event) and item.completion}
+    groups = [[found[at + number] for number in range(n)] for at in range(0, len(found), n)]
+    answers = groups if n > 1 else [group[0] for group in groups]
+    return answers if _is_batch(prompt) else answers[0]
+
+
+def first_completion(items: Iterable[StreamItem]) -> Completion:
+    completion: Completion = arrange(items, (), 1)
+    return completion
+
+
+def _score_tokens(logits: "numpy.ndarray[Any, Any]", targets: Sequence[int], top: int) -> list[SampledToken]:
+    """Return the scores of the tokens that follow those whose logits [t, V] are given."""
+    import numpy as np
+
+    targets = targets[: len(logits)]
+    scores = logits[: len(targets)].astype(np.float64)
+    peak = scores.max(-1, keepdims=True)
+    logprobs = scores - peak - np.log(np.exp(scores - peak).sum(-1, keepdims=True))
+    return [_sampled(row, token, top) for row, token in zip(logprobs, targets, strict=True)]
+
+
+def _sampled(logprobs: "numpy.ndarray[Any, Any]", token: int, top: int) -> SampledToken:
+    """Return a token with its alternatives, the most probable first; equals in order of their ids."""
+    import numpy as np
+
+    best: Any = ()
+    if top:
+        near = np.flatnonzero(logprobs >= np.partition(logprobs, -top)[-top])
+        best = near[np.argsort(-logprobs[near], kind="stable")][:top]
+    return SampledToken(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
+
+
+def perplexity(scores: Sequence[SampledToken]) -> float:
+    if not scores:
+        raise InputError("text", "has one token", "perplexity needs at least two")
+    return math.exp(-sum(sampled.logprob or 0.0 for sampled in scores) / len(scores))
+
+
+def merge(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:
+    return replace(sampling or Sampling(), **settings)
+
+
+def _is_batch(prompt: object) -> TypeGuard[Sequence[Prompt]]:
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return False
+    return bool(prompt) and hasattr(prompt[0], "__len__")
