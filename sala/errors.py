@@ -1,4 +1,11 @@
-"""What a user may see: every error says what happened and what to do about it, in one line."""
+"""Errors that a user may see: each says what happened and what to do about it, in one line."""
+
+import errno
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class SalaError(Exception):
@@ -26,7 +33,83 @@ class MissingExtra(SalaError):
     """An optional dependency is needed; the remedy is its pip command."""
 
     def __init__(self, library: str, extra: str) -> None:
-        super().__init__(f"{library} is not installed", f"run: pip install 'minicpm-sala[{extra}]'")
+        super().__init__(f"{library} is not installed", f"run: {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that adds an extra to this installation."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "pyproject.toml").is_file():
+        return f"pip install '.[{extra}]' in the checkout of sala"
+    # vLLM and SGLang pin other versions than constraints.txt does.
+    pins = "" if extra in ("vllm", "sglang") else f"-c {shlex.quote(str(root / 'constraints.txt'))} "
+    return f"pip install {pins}-e {shlex.quote(f'{root}[{extra}]')}"
+
+
+class DiskFull(SalaError):
+    """The disk has no room for a file."""
+
+
+class NotWritable(SalaError):
+    """A file or directory may not be written."""
+
+
+def check_space(path: Path, needed: int, purpose: str = "") -> None:
+    """Raise DiskFull unless the disk that holds `path` has `needed` free bytes."""
+    free = _free_bytes(path)
+    if free is not None and needed > free:
+        raise _disk_full(path, purpose, needed, free)
+
+
+@contextmanager
+def writing(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Raise DiskFull or NotWritable, with the path and the sizes, where the block fails to write below `path`."""
+    try:
+        yield
+    except OSError as error:
+        explained = explain_write_error(error, path, needed)
+        if explained is None:
+            raise
+        raise explained from None
+
+
+def explain_write_error(error: OSError, path: Path | None = None, needed: int | None = None) -> SalaError | None:
+    """Return an error with a remedy for a full disk or a missing permission; None for any other error."""
+    named = None if error.filename is None else Path(str(error.filename))
+    if path is not None and named is not None and not named.is_relative_to(path.parent):
+        return None  # another file, for example one that is being read
+    path = path or named
+    if path is None:
+        return None
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _disk_full(path, "", needed, _free_bytes(path))
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return NotWritable(
+            f"{path} cannot be accessed: {error.strerror}", "change its permissions or use another directory"
+        )
+    return None
+
+
+def _disk_full(path: Path, purpose: str, needed: int | None, free: int | None) -> DiskFull:
+    sizes = [] if needed is None else [f"{purpose}{' ' if purpose else ''}needs {_size(needed)}"]
+    sizes += [] if free is None else [f"{_size(free)} are free"]
+    detail = f" ({', '.join(sizes)})" if sizes else ""
+    return DiskFull(
+        f"no space left on the disk for {path}{detail}", "free some space or use a directory on another disk"
+    )
+
+
+def _free_bytes(path: Path) -> int | None:
+    for place in (path, *path.absolute().parents):
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:
+            continue
+    return None
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 class InputError(SalaError, ValueError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sala.checkpoint.dtypes import ITEM_SIZES
 from sala.checkpoint.reader import INDEX_FILE, SINGLE_FILE
-from sala.errors import CheckpointError
+from sala.errors import CheckpointError, writing
 
 SHARD_BYTES = 5 << 30
 TOKENIZER_FILES = (
@@ -27,14 +27,14 @@ def new_directory(target: Path) -> Iterator[Path]:
     """A directory that appears under its name only when the block ends well; an existing one is never touched."""
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists already", "choose another directory, or remove it yourself")
-    target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.parent / f".{target.name}.{secrets.token_hex(6)}.part"
-    draft.mkdir()
     try:
-        yield draft
-        _sync(draft)
-        draft.rename(target)
-        _sync(target.parent)
+        with writing(target):
+            draft.mkdir(parents=True)
+            yield draft
+            _sync(draft)
+            draft.rename(target)
+            _sync(target.parent)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -88,7 +88,7 @@ def write_file(file: Path, specs: Mapping[str, Spec], read: Read, metadata: Mapp
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data starts at a multiple of 8
-    with file.open("xb") as handle:
+    with writing(file, needed=offset), file.open("xb") as handle:
         handle.write(len(text).to_bytes(8, "little") + text)
         for name in specs:
             data = memoryview(read(name)).cast("B")

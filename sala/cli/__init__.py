@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from sala.errors import InputError, SalaError
+from sala.errors import InputError, SalaError, explain_write_error
 
 COMMANDS = {
     "generate": "Answer one prompt.",
@@ -121,7 +121,10 @@ def run(arguments: list[str]) -> int:
     except InputError as error:
         fail(error)
         return 2
-    except (SalaError, OSError) as error:
+    except OSError as error:
+        fail(explain_write_error(error) or error)
+        return 1
+    except SalaError as error:
         fail(error)
         return 1
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sala.cli import flags as s
-from sala.errors import ModelNotFound, SalaError
+from sala.errors import ModelNotFound, SalaError, install_command
 from sala.options import Options
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def about(model: str) -> dict[str, Any]:
     from sala.models.embedded import EMBEDDED
 
     if model == EMBEDDED and not places()["is_embedded_ready"]:  # to look for it would fetch it
-        raise ModelNotFound(f"{EMBEDDED} is not put together yet", "run: sala setup")
+        raise ModelNotFound(f"{EMBEDDED} is not assembled yet", "run: sala setup")
     path = s.find_model(model)
     config = SalaConfig.load(path)
     with Checkpoint(path) as checkpoint:
@@ -323,7 +323,7 @@ def _mlx_warnings(facts: dict[str, Any] | None) -> Iterable[str]:
     import platform
 
     if facts is None and platform.system() == "Darwin" and platform.machine() == "arm64":
-        yield "MLX is not installed, models run by torch alone, much slower: pip install 'minicpm-sala[mlx]'"
+        yield f"MLX is not installed, so models run on torch, which is much slower: {install_command('mlx')}"
 
 
 def _model_warnings(facts: dict[str, Any], use: dict[str, Any]) -> Iterable[str]:
@@ -350,7 +350,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
     known = {name: version for name, version in facts["versions"].items() if version is not None}
     absent = [name for name, version in facts["versions"].items() if version is None]
     box, place, use = facts["machine"], facts["places"], facts["in_use"]
-    embedded = "ready" if place["is_embedded_ready"] else "not put together yet: sala setup"
+    embedded = "ready" if place["is_embedded_ready"] else "not assembled yet: sala setup"
     _section("versions", {**known, **({"not installed": ", ".join(absent)} if absent else {})})
     _section(
         "machine",

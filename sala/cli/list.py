@@ -1,4 +1,4 @@
-"""`sala list`: the models that are there."""
+"""`sala list`: the models on this machine."""
 
 import json
 from collections.abc import Sequence
@@ -14,36 +14,39 @@ if TYPE_CHECKING:
 
 
 def list(as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False) -> None:
-    from sala.models.catalog import Library
-    from sala.models.embedded import models_dir
+    from sala.models.catalog import Entry, Library, embedded_folder
+    from sala.models.embedded import EMBEDDED, models_dir
 
     library = Library(models_dir())
     entries = library.list()
+    if not any(entry.id == EMBEDDED for entry in entries) and (folder := embedded_folder()) is not None:
+        entries.insert(0, Entry(EMBEDDED, library.directory / folder, None, None, None, 0, None, True))
     if as_json:
         print(json.dumps([_facts(entry) for entry in entries], ensure_ascii=False))
         return
     if entries:
         _print(entries)
-    else:
-        s.note(f"there is no model in {library.directory} yet; fetch one: sala pull openbmb/MiniCPM-SALA")
+    if not any(entry.size_bytes for entry in entries):
+        s.note("download a model: sala pull openbmb/MiniCPM-SALA")
     from sala.cli.show import size
 
     for partial in library.partials():
         s.note(
-            f"{partial.id}: {size(partial.size_bytes)} of an unfinished download; go on: sala pull {partial.id}; "
-            f"drop it: sala rm {partial.id}"
+            f"{partial.id}: {size(partial.size_bytes)} of an unfinished download; resume: sala pull {partial.id}; "
+            f"remove: sala rm {partial.id}"
         )
 
 
 def _facts(entry: "Entry") -> dict[str, Any]:
     return {
         "id": entry.id,
-        "path": str(entry.path),
+        "path": str(entry.path) if entry.size_bytes else None,
         "repo_id": entry.repo_id,
         "revision": entry.revision,
         "quantization": entry.quantization,
         "size_bytes": entry.size_bytes,
         "downloaded_at": entry.downloaded_at,
+        "is_assembled": entry.size_bytes > 0,
     }
 
 
@@ -56,12 +59,13 @@ def _print(entries: "Sequence[Entry]") -> None:
     console = open_console()
     is_short = max(len(entry.id) for entry in entries) <= console.width // 2
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("name", "size", "quantization", "fetched", "from"):
+    for name in ("name", "size", "quantization", "downloaded", "from"):
         is_whole = name == "name" and is_short
         table.add_column(name, justify="right" if name == "size" else "left", no_wrap=is_whole, overflow="fold")
     for entry in entries:
         when = datetime.fromtimestamp(entry.downloaded_at).strftime("%Y-%m-%d %H:%M") if entry.downloaded_at else "–"
-        cells = (entry.id, size(entry.size_bytes), describe(entry.quantization), when, entry.repo_id or "–")
+        origin = entry.repo_id or ("–" if entry.size_bytes else "not assembled yet: sala setup")
+        cells = (entry.id, size(entry.size_bytes), describe(entry.quantization), when, origin)
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
 

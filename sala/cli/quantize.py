@@ -7,6 +7,7 @@ import typer
 
 from sala.cli import flags as s
 from sala.cli.progress import ProgressBar
+from sala.errors import MissingExtra
 from sala.options import Options
 
 if TYPE_CHECKING:
@@ -94,4 +95,4 @@ def _report(original: Path, quantized: Path, tokens: Any, device: Any, num_needl
     headings, rows, _ = table_of(record)
     print_table(f"{original.name}, quantized", headings, rows, left=("measure",))
     if not has_picture:
-        s.note("no picture: matplotlib is not installed; run: pip install 'minicpm-sala[eval]'")
+        s.note(f"no picture: {MissingExtra('matplotlib', 'eval')}")

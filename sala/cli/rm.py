@@ -21,9 +21,9 @@ def rm(
     entry = library.find(name)
     if entry is not None and not yes:
         if not sys.stdin.isatty():
-            raise InputError("--yes", "is needed where nobody can be asked")
+            raise InputError("--yes", "is required when standard input is not a terminal")
         typer.confirm(f"remove {entry.id} ({size(entry.size_bytes)}) from {library.directory}?", abort=True, err=True)
     library.delete(name)
     s.note(f"{name} removed")
     if entry is not None and entry.id == EMBEDDED:
-        s.note("it is put together again when it is asked for")
+        s.note("it is assembled again when it is used")

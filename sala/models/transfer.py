@@ -1,55 +1,52 @@
-"""Files over HTTP from a host that is not trusted: where a redirect may lead, how much may come, what a rest must show.
-
-The standard library is enough for this, and nothing in it unpacks a body or follows a redirect behind our back.
-"""
+"""HTTP downloads from a hub that is not trusted: where redirects may lead, how much may arrive, how to resume."""
 
 import contextlib
-import errno
-import functools
 import hashlib
-import http.client
 import ipaddress
 import os
 import re
 import socket
-import ssl
 import threading
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from email.message import Message
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from sala.errors import SalaError
+from sala.errors import DiskFull, NotWritable, SalaError, writing
+
+if TYPE_CHECKING:
+    import httpx2
 
 CHUNK_BYTES = 1 << 20
 CONNECT_SECONDS = 15.0
 MAX_REDIRECTS = 5
 MAX_WAIT_SECONDS = 60.0
-PROGRESS_BYTES = 1 << 20  # so much must arrive for a broken transfer to count as alive
-CDN_DOMAINS = ("huggingface.co", "hf.co")
-# Proxies that route by name hand out addresses of this network for every public host.
+PROGRESS_BYTES = 1 << 20  # a transfer that brought this much since the last failure starts counting failures anew
+STORAGE_DOMAINS = ("huggingface.co", "hf.co", "modelscope.cn")
+# Some proxies route by name and hand out addresses of this network for every public host.
 NAME_ROUTED = ipaddress.ip_network("198.18.0.0/15")
 _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class DownloadError(SalaError):
-    """A model could not be fetched; what has arrived stays for another try."""
+    """A model could not be downloaded; files that have arrived are kept for another try."""
 
 
-class DiskFull(DownloadError):
-    """The disk has no room for the files."""
+class DownloadDiskFull(DownloadError, DiskFull):
+    """The disk has no room for the files of a model."""
+
+
+class WrongHash(DownloadError):
+    """A file is not what the hub declares."""
 
 
 class Cancelled(DownloadError):
-    """Someone stopped it."""
+    """The download was stopped on request."""
 
 
 class Broken(Exception):
-    """This try failed and another may do better."""
+    """One attempt failed and another may succeed; `wait` is how many seconds the server asks to wait."""
 
     def __init__(self, reason: str, wait: float | None = None) -> None:
         self.wait = wait
@@ -57,36 +54,61 @@ class Broken(Exception):
 
 
 class Stop:
-    """Ends a transfer from another thread, also one that waits for bytes."""
+    """Ends transfers from another thread, including those that wait for bytes; a fork stops with its parent."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
-        self._socket: socket.socket | None = None
+        self._sockets: set[socket.socket] = set()
+        self._forks: list[Stop] = []
+        self._callbacks: list[Callable[[], object]] = []
+
+    def fork(self) -> "Stop":
+        child = Stop()
+        self._forks.append(child)
+        if self.is_set():
+            child.set()
+        return child
 
     def set(self) -> None:
         self._event.set()
-        if (waiting := self._socket) is not None:
+        for waiting in tuple(self._sockets):
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(waiting, socket.SHUT_RDWR)  # the plain one: TLS must not say goodbye first
+                socket.socket.shutdown(waiting, socket.SHUT_RDWR)  # of the plain socket: no TLS goodbye first
+        for child in self._forks:
+            child.set()
+        for callback in tuple(self._callbacks):
+            callback()
 
     def is_set(self) -> bool:
         return self._event.is_set()
 
     def check(self) -> None:
+        """Raise Cancelled if the transfer was stopped."""
         if self._event.is_set():
-            raise Cancelled("the download was cancelled", "start it again and it goes on where it stopped")
+            raise Cancelled("the download was cancelled", "start it again and it resumes where it stopped")
 
     def wait(self, seconds: float) -> None:
         self._event.wait(seconds)
         self.check()
 
     def watch(self, connected: socket.socket) -> None:
-        self._socket = connected
+        """Shut this socket down when the transfer is stopped."""
+        self._sockets = {known for known in self._sockets if known.fileno() >= 0} | {connected}
         self.check()
+
+    @contextlib.contextmanager
+    def calling(self, callback: Callable[[], object]) -> Iterator[None]:
+        """Call `callback` if the transfer is stopped inside the block."""
+        self._callbacks.append(callback)
+        try:
+            self.check()
+            yield
+        finally:
+            self._callbacks.remove(callback)
 
 
 class Client:
-    """Requests to one hub and to where its files lie."""
+    """GET requests to one hub and to the hosts that store its files."""
 
     def __init__(
         self, url: str, token: str | None, timeout: float = 60.0, friends: Sequence[str] = (), tries: int = 5,
@@ -100,21 +122,33 @@ class Client:
         self.tries = tries
         self.delay = delay
         self._token = token if self.hub.scheme == "https" or self.is_local else None  # never in clear text
+        self._lock = threading.Lock()
+        self._http: httpx2.Client | None = None
 
-    def open(self, url: str, headers: Mapping[str, str], stop: Stop) -> http.client.HTTPResponse:
-        """The answer to a GET, whatever its status, after redirects that are allowed."""
+    @contextlib.contextmanager
+    def open(self, url: str, headers: Mapping[str, str], stop: Stop) -> "Iterator[httpx2.Response]":
+        """Yield the response of any status, after redirects that are allowed; its body is not read yet."""
+        import httpx2
+
         for _ in range(MAX_REDIRECTS + 1):
-            response = self._send(url, headers, stop)
-            if response.status not in (301, 302, 303, 307, 308):
-                return response
-            location = response.headers.get("Location", "")
-            response.close()
-            url = urljoin(url, location)
+            stop.check()
+            try:
+                response = self._session().send(self._request(url, headers, stop), stream=True)
+            except httpx2.InvalidURL:
+                raise DownloadError("the hub gives an address that is not a URL") from None
+            except httpx2.TransportError as error:
+                stop.check()
+                raise _explain(error, urlsplit(url).hostname or "") from None
+            with contextlib.closing(response):
+                if not response.has_redirect_location:
+                    yield response
+                    return
+                url = urljoin(url, response.headers["Location"])
             self.check_target(url)
-        raise DownloadError(f"{self.hub.hostname} redirects without end")
+        raise DownloadError(f"{self.hub.hostname} redirects in a circle")
 
     def check_target(self, url: str) -> None:
-        """A redirect may lead to the hub itself and to its storage, never to other hosts or into this network."""
+        """Raise DownloadError if a redirect leads to a foreign host, off HTTPS, or into the local network."""
         target = _split(url)
         host = target.hostname or ""
         is_hub = (host, target.port) == (self.hub.hostname, self.hub.port)
@@ -133,116 +167,83 @@ class Client:
     def _is_storage(self, host: str) -> bool:
         if self.is_local:
             return is_loopback(host)
-        domains = (self.hub.hostname or "", *CDN_DOMAINS, *self.friends)
+        domains = (self.hub.hostname or "", *STORAGE_DOMAINS, *self.friends)
         return any(host == domain or host.endswith("." + domain) for domain in domains)
 
-    def _send(self, url: str, headers: Mapping[str, str], stop: Stop) -> http.client.HTTPResponse:
-        stop.check()
+    def _session(self) -> "httpx2.Client":
+        import httpx2
+
+        with self._lock:
+            if self._http is None:
+                # No connection is kept open: a socket then belongs to one transfer, which may shut it down.
+                self._http = httpx2.Client(
+                    trust_env=not self.is_local,
+                    timeout=httpx2.Timeout(self.timeout, connect=CONNECT_SECONDS),
+                    limits=httpx2.Limits(max_keepalive_connections=0),
+                )
+            return self._http
+
+    def _request(self, url: str, headers: Mapping[str, str], stop: Stop) -> "httpx2.Request":
         target = _split(url)
         sent = {"Accept-Encoding": "identity", "User-Agent": "sala", **headers}
         if self._token and (target.scheme, target.netloc) == (self.hub.scheme, self.hub.netloc):
             sent["Authorization"] = f"Bearer {self._token}"
-        is_known = target.hostname == self.hub.hostname or target.hostname in self.friends
-        opener = urllib.request.OpenerDirector()
-        opener.add_handler(urllib.request.ProxyHandler({} if self.is_local else None))
-        kind = _Secure if target.scheme == "https" else _Plain
-        opener.add_handler(kind(stop, self.timeout, not is_known and not self.is_local))
-        try:
-            request = urllib.request.Request(url, headers=sent)  # noqa: S310, the scheme was checked
-            answer = opener.open(request, timeout=CONNECT_SECONDS)
-        except (OSError, http.client.HTTPException) as error:
-            stop.check()
-            raise _explain(error, target.hostname or "") from None
-        if not isinstance(answer, http.client.HTTPResponse):
-            raise DownloadError(f"{_shown(target.hostname or '')} does not speak HTTP")
-        return answer
+        is_known = self.is_local or target.hostname == self.hub.hostname or target.hostname in self.friends
+        request = self._session().build_request("GET", url, headers=sent)
+        if request.url.host != (target.hostname or ""):
+            raise DownloadError("the hub gives an address that two parsers read differently")
+        request.extensions["trace"] = _Watcher(stop, None if is_known else target.hostname)
+        return request
 
 
-class _Plain(urllib.request.HTTPHandler):
-    def __init__(self, stop: Stop, timeout: float, is_stranger: bool) -> None:
-        super().__init__()
-        self._guard = functools.partial(_guard, stop=stop, timeout=timeout, is_stranger=is_stranger)
+@dataclass(slots=True)
+class _Watcher:
+    """Sees every connection before anything is sent; `stranger` is a host that must be on the public internet."""
 
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(functools.partial(_PlainConnection, guard=self._guard(request=req)), req)
+    stop: Stop
+    stranger: str | None
+    host: str = ""
 
-
-class _Secure(urllib.request.HTTPSHandler):
-    def __init__(self, stop: Stop, timeout: float, is_stranger: bool) -> None:
-        super().__init__(context=_tls())
-        self._guard = functools.partial(_guard, stop=stop, timeout=timeout, is_stranger=is_stranger)
-
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        kind = functools.partial(_SecureConnection, guard=self._guard(request=req))
-        return self.do_open(kind, req, context=_tls())
-
-
-class _PlainConnection(http.client.HTTPConnection):
-    def __init__(self, *arguments: Any, guard: Callable[[socket.socket], None], **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._guard = guard
-
-    def connect(self) -> None:
-        super().connect()
-        self._guard(self.sock)
-
-
-class _SecureConnection(http.client.HTTPSConnection):
-    def __init__(self, *arguments: Any, guard: Callable[[socket.socket], None], **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._guard = guard
-
-    def connect(self) -> None:
-        super().connect()
-        self._guard(self.sock)
-
-
-def _guard(
-    stop: Stop, timeout: float, is_stranger: bool, request: urllib.request.Request
-) -> Callable[[socket.socket], None]:
-    """What is done with a connection before anything is asked through it."""
-    is_proxied = request.host != urlsplit(request.full_url).netloc
-
-    def check(connected: socket.socket) -> None:
-        connected.settimeout(timeout)
-        if is_stranger and not is_proxied:  # by the address it really has, so that DNS cannot tell two stories
-            check_address(connected.getpeername()[0])
-        stop.watch(connected)
-
-    return check
-
-
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    if not context.get_ca_certs():  # some installations of Python come without
-        with contextlib.suppress(ImportError):
-            import certifi
-
-            context.load_verify_locations(certifi.where())
-    return context
+    def __call__(self, event: str, info: Mapping[str, Any]) -> None:
+        if event.endswith("connect_tcp.started"):
+            self.host = info["host"]  # the proxy's, where there is one
+        elif event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            stream = info["return_value"]
+            try:
+                # The address that the socket really has: a name may resolve differently every time.
+                if self.stranger is not None and self.host == self.stranger:
+                    check_address(stream.get_extra_info("socket").getpeername()[0])
+                self.stop.watch(stream.get_extra_info("socket"))
+            except DownloadError:
+                stream.close()
+                raise
 
 
 def _explain(error: Exception, host: str) -> Exception:
-    reason = error.reason if isinstance(error, urllib.error.URLError) else error
-    if isinstance(reason, ssl.SSLCertVerificationError):
+    import httpx2
+
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return DownloadError(
             f"the certificate of {_shown(host)} is not trusted here", "set SSL_CERT_FILE to your network's certificates"
         )
-    if isinstance(reason, TimeoutError):
+    if isinstance(error, httpx2.ReadTimeout):
+        return Broken("no bytes arrive any more")
+    if isinstance(error, httpx2.TimeoutException):
         return Broken(f"{_shown(host)} does not answer")
-    return Broken(f"{_shown(host)} cannot be reached ({type(reason).__name__})")
+    if isinstance(error, httpx2.ConnectError | httpx2.ProxyError):
+        return Broken(f"{_shown(host)} cannot be reached ({type(error).__name__})")
+    return Broken("the connection broke off")
 
 
 def _split(url: str) -> SplitResult:
-    """The parts of a URL that no two parsers can read differently."""
+    """Split a URL that every parser reads alike; raise DownloadError for any other."""
     if not re.fullmatch(r"[\x21-\x7e]{1,8192}", url) or "\\" in url:
-        raise DownloadError("the hub gives an address that is no plain URL")
+        raise DownloadError("the hub gives an address that is not a plain URL")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise DownloadError("the hub gives an address that is no URL") from None
+        raise DownloadError("the hub gives an address that is not a URL") from None
     if "@" in parts.netloc or port == 0:
         raise DownloadError("the hub gives an address with a user name or an impossible port in it")
     return parts
@@ -262,7 +263,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(address: str) -> None:
-    """Refuse what is not on the public internet: this machine, its network, a cloud's inside."""
+    """Raise DownloadError for an address that is not on the public internet: this machine, its network, a cloud's."""
     found = ipaddress.ip_address(address.partition("%")[0])
     found = getattr(found, "ipv4_mapped", None) or found
     if found.version == 4 and found in NAME_ROUTED:
@@ -273,7 +274,7 @@ def check_address(address: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a repository, as the hub declares it: one of the two hashes is there."""
+    """A file of a repository as the hub declares it; it has at least one of the two hashes."""
 
     name: str
     size: int
@@ -281,208 +282,151 @@ class RemoteFile:
     git_sha1: str | None  # of the blob as git counts it
 
 
-class Draft:
-    """A file on its way: its bytes so far, their hashes, and the ETag they came with."""
-
-    def __init__(self, path: Path, file: RemoteFile, stop: Stop) -> None:
-        self.file = file
-        self.path = path
-        self._etag_path = path.with_name(path.name + ".etag")
-        with _writing(path):
-            self._handle = path.open("r+b" if path.exists() else "x+b")
-        self._begin()
-        if os.fstat(self._handle.fileno()).st_size > file.size:
-            self.restart()
-        while chunk := self._handle.read(CHUNK_BYTES):
-            stop.check()
-            self._count(chunk)
-
-    def _begin(self) -> None:
-        self.size = 0
-        self._sha256 = hashlib.sha256()
-        self._git = hashlib.sha1(b"blob %d\0" % self.file.size, usedforsecurity=False)
-
-    def _count(self, chunk: bytes) -> None:
-        self.size += len(chunk)
-        self._sha256.update(chunk)
-        if self.file.sha256 is None:
-            self._git.update(chunk)
-
-    @property
-    def etag(self) -> str | None:
+def fetch(client: Client, url: str, file: RemoteFile, part: Path, stop: Stop, report: Callable[[int], None]) -> None:
+    """Download the rest of a file into `part`, over as many connections as it takes."""
+    failures, best = 0, size_of(part)
+    if not file.size:
+        part.touch()
+    while (size := size_of(part)) != file.size:
         try:
-            return self._etag_path.read_text(encoding="latin-1") or None
-        except OSError:
-            return None
-
-    @etag.setter
-    def etag(self, value: str | None) -> None:
-        with _writing(self._etag_path):
-            self._etag_path.write_text(value or "", encoding="latin-1")
-
-    def restart(self) -> None:
-        self._handle.seek(0)
-        self._handle.truncate()
-        self._begin()
-
-    def write(self, chunk: bytes) -> None:
-        with _writing(self.path):
-            self._handle.write(chunk)
-        self._count(chunk)
-
-    @property
-    def is_complete(self) -> bool:
-        return self.size == self.file.size
-
-    @property
-    def sha256(self) -> str:
-        return self._sha256.hexdigest()
-
-    def is_right(self) -> bool:
-        if self.file.sha256 is not None:
-            return self.is_complete and self.sha256 == self.file.sha256
-        return self.is_complete and self._git.hexdigest() == self.file.git_sha1
-
-    def close(self) -> None:
-        with _writing(self.path):
-            self._handle.close()
-
-    def finish(self, target: Path) -> None:
-        """Give the file its name; what is not what it should be is put aside."""
-        with _writing(self.path):
-            self._handle.flush()
-            os.fsync(self._handle.fileno())
-            self._handle.close()
-            self._etag_path.unlink(missing_ok=True)
-            if self.is_right():
-                self.path.replace(target)
-                return
-            self.path.replace(target.with_name(target.name + ".bad"))
-        raise DownloadError(
-            f"{self.file.name} is not what the hub declares: its hash is another", "fetch it again; it was put aside"
-        )
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Any:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(
-                f"the disk is full while {path.name} is written", "make room and start again; what has arrived is kept"
-            ) from None
-        raise DownloadError(f"{path.name} cannot be written: {error.strerror}") from None
-
-
-def fetch(client: Client, url: str, draft: Draft, stop: Stop, report: Callable[[int], None]) -> None:
-    """Bring the rest of a file, over as many connections as it takes."""
-    failures, best = 0, draft.size
-    while not draft.is_complete:
-        try:
-            _attempt(client, url, draft, stop, report)
-        except (Broken, OSError, http.client.HTTPException) as error:
+            _attempt(client, url, file, part, size, stop, report)
+        except Broken as error:
             stop.check()
-            failures = 1 if draft.size >= best + PROGRESS_BYTES else failures + 1
-            best = max(best, draft.size)
+            failures = 1 if size_of(part) >= best + PROGRESS_BYTES else failures + 1
+            best = max(best, size_of(part))
             if failures >= client.tries:
-                reason = str(error) if isinstance(error, Broken) else _reason(error)
                 raise DownloadError(
-                    f"{draft.file.name} does not arrive: {reason}", "try again later; what has arrived is kept"
+                    f"{file.name} does not arrive: {error}", "try again later; what has arrived is kept"
                 ) from None
-            wait = error.wait if isinstance(error, Broken) and error.wait is not None else None
-            stop.wait(min(MAX_WAIT_SECONDS, client.delay * 2 ** (failures - 1) if wait is None else wait))
+            wait = client.delay * 2 ** (failures - 1) if error.wait is None else error.wait
+            stop.wait(min(MAX_WAIT_SECONDS, wait))
 
 
-def _attempt(client: Client, url: str, draft: Draft, stop: Stop, report: Callable[[int], None]) -> None:
-    headers = {}
-    if draft.size:
-        headers["Range"] = f"bytes={draft.size}-"
-        if draft.etag and not draft.etag.startswith("W/"):
-            headers["If-Range"] = draft.etag
-    with contextlib.closing(client.open(url, headers, stop)) as response:
-        _prepare(response, draft)
-        while chunk := response.read1(CHUNK_BYTES):
-            stop.check()
-            if draft.size + len(chunk) > draft.file.size:
-                draft.restart()
-                raise DownloadError(f"{draft.file.name} is longer than the hub declares")
-            draft.write(chunk)
-            report(draft.size)
-    stop.check()
-    if not draft.is_complete:
-        raise Broken("the connection breaks off")
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
-def _prepare(response: http.client.HTTPResponse, draft: Draft) -> None:
-    """Check that the body which follows is what the draft needs next, or begin anew."""
-    status, name = response.status, draft.file.name
-    if status == 416 and draft.size:
-        draft.restart()
-        raise Broken("the hub does not know the rest of it", 0)
+def _attempt(
+    client: Client, url: str, file: RemoteFile, part: Path, size: int, stop: Stop, report: Callable[[int], None]
+) -> None:
+    if size > file.size:
+        part.unlink()
+        size = 0
+    headers = {"Range": f"bytes={size}-"} if 0 < size < file.size else {}
+    with client.open(url, headers, stop) as response:
+        start = _start(response, file, part, size)
+        with writing_model(part, file.size - start), part.open("ab" if start else "wb") as handle:
+            for chunk in _chunks(response, stop):
+                start += len(chunk)
+                if start > file.size:
+                    handle.truncate(0)
+                    raise DownloadError(f"{file.name} is longer than the hub declares")
+                handle.write(chunk)
+                report(start)
+    if start != file.size:
+        raise Broken("the connection broke off")
+
+
+def _start(response: "httpx2.Response", file: RemoteFile, part: Path, size: int) -> int:
+    """Return the offset of the body that follows; raise Broken or DownloadError if it cannot be used."""
+    status = response.status_code
     if status in _RETRY_STATUS:
         raise Broken(f"the hub answers {status}", _retry_after(response.headers.get("Retry-After")))
     if status in (401, 403):
         raise DownloadError(
-            f"{name} is open only to those who accepted the model's terms",
+            f"{file.name} is restricted to users who accepted the model's terms",
             "accept them on the hub's page of the model, then set HF_TOKEN",
         )
-    if status not in (200, 206):
-        raise DownloadError(f"{name} cannot be fetched: the hub answers {status}")
+    if status not in (200, 206, 416) or (status != 200 and not size):
+        raise DownloadError(f"{file.name} cannot be downloaded: the hub answers {status}")
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise DownloadError(f"{name} comes packed, though it was asked for as it is")
-    etag = response.headers.get("ETag", "")[:1000]
-    if status == 206:
-        found = re.fullmatch(r"bytes (\d{1,18})-\d{1,18}/(\d{1,18}|\*)", response.headers.get("Content-Range", ""))
-        is_same = not draft.etag or not etag or etag == draft.etag
-        if found is None or int(found[1]) != draft.size or found[2] not in ("*", str(draft.file.size)) or not is_same:
-            if not draft.size:
-                raise DownloadError(f"{name} comes in part, though it was asked for whole")
-            draft.restart()
-            raise Broken("the file has changed on the hub", 0)
-        return
-    if draft.size:
-        draft.restart()
-    if response.length is not None and response.length != draft.file.size:
-        raise DownloadError(f"{name} has {response.length:,} bytes; the hub declares {draft.file.size:,}")
-    draft.etag = etag
+        raise DownloadError(f"{file.name} arrives compressed, which was not asked for")
+    if status == 200:
+        length = response.headers.get("Content-Length", "")
+        if re.fullmatch(r"\d{1,18}", length) and int(length) != file.size:
+            raise DownloadError(f"{file.name} has {int(length):,} bytes; the hub declares {file.size:,}")
+        return 0
+    found = re.fullmatch(r"bytes (\d{1,18})-\d{1,18}/(\d{1,18}|\*)", response.headers.get("Content-Range", ""))
+    if status == 416 or found is None or int(found[1]) != size or found[2] not in ("*", str(file.size)):
+        part.unlink()
+        raise Broken("the hub does not have the rest of the file", 0)
+    return size
+
+
+def _chunks(response: "httpx2.Response", stop: Stop) -> Iterator[bytes]:
+    """Yield the body as it arrives, never decompressed; raise Broken where it ends early."""
+    import httpx2
+
+    try:
+        for chunk in response.iter_raw():
+            stop.check()
+            yield chunk
+    except httpx2.TransportError as error:
+        stop.check()
+        raise _explain(error, response.request.url.host) from None
+    stop.check()
+
+
+def verify(path: Path, file: RemoteFile, stop: Stop) -> str:
+    """Return the sha256 of a file that has the declared size and hash; move any other aside and raise."""
+    sha256 = hashlib.sha256()
+    git = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+    with path.open("rb") as handle:
+        while chunk := handle.read(CHUNK_BYTES):
+            stop.check()
+            sha256.update(chunk)
+            if file.sha256 is None:
+                git.update(chunk)
+        os.fsync(handle.fileno())
+    is_right = git.hexdigest() == file.git_sha1 if file.sha256 is None else sha256.hexdigest() == file.sha256
+    if size_of(path) != file.size or not is_right:
+        path.replace(path.with_name(f"{file.name}.bad"))
+        raise WrongHash(f"{file.name} does not have the hash that the hub declares", "download it again")
+    return sha256.hexdigest()
+
+
+@contextlib.contextmanager
+def writing_model(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Turn errors of the file system inside the block into DownloadError."""
+    try:
+        with writing(path, needed):
+            yield
+    except DiskFull as error:
+        raise DownloadDiskFull(error.message, f"{error.remedy}; what has arrived is kept") from None
+    except NotWritable as error:
+        raise DownloadError(error.message, "change its permissions, or set SALA_MODELS_DIR") from None
+    except OSError as error:
+        raise DownloadError(f"{path} cannot be written: {error.strerror}", "set SALA_MODELS_DIR") from None
 
 
 def _retry_after(text: str | None) -> float | None:
     return float(text) if text and re.fullmatch(r"\d{1,6}", text) else None
 
 
-def _reason(error: Exception) -> str:
-    return "no bytes come any more" if isinstance(error, TimeoutError) else "the connection breaks off"
-
-
-def read_answer(client: Client, url: str, max_bytes: int, stop: Stop) -> tuple[int, Message, bytes]:
-    """Status, headers and body of a small answer; one more try if the first breaks."""
-    try:
-        return _read_answer(client, url, max_bytes, stop, retried=_RETRY_STATUS)
-    except (Broken, OSError, http.client.HTTPException) as error:
-        wait = error.wait if isinstance(error, Broken) and error.wait is not None else client.delay
-        stop.wait(min(MAX_WAIT_SECONDS, wait))
-    try:
-        return _read_answer(client, url, max_bytes, stop, retried=frozenset())
-    except (Broken, OSError, http.client.HTTPException) as error:
-        stop.check()
-        reason = str(error) if isinstance(error, Broken) else _reason(error)
-        raise DownloadError(f"the hub does not answer: {reason}", "see whether this machine is online") from None
+def read_answer(client: Client, url: str, max_bytes: int, stop: Stop) -> "tuple[int, httpx2.Headers, bytes]":
+    """Return status, headers and body of a small response; a broken one is asked for once more."""
+    for attempt in (1, 2):
+        try:
+            return _read_answer(client, url, max_bytes, stop, retried=_RETRY_STATUS if attempt == 1 else frozenset())
+        except Broken as error:
+            stop.check()
+            if attempt == 2:
+                raise DownloadError(f"the hub does not answer: {error}", "check that this machine is online") from None
+            stop.wait(min(MAX_WAIT_SECONDS, client.delay if error.wait is None else error.wait))
+    raise AssertionError
 
 
 def _read_answer(
     client: Client, url: str, max_bytes: int, stop: Stop, retried: frozenset[int]
-) -> tuple[int, Message, bytes]:
-    with contextlib.closing(client.open(url, {"Accept": "application/json"}, stop)) as response:
-        if response.status in retried:
-            raise Broken("busy", _retry_after(response.headers.get("Retry-After")))
+) -> "tuple[int, httpx2.Headers, bytes]":
+    with client.open(url, {"Accept": "application/json"}, stop) as response:
+        if response.status_code in retried:
+            raise Broken(f"it answers {response.status_code}", _retry_after(response.headers.get("Retry-After")))
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise DownloadError(f"{client.hub.hostname} answers packed, though that was not asked for")
-        body = response.read(max_bytes + 1)
-        if len(body) > max_bytes:
-            raise DownloadError(f"{client.hub.hostname} answers without end")
-        stop.check()
-        if response.length:
-            raise Broken("the connection breaks off")
-        return response.status, response.headers, body
+            raise DownloadError(f"{client.hub.hostname} answers compressed, which was not asked for")
+        body = bytearray()
+        for chunk in _chunks(response, stop):
+            body += chunk
+            if len(body) > max_bytes:
+                raise DownloadError(f"{client.hub.hostname} sends more than {max_bytes >> 20} MiB of metadata")
+        return response.status_code, response.headers, bytes(body)

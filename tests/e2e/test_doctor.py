@@ -11,6 +11,7 @@ from sala.backends.torch import selftest
 from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.selftest import Check, Trial, check, checks
 from sala.cli import doctor, run
+from sala.errors import install_command
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_warnings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytes
     for words in ("install g++ or clang++", "of memory are free", "of disk are free", "run: sala setup"):
         assert words in out
     assert "there are no kernels here to be tested" in out
-    assert "not put together yet" in out
+    assert "not assembled yet" in out
 
 
 def test_a_model_that_is_not_there(few: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +105,6 @@ def test_a_torch_that_does_not_work(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_gpu_without_triton() -> None:
-    use = {"has_native": True, "no_triton": "Triton is not installed: pip install 'minicpm-sala[cuda]'"}
-    assert "minicpm-sala[cuda]" in "".join(doctor._use_warnings(use, [{}]))
+    use = {"has_native": True, "no_triton": f"Triton is not installed: {install_command('cuda')}"}
+    assert install_command("cuda") in "".join(doctor._use_warnings(use, [{}]))
     assert triton_kernels.why_not(torch.device("cpu"))

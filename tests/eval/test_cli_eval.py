@@ -12,7 +12,7 @@ import pytest
 
 from sala import cli
 from sala.cli.progress import duration
-from sala.errors import MissingExtra
+from sala.errors import MissingExtra, install_command
 from sala.lab.bench import plots
 from sala.lab.report.record import Record
 from tests.eval.test_tasks import copy_with_thoughts
@@ -125,7 +125,7 @@ def test_without_matplotlib(
 
     monkeypatch.setattr(plots, "need_matplotlib", missing)
     assert cli.run([*NEEDLE, "-m", str(tiny), "--plot", "run.png"]) == 1
-    assert "pip install 'minicpm-sala[eval]'" in capsys.readouterr().err
+    assert install_command("eval") in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert cli.run([*NEEDLE, "-m", str(tiny)]) == 0
     assert "there will be no picture" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sala import LLM
-from sala.errors import MissingExtra
+from sala.errors import MissingExtra, install_command
 from sala.lab.finetune.dialogues import BadData, Reading
 from sala.lab.finetune.options import FinetuneOptions
 from sala.lab.finetune.preference import load_preferences
@@ -111,7 +111,7 @@ def test_our_own_files_are_fine(reading: Reading) -> None:
 def test_a_library_that_is_missing_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sala.lab.finetune.run.find_spec", lambda name: None if name == "trl" else name)
     options = FinetuneOptions(model="m", train=tmp_path / "a", output=tmp_path / "b", objective="dpo")
-    with pytest.raises(MissingExtra, match=re.escape("pip install 'minicpm-sala[train]'")):
+    with pytest.raises(MissingExtra, match=re.escape(install_command("train"))):
         need_libraries(options)
     need_libraries(FinetuneOptions(model="m", train=tmp_path / "a", output=tmp_path / "b"))
 

@@ -1,6 +1,7 @@
 """The parts of the vLLM plug-in that need no vLLM: where things lie in its blocks, and who may share a prefix."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_prefill
 from sala.backends.torch.ops.sparse import pool_keys
 from sala.config import SparseConfig
-from sala.errors import ConfigError, MissingExtra
+from sala.errors import ConfigError, MissingExtra, install_command
 from sala.plugins import vllm
 from sala.plugins.vllm.memory import Layout, Row, advance_states, plan_step
 from sala.plugins.vllm.regime import SPARSE_KEY, block_keys
@@ -29,7 +30,7 @@ def test_import_is_free() -> None:
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
 def test_register_says_what_is_missing() -> None:
-    with pytest.raises(MissingExtra, match=r"vllm is not installed; run: pip install 'minicpm-sala\[vllm\]'"):
+    with pytest.raises(MissingExtra, match=re.escape(f"vllm is not installed; run: {install_command('vllm')}")):
         vllm.register()
 
 

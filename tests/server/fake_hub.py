@@ -70,9 +70,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         path = unquote(urlsplit(self.path).path)
         self.hub.seen.append(Seen(self.path, {key.lower(): value for key, value in self.headers.items()}))
-        if path.startswith("/api/models/"):
+        if path.startswith("/api/v1/models/"):
+            self._answer_modelscope(path)
+        elif path.startswith("/api/models/"):
             self._answer_listing(self.path)
-        elif path.startswith((f"/{self.hub.repo_id}/resolve/{self.hub.commit}/", "/cdn/")):
+        elif path.startswith((f"/{self.hub.repo_id}/resolve/{self.hub.commit}/", "/cdn/", "/models/")):
             self._answer_file(path.rpartition("/")[2], is_cdn=path.startswith("/cdn/"))
         else:
             self._send(404, b"{}")
@@ -97,6 +99,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(hub.status, b'{"error": "no"}', X_Error_Code=hub.error_code)
         else:
             self._send(200, json.dumps(hub.listing()).encode())
+
+    def _answer_modelscope(self, path: str) -> None:
+        assert path == f"/api/v1/models/{self.hub.repo_id}/repo/files"
+        files = [
+            {"Path": name, "Size": len(data), "Sha256": hashlib.sha256(data).hexdigest(), "Type": "blob"}
+            for name, data in self.hub.files.items()
+        ]
+        files.append({"Path": "folder", "Size": 0, "Type": "tree"})
+        self._send(200, json.dumps({"Code": 200, "Data": {"Files": files}, "Success": True}).encode())
 
     def _answer_file(self, name: str, is_cdn: bool) -> None:
         hub, data = self.hub, self.hub.files.get(name)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from sala.models.hub import PARTIAL
+from sala.models.download import PARTIAL
 from tests.server.conftest import Puppet, Server, read_events, wait_for
 from tests.server.fake_hub import COMMIT, FakeHub, serve
 from tests.server.live import read_answer, request

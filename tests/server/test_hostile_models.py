@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sala.models.hub import PARTIAL, REGISTRY
+from sala.models.download import PARTIAL, REGISTRY
 from tests.server.conftest import Server, wait_for
 from tests.server.fake_hub import FakeHub, serve, tree
 
@@ -232,7 +232,7 @@ def test_spoiled_weights_are_refused_without_taking_memory(
 WITHOUT_ASSERTS = """
 import sys
 from pathlib import Path
-from sala.models.hub import pull
+from sala.models.download import pull
 from sala.checkpoint.reader import Checkpoint
 from sala.errors import SalaError
 from sala.models.catalog import Library

@@ -14,6 +14,7 @@ import pytest
 from sala.checkpoint.random import RELEASED, TINY
 from sala.cli import run
 from sala.config import SalaConfig
+from sala.errors import install_command
 
 FOREIGN = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -223,7 +224,7 @@ def test_missing_engine(refuse, released: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("sglang") is not None:
         pytest.skip("sglang is installed here")
     said = refuse("--engine", "sglang", "-m", str(released))
-    assert said == "sala: sglang is not installed; run: pip install 'minicpm-sala[sglang]'\n"
+    assert said == f"sala: sglang is not installed; run: {install_command('sglang')}\n"
 
 
 def test_plugins_that_leave_ours_out(show, refuse, released: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import pytest
 from sala.checkpoint.writer import write_weights
 from sala.errors import InputError, ModelNotFound, SalaError
 from sala.models.catalog import Downloads, Job, Library, embedded_folder
-from sala.models.hub import PARTIAL, REGISTRY, AlreadyThere, Busy, Hub, hold, pull
+from sala.models.download import PARTIAL, REGISTRY, hold, pull
+from sala.models.hub import AlreadyThere, Busy, Hub
 from tests.server.fake_hub import COMMIT, TOKEN, FakeHub, serve, tree
 
 HOSTILE = [
@@ -233,7 +234,7 @@ def test_jobs_that_fail_say_why(fake: FakeHub, tmp_path: Path) -> None:
     fake.faults["model.safetensors"] = ("wrong", 1)
     job = wait(downloads, downloads.start("org/model").id)
     assert job.status == "failed"
-    assert "its hash is another" in str(job.error)
+    assert "does not have the hash" in str(job.error)
     assert Library(tmp_path / "models").list() == []
     for job in downloads.list():
         assert TOKEN not in repr(job)

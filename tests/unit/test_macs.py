@@ -10,6 +10,7 @@ from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.random import RELEASED
 from sala.cli import doctor, run
 from sala.cli.estimate import MAC_CHUNK, MAC_TILE, MACS
+from sala.errors import install_command
 
 GIB = 1 << 30
 
@@ -74,6 +75,6 @@ def test_doctor_on_a_mac() -> None:
 def test_doctor_misses_mlx_on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert "minicpm-sala[mlx]" in next(iter(doctor._mlx_warnings(None)))
+    assert install_command("mlx") in next(iter(doctor._mlx_warnings(None)))
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert list(doctor._mlx_warnings(None)) == []

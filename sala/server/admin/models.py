@@ -226,7 +226,7 @@ async def delete_model(request: Request, model_id: ModelId) -> Any:
         raise _not_found() from None
     except Busy:
         raise ApiError(409, "someone else is at work on that model", code="model_busy") from None
-    note = "it is put together again when it is asked for" if entry is not None and entry.id == EMBEDDED else None
+    note = "it is assembled again when it is used" if entry is not None and entry.id == EMBEDDED else None
     return {"id": model_id if entry is None else entry.id, "note": note}
 
 

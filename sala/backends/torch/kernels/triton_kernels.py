@@ -5,6 +5,8 @@ import importlib.util
 
 import torch
 
+from sala.errors import install_command
+
 LEAST = (8, 0)  # the first with asynchronous copies and bf16 tensor cores
 
 
@@ -22,5 +24,5 @@ def why_not(device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < LEAST:
         return f"the GPU is older than the kernels need (compute capability {LEAST[0]}.{LEAST[1]})"
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install 'minicpm-sala[cuda]'"
+        return f"Triton is not installed: {install_command('cuda')}"
     return None

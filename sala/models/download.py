@@ -1,0 +1,302 @@
+"""Download a model: fetch its files in parallel, verify sizes and hashes, then publish the directory.
+
+On huggingface.co large files come through hf-xet; elsewhere, and where that fails, over HTTP, where a killed download
+resumes inside a file. With hf-xet an interrupted file starts over; finished files are kept either way.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sala.checkpoint.reader import INDEX_FILE, MAX_HEADER_BYTES, Checkpoint
+from sala.errors import CheckpointError, DiskFull, check_space
+from sala.models.hub import AlreadyThere, Busy, Hub, Listing, check_revision, find_cached, folder_name
+from sala.models.transfer import (
+    Cancelled,
+    DownloadDiskFull,
+    DownloadError,
+    RemoteFile,
+    Stop,
+    WrongHash,
+    fetch,
+    size_of,
+    verify,
+    writing_model,
+)
+
+PARTIAL = ".partial"
+REGISTRY = ".sala.json"
+XET_FOLDER = "xet"
+HEADROOM = 1.05
+WORKERS = 4  # files at a time
+REPORT_SECONDS = 0.1
+Progress = Callable[[str, int, int], None]
+Note = Callable[[str], None]
+
+
+def pull(
+    directory: Path,
+    repo_id: str,
+    revision: str | None = None,
+    hub: Hub | None = None,
+    on_progress: Progress = lambda *_: None,
+    note: Note = lambda _: None,
+    stop: Stop | None = None,
+) -> Path:
+    """Download a model and return its directory.
+
+    `on_progress(file, done, total)` is called once for every file at first, then for its bytes, from several threads.
+    """
+    stop, folder = stop or Stop(), folder_name(repo_id)
+    if revision is not None:
+        check_revision(revision)
+    if find_cached(repo_id, revision) is not None:
+        raise AlreadyThere(f"{repo_id} is in the Hugging Face cache already", "it is used from there")
+    hub = hub or Hub()
+    with hold(directory, folder):
+        target = directory / folder
+        if target.exists() or target.is_symlink():
+            raise AlreadyThere(f"{repo_id} is there already", f"for another revision first: sala rm {repo_id}")
+        listing = hub.look_up(repo_id, revision, stop)
+        if listing.skipped:
+            names = ", ".join(listing.skipped[:5]) + (", …" if len(listing.skipped) > 5 else "")
+            note(f"left out, because it can run code: {names}")
+        draft = directory / PARTIAL / f"{folder}@{listing.commit}"
+        with writing_model(draft):
+            draft.mkdir(exist_ok=True)
+        _check_space(draft, listing)
+        hashes = _Transfer(hub, listing, draft, revision, on_progress, note, stop.fork()).run()
+        _check_whole(draft)
+        _publish(draft, target, listing, hashes)
+        for old in find_partials(directory, folder):
+            shutil.rmtree(old, ignore_errors=True)
+        return target
+
+
+@contextlib.contextmanager
+def hold(directory: Path, folder: str) -> Iterator[None]:
+    """Keep every other thread and process from changing the model inside the block; raise Busy if one does."""
+    from filelock import FileLock, Timeout
+
+    place = directory / PARTIAL
+    with writing_model(place):
+        place.mkdir(parents=True, exist_ok=True)
+        if place.is_symlink() or not place.is_dir():
+            raise DownloadError(f"{PARTIAL} in the models directory must be a directory", "move it away")
+        lock = FileLock(place / f"{folder}.lock", timeout=0, thread_local=False)
+        try:
+            lock.acquire()
+        except (Timeout, RuntimeError):  # the latter if this very thread holds it
+            raise Busy(f"{folder} is being downloaded or removed", "wait until that has ended") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def find_partials(directory: Path, folder: str) -> list[Path]:
+    """Return the directories of unfinished downloads of a model."""
+    place = directory / PARTIAL
+    if place.is_symlink() or not place.is_dir():
+        return []
+    wanted = re.compile(re.escape(folder) + r"@[0-9a-f]{40,64}")
+    return [path for path in place.iterdir() if wanted.fullmatch(path.name) and not path.is_symlink() and path.is_dir()]
+
+
+def _check_space(draft: Path, listing: Listing) -> None:
+    needed = int(sum(file.size - _size_there(draft, file) for file in listing.files) * HEADROOM)
+    try:
+        check_space(draft.parents[1], needed, listing.repo_id)
+    except DiskFull as error:
+        raise DownloadDiskFull(error.message, "free some space, or set SALA_MODELS_DIR to a larger disk") from None
+
+
+def _size_there(draft: Path, file: RemoteFile) -> int:
+    return min(max(size_of(draft / file.name), size_of(draft / f"{file.name}.part")), file.size)
+
+
+@dataclass(slots=True)
+class _Reporter:
+    """Reports the progress of a file at most ten times a second."""
+
+    on_progress: Progress
+    file: RemoteFile
+    told: float = field(default=0.0)
+
+    def __call__(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self.told >= REPORT_SECONDS or done == self.file.size:
+            self.told = now
+            self.on_progress(self.file.name, done, self.file.size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """The download of a listing into a directory, a few files at a time."""
+
+    hub: Hub
+    listing: Listing
+    draft: Path
+    revision: str | None
+    on_progress: Progress
+    note: Note
+    stop: Stop
+
+    def run(self) -> dict[str, str]:
+        """Return the sha256 of every file; all of them are verified and have their names."""
+        for file in self.listing.files:
+            self.on_progress(file.name, _size_there(self.draft, file), file.size)
+        weights = [file for file in self.listing.files if file.name.endswith(".safetensors")]
+        hashes = self._fetch([file for file in self.listing.files if file not in weights])
+        if INDEX_FILE in hashes:
+            _check_index(self.draft / INDEX_FILE, {file.name for file in self.listing.files})
+        return hashes | self._fetch(weights)
+
+    def _fetch(self, files: Sequence[RemoteFile]) -> dict[str, str]:
+        with ThreadPoolExecutor(WORKERS, thread_name_prefix="download") as pool:
+            tasks = {pool.submit(self._fetch_one, file): file.name for file in files}
+            try:
+                return {tasks[task]: task.result() for task in as_completed(tasks)}
+            except BaseException:
+                self.stop.set()
+                raise
+
+    def _fetch_one(self, file: RemoteFile) -> str:
+        target, part = self.draft / file.name, self.draft / f"{file.name}.part"
+        with writing_model(part, file.size):
+            if target.exists():  # finished before: it is verified again like any other
+                target.replace(part)
+            is_resumed = size_of(part) > 0
+            try:
+                sha256 = self._bring(file, part)
+            except WrongHash:
+                if not is_resumed:
+                    raise
+                sha256 = self._bring(file, part)  # what was there before was wrong: begin anew
+            part.replace(target)
+        return sha256
+
+    def _bring(self, file: RemoteFile, part: Path) -> str:
+        report = _Reporter(self.on_progress, file)
+        if not (self.hub.has_xet and file.sha256 and not size_of(part) and self._fetch_by_xet(file, part, report)):
+            fetch(self.hub.client, self.hub.file_url(self.listing, file, self.revision), file, part, self.stop, report)
+        sha256 = verify(part, file, self.stop)
+        report(file.size)
+        return sha256
+
+    def _fetch_by_xet(self, file: RemoteFile, part: Path, report: _Reporter) -> bool:
+        """Return whether hf-xet brought the file; HTTP is tried where it did not."""
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils._xet import abort_xet_session
+
+        try:
+            with self.stop.calling(abort_xet_session):
+                path = hf_hub_download(
+                    self.listing.repo_id, file.name, revision=self.listing.commit, endpoint=self.hub.client.url,
+                    local_dir=self.draft / XET_FOLDER, token=self.hub.token or False,
+                    tqdm_class=_progress_class(file, self.stop, report),
+                )  # fmt: skip
+            Path(path).replace(part)
+            return True
+        except Cancelled:
+            raise
+        except Exception as error:  # hf-xet raises RuntimeError, huggingface_hub HTTP errors and OSError
+            self.stop.check()
+            self.note(f"{file.name}: Xet failed ({type(error).__name__}), downloading over HTTP")
+            return False
+
+
+def _progress_class(file: RemoteFile, stop: Stop, report: _Reporter) -> Any:
+    """Return a class that huggingface_hub uses in place of a tqdm bar."""
+
+    class Bar:
+        def __init__(self, *_: object, total: int | None = None, initial: int = 0, **__: object) -> None:
+            self.total, self.done = total, initial
+
+        def update(self, count: float | None = 1) -> None:
+            stop.check()
+            self.done += int(count or 0)
+            report(max(0, min(self.done, file.size - 1)))  # the last byte counts when the hash is verified
+
+        def update_transfer(self, count: float | None = 1) -> None:
+            stop.check()
+
+        def close(self, *_: object, **__: object) -> None:
+            """Do nothing: the file's own progress goes on."""
+
+        set_postfix_str = set_transfer_postfix_str = refresh = close
+
+        def __enter__(self) -> "Bar":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.close()
+
+    return Bar
+
+
+def _check_index(path: Path, names: set[str]) -> None:
+    """Raise DownloadError unless the index places all weights in files of the repository."""
+    try:
+        if path.stat().st_size > MAX_HEADER_BYTES:
+            raise ValueError
+        shards = set(json.loads(path.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise DownloadError(f"{INDEX_FILE} has no weight_map", "do not use this model") from None
+    for shard in shards:
+        if not isinstance(shard, str) or shard not in names or not shard.endswith(".safetensors"):
+            raise DownloadError(
+                f"{INDEX_FILE} places weights in {str(shard)[:100]!r}, which is not a file of the model",
+                "do not use this model",
+            )
+
+
+def _check_whole(draft: Path) -> None:
+    try:
+        config = json.loads((draft / "config.json").read_bytes())
+        Checkpoint(draft).close()
+    except CheckpointError as error:
+        raise DownloadError(error.message.replace(f"{draft}/", ""), "the model is damaged on the hub") from None
+    except (ValueError, RecursionError):
+        raise DownloadError("config.json is not JSON", "the model is damaged on the hub") from None
+    if not isinstance(config, dict):
+        raise DownloadError("config.json is not a JSON object", "the model is damaged on the hub")
+
+
+def _publish(draft: Path, target: Path, listing: Listing, hashes: Mapping[str, str]) -> None:
+    """Write the registry, remove files that are not part of the model, and give the directory its name."""
+    with writing_model(target):
+        for path in draft.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in hashes:
+                path.unlink()
+        files = {file.name: {"size": file.size, "sha256": hashes[file.name]} for file in listing.files}
+        write_registry(draft, listing.repo_id, listing.commit, time.time(), files)
+        draft.rename(target)
+        if os.name == "posix":
+            descriptor = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def write_registry(
+    directory: Path, repo_id: str | None, revision: str | None, downloaded_at: float | None, files: Mapping[str, Any]
+) -> None:
+    record = {"repo_id": repo_id, "revision": revision, "downloaded_at": downloaded_at, "files": dict(files)}
+    draft = directory / (REGISTRY + ".part")
+    with draft.open("w", encoding="utf-8") as handle:
+        handle.write(json.dumps(record, indent=2) + "\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+    draft.replace(directory / REGISTRY)
