@@ -14,6 +14,7 @@ from sala.lab.train.halo.source import import_dense
 from sala.lab.train.models import load_for_training
 from sala.lab.train.needles import NeedleRows, wrap_of
 from sala.lab.train.probe import Probe, read_cases
+from sala.lab.train.reading import ReadingRows, ReadingTable
 from sala.lab.train.steps import MixedSteps, Part, needle_row, text_row
 from sala.lab.train.written import WeightedRow
 from sala.text.tokenizer import Tokenizer
@@ -77,7 +78,7 @@ def test_needles_in_the_tokenizers_own_template(tiny: Path) -> None:
     end = text[text.index("B") + 1 :]
     assert text.startswith(wrap.before + "A")
     assert text.endswith((wrap.again or "") + "C" + wrap.after)
-    assert end.startswith("<|im_end|>")
+    assert end == "<|im_end|>" + (wrap.again or "") + "C" + wrap.after
     documents = [" ".join(f"Sentence number {at} of text {n}." for at in range(120)) for n in range(12)]
 
     def encode(said: str) -> list[int]:
@@ -87,6 +88,29 @@ def test_needles_in_the_tokenizers_own_template(tiny: Path) -> None:
     row = NeedleRows(makers, 2048, 2, 1, 0, 5)(1)
     assert tokenizer.decode(row.tokens.tolist(), skip_special=False).startswith(wrap.before)
     assert row.answer.any()
+
+
+def test_questions_on_passages(tiny: Path) -> None:
+    tokenizer, model = Tokenizer.load(tiny), Path(__file__).parents[2] / "models" / "smol-sala"
+    table = ReadingTable.load(model / "reading.toml", model / "prompts.toml")
+    documents = [
+        "\n\n".join(f"This is paragraph number {at} of text number {n}." for at in range(90)) for n in range(4)
+    ]
+
+    def encode(said: str) -> list[int]:
+        return tokenizer.encode(said, bos=False, parse_special=True)
+
+    rows = ReadingRows(table, documents, encode, wrap_of(tokenizer), 259, 6000, 2, 3, 5)
+    for index in range(6):
+        row = rows(index)
+        text = tokenizer.decode(row.tokens.tolist(), skip_special=False)
+        first = np.flatnonzero(row.answer)
+        answers = tokenizer.decode(row.tokens[first].tolist()).rstrip(".").split(".")
+        assert text.startswith(wrap_of(tokenizer).before)
+        assert "{" not in text
+        assert all(any(word in text[: text.index("assistant\n")] for word in answer.split()) for answer in answers)
+        assert (row.tokens[first[-1]] == 259).all()
+        assert not (row.learn & row.answer).any()
 
 
 def test_the_probe(tmp_path: Path) -> None:

@@ -19,9 +19,8 @@ def wrap_of(tokenizer: Tokenizer) -> Wrap:
 
     before, _, after = text("QUESTION").partition("QUESTION")
     _, _, rest = text("FIRST", "ANSWER", "SECOND").partition("ANSWER")
-    between = rest.partition("SECOND")[0]
-    end = after[: next((at for at in range(len(after)) if not between.startswith(after[: at + 1])), len(after))]
-    return Wrap(before, after, between.removeprefix(end.rstrip("\n")))
+    between = tokenizer.encode(rest.partition("SECOND")[0], bos=False, parse_special=True)
+    return Wrap(before, after, tokenizer.decode(between[1:], skip_special=False))  # an answer has its end mark itself
 
 
 class NeedleRows:

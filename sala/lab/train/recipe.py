@@ -20,13 +20,14 @@ class Source:
 
     text: JSONL (`field` of each line), plain text, or a Hugging Face dataset; chat: `messages` of each line, loss on
     the assistant's words alone; samples: the free text that a `sample` stage wrote; dialogues: the dialogues that it
-    wrote, one per row; needle: made up while training.
+    wrote, one per row; needle: facts hidden in the texts of `path`; reading: passages of `table` hidden in them, with
+    questions on them.
 
     With `rows`, every step holds exactly so many rows of this source, of `seq_len` tokens: the stage then mixes rows
     of several lengths in every step. Without it, rows are shared out by `weight`.
     """
 
-    kind: Literal["text", "chat", "samples", "dialogues", "needle"] = "text"
+    kind: Literal["text", "chat", "samples", "dialogues", "needle", "reading"] = "text"
     path: str = ""
     dataset: str = ""
     split: str = "train"
@@ -36,6 +37,8 @@ class Source:
     num_keys: int = 4  # needle: at most so many hidden facts that are alike, of which some are asked for
     num_topics: int = 1  # needle: at most so many such groups of facts in one row
     truth: float = 0.0  # text, samples: the share of the text's own words in what a distil stage learns from a teacher
+    table: str = ""  # reading, and a third of a needle source's rows: passages with questions and answers
+    lists: str = ""  # with table: the table of prompts whose lists fill the passages' slots
     rows: int = 0  # rows in every step
     seq_len: int = 0  # their length; 0: the stage's
     shortest: int = 0  # dialogues: only those of more tokens

@@ -14,6 +14,7 @@ from sala.lab.train.data import LineRows, Mixture, Row, line_of, read_documents
 from sala.lab.train.halo.sample import TEXT_END
 from sala.lab.train.needles import NeedleRows, wrap_of
 from sala.lab.train.processes import one_ahead
+from sala.lab.train.reading import ReadingRows, ReadingTable
 from sala.lab.train.recipe import Learning, SampleStage, Source
 from sala.lab.train.steps import MixedSteps, Part, RowMaker, needle_row, text_row
 from sala.lab.train.written import DialogueRows, Written, to_line
@@ -21,6 +22,8 @@ from sala.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from sala.lab.train.pipeline import Run
+
+READING_EVERY = 3  # of the rows of a needle source with a table, every third asks about passages
 
 
 def is_mixed(stage: Learning) -> bool:
@@ -60,7 +63,7 @@ def _maker(run: "Run", stage: Learning, source: Source, tokenizer: Tokenizer, st
         written = _written(run, source)
         return DialogueRows(written, length, _eos(start), seed, source.shortest)
     rows = _rows_of(run, stage, source, tokenizer, start)
-    if source.kind == "needle":
+    if source.kind in ("needle", "reading"):
         return lambda index: needle_row(rows(index), source.answer_share)
     return lambda index: text_row(rows(index))
 
@@ -76,10 +79,16 @@ def _eos(start: Path) -> int:
 
 def _rows_of(run: "Run", stage: Learning, source: Source, tokenizer: Tokenizer, start: Path) -> Callable[[int], Row]:
     eos, seed, length = _eos(start), _seed(run, stage), _length(stage, source)
+    if source.kind == "reading":
+        return _reading(run, source, tokenizer, length, eos, seed)
     if source.kind == "needle":
         wraps = [CHATML, wrap_of(tokenizer)] if source.has_system else [CHATML]
         makers = needle_makers(run, tokenizer, source.path, source.max_documents, wraps)
-        return NeedleRows(makers, length, source.num_keys, source.num_topics, eos, seed)
+        needles = NeedleRows(makers, length, source.num_keys, source.num_topics, eos, seed)
+        if not source.table:
+            return needles
+        passages = _reading(run, source, tokenizer, length, eos, seed)
+        return lambda index: passages(index) if index % READING_EVERY == 2 else needles(index)
     text_end = tokenizer.token_id(TEXT_END)
     end = eos if text_end is None or not source.rows else text_end
     if source.kind in ("samples", "dialogues"):
@@ -92,6 +101,15 @@ def _rows_of(run: "Run", stage: Learning, source: Source, tokenizer: Tokenizer, 
         source, tokenizer, end, run.base, cache, lambda name, n: run.note(stage.name, f"reading {name}: {n:,}")
     )
     return LineRows(line, length, seed, source.truth)
+
+
+def _reading(run: "Run", source: Source, tokenizer: Tokenizer, length: int, end: int, seed: int) -> ReadingRows:
+    table = ReadingTable.load(run.base / source.table, run.base / source.lists)
+    documents = list(read_documents(Source(path=source.path), run.base))[: source.max_documents]
+    encode = partial(tokenizer.encode, bos=False, parse_special=True)
+    return ReadingRows(
+        table, documents, encode, wrap_of(tokenizer), end, length, source.num_keys, source.num_topics, seed
+    )
 
 
 def _written(run: "Run", source: Source) -> Written:

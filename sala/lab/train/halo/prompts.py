@@ -83,7 +83,7 @@ class PromptTable:
             for _ in range(_TRIES):
                 template = kind.templates[int(rng.integers(len(kind.templates)))]
                 names: dict[str, str] = {}
-                turns = tuple(_AN.sub(r"\1n ", self._fill(turn, names, rng)) for turn in template)
+                turns = tuple(self.fill(turn, names, rng) for turn in template)
                 is_held_out = held_out is not None and (
                     any(turn in held_out for turn in turns) or " ".join(turns) in held_out
                 )
@@ -91,6 +91,10 @@ class PromptTable:
                     seen.add(turns)
                     yield Prompt(kind.name, turns)
                     break
+
+    def fill(self, text: str, names: dict[str, str], rng: np.random.Generator) -> str:
+        """Return the text with all slots filled; `names` are remembered values, and are added to."""
+        return _AN.sub(r"\1n ", self._fill(text, names, rng))
 
     def _fill(self, text: str, names: dict[str, str], rng: np.random.Generator) -> str:
         def one(match: re.Match[str]) -> str:
