@@ -1,9 +1,9 @@
-"""The model by hand: load it, keep its caches, run tokens, draw one. For those who want to own the loop.
+"""The low-level API: load the torch model, keep its caches, run tokens, sample. For code that runs the loop itself.
 
 >>> model = load_model("path/to/MiniCPM-SALA")
 >>> caches = create_layer_caches(model)
 >>> logits = forward(model, [1, 2, 3], caches)
->>> token = sample(logits[-1], temperature=0.7)
+>>> token = sample(logits, temperature=0.7)
 """
 
 from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LayerCaches:
-    """The past of one sequence, all layers; `length` tokens so far."""
+    """The KV cache and recurrent states of one sequence, all layers; `length` tokens so far."""
 
     hybrid: "HybridCache"
     max_tokens: int
@@ -32,17 +32,17 @@ class LayerCaches:
 
 
 def get_model_args(model_dir: str | Path) -> SalaConfig:
-    """The configuration of a checkpoint."""
+    """Return the configuration of a checkpoint."""
     return SalaConfig.load(model_dir)
 
 
 def load_tokenizer(model_dir: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint."""
+    """Return the tokenizer of a checkpoint."""
     return Tokenizer.load(model_dir)
 
 
 def load_model(model_dir: str | Path, device: str = "auto", dtype: str = "auto") -> "SalaModel":
-    """The torch model with its weights."""
+    """Return the torch model with its weights."""
     from sala.backends.torch import loader
     from sala.checkpoint.reader import Checkpoint
 
@@ -54,7 +54,7 @@ def load_model(model_dir: str | Path, device: str = "auto", dtype: str = "auto")
 
 
 def create_layer_caches(model: "SalaModel", max_tokens: int = 8192) -> LayerCaches:
-    """Empty caches for one sequence of at most `max_tokens` tokens."""
+    """Return empty caches for one sequence of at most `max_tokens` tokens."""
     from sala.backends.torch.cache import HybridCache
 
     weight = model.model.norm.weight
@@ -63,7 +63,7 @@ def create_layer_caches(model: "SalaModel", max_tokens: int = 8192) -> LayerCach
 
 
 def forward(model: "SalaModel", tokens: Sequence[int], caches: LayerCaches) -> "Tensor":
-    """Run tokens on top of the caches → logits of every one of them, [len(tokens), vocab] in fp32.
+    """Run tokens on top of the caches. Return the logits after each of them, [len(tokens), vocab] in float32.
 
     The first call is the prompt: its length decides between dense and sparse attention, as it does in `LLM`.
     """
@@ -88,9 +88,9 @@ def forward(model: "SalaModel", tokens: Sequence[int], caches: LayerCaches) -> "
 
 
 def sample(logits: "Tensor", temperature: float = 0.7, seed: int | None = None, position: int = 0) -> int:
-    """Draw a token from logits [vocab]; temperature 0 takes the most probable one.
+    """Sample a token from logits [vocab]; of logits [T, vocab] the last row counts. Temperature 0 is greedy.
 
-    With a seed the draw is repeatable: it depends on the seed and on `position`, which should differ from step to step.
+    With a seed the result is repeatable: it depends on the seed and on `position`, which should differ between steps.
     """
     import secrets
 
@@ -98,19 +98,19 @@ def sample(logits: "Tensor", temperature: float = 0.7, seed: int | None = None, 
     from sala.protocol import Row, Sampling
 
     sampling = Sampling(temperature=temperature, seed=secrets.randbits(63) if seed is None else seed)
-    return draw(logits, Row((), position, (), 0, 0, sampling)).token
+    return draw(logits if logits.ndim == 1 else logits[-1], Row((), position, (), 0, 0, sampling)).token
 
 
 def is_stop_token(token: int, stop: SalaConfig | Collection[int]) -> bool:
-    """Whether a token ends the answer, by the configuration or by a collection of stop ids."""
+    """Return whether a token ends the answer, by the configuration or by a collection of stop ids."""
     return token in (stop.eos_token_id if isinstance(stop, SalaConfig) else stop)
 
 
 def format_chat_prompt(system: str, user: str) -> str:
-    """One question in the model's chat format; an empty system prompt is left out.
+    """Return one question in the model's chat format; an empty system prompt is left out.
 
-    The result is text: encode it with `parse_special=True` and no BOS. Prefer `Tokenizer.encode_chat`, which keeps
-    special tokens that somebody wrote into `user` from taking effect.
+    The result is text: encode it with `parse_special=True` and no BOS. Prefer `Tokenizer.encode_chat`, in which special
+    tokens spelt out in `user` have no effect.
     """
     opening = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
     return f"{opening}<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
