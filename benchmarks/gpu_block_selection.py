@@ -16,9 +16,11 @@ import triton
 from torch import Tensor
 
 from sala.backends.torch.cache import KVPages
-from sala.backends.torch.kernels import block_selection, pooling
-from sala.backends.torch.kernels.block_selection import ScoreConfig, TopConfig
-from sala.backends.torch.ops.sparse import block_scores, pool_keys, select_blocks, top_blocks, window_scores
+from sala.backends.torch.kernels import block_scores, block_selection, pooling, top_blocks
+from sala.backends.torch.kernels.attention import shared_memory
+from sala.backends.torch.kernels.block_scores import ScoreConfig
+from sala.backends.torch.kernels.top_blocks import TopConfig
+from sala.backends.torch.ops import sparse as ops
 from sala.config import SparseConfig
 
 SPARSE = SparseConfig()
@@ -101,7 +103,7 @@ def pooled_pages(keys: Tensor, sparse: SparseConfig) -> tuple[Tensor, Tensor, Te
         rows = keys.new_full((groups, num_blocks * per_page, dim), float("nan"))
         first = sparse.kernel_size // sparse.kernel_stride - 1
         for group in range(groups):
-            mean = pool_keys(keys[:, group][None], factor * sparse.kernel_size, factor * sparse.kernel_stride)[0]
+            mean = ops.pool_keys(keys[:, group][None], factor * sparse.kernel_size, factor * sparse.kernel_stride)[0]
             rows[group, first : first + len(mean)] = mean
         pool = keys.new_full((groups, num_blocks + 5, per_page, dim), float("nan"))
         pool[:, table] = rows.unflatten(1, (num_blocks, per_page))
@@ -174,9 +176,9 @@ def check_prefill() -> None:
                 got = block_selection.select_prefill(q, k1, k2, table, start, sparse, dim**-0.5)
                 assert got.max() < len(table)
                 rows = keys.transpose(0, 1)
-                fine = pool_keys(rows, sparse.kernel_size, sparse.kernel_stride)
-                coarse = pool_keys(rows, 4 * sparse.kernel_size, 4 * sparse.kernel_stride)
-                want = select_blocks(q, fine, coarse, positions, len(table), sparse, dim**-0.5)
+                fine = ops.pool_keys(rows, sparse.kernel_size, sparse.kernel_stride)
+                coarse = ops.pool_keys(rows, 4 * sparse.kernel_size, 4 * sparse.kernel_stride)
+                want = ops.select_blocks(q, fine, coarse, positions, len(table), sparse, dim**-0.5)
                 lengths = (positions + 1).int()
                 few = slice(max(0, n - 33), n)
                 tables = table[None].expand(len(lengths[few]), -1)
@@ -196,15 +198,15 @@ def check_scores() -> None:
         k1, k2, table = pooled_pages(keys, SPARSE)
         pools = [pool.index_select(1, table).flatten(1, 2) for pool in (k1, k2)]
         positions = torch.arange(start, start + n, device=DEVICE)
-        windows = window_scores(q, pools[0][:, 1:], pools[1][:, 1:], positions, SPARSE, SCALE)
-        want = block_scores(windows, len(table), SPARSE)
+        windows = ops.window_scores(q, pools[0][:, 1:], pools[1][:, 1:], positions, SPARSE, SCALE)
+        want = ops.block_scores(windows, len(table), SPARSE)
         high = start // 64 - 32
-        configs = [block_selection._score_config(dtype.itemsize, DIM, block_selection._shared_memory(DEVICE))]
+        configs = [block_scores.score_config(dtype.itemsize, DIM, shared_memory(DEVICE))]
         for config in configs + (SCORE_CONFIGS if dtype == torch.bfloat16 else []):
             out = torch.full((n, GROUPS, len(table)), float("nan"), device=DEVICE)
-            block_selection._launch_scores(q, *pools, out, start, SPARSE, SCALE, config)
+            block_scores.launch_scores(q, *pools, out, start, SPARSE, SCALE, config)
             alone = torch.full((1, GROUPS, len(table)), float("nan"), device=DEVICE)
-            block_selection._launch_scores(q[17:18], *pools, alone, start + 17, SPARSE, SCALE, config)
+            block_scores.launch_scores(q[17:18], *pools, alone, start + 17, SPARSE, SCALE, config)
             same = torch.equal(alone[0, :, 1:high], out[17, :, 1:high])
             off = error(out[:, :, 1:high], want[:, :, 1:high])
             print(f"scores {str(dtype)[6:]:9} {tuple(config)}: off by {off:.1e}; alone bit for bit: {same}")
@@ -219,11 +221,11 @@ def check_top() -> None:
         scores[3::4, :, 1:] = torch.maximum(scores[3::4, :, 1:], scores[3::4, :, :-1])  # neighbours share
         positions = torch.randint(0, num_blocks * 64, (n,), device=DEVICE)
         positions[:8] = num_blocks * 64 - 1
-        want = top_blocks(scores, positions, SPARSE)
-        results = {"default": block_selection.top_blocks(scores, positions, SPARSE)}
+        want = ops.top_blocks(scores, positions, SPARSE)
+        results = {"default": top_blocks.top_blocks(scores, positions, SPARSE)}
         for config in TOP_CONFIGS.get(num_blocks, []):
             out = torch.full_like(results["default"], -7)
-            block_selection._launch_top(scores, out, positions, None, 0, SPARSE, config)
+            top_blocks.launch_top(scores, out, positions, None, 0, SPARSE, config)
             results[str(tuple(config))] = out
         for name, got in results.items():
             is_same = torch.equal(got.long().sort(-1).values, want.sort(-1).values)
@@ -233,7 +235,7 @@ def check_top() -> None:
 def score_all(q: Tensor, k1: Tensor, k2: Tensor, scores: Tensor, start: int, config: ScoreConfig) -> None:
     for begin in range(0, len(q), len(scores)):
         rows = q[begin : begin + len(scores)]
-        block_selection._launch_scores(rows, k1, k2, scores, start + begin, SPARSE, SCALE, config)
+        block_scores.launch_scores(rows, k1, k2, scores, start + begin, SPARSE, SCALE, config)
 
 
 def time_scores() -> None:
@@ -246,7 +248,7 @@ def time_scores() -> None:
         found = []
         for config in SCORE_CONFIGS:
             try:
-                tile = min(block_selection._queries_at_once(q, GROUPS, width, SPARSE, config), chunk)
+                tile = min(block_scores.queries_at_once(q, GROUPS, width, SPARSE, config), chunk)
                 scores = torch.empty(tile, GROUPS, width, device=DEVICE)
                 found.append((timed(score_all, q, k1, k2, scores, start, config), tuple(config)))
             except Exception as problem:
@@ -265,7 +267,7 @@ def time_top() -> None:
         floor = scores.numel() * 4 / BYTES * 1e3
         found = [(timed(torch.topk, scores, 62), "torch.topk")]
         for config in TOP_CONFIGS[num_blocks]:
-            ms = timed(block_selection._launch_top, scores, out, positions, None, 0, SPARSE, config)
+            ms = timed(top_blocks.launch_top, scores, out, positions, None, 0, SPARSE, config)
             found.append((ms, str(tuple(config))))
         for ms, name in sorted(found):
             print(f"top of {num_blocks}, {n} queries x {GROUPS}: {ms:7.3f} ms, floor {floor:.3f}, {name}")
@@ -282,7 +284,7 @@ def time_prefill() -> None:
             some = 512
             at = torch.arange(n - some, n, device=DEVICE)
             fine, coarse = (pool.index_select(1, tables[0]).flatten(1, 2)[:, 1:] for pool in (k1, k2))
-            ms = timed(select_blocks, q[-some:], fine, coarse, at, tables.shape[1], SPARSE, SCALE) * chunk / some
+            ms = timed(ops.select_blocks, q[-some:], fine, coarse, at, tables.shape[1], SPARSE, SCALE) * chunk / some
             text += f"; reference {ms:.1f} ms (from {some} queries)"
         print(text)
 
@@ -302,7 +304,7 @@ def time_decode() -> None:
             us = graphed(block_selection.select_decode, q, k1, k2, wide, lengths, SPARSE, SCALE, 16384, flags)
             print(f"select_decode {rows} x {n}, table of 16384: {us:7.1f} us in a graph")
             fine, coarse = (pool.index_select(1, tables[0]).flatten(1, 2)[:, 1:] for pool in (k1, k2))
-            us = timed(select_blocks, q, fine, coarse, lengths - 1, width, SPARSE, SCALE) * 1e3
+            us = timed(ops.select_blocks, q, fine, coarse, lengths - 1, width, SPARSE, SCALE) * 1e3
             print(f"   reference, eager: {us:.0f} us")
 
 
@@ -314,7 +316,7 @@ def time_decode_top() -> None:
     out = torch.empty(1, GROUPS, SPARSE.num_selected, dtype=torch.int32, device=DEVICE)
     found = []
     for config in (TopConfig(4096, 1024, 8), TopConfig(8192, 1024, 16), TopConfig(16384, 1024, 16)):
-        us = graphed(block_selection._launch_top, scores, out, lengths, None, 1, SPARSE, config)
+        us = graphed(top_blocks.launch_top, scores, out, lengths, None, 1, SPARSE, config)
         found.append((us, tuple(config)))
     for us, name in sorted(found):
         print(f"top of a row of {num_blocks}: {us:6.1f} us {name}")

@@ -14,15 +14,8 @@ from torch import Tensor
 
 from sala.backends.torch.cache import KVPages
 from sala.backends.torch.fast.dispatch import _select_whole
-from sala.backends.torch.kernels import block_selection, pooling, triton_kernels
-from sala.backends.torch.ops.sparse import (
-    block_scores,
-    num_visible,
-    pool_keys,
-    select_blocks,
-    top_blocks,
-    window_scores,
-)
+from sala.backends.torch.kernels import block_scores, block_selection, pooling, top_blocks, triton_kernels
+from sala.backends.torch.ops import sparse as ops
 from sala.config import SparseConfig
 from tests.kernels.aot import Build
 
@@ -42,7 +35,7 @@ def scattered(k: Tensor, sparse: SparseConfig, seed: int = 0) -> tuple[Tensor, T
     for factor in (1, 4):
         per_page = sparse.block_size // (factor * stride)
         rows = torch.full((groups, num_blocks * per_page, dim), torch.nan, dtype=k.dtype, device=k.device)
-        pooled = pool_keys(k.transpose(0, 1), factor * sparse.kernel_size, factor * stride)
+        pooled = ops.pool_keys(k.transpose(0, 1), factor * sparse.kernel_size, factor * stride)
         first = sparse.kernel_size // stride - 1
         rows[:, first : first + pooled.shape[1]] = pooled
         pool = torch.full((groups, num_blocks + 3, per_page, dim), torch.nan, dtype=k.dtype, device=k.device)
@@ -53,10 +46,10 @@ def scattered(k: Tensor, sparse: SparseConfig, seed: int = 0) -> tuple[Tensor, T
 
 def expected(q: Tensor, k: Tensor, start: int, sparse: SparseConfig, scale: float) -> Tensor:
     keys = k.transpose(0, 1)
-    k1 = pool_keys(keys, sparse.kernel_size, sparse.kernel_stride)
-    k2 = pool_keys(keys, 4 * sparse.kernel_size, 4 * sparse.kernel_stride)
+    k1 = ops.pool_keys(keys, sparse.kernel_size, sparse.kernel_stride)
+    k2 = ops.pool_keys(keys, 4 * sparse.kernel_size, 4 * sparse.kernel_stride)
     positions = torch.arange(start, start + q.shape[0], device=q.device)
-    selected = select_blocks(q, k1, k2, positions, -(-k.shape[0] // sparse.block_size), sparse, scale)
+    selected = ops.select_blocks(q, k1, k2, positions, -(-k.shape[0] // sparse.block_size), sparse, scale)
     return ascending(selected)
 
 
@@ -113,15 +106,15 @@ def test_prefill_does_not_depend_on_the_tile(device: torch.device, monkeypatch: 
     q, k = draw((70, 2, 16), device, 7), draw((170, 1, 16), device, 8)
     k1, k2, table = scattered(k, SMALL)
     scores = []
-    config = block_selection._score_config(4, 16, 227 << 10)
+    config = block_scores.score_config(4, 16, 227 << 10)
     pools = [pool.index_select(1, table).flatten(1, 2) for pool in (k1, k2)]
     for begin in (0, 3, 60):
         out = torch.full((70 - begin, 1, 20), torch.nan, device=device)
-        block_selection._launch_scores(q[begin:], *pools, out, 100 + begin, SMALL, 0.3, config)
+        block_scores.launch_scores(q[begin:], *pools, out, 100 + begin, SMALL, 0.3, config)
         scores.append(out[60 - begin :, :, 1:18])
     assert torch.equal(scores[0], scores[1])
     assert torch.equal(scores[0], scores[2])
-    monkeypatch.setattr(block_selection, "SCORE_BYTES", 1)  # two tiles of queries
+    monkeypatch.setattr(block_scores, "SCORE_BYTES", 1)  # two tiles of queries
     got = block_selection.select_prefill(q[60:], k1, k2, table, 160, SMALL, 0.3)
     assert torch.equal(got.long(), expected(q[60:], k, 160, SMALL, 0.3))
 
@@ -131,10 +124,10 @@ def test_block_scores_are_those_of_the_reference(device: torch.device) -> None:
     k1, k2, table = scattered(k, SMALL)
     pools = [pool.index_select(1, table).flatten(1, 2) for pool in (k1, k2)]
     out = torch.full((40, 3, 28), torch.nan, device=device)
-    block_selection._launch_scores(q, *pools, out, start, SMALL, 0.2, block_selection._score_config(4, 64, 227 << 10))
+    block_scores.launch_scores(q, *pools, out, start, SMALL, 0.2, block_scores.score_config(4, 64, 227 << 10))
     keys, positions = k.transpose(0, 1), torch.arange(start, start + 40, device=device)
-    windows = window_scores(q, pool_keys(keys, 4, 2), pool_keys(keys, 16, 8), positions, SMALL, 0.2)
-    reference = block_scores(windows, 30, SMALL)
+    windows = ops.window_scores(q, ops.pool_keys(keys, 4, 2), ops.pool_keys(keys, 16, 8), positions, SMALL, 0.2)
+    reference = ops.block_scores(windows, 30, SMALL)
     for row in range(40):
         high = (start + row) // 8 - 2
         torch.testing.assert_close(out[row, :, 1:high], reference[row, :, 1:high], rtol=1e-5, atol=1e-7)
@@ -185,8 +178,8 @@ def test_decode_does_not_depend_on_company(device: torch.device) -> None:
 
 
 def test_decode_joins_splits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_selection, "SPLIT", 16)
-    monkeypatch.setattr(block_selection, "JOIN", 2)
+    monkeypatch.setattr(block_scores, "SPLIT", 16)
+    monkeypatch.setattr(block_scores, "JOIN", 2)
     q, keys = draw((1, 16, 64), device, 15), draw((1000, 1, 64), device, 16)
     tables, pools = batch_of(keys, [1000], SMALL)
     got = block_selection.select_decode(
@@ -200,7 +193,7 @@ def test_decode_joins_splits(device: torch.device, monkeypatch: pytest.MonkeyPat
 def test_top_blocks(
     segments: int, size: int, values: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_selection, "CANDIDATES", 64)
+    monkeypatch.setattr(top_blocks, "CANDIDATES", 64)
     sparse, num_blocks = replace(SMALL, topk=14), 199 if values == "few" else 200
     scores = {
         "random": draw((4, 2, num_blocks), device, 17).abs(),
@@ -210,21 +203,21 @@ def test_top_blocks(
         "rising": torch.arange(8 * num_blocks, dtype=torch.float32, device=device).view(4, 2, num_blocks) * 1e30,
     }[values]
     positions = torch.tensor([3, 127, 1000, 1590], device=device)
-    want = ascending(top_blocks(scores, positions, sparse))
+    want = ascending(ops.top_blocks(scores, positions, sparse))
     for row, position in enumerate(positions.tolist()):
         own = position // 8
         scores[row, :, own - 2 if own >= 16 else 0 :] = torch.nan  # none of these may be read
-    config = block_selection.TopConfig(size, segments, 1)
+    config = top_blocks.TopConfig(size, segments, 1)
     got = torch.empty(4, 2, 16, dtype=torch.int32, device=device)
-    block_selection._launch_top(scores, got, positions, None, 0, sparse, config)
+    top_blocks.launch_top(scores, got, positions, None, 0, sparse, config)
     assert torch.equal(got.long(), want)
 
 
 def test_top_blocks_of_few(device: torch.device) -> None:
     scores = draw((9, 1, 4), device, 19).abs()
     positions = torch.arange(9, device=device) * 3
-    got = block_selection.top_blocks(scores, positions, SMALL)
-    assert torch.equal(got.long(), ascending(top_blocks(scores, positions, SMALL)))
+    got = top_blocks.top_blocks(scores, positions, SMALL)
+    assert torch.equal(got.long(), ascending(ops.top_blocks(scores, positions, SMALL)))
 
 
 def pages_of(groups: int, num_pages: int, dim: int, sparse: SparseConfig, device: torch.device) -> KVPages:
@@ -280,13 +273,15 @@ def test_fp16_agrees(device: torch.device) -> None:
 def test_few_windows_are_visible_before_the_mask_ends() -> None:
     """What needs_mask promises: below the forced blocks of a tile every query sees every window."""
     for sparse in (RELEASED, SMALL, replace(RELEASED, window_size=1024, topk=48)):
-        assert not block_selection.needs_mask(sparse, 16)
+        assert not block_scores.needs_mask(sparse, 16)
         ratio = sparse.block_size // sparse.kernel_stride
         before = sparse.kernel_size // sparse.kernel_stride - 1
         first = torch.arange(sparse.num_selected * sparse.block_size - 15, 20000)
         high = (first + 15) // sparse.block_size - sparse.num_window_blocks
-        assert (high * ratio + before <= num_visible(first, sparse.kernel_size, sparse.kernel_stride) + before).all()
-    assert block_selection.needs_mask(FORCED_LITTLE, 16)
+        assert (
+            high * ratio + before <= ops.num_visible(first, sparse.kernel_size, sparse.kernel_stride) + before
+        ).all()
+    assert block_scores.needs_mask(FORCED_LITTLE, 16)
 
 
 POINTERS = ("q", "k1", "k2", "k1_pages", "k2_pages", "k_pages", "v_pages", "k_new", "v_new", "pooled")
@@ -300,30 +295,30 @@ def build(kernel: Any, constants: dict[str, Any], options: dict[str, Any], dtype
     return Build(kernel, {name: kinds.get(name, "i32") for name in kernel.arg_names}, constants, options)
 
 
-def score_build(shared_memory: int, config: block_selection.ScoreConfig | None = None) -> Build:
-    config = config or block_selection._score_config(2, 128, shared_memory)
-    constants = block_selection.score_constants(RELEASED, 16, 128, torch.bfloat16, config)
+def score_build(shared_memory: int, config: block_scores.ScoreConfig | None = None) -> Build:
+    config = config or block_scores.score_config(2, 128, shared_memory)
+    constants = block_scores.score_constants(RELEASED, 16, 128, torch.bfloat16, config)
     return build(
-        block_selection._score_kernel, constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        block_scores._score_kernel, constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
     )
 
 
 def top_build(width: int, num_rows: int) -> Build:
-    config = block_selection._top_config(width, num_rows)
-    constants = block_selection.top_constants(RELEASED, 2, RELEASED.num_selected, width, config)
+    config = top_blocks.top_config(width, num_rows)
+    constants = top_blocks.top_constants(RELEASED, 2, RELEASED.num_selected, width, config)
     return build(
-        block_selection._top_kernel,
+        top_blocks._top_kernel,
         constants | {"OFFSET": 0, "HAS_FLAGS": False, "PDL": 0},
         {"num_warps": config.num_warps},
     )
 
 
 def other_builds() -> list[Build]:
-    shared = block_selection.decode_constants(RELEASED, 16, 128, torch.bfloat16) | {"PDL": 0}
-    more = {"SPLIT": block_selection.SPLIT, "JOIN": block_selection.JOIN, "WINDOW": 32, "MASKED": False, "ROWS": 128}
+    shared = block_scores.decode_constants(RELEASED, 16, 128, torch.bfloat16) | {"PDL": 0}
+    more = {"SPLIT": block_scores.SPLIT, "JOIN": block_scores.JOIN, "WINDOW": 32, "MASKED": False, "ROWS": 128}
     return [
-        build(block_selection._decode_norm_kernel, shared | {"ROWS": block_selection.SPLIT}, {"num_warps": 4}),
-        build(block_selection._decode_score_kernel, shared | more, {"num_warps": 4}),
+        build(block_scores._decode_norm_kernel, shared | {"ROWS": block_scores.SPLIT}, {"num_warps": 4}),
+        build(block_scores._decode_score_kernel, shared | more, {"num_warps": 4}),
         top_build(2000, 9999),
         top_build(16384, 9999),
         top_build(16384, 2),

@@ -22,7 +22,7 @@ from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.fast.gpu_weights import Projection
-from sala.backends.torch.kernels import fused, linear, packed
+from sala.backends.torch.kernels import fused, linear, packed, packed_unpack, packed_weight
 from sala.backends.torch.kernels.packed import Config
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.affine import dequantize
@@ -126,7 +126,7 @@ def test_products(bits: int, group_size: int, dtype: torch.dtype, device: torch.
     check_products(held, dense(weight))
 
 
-def check_products(held: packed.PackedWeight, weight: Tensor) -> None:
+def check_products(held: packed_weight.PackedWeight, weight: Tensor) -> None:
     dtype, device = held.dtype, weight.device
     x = rows(3, K, dtype, device)
     wanted = F.linear(x.float(), weight)
@@ -165,7 +165,7 @@ def test_scales_too_large_to_be_made_larger(group_size: int, device: torch.devic
     """Their codes count from the middle, as in fp16, and they are no part of another matrix."""
     weight = affine(N, K, 4, group_size, torch.bfloat16, device)
     x, held = rows(3, K, torch.bfloat16, device), []
-    for top in (packed.LARGEST * (1 - 2**-8), packed.LARGEST):
+    for top in (packed_weight.LARGEST * (1 - 2**-8), packed_weight.LARGEST):
         scales, biases = weight.scales.clone(), weight.biases.clone()
         scales[1, 0], biases[1, 0] = top, -8 * top
         scales[5, 1], biases[5, 1] = -top, 8 * top
@@ -175,8 +175,8 @@ def test_scales_too_large_to_be_made_larger(group_size: int, device: torch.devic
         torch.testing.assert_close(packed.expand(held[-1]).float(), wanted, rtol=2**-8, atol=2**-8)
         found, terms = packed.linear(x, held[-1]).float(), F.linear(x.float().abs(), wanted.abs())
         assert ((found - F.linear(x.float(), wanted)).abs() <= 2**-7 * terms).all()  # the large ones may cancel
-    assert [one.power for one in held] == [packed.POWER, 0]
-    assert not packed.are_alike(held)
+    assert [one.power for one in held] == [packed_weight.POWER, 0]
+    assert not packed_weight.are_alike(held)
     scales = scales.float() * (1 - 2**-20)  # bf16 knows nothing between the two
     assert replace(weight, scales=scales).for_gpu(torch.bfloat16, device).power == 0
 
@@ -379,7 +379,7 @@ def test_the_instructions_of_gpus_unpack_bytes(is_bfloat: bool) -> None:
     for plane in range(4):
         values = (*words, *(group & 0xFFFFFFFF for group in groups))
         registers = dict(zip(("$1", "$2", "$3", "$4"), values, strict=True))
-        raw = emulate(text_of(packed._bytes(plane, is_bfloat)), registers, is_bfloat)["$0"]
+        raw = emulate(text_of(packed_unpack._bytes(plane, is_bfloat)), registers, is_bfloat)["$0"]
         found = torch.tensor([raw], dtype=torch.uint32).view(dtype)
         codes = [word >> plane * 8 & 255 for word in words]
         codes = [(code & 127) + 0.5 if code < 128 else -(code & 127) - 0.5 for code in codes]
@@ -402,13 +402,13 @@ def test_the_instructions_of_gpus_unpack_nibbles(kind: str, group_size: int) -> 
     scales = ((1 + 0.99 * torch.rand(exponents.shape, generator=random)) * 2.0**exponents).to(dtype)
     scales = torch.where(torch.rand(scales.shape, generator=random) < 0.5, scales, -scales)
     biases = (scales.float() * -16 * torch.rand(scales.shape, generator=random)).to(dtype)
-    held = packed.pack(words, scales, biases, 4, group_size, dtype)
-    assert held.power == (packed.POWER if kind == "bf16" else 0)
+    held = packed_weight.pack(words, scales, biases, 4, group_size, dtype)
+    assert held.power == (packed_weight.POWER if kind == "bf16" else 0)
     count = held.groups.shape[2]
     groups = held.groups.unflatten(2, (-1, min(2, count))).transpose(2, 3).flatten(2).transpose(0, 1).flatten(1)
     found = torch.empty(16, k, dtype=dtype)
     for plane in range(16):
-        text = text_of(packed._nibbles(plane % 8, is_bfloat, held.power, count <= 2))
+        text = text_of(packed_unpack._nibbles(plane % 8, is_bfloat, held.power, count <= 2))
         for row in range(16):
             group = int(groups[row, plane * 32 // group_size]) & 0xFFFFFFFF
             for pair, word in enumerate(held.codes[plane // 8, row, plane % 8 // 4 :: 2].tolist()):
@@ -441,7 +441,7 @@ def build(capability: int, n: int, k: int, bits: int, group_size: int, count: in
     if capability >= 90:
         config = config._replace(uses_pdl=True)
     constants = packed.constants(count, n, k, bits, group_size, config, is_pair)
-    constants |= {"PITCH": 2 * n, "POWER": packed.POWER if bits == 4 else 0, "HAS_ASM": True}
+    constants |= {"PITCH": 2 * n, "POWER": packed_weight.POWER if bits == 4 else 0, "HAS_ASM": True}
     pointers = {"x_ptr": "*bf16", "codes_ptr": "*i32", "groups_ptr": "*i32", "x_row": "i32", "out_row": "i32"}
     pointers["out_ptr"] = "*bf16" if is_pair else "*fp32"
     signature = {name: pointers.get(name, "constexpr") for name in packed._packed_kernel.arg_names}
@@ -450,7 +450,7 @@ def build(capability: int, n: int, k: int, bits: int, group_size: int, count: in
 
 def builds_for(capability: int) -> list[Build]:
     constants = {"K": 4096, "PITCH": 4096, "COLUMNS": 32, "BITS": 4, "GROUPS": 4}
-    constants |= {"POWER": packed.POWER, "HAS_INDEX": False, "HAS_ASM": True}
+    constants |= {"POWER": packed_weight.POWER, "HAS_INDEX": False, "HAS_ASM": True}
     pointers = {"codes_ptr": "*i32", "groups_ptr": "*i32", "index_ptr": "*i64", "out_ptr": "*bf16", "num_rows": "i32"}
     signature = {name: pointers.get(name, "constexpr") for name in packed._expand_kernel.arg_names}
     return [

@@ -13,17 +13,14 @@ activations: the answer does not depend on how many rows are computed together.
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sala.backends.torch.kernels import native, triton_kernels
+from sala.backends.torch.kernels import native, packed_weight, triton_kernels
+from sala.backends.torch.kernels.packed_weight import PackedWeight
 from sala.backends.torch.ops.affine import dequantize, pack, unpack
-
-if TYPE_CHECKING:
-    from sala.backends.torch.kernels.packed import PackedWeight
 
 DECODE_ROWS = 16  # up to here the kernel is the faster way
 NATIVE_BITS = {2: 4, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}  # codes are widened to what the kernel reads
@@ -79,15 +76,13 @@ class AffineWeight:
         """Some rows, dequantized to fp32."""
         return dequantize(self.codes[index], self.scales[index], self.biases[index], self.bits, self.group_size)
 
-    def for_gpu(self, dtype: torch.dtype, device: torch.device) -> "PackedWeight":
-        """As the kernels of GPUs read it, for activations of this precision."""
-        from sala.backends.torch.kernels import packed
-
+    def for_gpu(self, dtype: torch.dtype, device: torch.device) -> PackedWeight:
+        """Return the matrix in the form that GPU kernels read, for activations of this precision."""
         codes, scales, biases = (part.to(device) for part in (self.codes, self.scales, self.biases))
         wide = AffineWeight(codes, scales, biases, self.bits, self.group_size).widened()
-        size = math.gcd(self.group_size, packed.block_size(wide.bits))  # no group crosses a block
+        size = math.gcd(self.group_size, packed_weight.block_size(wide.bits))  # no group crosses a block
         scales, biases = (part.repeat_interleave(self.group_size // size, 1) for part in (wide.scales, wide.biases))
-        return packed.pack(wide.codes, scales, biases, wide.bits, size, dtype)
+        return packed_weight.pack(wide.codes, scales, biases, wide.bits, size, dtype)
 
     def expand(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The whole matrix [out, in], never more than a piece of it in fp32."""
@@ -127,7 +122,7 @@ class AffineLinear(nn.Module):
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
 
-    def gpu_weight(self, dtype: torch.dtype, device: torch.device) -> "PackedWeight":
+    def gpu_weight(self, dtype: torch.dtype, device: torch.device) -> PackedWeight:
         """The matrix in the order of the GPU's kernels; on a GPU it is from then on held in no other."""
         if self.gpu is None:
             self.put_gpu(self.packed.for_gpu(dtype, device))
@@ -135,7 +130,7 @@ class AffineLinear(nn.Module):
         assert self.gpu.dtype == dtype
         return self.gpu
 
-    def put_gpu(self, weight: "PackedWeight") -> None:
+    def put_gpu(self, weight: PackedWeight) -> None:
         """Hold these codes, which may be rows of a larger matrix, instead of one's own."""
         self.gpu = weight
         if self.packed.codes.is_cuda:
@@ -186,7 +181,7 @@ class AffineEmbedding(nn.Module):
         assert self.gpu is not None
         return packed.expand(self.gpu, tokens.flatten()).view(*tokens.shape, self.gpu.num_in)
 
-    def put_gpu(self, weight: "PackedWeight") -> None:
+    def put_gpu(self, weight: PackedWeight) -> None:
         """Hold these codes, which the head may share, instead of one's own."""
         self.gpu = weight
         if self.packed.codes.is_cuda:

@@ -245,19 +245,20 @@ def _block_scores(shapes: Shapes) -> Measurement:
     start = shapes.context - n
 
     def build() -> Calls:
-        from sala.backends.torch.kernels import block_selection
+        from sala.backends.torch.kernels import block_scores as kernels
+        from sala.backends.torch.kernels.attention import shared_memory
 
         pooled, q = Pooled(shapes, 1), shapes.queries(n)
         line, windows = pooled.line(0), pooled.windows(0)
         width = (shapes.context - 1) // sparse.block_size - sparse.num_window_blocks
-        config = block_selection._score_config(q.element_size(), q.shape[2], block_selection._shared_memory(q.device))
-        tile = min(block_selection._queries_at_once(q, groups, width, sparse, config), n)
+        config = kernels.score_config(q.element_size(), q.shape[2], shared_memory(q.device))
+        tile = min(kernels.queries_at_once(q, groups, width, sparse, config), n)
         scores = torch.empty(tile, groups, width, dtype=torch.float32, device=shapes.device)
 
         def ours() -> Tensor:
             for begin in range(0, n, tile):
                 rows = q[begin : begin + tile]
-                block_selection._launch_scores(rows, *line, scores, start + begin, sparse, shapes.scale, config)
+                kernels.launch_scores(rows, *line, scores, start + begin, sparse, shapes.scale, config)
             return scores
 
         positions = torch.arange(start, shapes.context, device=shapes.device)
@@ -341,13 +342,13 @@ def _top_blocks(shapes: Shapes) -> Measurement:
     num_free = max(0, end - sparse.init_blocks)
 
     def build() -> Calls:
-        from sala.backends.torch.kernels import block_selection
+        from sala.backends.torch.kernels import top_blocks as kernels
 
         scores = torch.rand(n, groups, num_blocks, device=shapes.device)
         positions = torch.full((n,), num_blocks * sparse.block_size - 1, device=shapes.device)
         free = scores[:, :, sparse.init_blocks : end].contiguous()
         count = min(num_free, sparse.num_selected - sparse.num_window_blocks - sparse.init_blocks - 1)
-        ours = partial(block_selection.top_blocks, scores, positions, sparse)
+        ours = partial(kernels.top_blocks, scores, positions, sparse)
         return Calls([ours], [partial(torch.topk, free, count, sorted=False)])
 
     num_bytes = n * groups * num_free * STATE_BYTES + _selected_bytes(shapes, n)

@@ -28,7 +28,7 @@ from sala.backends.torch.fast.gpu_layers import Angles, Fp8Matrices, FusedLayer,
 from sala.backends.torch.fast.gpu_spans import DecodeSpans, PrefillSpan
 from sala.backends.torch.fast.gpu_weights import can_take, kernels_of, product, weight_of
 from sala.backends.torch.kernels import linear
-from sala.backends.torch.kernels.packed import PackedWeight
+from sala.backends.torch.kernels.packed_weight import PackedWeight
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.rope import frequencies, query_growth, rotations
 from sala.backends.torch.quantized_linear import AffineEmbedding

@@ -13,7 +13,7 @@ from sala.backends.torch.cache import KVPages
 from sala.backends.torch.fast.gpu_weights import Projection, residual_product, to_fp8, weight_of
 from sala.backends.torch.kernels import fp8, fused, linear
 from sala.backends.torch.kernels.lightning import Heads
-from sala.backends.torch.kernels.packed import PackedWeight
+from sala.backends.torch.kernels.packed_weight import PackedWeight
 from sala.backends.torch.model import Layer, LightningMixer, RMSNorm
 
 Normed = Tensor | fp8.Rows

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sala.backends.torch.kernels import fp8, fused, linear, packed
-from sala.backends.torch.kernels.packed import PackedWeight
+from sala.backends.torch.kernels.packed_weight import PackedWeight, are_alike, concatenate
 from sala.backends.torch.quantized_linear import AffineLinear
 
 Weight = Tensor | PackedWeight
@@ -111,7 +111,7 @@ def fuse(linears: Sequence[nn.Linear]) -> Tensor:
 
 def fuse_packed(linears: Sequence[AffineLinear], dtype: torch.dtype, device: torch.device) -> PackedWeight:
     """`fuse` of packed matrices."""
-    weight = packed.concatenate([one.gpu_weight(dtype, device) for one in linears])
+    weight = concatenate([one.gpu_weight(dtype, device) for one in linears])
     first = 0
     for one in linears:
         one.put_gpu(weight.rows(first, first + one.out_features))
@@ -126,7 +126,7 @@ def _runs(linears: Sequence[Any], dtype: torch.dtype, device: torch.device) -> l
         before = runs[-1][-1] if runs else None
         weights = [weight_of(each, dtype, device) for each in (before, one) if each is not None]
         is_plain = all(isinstance(weight, Tensor) for weight in weights)
-        if before is not None and (is_plain or packed.are_alike(weights)):
+        if before is not None and (is_plain or are_alike(weights)):
             runs[-1].append(one)
         else:
             runs.append([one])
