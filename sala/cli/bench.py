@@ -19,9 +19,10 @@ from sala.options import Options
 if TYPE_CHECKING:
     import torch
 
+    from sala.backends.torch.cases import KernelCase
     from sala.lab.bench.dense import Dense
     from sala.lab.bench.measure import Latency, Throughput
-    from sala.lab.bench.roofline import Measurement, Result, Roofline
+    from sala.lab.bench.roofline import Result, Roofline
     from sala.lab.bench.subject import Subject
 
 T = TypeVar("T", "Latency", "Throughput")
@@ -305,16 +306,16 @@ def _measure_kernels(where: "torch.device", lengths: Sequence[int]) -> tuple[str
     """The name of the GPU, what it does at best, and what the kernels do there."""
     import torch
 
-    from sala.lab.bench.kernels import Shapes, measurements
-    from sala.lab.bench.roofline import measure_roofline
+    from sala.backends.torch.cases import Shapes
+    from sala.lab.bench.roofline import measure_roofline, timed_cases
 
     with torch.cuda.device(where):
         roofline = measure_roofline(where)
-        results = _time_all(measurements(Shapes(where, tuple(lengths))), roofline)
+        results = _time_all(timed_cases(Shapes(where, tuple(lengths))), roofline)
     return torch.cuda.get_device_name(where), roofline, results
 
 
-def _time_all(measurements: Sequence["Measurement"], roofline: "Roofline") -> list["Result"]:
+def _time_all(cases: Sequence["KernelCase"], roofline: "Roofline") -> list["Result"]:
     """One after another; what fails says so, and the rest goes on."""
     from rich.console import Console
 
@@ -322,8 +323,8 @@ def _time_all(measurements: Sequence["Measurement"], roofline: "Roofline") -> li
 
     console = Console(stderr=True)
     results = []
-    for index, one in enumerate(measurements):
-        name, turn = f"{one.name}, {one.size}", f"({index + 1} of {len(measurements)})"
+    for index, one in enumerate(cases):
+        name, turn = f"{one.name}, {one.size}", f"({index + 1} of {len(cases)})"
         with console.status(f"{name} {turn}"):
             found = measure(one, roofline)
         results.append(found)

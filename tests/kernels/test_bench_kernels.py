@@ -7,14 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from sala.backends.torch.cases import KernelCase, Shapes, attention, rows
+from sala.backends.torch.cases.shapes import Work
 from sala.checkpoint.random import TINY
 from sala.config import SparseConfig
-from sala.lab.bench import kernels, roofline
-from sala.lab.bench.kernels import Shapes, measurements
-from sala.lab.bench.roofline import Calls, Measurement, Roofline
+from sala.lab.bench import roofline
+from sala.lab.bench.roofline import Roofline, timed_cases
 
 SPARSE = SparseConfig(kernel_size=8, kernel_stride=4, block_size=16, window_size=32, topk=4, dense_len=128)
 SMALL = replace(TINY, num_attention_heads=4, hidden_size=48, intermediate_size=40, sparse_config=SPARSE)
+ROWS = ("1 row", "3 rows")
 PASSES = (
     "add and norm, 32 rows",
     "norm and rope of q, k, 32 rows",
@@ -23,31 +25,32 @@ PASSES = (
 )
 
 
-def tiny(device: torch.device) -> dict[str, Measurement]:
+def tiny(device: torch.device) -> dict[str, KernelCase]:
     """128 tokens are 8 blocks, of which 6 are selected; the last 32 tokens have a choice."""
     shapes = Shapes(device, (40,), SMALL, torch.float32, num_rows=32, batches=(1, 3), rotated_bytes=1)
-    return {f"{one.name}, {one.size}": one for one in measurements(shapes)}
+    return {f"{one.name}, {one.size}": one for one in timed_cases(shapes)}
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(kernels, "_by_the_fastest", lambda attend: attend())  # which may know no fp32
-    monkeypatch.setattr(kernels, "_simple_gla", lambda: None)
+    monkeypatch.setattr(attention, "_by_the_fastest", lambda attend: attend())  # which may know no fp32
+    monkeypatch.setattr(rows, "simple_gla", lambda: None)
 
 
-def build(name: str, device: torch.device) -> Calls:
+def build(name: str, device: torch.device) -> list[Work]:
     with torch.inference_mode():
-        return tiny(device)[name].build()
+        case = tiny(device)[name]
+        return list(case.build(case.num_sets))
 
 
 def results(name: str, device: torch.device, call: int = 0) -> tuple[Any, Any]:
     """Of ours and of the peer, which comes first: ours may advance what both begin with."""
-    calls = build(name, device)
-    assert len(calls.ours) == len(calls.peer) == (2 if calls.in_graph else 1)
+    works = build(name, device)
+    assert len(works) == (2 if tiny(device)[name].in_graph else 1)
     with torch.inference_mode():
-        peer = calls.peer[call]()
-        return calls.ours[call](), peer
+        peer = (works[call].peer or works[call].reference)()
+        return works[call].kernel(), peer
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -62,7 +65,7 @@ def test_lightning_prefill(device: torch.device) -> None:
     (found, state), (expected, next_state) = results("lightning prefill, 40", device)
     assert_near(found, expected)
     assert_near(state, next_state)
-    inputs = build("lightning prefill, 40", device).ours[0].args[:4]  # type: ignore[attr-defined]
+    inputs = build("lightning prefill, 40", device)[0].kernel.args[:4]  # type: ignore[attr-defined]
     assert num_bytes(*inputs, found, state) == tiny(device)["lightning prefill, 40"].num_bytes
 
 
@@ -79,9 +82,9 @@ def test_block_scores(device: torch.device) -> None:
     assert_near(found[16:, :, 1:5], expected[16:, :, 1:5])
 
 
-@pytest.mark.parametrize("size", ["32 at 128", "1 row at 128", "3 rows at 128"])
+@pytest.mark.parametrize("size", ["block selection, 32 at 128", *(f"decode block selection, {n} at 128" for n in ROWS)])
 def test_block_selection(size: str, device: torch.device) -> None:
-    found, expected = results(f"choice, {size}", device)
+    found, expected = results(size, device)
     assert torch.equal(found.long(), expected.sort(-1).values)
 
 
@@ -114,9 +117,10 @@ def test_decode_attention(rows: str, device: torch.device) -> None:
 
 def test_append(device: torch.device) -> None:
     found, expected = results("append and pool, 32 tokens", device, call=1)
-    for name in ("k", "v", "k1", "k2"):
-        assert_near(getattr(found, name), getattr(expected, name))
-        assert getattr(found, name).any()
+    assert len(found) == 4
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_near(ours, theirs)
+        assert ours.any()
 
 
 @pytest.mark.parametrize("rows", ["1 row", "3 rows"])
@@ -130,10 +134,11 @@ def test_products(name: str, rows: str, device: torch.device) -> None:
 def test_passes_move_as_much_as_the_copy(name: str, device: torch.device) -> None:
     one = tiny(device)[name]
     with torch.inference_mode():
-        calls = one.build()
-        found, copied = calls.ours[0](), calls.peer[0]()
+        (work,) = one.build(1)
+        assert work.peer is not None
+        found, copied = work.kernel(), work.peer()
     outputs = found if isinstance(found, tuple) else (found,)
-    inputs = [x for x in calls.ours[0].args if isinstance(x, Tensor)]  # type: ignore[attr-defined]
+    inputs = [x for x in work.kernel.args if isinstance(x, Tensor)]  # type: ignore[attr-defined]
     assert num_bytes(*inputs, *outputs) == one.num_bytes
     assert copied.numel() == one.num_bytes // 2
     assert all(x.isfinite().all() and x.shape[0] == 32 for x in outputs)
@@ -145,22 +150,22 @@ def test_all_are_tested(device: torch.device) -> None:
 
 def test_choices_share_what_they_should(device: torch.device) -> None:
     sparse = replace(SPARSE, topk=14)  # 12 of them free
-    positions = torch.arange(1600, 1600 + 2 * kernels.RUN, device=device)
+    positions = torch.arange(1600, 1600 + 2 * attention.RUN, device=device)
     for shared, least, most in ((0.75, 9, 10.5), (0.0, 0, 4)):
-        selected = kernels.random_selection(positions, 110, 2, sparse, shared)
+        selected = attention.random_selection(positions, 110, 2, sparse, shared)
         assert selected.dtype == torch.int32
-        assert selected.shape == (2 * kernels.RUN, 2, sparse.num_selected)
+        assert selected.shape == (2 * attention.RUN, 2, sparse.num_selected)
         assert (selected[..., 1:] > selected[..., :-1]).all()
         own = positions[:, None] // sparse.block_size
         for back in range(sparse.num_window_blocks + 1):
             assert (selected == (own - back)[..., None]).any(-1).all()
-        free = selected[: kernels.RUN, :, 1:-3]  # of one run, between the initial and the recent ones
+        free = selected[: attention.RUN, :, 1:-3]  # of one run, between the initial and the recent ones
         common = (free[:-1, :, :, None] == free[1:, :, None]).any(-1).sum(-1).double().mean()
         assert least <= common <= most
 
 
 def test_first_queries_choose_all_there_is(device: torch.device) -> None:
-    selected = kernels.random_selection(torch.arange(40, device=device), 3, 1, SPARSE, 0.75)
+    selected = attention.random_selection(torch.arange(40, device=device), 3, 1, SPARSE, 0.75)
     assert selected[[0, 16, 39], 0].tolist() == [[0, -1, -1], [0, 1, -1], [0, 1, 2]]
 
 

@@ -27,11 +27,11 @@ class HalfLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        y = self.few(rows) if len(rows) <= DECODE_ROWS else self.many(rows)
+        y = self.by_kernel(rows) if len(rows) <= DECODE_ROWS else self.by_expansion(rows)
         y = y if self.bias is None else y + self.bias
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
-    def few(self, x: Tensor) -> Tensor:
+    def by_kernel(self, x: Tensor) -> Tensor:
         """In the kernel: x [n, in] → [n, out] in fp32."""
         x = x.float().contiguous()
         y = torch.empty(x.shape[0], self.out_features)
@@ -39,16 +39,16 @@ class HalfLinear(nn.Linear):
         self.kernel.linear(ctypes.addressof(self.native), x.data_ptr(), y.data_ptr(), x.shape[0])
         return y
 
-    def many(self, x: Tensor) -> Tensor:
+    def by_expansion(self, x: Tensor) -> Tensor:
         """As torch does it for some rows, or where the processor multiplies in 16 bits; else by widened weights."""
         if x.dtype == self.weight.dtype and (len(x) < _MANY_ROWS or native.multiplies_in(_HALVES[x.dtype])):
             return F.linear(x, self.weight)
         x = x.float()
         step, end = max(1, _PIECE // self.in_features), self.out_features
-        pieces = [F.linear(x, self.widen(begin, min(begin + step, end))) for begin in range(0, end, step)]
+        pieces = [F.linear(x, self.expand(begin, min(begin + step, end))) for begin in range(0, end, step)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
-    def widen(self, begin: int, end: int) -> Tensor:
+    def expand(self, begin: int, end: int) -> Tensor:
         """Rows of the weights in fp32, [end - begin, in]."""
         out = torch.empty(end - begin, self.in_features)
         self.native.num_threads = torch.get_num_threads()

@@ -106,11 +106,11 @@ class AffineLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None and self.kernel is not None and _is_ready(x):  # decoding: every microsecond counts
-            return self.few(x)
+            return self.by_kernel(x)
         if x.is_cuda and (self.gpu is not None or can_run_packed(x.device, x.dtype)):
             return self.on_gpu(x)
         rows = x.reshape(-1, self.in_features).float().contiguous()
-        y = self.many(rows) if self.kernel is None or len(rows) > DECODE_ROWS else self.few(rows)
+        y = self.by_expansion(rows) if self.kernel is None or len(rows) > DECODE_ROWS else self.by_kernel(rows)
         y = y.to(x.dtype).view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
 
@@ -136,7 +136,7 @@ class AffineLinear(nn.Module):
         if self.packed.codes.is_cuda:
             self.packed = _without_rows(self.packed)
 
-    def few(self, x: Tensor) -> Tensor:
+    def by_kernel(self, x: Tensor) -> Tensor:
         """In the kernel: x [n, in] → [n, out], both fp32."""
         assert self.kernel is not None
         y = torch.empty(x.shape[0], self.out_features)
@@ -144,7 +144,7 @@ class AffineLinear(nn.Module):
         self.kernel.linear(ctypes.addressof(self.native), x.data_ptr(), y.data_ptr(), x.shape[0])
         return y
 
-    def many(self, x: Tensor) -> Tensor:
+    def by_expansion(self, x: Tensor) -> Tensor:
         """By expanded weights: x [n, in] → [n, out], both fp32."""
         pieces = [F.linear(x, self.expand(begin, end)) for begin, end in _pieces(self.packed)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)

@@ -1,6 +1,7 @@
-"""Every kernel against its readable twin, on the device where it will run: what `sala doctor` shows.
+"""Every kernel against its reference, on the device where it will run: what `sala doctor` shows.
 
-A check never raises: a kernel that cannot be compiled or started is one that failed, with the reason.
+The kernels come from the table in `cases/`; then whole steps of a small model run by the fused forward and by the
+model. A check never raises: a kernel that cannot be compiled or started has failed, with the reason.
 """
 
 import math
@@ -9,37 +10,37 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.cases import KernelCase, gpu_cases
+from sala.backends.torch.cases.cpu import cpu_cases
+from sala.backends.torch.cases.shapes import small_shapes
 from sala.backends.torch.fast.cpu_decode import CpuDecode
-from sala.backends.torch.fast.dispatch import FusedForward, select_ops
-from sala.backends.torch.half_linear import put_half_linears
+from sala.backends.torch.fast.dispatch import FusedForward
 from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.model import SalaModel
-from sala.backends.torch.ops.affine import dequantize
-from sala.backends.torch.ops.lightning import decay_slopes, lightning_step
-from sala.backends.torch.ops.sparse import sparse_attention
+from sala.backends.torch.ops import affine
 from sala.backends.torch.quantized_linear import AffineLinear, AffineWeight
 from sala.backends.torch.random import random_model
 from sala.checkpoint.random import TINY
 from sala.config import SalaConfig
 from sala.protocol import Plan, Row
 
-PROMPT = 1100  # tokens; more blocks than the model chooses from
+PROMPT = 1100  # tokens; more blocks than the model selects
 ANSWER = (1, 1, 4, 1)  # tokens of the steps that follow
 DENSE_LEN = 2048  # beyond them: no dense row is longer than this
-SMALL = replace(  # heads as wide as real ones
+SMALL = replace(  # heads as wide as those of the released model
     TINY, head_dim=64, lightning_head_dim=64, sparse_config=replace(TINY.sparse_config, dense_len=DENSE_LEN)
 )
-_HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_MESSAGE = 200
+STEP_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+_MESSAGE = 200  # characters of a reason
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """How far a kernel is from its reference, relative to the largest number; infinitely if it did not run."""
+    """The error of a kernel relative to the largest number of its reference; infinite if it did not run."""
 
     name: str
     error: float
@@ -48,30 +49,28 @@ class Check:
 
     @property
     def is_good(self) -> bool:
-        return self.error <= self.tolerance  # and NaN is not
+        return self.error <= self.tolerance  # false for NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Something to be checked: `measure` gives the relative error."""
+    """Something to be checked: `measure` returns the relative error."""
 
     measure: Callable[[], float]
     tolerance: float
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    """The checks of this device's kernels, as they are made; none where there are no kernels."""
+    """Yield the checks of this device's kernels as they are made; none where there are no kernels."""
     for name, trial in trials(device).items():
         yield check(name, trial)
 
 
 def trials(device: torch.device) -> Mapping[str, Trial]:
     if device.type == "cpu" and native.load() is not None:
-        return cpu_trials()
+        return {**case_trials("native", cpu_cases()), **cpu_step_trials()}
     if device.type == "cuda" and triton_kernels.why_not(device) is None:
-        from sala.backends.torch import selftest_gpu
-
-        return selftest_gpu.trials(device)
+        return {**case_trials("Triton", gpu_cases(small_shapes(device))), **gpu_step_trials(device)}
     return {}
 
 
@@ -85,88 +84,81 @@ def check(name: str, trial: Trial) -> Check:
         return Check(name, math.inf, trial.tolerance, reason[:_MESSAGE])
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference over the largest number."""
-    assert found.shape == wanted.shape, f"{tuple(found.shape)} instead of {tuple(wanted.shape)}"
-    found, wanted = found.double(), wanted.double()
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def case_trials(kind: str, cases: Sequence[KernelCase]) -> dict[str, Trial]:
+    """Name the cases, by their sizes too where one name has several."""
+    names = [case.name for case in cases]
+    sizes = [f", {case.size}" if names.count(case.name) > 1 else "" for case in cases]
+    found = zip(cases, sizes, strict=True)
+    return {f"{kind} {case.name}{size}": Trial(case.error, case.tolerance) for case, size in found}
 
 
-def cpu_trials() -> dict[str, Trial]:
-    return {
-        **{f"native linear, {bits} bits": Trial(partial(_linear, bits), 1e-5) for bits in (4, 8)},
-        **{f"native linear, {name}": Trial(partial(_plain, dtype), 1e-5) for name, dtype in _HALVES.items()},
-        **{f"native expansion, {bits} bits": Trial(partial(_expansion, bits), 1e-6) for bits in (4, 8)},
-        "native fold": Trial(_fold, 1e-5),
-        "native attention": Trial(_attention, 1e-5),
-        "native step, dense": Trial(partial(_native_step, False), 1e-4),
-        "native step, sparse": Trial(partial(_native_step, True), 1e-4),
+def cpu_step_trials() -> dict[str, Trial]:
+    return {f"native step, {regime}": Trial(partial(_cpu_step, regime == "sparse"), 1e-4) for regime in REGIMES}
+
+
+def gpu_step_trials(device: torch.device) -> dict[str, Trial]:
+    plain = {
+        f"GPU {kind}, {regime}, {str(dtype).removeprefix('torch.')}": Trial(
+            partial(_gpu_step, device, dtype, kind, regime == "sparse"), tolerance
+        )
+        for dtype, tolerance in STEP_ERRORS.items()
+        for kind in ("prefill", "decode")
+        for regime in REGIMES
     }
+    packed = {
+        f"GPU {kind}, {bits} bits": Trial(partial(_packed_step, device, kind, bits), STEP_ERRORS[torch.bfloat16])
+        for kind in ("prefill", "decode")
+        for bits in (4, 8)
+    }
+    return plain | packed
 
 
-def _affine(bits: int, num_out: int = 96, num_in: int = 320, group_size: int = 64) -> AffineWeight:
-    codes = torch.randint(-(1 << 31), 1 << 31, (num_out, num_in * bits // 32)).int()
-    scales, biases = torch.randn(2, num_out, num_in // group_size) / (1 << bits)
-    return AffineWeight(codes, scales.contiguous(), biases.contiguous(), bits, group_size)
+REGIMES = ("dense", "sparse")
 
 
-def _linear(bits: int) -> float:
-    weight, x = _affine(bits), torch.randn(3, 320)
-    reference = dequantize(weight.codes, weight.scales, weight.biases, bits, weight.group_size)
-    return relative_error(AffineLinear(weight).few(x), x.double() @ reference.double().T)
-
-
-def _plain(dtype: torch.dtype) -> float:
-    linear, x = torch.nn.Linear(320, 97, bias=False, dtype=dtype), torch.randn(3, 320)
-    model = torch.nn.Sequential(linear)
-    put_half_linears(model)
-    return relative_error(model(x), x.double() @ linear.weight.double().T)
-
-
-def _expansion(bits: int) -> float:
-    weight = _affine(bits)
-    reference = dequantize(weight.codes, weight.scales, weight.biases, bits, weight.group_size)
-    return relative_error(AffineLinear(weight).expand(0, weight.num_out), reference)
-
-
-def _fold() -> float:
-    heads, dim, count = 3, 64, 5
-    k, v = torch.randn(2, count, heads, dim)
-    state, slopes = torch.randn(heads, dim, dim), decay_slopes(heads)
-    wanted = state[None]
-    for i in range(count):
-        _, wanted = lightning_step(k[i : i + 1], k[i : i + 1], v[i : i + 1], wanted, slopes, 1.0)
-    return relative_error(select_ops().lightning_fold(k, v, state, slopes), wanted[0])
-
-
-def _attention() -> float:
-    """Over blocks in no order, of which the last one is not yet full."""
-    num_queries, heads, groups, dim, block_size, num_pages = 37, 9, 3, 64, 64, 12
-    q, positions = torch.randn(num_queries, heads, dim), torch.arange(num_queries) + (num_pages - 1) * block_size
-    k, v = torch.randn(2, groups, num_pages, block_size, dim)
-    order = torch.rand(num_queries, groups, num_pages - 1).argsort(-1)
-    selected = torch.cat((order[..., :5], torch.full((num_queries, groups, 1), num_pages - 1)), -1)
-    case = q, k, v, torch.randperm(num_pages), selected, positions, dim**-0.5
-    return relative_error(select_ops().sparse_attention(*case), sparse_attention(*case))
-
-
-def _native_step(is_sparse: bool) -> float:
+def _cpu_step(is_sparse: bool) -> float:
+    """The steps of an answer, after a prompt that the model computes for both."""
     model = random_model(SMALL, torch.float32, torch.device("cpu"))
-    return _decode(CpuDecode(model), model, is_sparse)
+    return Pair(CpuDecode(model), model, is_sparse).compare_kind("decode")
 
 
-def _decode(steps: FusedForward, model: SalaModel, is_sparse: bool) -> float:
-    """The steps of an answer, after a prompt that the model reads for both."""
-    two = Pair(steps, model, is_sparse)
-    two.read(PROMPT)
-    return two.compare(ANSWER)
+def _gpu_step(device: torch.device, dtype: torch.dtype, kind: str, is_sparse: bool) -> float:
+    """A prompt in two chunks, or an answer after one, by all kernels together."""
+    model = random_model(SMALL, dtype, device)
+    return Pair(_gpu_forward(model, device), model, is_sparse).compare_kind(kind)
+
+
+def _packed_step(device: torch.device, kind: str, bits: int) -> float:
+    """`_gpu_step` with packed matrices, against the same ones dequantized."""
+    model, twin = (random_model(SMALL, torch.bfloat16, device) for _ in range(2))
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            weight = _nearest(module.weight, bits)
+            module.weight.copy_(weight.rows(slice(None)))
+            twin.set_submodule(name, AffineLinear(weight, module.bias))
+    return Pair(_gpu_forward(twin, device), model, is_sparse=True).compare_kind(kind)
+
+
+def _gpu_forward(model: SalaModel, device: torch.device) -> FusedForward:
+    from sala.backends.torch.fast.gpu_forward import GpuForward
+
+    return GpuForward(model, device, PROMPT + 64, has_graphs=device.type == "cuda")
+
+
+def _nearest(weight: Tensor, bits: int, group_size: int = 32) -> AffineWeight:
+    """Quantize between the smallest and the largest number of each group."""
+    groups = weight.float().unflatten(1, (-1, group_size))
+    low, high = groups.aminmax(dim=-1)
+    scales = (high - low) / ((1 << bits) - 1)
+    codes = ((groups - low.unsqueeze(-1)) / scales.unsqueeze(-1)).round().int().flatten(1)
+    return AffineWeight(affine.pack(codes, bits), scales, low, bits, group_size)
 
 
 class Pair:
-    """The faster way and the model that defines it, each with a cache of its own."""
+    """The fused forward and the model that defines it, each with a cache of its own."""
 
-    def __init__(self, steps: FusedForward, model: SalaModel, is_sparse: bool) -> None:
-        self.steps, self.model = steps, model
+    def __init__(self, fused: FusedForward, model: SalaModel, is_sparse: bool) -> None:
+        self.fused, self.model = fused, model
         self.config: SalaConfig = model.config
         weight = model.model.norm.weight
         self.device = weight.device
@@ -182,23 +174,30 @@ class Pair:
         self.end += count
         return row
 
+    def compare_kind(self, kind: str) -> float:
+        """Compare a prompt in two chunks ("prefill"), or the steps of an answer after it ("decode")."""
+        if kind == "prefill":
+            return self.compare((PROMPT - 300, 300))
+        self.read(PROMPT)
+        return self.compare(ANSWER)
+
     def read(self, count: int) -> None:
-        """Tokens that the model computes in both caches."""
+        """Let the model compute so many tokens in both caches."""
         plan = Plan((self.row(count),))
         for cache in self.caches:
             self.model(pack(plan, self.device), cache)
 
     def compare(self, sizes: Sequence[int]) -> float:
-        """Rows of these sizes: the distance of all hidden states together, relative to their length.
+        """Run rows of these sizes and return the distance of all hidden states, relative to their norm.
 
-        Together, because in half precision a near tie between two blocks may go one way here and another there.
+        All together, because in 16 bits a near tie between two blocks may go one way here and another way there.
         """
         found, wanted = [], []
         for size in sizes:
             plan = Plan((self.row(size),))
             batch = pack(plan, self.device)
-            assert self.steps.can_run(batch)
-            found.append(self.steps(batch, self.caches[0]).clone())
+            assert self.fused.can_run(batch)
+            found.append(self.fused(batch, self.caches[0]).clone())
             wanted.append(self.model(pack(plan, self.device), self.caches[1]))
         a, b = torch.cat(found).double(), torch.cat(wanted).double()
         return float((a - b).norm() / b.norm())

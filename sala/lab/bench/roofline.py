@@ -1,48 +1,27 @@
 # mypy: disable-error-code="import-untyped, no-untyped-call, no-any-return"
-"""A kernel alone, by the clock: against a peer, and against the least that its work can take on this GPU.
+"""Time single kernels: against a peer, and against the least time that their work can take on this GPU.
 
-The least is a roofline measured in the same run: the products at the speed of a large matrix product, the bytes at the
-speed of a large copy, whichever takes longer. Only what cannot be avoided counts: inputs read once, outputs written
-once, no product that a better algorithm could leave out.
+The least time is a roofline measured in the same run: the FLOPs at the speed of a large matrix product, the bytes at
+the speed of a large copy, whichever takes longer. Only unavoidable work counts: inputs read once, outputs written once,
+no product that a better algorithm could leave out. The cases are those of `sala.backends.torch.cases`.
 """
 
 import contextlib
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
+from sala.backends.torch.cases import gpu_cases
+from sala.backends.torch.cases.rows import copying
+from sala.backends.torch.cases.shapes import Call, KernelCase, Shapes
 from sala.errors import SalaError
 
 MATRIX, COPY_BYTES = 8192, 1 << 30
 WARM_MS, REPEAT_MS, LONG_MS = 10, 40, 200
 _MESSAGE = 200
-
-Call = Callable[[], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """The work, ready to be done: by us and by the peer; of several calls, each has memory of its own."""
-
-    ours: Sequence[Call]
-    peer: Sequence[Call]
-    in_graph: bool = False  # so short that launching it would be what is measured
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """What is measured: the least that it must do, and how its inputs come about."""
-
-    name: str
-    size: str
-    flops: int
-    num_bytes: int
-    peer: str
-    build: Callable[[], Calls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +51,11 @@ class Result:
     error: str = ""
 
 
+def timed_cases(shapes: Shapes) -> list[KernelCase]:
+    """The kernel cases that have a floor to be timed against."""
+    return [case for case in gpu_cases(shapes) if case.num_bytes]
+
+
 def measure_roofline(device: torch.device) -> Roofline:
     """A large product in bf16 and a large copy, read and write."""
     try:
@@ -87,7 +71,7 @@ def measure_roofline(device: torch.device) -> Roofline:
     return Roofline(2 * MATRIX**3 / product_ms * 1e3, num_bytes / copy_ms * 1e3)
 
 
-def measure(one: Measurement, roofline: Roofline) -> Result:
+def measure(one: KernelCase, roofline: Roofline) -> Result:
     """Never raises: what does not run, or does not fit into memory, is a result with a reason."""
     try:
         ms, peer_ms, error = _times(one)
@@ -97,18 +81,18 @@ def measure(one: Measurement, roofline: Roofline) -> Result:
     return result(one, roofline, ms, peer_ms, error)
 
 
-def _times(one: Measurement) -> tuple[float, float | None, str]:
+def _times(one: KernelCase) -> tuple[float, float | None, str]:
     with torch.inference_mode():
-        calls = one.build()
-        time = milliseconds_in_graph if calls.in_graph else _milliseconds_of_first
-        ms = time(calls.ours)
+        works = one.build(one.num_sets)
+        time = milliseconds_in_graph if one.in_graph else _milliseconds_of_first
+        ms = time([work.kernel for work in works])
         try:
-            return ms, time(calls.peer), ""
+            return ms, time([work.peer or work.reference for work in works]), ""
         except Exception as problem:
             return ms, None, f"{one.peer}: {reason(problem)}"
 
 
-def result(one: Measurement, roofline: Roofline, ms: float | None, peer_ms: float | None, error: str = "") -> Result:
+def result(one: KernelCase, roofline: Roofline, ms: float | None, peer_ms: float | None, error: str = "") -> Result:
     floor = roofline.floor_ms(one.flops, one.num_bytes)
     is_product = one.flops / roofline.flops_per_s > one.num_bytes / roofline.bytes_per_s
     return Result(
@@ -175,9 +159,3 @@ def milliseconds_in_graph(calls: Sequence[Call]) -> float:
 
 def _milliseconds_of_first(calls: Sequence[Call]) -> float:
     return milliseconds(calls[0])
-
-
-def copying(num_bytes: int, device: torch.device) -> Call:
-    """A copy that reads and writes so many bytes together."""
-    source = torch.randint(256, (num_bytes // 2,), dtype=torch.uint8, device=device)
-    return partial(torch.empty_like(source).copy_, source)

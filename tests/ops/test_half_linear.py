@@ -42,7 +42,7 @@ def test_the_linear_in_fp32(monkeypatch: pytest.MonkeyPatch, dtype: str, shape: 
         linear.weight[0, :4] = torch.tensor([6e-8, -6e-8, 3e-5, 65504.0])  # subnormal ones, and the largest
     half = half_of(linear)
     assert half.weight is linear.weight
-    assert torch.equal(half.widen(0, shape[0]), linear.weight.float())
+    assert torch.equal(half.expand(0, shape[0]), linear.weight.float())
     x = torch.randn(DECODE_ROWS + 3, shape[1])
     wanted = F.linear(x.double(), linear.weight.double(), linear.bias.double())
     bound = 1e-5 * wanted.abs().amax(0)
