@@ -106,7 +106,7 @@ def recipe_of(work: Path, is_smoke: bool) -> tuple[Recipe, Path]:
     """The recipe, its paths under WORK; tiny for a smoke test."""
     base = work / "models" / "smol-sala"  # paths of the recipe are relative to its directory
     base.mkdir(parents=True, exist_ok=True)
-    for file in [*MODEL.glob("*.jsonl"), *MODEL.glob("probe.json")]:
+    for file in [*MODEL.glob("*.jsonl"), *MODEL.glob("probe.json"), *MODEL.glob("*.toml")]:
         shutil.copy(file, base / file.name)
     recipe = load_recipe(MODEL / "recipe-5.toml")
     if not (base / "probe.json").is_file():

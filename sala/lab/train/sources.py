@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,7 +106,7 @@ def _rows_of(run: "Run", stage: Learning, source: Source, tokenizer: Tokenizer, 
 
 def _reading(run: "Run", source: Source, tokenizer: Tokenizer, length: int, end: int, seed: int) -> ReadingRows:
     table = ReadingTable.load(run.base / source.table, run.base / source.lists)
-    documents = list(read_documents(Source(path=source.path), run.base))[: source.max_documents]
+    documents = list(islice(read_documents(Source(path=source.path), run.base), source.max_documents))
     encode = partial(tokenizer.encode, bos=False, parse_special=True)
     return ReadingRows(
         table, documents, encode, wrap_of(tokenizer), end, length, source.num_keys, source.num_topics, seed
@@ -124,7 +125,7 @@ def needle_makers(
 ) -> list[NeedleMaker]:
     """Return makers of needles in the texts of `path`, one for each way to write a user's message."""
     source = Source(path=path, max_documents=limit)
-    documents = list(read_documents(source, run.base))[: source.max_documents]
+    documents = list(islice(read_documents(source, run.base), source.max_documents))
     end = tokenizer.token_id("<|im_end|>")
     encode = partial(tokenizer.encode, bos=False, parse_special=True)
     return [NeedleMaker(encode, documents, seed=run.recipe.seed, wrap=wrap, end_id=end) for wrap in wraps or [CHATML]]
