@@ -123,6 +123,8 @@ def test_the_probe(tmp_path: Path) -> None:
     (tmp_path / "probe.json").write_text(json.dumps(cases))
     probe = Probe(read_cases(tmp_path / "probe.json"), teacher, rows=2, length=16)
     same, far = probe(teacher), probe(other)
+    packed = Probe(read_cases(tmp_path / "probe.json"), teacher, length=16, is_packed=True)
+    assert packed(other) == pytest.approx(far, rel=1e-4)
     assert same["kl"] == pytest.approx(0, abs=1e-5)
     assert same["agree"] == 1
     assert far["kl"] > 0.01

@@ -40,12 +40,20 @@ def read_cases(file: Path) -> list[ProbeCase]:
 class Probe:
     """Compares students with a teacher whose hidden states are computed once.
 
-    Rows are padded to `length` and computed `rows` at a time, so that a compiled student sees a shape that it knows.
+    Rows are padded to `length` and computed `rows` at a time, so that a compiled student sees a shape that it knows;
+    with `is_packed`, rows are as long as they are and follow each other, which is the least work.
     """
 
-    def __init__(self, cases: Sequence[ProbeCase], teacher: SalaModel, rows: int = 16, length: int = 512) -> None:
+    def __init__(
+        self,
+        cases: Sequence[ProbeCase],
+        teacher: SalaModel,
+        rows: int = 16,
+        length: int = 512,
+        is_packed: bool = False,
+    ) -> None:
         fitting = [case for case in cases if len(case.prompt) + len(case.answer) <= length]
-        self.cases, self.rows, self.length = fitting, rows, length
+        self.cases, self.rows, self.length, self.is_packed = fitting, rows, length, is_packed
         self.device = teacher.lm_head.weight.device
         tokens = torch.zeros((-(-len(fitting) // rows) * rows, length), dtype=torch.long)
         at, first, labels = [], [], []
@@ -64,8 +72,20 @@ class Probe:
     @torch.no_grad()
     def _hidden(self, model: SalaModel) -> Tensor:
         """Return the hidden states [P, hidden] from which the answers' tokens are predicted."""
-        parts = [model(whole(part)).float() / model.config.logit_divisor for part in self.tokens.split(self.rows)]
-        return torch.cat(parts)[self.at]
+        if not self.is_packed:
+            parts = [model(whole(part)).float() for part in self.tokens.split(self.rows)]
+            return torch.cat(parts)[self.at] / model.config.logit_divisor
+        sizes = [len(case.prompt) + len(case.answer) for case in self.cases]
+        is_real = torch.arange(self.length) < torch.tensor(sizes)[:, None]
+        tokens = self.tokens[: len(sizes)][is_real.to(self.device)]
+        hidden = self._unpack(model(whole(tokens, sizes)).float(), is_real)
+        return hidden[self.at] / model.config.logit_divisor
+
+    def _unpack(self, packed: Tensor, is_real: Tensor) -> Tensor:
+        """Put packed hidden states where padded rows have them."""
+        out = packed.new_zeros((self.tokens.numel(), packed.shape[1]))
+        out[: is_real.numel()][is_real.flatten().to(self.device)] = packed
+        return out
 
     @torch.no_grad()
     def __call__(self, student: SalaModel) -> dict[str, float]:
@@ -125,7 +145,7 @@ def main() -> None:
     parser.add_argument("--ended", action="store_true", help="let the student answer too (slow without a GPU)")
     options = parser.parse_args()
     device = pick_device(options.device)
-    probe = Probe(read_cases(options.probe), load_for_training(options.teacher, device))
+    probe = Probe(read_cases(options.probe), load_for_training(options.teacher, device), is_packed=True)
     student = load_for_training(options.student, device)
     values = probe(student)
     if options.ended:
