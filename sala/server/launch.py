@@ -1,6 +1,6 @@
-"""Starts another engine in the place of ours: its own server, by its own command, with the flags that SALA needs.
+"""Start vLLM or SGLang instead of our own engine: its own server and command, with the flags that SALA needs.
 
-What is set and cannot be passed on is an error, and so is what the engine could not run or would compute wrongly.
+A setting that cannot be passed on is an error, and so is a model that the engine cannot run or would compute wrongly.
 """
 
 import importlib.util
@@ -29,20 +29,20 @@ COMMON = frozenset(
     }
 )  # fmt: skip
 SCALE = ("tp", "pp", "nodes", "node_rank", "master")
-SPARSE_RATIO = 16  # query heads per kv head, the only number that SGLang's sparse kernels know
-PLACES = {  # settings that have another home, where the engine is not ours
-    "adapter": "make one model of both: sala fuse MODEL --adapter ADAPTER -o DIR",
+SPARSE_RATIO = 16  # query heads per KV head, the only ratio that SGLang's sparse kernels support
+REMEDIES = {  # for settings that other engines do not take
+    "adapter": "merge it into the model first: sala fuse MODEL --adapter ADAPTER -o DIR",
     "pp": "sglang cannot split SALA by layers; use --tp, or --engine vllm",
-    "temperature": "say it in the requests",
-    "top_p": "say it in the requests",
-    "top_k": "say it in the requests",
-    "max_tokens": "say it in the requests",
+    "temperature": "set it in the requests",
+    "top_p": "set it in the requests",
+    "top_k": "set it in the requests",
+    "max_tokens": "set it in the requests",
 }
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A command, the variables that it gets, those that are secret, and secrets that it reads from a file."""
+    """A command with its environment variables, secret variables, and secrets that it reads from a file."""
 
     command: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -50,14 +50,14 @@ class Launch:
     key_file: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def show(self) -> str:
-        """As one would type it; keys do not show."""
+        """Return the command as one would type it, with keys masked."""
         set_ = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
         hidden = [f"{name}={MASK}" for name in self.secrets]
         file = ["--config", "KEYS.yaml"] if self.key_file else []
         return " ".join([*set_, *hidden, shlex.join([*self.command, *file])])
 
     def run(self) -> NoReturn:
-        """The engine takes the place of this process."""
+        """Replace this process by the engine."""
         for name in ("api_key", "admin_key"):
             os.environ.pop(variable_name(name), None)
         os.environ.update({**self.variables, **self.secrets})
@@ -68,8 +68,8 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What somebody asks for. `given`: the settings that are set; `more`: flags for the engine, as they are."""
+class LaunchRequest:
+    """What to launch. `given`: names of the settings that are set; `more`: flags for the engine, passed unchanged."""
 
     settings: Settings
     given: frozenset[str]
@@ -79,25 +79,25 @@ class Wish:
     environment: Mapping[str, str]
 
     def pass_on(self, **flags: str) -> list[str]:
-        """Settings by other names; where nothing is said the engine has its own default."""
+        """Return settings under the engine's names; those that are not set are left to the engine's defaults."""
         words = ((flag, str(getattr(self.settings, name))) for name, flag in flags.items() if name in self.given)
         return [word for pair in words for word in pair]
 
 
 def plan(settings: Settings, given: Collection[str], more: Sequence[str], environment: Mapping[str, str]) -> Launch:
-    """What to start, for settings of which `given` are set and with `more` flags; it is all checked here."""
+    """Return what to start. Checks all settings; `given` names those that are set, `more` are flags for the engine."""
     engine = ENGINES[settings.engine]
     if more and not more[0].startswith("-"):
-        raise InputError("arguments", f"{more[0][:60]} is not understood", "name a model with -m")
+        raise InputError("arguments", f"{more[0][:60]} is not a flag", "name a model with -m")
     check_listening(settings)
     _check_given(settings.engine, engine.takes, given)
     _check_nodes(settings)
     if settings.port == 0:
-        raise InputError("port", "is 0", f"name one: {settings.engine} does not say which one it took")
+        raise InputError("port", "is 0", f"choose one: {settings.engine} does not report which port it took")
     path = find_model(settings)
     config = SalaConfig.load(path)
     _check_shares(config, settings)
-    launch = engine.plan(Wish(settings, frozenset(given), path, config, tuple(more), environment))
+    launch = engine.plan(LaunchRequest(settings, frozenset(given), path, config, tuple(more), environment))
     _check_more(launch, more)
     if importlib.util.find_spec(settings.engine) is None:
         raise MissingExtra(settings.engine, settings.engine)
@@ -106,7 +106,7 @@ def plan(settings: Settings, given: Collection[str], more: Sequence[str], enviro
 
 
 def check_own(given: Collection[str], more: Sequence[str]) -> None:
-    """Our own engine runs on one device, and knows all of its flags."""
+    """Check that no setting or flag is meant for another engine: our own runs on one device."""
     scale = [name for name in SCALE if name in given]
     if scale:
         raise InputError(flag_name(scale[0]), "is for other engines", "add --engine vllm or --engine sglang")
@@ -119,7 +119,7 @@ def find_model(settings: Settings) -> Path:
     from sala.models.embedded import find_model as find
 
     if settings.model is None:
-        raise InputError("--model", "is missing", f"name one: the embedded model does not run on {settings.engine}")
+        raise InputError("--model", "is missing", f"name a model: the embedded one does not run on {settings.engine}")
     os.environ[variable_name("models_dir")] = str(settings.models_dir)
     path = find(settings.model).resolve()
     if not path.is_dir():
@@ -130,7 +130,7 @@ def find_model(settings: Settings) -> Path:
 def _check_given(engine: str, takes: Collection[str], given: Collection[str]) -> None:
     for name in sorted(given):
         if name not in COMMON and name not in takes:
-            remedy = PLACES.get(name, "leave it out, or use --engine sala")
+            remedy = REMEDIES.get(name, "leave it out, or use --engine sala")
             raise InputError(flag_name(name), f"cannot be passed on to {engine}", remedy)
 
 
@@ -138,13 +138,13 @@ def _check_nodes(settings: Settings) -> None:
     ranks = settings.tp * settings.pp
     if settings.nodes == 1 and (settings.master is not None or settings.node_rank):
         name = "master" if settings.master is not None else "node_rank"
-        raise InputError(flag_name(name), "is for several machines", "say how many with --nodes")
+        raise InputError(flag_name(name), "is for several machines", "set their number with --nodes")
     if settings.nodes == 1:
         return
     if settings.master is None:
-        raise InputError("--master", "is missing", "say where the machines meet: HOST:PORT of machine 0")
+        raise InputError("--master", "is missing", "give HOST:PORT of machine 0, where the machines meet")
     if settings.node_rank >= settings.nodes:
-        raise InputError("--node-rank", f"is {settings.node_rank}", f"it goes from 0 to {settings.nodes - 1}")
+        raise InputError("--node-rank", f"is {settings.node_rank}", f"it must be from 0 to {settings.nodes - 1}")
     if ranks % settings.nodes:
         raise InputError(
             "--nodes", f"is {settings.nodes}, and {ranks} GPUs cannot be spread evenly", "choose another --tp or --pp"
@@ -158,14 +158,14 @@ def _check_shares(config: SalaConfig, settings: Settings) -> None:
         if count % tp:
             raise InputError("--tp", f"is {tp}, which does not divide {name} = {count}", f"use {_divisors(config)}")
     if groups % tp and tp % groups:
-        raise InputError("--tp", f"is {tp}, and {groups} kv heads cannot be shared so", f"use {_divisors(config)}")
+        raise InputError("--tp", f"is {tp}, which cannot share {groups} KV heads evenly", f"use {_divisors(config)}")
     if settings.pp > config.num_hidden_layers:
         raise InputError("--pp", f"is {settings.pp}", f"the model has {config.num_hidden_layers} layers")
     quantization = config.quantization
     if quantization is not None and quantization.layout is None:
         raise ConfigError(
-            f"{settings.engine} does not read checkpoints that are quantized in MLX's layout",
-            "give it one in bfloat16, GPTQ, AWQ, compressed-tensors or FP8",
+            f"{settings.engine} cannot read checkpoints that are quantized in MLX's layout",
+            "use one in bfloat16, GPTQ, AWQ, compressed-tensors or FP8",
         )
 
 
@@ -177,7 +177,7 @@ def _divisors(config: SalaConfig) -> str:
 
 
 def _check_more(launch: Launch, more: Sequence[str]) -> None:
-    """What `sala serve` sets is set there: a second value would get round what was checked."""
+    """Refuse flags that `sala serve` sets itself: a second value would bypass the checks."""
     ours = {word for word in launch.command if word.startswith("--")} | {"--config", *KEPT}
     for word in more:
         name = word.partition("=")[0].replace("_", "-")
@@ -187,18 +187,18 @@ def _check_more(launch: Launch, more: Sequence[str]) -> None:
 
 
 def _check_plugin(engine: str, environment: Mapping[str, str]) -> None:
-    """Both engines load every plug-in, unless a variable lists the ones that they may."""
+    """Check that our plug-in is loaded: both engines load all plug-ins unless a variable lists the permitted ones."""
     variable = f"{engine.upper()}_PLUGINS"
     allowed = environment.get(variable, "").strip()
     if allowed and "sala" not in [name.strip() for name in allowed.split(",")]:
         raise InputError(variable, f"is {allowed[:60]!r}", "add sala to it: SALA runs there through its plug-in")
 
 
-def plan_vllm(wish: Wish) -> Launch:
-    """Only the command `vllm serve` can be a node without a server; the module behind it needs no installed command."""
-    settings, path = wish.settings, wish.path
+def plan_vllm(asked: LaunchRequest) -> Launch:
+    """Return the command for vLLM. A node without a server needs `vllm serve`, which we run as a module."""
+    settings, path = asked.settings, asked.path
     if settings.device != "auto":
-        raise InputError("--device", f"is {settings.device}", "vllm takes what it was built for; CUDA_VISIBLE_DEVICES")
+        raise InputError("--device", f"is {settings.device}", "vllm uses the device it was built for; choose GPUs with CUDA_VISIBLE_DEVICES")
     module = "vllm.entrypoints.openai.api_server"
     start = ["-m", module, "--model", str(path)]
     if settings.node_rank:
@@ -207,7 +207,7 @@ def plan_vllm(wish: Wish) -> Launch:
         start += ["--host", settings.host, "--port", str(settings.port)]
     flags = ["--served-model-name", served_name(path), "--dtype", settings.dtype]
     flags += ["--enable-prefix-caching", "--enable-chunked-prefill"]
-    flags += wish.pass_on(ctx="--max-model-len", max_batch="--max-num-seqs", cache_memory="--kv-cache-memory-bytes")
+    flags += asked.pass_on(ctx="--max-model-len", max_batch="--max-num-seqs", cache_memory="--kv-cache-memory-bytes")
     flags += _sizes({"--tensor-parallel-size": settings.tp, "--pipeline-parallel-size": settings.pp})
     if settings.nodes > 1:
         host, _, port = str(settings.master).rpartition(":")
@@ -215,18 +215,18 @@ def plan_vllm(wish: Wish) -> Launch:
         flags += ["--node-rank", str(settings.node_rank), "--master-addr", host.strip("[]"), "--master-port", port]
     if settings.cors_origins:
         flags += ["--allowed-origins", json.dumps(settings.cors_origins)]
-    variables = {"VLLM_LOGGING_LEVEL": settings.log_level.upper()} if "log_level" in wish.given else {}
+    variables = {"VLLM_LOGGING_LEVEL": settings.log_level.upper()} if "log_level" in asked.given else {}
     secrets = {} if settings.api_key is None else {"VLLM_API_KEY": settings.api_key}
     return Launch((sys.executable, *start, *flags), variables, secrets)
 
 
-def plan_sglang(wish: Wish) -> Launch:
-    """Without a GPU, and where somebody asks for another attention, it computes densely: right up to `dense_len`."""
-    settings, path, config = wish.settings, wish.path, wish.config
+def plan_sglang(asked: LaunchRequest) -> Launch:
+    """Return the command for SGLang. On a CPU or with another attention backend it is dense, and exact to `dense_len`."""
+    settings, path, config = asked.settings, asked.path, asked.config
     if settings.device not in ("auto", "cpu", "cuda"):
-        raise InputError("--device", f"is {settings.device}", "use cpu or cuda; CUDA_VISIBLE_DEVICES chooses the GPU")
+        raise InputError("--device", f"is {settings.device}", "use cpu or cuda; choose the GPU with CUDA_VISIBLE_DEVICES")
     _check_sglang_model(config)
-    is_dense = is_dense_in_sglang(wish)
+    is_dense = is_dense_in_sglang(asked)
     ctx = check_sglang_context(config, settings.ctx, is_dense)
     if not is_dense:
         _check_ratio(config, settings.tp)
@@ -236,8 +236,8 @@ def plan_sglang(wish: Wish) -> Launch:
     flags += [] if settings.device == "auto" else ["--device", settings.device]
     if settings.device == "cpu":
         flags += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    flags += wish.pass_on(max_batch="--max-running-requests", max_queue="--max-queued-requests")
-    flags += wish.pass_on(log_level="--log-level")
+    flags += asked.pass_on(max_batch="--max-running-requests", max_queue="--max-queued-requests")
+    flags += asked.pass_on(log_level="--log-level")
     flags += _sizes({"--tp-size": settings.tp, "--nnodes": settings.nodes})
     if settings.nodes > 1:
         flags += ["--node-rank", str(settings.node_rank), "--dist-init-addr", str(settings.master)]
@@ -246,20 +246,20 @@ def plan_sglang(wish: Wish) -> Launch:
     return Launch((sys.executable, *start, *flags), key_file=held)
 
 
-def is_dense_in_sglang(wish: Wish) -> bool:
-    forced = wish.environment.get("SGLANG_MINICPM_FORCE_DENSE", "").strip().lower() in ("1", "true", "yes", "on")
-    words = [part for word in wish.more for part in word.split("=", 1)]
+def is_dense_in_sglang(asked: LaunchRequest) -> bool:
+    forced = asked.environment.get("SGLANG_MINICPM_FORCE_DENSE", "").strip().lower() in ("1", "true", "yes", "on")
+    words = [part for word in asked.more for part in word.split("=", 1)]
     chosen = [value for name, value in itertools.pairwise(words) if name == "--attention-backend"]
-    return forced or wish.settings.device == "cpu" or any(not name.startswith("minicpm") for name in chosen)
+    return forced or asked.settings.device == "cpu" or any(not name.startswith("minicpm") for name in chosen)
 
 
 def check_sglang_context(config: SalaConfig, ctx: int | None, is_dense: bool) -> int | None:
-    """The context to ask for; where all attention is dense it must end before the model would turn sparse."""
+    """Return the context to request; if all attention is dense, it must end before the model would become sparse."""
     sparse = config.sparse_config
     if is_dense:
         most = max(sparse.dense_len - 1, sparse.agreement_len)
         if ctx is not None and ctx > most:
-            raise InputError("--ctx", f"is {ctx}", f"without sparse attention sglang is right up to {most} tokens")
+            raise InputError("--ctx", f"is {ctx}", f"without sparse attention sglang is exact only up to {most} tokens")
         return most if ctx is None else ctx
     least = max(sparse.dense_len, sparse.block_size * sparse.topk)
     if ctx is not None and ctx < least:
@@ -275,13 +275,13 @@ def _check_ratio(config: SalaConfig, tp: int) -> None:
     remedy = "use --tp 1 or 2, or --engine vllm" if least == SPARSE_RATIO else "use --engine vllm"
     raise InputError(
         "--tp",
-        f"is {tp}, which gives {ratio} query heads per kv head, and sglang's sparse attention needs {SPARSE_RATIO}",
+        f"is {tp}, which gives {ratio} query heads per KV head, and sglang's sparse attention needs {SPARSE_RATIO}",
         remedy,
     )
 
 
 def _check_sglang_model(config: SalaConfig) -> None:
-    """Models that sglang would load, and compute wrongly."""
+    """Refuse models that SGLang would load but compute wrongly."""
     faults = {
         "attn_log_base": config.attn_log_base is not None,
         "attn_qk_norm": config.attn_qk_norm,
@@ -292,13 +292,13 @@ def _check_sglang_model(config: SalaConfig) -> None:
     for name, is_wrong in faults.items():
         if is_wrong:
             raise ConfigError(
-                f"sglang does not compute with {name} = {getattr(config, name)} as this model does",
+                f"sglang computes models with {name} = {getattr(config, name)} wrongly",
                 "use --engine vllm or --engine sala",
             )
 
 
 def served_name(path: Path) -> str:
-    """The name that clients use, the same as our own server would give it."""
+    """Return the model name for clients, the same that our own server would use."""
     return re.sub(r"[^A-Za-z0-9._+@=-]", "-", path.name).lstrip("._+@=-")[:200] or "model"
 
 
@@ -307,7 +307,7 @@ def _sizes(counts: Mapping[str, int]) -> list[str]:
 
 
 def _write_keys(keys: Mapping[str, str]) -> str:
-    """SGLang takes keys from its command line, which others can see, or from such a file, which only we can read."""
+    """Write a file that only we can read: keys on the command line of SGLang would be visible to other users."""
     handle, name = tempfile.mkstemp(prefix="sala-keys-", suffix=".yaml")
     with os.fdopen(handle, "w") as file:
         file.writelines(f"{key}: {json.dumps(value)}\n" for key, value in keys.items())
@@ -316,15 +316,15 @@ def _write_keys(keys: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    takes: frozenset[str]  # settings that are passed on, besides the common ones
-    plan: Callable[[Wish], Launch]
+    takes: frozenset[str]  # settings that are passed on in addition to the common ones
+    plan: Callable[[LaunchRequest], Launch]
 
 
 ENGINES = {
     "vllm": Engine(frozenset({"pp", "cache_memory", "cors_origins"}), plan_vllm),
     "sglang": Engine(frozenset({"admin_key", "max_queue"}), plan_sglang),
 }
-# Flags, under any of their names, that would change where an engine listens, who may ask it and how it is spread.
+# Flags, under all their names, that would change where an engine listens, who may call it and how it is distributed.
 KEPT = frozenset(
     {
         "--api-key", "--admin-api-key", "--host", "--port", "--model", "--model-path", "--tensor-parallel-size", "-tp",

@@ -16,7 +16,8 @@ from fastapi.responses import StreamingResponse
 from sala.engine.service import ServiceStatus
 from sala.server.admin import docs, health, metrics
 from sala.server.http.errors import add_handlers
-from sala.server.http.security import add_guards, need_admin_key, need_key
+from sala.server.app import add_guards
+from sala.server.http.security import need_admin_key, need_key
 from sala.server.http.serving import Server, make_server, open_socket
 from sala.server.settings import Settings
 

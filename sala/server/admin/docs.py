@@ -1,6 +1,6 @@
-"""The reference of the HTTP interface, as a page. It is our own and needs nothing from elsewhere.
+"""The reference of the HTTP API, as a page that loads nothing from other hosts.
 
-The page itself is public: it holds nothing. What it shows it fetches from `/openapi.json`, which needs the key.
+The page itself is public. It shows `/openapi.json`, which needs the key.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ async def send_schema(request: Request) -> JSONResponse:
 
 
 def describe_api(app: FastAPI) -> dict[str, Any]:
-    """OpenAPI, without the 422 that FastAPI takes for granted: what is wrong with a request gets 400 here."""
+    """Return the OpenAPI document without the 422 responses that FastAPI adds: invalid requests get 400 here."""
     document = app.openapi()
     for operation in (each for path in document["paths"].values() for each in path.values()):
         operation["responses"].pop("422", None)

@@ -1,4 +1,4 @@
-"""Models over HTTP: which there are, fetching, loading, unloading and deleting them."""
+"""Model management over HTTP: list, download, load, unload and delete models."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from sala.errors import ModelNotFound
 from sala.models.catalog import Downloads, Entry, Job, Library
 from sala.models.embedded import EMBEDDED
 from sala.models.hub import AlreadyThere, Busy
-from sala.server.api.chat_schema import Strict, StrictRoute
+from sala.server.http.body import Strict, StrictRoute
 from sala.server.http.errors import ApiError, describe
 from sala.server.http.security import need_admin_key
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 router = APIRouter(tags=["models"], route_class=StrictRoute)
 POLL_SECONDS = 0.2
-ModelId = Annotated[str, Path(description="The id; of a model from a hub also organisation/name.", max_length=256)]
+ModelId = Annotated[str, Path(description="The id; for a model from a hub also organisation/name.", max_length=256)]
 JobId = Annotated[str, Path(max_length=64)]
 ADMIN = [Depends(need_admin_key)]
 
@@ -38,17 +38,17 @@ class ModelCard(BaseModel):
 
     id: str
     object: Literal["model"] = "model"
-    created: int = Field(description="When it was downloaded, or its files were written, in seconds since 1970.")
+    created: int = Field(description="When it was downloaded or its files were written, in seconds since 1970.")
     owned_by: str
-    path: str = Field(description="Its directory, as a name; in full for those who may manage models.")
+    path: str = Field(description="The name of its directory; the full path with the admin key.")
     loaded: bool
     repo_id: str | None
     revision: str | None
     quantization: dict[str, Any] | None
     size_bytes: int
     downloaded_at: float | None
-    context_length: int | None = Field(description="Longest sequence in tokens, while it is loaded.")
-    requests: Requests | None = Field(description="What it is doing, while it is loaded.")
+    context_length: int | None = Field(description="The longest sequence in tokens; null unless it is loaded.")
+    requests: Requests | None = Field(description="Its requests; null unless it is loaded.")
 
 
 class ModelList(BaseModel):
@@ -62,7 +62,7 @@ class FileProgress(BaseModel):
 
 
 class DownloadJob(BaseModel):
-    """A download as it stands."""
+    """The state of a download."""
 
     id: str
     object: Literal["model.download"] = "model.download"
@@ -70,9 +70,9 @@ class DownloadJob(BaseModel):
     revision: str | None
     status: Literal["queued", "running", "done", "failed", "cancelled"]
     done_bytes: int
-    total_bytes: int = Field(description="0 until the hub has told what there is.")
+    total_bytes: int = Field(description="0 until the hub has listed the files.")
     files: dict[str, FileProgress]
-    notes: list[str] = Field(description="What was left out, and why.")
+    notes: list[str] = Field(description="Files that were skipped, and why.")
     error: str | None
     created: int
 
@@ -97,7 +97,7 @@ class DownloadRequest(Strict):
     repo_id: str = Field(
         max_length=20_000, description="organisation/name on the hub.", examples=["openbmb/MiniCPM-SALA"]
     )
-    revision: str | None = Field(None, max_length=20_000, description="Branch, tag or commit; else the main branch.")
+    revision: str | None = Field(None, max_length=20_000, description="Branch, tag or commit; by default the main branch.")
 
 
 class ModelRequest(Strict):
@@ -109,16 +109,16 @@ async def list_models(request: Request) -> Any:
     library, runtime, is_admin = _library(request), _runtime(request), await _is_admin(request)
     entries = await asyncio.to_thread(library.list)
     cards = [_card(entry, _loaded(runtime, entry), is_admin) for entry in entries]
-    cards += [_loaded_card(model, is_admin) for model in _strays(runtime, entries)]
+    cards += [_loaded_card(model, is_admin) for model in _unlisted(runtime, entries)]
     return {"data": cards}
 
 
 @router.post(
-    "/models/download", status_code=202, response_model=JobAnswer, summary="Fetch a model from the hub",
+    "/models/download", status_code=202, response_model=JobAnswer, summary="Download a model from the hub",
     responses=describe(400, 401, 403, 409), dependencies=ADMIN,
 )  # fmt: skip
 async def start_download(request: Request, body: DownloadRequest) -> Any:
-    """Goes on in the background. While a model is being fetched, asking again gives the same job."""
+    """Downloads in the background. A second request for a model that is being downloaded returns the same job."""
     try:
         job = await asyncio.to_thread(_downloads(request).start, body.repo_id, body.revision)
     except AlreadyThere as error:
@@ -137,7 +137,7 @@ async def list_downloads(request: Request) -> Any:
 
 
 @router.get(
-    "/models/download/{job_id}", response_model=DownloadJob, summary="How far a download is",
+    "/models/download/{job_id}", response_model=DownloadJob, summary="Describe a download",
     responses=describe(401, 403, 404), dependencies=ADMIN,
 )  # fmt: skip
 async def get_download(request: Request, job_id: JobId) -> Any:
@@ -164,7 +164,7 @@ async def follow_download(request: Request, job_id: JobId) -> StreamingResponse:
     responses=describe(401, 403, 404), dependencies=ADMIN,
 )  # fmt: skip
 async def cancel_download(request: Request, job_id: JobId) -> Any:
-    """What has arrived is kept: a new download of the model goes on from there."""
+    """Keeps the data that has arrived: a new download of the model resumes there."""
     return _show(_job(await asyncio.to_thread(_downloads(request).cancel, job_id)))
 
 
@@ -211,39 +211,39 @@ async def get_model(request: Request, model_id: ModelId) -> Any:
     responses=describe(401, 403, 404, 409), dependencies=ADMIN,
 )  # fmt: skip
 async def delete_model(request: Request, model_id: ModelId) -> Any:
-    """Removes its directory from the models directory. A model from elsewhere is only forgotten."""
+    """Removes its directory from the models directory. A model elsewhere is only removed from the list."""
     library, runtime = _library(request), _runtime(request)
     entry = await asyncio.to_thread(library.find, model_id)
     if _downloads(request).find_active(model_id) is not None:
-        raise ApiError(409, "that model is being downloaded; cancel that first", code="model_busy")
+        raise ApiError(409, "that model is being downloaded; cancel the download first", code="model_busy")
     if model_id in runtime.loaded or (entry is not None and _loaded(runtime, entry) is not None):
         raise ApiError(409, "that model is loaded; unload it first", code="model_loaded")
     if runtime.is_loading:
-        raise ApiError(409, "a model is being loaded; try again when that is done", code="model_busy")
+        raise ApiError(409, "a model is being loaded; try again when it is ready", code="model_busy")
     try:
         await asyncio.to_thread(library.delete, model_id)
     except ModelNotFound:
         raise _not_found() from None
     except Busy:
-        raise ApiError(409, "someone else is at work on that model", code="model_busy") from None
+        raise ApiError(409, "another process is using that model; try again later", code="model_busy") from None
     note = "it is assembled again when it is used" if entry is not None and entry.id == EMBEDDED else None
     return {"id": model_id if entry is None else entry.id, "note": note}
 
 
 async def _events(downloads: Downloads, job_id: str, ping_s: float) -> AsyncIterator[str]:
-    told: Job | None = None
-    spoke = time.monotonic()
+    shown: Job | None = None
+    sent_at = time.monotonic()
     while (job := downloads.get(job_id)) is not None:
-        if told is None or job.files != told.files:
+        if shown is None or job.files != shown.files:
             files = {name: {"done": done, "total": total} for name, (done, total) in job.files.items()}
             yield _event(job, "download_progress", files)
-            told, spoke = job, time.monotonic()
+            shown, sent_at = job, time.monotonic()
         if job.is_over:
             yield _event(job, "model_status", {"status": job.status, "error": job.error})
             return
-        if time.monotonic() - spoke >= ping_s:
+        if time.monotonic() - sent_at >= ping_s:
             yield ": ping\n\n"
-            spoke = time.monotonic()
+            sent_at = time.monotonic()
         await asyncio.sleep(POLL_SECONDS)
 
 
@@ -272,12 +272,12 @@ async def _is_admin(request: Request) -> bool:
 
 
 def _not_found() -> ApiError:
-    return ApiError(404, "there is no such model", param="model", code="model_not_found")
+    return ApiError(404, "there is no such model; GET /v1/models lists them", param="model", code="model_not_found")
 
 
 def _job(job: Job | None) -> Job:
     if job is None:
-        raise ApiError(404, "there is no such download", param="job_id", code="job_not_found")
+        raise ApiError(404, "there is no such download; GET /v1/models/download lists them", param="job_id", code="job_not_found")
     return job
 
 
@@ -288,8 +288,8 @@ def _loaded(runtime: "Runtime", entry: Entry) -> "LoadedModel | None":
     return None
 
 
-def _strays(runtime: "Runtime", entries: list[Entry]) -> "list[LoadedModel]":
-    """Loaded models that the library does not know."""
+def _unlisted(runtime: "Runtime", entries: list[Entry]) -> "list[LoadedModel]":
+    """Return the loaded models that are not in the library."""
     known = {model.id for entry in entries if (model := _loaded(runtime, entry)) is not None}
     return [model for model in list(runtime.loaded.values()) if model.id not in known]
 
@@ -330,7 +330,7 @@ def _loaded_card(model: "LoadedModel", is_admin: bool) -> dict[str, Any]:
 def _state(model: "LoadedModel | None") -> dict[str, Any]:
     if model is None:
         return {"loaded": False, "context_length": None, "requests": None}
-    status = model.worker.status()
+    status = model.service.status()
     requests = {"running": status.running, "waiting": status.waiting}
     return {"loaded": True, "context_length": model.llm.ctx, "requests": requests}
 

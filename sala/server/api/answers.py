@@ -1,50 +1,151 @@
-"""What chats and plain completions have in common: how a request becomes Sampling, and the parts of an answer."""
+"""The one path of all generating routes, and what their answers have in common.
+
+`answer` finds the model, prepares the request in the service's thread pool, and sends what the engine generates, as a
+whole or as server-sent events. A `Reply` says what that looks like in one API.
+"""
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from fastapi import Request
+from starlette.responses import Response
+
+from sala.engine.requests import InputProcessor, Submission
 from sala.engine.service import Stream
-from sala.engine.stream import Completion, PromptProgress, StreamItem
+from sala.engine.stream import Completion, Event, PromptProgress, StreamItem
 from sala.errors import ContextTooLong, InputError, SlowReader
 from sala.llm import LLM
 from sala.protocol import SampledToken, Sampling
-from sala.server.api.chat_schema import Common
 from sala.server.http.errors import ApiError, from_exception
-from sala.server.http.sse import DONE, PING, encode
+from sala.server.http.sse import DONE, PING, EventStream, dump, encode, until_gone
+from sala.server.runtime import LoadedModel
 from sala.server.settings import Settings
 
-SAME = (
-    "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "ignore_eos",
-)  # fmt: skip
-NO_LOGPROB = -9999.0  # JSON knows no infinity
+MAX_PENDING = 1 << 20  # bytes of an answer that may wait for a slow client
+NO_LOGPROB = -9999.0  # JSON has no infinity
+Chunk = Mapping[str, Any]
 
 
-def build_sampling(body: Common, settings: Settings, **more: Any) -> Sampling:
-    """What the request says, else what the settings say. `more` without the Nones goes over both."""
-    values: dict[str, Any] = {
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "top_k": settings.top_k,
-        "max_tokens": settings.max_tokens,
-        "loop_guard": settings.loop_guard,
-    }
-    values |= {name: value for name in SAME if (value := getattr(body, name)) is not None}
-    if body.stop is not None:
-        values["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
-    if body.logit_bias:
-        values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
-    values |= {name: value for name, value in more.items() if value is not None}
-    values["min_tokens"] = values.get("min_tokens", 0)
-    return Sampling(**values)
+class Body(Protocol):
+    """What the body of every generating route has."""
+
+    model: str | None
+    stream: bool | None
+
+
+B = TypeVar("B", bound=Body)
+
+
+class Reply(ABC, Generic[B]):
+    """The answer to one request in the form of one API.
+
+    `prepare` runs in a thread. Then every item of the stream goes to `take`, and when streaming to `chunks`.
+    """
+
+    fields: ClassVar[Mapping[str, str]] = {}  # the client's names of fields that the engine's errors name differently
+    ping: ClassVar[bytes] = PING
+    done: ClassVar[bytes] = DONE
+
+    def __init__(self, model: LoadedModel, body: B, settings: Settings) -> None:
+        self.model = model
+        self.body = body
+        self.settings = settings
+
+    @abstractmethod
+    def prepare(self, inputs: InputProcessor) -> Submission:
+        """Return the work for the engine. Raises for everything that is wrong with the request."""
+
+    @abstractmethod
+    def take(self, item: StreamItem) -> None:
+        """Record an item."""
+
+    @abstractmethod
+    def whole(self) -> Chunk:
+        """Return the whole answer."""
+
+    def opening(self) -> Iterable[Chunk]:
+        """Return what is sent before the first token."""
+        return ()
+
+    @abstractmethod
+    def chunks(self, item: StreamItem) -> Iterable[Chunk]:
+        """Return what is sent for an item that has been taken."""
+
+    def closing(self) -> Iterable[Chunk]:
+        """Return what is sent at the end of a complete answer."""
+        return ()
+
+    def failed(self, error: ApiError) -> Chunk:
+        return error.envelope()
+
+    def encode(self, chunk: Chunk) -> bytes:
+        return encode(chunk)
+
+
+async def answer(request: Request, body: B, kind: type[Reply[B]]) -> Response:
+    """Answer a request; a client that disconnects cancels it."""
+    settings: Settings = request.app.state.settings
+    model: LoadedModel = await until_gone(request, request.app.state.runtime.get(body.model))
+    reply = kind(model, body, settings)
+    with naming(kind.fields):
+        work = model.service.open(partial(reply.prepare, model.llm.inputs), MAX_PENDING)
+        stream = await until_gone(request, work, Stream.close)
+    if body.stream:
+        return EventStream(send_events(stream, reply, settings.ping_s), stream.overflowed, stream.close)
+    try:
+        whole = await until_gone(request, _collect(stream, reply))
+    finally:
+        stream.close()
+    return Response(dump(whole), media_type="application/json")
+
+
+async def _collect(stream: Stream, reply: Reply[Any]) -> Chunk:
+    async for item in stream:
+        reply.take(item)
+    return reply.whole()
+
+
+async def send_events(stream: Stream, reply: Reply[Any], ping_s: float) -> AsyncIterator[bytes]:
+    """Yield a stream as server-sent events, with a ping whenever nothing else was sent for `ping_s` seconds.
+
+    An error is the last event; `done` follows only a complete answer.
+    """
+    sent_at = time.monotonic()
+    try:
+        for chunk in reply.opening():
+            yield reply.encode(chunk)
+        while True:
+            try:
+                item = await stream.aread(max(0.001, ping_s - (time.monotonic() - sent_at)))
+            except TimeoutError:
+                yield reply.ping
+                sent_at = time.monotonic()
+                continue
+            if item is None:
+                break
+            reply.take(item)
+            for chunk in reply.chunks(item):
+                yield reply.encode(chunk)
+                sent_at = time.monotonic()
+        for chunk in reply.closing():
+            yield reply.encode(chunk)
+        if reply.done:
+            yield reply.done
+    except SlowReader:
+        return
+    except Exception as error:
+        yield reply.encode(reply.failed(from_exception(error)))
 
 
 @contextmanager
 def naming(fields: Mapping[str, str]) -> Iterator[None]:
-    """Errors about what the engine calls one way name the field that the client calls another."""
+    """Name, in errors of the engine, the field that the client knows."""
     try:
         yield
     except (InputError, ContextTooLong) as error:
@@ -53,17 +154,48 @@ def naming(fields: Mapping[str, str]) -> Iterator[None]:
         raise ApiError(found.status_code, found.message, param=param, code=found.code, extra=found.extra) from None
 
 
-def new_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(12)}"
+def build_sampling(settings: Settings, **values: Any) -> Sampling:
+    """Return the sampling parameters of a request: its own, except for Nones, over the server's."""
+    defaults = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "max_tokens", "loop_guard")}
+    given = {name: value for name, value in values.items() if value is not None}
+    return Sampling(**{**defaults, "min_tokens": 0, **given})
+
+
+@dataclass
+class AnswerProgress:
+    """One answer while it grows."""
+
+    num_reasoning: int = 0
+    num_calls: int = 0
+    held: str = ""  # line ends that are left out if a call follows
+    sampled: list[SampledToken] = field(default_factory=list)
+    num_told: int = 0  # tokens whose log-probabilities have been sent
+    completion: Completion | None = None
+
+    def take(self, event: Event) -> None:
+        self.sampled += event.sampled
+        if event.delta.reasoning:
+            self.num_reasoning = len(self.sampled)
+        if event.completion is not None:
+            self.completion = event.completion
+            if self.completion.stop_token is not None and len(self.sampled) > self.num_told:
+                self.sampled.pop()  # the end token is not part of the answer
+
+    @property
+    def result(self) -> Completion:
+        if self.completion is None:
+            raise ApiError(500, "the answer is not complete", code="server_error")
+        return self.completion
 
 
 def head(kind: str, prefix: str, model: str) -> dict[str, Any]:
-    """What every chunk of an answer begins with."""
-    return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": model}
+    """Return the fields that every chunk of an answer begins with."""
+    number = f"{prefix}-{secrets.token_hex(12)}"
+    return {"id": number, "object": kind, "created": int(time.time()), "model": model}
 
 
 def finish(completion: Completion) -> dict[str, Any]:
-    """OpenAI's finish reasons; what they have no word for is said beside."""
+    """Return OpenAI's finish reason; one that OpenAI does not have goes into `stop_reason`."""
     if completion.finish_reason == "repetition":
         return {"finish_reason": "length", "stop_reason": "repetition"}
     return {"finish_reason": completion.finish_reason}
@@ -80,7 +212,7 @@ def usage(prompt_tokens: int, cached: int, completion_tokens: int, reasoning_tok
 
 
 def timings(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Of answers to one prompt, sampled together."""
+    """Return the timings of answers to one prompt that were generated together."""
     first = completions[0].timings
     predicted_n = sum(one.timings.predicted_n for one in completions)
     predicted_s = max(one.timings.predicted_s for one in completions)
@@ -95,56 +227,17 @@ def timings(completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-async def send_events(
-    stream: Stream,
-    ping_s: float,
-    opening: Iterable[Mapping[str, Any]],
-    chunks: Callable[[StreamItem], Iterable[Mapping[str, Any]]],
-    closing: Callable[[], Iterable[Mapping[str, Any]]],
-    *,
-    failing: Callable[[ApiError], Mapping[str, Any]] = ApiError.envelope,
-    write: Callable[[Mapping[str, Any]], bytes] = encode,
-    ping: bytes = PING,
-    done: bytes = DONE,
-) -> AsyncIterator[bytes]:
-    """A stream as server-sent events, `ping` when nothing else is sent. An error ends it, and then it is not `done`."""
-    spoke = time.monotonic()
-    try:
-        for chunk in opening:
-            yield write(chunk)
-        while True:
-            try:
-                item = await stream.aread(max(0.001, ping_s - (time.monotonic() - spoke)))
-            except TimeoutError:
-                yield ping
-                spoke = time.monotonic()
-                continue
-            if item is None:
-                break
-            for chunk in chunks(item):
-                yield write(chunk)
-                spoke = time.monotonic()
-        for chunk in closing():
-            yield write(chunk)
-        if done:
-            yield done
-    except SlowReader:
-        return
-    except Exception as error:
-        yield write(failing(from_exception(error)))
-
-
-def progress(reading: PromptProgress) -> dict[str, Any]:
+def prompt_progress(progress: PromptProgress) -> dict[str, Any]:
     return {
-        "total": reading.total,
-        "cache": reading.cached,
-        "processed": reading.done,
-        "time_ms": round(reading.seconds * 1000),
+        "total": progress.total,
+        "cache": progress.cached,
+        "processed": progress.done,
+        "time_ms": round(progress.seconds * 1000),
     }
 
 
-class Speller:
-    """Single tokens as text, with the space that a tokenizer hides when a token stands alone."""
+class TokenSpeller:
+    """Spells single tokens, including the space that a tokenizer hides when a token is decoded alone."""
 
     def __init__(self, llm: LLM) -> None:
         self._tokenizer = llm.tokenizer
@@ -158,7 +251,7 @@ class Speller:
         return self._known[token]
 
     def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """OpenAI's form; bytes are null for a token that is only a part of a character."""
+        """Return a token in OpenAI's form; bytes are null for a token that is only a part of a character."""
         text = self.text(token)
         is_part = "\N{REPLACEMENT CHARACTER}" in text
         return {"token": text, "logprob": finite(logprob), "bytes": None if is_part else list(text.encode())}
@@ -169,7 +262,7 @@ class Speller:
 
 
 def finite(logprob: float | None) -> float:
-    """A token that was put there without being sampled was certain."""
+    """Return a log-probability that JSON can hold; a forced token, which was not sampled, has probability 1."""
     if logprob is None:
         return 0.0
-    return logprob if logprob >= NO_LOGPROB else NO_LOGPROB
+    return max(logprob, NO_LOGPROB)

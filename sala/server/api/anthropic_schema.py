@@ -1,53 +1,40 @@
-"""The shapes of Anthropic's Messages interface, strictly read. What only steers a cache or a bill is not used."""
+"""What Anthropic's Messages API sends and gets, strictly validated. Cache and billing fields are not used."""
 
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
-from pydantic import BaseModel, Discriminator, Field, Tag, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field, Tag, model_validator
 
-from sala.server.api.chat_schema import FIRST_ONLY, MAX_INT, MAX_TOOLS, TOOL_NAME, Count, StopText, Strict, check_schema
+from sala.server.api.chat_schema import MAX_INT, MAX_TOOLS, Count, Parameters, StopText, ToolName, check_tools
+from sala.server.http.body import FIRST_ONLY, Strict, discriminate, problem, union
 
 CACHED = frozenset({"cache_control"})
-THOUGHTS = ("thinking", "redacted_thinking")
+THINKING = ("thinking", "redacted_thinking")
 
 
 class TextBlock(Strict):
     ignored = CACHED | {"citations"}
+    types = ("text",)
+    remedy = "this model reads text only; leave blocks of other types out"
 
     type: Literal["text"]
     text: str
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_kind(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("type"), str) and data["type"] != "text":
-            raise PydanticCustomError(
-                "text_only", "this model reads text only; leave blocks of other types out", {"field": "type"}
-            )
-        return data
-
 
 class ToolUse(Strict):
-    """A call that an earlier answer made."""
+    """A tool call of an earlier answer."""
 
     ignored = CACHED | {"caller", "toolset_name"}
 
     type: Literal["tool_use"]
     id: str
-    name: str = Field(pattern=TOOL_NAME)
+    name: ToolName
     input: dict[str, Any]
-
-
-def _text_or_list(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "~text"
-    return "~list" if isinstance(value, list) else None
 
 
 Text = Annotated[
     Annotated[str, Tag("~text")] | Annotated[list[TextBlock], FIRST_ONLY, Tag("~list")],
-    Discriminator(_text_or_list, "value", "must be a string or a list of text blocks"),
+    union({str: "~text", list: "~list"}, "a string or a list of text blocks"),
 ]
 
 
@@ -56,18 +43,18 @@ def join(content: str | list[TextBlock]) -> str:
 
 
 class ToolResult(Strict):
-    """What came of a call."""
+    """The result of a tool call."""
 
     ignored = CACHED | {"toolset_name"}
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: Text = ""
-    is_error: bool | None = Field(None, description="Accepted and not used: the text must say it.")
+    is_error: bool | None = Field(None, description="Accepted and not used: the content must say so.")
 
 
-class Thought(Strict):
-    """The reasoning of an earlier answer; redacted it is of no use."""
+class ThinkingBlock(Strict):
+    """The reasoning of an earlier answer. Redacted reasoning is not used."""
 
     ignored = CACHED | {"signature", "data"}
 
@@ -76,11 +63,11 @@ class Thought(Strict):
 
 
 def _block_kind(value: Any) -> str | None:
-    """Whatever else it is, it is refused as what the model cannot read."""
+    """Return the tag of a block; an unknown type is validated, and refused, as text."""
     if not isinstance(value, dict):
         return None
     kind = value.get("type")
-    if kind in THOUGHTS:
+    if kind in THINKING:
         return "~thought"
     return f"~{kind}" if kind in ("tool_use", "tool_result") else "~text"
 
@@ -89,17 +76,17 @@ Block = Annotated[
     Annotated[TextBlock, Tag("~text")]
     | Annotated[ToolUse, Tag("~tool_use")]
     | Annotated[ToolResult, Tag("~tool_result")]
-    | Annotated[Thought, Tag("~thought")],
-    Discriminator(_block_kind, "value", "must be a block"),
+    | Annotated[ThinkingBlock, Tag("~thought")],
+    discriminate(_block_kind, "a block"),
 ]
 Content = Annotated[
     Annotated[str, Tag("~text")] | Annotated[list[Block], FIRST_ONLY, Tag("~list")],
-    Discriminator(_text_or_list, "value", "must be a string or a list of blocks"),
+    union({str: "~text", list: "~list"}, "a string or a list of blocks"),
 ]
 OTHERS: dict[str, tuple[type[Strict], ...]] = {
-    "user": (ToolUse, Thought),
+    "user": (ToolUse, ThinkingBlock),
     "assistant": (ToolResult,),
-    "system": (ToolUse, ToolResult, Thought),
+    "system": (ToolUse, ToolResult, ThinkingBlock),
 }
 
 
@@ -110,59 +97,46 @@ class InputMessage(Strict):
     @model_validator(mode="after")
     def _check_blocks(self) -> "InputMessage":
         if any(isinstance(block, OTHERS[self.role]) for block in self.content):
-            raise PydanticCustomError("value", "holds blocks that are not for this role", {"field": "content"})
+            raise problem("holds blocks that this role cannot have", "content")
         return self
 
 
 class CustomTool(Strict):
     ignored = CACHED | {"strict", "eager_input_streaming", "defer_loading", "input_examples", "allowed_callers"}
+    types = ("custom",)
+    remedy = "only custom tools can be offered; leave the others out"
 
     type: Literal["custom"] | None = None
-    name: str = Field(pattern=TOOL_NAME)
+    name: ToolName
     description: str | None = None
-    input_schema: dict[str, Any] = Field(description="A JSON schema of type object.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_kind(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("type"), str) and data["type"] != "custom":
-            raise PydanticCustomError(
-                "value", "only tools of your own can be offered; leave the others out", {"field": "type"}
-            )
-        return data
-
-    @field_validator("input_schema")
-    @classmethod
-    def _check_parameters(cls, value: dict[str, Any]) -> dict[str, Any]:
-        check_schema(value)
-        return value
+    input_schema: Parameters
 
 
 class ToolChoice(Strict):
-    """`any` and `tool` are enforced: the answer can be nothing but calls."""
+    """`any` and `tool` are enforced: the answer consists of calls only."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool | None = Field(None, description="If true, only the first call is given back.")
+    disable_parallel_tool_use: bool | None = Field(None, description="If true, only the first call is returned.")
 
     @model_validator(mode="after")
     def _check_name(self) -> "ToolChoice":
         if self.type == "tool" and self.name is None:
-            raise PydanticCustomError("missing", "says which tool", {"field": "name"})
+            raise problem("is required with type tool", "name", "missing")
         return self
 
 
 class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Ge(1), Le(MAX_INT)] | None = Field(None, description="Tokens of reasoning at most.")
+    budget_tokens: Annotated[int, Ge(1), Le(MAX_INT)] | None = Field(None, description="Maximum tokens of reasoning.")
     display: Literal["summarized", "omitted"] | None = Field(
-        None, description="`omitted` leaves the reasoning out; else it is given as it is."
+        None, description="`omitted` leaves the reasoning out; otherwise it is returned in full."
     )
 
     @model_validator(mode="after")
     def _check_budget(self) -> "Thinking":
         if self.type == "enabled" and self.budget_tokens is None:
-            raise PydanticCustomError("missing", "says how much", {"field": "budget_tokens"})
+            raise problem("is required with type enabled", "budget_tokens", "missing")
         return self
 
 
@@ -175,44 +149,52 @@ class OutputConfig(Strict):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="A budget for the reasoning, as in chats, unless `thinking` sets one."
     )
-    format: OutputFormat | None = Field(None, description="Enforced while the answer is sampled.")
+    format: OutputFormat | None = Field(None, description="Enforced while sampling.")
 
 
 class CountRequest(Strict):
-    """What a prompt is made of. `cache_control` is accepted everywhere and not used: whatever can be reused is."""
+    """The parts of a prompt. `cache_control` is accepted everywhere and not used: prefixes are cached automatically."""
 
     ignored = CACHED | {"context_management", "diagnostics", "speed"}
 
-    model: str | None = Field(None, description="Which model answers; by default the one that was loaded first.")
+    model: str | None = Field(None, description="The model to use; by default the server's default model.")
     messages: Annotated[list[InputMessage], MinLen(1), FIRST_ONLY] = Field(
         json_schema_extra={"example": [{"role": "user", "content": "Hello"}]}
     )
     system: Text | None = None
     tools: Annotated[list[CustomTool], MaxLen(MAX_TOOLS), FIRST_ONLY] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = Field(None, description="Without it the model thinks as the server lets it.")
+    thinking: Thinking | None = Field(None, description="By default, the server's setting.")
     output_config: OutputConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "CountRequest":
+        choice = self.tool_choice
+        is_forced = choice is not None and choice.type in ("any", "tool")
+        function = choice.name if choice is not None and choice.type == "tool" else None
+        check_tools([tool.name for tool in self.tools or ()], is_forced, function)
+        return self
 
     @model_validator(mode="after")
     def _check_end(self) -> "CountRequest":
         if self.messages[-1].role == "assistant":
-            raise PydanticCustomError(
-                "value", "must not end with the assistant's: an answer that is begun cannot be continued",
-                {"field": "messages"},
-            )  # fmt: skip
+            raise problem(
+                "must not end with a message of the assistant: a partial answer cannot be continued", "messages"
+            )
         return self
 
 
 class MessagesRequest(CountRequest):
-    """A conversation to be answered.
+    """A conversation to answer.
 
-    `metadata`, `service_tier`, `inference_geo` and what /messages/count_tokens ignores are accepted and not used.
+    `metadata`, `service_tier`, `inference_geo` and the fields that /messages/count_tokens ignores are accepted and not
+    used.
     """
 
     ignored = CountRequest.ignored | {"metadata", "service_tier", "inference_geo"}
 
-    max_tokens: Count = Field(description="Length of the answer at most, reasoning included.")
-    stream: bool | None = Field(None, description="Send the answer piece by piece, as server-sent events.")
+    max_tokens: Count = Field(description="Maximum length of the answer, reasoning included.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
     stop_sequences: Annotated[list[StopText], MaxLen(4), FIRST_ONLY] | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -220,7 +202,7 @@ class MessagesRequest(CountRequest):
 
 
 class MessageUsage(BaseModel):
-    input_tokens: int = Field(description="Of the prompt, without those that were read before.")
+    input_tokens: int = Field(description="Prompt tokens that were not cached.")
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
@@ -247,7 +229,7 @@ class ErrorDetail(BaseModel):
 
 
 class MessagesError(BaseModel):
-    """Every answer of these routes that is not a success."""
+    """The body of every error of these routes."""
 
     type: Literal["error"]
     error: ErrorDetail

@@ -1,37 +1,40 @@
-"""POST /chat/completions: a conversation in, the next message out, whole or piece by piece."""
+"""POST /chat/completions: a conversation in, the next message out, as a whole or as a stream."""
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from sala.engine.requests import Call, Submission
-from sala.engine.service import Stream
+from sala.engine.requests import Call, InputProcessor, Submission
 from sala.engine.stream import Completion, Event, PromptProgress, StreamItem
 from sala.errors import InputError
-from sala.llm import LLM
-from sala.protocol import SampledToken, Sampling
 from sala.server.api import answers
-from sala.server.api.chat_schema import ChatCompletion, ChatRequest, Message, StrictRoute, ToolChoice
+from sala.server.api.answers import AnswerProgress, Reply
+from sala.server.api.chat_schema import ChatCompletion, ChatRequest, GenerationRequest, Message, ToolChoice
 from sala.server.api.grammar import call_grammar
-from sala.server.http.errors import ALWAYS, ApiError, dump
-from sala.server.http.sse import EventStream, until_gone
-from sala.server.runtime import LoadedModel, Runtime
+from sala.server.http.body import StrictRoute
+from sala.server.http.errors import ALWAYS
+from sala.server.http.sse import until_gone
+from sala.server.runtime import LoadedModel
 from sala.server.settings import Settings
 from sala.text.tools import ToolCall
 
 router = APIRouter(tags=["chat"], route_class=StrictRoute)
-EFFORTS = {"none": 0, "minimal": 0, "low": 1024, "medium": 4096, "high": None, "xhigh": None}
+EFFORTS = {"none": 0, "minimal": 0, "low": 1024, "medium": 4096, "high": None, "xhigh": None, "max": None}
 FIELDS = {
     "prompt": "messages", "json_schema": "response_format", "grammar": "tools", "think_budget": "thinking_budget",
     "logprobs": "top_logprobs", "logit_bias token": "logit_bias",
 }  # fmt: skip
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "ignore_eos",
+)  # fmt: skip
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The answer; with `stream` as server-sent events of chunks, ended by `[DONE]`.",
+        "description": "The answer; with `stream`, server-sent events of chunks that end with `[DONE]`.",
         "content": {"text/event-stream": {}},
     }
 }
@@ -44,21 +47,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
     summary="Answer a conversation",
 )
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-    runtime: Runtime = request.app.state.runtime
-    settings: Settings = request.app.state.settings
-    model = await until_gone(request, runtime.get(body.model))
-    with answers.naming(FIELDS):
-        plan = Plan.build(body, settings)
-        stream = await until_gone(request, model.worker.open(plan.prepare), model.worker.cancel)
-    chat = Chat(model, plan, stream)
-    if body.stream:
-        events = chat.events(settings.ping_s)
-        return EventStream(events, stream.overflowed, lambda: model.worker.cancel(stream))
-    try:
-        whole = await until_gone(request, chat.collect())
-    finally:
-        model.worker.cancel(stream)
-    return Response(dump(whole), media_type="application/json")
+    return await answers.answer(request, body, ChatReply)
 
 
 @router.post(
@@ -67,83 +56,108 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     summary="Count the tokens of a conversation",
 )
 async def count_input_tokens(body: ChatRequest, request: Request) -> dict[str, int]:
-    """Takes what /chat/completions takes, and answers nothing but the length of the prompt."""
-    model = await request.app.state.runtime.get(body.model)
-    plan = Plan.build(body, request.app.state.settings)
-    with answers.naming(FIELDS):
-        ids = await until_gone(request, model.worker.call(plan.encode))
-    return {"input_tokens": len(ids)}
+    """Takes what /chat/completions takes, and returns the length of the prompt."""
+    return {"input_tokens": await count_tokens(request, body.model, lambda: read_chat(body), FIELDS)}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a request comes down to."""
+class Conversation:
+    """A conversation to answer, whichever API it came through: messages and tools as chat templates expect them.
 
-    body: ChatRequest
-    sampling: Sampling
-    tools: list[dict[str, Any]] | None  # as the template and the reader of the answer see them
-    variables: dict[str, Any]
-    shows_reasoning: bool
+    - tool_choice: auto, none, required, or a function: the only one that may be called, and must be
+    - is_single: return at most one call
+    - schema: the JSON schema that the answer must follow
+    """
 
-    @classmethod
-    def build(cls, body: ChatRequest, settings: Settings) -> "Plan":
-        tools = None
-        if body.tools and body.tool_choice != "none":
-            tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        variables: dict[str, Any] = {}
-        if body.chat_template_kwargs is not None and body.chat_template_kwargs.enable_thinking is not None:
-            variables["enable_thinking"] = body.chat_template_kwargs.enable_thinking
-        elif body.reasoning_effort == "none":
-            variables["enable_thinking"] = False
+    messages: list[dict[str, Any]]
+    sampling: Mapping[str, Any]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | ToolChoice = "auto"
+    is_single: bool = False
+    schema: Mapping[str, Any] | None = None
+    effort: str | None = None
+    think_budget: int | None = None  # -1: no limit
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    n: int = 1
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        return self.tools if self.tools and self.tool_choice != "none" else None
+
+    def as_call(self, settings: Settings) -> Call:
+        """Return the request to the engine. Raises InputError for a schema that cannot be enforced."""
         sampling = answers.build_sampling(
-            body,
-            settings,
-            max_tokens=body.max_completion_tokens or body.max_tokens,
-            think_budget=_budget(body, settings),
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            **_constraint(body, tools),
+            settings, **self.sampling, think_budget=self._budget(settings), **self._constraint()
         )
-        return cls(body, sampling, tools, variables, not settings.no_think)
-
-    def prepare(self, llm: LLM) -> Submission:
-        """Render and encode the conversation; runs in the thread pool."""
-        call = Call(
-            None,
-            self.sampling,
-            messages=as_messages(self.body.messages),
-            tools=self.tools,
-            n=self.body.n or 1,
-            variables=self.variables,
+        return Call(
+            None, sampling, messages=self.messages, tools=self.offered_tools, n=self.n, variables=self._variables()
         )
-        return llm.inputs.submit(call, wants_progress=bool(self.body.return_progress))
 
-    def encode(self, llm: LLM) -> list[int]:
-        return llm.encode_chat(as_messages(self.body.messages), tools=self.tools, **self.variables)
+    def encode(self, inputs: InputProcessor) -> list[int]:
+        return inputs.encode_chat(self.messages, tools=self.offered_tools, **self._variables())
+
+    def _variables(self) -> dict[str, Any]:
+        """Return the variables of the template. Effort `none` turns the reasoning off, unless the client set it."""
+        default = {"enable_thinking": False} if self.effort == "none" else {}
+        return {**default, **self.variables}
+
+    def _budget(self, settings: Settings) -> int | None:
+        if self.think_budget is not None:
+            return None if self.think_budget < 0 else self.think_budget
+        return settings.think_budget if self.effort is None else EFFORTS[self.effort]
+
+    def _constraint(self) -> dict[str, Any]:
+        """Return the grammar that the answer must follow, if any, as a sampling parameter."""
+        is_free = self.tool_choice == "auto"
+        if self.offered_tools is None or (is_free and self.schema is None):
+            return {} if self.schema is None else {"json_schema": _dump(self.schema)}
+        functions = [tool["function"] for tool in self.offered_tools]
+        is_named = isinstance(self.tool_choice, ToolChoice)
+        if isinstance(self.tool_choice, ToolChoice):
+            name = self.tool_choice.function.name
+            functions = [function for function in functions if function["name"] == name]
+        try:
+            return {"grammar": call_grammar(functions, self.is_single or is_named, self.schema if is_free else None)}
+        except ValueError:
+            raise InputError("tools", "hold a number that is not finite") from None
 
 
-def _budget(body: ChatRequest, settings: Settings) -> int | None:
-    if body.thinking_budget is not None:
-        return None if body.thinking_budget < 0 else body.thinking_budget
-    if body.reasoning_effort is not None:
-        return EFFORTS[body.reasoning_effort]
-    return settings.think_budget
+async def count_tokens(request: Request, model_id: str | None, read: Callable[[], Conversation], fields: Mapping[str, str]) -> int:
+    """Return the length of the prompt of the conversation that `read` returns; it may be longer than the context."""
+    model: LoadedModel = await until_gone(request, request.app.state.runtime.get(model_id))
+    with answers.naming(fields):
+        return len(await until_gone(request, model.service.call(lambda: read().encode(model.llm.inputs))))
 
 
-def _constraint(body: ChatRequest, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """The grammar of the answer, if it has to follow one."""
-    schema = _answer_schema(body)
-    choice = body.tool_choice
-    if tools is None or (choice in (None, "auto") and schema is None):
-        return {} if schema is None else {"json_schema": _dump(schema)}
-    functions = [tool["function"] for tool in tools]
-    if isinstance(choice, ToolChoice):
-        functions = [function for function in functions if function["name"] == choice.function.name]
-    is_single = body.parallel_tool_calls is False or isinstance(choice, ToolChoice)
-    is_free = choice in (None, "auto")
-    try:
-        return {"grammar": call_grammar(functions, is_single, schema if is_free else None)}
-    except ValueError:
-        raise InputError("tools", "hold a number that is not finite") from None
+def read_chat(body: ChatRequest) -> Conversation:
+    kwargs = body.chat_template_kwargs
+    thinking = None if kwargs is None else kwargs.enable_thinking
+    return Conversation(
+        messages=as_messages(body.messages),
+        sampling={
+            **read_sampling(body),
+            "max_tokens": body.max_completion_tokens or body.max_tokens,
+            "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        },
+        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        tool_choice=body.tool_choice or "auto",
+        is_single=body.parallel_tool_calls is False,
+        schema=_answer_schema(body),
+        effort=body.reasoning_effort,
+        think_budget=body.thinking_budget,
+        variables={} if thinking is None else {"enable_thinking": thinking},
+        n=body.n or 1,
+    )
+
+
+def read_sampling(body: GenerationRequest) -> dict[str, Any]:
+    """Return the sampling parameters that a body sets."""
+    values: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING}
+    if body.stop is not None:
+        values["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    if body.logit_bias:
+        values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+    return values
 
 
 def _answer_schema(body: ChatRequest) -> Mapping[str, Any] | None:
@@ -163,7 +177,7 @@ def _dump(schema: Mapping[str, Any]) -> str:
 
 
 def as_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """The conversation as templates know it: text, arguments as objects, `system` for `developer`."""
+    """Return a conversation as templates expect it: text, arguments as objects, `system` for `developer`."""
     out = []
     for index, message in enumerate(messages):
         content = message.content or ""
@@ -177,18 +191,15 @@ def as_messages(messages: list[Message]) -> list[dict[str, Any]]:
             one["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
             one["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": _arguments(call.function.arguments, index, number),
-                    },
-                }
+                as_call(call.id, call.function.name, _arguments(call.function.arguments, index, number))
                 for number, call in enumerate(message.tool_calls)
             ]
         out.append(one)
     return out
+
+
+def as_call(number: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _arguments(text: str, index: int, number: int) -> dict[str, Any]:
@@ -198,138 +209,110 @@ def _arguments(text: str, index: int, number: int) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, dict):
         raise InputError(
-            f"messages[{index}].tool_calls[{number}].function.arguments", "is no JSON object", "give one, as text"
+            f"messages[{index}].tool_calls[{number}].function.arguments",
+            "is not a JSON object",
+            "send one, as a string",
         )
     return arguments
 
 
-@dataclass
-class Choice:
-    """One answer while it grows."""
+class ChatReply(Reply[ChatRequest]):
+    """The answers to a chat, in OpenAI's form."""
 
-    num_seen: int = 0
-    num_reasoning: int = 0
-    num_calls: int = 0
-    held: str = ""  # line ends that are left out if a call follows
-    sampled: list[SampledToken] = field(default_factory=list)  # not yet told
-    all_sampled: list[SampledToken] = field(default_factory=list)
-    completion: Completion | None = None
+    fields = FIELDS
 
-    def take(self, piece: Event) -> None:
-        self.num_seen += len(piece.sampled)
-        self.sampled += piece.sampled
-        if piece.delta.reasoning:
-            self.num_reasoning = self.num_seen
-        if piece.completion is not None:
-            self.completion = piece.completion
-            if self.completion.stop_token is not None and self.sampled:
-                self.sampled.pop()  # the end token is no part of the answer
+    def prepare(self, inputs: InputProcessor) -> Submission:
+        conversation = read_chat(self.body)
+        self._has_tools = conversation.offered_tools is not None
+        self._answers = [AnswerProgress() for _ in range(conversation.n)]
+        self._speller = answers.TokenSpeller(self.model.llm) if self.body.logprobs else None
+        return inputs.submit(conversation.as_call(self.settings), wants_progress=bool(self.body.return_progress))
 
+    def take(self, item: StreamItem) -> None:
+        if isinstance(item, Event):
+            self._answers[item.index].take(item)
 
-class Chat:
-    """The answers to one request."""
-
-    def __init__(self, model: LoadedModel, plan: Plan, stream: Stream) -> None:
-        self._model = model
-        self._plan = plan
-        self._stream = stream
-        self._body = plan.body
-        self._choices = [Choice() for _ in range(plan.body.n or 1)]
-        self._speller = answers.Speller(model.llm) if plan.body.logprobs else None
-
-    async def collect(self) -> dict[str, Any]:
-        """The whole answer."""
-        while (item := await self._stream.aread()) is not None:
-            if isinstance(item, Event):
-                self._choices[item.index].take(item)
+    def whole(self) -> dict[str, Any]:
         return {
-            **answers.head("chat.completion", "chatcmpl", self._model.id),
-            "choices": [self._whole(index, choice) for index, choice in enumerate(self._choices)],
+            **answers.head("chat.completion", "chatcmpl", self.model.id),
+            "choices": [self._choice(index, one) for index, one in enumerate(self._answers)],
             "usage": self._usage(),
             "timings": answers.timings(self._completions()),
         }
 
-    def events(self, ping_s: float) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
-        self._head = answers.head("chat.completion.chunk", "chatcmpl", self._model.id)
-        roles = [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self._choices))]
-        return answers.send_events(self._stream, ping_s, roles, self._chunks, self._closing)
+    def opening(self) -> Iterator[dict[str, Any]]:
+        self._head = answers.head("chat.completion.chunk", "chatcmpl", self.model.id)
+        for index in range(len(self._answers)):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
 
-    def _closing(self) -> Iterator[dict[str, Any]]:
+    def chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
+        if isinstance(item, PromptProgress):
+            yield {**self._chunk(0, {}), "prompt_progress": answers.prompt_progress(item)}
+        if not isinstance(item, Event):
+            return
+        one = self._answers[item.index]
+        for delta in self._deltas(one, item):
+            yield self._chunk(item.index, delta, self._logprobs(one))
+        if one.completion is not None:
+            last = self._chunk(item.index, {}, self._logprobs(one))
+            last["choices"][0] |= answers.finish(one.completion)
+            if all(each.completion is not None for each in self._answers):
+                last["timings"] = answers.timings(self._completions())
+            yield last
+
+    def closing(self) -> Iterator[dict[str, Any]]:
         if self._wants_usage:
             timings = answers.timings(self._completions())
             yield {**self._head, "choices": [], "usage": self._usage(), "timings": timings}
 
     @property
     def _wants_usage(self) -> bool:
-        return self._body.stream_options is not None and self._body.stream_options.include_usage
+        return self.body.stream_options is not None and self.body.stream_options.include_usage
 
-    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
-        completion = choice.completion
-        if completion is None:
-            raise ApiError(500, "the answer is not complete", code="server_error")
-        calls = self._allowed(completion.tool_calls)
-        has_text = completion.text or not calls
+    def _choice(self, index: int, one: AnswerProgress) -> dict[str, Any]:
+        completion = one.result
+        calls = completion.tool_calls[:1] if self.body.parallel_tool_calls is False else completion.tool_calls
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": completion.text if has_text else None,
+            "content": completion.text if completion.text or not calls else None,
             "refusal": None,
         }
-        if completion.reasoning and self._plan.shows_reasoning:
+        if completion.reasoning and not self.settings.no_think:
             message["reasoning_content"] = completion.reasoning
         if calls:
-            message["tool_calls"] = [_call(call) for call in calls]
-        logprobs = self._logprobs(choice)
-        return {"index": index, "message": message, "logprobs": logprobs, **answers.finish(completion)}
+            message["tool_calls"] = [_dump_call(call) for call in calls]
+        return {"index": index, "message": message, "logprobs": self._logprobs(one), **answers.finish(completion)}
 
-    def _chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
-        if isinstance(item, PromptProgress):
-            yield {**self._chunk(0, {}), "prompt_progress": answers.progress(item)}
-        if not isinstance(item, Event):
-            return
-        choice = self._choices[item.index]
-        choice.take(item)
-        for delta in self._deltas(choice, item):
-            yield self._chunk(item.index, delta, self._logprobs(choice))
-        if choice.completion is not None:
-            last = self._chunk(item.index, {}, self._logprobs(choice))
-            last["choices"][0] |= answers.finish(choice.completion)
-            if all(one.completion is not None for one in self._choices):
-                last["timings"] = answers.timings(self._completions())
-            yield last
-
-    def _deltas(self, choice: Choice, piece: Event) -> Iterator[dict[str, Any]]:
-        delta = piece.delta
-        if delta.reasoning and self._plan.shows_reasoning:
+    def _deltas(self, one: AnswerProgress, event: Event) -> Iterator[dict[str, Any]]:
+        delta = event.delta
+        if delta.reasoning and not self.settings.no_think:
             yield {"reasoning_content": delta.reasoning}
-        if delta.tool_call is not None and self._allowed([None] * (choice.num_calls + 1))[choice.num_calls :]:
-            yield {"tool_calls": [{"index": choice.num_calls, **_call(delta.tool_call)}]}
-            choice.num_calls += 1
-        text = choice.held + delta.text
-        body = text.rstrip("\n") if self._plan.tools else text
-        if choice.completion is not None and not choice.num_calls:
-            body = text
-        choice.held = text[len(body) :]
-        if body:
-            yield {"content": body}
-
-    def _allowed(self, calls: list[Any]) -> list[Any]:
-        return calls[:1] if self._body.parallel_tool_calls is False else calls
+        if delta.tool_call is not None and (self.body.parallel_tool_calls is not False or not one.num_calls):
+            yield {"tool_calls": [{"index": one.num_calls, **_dump_call(delta.tool_call)}]}
+            one.num_calls += 1
+        text = one.held + delta.text
+        shown = text.rstrip("\n") if self._has_tools else text
+        if one.completion is not None and not one.num_calls:
+            shown = text
+        one.held = text[len(shown) :]
+        if shown:
+            yield {"content": shown}
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         chunk = {**self._head, "choices": [choice]}
         return {**chunk, "usage": None} if self._wants_usage else chunk
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        """Of the tokens since the last time; null if nobody asked."""
+    def _logprobs(self, one: AnswerProgress) -> dict[str, Any] | None:
+        """Return the log-probabilities of the tokens since the last call; None unless they were requested."""
         if self._speller is None:
             return None
-        sampled, choice.sampled = choice.sampled, []
-        return {"content": [self._speller.sampled(one) for one in sampled], "refusal": None}
+        sampled = one.sampled[one.num_told :]
+        one.num_told = len(one.sampled)
+        return {"content": [self._speller.sampled(each) for each in sampled], "refusal": None}
 
     def _completions(self) -> list[Completion]:
-        return [choice.completion for choice in self._choices if choice.completion is not None]
+        return [one.completion for one in self._answers if one.completion is not None]
 
     def _usage(self) -> dict[str, Any]:
         completions = self._completions()
@@ -337,10 +320,9 @@ class Chat:
             completions[0].usage.prompt_tokens,
             completions[0].usage.cached_tokens,
             sum(one.usage.completion_tokens for one in completions),
-            sum(choice.num_reasoning for choice in self._choices),
+            sum(one.num_reasoning for one in self._answers),
         )
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+def _dump_call(call: ToolCall) -> dict[str, Any]:
+    return as_call(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False))

@@ -1,163 +1,67 @@
-"""What clients send and get: OpenAI's shapes, strictly read. A field that nobody knows is an error, not a surprise."""
+"""What chats send and get: OpenAI's request and response, strictly validated. An unknown field is an error."""
 
-import asyncio
 import re
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, Literal
 
-import pydantic_core
 from annotated_types import Ge, Le, MaxLen, MinLen
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    FailFast,
-    Field,
-    Tag,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, Field, Tag, field_validator, model_validator
 
-from sala.server.http.errors import ApiError, from_validation
-from sala.server.http.limits import find_excess
-from sala.server.http.security import need_key
+from sala.server.http.body import FIRST_ONLY, Strict, problem, union
 
-LARGE = 1 << 16  # bytes of a body that are too many to be read while others wait
 MAX_ANSWERS = 8
-MAX_PROMPTS = 128
 MAX_TOOLS = 128
 MAX_BIASES = 1024
 MAX_INT = (1 << 31) - 1
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 63) - 1
-TOOL_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+TEXT_ONLY = "this model reads text only; leave parts of other types out"
 
 
-class StrictRoute(APIRoute):
-    """Reads JSON bodies by the letter: declared as JSON, in UTF-8, without NaN, within bounds. The key comes first."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def strictly(request: Request) -> Response:
-            if self.body_field is not None:
-                await need_key(request)  # before the body: who has no key is not listened to
-                check_content_type(request)
-                request = _StrictRequest(request, cast(type[BaseModel], self.body_field.field_info.annotation))
-            return await handle(request)
-
-        return strictly
-
-
-def check_content_type(request: Request) -> None:
-    """Only JSON by name: a web page elsewhere can send anything else without asking."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise ApiError(415, "compressed bodies are not read", code="unsupported_media_type")
+def check_schema(schema: Any) -> Any:
+    """Return a JSON schema unchanged; raise if it holds an invalid regular expression."""
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        if not isinstance(one, dict):
+            continue
+        waiting += one.values()
+        pattern = one.get("pattern")
+        if isinstance(pattern, str):
+            try:
+                re.compile(pattern)
+            except (re.error, RecursionError, OverflowError):
+                raise problem("holds a pattern that is not a valid regular expression") from None
+    return schema
 
 
-class _StrictRequest(Request):
-    """Reads its body where it holds up nobody: a large one is parsed and checked in a thread."""
-
-    def __init__(self, request: Request, kind: type[BaseModel]) -> None:
-        super().__init__(request.scope, request.receive)
-        self._kind = kind
-
-    async def json(self) -> Any:
-        body = await self.body()
-        return read_json(body) if len(body) < LARGE else await asyncio.to_thread(self._read, body)
-
-    def _read(self, body: bytes) -> Any:
-        """What is checked here is not checked again."""
-        data = read_json(body)
-        try:
-            return self._kind.model_validate(data)
-        except ValidationError as error:
-            raise from_validation(error.errors(include_url=False, include_input=False)) from None
-
-
-def read_json(body: bytes) -> Any:
-    """JSON by the letter; of a key that stands twice the last one counts."""
-    excess = find_excess(body)
-    if excess is not None:
-        raise ApiError(400, f"the body holds {excess}; send less at a time", code="invalid_json")
-    try:
-        return pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="keys")
-    except (ValueError, RecursionError) as error:
-        problem = str(error).partition("\n")[0][:200]
-        raise ApiError(400, f"the body is no JSON that can be read: {problem}", code="invalid_json") from None
-
-
-class Strict(BaseModel):
-    """No coercion, no NaN, no unknown field; a null where a default exists is the default."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    ignored: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in data:
-            if name not in known and name not in cls.ignored:
-                raise PydanticCustomError("unknown_field", "this field is not supported; leave it out", {"field": name})
-        return {name: value for name, value in data.items() if name in known}
-
-
-def _union(kinds: dict[type, str], words: str) -> Discriminator:
-    """Tells the members of a union by their type; their tags begin with ~ and stay out of error paths."""
-    return Discriminator(
-        lambda value: next((tag for kind, tag in kinds.items() if isinstance(value, kind)), None),
-        custom_error_type="value",
-        custom_error_message=f"must be {words}",
-    )
-
-
-class _FirstOnly(FailFast):
-    """One bad item of a long list is enough to know."""
-
-    __hash__ = object.__hash__
-
-
-FIRST_ONLY = _FirstOnly()
 StopText = Annotated[str, MinLen(1), MaxLen(256)]
 Stop = Annotated[
     Annotated[StopText, Tag("~text")] | Annotated[list[StopText], MaxLen(4), FIRST_ONLY, Tag("~list")],
-    _union({str: "~text", list: "~list"}, "a string or a list of strings"),
+    union({str: "~text", list: "~list"}, "a string or a list of strings"),
 ]
 Count = Annotated[int, Ge(1), Le(MAX_INT)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+Parameters = Annotated[dict[str, Any], AfterValidator(check_schema), Field(description="A JSON schema of type object.")]
 
 
 class TextPart(Strict):
+    types = ("text",)
+    remedy = TEXT_ONLY
+
     type: Literal["text"]
     text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_kind(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("type"), str) and data["type"] != "text":
-            raise PydanticCustomError(
-                "text_only", "this model reads text only; leave parts of other types out", {"field": "type"}
-            )
-        return data
 
 
 Content = Annotated[
     Annotated[str, Tag("~text")] | Annotated[list[TextPart], FIRST_ONLY, Tag("~parts")],
-    _union({str: "~text", list: "~parts"}, "a string or a list of text parts"),
+    union({str: "~text", list: "~parts"}, "a string or a list of text parts"),
 ]
 
 
 class FunctionCall(Strict):
-    name: str = Field(pattern=TOOL_NAME)
-    arguments: str = Field(description="A JSON object, as text.")
+    name: ToolName
+    arguments: str = Field(description="A JSON object, as a string.")
 
 
 class ToolCallInput(Strict):
@@ -169,7 +73,7 @@ class ToolCallInput(Strict):
 
 
 class Message(Strict):
-    """One message of a conversation. `developer` is `system` by another name."""
+    """One message of a conversation. `developer` means `system`."""
 
     ignored = frozenset({"annotations", "refusal"})
 
@@ -185,42 +89,18 @@ class Message(Strict):
     @model_validator(mode="after")
     def _check_role(self) -> "Message":
         if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.reasoning_content)):
-            raise PydanticCustomError("missing", "a message needs content", {"field": "content"})
+            raise problem("a message needs content", "content", "missing")
         if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError("value", "only an assistant calls tools", {"field": "tool_calls"})
+            raise problem("only messages of the assistant may call tools", "tool_calls")
         return self
 
 
 class Function(Strict):
     ignored = frozenset({"strict"})
 
-    name: str = Field(pattern=TOOL_NAME)
+    name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of type object.")
-
-    @field_validator("parameters")
-    @classmethod
-    def _check_parameters(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        check_schema(value)
-        return value
-
-
-def check_schema(schema: Any) -> None:
-    """What of a JSON schema would make no sense to anybody."""
-    waiting = [schema]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, list):
-            waiting += one
-        if not isinstance(one, dict):
-            continue
-        waiting += one.values()
-        pattern = one.get("pattern")
-        if isinstance(pattern, str):
-            try:
-                re.compile(pattern)
-            except (re.error, RecursionError, OverflowError):
-                raise PydanticCustomError("value", "holds a pattern that is no regular expression") from None
+    parameters: Parameters | None = None
 
 
 class Tool(Strict):
@@ -239,7 +119,7 @@ class ToolChoice(Strict):
 
 AnyToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("~word")] | Annotated[ToolChoice, Tag("~function")],
-    _union({str: "~word", dict: "~function"}, "none, auto, required or a function"),
+    union({str: "~word", dict: "~function"}, "none, auto, required or a function"),
 ]
 
 
@@ -247,7 +127,7 @@ class NamedSchema(Strict):
     ignored = frozenset({"description", "strict"})
 
     name: str = Field("schema", min_length=1, max_length=64)
-    schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema that the answer follows.")
+    schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema that the answer must follow.")
 
 
 class ResponseFormat(Strict):
@@ -257,7 +137,7 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
         if self.type == "json_schema" and self.json_schema is None:
-            raise PydanticCustomError("missing", "json_schema needs a schema", {"field": "json_schema"})
+            raise problem("json_schema needs a schema", "json_schema", "missing")
         return self
 
 
@@ -268,23 +148,23 @@ class StreamOptions(Strict):
 
 
 class TemplateOptions(Strict):
-    """What a chat template may be told."""
+    """Variables of the chat template."""
 
     enable_thinking: bool | None = None
 
 
-class Common(Strict):
-    """What chats and plain completions have in common."""
+class GenerationRequest(Strict):
+    """The fields that chats and plain completions share."""
 
     ignored = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
 
-    model: str | None = Field(None, description="Which model answers; by default the one that was loaded first.")
-    stream: bool | None = Field(None, description="Send the answer piece by piece, as server-sent events.")
+    model: str | None = Field(None, description="The model to use; by default the server's default model.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=MAX_ANSWERS, description="So many answers; they share one reading.")
-    stop: Stop | None = Field(None, description="End the answer before one of these texts.")
-    seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED, description="The same seed draws the same tokens.")
-    temperature: float | None = Field(None, ge=0, le=100, description="0 takes the most probable token.")
+    n: int | None = Field(None, ge=1, le=MAX_ANSWERS, description="Number of answers; the prompt is processed once.")
+    stop: Stop | None = Field(None, description="End the answer before any of these strings.")
+    seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED, description="The same seed samples the same tokens.")
+    temperature: float | None = Field(None, ge=0, le=100, description="0 selects the most probable token.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=MAX_INT, description="0: no limit.")
     min_p: float | None = Field(None, ge=0, le=1)
@@ -293,11 +173,11 @@ class Common(Strict):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=MAX_BIASES, description="Token ids, as text, and what is added to their scores."
+        None, max_length=MAX_BIASES, description="Token ids, as strings, and what to add to their logits."
     )
-    ignore_eos: bool | None = Field(None, description="Go on after the end token.")
+    ignore_eos: bool | None = Field(None, description="Continue after the end token.")
     return_progress: bool | None = Field(
-        None, description="In a stream, tell how much of the prompt is read: chunks with `prompt_progress`."
+        None, description="In a stream, report prefill progress in chunks with `prompt_progress`."
     )
 
     @field_validator("logit_bias")
@@ -305,46 +185,46 @@ class Common(Strict):
     def _check_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for key in value or ():
             if not re.fullmatch(r"[0-9]{1,10}", key):
-                raise PydanticCustomError("value", "holds a key that is no token id")
+                raise problem("holds a key that is not a token id")
         return value
 
     @model_validator(mode="after")
-    def _check_stream(self) -> "Common":
+    def _check_stream(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("value", "is for streams only", {"field": "stream_options"})
+            raise problem("needs stream to be true", "stream_options")
         if self.return_progress and not self.stream:
-            raise PydanticCustomError("value", "is for streams only", {"field": "return_progress"})
+            raise problem("needs stream to be true", "return_progress")
         return self
 
 
-class ChatRequest(Common):
-    """A conversation to be answered.
+class ChatRequest(GenerationRequest):
+    """A conversation to answer.
 
     `user`, `store`, `metadata`, `service_tier`, `safety_identifier`, `prompt_cache_key` and `verbosity` are accepted
-    and not used. Of a key that stands twice the last one counts. Any other field is an error.
+    and not used. If a key occurs twice, the last value counts. Any other field is an error.
     """
 
-    ignored = Common.ignored | {"verbosity"}
+    ignored = GenerationRequest.ignored | {"verbosity"}
 
     messages: Annotated[list[Message], MinLen(1), FIRST_ONLY] = Field(
         json_schema_extra={"example": [{"role": "user", "content": "Hello"}]}
     )
-    max_tokens: Count | None = Field(None, description="Length of the answer at most, reasoning included.")
-    max_completion_tokens: Count | None = Field(None, description="The newer name of max_tokens.")
+    max_tokens: Count | None = Field(None, description="Maximum length of the answer, reasoning included.")
+    max_completion_tokens: Count | None = Field(None, description="The newer name of `max_tokens`.")
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: AnyToolChoice | None = Field(
-        None, description="`required` and a named function are enforced: the answer can be nothing but calls."
+        None, description="`required` and a named function are enforced: the answer consists of calls only."
     )
-    parallel_tool_calls: bool | None = Field(None, description="If false, only the first call is given back.")
-    response_format: ResponseFormat | None = Field(None, description="Enforced while the answer is sampled.")
+    parallel_tool_calls: bool | None = Field(None, description="If false, only the first call is returned.")
+    response_format: ResponseFormat | None = Field(None, description="Enforced while sampling.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         None,
-        description="A budget for the reasoning: none and minimal 0 tokens, low 1,024, medium 4,096, else unlimited. "
-        "`thinking_budget` says it to the token.",
+        description="A budget for the reasoning: none and minimal 0 tokens, low 1,024, medium 4,096, otherwise "
+        "unlimited. `thinking_budget` sets it exactly.",
     )
-    thinking_budget: int | None = Field(None, ge=-1, le=MAX_INT, description="Tokens of reasoning; -1: no limit.")
+    thinking_budget: int | None = Field(None, ge=-1, le=MAX_INT, description="Maximum tokens of reasoning; -1: no limit.")
     chat_template_kwargs: TemplateOptions | None = None
     modalities: list[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
     audio: None = Field(None, description="Not supported.")
@@ -356,71 +236,24 @@ class ChatRequest(Common):
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError("value", "needs logprobs to be true", {"field": "top_logprobs"})
+            raise problem("needs logprobs to be true", "top_logprobs")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise PydanticCustomError("value", "differs from max_tokens", {"field": "max_completion_tokens"})
-        self._check_tools()
+            raise problem("differs from max_tokens", "max_completion_tokens")
+        function = self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
+        is_forced = self.tool_choice not in (None, "none", "auto")
+        check_tools([tool.function.name for tool in self.tools or ()], is_forced, function)
         return self
 
-    def _check_tools(self) -> None:
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise PydanticCustomError("value", "names a function twice", {"field": "tools"})
-        choice = self.tool_choice
-        if choice in (None, "none", "auto"):
-            return
-        if not names:
-            raise PydanticCustomError("value", "needs tools", {"field": "tool_choice"})
-        if isinstance(choice, ToolChoice) and choice.function.name not in names:
-            raise PydanticCustomError("value", "names a function that is not among the tools", {"field": "tool_choice"})
 
-
-TokenId = Annotated[int, Ge(0), Le(MAX_INT)]
-TokenIds = Annotated[list[TokenId], MinLen(1), FIRST_ONLY]
-
-
-def _prompt_kind(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "~text"
-    if not isinstance(value, list):
-        return None
-    first = value[0] if value else ""
-    return {str: "~texts", int: "~tokens", list: "~lists"}.get(type(first))
-
-
-Prompt = Annotated[
-    Annotated[str, Tag("~text")]
-    | Annotated[list[str], MinLen(1), MaxLen(MAX_PROMPTS), FIRST_ONLY, Tag("~texts")]
-    | Annotated[TokenIds, Tag("~tokens")]
-    | Annotated[list[TokenIds], MinLen(1), MaxLen(MAX_PROMPTS), FIRST_ONLY, Tag("~lists")],
-    Discriminator(
-        _prompt_kind,
-        custom_error_type="value",
-        custom_error_message="must be a string, a list of token ids, or a list of either",
-    ),
-]
-
-
-class CompletionRequest(Common):
-    """A text to be continued, or several. Ignored and refused fields are those of chats."""
-
-    prompt: Prompt = Field(description="Text, token ids, or a list of either.", json_schema_extra={"example": "Hello"})
-    max_tokens: int | None = Field(None, ge=0, le=MAX_INT, description="0 is for scoring, with echo.")
-    echo: bool | None = Field(None, description="Give the prompt back too, with its log-probabilities if asked for.")
-    logprobs: int | None = Field(None, ge=0, le=5)
-    best_of: int | None = Field(None, ge=1, le=MAX_ANSWERS, description="Only as many as n.")
-    suffix: None = Field(None, description="Not supported.")
-
-    @model_validator(mode="after")
-    def _check_completion(self) -> "CompletionRequest":
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise PydanticCustomError("value", "must be equal to n", {"field": "best_of"})
-        if self.max_tokens == 0 and not self.echo:
-            raise PydanticCustomError("value", "may be 0 only with echo", {"field": "max_tokens"})
-        if self.max_tokens == 0 and (self.n or 1) > 1:
-            raise PydanticCustomError("value", "must be 1 where nothing is sampled", {"field": "n"})
-        return self
+def check_tools(names: list[str], is_forced: bool, function: str | None) -> None:
+    """Raise if a tool is offered twice, or if a call is demanded that is not possible."""
+    if len(set(names)) < len(names):
+        raise problem("names a function twice", "tools")
+    if is_forced and not names:
+        raise problem("needs tools", "tool_choice")
+    if function is not None and function not in names:
+        raise problem("names a function that is not in tools", "tool_choice")
 
 
 class Usage(BaseModel):
@@ -483,7 +316,7 @@ class ChatChoice(BaseModel):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
-    stop_reason: str | None = Field(None, description="`repetition`: the answer was cut since it only repeated itself.")
+    stop_reason: str | None = Field(None, description="`repetition`: the answer was cut because it kept repeating itself.")
 
 
 class ChatCompletion(BaseModel):
@@ -494,28 +327,3 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     timings: TimingsObject
-
-
-class CompletionLogprobs(BaseModel):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
-    stop_reason: str | None = None
-
-
-class TextCompletion(BaseModel):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-    timings: TimingsObject | None = None

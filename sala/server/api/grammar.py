@@ -1,4 +1,4 @@
-"""Grammars, in Lark's syntax, that leave an answer no choice but to call tools in the form that `text.tools` reads."""
+"""Grammars, in Lark's syntax, that force an answer to call tools in the form that `text.tools` parses."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,14 +6,14 @@ from typing import Any
 
 TEXT = r"TEXT: /[^<]*/"
 DATA = r"DATA: /([^\]]|\][^\]])*/"
-COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # or a weak model may go on with spaces for ever
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # otherwise a weak model may emit spaces without end
 SIMPLE = ("integer", "number", "boolean", "null")
 
 
 def call_grammar(
     functions: Sequence[Mapping[str, Any]], is_single: bool, answer: Mapping[str, Any] | None = None
 ) -> str:
-    """Calls of these functions, one after the other; or with `answer`, a JSON schema, calls or such an answer."""
+    """Return a grammar of calls of these functions; with `answer`, a JSON schema, also of such an answer instead."""
     names = [f"f{index}" for index in range(len(functions))]
     calls = "call" if is_single else r'call ("\n" call)*'
     rules = [f"start: {calls}" if answer is None else f"start: {calls} | answer"]
@@ -34,7 +34,7 @@ def _function_rules(name: str, function: Mapping[str, Any]) -> list[str]:
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts, rules = [_quote(f'<function name="{function["name"]}">')], []
     for index, (key, value) in enumerate(properties.items()):
-        if any(char in key for char in '"<>'):  # such a name cannot be written
+        if any(char in key for char in '"<>'):  # the call format cannot express such a name
             continue
         rule = f"{name}p{index}"
         parts.append(rule if key in required else f"{rule}?")
@@ -45,7 +45,7 @@ def _function_rules(name: str, function: Mapping[str, Any]) -> list[str]:
 
 
 def _value(schema: Any, shared: Mapping[str, Any]) -> str:
-    """What may stand between the tags. JSON with structure goes into CDATA: it may hold a `<`."""
+    """Return the rule for the text between the tags. Objects and lists go into CDATA, since they may hold a `<`."""
     schema = schema if isinstance(schema, Mapping) else {}
     if isinstance(schema.get("enum"), list) and all(isinstance(item, str) for item in schema["enum"]):
         return "(" + " | ".join(_quote(_literal(item)) for item in schema["enum"]) + ")"

@@ -1,48 +1,36 @@
-"""The shapes of OpenAI's Responses interface, strictly read."""
+"""What OpenAI's Responses API sends and gets, strictly validated."""
 
 import json
 from typing import Annotated, Any, Literal
 
 from annotated_types import MaxLen, MinLen
-from pydantic import BaseModel, Discriminator, Field, Tag, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field, Tag, field_validator, model_validator
 
-from sala.server.api.chat_schema import FIRST_ONLY, MAX_TOOLS, TOOL_NAME, Count, Strict, check_schema
+from sala.server.api.chat_schema import MAX_TOOLS, TEXT_ONLY, Count, Parameters, ToolName, check_tools
+from sala.server.http.body import FIRST_ONLY, Strict, discriminate, problem, union
 
 NOT_STORED = "this server stores nothing; send the whole conversation as input"
-TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-MARKS = frozenset({"id", "status", "phase"})  # what items of an answer carry, and is of no use to the next one
+MARKS = frozenset({"id", "status", "phase"})  # fields of answered items that are not used when they are sent back
 
 
 class Part(Strict):
     ignored = frozenset({"annotations", "logprobs"})
+    types = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+    remedy = TEXT_ONLY
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
     text: str
 
     @model_validator(mode="before")
     @classmethod
-    def _check_kind(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not isinstance(data.get("type"), str):
-            return data
-        if data["type"] == "refusal":
-            return {"type": "refusal", "text": data.get("refusal")}
-        if data["type"] not in TEXTS:
-            raise PydanticCustomError(
-                "text_only", "this model reads text only; leave parts of other types out", {"field": "type"}
-            )
-        return data
-
-
-def _text_or_list(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "~text"
-    return "~list" if isinstance(value, list) else None
+    def _read_refusal(cls, data: Any) -> Any:
+        is_refusal = isinstance(data, dict) and data.get("type") == "refusal"
+        return {"type": "refusal", "text": data.get("refusal")} if is_refusal else data
 
 
 Text = Annotated[
     Annotated[str, Tag("~text")] | Annotated[list[Part], FIRST_ONLY, Tag("~list")],
-    Discriminator(_text_or_list, "value", "must be a string or a list of text parts"),
+    union({str: "~text", list: "~list"}, "a string or a list of text parts"),
 ]
 
 
@@ -59,14 +47,14 @@ class InputMessage(Strict):
 
 
 class CallItem(Strict):
-    """A call that an earlier answer made."""
+    """A tool call of an earlier answer."""
 
     ignored = MARKS
 
     type: Literal["function_call"]
     call_id: str
-    name: str = Field(pattern=TOOL_NAME)
-    arguments: str = Field(description="A JSON object, as text.")
+    name: ToolName
+    arguments: str = Field(description="A JSON object, as a string.")
 
     @field_validator("arguments")
     @classmethod
@@ -76,12 +64,12 @@ class CallItem(Strict):
         except (ValueError, RecursionError):
             is_object = False
         if not is_object:
-            raise PydanticCustomError("value", "must be a JSON object, as text")
+            raise problem("must be a JSON object, as a string")
         return value
 
 
 class CallOutput(Strict):
-    """What came of a call."""
+    """The result of a tool call."""
 
     ignored = MARKS
 
@@ -100,14 +88,14 @@ class ReasoningItem(Strict):
 
 
 class ItemReference(Strict):
-    """Leads nowhere."""
+    """A reference to a stored item: refused, since the server stores nothing."""
 
     type: Literal["item_reference"]
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
-        raise PydanticCustomError("value", NOT_STORED)
+        raise problem(NOT_STORED)
 
 
 def _item_kind(value: Any) -> str | None:
@@ -122,35 +110,23 @@ InputItem = Annotated[
     | Annotated[CallOutput, Tag("~function_call_output")]
     | Annotated[ReasoningItem, Tag("~reasoning")]
     | Annotated[ItemReference, Tag("~item_reference")],
-    Discriminator(_item_kind, "value", "must be a message, function_call, function_call_output or reasoning"),
+    discriminate(_item_kind, "a message, function_call, function_call_output or reasoning"),
 ]
 Input = Annotated[
     Annotated[str, Tag("~text")] | Annotated[list[InputItem], MinLen(1), FIRST_ONLY, Tag("~list")],
-    Discriminator(_text_or_list, "value", "must be a string or a list of items"),
+    union({str: "~text", list: "~list"}, "a string or a list of items"),
 ]
 
 
 class FunctionTool(Strict):
+    types = ("function",)
+    remedy = "only tools of type function can be offered; leave the others out"
+
     type: Literal["function"]
-    name: str = Field(pattern=TOOL_NAME)
+    name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of type object.")
-    strict: bool | None = Field(None, description="Accepted and not used: calls that are enforced are always strict.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_kind(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("type"), str) and data["type"] != "function":
-            raise PydanticCustomError(
-                "value", "only tools of type function can be offered; leave the others out", {"field": "type"}
-            )
-        return data
-
-    @field_validator("parameters")
-    @classmethod
-    def _check_parameters(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        check_schema(value)
-        return value
+    parameters: Parameters | None = None
+    strict: bool | None = Field(None, description="Accepted and not used: enforced calls are always strict.")
 
 
 class FunctionChoice(Strict):
@@ -158,15 +134,9 @@ class FunctionChoice(Strict):
     name: str
 
 
-def _choice_kind(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "~word"
-    return "~function" if isinstance(value, dict) else None
-
-
 AnyChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("~word")] | Annotated[FunctionChoice, Tag("~function")],
-    Discriminator(_choice_kind, "value", "must be none, auto, required or a function"),
+    union({str: "~word", dict: "~function"}, "none, auto, required or a function"),
 ]
 
 
@@ -175,19 +145,19 @@ class TextFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = Field(None, max_length=64)
-    schema_: dict[str, Any] | None = Field(None, alias="schema", description="The JSON schema that the answer follows.")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="The JSON schema that the answer must follow.")
 
     @model_validator(mode="after")
     def _check_schema(self) -> "TextFormat":
         if self.type == "json_schema" and self.schema_ is None:
-            raise PydanticCustomError("missing", "json_schema needs a schema", {"field": "schema"})
+            raise problem("json_schema needs a schema", "schema", "missing")
         return self
 
 
 class TextOptions(Strict):
     ignored = frozenset({"verbosity"})
 
-    format: TextFormat | None = Field(None, description="Enforced while the answer is sampled.")
+    format: TextFormat | None = Field(None, description="Enforced while sampling.")
 
 
 class Reasoning(Strict):
@@ -196,14 +166,14 @@ class Reasoning(Strict):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="A budget for the reasoning, as in chats."
     )
-    summary: Literal["auto"] | None = Field(None, description="Nothing is summed up: the reasoning itself is given.")
+    summary: Literal["auto"] | None = Field(None, description="Not summarised: the reasoning itself is returned.")
     generate_summary: None = Field(None, description="Not supported.")
 
 
 class ResponseRequest(Strict):
-    """A conversation to be answered, as items.
+    """A conversation to answer, as a list of items.
 
-    Nothing is stored, whatever `store` says. `user`, `service_tier`, `safety_identifier`, `prompt_cache_key`,
+    Nothing is stored, even if `store` is true. `user`, `service_tier`, `safety_identifier`, `prompt_cache_key`,
     `prompt_cache_retention`, `max_tool_calls`, `stream_options` and `text.verbosity` are accepted and not used.
     """
 
@@ -214,25 +184,25 @@ class ResponseRequest(Strict):
         }
     )  # fmt: skip
 
-    model: str | None = Field(None, description="Which model answers; by default the one that was loaded first.")
+    model: str | None = Field(None, description="The model to use; by default the server's default model.")
     input: Input = Field(json_schema_extra={"example": "Hello"})
-    instructions: str | None = Field(None, description="A system message that stands before the input.")
-    max_output_tokens: Count | None = Field(None, description="Length of the answer at most, reasoning included.")
+    instructions: str | None = Field(None, description="A system message that precedes the input.")
+    max_output_tokens: Count | None = Field(None, description="Maximum length of the answer, reasoning included.")
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     tools: Annotated[list[FunctionTool], MaxLen(MAX_TOOLS), FIRST_ONLY] | None = None
     tool_choice: AnyChoice | None = None
-    parallel_tool_calls: bool | None = Field(None, description="If false, only the first call is given back.")
+    parallel_tool_calls: bool | None = Field(None, description="If false, only the first call is returned.")
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    stream: bool | None = Field(None, description="Send the answer piece by piece, as server-sent events.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
     metadata: dict[Annotated[str, MaxLen(64)], Annotated[str, MaxLen(512)]] | None = Field(
-        None, max_length=16, description="Given back as it is."
+        None, max_length=16, description="Returned unchanged."
     )
-    include: list[str] | None = Field(None, max_length=16, description="Nothing of it is there to be included.")
-    truncation: Literal["disabled"] | None = Field(None, description="A prompt that is too long is an error.")
+    include: list[str] | None = Field(None, max_length=16, description="Accepted and not used.")
+    truncation: Literal["disabled"] | None = Field(None, description="A prompt that is too long is always an error.")
     background: bool | None = Field(None, description="Not supported: only false.")
-    top_logprobs: int | None = Field(None, ge=0, le=0, description="Not supported here; chats have them.")
+    top_logprobs: int | None = Field(None, ge=0, le=0, description="Not supported here; use /chat/completions.")
     previous_response_id: None = None
     conversation: None = None
     prompt: None = Field(None, description="Not supported.")
@@ -242,19 +212,24 @@ class ResponseRequest(Strict):
     def _check_memory(cls, data: Any) -> Any:
         for name in ("previous_response_id", "conversation"):
             if isinstance(data, dict) and data.get(name) is not None:
-                raise PydanticCustomError("value", NOT_STORED, {"field": name})
+                raise problem(NOT_STORED, name)
         if isinstance(data, dict) and data.get("background") is True:
-            raise PydanticCustomError(
-                "value", "nothing runs in the background; leave it out, or stream", {"field": "background"}
-            )
+            raise problem("background requests are not supported; leave it out, or use stream", "background")
         return data
 
     @field_validator("include")
     @classmethod
     def _check_include(cls, value: list[str] | None) -> list[str] | None:
         if "message.output_text.logprobs" in (value or ()):
-            raise PydanticCustomError("value", "holds logprobs, which only chats have here")
+            raise problem("asks for logprobs, which only /chat/completions returns")
         return value
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "ResponseRequest":
+        function = self.tool_choice.name if isinstance(self.tool_choice, FunctionChoice) else None
+        is_forced = self.tool_choice not in (None, "none", "auto")
+        check_tools([tool.name for tool in self.tools or ()], is_forced, function)
+        return self
 
 
 class ResponseUsage(BaseModel):
@@ -295,4 +270,4 @@ class ResponseObject(BaseModel):
     tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["disabled"]
-    usage: ResponseUsage | None = Field(None, description="Not before the answer is complete.")
+    usage: ResponseUsage | None = Field(None, description="Present when the answer is complete.")

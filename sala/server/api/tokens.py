@@ -1,39 +1,40 @@
-"""Text to tokens and back, as the model sees it."""
+"""Text to token ids and back, with the model's tokenizer."""
 
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from sala.engine.requests import COUNT_LIMIT
 from sala.errors import InputError
-from sala.llm import LLM
+from sala.engine.requests import COUNT_LIMIT
 from sala.server.api import answers
 from sala.server.api.chat import FIELDS, as_messages
-from sala.server.api.chat_schema import MAX_TOOLS, Message, Strict, StrictRoute, TokenIds, Tool
+from sala.server.api.chat_schema import MAX_TOOLS, Message, Tool
+from sala.server.api.completions_schema import TokenIds
+from sala.server.http.body import Strict, StrictRoute, problem
 from sala.server.http.errors import ALWAYS
 from sala.server.http.sse import until_gone
+from sala.server.runtime import LoadedModel
 
 router = APIRouter(tags=["tokens"], route_class=StrictRoute)
 
 
 class TokenizeRequest(Strict):
-    """One of `prompt`, `content` (the same by another name) and `messages`."""
+    """One of `prompt`, `content` (the same under another name) and `messages`."""
 
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    add_special_tokens: bool = Field(True, description="Begin a text with BOS, if the model wants that.")
-    add_generation_prompt: bool = Field(True, description="End a conversation where the answer would begin.")
+    add_special_tokens: bool = Field(True, description="Begin a text with BOS, if the model uses it.")
+    add_generation_prompt: bool = Field(True, description="End a conversation with the prompt for the answer.")
 
     @model_validator(mode="after")
     def _check_source(self) -> "TokenizeRequest":
         given = [name for name in ("prompt", "content", "messages") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise PydanticCustomError("value", "give one of prompt, content and messages", {"field": "prompt"})
+            raise problem("give exactly one of prompt, content and messages", "prompt")
         return self
 
 
@@ -50,7 +51,7 @@ class DetokenizeRequest(Strict):
 
 class DetokenizedText(BaseModel):
     prompt: str
-    content: str = Field(description="The same.")
+    content: str = Field(description="The same as `prompt`.")
 
 
 class TokenizerInfo(BaseModel):
@@ -58,17 +59,18 @@ class TokenizerInfo(BaseModel):
     vocab_size: int
     bos_token: str | None
     bos_token_id: int | None
-    eos_token: str | None = Field(description="The first of those that end a text.")
+    eos_token: str | None = Field(description="The first of the tokens that end a text.")
     eos_token_ids: list[int]
     max_model_len: int
-    fingerprint: str = Field(description="Of the tokenizer's definition.")
+    fingerprint: str = Field(description="A hash of the tokenizer's definition.")
 
 
 @router.post("/tokenize", response_model=Tokens, responses=ALWAYS, summary="Text to token ids")
 async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
-    model = await request.app.state.runtime.get(body.model)
+    model: LoadedModel = await request.app.state.runtime.get(body.model)
+    llm = model.llm
 
-    def encode(llm: LLM) -> list[int]:
+    def encode() -> list[int]:
         if body.messages is not None:
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
             ends_open = body.add_generation_prompt
@@ -77,27 +79,28 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         return llm.tokenizer.encode(text or "", body.add_special_tokens, max_tokens=llm.ctx, count_limit=COUNT_LIMIT)
 
     with answers.naming(FIELDS):
-        ids = await until_gone(request, model.worker.call(encode))
+        ids = await until_gone(request, model.service.call(encode))
     return {"tokens": ids, "count": len(ids), "max_model_len": model.llm.ctx}
 
 
 @router.post("/detokenize", response_model=DetokenizedText, responses=ALWAYS, summary="Token ids to text")
 async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
-    model = await request.app.state.runtime.get(body.model)
+    model: LoadedModel = await request.app.state.runtime.get(body.model)
+    llm = model.llm
 
-    def decode(llm: LLM) -> str:
+    def decode() -> str:
         if max(body.tokens) >= llm.config.vocab_size:
             raise InputError("tokens", f"hold {max(body.tokens)}", f"ids go to {llm.config.vocab_size - 1}")
         return llm.tokenizer.decode(body.tokens, skip_special=False)
 
-    text = await until_gone(request, model.worker.call(decode))
+    text = await until_gone(request, model.service.call(decode))
     return {"prompt": text, "content": text}
 
 
 @router.get("/tokenizer_info", response_model=TokenizerInfo, responses=ALWAYS, summary="Facts about the tokenizer")
 async def show_tokenizer(request: Request, model: str | None = None) -> dict[str, Any]:
-    loaded = await request.app.state.runtime.get(model)
-    llm: LLM = loaded.llm
+    loaded: LoadedModel = await request.app.state.runtime.get(model)
+    llm = loaded.llm
     bos_id, stop_ids = llm.tokenizer.bos_id, sorted(llm.stop_ids)
     return {
         "model": loaded.id,

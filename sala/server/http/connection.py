@@ -1,7 +1,8 @@
-"""One client connection: HTTP as uvicorn speaks it, with the deadlines that it lacks.
+"""One client connection: uvicorn's HTTP protocol with the deadlines that it lacks.
 
-A header must arrive in time, a body must keep coming, an answer must keep being read. Whoever does not hold to that is
-told so where possible, and cut off. When all connections are taken, one that does nothing makes room.
+A header must arrive in time, a body must keep arriving, and the client must keep reading the response. A client that
+misses a deadline gets an error where possible and is disconnected. When the limit of connections is reached, the one
+that has been idle for longest is closed.
 """
 
 import asyncio
@@ -13,11 +14,12 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sala.server.http.errors import ApiError, dump
+from sala.server.http.errors import ApiError
+from sala.server.http.sse import dump
 from sala.server.settings import Settings
 
-LINGER_S = 2.0  # how long a client that was refused may go on sending, so that it can read why
-MIN_BODY_BYTES = 1024  # a body that brings less in its time is as good as idle
+LINGER_S = 2.0  # how long a refused client may keep sending, so that it gets to read the error
+MIN_BODY_BYTES = 1024  # a body that delivers less within the deadline counts as stalled
 
 
 class Connection(H11Protocol):
@@ -31,7 +33,7 @@ class Connection(H11Protocol):
         self._wait_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
 
-    # What the transport tells us.
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         has_room = len(self.connections) < self.settings.max_connections or self._make_room()
@@ -39,7 +41,7 @@ class Connection(H11Protocol):
         if has_room:
             self._watch()
         else:
-            busy = "too many connections; try again in a moment"
+            busy = "there are too many connections; try again in a moment"
             self.refuse(ApiError(503, busy, code="too_many_connections", headers={"retry-after": "5"}))
 
     def data_received(self, data: bytes) -> None:
@@ -64,7 +66,7 @@ class Connection(H11Protocol):
             self._stall_timer.cancel()
             self._stall_timer = None
 
-    # What uvicorn tells us.
+    # Called by uvicorn.
 
     def on_response_complete(self) -> None:
         self.since = self.loop.time()
@@ -72,9 +74,9 @@ class Connection(H11Protocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        # h11 knows better than 400 what is wrong; its error is being handled where this is called
+        # h11's exception, which is being handled by our caller, knows a better status than 400
         status = getattr(sys.exception(), "error_status_hint", 400)
-        self.refuse(ApiError(status, "this is no valid HTTP request", code="bad_request"))
+        self.refuse(ApiError(status, "this is not a valid HTTP request", code="bad_request"))
 
     def shutdown(self) -> None:
         if self.is_refused:
@@ -83,17 +85,17 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def _unsupported_upgrade_warning(self) -> None:
-        self.logger.debug("a request to upgrade the protocol was passed over")
+        self.logger.debug("ignored a request to upgrade the protocol")
 
-    # What we add.
+    # Deadlines.
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being read or answered."""
+        """Return whether no request is being read or answered."""
         return self.is_refused or self.cycle is None or self.cycle.response_complete
 
     def refuse(self, error: ApiError) -> None:
-        """Say why, and end the connection. The client gets some time to hear it."""
+        """Send an error and close the connection, leaving the client some time to read it."""
         is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         self.is_refused = True
         self._cancel_timers()
@@ -112,7 +114,7 @@ class Connection(H11Protocol):
         self._wait_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
     def _make_room(self) -> bool:
-        """Close the connection that has been idle for longest, if there is one."""
+        """Close the connection that has been idle for longest; return whether there was one."""
         idle = [each for each in self.connections if isinstance(each, Connection) and each.is_idle]
         if not idle:
             return False
@@ -122,7 +124,7 @@ class Connection(H11Protocol):
         return True
 
     def _watch(self) -> None:
-        """Set the deadline for what we wait for now."""
+        """Set the deadline for what the connection is waiting for now."""
         if self.is_refused:
             return
         wait = None if self.transport.is_closing() else self._find_wait()
@@ -147,7 +149,7 @@ class Connection(H11Protocol):
         return {
             "header": (self.settings.header_deadline_s, self._end_header),
             "body": (self.settings.body_deadline_s, self._end_body),
-            "rest": (LINGER_S, self.transport.abort),  # of a body that nobody wants: the answer is out already
+            "rest": (LINGER_S, self.transport.abort),  # the rest of a body whose response has been sent already
         }[wait]
 
     def _start(self, seconds: float, act: Callable[[], None]) -> None:
@@ -155,13 +157,13 @@ class Connection(H11Protocol):
         self._wait_timer = self.loop.call_later(seconds, act)
 
     def _end_header(self) -> None:
-        self.refuse(ApiError(408, "the header of the request did not arrive in time", code="request_timeout"))
+        self.refuse(ApiError(408, "the request header did not arrive in time", code="request_timeout"))
 
     def _end_body(self) -> None:
-        if self.flow.read_paused or self.num_received >= MIN_BODY_BYTES:  # it moves, or it is we who are slow
+        if self.flow.read_paused or self.num_received >= MIN_BODY_BYTES:  # data still arrives, or it is our side that has paused
             self._start(*self._deadline("body"))
             return
-        self.refuse(ApiError(408, "the body of the request did not keep coming", code="request_timeout"))
+        self.refuse(ApiError(408, "the request body stopped arriving", code="request_timeout"))
 
     def _cancel_timers(self) -> None:
         for timer in (self._wait_timer, self._stall_timer):
@@ -171,7 +173,7 @@ class Connection(H11Protocol):
 
 
 def _compose(error: ApiError, path: str) -> bytes:
-    """An answer as it goes over the wire."""
+    """Return an error as bytes of HTTP."""
     body = dump(error.envelope(path))
     lines = [f"HTTP/1.1 {error.status_code} {http.HTTPStatus(error.status_code).phrase}"]
     lines += [f"{name}: {value}" for name, value in (error.headers or {}).items()]

@@ -1,6 +1,8 @@
-"""Errors as clients see them: OpenAI's envelope, on Anthropic's routes theirs; never a path, a trace or an address."""
+"""Errors as clients see them: OpenAI's envelope, or Anthropic's on its routes.
 
-import json
+A message never holds a path of the server, a stack trace or a memory address.
+"""
+
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -14,9 +16,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from sala.errors import (
+    CacheTooSmall,
     ContextTooLong,
     EngineClosed,
     EngineDead,
@@ -27,11 +30,11 @@ from sala.errors import (
     SalaError,
     TemplateError,
 )
+from sala.server.http.sse import dump
 
 MAX_MESSAGE = 1000
-RETRY_S = 2  # when the queue is full
 METHODS = ("DELETE", "GET", "HEAD", "POST")
-CLIENT_GONE = 499  # nobody reads it; it is for the log
+CLIENT_GONE = 499  # for the log only: the client has disconnected
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC = re.compile(r"(/v1)?/messages(/count_tokens)?")
 _ANTHROPIC_TYPES = _TYPES | {
@@ -41,15 +44,15 @@ _ANTHROPIC_TYPES = _TYPES | {
     503: "overloaded_error",
 }
 _WORDS = {
-    404: "there is nothing at this address",
-    405: "this address does not know that method",
+    404: "there is no route at this path",
+    405: "this path does not support that method",
     413: "the request is too large",
 }
 _log = logging.getLogger("sala.server")
 
 
 class ApiError(FastHTTPException):
-    """An answer other than 200. `extra` are further keys of the error object."""
+    """An unsuccessful response. `extra` adds keys to the error object."""
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class ApiError(FastHTTPException):
         self.extra = dict(extra or {})
 
     def envelope(self, path: str = "") -> dict[str, Any]:
-        """In the words of those who call that path."""
+        """Return the body, in the form that clients of that path expect."""
         if _ANTHROPIC.fullmatch(path):
             return anthropic_envelope(self)
         error = {"message": self.message[:MAX_MESSAGE], "type": self.type, "param": self.param, "code": self.code}
@@ -91,10 +94,11 @@ class ErrorResponse(Response):
 
 
 def anthropic_envelope(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in Anthropic's form."""
     message = error.message
     if error.param is not None and not message.startswith(error.param):
         message = f"{error.param}: {message}"
-    if error.code == "context_length_exceeded":  # clients that shorten their prompts by themselves look for this
+    if error.code == "context_length_exceeded":  # clients that compact their prompts look for this
         message = f"prompt is too long: {error.extra['n_prompt_tokens']} tokens > {error.extra['n_ctx']} maximum"
     kind = _ANTHROPIC_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message[:MAX_MESSAGE], **error.extra}}
@@ -105,37 +109,37 @@ class ErrorObject(BaseModel):
 
     message: str = Field(description="What went wrong, and what to do about it.")
     type: str
-    param: str | None = Field(description="The field of the request that is to blame, as a path.")
+    param: str | None = Field(description="The invalid field of the request, as a path.")
     code: str | None
 
 
 class ErrorEnvelope(BaseModel):
-    """Every answer that is not a success looks like this, but on Anthropic's routes."""
+    """The body of every error, except on Anthropic's routes."""
 
     error: ErrorObject
 
 
 def describe(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors of a route, for its documentation."""
+    """Return the errors of a route, for its documentation."""
     return {status: {"model": ErrorEnvelope, "description": DESCRIPTIONS[status]} for status in statuses}
 
 
 DESCRIPTIONS = {
-    400: "The request cannot be carried out as it is; `param` names the field.",
+    400: "The request is not valid; `param` names the field.",
     401: "The key is missing or wrong.",
-    403: "The key, the host name or the origin does not allow this.",
+    403: "The key or the origin does not permit this.",
     404: "There is no such model.",
     408: "The request arrived too slowly.",
-    409: "The state of the model does not allow this now.",
+    409: "The state of the model does not permit this now.",
     413: "The request is too large.",
-    415: "The body must be application/json, not compressed.",
-    421: "The server is not known by that host name.",
-    429: "Too many requests wait; `Retry-After` says when to come again.",
+    415: "The body must be uncompressed application/json.",
+    421: "The server does not answer to that host name.",
+    429: "The queue is full; `Retry-After` says when to try again.",
     431: "The header is too large.",
-    500: "The server failed.",
-    503: "The model is not ready; `Retry-After` says when to come again.",
+    500: "Internal error.",
+    503: "The model is not ready; `Retry-After` says when to try again.",
 }
-GUARDED = describe(400, 403, 408, 413, 415, 421, 431, 500, 503)  # what any request may get, whatever it asks for
+GUARDED = describe(400, 403, 408, 413, 415, 421, 431, 500, 503)  # what every route can return
 ALWAYS = GUARDED | describe(401, 404, 429)
 
 
@@ -143,44 +147,41 @@ def default_type(status: int) -> str:
     return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
-def dump(value: Any) -> bytes:
-    """JSON in ASCII: whatever stands in the strings, it can be sent."""
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
 def from_exception(error: BaseException) -> ApiError:
-    """What a client may know about an error."""
+    """Return what a client may know about an error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextTooLong):
         numbers = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.max_tokens}
         return ApiError(400, str(error), code="context_length_exceeded", extra=numbers)
     if isinstance(error, NoTokenizer):
-        return ApiError(400, "this model has no tokenizer: give token ids instead of text", code="no_tokenizer")
+        return ApiError(400, "this model has no tokenizer; send token ids instead of text", code="no_tokenizer")
     if isinstance(error, InputError):
         return ApiError(400, str(error), param=error.field, code="invalid_value")
     if isinstance(error, TemplateError):
         return ApiError(400, str(error), param="messages", code="invalid_value")
-    if isinstance(error, MissingExtra):
-        return ApiError(400, str(error), code="not_available")
     if isinstance(error, QueueFull):
-        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_S)})
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "2"})
     if isinstance(error, EngineClosed):
         return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "30"})
     if isinstance(error, EngineDead):
         return ApiError(500, "the engine has stopped; restart the server", code="engine_dead")
+    if isinstance(error, CacheTooSmall):
+        return ApiError(400, str(error), code="cache_too_small")
+    if isinstance(error, MissingExtra):
+        return ApiError(400, str(error), code="not_available")
     if is_out_of_memory(error):
         return ApiError(
             503,
-            "there is not enough memory for this request; send a shorter one, or try again when others are done",
+            "there is not enough memory for this request; send a shorter one, or try again when others have finished",
             code="out_of_memory",
             headers={"Retry-After": "30"},
         )
-    return ApiError(500, "the server failed on this request; its log says more", code="server_error")
+    return ApiError(500, "the request failed with an internal error; the server's log says more", code="server_error")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Also what frameworks say instead of MemoryError; none of them is imported here."""
+    """Recognise MemoryError and, by their messages, the out-of-memory errors of frameworks, without importing those."""
     if isinstance(error, MemoryError):
         return True
     words = str(error).lower() if isinstance(error, RuntimeError) else ""
@@ -188,7 +189,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first thing that is wrong with a request."""
+    """Return the first of pydantic's validation errors."""
     error = errors[0] if errors else {}
     context = error.get("ctx") or {}
     path = [part for part in error.get("loc", ()) if not str(part).startswith("~")]
@@ -202,7 +203,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     elif error.get("type") in ("model_attributes_type", "model_type", "dict_type") and not path:
         message = f"the {where} must be a JSON object"
     elif error.get("type") == "none_required":
-        message = "is not supported here; leave it out"
+        message = "is not supported; leave it out"
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=_code(error.get("type")))
 
 
@@ -213,7 +214,7 @@ def _code(kind: object) -> str:
 
 
 def join_path(path: Sequence[str | int]) -> str | None:
-    """("messages", 0, "role") → messages[0].role"""
+    """Return a path as text: ("messages", 0, "role") becomes messages[0].role."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{str(part)[:200]}"
@@ -221,34 +222,12 @@ def join_path(path: Sequence[str | int]) -> str | None:
 
 
 def add_handlers(app: FastAPI) -> None:
+    """Answer every exception with an error in our form."""
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(SalaError, _answer_sala)
-    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_exception_handler(ClientDisconnect, _answer_disconnected)
     app.add_exception_handler(Exception, _answer_unexpected)
-
-
-class Failures:
-    """Middleware: a failure that nobody foresaw is an answer like any other, and the connection serves on."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_started = False
-
-        async def watch(message: Message) -> None:
-            nonlocal is_started
-            is_started = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watch)
-        except Exception as error:
-            if is_started or scope["type"] != "http":
-                raise
-            _log.error("a request failed: %s", type(error).__name__, exc_info=error)
-            await from_exception(error).response()(scope, receive, send)
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:
@@ -262,7 +241,7 @@ async def _answer_http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """Those that this address knows, in whichever of its routes."""
+    """Return the methods that the routes of this path support."""
     matches = [route.matches for route in request.app.routes]
     return [each for each in METHODS if any(one({**request.scope, "method": each})[0] is Match.FULL for one in matches)]
 
@@ -278,7 +257,7 @@ async def _answer_sala(request: Request, error: Exception) -> Response:
     return answer.response()
 
 
-async def _answer_nobody(request: Request, error: Exception) -> Response:
+async def _answer_disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)
 
 

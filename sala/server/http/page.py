@@ -1,4 +1,4 @@
-"""The chat page: static files of the package, served from a fixed list, allowed to load nothing from elsewhere."""
+"""Serve the chat page: static files from a fixed list, with a policy that lets them load nothing from other hosts."""
 
 import functools
 import hashlib
@@ -49,7 +49,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # kept, but asked for anew: after an update the modules must fit each other
+    "Cache-Control": "no-cache",  # cached but revalidated: after an update the modules must match each other
 }
 
 
@@ -66,7 +66,7 @@ async def get_file(request: Request, name: str) -> Response:
 
 
 def _answer(request: Request, name: str) -> Response:
-    """The whole file, or 304. Ranges are ignored, which HTTP allows: the files are small."""
+    """Return the whole file, or 304. Ranges are ignored, as HTTP permits: the files are small."""
     body, tag = _read(name)
     headers = {**HEADERS, "ETag": tag}
     if tag in (known.strip().removeprefix("W/") for known in request.headers.get("if-none-match", "").split(",")):
@@ -76,6 +76,6 @@ def _answer(request: Request, name: str) -> Response:
 
 @functools.cache
 def _read(name: str) -> tuple[bytes, str]:
-    """A file of the page and its tag; read once."""
+    """Return the contents and the ETag of a file; read it once."""
     body = resources.files("sala.server").joinpath("web", name).read_bytes()
     return body, f'"{hashlib.sha256(body).hexdigest()[:32]}"'

@@ -1,21 +1,21 @@
-"""Who may ask: keys, the names by which the server may be called, and the web pages that may call it.
+"""Authorization: API keys, permitted host names, and the origins of web pages that may call the server.
 
-The key is asked for by the routes themselves, never by what a path looks like. Host and Origin guard a server without
-a key against web pages: a page may be shown under a name that leads here, or may send a form here.
+Routes themselves require the key; no decision depends on what a path looks like. The checks of Host and Origin protect
+a server without a key from web pages: by DNS rebinding, a page can be served under a name that resolves to this
+machine, and any page can submit a form to it.
 """
 
 import hmac
+import logging
 import re
 import secrets
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from starlette.datastructures import MutableHeaders
-from starlette.middleware.cors import CORSMiddleware
 
 from sala.options.kinds import is_ip
-from sala.server.http.errors import ApiError, Failures
-from sala.server.http.limits import RequestLimits
+from sala.server.http.errors import ApiError, from_exception
 from sala.server.settings import LOCAL_HOSTS, Settings, is_loopback
 
 if TYPE_CHECKING:
@@ -26,23 +26,24 @@ ORIGIN = re.compile(rb"(https?)://(.+)")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 DEFAULT_PORTS = {b"http": b"80", b"https": b"443"}
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_log = logging.getLogger("sala.server")
 
 
 async def need_key(request: Request) -> None:
-    """Dependency: the request must bring the API key, if there is one. The admin key opens everything."""
+    """Dependency: require the API key, if one is set. The admin key is accepted too."""
     settings: Settings = request.app.state.settings
     if settings.api_key is not None:
         _check_key(request, [key for key in (settings.api_key, settings.admin_key) if key is not None])
 
 
 async def need_admin_key(request: Request) -> None:
-    """Dependency: the request must bring the admin key; without one the API key, without both it must be local."""
+    """Dependency: require the admin key; if none is set the API key, if neither is set a client on this machine."""
     settings: Settings = request.app.state.settings
     key = settings.admin_key or settings.api_key
     if key is None:
-        if not settings.is_local and not _is_from_here(request):
+        if not settings.is_local and not _is_local_client(request):
             raise ApiError(
-                403, "models are managed from the server's own machine, or with a key", code="admin_key_needed"
+                403, "models can be managed from the server's own machine only, or with a key", code="admin_key_needed"
             )
         return
     try:
@@ -66,7 +67,7 @@ def _check_key(request: Request, keys: list[str]) -> None:
 
 
 def _matches(request: Request, key: str) -> bool:
-    """Compared in constant time: how long it takes tells nothing about the key."""
+    """Compare in constant time, so that timing reveals nothing about the key."""
     return any(hmac.compare_digest(given, key.encode()) for given in _given_keys(request))
 
 
@@ -79,12 +80,12 @@ def _given_keys(request: Request) -> list[bytes]:
     return [key for key in keys if key]
 
 
-def _is_from_here(request: Request) -> bool:
+def _is_local_client(request: Request) -> bool:
     return request.client is not None and is_loopback(request.client.host)
 
 
 class HostCheck:
-    """Middleware: answers only under the names it is known by."""
+    """Middleware: refuse requests for host names that are not ours."""
 
     def __init__(self, app: "ASGIApp", settings: Settings) -> None:
         self.app = app
@@ -100,45 +101,45 @@ class HostCheck:
         if len(found) != 1 or found[0] is None:
             return ApiError(400, "the request must have one valid Host header", code="bad_request")
         name = found[0][1].decode().lower().strip("[]").rstrip(".")
-        if name in self.names or self._is_free(name):
+        if name in self.names or self._is_safe(name):
             return None
         return ApiError(
-            421, "this server is not known by that host name; the setting allowed_hosts can add it", code="unknown_host"
+            421, "this server does not answer to that host name; add it with the setting allowed_hosts", code="unknown_host"
         )
 
-    def _is_free(self, name: str) -> bool:
-        """An address cannot be a trick with names; and where every request needs a key, a trick gains nothing."""
+    def _is_safe(self, name: str) -> bool:
+        """Return whether DNS rebinding cannot be at work: with an IP address, or where every request needs a key."""
         if self.settings.is_local:
             return is_loopback(name)
         return is_ip(name) or (self.settings.api_key is not None and not self.settings.allowed_hosts)
 
 
 class OriginCheck:
-    """Middleware: a page of another origin may change nothing here, unless it is allowed to call."""
+    """Middleware: refuse unsafe methods from web pages of other origins, unless these are permitted."""
 
     def __init__(self, app: "ASGIApp", settings: Settings) -> None:
         self.app = app
         self.allowed = {origin.encode() for origin in settings.cors_origins}
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] == "http" and scope["method"] not in SAFE_METHODS and not self._is_welcome(scope):
+        if scope["type"] == "http" and scope["method"] not in SAFE_METHODS and not self._is_permitted(scope):
             problem = ApiError(
                 403,
-                "web pages of that origin may not call; the setting cors_origins can allow it",
+                "web pages of that origin may not call this server; permit it with the setting cors_origins",
                 code="foreign_origin",
             )
             await problem.response()(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
-    def _is_welcome(self, scope: "Scope") -> bool:
+    def _is_permitted(self, scope: "Scope") -> bool:
         hosts = _values(scope, b"host")
         origins = [value.strip().lower() for value in _values(scope, b"origin")]
         return all(origin in self.allowed or any(is_same(origin, host) for host in hosts) for origin in origins)
 
 
 def is_same(origin: bytes, host: bytes) -> bool:
-    """Whether an Origin is the server's own: its host and port are those that the request was sent to."""
+    """Return whether an Origin is the server's own: its host and port are those that the request was sent to."""
     found = ORIGIN.fullmatch(origin)
     if found is None:
         return False
@@ -150,9 +151,9 @@ def is_same(origin: bytes, host: bytes) -> bool:
 
 
 class Stamp:
-    """Middleware: every answer has an id and the headers that keep browsers careful.
+    """Middleware: give every response an id and security headers for browsers.
 
-    A client may choose the id, to find its request in logs; it is shown, and used for nothing.
+    A client may choose the id, to find its request in logs; the server only echoes it.
     """
 
     def __init__(self, app: "ASGIApp") -> None:
@@ -177,21 +178,27 @@ class Stamp:
         await self.app(scope, receive, stamp)
 
 
-def add_guards(app: FastAPI, settings: Settings) -> None:
-    """All middlewares of this package, in their order; the last one added sees a request first."""
-    app.add_middleware(RequestLimits, settings=settings)
-    app.add_middleware(Failures)
-    if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(settings.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id"],
-        )
-    app.add_middleware(OriginCheck, settings=settings)
-    app.add_middleware(HostCheck, settings=settings)
-    app.add_middleware(Stamp)
+class Failures:
+    """Middleware: answer unexpected exceptions with an error, so that the connection can serve further requests."""
+
+    def __init__(self, app: "ASGIApp") -> None:
+        self.app = app
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        is_started = False
+
+        async def watch(message: "Message") -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        except Exception as error:
+            if is_started or scope["type"] != "http":
+                raise
+            _log.error("a request failed: %s", type(error).__name__, exc_info=error)
+            await from_exception(error).response()(scope, receive, send)
 
 
 def _values(scope: "Scope", name: bytes) -> list[bytes]:

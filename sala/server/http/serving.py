@@ -1,7 +1,8 @@
-"""Runs the server: where it listens, what signals do to it, and how it ends.
+"""Run the server: the listening socket, signals, draining and the exit code.
 
-The first SIGTERM or SIGINT lets running requests end, for `drain_s` at most; new ones get 503. The second ends it
-at once. The process fails if it could not start or if the engine has died, so that a supervisor can start another.
+After the first SIGTERM or SIGINT running requests may finish, for `drain_s` seconds at most; new ones get 503. A
+second signal ends the process at once. The exit code is 1 if the server could not start or if the engine has died, so
+that a supervisor restarts it.
 """
 
 import asyncio
@@ -22,9 +23,9 @@ from typing import TYPE_CHECKING, Any, cast
 import uvicorn
 
 from sala.errors import SalaError
+from sala.server.http.body import MAX_HEADER_BYTES
 from sala.server.http.connection import Connection
 from sala.server.http.errors import ApiError
-from sala.server.http.limits import MAX_HEADER_BYTES
 from sala.server.settings import Settings, check_listening
 
 if TYPE_CHECKING:
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
 Note = Callable[[str], None]
 BACKLOG = 512
 KEEP_ALIVE_S = 30
-DEAD_S = 2.0  # a worker that is being replaced is gone for a moment; one that stays away has died
-GRACE_S = 10.0  # for closing what is open, after the requests have ended
+DEAD_S = 2.0  # an engine that is being replaced is absent for a moment; after this time it counts as dead
+GRACE_S = 10.0  # for closing connections and models, after the requests have finished
 QUICK_S = 0.5
 
 log = logging.getLogger("sala.server")
 
 
 def serve(settings: Settings, note: Note) -> int:
-    """Serve until a signal comes; returns the exit code."""
+    """Serve until a signal arrives; return the exit code."""
     check_listening(settings)
     prepare_models_dir(settings.models_dir)
     listener = open_socket(settings.host, settings.port)
@@ -58,38 +59,38 @@ def run(server: "Server", listener: socket.socket) -> int:
     server.is_process = True
     try:
         server.run(sockets=[listener])
-    except SystemExit:  # uvicorn's way to say that the application did not start
+    except SystemExit:  # uvicorn exits like this when the application did not start
         server.exit_code = 1
     if server.front.failure is not None:
         raise as_user_error(server.front.failure)
-    if server.force_exit:  # whatever still runs in other threads is not waited for
+    if server.force_exit:  # don't wait for other threads
         sys.stderr.flush()
         os._exit(server.exit_code)
     return server.exit_code
 
 
 def prepare_models_dir(path: Path) -> None:
-    """It must be a directory that can be read; downloads need more, and say so when they come."""
+    """Check that it is a readable directory; whether it is writable is checked by downloads."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         next(path.iterdir(), None)
     except OSError as error:
         reason = "is a file" if isinstance(error, FileExistsError | NotADirectoryError) else str(error.strerror).lower()
         raise SalaError(
-            f"the models directory {path} cannot be used: {reason}", "name another with --models-dir"
+            f"the models directory {path} cannot be used: {reason}", "choose another with --models-dir"
         ) from None
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens already, so that nobody else can take the port."""
+    """Return a socket that already listens, so that no other process can take the port."""
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError):
-        raise SalaError(f"{host} is no known address", "give one of this machine with --host") from None
-    family, kind, protocol, _, address = min(places, key=lambda place: place[0] != socket.AF_INET)
+        raise SalaError(f"{host} is not a known address", "give an address of this machine with --host") from None
+    family, kind, protocol, _, address = min(addresses, key=lambda found: found[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     try:
-        if os.name != "nt":  # there it would let two servers share a port
+        if os.name != "nt":  # on Windows it would let two servers share a port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
@@ -101,12 +102,12 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 def _explain(error: OSError, host: str, port: int) -> SalaError:
     if error.errno == errno.EADDRINUSE:
-        return SalaError(f"port {port} of {host} is in use", "choose another with --port, or end what uses it")
+        return SalaError(f"port {port} of {host} is in use", "choose another with --port, or stop the process that uses it")
     if error.errno == errno.EADDRNOTAVAIL:
-        return SalaError(f"{host} is no address of this machine", "give one that is with --host")
+        return SalaError(f"{host} is not an address of this machine", "give one that is with --host")
     if error.errno == errno.EACCES:
-        return SalaError(f"port {port} may not be used without more rights", "choose one above 1023 with --port")
-    return SalaError(f"{host}:{port} cannot be listened on: {error.strerror}", "choose others with --host and --port")
+        return SalaError(f"port {port} needs more privileges", "choose one above 1023 with --port")
+    return SalaError(f"cannot listen on {host}:{port}: {error.strerror}", "choose others with --host and --port")
 
 
 def greet(settings: Settings, listener: socket.socket, note: Note) -> None:
@@ -116,7 +117,7 @@ def greet(settings: Settings, listener: socket.socket, note: Note) -> None:
     reach = "" if settings.is_local else f" (and at every address of {host})" if host != shown else ""
     note(f"sala listens at {url}/v1{reach}; web page: {url}/; documentation: {url}/docs")
     if not settings.is_local and settings.api_key is None:
-        note("warning: there is no key; whoever can reach this machine can use the server")
+        note("warning: no API key is set; anyone who can reach this machine can use the server")
 
 
 def make_server(app: Any, settings: Settings, on_start: Callable[[], None] = lambda: None) -> "Server":
@@ -140,7 +141,7 @@ def make_server(app: Any, settings: Settings, on_start: Callable[[], None] = lam
 
 
 class Front:
-    """The application as uvicorn sees it: counts what runs, turns new requests away while the server is ending."""
+    """The application as uvicorn sees it: counts running requests, and refuses new ones while the server is draining."""
 
     def __init__(self, app: Any) -> None:
         self.app: ASGIApp = app
@@ -156,7 +157,7 @@ class Front:
             await self._start(scope, receive, send)
 
     async def _start(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """The application's life. If it cannot begin, the reason is kept and the trace is not shown."""
+        """Run the lifespan. If the application cannot start, keep the reason and don't log the stack trace."""
 
         async def without_trace(message: "Message") -> None:
             known = isinstance(sys.exception(), SalaError | MemoryError | asyncio.CancelledError)
@@ -183,7 +184,7 @@ class Front:
 
 
 class Exchange:
-    """One request and its answer, watched for the log."""
+    """One request and its response, observed for the log."""
 
     def __init__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         self.scope = scope
@@ -197,7 +198,7 @@ class Exchange:
         try:
             await app(self.scope, self.receive, self.send)
         finally:
-            # The path as it was sent is plain ASCII; what follows the question mark may be private.
+            # the raw path is plain ASCII; the query is left out, since it may be private
             path = (self.scope.get("raw_path") or b"").decode("ascii", "replace")[:200]
             client = (self.scope.get("client") or ("-",))[0]
             taken = (time.monotonic() - self.began) * 1000
@@ -211,7 +212,7 @@ class Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             if not self.is_read and any(name == b"expect" for name, _ in self.scope["headers"]):
-                # The client waits with its body, and nobody asked for it: what comes next cannot be known.
+                # the client holds its body back and we never asked for it: the next bytes could be anything
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
         await self._send(message)
 
@@ -222,7 +223,7 @@ class Server(uvicorn.Server):
         self.front = front
         self.settings = settings
         self.exit_code = 0
-        self.is_process = False  # whether the process is ours, to be ended if all else fails
+        self.is_process = False  # whether to end the whole process if the server does not stop
         self._on_start = on_start
         self._num_signals = 0
         self._deadline: float | None = None
@@ -239,21 +240,21 @@ class Server(uvicorn.Server):
             self.drain()
         elif self._num_signals == 2 and not self.should_exit:
             self.force_exit = self.should_exit = True
-        else:  # nothing is lost: what is on disk is whole at any time
+        else:  # files on disk are consistent at any time, so nothing is lost
             os._exit(self.exit_code)
 
     def drain(self) -> None:
-        """Let what runs come to its end, and take nothing new."""
+        """Let running requests finish, and refuse new ones."""
         if self.front.is_draining:
             return
         self.front.is_draining = True
         self.front.state.is_draining = True
         self._deadline = time.monotonic() + self.settings.drain_s
         if self.is_process:
-            self._end_at_last()
+            self._arm_exit_timer()
 
-    def _end_at_last(self) -> None:
-        """See to it that the process ends, even if something hangs. A model that is just loading is not waited for."""
+    def _arm_exit_timer(self) -> None:
+        """Make sure that the process ends even if something hangs. Don't wait for a model that is still loading."""
         is_loading = is_loading_only(self.front)
         last = threading.Timer(QUICK_S if is_loading else self.settings.drain_s + GRACE_S, os._exit, (self.exit_code,))
         last.daemon = True
@@ -270,9 +271,9 @@ class Server(uvicorn.Server):
         return is_over or self.should_exit
 
     def _cut_off(self) -> None:
-        """Time is up: the requests see that their clients are gone, and end."""
+        """Disconnect the clients of requests that did not finish in time, which cancels these requests."""
         if self.front.num_running:
-            log.warning("%d requests did not end in time", self.front.num_running)
+            log.warning("%d requests did not finish in time", self.front.num_running)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -285,18 +286,18 @@ class Server(uvicorn.Server):
             return
         self._dead_since = self._dead_since or time.monotonic()
         if time.monotonic() - self._dead_since >= DEAD_S:
-            self._fail("the engine has died; the server ends")
+            self._fail("the engine has died; stopping the server")
 
     def _check_first_load(self) -> None:
-        """A model that was named and cannot be loaded is a reason to end. Without a name, another can be fetched."""
+        """Stop if the model that the user named cannot be loaded. If none was named, one can still be downloaded."""
         runtime = getattr(self.front.state, "runtime", None)
         if self._has_loaded or runtime is None or runtime.is_loading:
             return
         self._has_loaded = True
         if not runtime.loaded and self.settings.model is not None:
-            self._fail(f"the model was not loaded; if it is too large see: sala estimate {self.settings.model}")
+            self._fail(f"the model could not be loaded; if it is too large, see: sala estimate {self.settings.model}")
         elif not runtime.loaded:
-            log.warning("no model is loaded; fetch one on the web page, or name one with --model")
+            log.warning("no model is loaded; download one on the web page, or name one with --model")
 
     def _fail(self, reason: str) -> None:
         log.error(reason)
@@ -312,19 +313,19 @@ def is_loading_only(front: Front) -> bool:
 def has_died(state: Any) -> bool:
     runtime = getattr(state, "runtime", None)
     loaded = list(runtime.loaded.values()) if runtime is not None else []
-    return any(not each.worker.status().is_alive for each in loaded)
+    return any(not each.service.status().is_alive for each in loaded)
 
 
 def as_user_error(error: BaseException) -> Exception:
     if isinstance(error, SalaError):
         return error
     if isinstance(error, MemoryError):
-        return SalaError("the model does not fit into memory", "see what would: sala estimate")
+        return SalaError("the model does not fit into memory", "see what does: sala estimate")
     return SalaError(f"the server did not start ({type(error).__name__})", "the lines above say why")
 
 
 class OneLine(logging.Formatter):
-    """Control characters are spelt out, so that nobody can steer a terminal or forge a line."""
+    """Escapes control characters, so that a client can neither control the terminal nor forge a log line."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -337,7 +338,7 @@ class OneLine(logging.Formatter):
 def set_up_log(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    handler.addFilter(lambda record: record.msg != "Application startup failed. Exiting.")  # the reason follows
+    handler.addFilter(lambda record: record.msg != "Application startup failed. Exiting.")  # our own message follows
     ours = logging.getLevelNamesMapping()[level.upper()]
     for name, threshold in (("sala", ours), ("uvicorn", ours if level == "debug" else max(ours, logging.WARNING))):
         logger = logging.getLogger(name)

@@ -1,26 +1,36 @@
-"""Server-sent events: how they are written, and what happens when nobody reads them."""
+"""Write JSON and server-sent events, and notice when the client has disconnected."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sala.server.http.errors import dump
-
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
 
+def dump(value: Any) -> bytes:
+    """Return compact JSON in ASCII, so that strings with lone surrogates can be sent too."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
 def encode(data: Any) -> bytes:
+    """Return one unnamed event."""
     return b"data: " + dump(data) + b"\n\n"
 
 
+def encode_named(event: Mapping[str, Any]) -> bytes:
+    """Return one event whose name is its `type`."""
+    return f"event: {event['type']}\n".encode() + encode(event)
+
+
 class EventStream(Response):
-    """Sends events until they end, the client leaves or `is_given_up` is set; `close` is called in any case."""
+    """Send events until they end, the client disconnects or `is_given_up` is set; then call `close` in any case."""
 
     media_type = "text/event-stream"
 
@@ -34,7 +44,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await run_first(self._write(send), wait_for_disconnect(receive), self._is_given_up.wait())
-        except OSError:  # the connection is gone: so be it
+        except OSError:  # the connection was lost while we were writing
             return
         finally:
             self._close()
@@ -47,7 +57,7 @@ class EventStream(Response):
 
 
 async def run_first(*works: Coroutine[Any, Any, Any]) -> None:
-    """Run all until one of them ends; the others are stopped. Raises what the first raised."""
+    """Run all coroutines until one ends, and cancel the others. Raises what the first coroutine raised."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -65,7 +75,10 @@ async def wait_for_disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T], undo: Callable[[T], None] | None = None) -> T:
-    """The result of `work`, unless the client leaves before. `undo` is for a result that nobody will get."""
+    """Return the result of `work`; raise ClientDisconnect if the client leaves first.
+
+    `undo` releases a result that cannot be delivered because this coroutine was cancelled.
+    """
     task = asyncio.create_task(work)
     listener = asyncio.create_task(wait_for_disconnect(request.receive))
     try:
