@@ -2,32 +2,26 @@
 
 import functools
 import hashlib
+import json
 from importlib import resources
+from pathlib import PurePosixPath
 
 from fastapi import APIRouter, HTTPException, Request, Response
 
 router = APIRouter()
 
 PAGE = "index.html"
-JAVASCRIPT = "text/javascript; charset=utf-8"
+OWN = (
+    PAGE, "style.css", "favicon.svg", "answer.js", "api.js", "app.js", "composer.js", "dom.js", "files.js", "format.js",
+    "markdown.js", "settings.js", "sidebar.js", "store.js", "theme.js", "view.js",
+)  # fmt: skip
+MANIFEST = "vendor/vendored.json"  # third-party files, with their versions and hashes
 CONTENT_TYPES = {
-    PAGE: "text/html; charset=utf-8",
-    "style.css": "text/css; charset=utf-8",
-    "favicon.svg": "image/svg+xml",
-    "answer.js": JAVASCRIPT,
-    "api.js": JAVASCRIPT,
-    "app.js": JAVASCRIPT,
-    "composer.js": JAVASCRIPT,
-    "dom.js": JAVASCRIPT,
-    "files.js": JAVASCRIPT,
-    "format.js": JAVASCRIPT,
-    "highlight.js": JAVASCRIPT,
-    "markdown.js": JAVASCRIPT,
-    "settings.js": JAVASCRIPT,
-    "sidebar.js": JAVASCRIPT,
-    "store.js": JAVASCRIPT,
-    "theme.js": JAVASCRIPT,
-    "view.js": JAVASCRIPT,
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
 }
 POLICY = "; ".join(
     [
@@ -58,11 +52,19 @@ async def get_page(request: Request) -> Response:
     return _answer(request, PAGE)
 
 
-@router.api_route("/web/{name}", methods=["GET", "HEAD"], include_in_schema=False)
+@router.api_route("/web/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
 async def get_file(request: Request, name: str) -> Response:
-    if name not in CONTENT_TYPES or name == PAGE:
+    if name not in content_types() or name == PAGE:
         raise HTTPException(404)
     return _answer(request, name)
+
+
+@functools.cache
+def content_types() -> dict[str, str]:
+    """Return the content types of all files that are served: our own, and the vendored ones that browsers load."""
+    vendored = [f"vendor/{name}" for name in json.loads(_read(MANIFEST)[0])]
+    types = {name: CONTENT_TYPES.get(PurePosixPath(name).suffix) for name in (*OWN, *vendored)}
+    return {name: kind for name, kind in types.items() if kind is not None}
 
 
 def _answer(request: Request, name: str) -> Response:
@@ -71,7 +73,7 @@ def _answer(request: Request, name: str) -> Response:
     headers = {**HEADERS, "ETag": tag}
     if tag in (known.strip().removeprefix("W/") for known in request.headers.get("if-none-match", "").split(",")):
         return Response(status_code=304, headers=headers)
-    return Response(body, headers=headers, media_type=CONTENT_TYPES[name])
+    return Response(body, headers=headers, media_type=content_types()[name])
 
 
 @functools.cache

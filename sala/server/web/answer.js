@@ -1,4 +1,4 @@
-// Runs one answer: sends the conversation, lets the message grow with every chunk, and says how it ended.
+// Runs one answer: sends the conversation, extends the message with every chunk, and records how it ended.
 
 import { Failure, streamChat } from "./api.js";
 import { composeContent } from "./files.js";
@@ -52,7 +52,7 @@ export async function runAnswer(message, body, signal, paint, save) {
 
 function wordsOf(error) {
   if (error instanceof Failure) return { kind: error.kind, title: error.title, detail: error.detail };
-  return { kind: "server", title: "The page could not go on.", detail: String(error?.message ?? error) };
+  return { kind: "server", title: "The page failed.", detail: String(error?.message ?? error) };
 }
 
 function take(message, chunk, clock) {

@@ -1,13 +1,13 @@
-// The server's API: one call at a time, failures in plain words.
+// Calls to the server's API, with failures in plain words.
 
-const BASE = new URL("../", import.meta.url); // the page may live below a path of a proxy
+const BASE = new URL("../", import.meta.url); // a proxy may serve the page below a path
 
 let readKey = () => "";
 export function useKey(read) {
   readKey = read;
 }
 
-// `kind` says what can be done about it: key, busy, offline, lost, request, server.
+// `kind` decides which remedy is offered: key, busy, offline, lost, request, server.
 export class Failure extends Error {
   constructor(kind, title, detail = "", status = 0) {
     super(title);
@@ -24,20 +24,20 @@ export async function listModels() {
   return (answer.data ?? []).map((model) => ({ id: model.id, isLoaded: model.loaded === true, context: model.context_length ?? null }));
 }
 
-// How many tokens a text has as a message; null where the server does not tell.
+// The number of tokens of a text as a message; null if the server does not say.
 export async function countTokens(text, model) {
   const response = await call("v1/chat/completions/input_tokens", { body: { model, messages: [{ role: "user", content: text }] } });
   return (await readJson(response)).input_tokens ?? null;
 }
 
-// The chunks of an answer, as they come. Ends only after the server's own end; anything else is a Failure.
+// Yields the chunks of an answer. Any end other than the server's [DONE] is a Failure.
 export async function* streamChat(body, signal) {
   const response = await call("v1/chat/completions", { body, signal });
   let isWhole = false;
   try {
     for await (const data of readEvents(response.body)) {
       isWhole ||= data === "[DONE]";
-      if (isWhole) continue; // the server closes now; to hang up first would look like a cancelled answer
+      if (isWhole) continue; // let the server close the connection: closing it first would look like a cancelled answer
       const chunk = JSON.parse(data);
       if (chunk.error) throw explain(Number(chunk.error.status) || 500, chunk.error);
       yield chunk;
@@ -48,7 +48,7 @@ export async function* streamChat(body, signal) {
   if (!isWhole) throw lostConnection();
 }
 
-const lostConnection = () => new Failure("lost", "The connection was lost.", "What had arrived is kept. Is the server still running?");
+const lostConnection = () => new Failure("lost", "The connection was lost.", "The text that had arrived was kept. Is the server still running?");
 
 async function call(path, { body, signal } = {}) {
   const headers = {};
@@ -61,7 +61,7 @@ async function call(path, { body, signal } = {}) {
     response = await fetch(new URL(path, BASE), { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
   } catch (error) {
     if (signal?.aborted) throw error;
-    throw new Failure("offline", "The server does not answer.", "Is it running? Its address is the one of this page.");
+    throw new Failure("offline", "The server does not answer.", "Is it running? It has the same address as this page.");
   }
   if (!response.ok) throw await failureOf(response);
   return response;
@@ -80,16 +80,16 @@ async function failureOf(response) {
   try {
     error = (await response.json()).error ?? {};
   } catch {
-    // no JSON, perhaps from a proxy: the status has to do
+    // not JSON, perhaps from a proxy: use the status only
   }
   return explain(response.status, error, response.headers.get("Retry-After"));
 }
 
 const TITLES = {
-  401: ["key", "The server asks for an API key."],
-  403: ["request", "The server does not allow this."],
+  401: ["key", "The server requires an API key."],
+  403: ["request", "The server does not permit this."],
   404: ["request", "The server does not have this."],
-  413: ["request", "This is more than the server takes at once."],
+  413: ["request", "This is more than the server accepts at once."],
   429: ["busy", "The server is busy."],
   503: ["busy", "The server is not ready."],
 };
@@ -104,7 +104,7 @@ function explain(status, error, retryAfter = null) {
   return new Failure(kind, title, `${String(message ?? "")}${wait}`.trim(), status);
 }
 
-// Server-sent events: what stands after "data:", event by event. Comments are pings and say nothing.
+// Yields the data of server-sent events. Comments are pings and are skipped.
 export async function* readEvents(stream) {
   const reader = stream.getReader();
   const decoder = new TextDecoder();
@@ -128,6 +128,6 @@ export async function* readEvents(stream) {
       }
     }
   } finally {
-    if (!isOver) reader.cancel().catch(() => {}); // nobody listens any more: the server may stop
+    if (!isOver) reader.cancel().catch(() => {}); // tells the server to stop
   }
 }

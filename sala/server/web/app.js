@@ -1,4 +1,4 @@
-// Puts the page together: which conversation is shown, which answers run, what the keys do.
+// The page as a whole: the conversation that is shown, the answers that run, keyboard shortcuts.
 
 import { buildMessages, newAnswer, runAnswer } from "./answer.js";
 import { listModels, useKey } from "./api.js";
@@ -22,7 +22,7 @@ class App {
     useKey(() => this.settings.key);
     this.chat = newChat();
     this.views = [];
-    this.live = new Map(); // answers that run, by conversation; they go on while another one is shown
+    this.live = new Map(); // running answers by conversation; they continue while another conversation is shown
     this.isAtEnd = true;
     this.panel = new SettingsPanel(this.settings, (what) => this.settingsChanged(what));
     this.sidebar = new Sidebar({
@@ -46,7 +46,7 @@ class App {
     this.nameKeys();
     this.listen();
     byId("suggestions").replaceChildren(...SUGGESTIONS.map((text) => suggestion(text, (picked) => this.pickSuggestion(picked))));
-    if (!this.store.isKept) toast("This browser keeps nothing for this page: conversations are lost when it is closed.");
+    if (!this.store.isKept) toast("This browser does not store data for this page: conversations are lost when you close it.");
     await this.openFromAddress();
     await this.loadModels();
   }
@@ -57,7 +57,7 @@ class App {
     const id = location.hash.slice(1);
     const running = this.live.get(id)?.chat;
     const chat = running ?? (id ? await this.store.load(id) : null);
-    if (id !== location.hash.slice(1)) return; // another one was opened meanwhile
+    if (id !== location.hash.slice(1)) return; // another conversation was opened in the meantime
     if (chat && !running) closeOpenAnswers(chat);
     this.chat = chat ?? newChat();
     if (id && !chat) history.replaceState(null, "", location.pathname);
@@ -119,7 +119,7 @@ class App {
   async remove(row) {
     const running = this.live.get(row.id);
     if (running) {
-      running.isDropped = true; // its last words must not write it anew
+      running.isDropped = true; // its last update must not save the deleted conversation again
       running.controller.abort();
     }
     const bundle = await this.store.take(row.id);
@@ -146,7 +146,7 @@ class App {
     try {
       await this.store.save(chat);
     } catch {
-      toast("The conversation could not be kept: the browser’s storage is full.");
+      toast("The conversation could not be saved: the browser’s storage is full.");
     }
   }
 
@@ -164,7 +164,7 @@ class App {
     try {
       for (const file of attachments) await this.store.addFile({ id: file.id, text: file.text });
     } catch {
-      toast("The file could not be kept: the browser’s storage is full.");
+      toast("The file could not be saved: the browser’s storage is full.");
     }
     await this.answer(chat);
   }
@@ -181,7 +181,7 @@ class App {
     return view;
   }
 
-  // Cuts the conversation off before a message.
+  // Removes a message and everything after it.
   async cutBefore(chat, message, keptFiles = []) {
     const at = chat.messages.indexOf(message);
     const removed = chat.messages.splice(at);
@@ -277,7 +277,7 @@ class App {
     if (!this.settings.models.some((model) => model.isLoaded) || !this.isReachable) this.timer = setTimeout(() => this.lookAgain(), RETRY_MS);
   }
 
-  // A server that starts, or starts again, is found without a reload.
+  // Finds a server that has been started or restarted, without a reload.
   lookAgain() {
     const waitsForKey = byId("settings").open && !byId("key-note").hidden;
     if (document.hidden || waitsForKey) this.timer = setTimeout(() => this.lookAgain(), RETRY_MS);
@@ -288,7 +288,7 @@ class App {
     const { model } = this.settings;
     byId("model-name").textContent = model?.id ?? (this.isReachable ? "no model" : "not connected");
     byId("model-chip").dataset.state = !this.isReachable ? "off" : model?.isLoaded ? "loaded" : "known";
-    byId("model-chip").title = !this.isReachable ? "The server does not answer" : model?.isLoaded ? "Loaded" : "Loaded when it is first asked";
+    byId("model-chip").title = !this.isReachable ? "The server does not answer" : model?.isLoaded ? "Loaded" : "Will be loaded with the first request";
     this.showContext();
   }
 
@@ -297,7 +297,7 @@ class App {
     else this.showModel();
   }
 
-  // How much of the context this conversation fills, with what is being written.
+  // How much of the context this conversation and the current draft fill.
   showContext() {
     const limit = this.settings.model?.context;
     const last = this.chat.messages.findLast((message) => message.usage);
@@ -330,7 +330,7 @@ class App {
     byId("scroller").addEventListener("scroll", () => this.scrolled(), { passive: true });
     byId("to-end").addEventListener("click", () => this.scrollToEnd());
     document.querySelector(".skip").addEventListener("click", (event) => {
-      event.preventDefault(); // the address names the conversation
+      event.preventDefault(); // the URL names the conversation
       this.composer.focus();
     });
     new ResizeObserver(() => this.isAtEnd && this.scrollToEnd()).observe(byId("thread"));
@@ -405,14 +405,14 @@ function newChat() {
   return { id: newId(), title: "New chat", created: Date.now(), updated: Date.now(), isRenamed: false, messages: [] };
 }
 
-// An answer that was being written when the page was closed: what arrived is kept.
+// An answer that was incomplete when the page was closed keeps the text that had arrived.
 function closeOpenAnswers(chat) {
   for (const message of chat.messages) {
     if (message.state !== "running") continue;
     message.state = "failed";
     message.isThinking = false;
     delete message.progress;
-    message.error = { kind: "lost", title: "The page was closed while this was being written.", detail: "What had arrived is kept." };
+    message.error = { kind: "lost", title: "The page was closed before this answer was complete.", detail: "The text that had arrived was kept." };
   }
 }
 

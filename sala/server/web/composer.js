@@ -1,10 +1,10 @@
-// The field one writes in, with its attached files.
+// The message field and its attached files.
 
 import { byId, make, setIcon, toast } from "./dom.js";
 import { countAttachment, estimateTokens, makeAttachment, readTextFile, Refused } from "./files.js";
 import { fileChip, fit } from "./view.js";
 
-const LONG_PASTE = 20_000; // characters; a longer paste becomes a file, which is easier to look at
+const LONG_PASTE = 20_000; // characters; a longer paste becomes a file, which is easier to handle
 
 export class Composer {
   constructor({ onSend, onStop, onEditLast, onChange, getModel }) {
@@ -76,7 +76,7 @@ export class Composer {
 
   #key(event) {
     if (event.isComposing || event.keyCode === 229) return;
-    const isTouch = matchMedia("(pointer: coarse)").matches; // there, Enter is the only way to a new line
+    const isTouch = matchMedia("(pointer: coarse)").matches; // touch keyboards have no Shift+Enter
     if (event.key === "Enter" && !event.shiftKey && !isTouch) {
       event.preventDefault();
       if (!this.isRunning) this.#submit();

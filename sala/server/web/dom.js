@@ -1,4 +1,4 @@
-// Elements without markup strings: text given here can never become HTML.
+// Builds elements without markup strings: text passed in here can never become HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -57,7 +57,7 @@ export function setIcon(element, name) {
   else element.prepend(icon(name));
 }
 
-// Icons of the static page are named in its markup.
+// Icons of the static page are named in its markup by data-icon.
 export function fillIcons() {
   for (const element of document.querySelectorAll("[data-icon]")) setIcon(element, element.dataset.icon);
 }
@@ -76,7 +76,7 @@ export async function copyText(text) {
   }
 }
 
-// The clipboard API needs HTTPS or localhost; a plain address in the local network has neither.
+// The clipboard API needs HTTPS or localhost, which a plain address in the local network is not.
 function copyBySelection(text) {
   const area = make("textarea", { className: "visually-hidden" });
   area.value = text;

@@ -1,11 +1,11 @@
-// Text files on their way into a message.
+// Text files as attachments of a message.
 
 import { countTokens } from "./api.js";
 import { formatCompact, formatSize } from "./format.js";
 import { newId } from "./store.js";
 
-export const MAX_BYTES = 60_000_000; // the server takes bodies of 64 MiB unless told otherwise
-const MAX_COUNTED = 24_000_000; // longer texts are estimated: counting would take the server too long
+export const MAX_BYTES = 60_000_000; // by default the server accepts bodies of up to 64 MiB
+const MAX_COUNTED = 24_000_000; // longer texts are estimated, because counting would take too long
 const CHARACTERS_PER_TOKEN = 4;
 
 export class Refused extends Error {}
@@ -31,7 +31,7 @@ function decode(name, bytes) {
   }
 }
 
-// Letters of Chinese, Japanese and Korean are about a token each, others a quarter; a sample tells how many there are.
+// A CJK character is about one token, any other a quarter; a sample gives their proportion.
 export function estimateTokens(text) {
   const sample = text.length > 20_000 ? text.slice(0, 10_000) + text.slice(-10_000) : text;
   const wide = sample.match(/[\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff]/g)?.length ?? 0;
@@ -39,20 +39,20 @@ export function estimateTokens(text) {
   return Math.ceil(text.length * (share * 0.7 + (1 - share) / CHARACTERS_PER_TOKEN));
 }
 
-// Replaces the estimate by the server's count, if it gives one.
+// Replaces the estimate by the server's count, if there is one.
 export async function countAttachment(attachment, model) {
   if (attachment.text.length > MAX_COUNTED) return;
   try {
     const tokens = await countTokens(attachment.text, model);
     if (tokens !== null) Object.assign(attachment, { tokens, isExact: true });
   } catch {
-    // the estimate stays
+    // keep the estimate
   }
 }
 
 export const describe = (file) => `${formatSize(file.size)} · ${file.isExact ? "" : "~"}${formatCompact(file.tokens)} tokens`;
 
-// Files first, the question last: what is long stays the same from turn to turn and is read once.
+// Files first, the question last: the long part stays a cached prefix from turn to turn.
 export function composeContent(text, files) {
   const parts = files.map((file) => `[File: ${file.name}]\n${file.text}\n[End of ${file.name}]`);
   return [...parts, text].filter((part) => part !== "").join("\n\n");

@@ -1,4 +1,4 @@
-// Numbers, sizes and times as people read them.
+// Numbers, sizes and times in readable form.
 
 const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
@@ -32,7 +32,7 @@ export function formatRate(perSecond) {
   return perSecond < 100 ? trim(perSecond, 1) : formatCount(perSecond);
 }
 
-// "1.50" reads as "1.5", "2.0" as "2".
+// "1.50" becomes "1.5", "2.0" becomes "2".
 function trim(number, digits) {
   return String(Number(number.toFixed(digits)));
 }

@@ -27,11 +27,11 @@ export class Sidebar {
   }
 
   show() {
-    if (this.root.querySelector("input")) return; // a title is being written
+    if (this.root.querySelector("input")) return; // a title is being edited
     const wanted = byId("search").value.trim().toLowerCase();
     const found = wanted ? this.chats.filter((chat) => chat.title.toLowerCase().includes(wanted) || chat.words?.includes(wanted)) : this.chats;
     if (found.length === 0) {
-      const text = wanted ? "Nothing found." : "Your conversations will appear here. They are kept in this browser only.";
+      const text = wanted ? "Nothing found." : "Your conversations will appear here. They are stored in this browser only.";
       this.root.replaceChildren(make("p", { className: "list-empty", text }));
       return;
     }

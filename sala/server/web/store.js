@@ -1,4 +1,4 @@
-// Conversations, in this browser alone. Three tables, so that listing is cheap and a long file is written once:
+// Conversations, stored in this browser only. Three tables, so that listing is cheap and a long file is written once:
 // chats (title, times, words to search), bodies (messages), files (their text).
 
 const NAME = "sala";
@@ -10,7 +10,7 @@ export async function openStore() {
     await store.list();
     return store;
   } catch {
-    return new Store(null); // storage is switched off: everything lives until the tab is closed
+    return new Store(null); // storage is disabled: keep everything in memory until the tab is closed
   }
 }
 
@@ -66,7 +66,7 @@ class Store {
     await this.#write((_, drop) => ids.forEach((id) => drop("files", id)));
   }
 
-  // Takes a conversation out and hands it back whole, so that it can be put back.
+  // Removes a conversation and returns all of it, so that the removal can be undone.
   async take(id) {
     const [head, body] = await Promise.all([this.#get("chats", id), this.#get("bodies", id)]);
     const ids = filesOf(body?.messages ?? []);

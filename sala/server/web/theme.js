@@ -1,11 +1,11 @@
-// Runs before the first paint, so that a chosen theme never flashes.
+// Runs before the first paint, so that the page never flashes in the wrong theme.
 "use strict";
 (() => {
   let theme = null;
   try {
     theme = localStorage.getItem("sala.theme");
   } catch {
-    // storage is switched off: follow the system
+    // storage is disabled: follow the system
   }
   if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
 })();

@@ -1,4 +1,4 @@
-// One message on the page. It is told when its message has changed and shows it again.
+// One message on the page. `show` updates it after its message has changed.
 
 import { copyButton, iconButton, make } from "./dom.js";
 import { describe } from "./files.js";
@@ -7,8 +7,8 @@ import { MarkdownView } from "./markdown.js";
 
 const LONG_TEXT = 1600;
 const REMARKS = {
-  length: "The answer ended at the limit of tokens. Raise “Tokens at most” in the settings for longer ones.",
-  repetition: "The answer was ended because it only repeated itself.",
+  length: "The answer reached the token limit. Raise “Maximum tokens” in the settings for longer answers.",
+  repetition: "The answer was stopped because it kept repeating itself.",
 };
 
 export function fileChip(file, onRemove = null) {
@@ -57,7 +57,7 @@ export class UserView {
     };
     const cancel = make("button", { className: "plain-button", text: "Cancel", attributes: { type: "button" }, on: { click: () => this.show() } });
     const save = make("button", { className: "solid-button", text: "Send", attributes: { type: "button" }, on: { click: send } });
-    const note = make("span", { className: "hint", text: "What follows will be replaced." });
+    const note = make("span", { className: "hint", text: "The messages that follow will be replaced." });
     area.addEventListener("input", () => fit(area));
     area.addEventListener("keydown", (event) => {
       if (event.isComposing) return;
@@ -158,18 +158,18 @@ function statsOf({ usage, timings }) {
 function detailsOf({ usage, timings, model }) {
   if (!usage) return "";
   const lines = [
-    `Prompt: ${formatCount(usage.prompt)} tokens, ${formatCount(usage.cached)} of them from the cache`,
+    `Prompt: ${formatCount(usage.prompt)} tokens, ${formatCount(usage.cached)} of them cached`,
     `Answer: ${formatCount(usage.completion)} tokens`,
   ];
-  if (timings?.prompt_per_second) lines.push(`Reading: ${formatRate(timings.prompt_per_second)} tokens per second`);
-  if (timings?.predicted_per_second) lines.push(`Writing: ${formatRate(timings.predicted_per_second)} tokens per second`);
+  if (timings?.prompt_per_second) lines.push(`Prefill: ${formatRate(timings.prompt_per_second)} tokens per second`);
+  if (timings?.predicted_per_second) lines.push(`Decoding: ${formatRate(timings.predicted_per_second)} tokens per second`);
   if (model) lines.push(`Model: ${model}`);
   return lines.join("\n");
 }
 
-const FEW_TOKENS = 512; // shorter prompts are read before a bar could be seen
+const FEW_TOKENS = 512; // shorter prompts are processed before a bar would be noticed
 
-// How far the prompt has been read: tokens from the cache count as read at once.
+// Prefill progress: cached tokens count as processed at once.
 class PrefillBar {
   constructor() {
     this.fill = make("span", { className: "bar-fill" });
@@ -189,20 +189,20 @@ class PrefillBar {
     this.root.hidden = !isWaiting;
     this.waiting.hidden = hasBar;
     this.panel.hidden = !hasBar;
-    if (isWaiting && hasBar) this.#draw(progress);
+    if (isWaiting && hasBar) this.#paint(progress);
   }
 
-  #draw({ total, cache, processed, time_ms: time }) {
+  #paint({ total, cache, processed, time_ms: time }) {
     const done = Math.min(total, Math.max(processed, cache));
     const fresh = done - cache;
-    const rate = fresh >= FEW_TOKENS / 2 && time > 0 ? (fresh * 1000) / time : 0; // the first tokens wait for the start
+    const rate = fresh >= FEW_TOKENS / 2 && time > 0 ? (fresh * 1000) / time : 0; // the first tokens include the time in the queue
     this.fill.style.width = `${(done / total) * 100}%`;
     this.cached.style.width = `${(cache / total) * 100}%`;
     this.bar.setAttribute("aria-valuemax", String(total));
     this.bar.setAttribute("aria-valuenow", String(done));
     this.label.textContent = `Reading ${formatCount(done)} of ${formatCount(total)} tokens`;
     const parts = [];
-    if (cache > 0) parts.push(`${formatCompact(cache)} from the cache`);
+    if (cache > 0) parts.push(`${formatCompact(cache)} cached`);
     if (rate > 0) parts.push(`${formatRate(rate)} tok/s`);
     if (rate > 0 && done < total) parts.push(`${formatWait((total - done) / rate)} left`);
     this.info.textContent = parts.join(" · ");
