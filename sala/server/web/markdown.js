@@ -199,12 +199,14 @@ export function toHtml(token) {
 
 // ------------------------------------------------------------------------------------------------------------- DOM
 
+const TEXT_ATTRIBUTES = ["checked", "class", "data-language", "data-tex", "disabled", "start", "type"];
 const POLICY = {
   ALLOWED_TAGS: [
     "a", "blockquote", "br", "code", "del", "div", "em", "h3", "h4", "h5", "h6", "hr", "input", "li", "ol", "p", "pre",
     "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
   ],
-  ALLOWED_ATTR: ["checked", "class", "data-language", "data-tex", "disabled", "href", "start", "type"],
+  ALLOWED_ATTR: ["href", ...TEXT_ATTRIBUTES],
+  ADD_URI_SAFE_ATTR: TEXT_ATTRIBUTES,
   ALLOWED_URI_REGEXP: /^https?:\/\//i,
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
@@ -244,9 +246,9 @@ const CODE_POLICY = { ALLOWED_TAGS: ["span"], ALLOWED_ATTR: ["class"], RETURN_DO
 // KaTeX builds nodes and sets styles through the DOM, so that the content security policy needs no exception.
 function setFormula(node) {
   const { tex } = node.dataset;
-  if (tex.length > MAX_MATH) return;
   const source = node.textContent;
   try {
+    if (tex === undefined || tex.length > MAX_MATH) throw new RangeError("removed by the sanitizer, or too long");
     katex.render(tex, node, {
       displayMode: node.classList.contains("math-display"),
       output: "html", // the MathML of some formulas carries style attributes, which the policy blocks
