@@ -198,7 +198,11 @@ def plan_vllm(asked: LaunchRequest) -> Launch:
     """Return the command for vLLM. A node without a server needs `vllm serve`, which we run as a module."""
     settings, path = asked.settings, asked.path
     if settings.device != "auto":
-        raise InputError("--device", f"is {settings.device}", "vllm uses the device it was built for; choose GPUs with CUDA_VISIBLE_DEVICES")
+        raise InputError(
+            "--device",
+            f"is {settings.device}",
+            "vllm uses the device it was built for; choose GPUs with CUDA_VISIBLE_DEVICES",
+        )
     module = "vllm.entrypoints.openai.api_server"
     start = ["-m", module, "--model", str(path)]
     if settings.node_rank:
@@ -221,10 +225,12 @@ def plan_vllm(asked: LaunchRequest) -> Launch:
 
 
 def plan_sglang(asked: LaunchRequest) -> Launch:
-    """Return the command for SGLang. On a CPU or with another attention backend it is dense, and exact to `dense_len`."""
+    """Return the command for SGLang. On a CPU or with another attention backend it is dense: exact to `dense_len`."""
     settings, path, config = asked.settings, asked.path, asked.config
     if settings.device not in ("auto", "cpu", "cuda"):
-        raise InputError("--device", f"is {settings.device}", "use cpu or cuda; choose the GPU with CUDA_VISIBLE_DEVICES")
+        raise InputError(
+            "--device", f"is {settings.device}", "use cpu or cuda; choose the GPU with CUDA_VISIBLE_DEVICES"
+        )
     _check_sglang_model(config)
     is_dense = is_dense_in_sglang(asked)
     ctx = check_sglang_context(config, settings.ctx, is_dense)

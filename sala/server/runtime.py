@@ -12,7 +12,8 @@ from typing import TypeVar
 from sala.checkpoint.names import check_tensors
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.engine.service import EngineService, Observer
+from sala.engine.loop import Observer
+from sala.engine.service import EngineService
 from sala.errors import SalaError
 from sala.llm import LLM
 from sala.models.catalog import Library
@@ -106,7 +107,9 @@ class Runtime:
             raise ApiError(404, "that model is not loaded", param="model", code="model_not_loaded")
         async with self._lock:
             if model.service.num_requests:
-                raise ApiError(409, "that model is answering requests; try again when it has finished", code="model_busy")
+                raise ApiError(
+                    409, "that model is answering requests; try again when it has finished", code="model_busy"
+                )
             await self._unload(model, 0.0)
 
     async def close(self, drain_s: float) -> None:

@@ -32,9 +32,9 @@ class Server:
         return self.uvicorn.servers[0].sockets[0].getsockname()[1]
 
     @property
-    def worker(self) -> Any:
+    def service(self) -> Any:
         runtime = self.app.state.runtime
-        return runtime.loaded[runtime.default_id].worker
+        return runtime.loaded[runtime.default_id].service
 
     @property
     def llm(self) -> Any:
@@ -49,7 +49,7 @@ class Server:
             return client.post(path, json=body, **options)
 
     def wait_idle(self, seconds: float = 5.0) -> None:
-        wait_for(lambda: self.worker.status().running + self.worker.status().waiting == 0, seconds)
+        wait_for(lambda: self.service.status().running + self.service.status().waiting == 0, seconds)
 
     def stop(self) -> None:
         self.uvicorn.should_exit = True

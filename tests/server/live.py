@@ -15,8 +15,8 @@ from fastapi.responses import StreamingResponse
 
 from sala.engine.service import ServiceStatus
 from sala.server.admin import docs, health, metrics
-from sala.server.http.errors import add_handlers
 from sala.server.app import add_guards
+from sala.server.http.errors import add_handlers
 from sala.server.http.security import need_admin_key, need_key
 from sala.server.http.serving import Server, make_server, open_socket
 from sala.server.settings import Settings
@@ -25,7 +25,7 @@ IDLE = ServiceStatus(0, 0, 0, 10, 0, 4, 0, 0, heartbeat_s=0.1, is_alive=True)
 
 
 @dataclass
-class FakeWorker:
+class FakeService:
     now: ServiceStatus = IDLE
 
     def status(self) -> ServiceStatus:
@@ -37,7 +37,7 @@ class FakeWorker:
 
 @dataclass
 class FakeModel:
-    worker: FakeWorker = field(default_factory=FakeWorker)
+    service: FakeService = field(default_factory=FakeService)
 
 
 @dataclass

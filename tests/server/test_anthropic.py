@@ -215,7 +215,7 @@ def test_a_conversation(server: Server) -> None:
     ]  # fmt: skip
     assert chat[0]["content"] == "help"
     assert (chat[2]["reasoning_content"], chat[2]["content"]) == ("hm", "I look.")
-    assert json.loads(chat[2]["tool_calls"][0]["function"]["arguments"]) == {"days": 1}
+    assert chat[2]["tool_calls"][0]["function"]["arguments"] == {"days": 1}
     assert [message["content"] for message in chat[3:6]] == ["warm", "", "and?\nwell?"]
     ask(server, messages=messages, system=system, tools=[WEATHER])
 
@@ -362,8 +362,8 @@ def test_full_queue(make_server: Callable[..., Server]) -> None:
     for count in (1, 2):
         threads.append(threading.Thread(target=server.post, args=(URL, body)))
         threads[-1].start()
-        wait_for(lambda count=count: server.worker.num_requests == count)
-    wait_for(lambda: server.worker.status().running == 1)
+        wait_for(lambda count=count: server.service.num_requests == count)
+    wait_for(lambda: server.service.status().running == 1)
     response = server.post(URL, {**body, "stream": True})
     error_of(response, 429, "rate_limit_error")
     assert response.headers["retry-after"]

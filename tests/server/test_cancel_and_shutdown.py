@@ -70,7 +70,7 @@ def test_leaving_frees_the_place_and_is_counted(
     puppet.delay_s = 0.1
     body = {**ROUTES[CHAT], "stream": is_stream}
     first = send(server, CHAT, body) if phase == "queue" else None
-    wait_for(lambda: server.worker.status().running == (first is not None))
+    wait_for(lambda: server.service.status().running == (first is not None))
     if phase == "prefill":
         body["messages"] = [{"role": "user", "content": "a long prompt " * 120}]
     connection = send(server, CHAT, body)
@@ -81,9 +81,9 @@ def test_leaving_frees_the_place_and_is_counted(
         wait_for(lambda: scheduler.running and scheduler.running[0].is_decoding == (phase == "decode"))
     connection.close()
     wait_for(lambda: count_ended(server, "cancelled") == 1)
-    assert server.worker.num_requests == (first is not None)
+    assert server.service.num_requests == (first is not None)
     if first is not None:  # whose turn it was is not disturbed
-        assert server.worker.status().running == 1
+        assert server.service.status().running == 1
         first.close()
     wait_for(lambda: server.llm.engine.is_idle)
     assert server.llm.engine.integrity() == []
@@ -104,7 +104,7 @@ def test_two_hundred_that_come_and_go_leave_nothing(server: Server, puppet: Pupp
     def count() -> tuple[int, int]:
         """Pages and slots that are not free, though nothing is to be remembered."""
         server.llm.engine.forget()
-        status = server.worker.status()
+        status = server.service.status()
         return status.pages_used, status.slots_used
 
     paths, process = list(ROUTES), psutil.Process()
@@ -121,7 +121,7 @@ def test_two_hundred_that_come_and_go_leave_nothing(server: Server, puppet: Pupp
         if number % 3 == 0:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()
-    wait_for(lambda: server.llm.engine.is_idle and not server.worker.num_requests, 20)
+    wait_for(lambda: server.llm.engine.is_idle and not server.service.num_requests, 20)
     wait_for(lambda: process.num_fds() <= num_files)
     assert server.app.state.metrics._accepted._value.get() > accepted
     assert count() == (0, 0)
@@ -203,7 +203,7 @@ def test_a_lost_device_is_the_end_of_the_engine(make_server: Callable[..., Serve
     threads = [threading.Thread(target=lambda: answers.append(server.post(CHAT, body))) for _ in range(3)]
     for thread in threads:
         thread.start()
-    wait_for(lambda: server.worker.status().running == 3)
+    wait_for(lambda: server.service.status().running == 3)
     server.llm.engine._executor = Lost(puppet._executor)
     for thread in threads:
         thread.join(20)
@@ -232,7 +232,7 @@ def test_a_clock_that_jumps_changes_nothing(
         text += "".join(pieces)
     assert read_events(text)[-1] == "[DONE]"
     assert server.app.state.runtime.loaded["tiny"] is model
-    assert model.worker.status().heartbeat_s < 60
+    assert model.service.status().heartbeat_s < 60
 
 
 @needs_proc

@@ -46,12 +46,12 @@ def test_no_model() -> None:
 
 
 def test_dead_engine(app: FastAPI) -> None:
-    app.state.runtime.loaded["tiny"].worker.change(is_alive=False)
+    app.state.runtime.loaded["tiny"].service.change(is_alive=False)
     assert ask(app) == {"health": (503, "unhealthy"), "live": (200, "ok"), "ready": (503, "unhealthy")}
 
 
 def test_stuck_engine(app: FastAPI) -> None:
-    worker = app.state.runtime.loaded["tiny"].worker
+    worker = app.state.runtime.loaded["tiny"].service
     worker.change(heartbeat_s=61.0)
     assert ask(app)["health"] == (200, "ok")  # it has nothing to do
     worker.change(running=1)

@@ -10,9 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from sala.server.api.chat_schema import LARGE
-from sala.server.http import limits
-from sala.server.http.limits import MAX_JSON_BRANCHES, MAX_JSON_VALUES, find_excess
+from sala.server.http import body as limits
+from sala.server.http.body import LARGE, MAX_JSON_BRANCHES, MAX_JSON_VALUES, find_excess
 from tests.server.conftest import Server
 
 CHAT = "/v1/chat/completions"

@@ -46,7 +46,7 @@ def keyed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live
 
 def worker(live: Live) -> Any:
     (model,) = live.app.state.runtime.loaded.values()
-    return model.worker
+    return model.service
 
 
 def answers(live: Live) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from sala.server.http.limits import is_too_deep
+from sala.server.http.body import is_too_deep
 from sala.server.settings import Settings
 from tests.server.live import Live, is_closed, read_answer, request, serving, wait_until
 

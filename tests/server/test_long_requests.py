@@ -99,7 +99,7 @@ def test_memory_that_runs_out_ends_one_request(server: Server, fail: Callable[[]
     wanted = text_of(server.post(COMPLETIONS, {**SHORT, "max_tokens": 40}))
     server.wait_idle()
     server.llm.engine.forget()
-    before = server.worker.status()
+    before = server.service.status()
     with replaced(server, Fragile(server.llm.engine._executor, fail)), ThreadPoolExecutor(3) as pool:
         others = [pool.submit(server.post, COMPLETIONS, {**SHORT, "max_tokens": 40}) for _ in range(3)]
         response = server.post(COMPLETIONS, {**SHORT, "prompt": LONG, "stream": is_stream})
@@ -113,7 +113,7 @@ def test_memory_that_runs_out_ends_one_request(server: Server, fail: Callable[[]
         assert last["error"]["code"] == "out_of_memory"
         assert {"message", "type", "param", "code"} <= last["error"].keys()
         assert [text_of(one.result()) for one in others] == [wanted] * 3
-    after = server.worker.status()
+    after = server.service.status()
     assert (after.pages_used, after.slots_used) == (before.pages_used, before.slots_used)
     assert server.llm.engine.integrity() == []
     assert text_of(server.post(COMPLETIONS, {**SHORT, "prompt": LONG}))
@@ -258,7 +258,7 @@ def test_a_short_request_does_not_wait_for_a_long_reading(make_server: Callable[
             return answer
 
         long = pool.submit(ask, "long", prompt="z" * 2000)
-        wait_for(lambda: server.worker.status().running == 1)
+        wait_for(lambda: server.service.status().running == 1)
         assert text_of(ask("short")) == alone
         puppet.delay_s = 0.0
         assert text_of(long.result())
@@ -280,7 +280,7 @@ def test_the_request_that_finds_the_queue_full_comes_again(make_server: Callable
         with replaced(server, Gate(server.llm.engine._executor)) as gate:
             for one in crowd:
                 one.sendall(data)
-            wait_for(lambda: server.worker.num_requests == room, 20)
+            wait_for(lambda: server.service.num_requests == room, 20)
             for path, body in ((COMPLETIONS, SHORT), (CHAT, {"messages": [{"role": "user", "content": "x"}]})):
                 late = server.post(path, body)
                 assert late.status_code == 429

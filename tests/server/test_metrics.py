@@ -57,7 +57,7 @@ def test_requests(metrics: Metrics) -> None:
 
 def test_the_state_of_the_models(metrics: Metrics) -> None:
     runtime = FakeRuntime({"a": FakeModel(), 'odd"name\n': FakeModel()})
-    runtime.loaded["a"].worker.change(waiting=3, running=2, pages_used=7, num_preemptions=4, heartbeat_s=1.5)
+    runtime.loaded["a"].service.change(waiting=3, running=2, pages_used=7, num_preemptions=4, heartbeat_s=1.5)
     found = numbers(metrics, runtime)
     assert found["sala_models_loaded"] == 2
     assert found["sala_requests_waiting{a}"] == 3

@@ -40,7 +40,7 @@ class FakeRuntime:
             raise ApiError(404, "there is no such model", param="model", code="model_not_found")
         status = SimpleNamespace(running=1, waiting=2)
         model = SimpleNamespace(id=entry.id, path=entry.path, llm=SimpleNamespace(ctx=4096), loaded_at=1.0)
-        model.worker = SimpleNamespace(status=lambda: status)
+        model.service = SimpleNamespace(status=lambda: status)
         self.loaded[entry.id] = model
         return model
 

@@ -187,7 +187,7 @@ def test_a_conversation(server: Server) -> None:
     body = responses.ResponseRequest.model_validate({"input": items, "instructions": "help"})
     messages = list(responses.as_messages(body))
     assert [message["role"] for message in messages] == [
-        "system", "developer", "user", "assistant", "tool", "tool", "user"
+        "system", "system", "user", "assistant", "tool", "tool", "user"
     ]  # fmt: skip
     assert messages[3]["reasoning_content"] == "hm"
     assert messages[3]["content"] == "I look."
@@ -314,8 +314,8 @@ def test_full_queue(make_server: Callable[..., Server]) -> None:
     for count in (1, 2):
         threads.append(threading.Thread(target=server.post, args=(URL, body)))
         threads[-1].start()
-        wait_for(lambda count=count: server.worker.num_requests == count)
-    wait_for(lambda: server.worker.status().running == 1)
+        wait_for(lambda count=count: server.service.num_requests == count)
+    wait_for(lambda: server.service.status().running == 1)
     response = server.post(URL, {**body, "stream": True})
     assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
     assert response.headers["retry-after"]

@@ -114,7 +114,7 @@ def test_drain_has_an_end() -> None:
 
 def test_a_dead_engine_ends_the_server() -> None:
     with serving(Settings(port=0)) as live:
-        live.app.state.runtime.loaded["tiny"].worker.change(is_alive=False)
+        live.app.state.runtime.loaded["tiny"].service.change(is_alive=False)
         assert live.ask("GET", "/health").status == 503
         assert not live.server.should_exit
         wait_until(lambda: live.server.should_exit)
@@ -123,7 +123,7 @@ def test_a_dead_engine_ends_the_server() -> None:
 
 def test_a_worker_that_is_replaced_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Settings(port=0)) as live:
-        worker = live.app.state.runtime.loaded["tiny"].worker
+        worker = live.app.state.runtime.loaded["tiny"].service
         worker.change(is_alive=False)
         assert has_died(live.app.state)
         time.sleep(1.2)

@@ -1,6 +1,5 @@
 """The modules of sala that one streaming chat passes through, from the socket to the last chunk."""
 
-import sys
 import threading
 from pathlib import Path
 from types import CodeType, FrameType
@@ -10,13 +9,14 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
+import httpx2
+
 import sala
+from sala.server.app import create_app
 from sala.server.settings import Settings
 
 from .conftest import read_events
 from .live import serving
-from sala.server.app import create_app
-import httpx2
 
 ROOT = Path(sala.__file__).parent
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "stream": True, "temperature": 0.5}
@@ -37,6 +37,7 @@ class Tracer:
 def test_a_streaming_chat(tiny, tmp_path) -> None:
     settings = Settings(model=str(tiny), models_dir=tmp_path, device="cpu", ctx=2048, drain_s=1.0, port=0)
     from tests.server.conftest import wait_for
+
     tracer = Tracer()
     threading.setprofile(tracer)
     try:
@@ -44,18 +45,23 @@ def test_a_streaming_chat(tiny, tmp_path) -> None:
             wait_for(lambda: live.app.state.runtime.loaded, 20)
             with httpx2.Client(base_url=f"http://127.0.0.1:{live.port}", timeout=30, trust_env=False) as client:
                 client.post("/v1/chat/completions", json=BODY)
-                wait_for(lambda: list(live.app.state.runtime.loaded.values())[0].worker.num_requests == 0)
+                wait_for(lambda: list(live.app.state.runtime.loaded.values())[0].service.num_requests == 0)
                 tracer.is_on = True
-                text = client.post("/v1/chat/completions", json={**BODY, "messages": [{"role": "user", "content": "Hello again"}]}).text
+                text = client.post(
+                    "/v1/chat/completions", json={**BODY, "messages": [{"role": "user", "content": "Hello again"}]}
+                ).text
                 tracer.is_on = False
     finally:
         threading.setprofile(None)
     assert read_events(text)[-1] == "[DONE]"
     files = {Path(code.co_filename) for code in tracer.codes}
     modules = {str(file.relative_to(ROOT)) for file in files if file.is_relative_to(ROOT)}
-    print(len(modules)); print("\n".join(sorted(modules)))
+    print(len(modules))
+    print("\n".join(sorted(modules)))
     by = {}
     for code in tracer.codes:
         f = Path(code.co_filename)
-        if f.is_relative_to(ROOT): by.setdefault(str(f.relative_to(ROOT)), set()).add(code.co_qualname)
-    for k in sorted(by): print(k, sum(1 for _ in open(ROOT/k)), sorted(by[k]))
+        if f.is_relative_to(ROOT):
+            by.setdefault(str(f.relative_to(ROOT)), set()).add(code.co_qualname)
+    for k in sorted(by):
+        print(k, sum(1 for _ in open(ROOT / k)), sorted(by[k]))

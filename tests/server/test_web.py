@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -136,7 +135,9 @@ def test_vendored_styles_load_their_own_fonts_only() -> None:
         assert "@import" not in text
         addresses = re.findall(r"url\(([^)]*)\)", text)
         assert addresses
-        assert [address for address in addresses if not re.fullmatch(r"fonts/KaTeX_[\w-]+\.(woff2|woff|ttf)", address)] == []
+        assert [
+            address for address in addresses if not re.fullmatch(r"fonts/KaTeX_[\w-]+\.(woff2|woff|ttf)", address)
+        ] == []
         assert {f"vendor/{address}" for address in addresses if address.endswith(".woff2")} <= set(NAMES)
 
 
@@ -197,9 +198,7 @@ CASES = {
     "[a](https://x.y/z_(q)) https://c.d/e).": (
         '<p><a href="https://x.y/z_(q)">a</a> <a href="https://c.d/e">https://c.d/e</a>).'
     ),
-    "[a](javascript:alert(1)) [b](data:text/html,x) [c](//x.y)": (
-        "<p><span>a</span> <span>b</span> <span>c</span>"
-    ),
+    "[a](javascript:alert(1)) [b](data:text/html,x) [c](//x.y)": ("<p><span>a</span> <span>b</span> <span>c</span>"),
     "[d](JaVaScRiPt:1) [e](vbscript:1) [f](\\x01javascript:1)": "<p><span>d</span> <span>e</span> <span>f</span>",
     "![i](https://x.y/t.png)": '<p><a href="https://x.y/t.png">i</a>',
     "<script>alert(1)</script> &lt;b&gt;": "<p>&lt;script&gt;alert(1)&lt;/script&gt; &lt;b&gt;",

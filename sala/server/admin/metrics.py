@@ -100,7 +100,9 @@ class Snapshot(Collector):
         yield GaugeMetricFamily("sala_models_loaded", "Models in memory.", value=len(statuses))
         for name, words, attribute in GAUGES:
             yield self._fill(GaugeMetricFamily(name, words, labels=["model"]), statuses, attribute)
-        preemptions = CounterMetricFamily("sala_preemptions", "Requests preempted because the cache was full.", labels=["model"])
+        preemptions = CounterMetricFamily(
+            "sala_preemptions", "Requests preempted because the cache was full.", labels=["model"]
+        )
         yield self._fill(preemptions, statuses, "num_preemptions")
 
     def _fill(self, family: Any, statuses: dict[str, Any], attribute: str) -> Any:
@@ -121,7 +123,11 @@ class ProcessMetrics(Collector):
         with self._process.oneshot():
             memory, times = self._process.memory_info(), self._process.cpu_times()
             yield GaugeMetricFamily("process_resident_memory_bytes", "Resident memory.", value=memory.rss)
-            yield GaugeMetricFamily("process_start_time_seconds", "Start time of the process, in seconds since 1970.", value=self._process.create_time())
+            yield GaugeMetricFamily(
+                "process_start_time_seconds",
+                "Start time of the process, in seconds since 1970.",
+                value=self._process.create_time(),
+            )
             yield CounterMetricFamily("process_cpu_seconds", "CPU time.", value=times.user + times.system)
             if hasattr(self._process, "num_fds"):
                 yield GaugeMetricFamily("process_open_fds", "Open files.", value=self._process.num_fds())

@@ -97,7 +97,9 @@ class DownloadRequest(Strict):
     repo_id: str = Field(
         max_length=20_000, description="organisation/name on the hub.", examples=["openbmb/MiniCPM-SALA"]
     )
-    revision: str | None = Field(None, max_length=20_000, description="Branch, tag or commit; by default the main branch.")
+    revision: str | None = Field(
+        None, max_length=20_000, description="Branch, tag or commit; by default the main branch."
+    )
 
 
 class ModelRequest(Strict):
@@ -277,7 +279,9 @@ def _not_found() -> ApiError:
 
 def _job(job: Job | None) -> Job:
     if job is None:
-        raise ApiError(404, "there is no such download; GET /v1/models/download lists them", param="job_id", code="job_not_found")
+        raise ApiError(
+            404, "there is no such download; GET /v1/models/download lists them", param="job_id", code="job_not_found"
+        )
     return job
 
 

@@ -21,7 +21,8 @@ from sala.engine.service import Stream
 from sala.engine.stream import Completion, Event, PromptProgress, StreamItem
 from sala.errors import ContextTooLong, InputError, SlowReader
 from sala.llm import LLM
-from sala.protocol import SampledToken, Sampling
+from sala.options import Sampling
+from sala.protocol import SampledToken
 from sala.server.http.errors import ApiError, from_exception
 from sala.server.http.sse import DONE, PING, EventStream, dump, encode, until_gone
 from sala.server.runtime import LoadedModel

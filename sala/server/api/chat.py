@@ -122,7 +122,9 @@ class Conversation:
             raise InputError("tools", "hold a number that is not finite") from None
 
 
-async def count_tokens(request: Request, model_id: str | None, read: Callable[[], Conversation], fields: Mapping[str, str]) -> int:
+async def count_tokens(
+    request: Request, model_id: str | None, read: Callable[[], Conversation], fields: Mapping[str, str]
+) -> int:
     """Return the length of the prompt of the conversation that `read` returns; it may be longer than the context."""
     model: LoadedModel = await until_gone(request, request.app.state.runtime.get(model_id))
     with answers.naming(fields):

@@ -224,7 +224,9 @@ class ChatRequest(GenerationRequest):
         description="A budget for the reasoning: none and minimal 0 tokens, low 1,024, medium 4,096, otherwise "
         "unlimited. `thinking_budget` sets it exactly.",
     )
-    thinking_budget: int | None = Field(None, ge=-1, le=MAX_INT, description="Maximum tokens of reasoning; -1: no limit.")
+    thinking_budget: int | None = Field(
+        None, ge=-1, le=MAX_INT, description="Maximum tokens of reasoning; -1: no limit."
+    )
     chat_template_kwargs: TemplateOptions | None = None
     modalities: list[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
     audio: None = Field(None, description="Not supported.")
@@ -316,7 +318,9 @@ class ChatChoice(BaseModel):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
-    stop_reason: str | None = Field(None, description="`repetition`: the answer was cut because it kept repeating itself.")
+    stop_reason: str | None = Field(
+        None, description="`repetition`: the answer was cut because it kept repeating itself."
+    )
 
 
 class ChatCompletion(BaseModel):

@@ -75,7 +75,7 @@ class Continuation:
 class CompletionReply(Reply[CompletionRequest]):
     """The continuations of one request: `n` for every prompt, in order."""
 
-    fields = {"logit_bias token": "logit_bias"}  # noqa: RUF012
+    fields = {"prompt": "prompt", "logit_bias token": "logit_bias"}  # noqa: RUF012
 
     def prepare(self, inputs: InputProcessor) -> Submission:
         body, llm = self.body, self.model.llm

@@ -199,7 +199,7 @@ class ResponseReply(BlockReply[ResponseRequest]):
         return self._item_ids.setdefault(block.index, f"{PREFIXES[block.kind]}_{secrets.token_hex(16)}")
 
     def _status(self, block: Block) -> str:
-        """Return "incomplete" for the last item of an answer that was cut, unless it is a call: calls are always whole."""
+        """Return "incomplete" for the last item of a cut answer, unless it is a call: calls are always whole."""
         is_last = block.index == len(self.blocks.all) - 1
         return "incomplete" if self.blocks.is_cut and is_last and block.kind != "call" else "completed"
 

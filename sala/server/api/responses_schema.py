@@ -145,7 +145,9 @@ class TextFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = Field(None, max_length=64)
-    schema_: dict[str, Any] | None = Field(None, alias="schema", description="The JSON schema that the answer must follow.")
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="The JSON schema that the answer must follow."
+    )
 
     @model_validator(mode="after")
     def _check_schema(self) -> "TextFormat":

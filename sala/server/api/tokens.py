@@ -5,8 +5,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
-from sala.errors import InputError
 from sala.engine.requests import COUNT_LIMIT
+from sala.errors import InputError
 from sala.server.api import answers
 from sala.server.api.chat import FIELDS, as_messages
 from sala.server.api.chat_schema import MAX_TOOLS, Message, Tool

@@ -160,7 +160,9 @@ class Connection(H11Protocol):
         self.refuse(ApiError(408, "the request header did not arrive in time", code="request_timeout"))
 
     def _end_body(self) -> None:
-        if self.flow.read_paused or self.num_received >= MIN_BODY_BYTES:  # data still arrives, or it is our side that has paused
+        if (
+            self.flow.read_paused or self.num_received >= MIN_BODY_BYTES
+        ):  # data still arrives, or it is our side that has paused
             self._start(*self._deadline("body"))
             return
         self.refuse(ApiError(408, "the request body stopped arriving", code="request_timeout"))

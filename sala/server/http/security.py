@@ -104,7 +104,9 @@ class HostCheck:
         if name in self.names or self._is_safe(name):
             return None
         return ApiError(
-            421, "this server does not answer to that host name; add it with the setting allowed_hosts", code="unknown_host"
+            421,
+            "this server does not answer to that host name; add it with the setting allowed_hosts",
+            code="unknown_host",
         )
 
     def _is_safe(self, name: str) -> bool:

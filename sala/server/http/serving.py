@@ -102,7 +102,9 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 def _explain(error: OSError, host: str, port: int) -> SalaError:
     if error.errno == errno.EADDRINUSE:
-        return SalaError(f"port {port} of {host} is in use", "choose another with --port, or stop the process that uses it")
+        return SalaError(
+            f"port {port} of {host} is in use", "choose another with --port, or stop the process that uses it"
+        )
     if error.errno == errno.EADDRNOTAVAIL:
         return SalaError(f"{host} is not an address of this machine", "give one that is with --host")
     if error.errno == errno.EACCES:
@@ -141,7 +143,7 @@ def make_server(app: Any, settings: Settings, on_start: Callable[[], None] = lam
 
 
 class Front:
-    """The application as uvicorn sees it: counts running requests, and refuses new ones while the server is draining."""
+    """The application as uvicorn sees it: counts running requests, and refuses new ones while the server drains."""
 
     def __init__(self, app: Any) -> None:
         self.app: ASGIApp = app

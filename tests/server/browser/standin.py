@@ -50,7 +50,8 @@ def length(points: list[tuple[float, float]]) -> float:
 The length measured with a ruler of size $e$ grows as $L(e) \\sim e^{1-D}$, where \\(D\\) is the fractal dimension:
 
 $$
-D = \\lim_{e \\to 0} \\frac{\\log N(e)}{\\log (1/e)}, \\qquad N(e) = \\sum_{i=1}^{n} \\left\\lceil \\frac{\\ell_i}{e} \\right\\rceil
+D = \\lim_{e \\to 0} \\frac{\\log N(e)}{\\log (1/e)}, \\qquad
+N(e) = \\sum_{i=1}^{n} \\left\\lceil \\frac{\\ell_i}{e} \\right\\rceil
 $$
 
 More in [this overview](https://example.org/rivers); `points` come from a survey that costs $5 to $6 per km.
@@ -75,7 +76,8 @@ $\\href{javascript:window.hacked=7}{x}$ $\\htmlStyle{position:fixed}{y}$ $\\incl
 
 \\(<img src=x onerror=window.hacked=8>\\) $\\text{<script>window.hacked=9</script>}$
 
-<svg><style><img src=x onerror=window.hacked=10></style></svg> <math><mtext><script>window.hacked=11</script></mtext></math>
+<svg><style><img src=x onerror=window.hacked=10></style></svg>
+<math><mtext><script>window.hacked=11</script></mtext></math>
 
 [ref]: javascript:window.hacked=12
 [a][ref] <javascript:window.hacked=13>

@@ -1,4 +1,4 @@
-"""The engine's thread: who leaves is forgotten, who is slow disturbs nobody, and what breaks breaks alone."""
+"""The engine service under the server: disconnected clients, slow readers, failing requests, loading of models."""
 
 import asyncio
 import json
@@ -20,7 +20,6 @@ from sala.engine.stream import Event, PromptScores, Usage
 from sala.errors import EngineClosed, EngineDead, QueueFull, SlowReader
 from sala.llm import LLM
 from sala.protocol import Sampling
-from sala.server.worker import Worker
 from tests.server.conftest import Puppet, Server, read_events, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -31,7 +30,7 @@ SHORT = {**LONG, "max_tokens": 3}
 
 
 class Tally:
-    """Counts what a worker tells."""
+    """Counts what the service reports."""
 
     def __init__(self) -> None:
         self.num_accepted = self.num_rejected = 0
@@ -65,30 +64,36 @@ def answers(prompt: str = "hello", n: int = 1, **settings: Any) -> Callable[[LLM
     return lambda llm: llm.inputs.submit(Call(None, sampling, prompt, n=n))
 
 
-async def read(worker: Worker, stream: Stream) -> list[Any]:
+async def open_stream(llm: LLM, prepare: Callable[[LLM], Submission], max_pending: int | None = None) -> Stream:
+    return await llm.service.open(lambda: prepare(llm), max_pending)
+
+
+async def read(stream: Stream) -> list[Any]:
     items = []
     try:
         while (item := await stream.aread(20)) is not None:
             items.append(item)
     finally:
-        worker.cancel(stream)
+        stream.close()
     return items
 
 
-def run(tiny: Path, work: Callable[[Worker, Puppet, Tally], Any], **options: Any) -> Tally:
-    """A worker of its own for one test."""
+def run(tiny: Path, work: Callable[[LLM, Puppet, Tally], Any], max_queue: int = 64) -> Tally:
+    """Run one test with a model of its own."""
     tally = Tally()
 
     async def whole() -> None:
         llm = LLM(tiny, device="cpu", ctx=2048, max_batch=2)
         puppet = puppet_of(llm)
-        worker = Worker(llm, observer=tally, **options)
+        llm.service.max_queue = max_queue
+        llm.service.observe(tally)
+        llm.service.start()
         try:
-            await work(worker, puppet, tally)
+            await work(llm, puppet, tally)
         finally:
             puppet.delay_s, puppet.error = 0.0, None
-            await worker.close()
-        assert not worker.status().is_alive
+            await asyncio.to_thread(llm.close)
+        assert not llm.service.status().is_alive
 
     asyncio.run(whole())
     return tally
@@ -97,8 +102,8 @@ def run(tiny: Path, work: Callable[[Worker, Puppet, Tally], Any], **options: Any
 def test_answers_are_those_of_the_model(tiny: Path, llm: LLM) -> None:
     wanted = [one.text for one in llm.generate("hello", seed=1, max_tokens=8, ignore_eos=True, n=3)]
 
-    async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
-        items = await read(worker, await worker.open(answers(n=3)))
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
+        items = await read(await open_stream(llm, answers(n=3)))
         pieces = [item for item in items if isinstance(item, Event)]
         for index, text in enumerate(wanted):
             mine = [piece for piece in pieces if piece.index == index]
@@ -115,34 +120,34 @@ def test_many_at_a_time(tiny: Path, llm: LLM) -> None:
     prompts = [f"prompt number {number}" for number in range(12)]
     wanted = [one.text for one in llm.generate(prompts, seed=1, max_tokens=8, ignore_eos=True)]
 
-    async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
         async def one(prompt: str) -> str:
-            items = await read(worker, await worker.open(answers(prompt)))
+            items = await read(await open_stream(llm, answers(prompt)))
             return "".join(item.text for item in items)
 
         assert await asyncio.gather(*(one(prompt) for prompt in prompts)) == wanted
-        assert worker.num_requests == 0
+        assert llm.service.num_requests == 0
 
     tally = run(tiny, work)
     assert tally.num_accepted == len(tally.reasons) == 12
 
 
 def test_a_full_queue(tiny: Path) -> None:
-    async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
         puppet.delay_s = 0.02
-        streams = [await worker.open(answers(max_tokens=50)) for _ in range(2)]
-        while worker.status().running < 2:
+        streams = [await open_stream(llm, answers(max_tokens=50)) for _ in range(2)]
+        while llm.service.status().running < 2:
             await asyncio.sleep(0.01)
-        streams += [await worker.open(answers()) for _ in range(3)]
-        status = worker.status()
+        streams += [await open_stream(llm, answers()) for _ in range(3)]
+        status = llm.service.status()
         assert (status.running, status.waiting) == (2, 3)
         with pytest.raises(QueueFull) as caught:
-            await worker.open(answers())
+            await open_stream(llm, answers())
         assert caught.value.num_waiting == 3
         puppet.delay_s = 0.0
         for stream in streams:
-            assert await read(worker, stream)
-        await read(worker, await worker.open(answers()))
+            assert await read(stream)
+        await read(await open_stream(llm, answers()))
 
     tally = run(tiny, work, max_queue=3)
     assert (tally.num_accepted, tally.num_rejected) == (6, 1)
@@ -151,83 +156,81 @@ def test_a_full_queue(tiny: Path) -> None:
 
 @pytest.mark.parametrize("phase", ["queue", "prefill", "decode"])
 def test_cancel(tiny: Path, phase: str) -> None:
-    async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
         puppet.delay_s = 0.1
-        others = [await worker.open(answers(max_tokens=500)) for _ in range(2 if phase == "queue" else 0)]
+        others = [await open_stream(llm, answers(max_tokens=500)) for _ in range(2 if phase == "queue" else 0)]
         prompt = "a long prompt " * 120 if phase == "prefill" else "hello"
-        stream = await worker.open(answers(prompt, max_tokens=1000))
+        stream = await open_stream(llm, answers(prompt, max_tokens=1000))
         if phase == "decode":
             await stream.aread(5)
         await asyncio.sleep(0.15)
         began = time.monotonic()
         for one in (stream, *others):
-            worker.cancel(one)
-        while len(tally.reasons) < 1 + len(others) or worker._llm.engine.scheduler.running:
+            one.close()
+        while len(tally.reasons) < 1 + len(others) or llm.engine.scheduler.running:
             await asyncio.sleep(0.01)
         assert time.monotonic() - began < 2
-        assert worker._llm.engine.is_idle
-        assert worker._llm.engine.integrity() == []
+        assert llm.engine.is_idle
+        assert llm.engine.integrity() == []
 
     assert set(run(tiny, work).reasons) == {"cancelled"}
 
 
-def test_a_slow_reader_is_dropped(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sala.server.worker.MAX_PENDING", 2000)
-
-    async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
-        slow = await worker.open(answers(max_tokens=1500))
-        assert len(await read(worker, await worker.open(answers(max_tokens=20)))) >= 20
+def test_a_slow_reader_is_dropped(tiny: Path) -> None:
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
+        slow = await open_stream(llm, answers(max_tokens=1500), max_pending=2000)
+        assert len(await read(await open_stream(llm, answers(max_tokens=20)))) >= 20
         await asyncio.wait_for(slow.overflowed.wait(), 5)
         while "cancelled" not in tally.reasons:
             await asyncio.sleep(0.01)
         with pytest.raises(SlowReader):
             await slow.aread()
-        worker.cancel(slow)
+        slow.close()
 
     assert sorted(run(tiny, work).reasons) == ["cancelled", "length"]
 
 
 def test_an_error_stays_with_its_request(tiny: Path) -> None:
-    async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
         puppet.error = RuntimeError("boom")
         with pytest.raises(RuntimeError, match="boom"):
-            await read(worker, await worker.open(answers()))
+            await read(await open_stream(llm, answers()))
         puppet.error = None
-        assert await read(worker, await worker.open(answers()))
+        assert await read(await open_stream(llm, answers()))
         with pytest.raises(ZeroDivisionError):
-            await worker.open(lambda llm: 1 // 0)  # type: ignore[arg-type,return-value]
-        assert worker.num_requests == 0
+            await open_stream(llm, lambda llm: 1 // 0)  # type: ignore[arg-type,return-value]
+        assert llm.service.num_requests == 0
 
     assert run(tiny, work).reasons == ["error", "length"]
 
 
 def test_a_dead_engine_answers_everybody(tiny: Path) -> None:
-    async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
         puppet.delay_s = 0.02
-        waiting = [await worker.open(answers(max_tokens=500)) for _ in range(4)]
-        assert worker.status().is_alive
+        waiting = [await open_stream(llm, answers(max_tokens=500)) for _ in range(4)]
+        assert llm.service.status().is_alive
         puppet.error = SystemExit()  # type: ignore[assignment]
         for stream in waiting:
             with pytest.raises(EngineDead) as caught:
-                await read(worker, stream)
+                await read(stream)
             assert isinstance(caught.value.__cause__, SystemExit)
-        assert not worker.status().is_alive
+        assert not llm.service.status().is_alive
         with pytest.raises(EngineDead, match="engine has stopped"):
-            await worker.open(answers())
+            await open_stream(llm, answers())
 
     assert run(tiny, work).reasons == ["error"] * 4
 
 
 def test_closing_lets_requests_end(tiny: Path) -> None:
-    async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
         puppet.delay_s = 0.01
-        stream = await worker.open(answers(max_tokens=30))
-        reader = asyncio.create_task(read(worker, stream))
+        stream = await open_stream(llm, answers(max_tokens=30))
+        reader = asyncio.create_task(read(stream))
         await asyncio.sleep(0.05)
-        closing = asyncio.create_task(worker.close(10))
-        await asyncio.sleep(0)
+        closing = asyncio.create_task(asyncio.to_thread(llm.close, 10))
+        await asyncio.sleep(0.05)
         with pytest.raises(EngineClosed):
-            await worker.open(answers())
+            await open_stream(llm, answers())
         assert len(await reader) >= 30
         await closing
 
@@ -235,14 +238,14 @@ def test_closing_lets_requests_end(tiny: Path) -> None:
 
 
 def test_closing_does_not_wait_for_ever(tiny: Path) -> None:
-    async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
         puppet.delay_s = 0.05
-        stream = await worker.open(answers(max_tokens=1000))
+        stream = await open_stream(llm, answers(max_tokens=1000))
         began = time.monotonic()
-        await worker.close(0.2)
+        await asyncio.to_thread(llm.close, 0.2)
         assert time.monotonic() - began < 2
         with pytest.raises(EngineClosed):
-            await read(worker, stream)
+            await read(stream)
 
     assert run(tiny, work).reasons == ["error"]
 
@@ -251,26 +254,26 @@ def test_scores_wait_for_room(tiny: Path, llm: LLM) -> None:
     ids = llm.encode("a text to score " * 40)
     wanted = [sampled.logprob for sampled in llm.score(ids)]
 
-    async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
-        others = [asyncio.create_task(read(worker, await worker.open(answers(max_tokens=40)))) for _ in range(4)]
-        stream = await worker.open(lambda llm: Submission(scores=[llm.token_scoring(ids, 0, 256)]))
-        items = await read(worker, stream)
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
+        others = [asyncio.create_task(read(await open_stream(llm, answers(max_tokens=40)))) for _ in range(4)]
+        stream = await open_stream(llm, lambda llm: Submission(scores=[llm.token_scoring(ids, 0, 256)]))
+        items = await read(stream)
         assert isinstance(items[0], PromptScores)
         assert [sampled.logprob for part in items[0].parts for sampled in part] == pytest.approx(wanted, abs=1e-4)
         await asyncio.gather(*others)
-        assert worker._llm.engine.integrity() == []
+        assert llm.engine.integrity() == []
 
     assert run(tiny, work).reasons.count("stop") == 1
 
 
 def test_the_heart_beats(tiny: Path) -> None:
-    async def work(worker: Worker, puppet: Puppet, tally: Tally) -> None:
-        assert worker.status().heartbeat_s < 2
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
+        assert llm.service.status().heartbeat_s < 2
         puppet.delay_s = 0.5
-        stream = await worker.open(answers(max_tokens=1))
+        stream = await open_stream(llm, answers(max_tokens=1))
         await asyncio.sleep(0.4)
-        assert worker.status().heartbeat_s > 0.2
-        await read(worker, stream)
+        assert llm.service.status().heartbeat_s > 0.2
+        await read(stream)
 
     run(tiny, work)
 
@@ -292,7 +295,7 @@ def open_socket(server: Server, body: dict[str, Any], connection: socket.socket 
 def test_who_leaves_is_forgotten(server: Server, puppet: Puppet, is_stream: bool, how: str) -> None:
     puppet.delay_s = 0.02
     connection = open_socket(server, {**LONG, "stream": is_stream})
-    wait_for(lambda: server.worker.status().running)
+    wait_for(lambda: server.service.status().running)
     if how == "reset":
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     if how == "shut_wr":
@@ -316,7 +319,7 @@ def test_leaving_while_the_prompt_is_encoded(server: Server, monkeypatch: pytest
 
     monkeypatch.setattr(server.llm.inputs, "encode_chat", slowly)
     connection = open_socket(server, {**LONG, "messages": [{"role": "user", "content": "slow"}]})
-    wait_for(lambda: server.worker.status().waiting)
+    wait_for(lambda: server.service.status().waiting)
     with server.client() as client:
         began = time.monotonic()
         assert client.get("/health").status_code == 200
@@ -330,7 +333,7 @@ def test_leaving_while_the_prompt_is_encoded(server: Server, monkeypatch: pytest
 def test_come_and_go(server: Server, puppet: Puppet) -> None:
     puppet.delay_s = 0.001
     before = threading.active_count()
-    used = server.worker.status().slots_used
+    used = server.service.status().slots_used
     for number in range(60):
         connection = open_socket(server, {**LONG, "stream": bool(number % 2)})
         if number % 3:
@@ -339,7 +342,7 @@ def test_come_and_go(server: Server, puppet: Puppet) -> None:
     wait_for(lambda: server.llm.engine.is_idle, 5)
     server.wait_idle(2)
     assert threading.active_count() <= before + 4
-    assert server.worker.status().slots_used <= used + 16  # snapshots may be kept
+    assert server.service.status().slots_used <= used + 16  # snapshots may be kept
     assert server.llm.engine.integrity() == []
     assert server.post(CHAT, SHORT).status_code == 200
 
@@ -374,9 +377,9 @@ def test_queue_over_http(make_server: Callable[..., Server]) -> None:
     puppet.delay_s = 0.02
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(server.post, CHAT, {**LONG, "max_tokens": 40})
-        wait_for(lambda: server.worker.status().running == 1)
+        wait_for(lambda: server.service.status().running == 1)
         second = pool.submit(server.post, CHAT, SHORT)
-        wait_for(lambda: server.worker.status().waiting == 1)
+        wait_for(lambda: server.service.status().waiting == 1)
         third = server.post(CHAT, SHORT)
         assert third.status_code == 429
         assert int(third.headers["retry-after"]) > 0
@@ -389,13 +392,13 @@ def test_queue_over_http(make_server: Callable[..., Server]) -> None:
 
 
 def test_a_reader_of_one_byte_a_second(make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sala.server.worker.MAX_PENDING", 20_000)
+    monkeypatch.setattr("sala.server.api.answers.MAX_PENDING", 20_000)
     server = make_server()
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     wordy = {"n": 8, "stream": True, "logprobs": True, "top_logprobs": 20}
     open_socket(server, {**LONG, "max_tokens": 1900, **wordy}, connection)
-    wait_for(lambda: server.worker.status().running)
+    wait_for(lambda: server.service.status().running)
     assert server.post(CHAT, SHORT).status_code == 200
     server.wait_idle(15)
     connection.close()
