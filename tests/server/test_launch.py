@@ -117,7 +117,7 @@ def test_sglang_without_a_gpu_is_dense(show, refuse, write) -> None:
     assert (flags["--device"], flags["--attention-backend"]) == ("cpu", "torch_native")
     assert flags["--context-length"] == str(config.sparse_config.dense_len - 1)
     said = refuse("--engine", "sglang", "-m", str(path), "--device", "cpu", "--ctx", "2048")
-    assert f"is right up to {config.sparse_config.dense_len - 1} tokens" in said
+    assert f"is exact only up to {config.sparse_config.dense_len - 1} tokens" in said
 
 
 def test_several_machines(show, released: Path) -> None:
@@ -150,21 +150,21 @@ def test_further_flags_are_passed_on(show, refuse, released: Path) -> None:
     [
         (["--engine", "vlm"], "did you mean vllm?"),
         (["--engine", "sglang", "--pp", "2"], "use --tp, or --engine vllm"),
-        (["--engine", "sglang", "--tp", "4"], "8 query heads per kv head, and sglang's sparse attention needs 16"),
+        (["--engine", "sglang", "--tp", "4"], "8 query heads per KV head, and sglang's sparse attention needs 16"),
         (["--engine", "vllm", "--tp", "3"], "--tp is 3, which does not divide num_attention_heads = 32"),
         (["--engine", "vllm", "--tp", "64"], "does not divide num_attention_heads"),
         (["--engine", "vllm", "--pp", "33"], "the model has 32 layers"),
         (["--engine", "vllm", "--nodes", "2", "--tp", "2"], "--master is missing"),
         (["--engine", "vllm", "--nodes", "2", "--master", "a:1"], "1 GPUs cannot be spread evenly"),
         (["--engine", "vllm", "--nodes", "2", "--tp", "2", "--node-rank", "2", "--master", "a:1"], "from 0 to 1"),
-        (["--engine", "vllm", "--node-rank", "1"], "say how many with --nodes"),
-        (["--engine", "vllm", "--master", "a:1"], "say how many with --nodes"),
+        (["--engine", "vllm", "--node-rank", "1"], "set their number with --nodes"),
+        (["--engine", "vllm", "--master", "a:1"], "set their number with --nodes"),
         (["--engine", "vllm", "--master", "a"], "write it as HOST:PORT"),
         (["--engine", "vllm", "--port", "0"], "port is 0"),
         (["--engine", "vllm", "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
         (["--engine", "sglang", "--ctx", "4096"], "needs at least 8192"),
         (["--engine", "vllm", "--max-queue", "64"], "--max-queue cannot be passed on to vllm"),  # the default, but said
-        (["--engine", "vllm", "--temperature", "0"], "say it in the requests"),
+        (["--engine", "vllm", "--temperature", "0"], "set it in the requests"),
         (["--engine", "vllm", "--speculate", "lookup"], "leave it out, or use --engine sala"),
         (["--engine", "vllm", "--adapter", "x"], "sala fuse"),
         (["--engine", "sglang", "--cache-memory", "8G"], "cannot be passed on to sglang"),
@@ -199,7 +199,7 @@ def test_settings_of_every_origin_are_looked_at(refuse, released: Path, monkeypa
 )
 def test_models_that_sglang_would_get_wrong(show, refuse, write, change: dict[str, object], word: str) -> None:
     path = write(replace(RELEASED, **change))
-    assert f"does not compute with {word}" in refuse("--engine", "sglang", "-m", str(path))
+    assert f"computes models with {word}" in refuse("--engine", "sglang", "-m", str(path))
     show("--engine", "vllm", "-m", str(path))
 
 

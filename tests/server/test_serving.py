@@ -47,7 +47,7 @@ def test_models_directory(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "models").is_dir()
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "models"):
-        with pytest.raises(SalaError, match="is a file; name another with --models-dir"):
+        with pytest.raises(SalaError, match="is a file; choose another with --models-dir"):
             prepare_models_dir(path)
 
 
@@ -63,7 +63,7 @@ def test_greeting() -> None:
     )
     everywhere = lines(Settings(host="0.0.0.0", allow_remote_without_key=True))  # noqa: S104
     assert "every address of 0.0.0.0" in everywhere[0]
-    assert everywhere[1].startswith("warning: there is no key")
+    assert everywhere[1].startswith("warning: no API key is set")
 
 
 def test_log_lines_cannot_be_forged() -> None:
@@ -183,8 +183,8 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
     ("arguments", "code", "words"),
     [
         (["--host", "0.0.0.0"], 1, "there is no key"),  # noqa: S104
-        (["--host", "203.0.113.7", "--api-key", "k"], 1, "203.0.113.7 is no address of this machine"),
-        (["--engine", "sglang"], 2, "port is 0; name one"),
+        (["--host", "203.0.113.7", "--api-key", "k"], 1, "203.0.113.7 is not an address of this machine"),
+        (["--engine", "sglang"], 2, "port is 0; choose one"),
         (["--port", "x"], 2, "--port is 'x'"),
         (["--config", "/nowhere.toml"], 1, "/nowhere.toml cannot be read"),
         (["--models-dir", "/dev/null"], 1, "cannot be used: is a file"),
@@ -215,7 +215,7 @@ def test_port_in_use_ends_with_one_line(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         assert run("--port", port, SALA_MODELS_DIR=str(tmp_path)) == (
             1,
-            f"sala: port {port} of 127.0.0.1 is in use; choose another with --port, or end what uses it\n",
+            f"sala: port {port} of 127.0.0.1 is in use; choose another with --port, or stop the process that uses it\n",
         )
 
 

@@ -45,7 +45,7 @@ def test_a_streaming_chat(tiny, tmp_path) -> None:
             wait_for(lambda: live.app.state.runtime.loaded, 20)
             with httpx2.Client(base_url=f"http://127.0.0.1:{live.port}", timeout=30, trust_env=False) as client:
                 client.post("/v1/chat/completions", json=BODY)
-                wait_for(lambda: list(live.app.state.runtime.loaded.values())[0].service.num_requests == 0)
+                wait_for(lambda: next(iter(live.app.state.runtime.loaded.values())).service.num_requests == 0)
                 tracer.is_on = True
                 text = client.post(
                     "/v1/chat/completions", json={**BODY, "messages": [{"role": "user", "content": "Hello again"}]}
