@@ -27,7 +27,16 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
 )
 HELLO = [{"role": "user", "content": "hello"}]
-PUBLIC = {"/", "/web/{name:path}", "/docs", "/docs/page.js", "/docs/page.css", "/health", "/health/live", "/health/ready"}
+PUBLIC = {
+    "/",
+    "/web/{name:path}",
+    "/docs",
+    "/docs/page.js",
+    "/docs/page.css",
+    "/health",
+    "/health/live",
+    "/health/ready",
+}
 
 
 # Past the key.

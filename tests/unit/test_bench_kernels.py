@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from sala.lab.bench.kernels import Shapes, measurements, num_attended, num_windows
 
 from sala.cli import bench, run
 from sala.config import SparseConfig
 from sala.lab.bench import roofline
-from sala.lab.bench.kernels import Shapes, measurements, num_attended, num_windows
 from sala.lab.bench.plots import plot_kernels
 from sala.lab.bench.roofline import Calls, Measurement, Result, Roofline, measure, reason, result
 

@@ -204,7 +204,7 @@ def is_too_deep(data: bytes) -> bool:
 
 
 class StrictRoute(APIRoute):
-    """Checks the key, then reads the body as strict JSON: declared as such, in UTF-8, without NaN, within the limits."""
+    """Checks the key, then reads the body as strict JSON: declared as such, in UTF-8, without NaN, within limits."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
