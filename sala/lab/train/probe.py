@@ -94,8 +94,9 @@ class Probe:
         kl, same, chosen = [], [], []
         for begin in range(0, len(self.at), _TILE):
             part = slice(begin, begin + _TILE)
-            logp = (hidden[part] @ head.T).log_softmax(-1)
-            wanted = (self.wanted[part] @ self.teacher_head.float().T).log_softmax(-1)
+            with torch.autocast(self.device.type, enabled=False):  # scores in bf16 are too coarse to compare
+                logp = (hidden[part] @ head.T).log_softmax(-1)
+                wanted = (self.wanted[part] @ self.teacher_head.float().T).log_softmax(-1)
             kl.append((wanted.exp() * (wanted - logp)).sum(-1))
             same.append((logp.argmax(-1) == wanted.argmax(-1)).float())
             chosen.append(-logp.gather(1, self.labels[part, None])[:, 0])
@@ -113,27 +114,28 @@ class Probe:
 
         Every step computes whole rows again: right for a student in training, which has no cache, on a GPU.
         """
-        count = 0
-        for begin in range(0, len(self.tokens), self.rows):
-            cases = self.cases[begin : begin + self.rows]
-            tokens = torch.zeros((self.rows, self.length), dtype=torch.long, device=self.device)
-            for row, case in enumerate(cases):
-                tokens[row, : len(case.prompt)] = torch.tensor(case.prompt)
-            sizes = torch.tensor([len(case.prompt) for case in cases], device=self.device)
-            rows = torch.arange(len(cases), device=self.device)
-            done = torch.zeros(len(cases), dtype=torch.bool, device=self.device)
-            for _ in range(min(most, self.length - int(sizes.max()))):
-                hidden = student(whole(tokens)).view(self.rows, self.length, -1)[rows, sizes - 1]
-                best = student.logits(hidden.float()).argmax(-1)
-                tokens[rows, sizes] = torch.where(done, tokens[rows, sizes], best)
-                sizes = torch.where(done, sizes, sizes + 1)
-                done |= best == end
-                if bool(done.all()):
-                    break
-            for row, case in enumerate(cases):
-                answer = tokens[row, len(case.prompt) : int(sizes[row])].tolist()
-                count += bool(done[row]) and not has_loop(answer)
-        return count / max(1, len(self.cases))
+        num_cases = len(self.cases)
+        length = -(-(max(len(case.prompt) for case in self.cases) + most) // 64) * 64
+        tokens = torch.zeros((num_cases, length), dtype=torch.long)
+        for row, case in enumerate(self.cases):
+            tokens[row, : len(case.prompt)] = torch.tensor(case.prompt)
+        tokens = tokens.to(self.device)
+        sizes = torch.tensor([len(case.prompt) for case in self.cases], device=self.device)
+        rows = torch.arange(num_cases, device=self.device)
+        done = torch.zeros(num_cases, dtype=torch.bool, device=self.device)
+        head = student.lm_head.weight.detach().float()
+        for _ in range(most):
+            hidden = student(whole(tokens)).view(num_cases, length, -1)[rows, sizes - 1].float()
+            with torch.autocast(self.device.type, enabled=False):
+                best = (hidden @ head.T).argmax(-1)
+            tokens[rows, sizes] = torch.where(done, tokens[rows, sizes], best)
+            sizes = torch.where(done, sizes, sizes + 1)
+            done |= best == end
+            if bool(done.all()):
+                break
+        begins = [len(case.prompt) for case in self.cases]
+        answers = [tokens[row, begins[row] : int(sizes[row])].tolist() for row in range(num_cases)]
+        return sum(bool(done[row]) and not has_loop(a) for row, a in enumerate(answers)) / max(1, num_cases)
 
 
 def main() -> None:
