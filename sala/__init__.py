@@ -6,8 +6,6 @@ Importing this package is free: names below are loaded when first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sala.plugins.arrival import expect as _expect_transformers
-
 __version__ = "0.1.0"
 
 _MODULES = {
@@ -18,7 +16,7 @@ _MODULES = {
     "sala.config": ("SalaConfig",),
     "sala.errors": (
         "SalaError", "CacheTooSmall", "CheckpointError", "ConfigError", "ContextTooLong", "EngineClosed", "EngineDead",
-        "InputError", "MissingExtra", "ModelNotFound", "NoTokenizer", "TemplateError",
+        "InputError", "MissingExtra", "ModelNotFound", "DiskFull", "NoTokenizer", "NotWritable", "TemplateError",
     ),
     "sala.text.tools": ("ToolCall",),
     "sala.text.reasoning": ("ThinkFilter",),
@@ -27,6 +25,7 @@ _MODULES = {
         "create_layer_caches", "format_chat_prompt", "forward", "get_model_args", "is_stop_token", "load_model",
         "load_tokenizer", "sample",
     ),
+    "sala.plugins.registration": ("register",),
 }  # fmt: skip
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -43,12 +42,14 @@ if TYPE_CHECKING:
     from sala.errors import CheckpointError as CheckpointError
     from sala.errors import ConfigError as ConfigError
     from sala.errors import ContextTooLong as ContextTooLong
+    from sala.errors import DiskFull as DiskFull
     from sala.errors import EngineClosed as EngineClosed
     from sala.errors import EngineDead as EngineDead
     from sala.errors import InputError as InputError
     from sala.errors import MissingExtra as MissingExtra
     from sala.errors import ModelNotFound as ModelNotFound
     from sala.errors import NoTokenizer as NoTokenizer
+    from sala.errors import NotWritable as NotWritable
     from sala.errors import SalaError as SalaError
     from sala.errors import TemplateError as TemplateError
     from sala.llm import LLM as LLM
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from sala.lowlevel import sample as sample
     from sala.options import Options as Options
     from sala.options import Sampling as Sampling
+    from sala.plugins.registration import register as register
     from sala.text.reasoning import ThinkFilter as ThinkFilter
     from sala.text.tokenizer import Tokenizer as Tokenizer
     from sala.text.tools import ToolCall as ToolCall
@@ -77,6 +79,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-_expect_transformers()

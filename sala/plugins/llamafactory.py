@@ -1,4 +1,4 @@
-"""LLaMA-Factory with our model: its commands, in processes that know the model without remote code.
+"""LLaMA-Factory with SALA models: its commands, in processes where the model is registered, without remote code.
 
 `python -m sala.plugins.llamafactory train FILE.yaml` does what `llamafactory-cli train FILE.yaml` does, and is
 what torchrun and `accelerate launch -m` start in each process.
@@ -24,7 +24,7 @@ COMMANDS = {
 
 
 def launch(command: str, arguments: Sequence[str]) -> int:
-    """Run a command of LLaMA-Factory: a YAML file, then `key=value` for what is to differ from it. The exit code."""
+    """Run a command of LLaMA-Factory with a YAML file and `key=value` overrides; return its exit code."""
     if command not in COMMANDS:
         raise InputError("command", f"is {command!r}", f"choose one of {', '.join(COMMANDS)}")
     if find_spec("llamafactory") is None:
@@ -36,14 +36,14 @@ def launch(command: str, arguments: Sequence[str]) -> int:
 
 
 def needs_processes(environment: Mapping[str, str], count_devices: Callable[[], int]) -> bool:
-    """Whether training is still to be spread: over all GPUs, or because FORCE_TORCHRUN says so."""
+    """Return whether training must start several processes: for several GPUs, or because of FORCE_TORCHRUN."""
     if "LOCAL_RANK" in environment:
-        return False  # we are one of the processes
+        return False  # this is one of the processes
     return environment.get("FORCE_TORCHRUN", "0").lower() in ("1", "true", "yes", "y") or count_devices() > 1
 
 
 def torchrun(environment: Mapping[str, str], num_devices: int, arguments: Sequence[str]) -> list[str]:
-    """The command that starts this module in every process; read from the variables that LLaMA-Factory reads."""
+    """Return the command that starts this module in every process, by the variables that LLaMA-Factory reads."""
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", environment.get("NNODES", "1")),
@@ -60,7 +60,7 @@ def _run_here(command: str, arguments: Sequence[str]) -> None:
 
     register()
     place, name = COMMANDS[command]
-    sys.argv = [f"llamafactory-cli {command}", *arguments]  # where LLaMA-Factory looks for them
+    sys.argv = [f"llamafactory-cli {command}", *arguments]  # LLaMA-Factory reads its arguments from here
     getattr(import_module(place), name)()
 
 

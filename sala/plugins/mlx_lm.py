@@ -1,12 +1,12 @@
-"""MiniCPM-SALA in mlx-lm: its generate, server, chat, convert and LoRA load our checkpoints through our MLX model.
+"""MiniCPM-SALA in mlx-lm: generate, server, chat, convert and LoRA load SALA checkpoints through sala's MLX model.
 
     python -m sala.plugins.mlx_lm generate --model DIR --prompt "…"
 
-is `mlx_lm.generate` with the model known to it; any other of its commands goes the same way. In a program of one's own
-`import sala` before `mlx_lm.load` is enough.
+is `mlx_lm.generate` with the model registered; all other commands work the same way. Other programs call
+`sala.register()` before `mlx_lm.load`.
 
-The past is one object for all layers: pages of keys and values, and one state for each lightning layer. It cannot go
-back, because a state forgets what it was, so mlx-lm neither trims it nor batches sequences of different lengths.
+The KV cache is one object for all layers: pages of keys and values, and one state for each lightning layer. A state
+cannot be rolled back, so mlx-lm neither trims the cache nor batches sequences of different lengths.
 """
 
 import copy
@@ -36,7 +36,7 @@ _THEIRS = ("quantization", "quantization_config", "quantize_activations")  # of 
 
 @dataclass
 class ModelArgs:
-    """What mlx-lm makes of config.json."""
+    """The configuration as mlx-lm creates it from config.json."""
 
     config: SalaConfig
     model_type: str = "minicpm_sala"
@@ -48,7 +48,7 @@ class ModelArgs:
 
 
 class SalaCache:
-    """The past of one sequence, or of several of the same length, as mlx-lm passes it around."""
+    """The KV cache of one sequence, or of several of the same length, as mlx-lm passes it around."""
 
     def __init__(self, config: SalaConfig) -> None:
         self.config = config
@@ -73,7 +73,7 @@ class SalaCache:
         return tuple(Span(self.offset, length, row, sparse_from, 0, pages) for row, pages in enumerate(self._pages))
 
     def opened(self, num: int, dtype: mx.Dtype) -> HybridCache:
-        """Where the arrays lie; made when the first tokens come."""
+        """Return the arrays of the cache; they are allocated with the first tokens."""
         if self.hybrid is None:
             most = -(-self.config.max_position_embeddings // self.config.sparse_config.block_size)
             self.hybrid, self.num = HybridCache(self.config, most * num, num, dtype), num
@@ -86,7 +86,7 @@ class SalaCache:
 
     @property
     def state(self) -> list[Any]:
-        """Arrays and plain values: what mlx-lm computes, counts and writes into files."""
+        """Arrays and plain values, as mlx-lm evaluates, counts and saves them."""
         words = json.dumps(self.config.to_dict())
         if self.hybrid is None:
             return [words, self.offset, self.num]
@@ -117,7 +117,7 @@ class SalaCache:
         return cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SalaCache":
-        """Arrays never change once they are there: only the lists of them are copied."""
+        """Copy the lists only: arrays are immutable."""
         own = copy.copy(self)
         if self.hybrid is not None:
             own.hybrid = copy.copy(self.hybrid)
@@ -147,13 +147,13 @@ class SalaCache:
 
 
 class WholePages:
-    """Stands in for the pages of a sparse layer where sequences are whole: gradients flow through it."""
+    """Replaces the pages of a sparse layer for whole sequences; gradients flow through it."""
 
     def __init__(self, sparse: SparseConfig) -> None:
         self.sparse = sparse
 
     def append(self, batch: Batch, k: mx.array, v: mx.array) -> None:
-        """Every sequence has the same length; its last page is filled with zeros."""
+        """Store keys and values of sequences of one length; the last page of each is padded with zeros."""
         rows, block = len(batch.spans), self.sparse.block_size
         pad = -batch.spans[0].length % block
 
@@ -195,16 +195,16 @@ class Model(SalaModel):
     def __call__(self, inputs: mx.array, cache: list[SalaCache] | None = None) -> mx.array:  # type: ignore[override]
         if cache is None:
             return self.whole(inputs)
-        (past,), (num, length) = cache, inputs.shape
+        (kept,), (num, length) = cache, inputs.shape
         mx.synchronize()  # pages that are still being read would be copied instead of written
         dtype = self.model.norm.weight.dtype
-        batch = _batch(inputs, past.spans(num, length, dtype), select_ops())
-        hidden = super().__call__(batch, past.opened(num, dtype))
-        past.advance(length)
+        batch = _batch(inputs, kept.spans(num, length, dtype), select_ops())
+        hidden = super().__call__(batch, kept.opened(num, dtype))
+        kept.advance(length)
         return self.logits(hidden).reshape(num, length, -1)
 
     def whole(self, inputs: mx.array) -> mx.array:
-        """Sequences of one length without a past, differentiable: kernels know no gradients."""
+        """Run sequences of one length without a cache, by the reference, which is differentiable."""
         num, length = inputs.shape
         block, dense_len = self.config.sparse_config.block_size, self.config.sparse_config.dense_len
         pages = -(-length // block)
@@ -212,19 +212,19 @@ class Model(SalaModel):
         spans = tuple(
             Span(0, length, row, sparse_from, 0, tuple(range(row * pages, (row + 1) * pages))) for row in range(num)
         )
-        hidden = super().__call__(_batch(inputs, spans, REFERENCE), _WholePast(self.config, num))
+        hidden = super().__call__(_batch(inputs, spans, REFERENCE), _WholeCache(self.config, num))
         return self.logits(hidden).reshape(num, length, -1)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """A head that shares the embedding is not in the file."""
+        """Add the head, which is not in the file if it shares the embedding."""
         if self.config.tie_word_embeddings:
             shared = {name: value for name, value in weights.items() if name.startswith("model.embed_tokens.")}
             weights |= {f"lm_head.{name.rpartition('.')[2]}": value for name, value in shared.items()}
         return weights
 
 
-class _WholePast(HybridCache):
-    """Empty states and pages that only live as long as the call."""
+class _WholeCache(HybridCache):
+    """Empty states and pages for one call."""
 
     def __init__(self, config: SalaConfig, num: int) -> None:
         dim = config.lightning_head_dim
@@ -234,12 +234,12 @@ class _WholePast(HybridCache):
 
 
 def _batch(inputs: mx.array, spans: tuple[Span, ...], ops: Ops) -> Batch:
-    """The inputs may not be computed yet; nothing waits for them."""
+    """Return a batch of inputs, which are not evaluated."""
     return Batch((), spans, ops, inputs.reshape(-1))
 
 
 def register() -> None:
-    """Make the model known to mlx-lm, and its cache to what reads caches from files."""
+    """Register the model with mlx-lm, and its cache with the reader of cache files."""
     from mlx_lm.models import cache as caches
 
     module = ModuleType(NAME)
@@ -253,7 +253,7 @@ def main() -> None:
         from mlx_lm import cli
     except ImportError:
         raise SalaError("mlx-lm is not installed", "run: pip install mlx-lm") from None
-    # this file may run as a program, and a class must not exist twice
+    # This file may run as __main__: import it under its name, so that its classes exist only once.
     import_module("sala.plugins.mlx_lm").register()
     cli.main()
 

@@ -21,6 +21,7 @@ import pytest
 mx = pytest.importorskip("mlx.core")
 mlx_lm = pytest.importorskip("mlx_lm")
 
+import sala  # noqa: E402
 from sala import LLM, Sampling  # noqa: E402
 from sala.checkpoint.random import TINY, cut_layers, write_random  # noqa: E402
 from sala.config import SparseConfig  # noqa: E402
@@ -43,6 +44,7 @@ def _on_the_cpu() -> Iterator[None]:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("mlx-lm") / "tiny"
     write_random(target, CONFIG)
+    sala.register()
     return target
 
 

@@ -26,6 +26,7 @@ from sala.llm import LLM
 from sala.plugins.transformers import SalaCache, SalaForCausalLM, SalaHfConfig, load
 from tests.golden import CASES, DATA, Case
 
+sala.register()
 COUNT = 12
 LENGTHS = {"block16": (9, 60, 125, 140, 320), "block64": (30, 505, 620)}  # dense_len is 128, and 512
 
@@ -243,19 +244,22 @@ def test_vocabulary_grows() -> None:
     assert torch.equal(model(ids).logits[..., : before.shape[-1]], before)
 
 
-@pytest.mark.parametrize("kind", ["affine", "gptq", "fp8"])
-@torch.no_grad()
-def test_quantized_checkpoints_load_dequantized(kind: str, tmp_path: Path) -> None:
+def write_quantized(kind: str, tmp_path: Path) -> Path:
     from sala.checkpoint.random import TINY
     from tests import foreign
     from tests.parity.test_quantized import MIXED, write_pair
 
     if kind == "affine":
-        packed, _ = write_pair(tmp_path, TINY, MIXED)
-    else:
-        case = foreign.gptq_case() if kind == "gptq" else foreign.fp8_case("block", "weight_scale_inv")
-        packed = tmp_path / "packed"
-        foreign.write(packed, case)
+        return write_pair(tmp_path, TINY, MIXED)[0]
+    case = foreign.gptq_case() if kind == "gptq" else foreign.fp8_case("block", "weight_scale_inv")
+    foreign.write(tmp_path / "packed", case)
+    return tmp_path / "packed"
+
+
+@pytest.mark.parametrize("kind", ["affine", "gptq", "fp8"])
+@torch.no_grad()
+def test_quantized_checkpoints_load_dequantized(kind: str, tmp_path: Path) -> None:
+    packed = write_quantized(kind, tmp_path)
     ids = torch.tensor([prompt(40)])
     model = AutoModelForCausalLM.from_pretrained(packed, dtype="float32")
     own = sala.load_model(packed, device="cpu", dtype="float32")
@@ -271,9 +275,38 @@ def test_quantized_checkpoints_load_dequantized(kind: str, tmp_path: Path) -> No
     assert SalaConfig.load(tmp_path / "plain").quantization is None
 
 
+@pytest.mark.parametrize("kind", ["affine", "gptq"])
+def test_lora_beside_packed_matrices(tmp_path: Path, kind: str) -> None:
+    """PEFT's adapters get the gradients that they get beside the same matrices dequantized, and learn."""
+    peft = pytest.importorskip("peft")
+    packed = write_quantized(kind, tmp_path)
+    ids = torch.tensor([prompt(40)])
+    gradients, losses = [], []
+    for is_packed in (True, False):
+        model = load(packed, "float32", packed=is_packed)
+        settings = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        torch.manual_seed(0)
+        tuned = peft.get_peft_model(model, settings)
+        learning = {name: p for name, p in tuned.named_parameters() if p.requires_grad}
+        assert len(learning) == 2 * sum(isinstance(m, peft.tuners.lora.LoraLayer) for m in tuned.modules()) > 0
+        loss = tuned(input_ids=ids, labels=ids).loss
+        loss.backward()
+        gradients.append({name: p.grad for name, p in learning.items()})
+        losses.append(loss.item())
+        torch.optim.SGD(learning.values(), 0.1).step()
+        assert tuned(input_ids=ids, labels=ids).loss < loss
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-4, rtol=1e-3)
+    tuned.save_pretrained(tmp_path / "adapter")
+    with LLM(packed, adapter=tmp_path / "adapter", device="cpu", ctx=256) as llm:
+        assert llm.generate([prompt(9)[0]], max_tokens=2).token_ids
+
+
 ORDERS = [
-    "from transformers import AutoModelForCausalLM; import sala",
-    "import sala; from transformers import LlamaForCausalLM",
+    "from transformers import AutoModelForCausalLM; import sala; sala.register()",
+    "import sala; sala.register(); sala.register(); from transformers import LlamaForCausalLM",
 ]
 
 

@@ -155,7 +155,7 @@ def test_sala_finetune_learns(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("program", ["trl_dpo", "trl_kto", "trainer"])
 def test_scripts_that_know_nothing_of_our_commands(trl: Environment, pupil: Path, tmp_path: Path, program: str) -> None:
-    """`import sala` is all that a script of transformers or TRL needs."""
+    """`sala.register()` is all that a script of transformers or TRL needs."""
     trl.run(
         "python", str(PROGRAMS / f"{program}.py"), str(pupil), str(DATA), str(tmp_path / "out"), OMP_NUM_THREADS="1"
     )

@@ -15,7 +15,8 @@ from sala.backends.torch.ops.sparse import pool_keys
 from sala.config import SparseConfig
 from sala.errors import ConfigError, MissingExtra, install_command
 from sala.plugins import vllm
-from sala.plugins.vllm.memory import Layout, Row, advance_states, plan_step
+from sala.plugins.vllm.dispatch import advance_states
+from sala.plugins.vllm.memory import Layout, Row, plan_step
 from sala.plugins.vllm.regime import SPARSE_KEY, block_keys
 from tests.integrations.vllm_rows import CONFIG, SMALL, STEPS, Blocks, compare
 

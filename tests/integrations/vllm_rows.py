@@ -8,8 +8,10 @@ from torch import Tensor
 from sala.backends.torch.batch import Span
 from sala.backends.torch.cache import KVPages
 from sala.backends.torch.model import SparseMixer
+from sala.backends.torch.ops.table import REFERENCE
 from sala.checkpoint.random import TINY
 from sala.config import SparseConfig
+from sala.plugins.vllm.dispatch import attend
 from sala.plugins.vllm.memory import Layout, Pages, Row, plan_step
 
 SMALL = SparseConfig(kernel_size=8, kernel_stride=4, block_size=16, window_size=32, topk=4, dense_len=128)
@@ -40,7 +42,7 @@ class Blocks:
     def mix(self, rows: list[Row], q: Tensor, k: Tensor, v: Tensor, has_kernels: bool) -> Tensor:
         step = plan_step(rows, self.tables, self.pages.block_tokens, SMALL)
         self.pages.append(step, k, v)
-        return self.pages.attend(step, q, CONFIG.head_dim**-0.5, has_kernels)
+        return attend(self.pages, step, q, CONFIG.head_dim**-0.5, has_kernels)
 
 
 class Own:
@@ -59,7 +61,7 @@ class Own:
         for row, *parts in zip(rows, q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
             pages = tuple(range(row.index * self.num_pages, (row.index + 1) * self.num_pages))
             span = Span(row.start, row.length, 0, row.sparse_from, 0, pages, CPU)
-            outputs.append(self.mixer.attend(span, *parts, self.pages))
+            outputs.append(self.mixer.attend(span, *parts, self.pages, REFERENCE))
         return torch.cat(outputs)
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged
-from sala.plugins.vllm.memory import Row, advance_states
+from sala.plugins.vllm.dispatch import advance_states
+from sala.plugins.vllm.memory import Row
 from tests.integrations.vllm_rows import compare
 
 # Long ones by the reference: the interpreter is slow. Then rows of one token, of both regimes, alone and beside longer.

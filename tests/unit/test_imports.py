@@ -29,6 +29,20 @@ def test_nothing_heavy_is_loaded(code: str) -> None:
     assert "LOADED []" in out.stdout
 
 
+def test_importing_changes_nothing() -> None:
+    """No import hook, no path, no warning filter, no environment variable, and only the standard library and sala."""
+    code = """
+import os, sys, warnings
+def state(): return sys.meta_path[:], sys.path[:], sys.path_hooks[:], dict(os.environ), warnings.filters[:]
+before, loaded = state(), set(sys.modules)
+import sala
+assert state() == before
+new = {name.partition('.')[0] for name in set(sys.modules) - loaded}
+assert not new - set(sys.stdlib_module_names) - {'sala'}, new
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_every_public_name_is_there() -> None:
     for name in sala.__all__:
         assert getattr(sala, name) is not None

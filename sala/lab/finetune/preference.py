@@ -219,7 +219,9 @@ def _make_trainer(
 
     from sala.lab.finetune.subject import adapter_settings, find_targets
     from sala.lab.finetune.trainer import Bulletin
+    from sala.plugins.transformers import register
 
+    register()
     targets = find_targets(options.targets, SalaConfig.load(path)) if options.has_adapter else []
     trainer = _watched(getattr(trl, _TRAINERS[options.objective][1]))(
         model=model,

@@ -1,4 +1,4 @@
-"""SALA as an ordinary model of transformers: `AutoModelForCausalLM.from_pretrained(...)` after `import sala`."""
+"""SALA as a model of transformers: `AutoModelForCausalLM.from_pretrained(...)` after `sala.register()`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        found = getattr(import_module(f"{__name__}.{home}"), name)
-        import_module(f"{__name__}.registration").register_models()  # if transformers asked while this was loading
-        return found
+        return getattr(import_module(f"{__name__}.{home}"), name)
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise

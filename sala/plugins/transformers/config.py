@@ -9,7 +9,6 @@ from transformers import PretrainedConfig
 from sala.config import MIXERS, RELEASED_NAMES, SalaConfig
 from sala.errors import ConfigError
 from sala.plugins.transformers.names import ARCHITECTURE, LAYER_TYPES
-from sala.plugins.transformers.registration import register_models
 from sala.quantization_config import MIXER_LINEARS, QuantConfig
 
 _MIXERS_BY_TYPE = {name: RELEASED_NAMES[mixer] for mixer, name in LAYER_TYPES.items()}  # type: ignore[index]
@@ -79,7 +78,6 @@ class SalaHfConfig(PretrainedConfig):
         self.initializer_range = values.pop("initializer_range", 0.02)
         tokens = self._take_fields(own, types)
         super().__init__(**{**tokens, **values})
-        register_models()  # if transformers' table came when we were not ready
 
     def _take_fields(self, own: dict[str, Any], types: list[str] | None) -> dict[str, Any]:
         """Set the fields of the model → those that the parent class sets itself."""

@@ -1,4 +1,4 @@
-"""A directory for `trust_remote_code=True`: plain weights, and two small files that lead to this package."""
+"""Export for `trust_remote_code=True`: plain weights and two small files that import this package."""
 
 import json
 import shutil
@@ -15,14 +15,14 @@ AUTO_MAP = {
     "AutoModel": "modeling_sala.SalaDecoder",
     "AutoModelForCausalLM": "modeling_sala.SalaForCausalLM",
 }
-# Names stand under `try`: otherwise transformers would advise to install a package `sala`, which is somebody else's.
+# Imports stand under `try`: otherwise transformers would advise to install the unrelated package `sala`.
 _CONFIGURATION = '''\
 """The configuration of MiniCPM-SALA; the package minicpm-sala holds it."""
 
 try:
     from sala.plugins.transformers import SalaHfConfig as Config
 except ImportError:
-    raise ImportError("this model needs a package: pip install minicpm-sala") from None
+    raise ImportError("this model needs the package minicpm-sala: install it from its repository") from None
 
 
 class SalaHfConfig(Config):
@@ -38,7 +38,7 @@ try:
     from sala.plugins.transformers import SalaDecoder as Decoder
     from sala.plugins.transformers import SalaForCausalLM as ForCausalLM
 except ImportError:
-    raise ImportError("this model needs a package: pip install minicpm-sala") from None
+    raise ImportError("this model needs the package minicpm-sala: install it from its repository") from None
 
 
 class SalaDecoder(Decoder):
@@ -57,7 +57,7 @@ def export(
     dtype: str | None = None,
     note: Note = lambda stage, done, total: None,
 ) -> SalaConfig:
-    """Write the directory, with an adapter merged in if there is one; it appears when it is complete."""
+    """Write the directory, with an adapter merged in if one is given; it appears when it is complete."""
     with new_directory(target) as draft:
         config = fuse(model, adapter, draft / "model", dtype, is_whole=True, note=note)
         for file in sorted((draft / "model").iterdir()):
@@ -71,6 +71,6 @@ def export(
 
 
 def describe(config: SalaConfig) -> dict[str, Any]:
-    """`config.json` as the released one is, with the names of layers that transformers knows, and where the code is."""
+    """Return `config.json` with the layer types that transformers knows and the place of the code."""
     types = [LAYER_TYPES[mixer] for mixer in config.mixers]
     return {**config.to_dict(), "layer_types": types, "auto_map": AUTO_MAP}

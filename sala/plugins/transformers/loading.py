@@ -1,10 +1,7 @@
-"""Checkpoints of any layout that sala reads, into the model of transformers."""
+"""`load`: a checkpoint as a model of transformers, in sala's own memory layout."""
 
-import copy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,8 +9,11 @@ from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.plugins.transformers.config import SalaHfConfig, major_version
+from sala.plugins.transformers.config import SalaHfConfig
 from sala.plugins.transformers.model import SalaForCausalLM
+from sala.plugins.transformers.packed import wrap_packed
+from sala.plugins.transformers.quantized import generation_config
+from sala.plugins.transformers.registration import register
 
 
 def load(
@@ -22,21 +22,24 @@ def load(
     device: str | torch.device | None = None,
     packed: bool = False,
 ) -> SalaForCausalLM:
-    """The model of a directory, ready for training or generation.
+    """Return the model of a directory, ready for training or generation.
 
-    Quantized matrices are dequantized, unless they shall stay `packed`: then they are no parameters.
-    Without a dtype it is the checkpoint's; without a device, the CPU.
+    Quantized matrices are dequantized; with `packed` they stay packed and frozen, and are not parameters.
+    The dtype defaults to the checkpoint's, the device to the CPU.
     """
     config = SalaConfig.load(path)
     kind = pick_dtype(str(dtype or "auto").removeprefix("torch."), config)
     place = pick_device(str(device or "cpu"))
     with Checkpoint(path) as checkpoint:
         source = load_model(checkpoint, config, kind, place, is_expanded=not packed)
+    if packed:
+        wrap_packed(source)
     return adopt(source, Path(path), kind, packed)
 
 
 def adopt(source: SalaModel, path: Path, dtype: torch.dtype, packed: bool = False) -> SalaForCausalLM:
-    """The same modules behind transformers' door; no weight is copied."""
+    """Return a model of transformers that has the modules of `source`; no weight is copied."""
+    register()
     kept = source.config if packed else replace(source.config, quantization=None)
     config = SalaHfConfig.from_sala(kept, dtype=str(dtype).removeprefix("torch."))
     with torch.device("meta"):
@@ -48,53 +51,5 @@ def adopt(source: SalaModel, path: Path, dtype: torch.dtype, packed: bool = Fals
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     model.config._name_or_path = str(path)
-    model.generation_config = _generation_config(model, path)
+    model.generation_config = generation_config(model, path)
     return model.eval()
-
-
-def _generation_config(model: SalaForCausalLM, path: Path) -> Any:
-    from transformers import GenerationConfig
-
-    if (path / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(path)
-    return GenerationConfig.from_model_config(model.config)
-
-
-def peek(name: Any, options: dict[str, Any]) -> SalaHfConfig | None:
-    """The configuration that `from_pretrained` would read, if it is one of ours."""
-    try:
-        config, _ = SalaHfConfig.from_pretrained(name, **{**options, "return_unused_kwargs": True})
-    except OSError:  # whoever loads the model says it better
-        return None
-    return config
-
-
-def from_quantized(make: Callable[..., Any], config: SalaHfConfig, name: Any, options: dict[str, Any]) -> Any:
-    """`make` builds the model from the dequantized weights, with all options that transformers knows."""
-    path = _directory(name, options)
-    sala = replace(config.to_sala(), quantization=config.quant_config())
-    wanted = options.get("dtype", options.get("torch_dtype"))
-    if wanted is None and major_version() < 5:
-        wanted = torch.get_default_dtype()
-    dtype = pick_dtype(str(wanted or "auto").removeprefix("torch."), sala)
-    with Checkpoint(path) as checkpoint:
-        source = load_model(checkpoint, sala, dtype, torch.device("cpu"), is_expanded=True)
-    plain = copy.deepcopy(config)
-    plain.quantization = None
-    made = make(config=plain, state_dict=dict(source.state_dict()), **{**options, "dtype": dtype})
-    model = made[0] if isinstance(made, tuple) else made
-    model.config._name_or_path = str(name)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config = _generation_config(model, path)
-    return made
-
-
-def _directory(name: Any, options: dict[str, Any]) -> Path:
-    path = Path(name)
-    if not path.is_dir():
-        from huggingface_hub import snapshot_download
-
-        known = ("revision", "cache_dir", "token", "local_files_only", "force_download")
-        given = {key: options[key] for key in known if options.get(key) is not None}
-        path = Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors"], **given))
-    return path / (options.get("subfolder") or "")

@@ -1,4 +1,4 @@
-"""SALA as a model of transformers: our layers, its door.
+"""SALA as a model of transformers: sala's layers behind transformers' interface.
 
 A padded batch is packed before the layers see it, so padding costs nothing and changes nothing; rows whose positions
 restart are several sequences. Without a cache gradients flow; with one they do not.
@@ -47,7 +47,7 @@ class SalaPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """As always; a quantized checkpoint of a layout that sala reads is dequantized."""
         if kwargs.get("state_dict") is None and pretrained_model_name_or_path is not None:
-            from sala.plugins.transformers.loading import from_quantized, peek
+            from sala.plugins.transformers.quantized import from_quantized, peek
 
             found = config if isinstance(config, SalaHfConfig) else peek(pretrained_model_name_or_path, kwargs)
             if found is not None and found.quantization is not None:

@@ -1,4 +1,4 @@
-"""The same by this project's Triton kernels: long rows one at a time, rows of one token all together."""
+"""The layers by sala's Triton kernels: prefill rows one at a time, decode rows all together."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -12,30 +12,29 @@ from sala.plugins.vllm.memory import Pages, Row, Step
 
 
 def advance(
-    q: Tensor, k: Tensor, v: Tensor, past: Tensor, lengths: Sequence[int], slopes: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, states: Tensor, lengths: Sequence[int], slopes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """q, k, v [T, H, D] and contiguous states [S, H, D, D], which are overwritten → [T, H, D], the states."""
     output = q.new_empty(q.shape)
     short = [index for index, length in enumerate(lengths) if length == 1]
     if len(short) == len(lengths):
         slots = torch.arange(len(lengths), device=q.device)
-        lightning.lightning_decode(q, k, v, past, slots, slopes, scale, output)
-        return output, past
+        lightning.lightning_decode(q, k, v, states, slots, slopes, scale, output)
+        return output, states
     pieces = [x.split(list(lengths)) for x in (q, k, v, output)]
     for index, (q_, k_, v_, o_) in enumerate(zip(*pieces, strict=True)):
         if lengths[index] > 1:
-            found, after = lightning.lightning_prefill(q_, k_, v_, past[index], slopes, scale)
+            found, after = lightning.lightning_prefill(q_, k_, v_, states[index], slopes, scale)
             o_.copy_(found)
-            past[index] = after
+            states[index] = after
     if short:
         rows = _rows_at(short, lengths, q.device)
-        found, states = advance(q[rows], k[rows], v[rows], past[short], [1] * len(short), slopes, scale)
-        output[rows], past[short] = found, states
-    return output, past
+        output[rows], states[short] = advance(q[rows], k[rows], v[rows], states[short], [1] * len(short), slopes, scale)
+    return output, states
 
 
 def attend(pages: Pages, step: Step, q: Tensor, scale: float) -> Tensor:
-    """As `Pages.attend`."""
+    """Return the same as `Pages.attend`."""
     lengths = [row.length for row in step.rows]
     short = [index for index, length in enumerate(lengths) if length == 1]
     if len(short) == len(lengths):
@@ -51,7 +50,7 @@ def attend(pages: Pages, step: Step, q: Tensor, scale: float) -> Tensor:
 
 
 def _rows_at(short: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Where the only tokens of these rows lie among all tokens."""
+    """Return the indices of the only tokens of these rows among all tokens."""
     begins = torch.tensor([0, *lengths]).cumsum(0)[list(short)]
     return begins.to(device, non_blocking=True)
 

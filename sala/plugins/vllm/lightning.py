@@ -35,7 +35,8 @@ from sala.backends.torch.ops.lightning import decay_slopes
 from sala.backends.torch.ops.norm import rms_norm, rms_norm_share
 from sala.backends.torch.ops.rope import apply_rope
 from sala.config import SalaConfig
-from sala.plugins.vllm.memory import Row, advance_states
+from sala.plugins.vllm.dispatch import advance_states
+from sala.plugins.vllm.memory import Row
 
 STATE_DTYPE = torch.float32
 

@@ -11,18 +11,14 @@ kernels of this project find a page by the number of its tile.
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 
-import functools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sala.backends.torch.kernels import triton_kernels
 from sala.backends.torch.ops.attention import dense_attention
-from sala.backends.torch.ops.lightning import lightning_ragged
 from sala.backends.torch.ops.sparse import pool_keys, select_blocks, sparse_attention
 from sala.config import SparseConfig
 from sala.errors import ConfigError
@@ -193,23 +189,17 @@ class Pages:
         k1, k2 = (pool[blocks].transpose(0, 1).flatten(1, 2).contiguous() for pool in (self.k1, self.k2))
         return k1, k2
 
-    def attend(self, step: Step, q: Tensor, scale: float, has_kernels: bool | None = None) -> Tensor:
-        """q [T, H, D], whose keys and values are appended → [T, H, D]."""
-        if has_kernels is None:
-            has_kernels = can_use_kernels(q) and self.layout.sparse.block_size % 16 == 0
-        if not has_kernels:
-            pieces = q.split([row.length for row in step.rows])
-            looks = (self._attend(step, row, piece, scale) for row, piece in zip(step.rows, pieces, strict=True))
-            return torch.cat(list(looks))
-        from sala.plugins.vllm.accelerated import attend
-
-        return attend(self, step, q, scale)
+    def attend(self, step: Step, q: Tensor, scale: float) -> Tensor:
+        """Return the attention of q [T, H, D], whose keys and values are appended, by the reference: [T, H, D]."""
+        pieces = q.split([row.length for row in step.rows])
+        outputs = [self._attend(step, row, piece, scale) for row, piece in zip(step.rows, pieces, strict=True)]
+        return torch.cat(outputs)
 
     def blocks_of(self, step: Step, row: Row) -> Tensor:
         return step.tables[row.index, : -(-row.end // self.block_tokens)].long()
 
     def _attend(self, step: Step, row: Row, q: Tensor, scale: float) -> Tensor:
-        """By the reference. The regime may change inside the row."""
+        """Attend one row; its regime may change inside it."""
         blocks = self.blocks_of(step, row)
         table = self.tile_table(blocks)
         num_dense = min(max(row.sparse_from - row.start, 0), row.length)
@@ -237,43 +227,10 @@ class Pages:
         at = torch.arange(start, row.end, device=q.device)
         selected = select_blocks(q, k1, k2, at, -(-row.end // sparse.block_size), sparse, scale)
         keys, values = self.tiles[None, : -self.num_tiles], self.tiles[None, self.num_tiles :]
-        looks = [
+        outputs = [
             sparse_attention(part, keys, values, table + shift, selected[:, group, None], at, scale)
             for group, (part, shift) in enumerate(
                 zip(q.chunk(self.layout.num_groups, 1), self.groups.tolist(), strict=True)
             )
         ]
-        return torch.cat(looks, 1)
-
-
-def advance_states(
-    q: Tensor, k: Tensor, v: Tensor, states: Tensor, slots: Tensor, rows: Sequence[Row], slopes: Tensor, scale: float,
-    has_kernels: bool | None = None,
-) -> Tensor:  # fmt: skip
-    """Packed rows q, k, v [T, H, D]; states [P, H, D, D] in fp32, that of rows[i] at slots[i] → [T, H, D] in q's dtype.
-
-    A row that starts at 0 has no past, whatever lies in its slot.
-    """
-    past = states[slots]
-    fresh = [index for index, row in enumerate(rows) if row.start == 0]
-    if fresh:
-        past[fresh] = 0
-    if can_use_kernels(q) if has_kernels is None else has_kernels:
-        from sala.plugins.vllm.accelerated import advance
-
-        output, after = advance(q, k, v, past, [row.length for row in rows], slopes, scale)
-    else:
-        output, after = lightning_ragged(q, k, v, past, [row.length for row in rows], slopes, scale)
-    states[slots] = after
-    return output.to(q.dtype)
-
-
-def can_use_kernels(x: Tensor) -> bool:
-    """x [..., D]: whether the Triton kernels run on its device and fit its shape."""
-    return _fits(x.shape[-1], x.device)
-
-
-@functools.cache
-def _fits(dim: int, device: torch.device) -> bool:
-    is_wanted = os.environ.get("SALA_KERNELS") not in ("0", "off")  # vLLM has no options of ours
-    return is_wanted and dim in (16, 32, 64, 128) and triton_kernels.why_not(device) is None
+        return torch.cat(outputs, 1)

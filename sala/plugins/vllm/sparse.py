@@ -31,6 +31,7 @@ from sala.backends.torch.model import RMSNorm
 from sala.backends.torch.ops.rope import apply_rope, grow_queries
 from sala.config import SalaConfig, SparseConfig
 from sala.plugins.vllm import BACKEND
+from sala.plugins.vllm.dispatch import attend
 from sala.plugins.vllm.lightning import read_rows
 from sala.plugins.vllm.memory import Layout, Pages, Step, plan_step
 from sala.plugins.vllm.regime import keep_apart
@@ -155,7 +156,7 @@ class SparseImpl(AttentionImpl[Step]):
             self.pages = Pages(kv_cache, self.layout, kv_cache.shape[2])
         count = attn_metadata.num_tokens
         self.pages.append(attn_metadata, key[:count], value[:count])
-        output[:count] = self.pages.attend(attn_metadata, query[:count], self.scale)
+        output[:count] = attend(self.pages, attn_metadata, query[:count], self.scale)
         return output
 
 

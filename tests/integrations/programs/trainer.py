@@ -10,8 +10,9 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
 
-import sala  # noqa: F401 - so that transformers knows the model
+import sala
 
+sala.register()
 model_path, data, output = sys.argv[1:4]
 options = dict(item.split("=", 1) for item in sys.argv[4:])
 tokenizer = AutoTokenizer.from_pretrained(model_path)

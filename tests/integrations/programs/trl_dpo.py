@@ -7,9 +7,10 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-import sala  # noqa: F401 - so that transformers knows the model
+import sala
 from sala.text.tokenizer import Tokenizer
 
+sala.register()
 model_path, data, output = sys.argv[1:4]
 model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 rows = load_dataset("json", data_files=f"{data}/preferences.jsonl", split="train")

@@ -7,8 +7,9 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import KTOConfig, KTOTrainer
 
-import sala  # noqa: F401 - so that transformers knows the model
+import sala
 
+sala.register()
 model_path, data, output = sys.argv[1:4]
 rows = load_dataset("json", data_files=f"{data}/feedback.jsonl", split="train")
 rows = rows.map(lambda row: {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]})
