@@ -31,7 +31,7 @@ from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.random import random_model
 from sala.checkpoint.random import RELEASED
 from sala.lab.bench.measure import measure_latency, measure_throughput
-from sala.lab.bench.subject import open_random
+from sala.lab.bench.target import open_random
 from sala.options import Options
 from sala.protocol import Plan, Row, Sampling
 

@@ -24,9 +24,9 @@ from sala.backends.torch.loader import load_model
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.lab.quantize.pipeline import quantize_model
-from sala.lab.quantize.plan import Settings
+from sala.lab.quantize.plan import QuantizeSettings
 from sala.lab.quantize.report import Head, compare, read_hidden
-from sala.lab.quantize.texts import FileText, SampledText, Text, cut
+from sala.lab.quantize.texts import CalibrationText, FileText, SampledText, cut
 from sala.models.embedded import find_model
 
 CPU = torch.device("cpu")
@@ -38,30 +38,33 @@ KINDS = (
 )  # fmt: skip
 
 
-def entries(num_layers: int, tokens: int) -> dict[str, tuple[Settings, bool]]:
+def entries(num_layers: int, tokens: int) -> dict[str, tuple[QuantizeSettings, bool]]:
     """Name → settings, and whether the calibration is the model's own text."""
     last = f"layers.{num_layers - 1}.*"
     narrow = ("v_proj=4", f"{last}=4")  # without what the defaults keep inside of the layers
     out = {
-        "8 bits, rtn": (Settings(8), False),
-        "4 bits, rtn": (Settings(4, method="rtn", keep=narrow), False),
-        "4 bits, gptq": (Settings(4, method="gptq", keep=narrow, num_tokens=tokens), False),
-        "4 bits, awq": (Settings(4, method="awq", keep=narrow, num_tokens=tokens), False),
-        "4 bits, gptq, own text": (Settings(4, method="gptq", keep=narrow, num_tokens=tokens), True),
-        "4 bits, gptq, groups of 32": (Settings(4, 32, "gptq", narrow, tokens), False),
-        "4 bits, gptq, groups of 32, v_proj and last layer in 8": (Settings(4, 32, "gptq", (), tokens), False),
-        "4 bits, rtn, v_proj and last layer in 8": (Settings(4, method="rtn"), False),
+        "8 bits, rtn": (QuantizeSettings(8), False),
+        "4 bits, rtn": (QuantizeSettings(4, method="rtn", keep=narrow), False),
+        "4 bits, gptq": (QuantizeSettings(4, method="gptq", keep=narrow, num_tokens=tokens), False),
+        "4 bits, awq": (QuantizeSettings(4, method="awq", keep=narrow, num_tokens=tokens), False),
+        "4 bits, gptq, own text": (QuantizeSettings(4, method="gptq", keep=narrow, num_tokens=tokens), True),
+        "4 bits, gptq, groups of 32": (QuantizeSettings(4, 32, "gptq", narrow, tokens), False),
+        "4 bits, gptq, groups of 32, v_proj and last layer in 8": (QuantizeSettings(4, 32, "gptq", (), tokens), False),
+        "4 bits, rtn, v_proj and last layer in 8": (QuantizeSettings(4, method="rtn"), False),
     }
     for kind in KINDS:
-        out[f"only {kind} in 4 bits, rtn"] = (Settings(4, method="rtn", keep=(*ALONE, f"{kind}=4")), False)
+        out[f"only {kind} in 4 bits, rtn"] = (QuantizeSettings(4, method="rtn", keep=(*ALONE, f"{kind}=4")), False)
     for name, pattern in (("first layer", "layers.0.*"), ("last layer", last)):
-        out[f"only the {name} in 4 bits, rtn"] = (Settings(4, method="rtn", keep=(*ALONE, f"{pattern}=4")), False)
+        out[f"only the {name} in 4 bits, rtn"] = (
+            QuantizeSettings(4, method="rtn", keep=(*ALONE, f"{pattern}=4")),
+            False,
+        )
     for name, keep in {
         "v_proj in 8": (*narrow, "v_proj"),
         "v_proj, down_proj in 8": (*narrow, "v_proj", "down_proj"),
         "v_proj and last layer in 8": (),
     }.items():
-        out[f"4 bits, gptq, {name}"] = (Settings(4, method="gptq", keep=keep, num_tokens=tokens), False)
+        out[f"4 bits, gptq, {name}"] = (QuantizeSettings(4, method="gptq", keep=keep, num_tokens=tokens), False)
     return out
 
 
@@ -104,7 +107,9 @@ def main() -> None:
         options.output.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def read_quantized(path: Path, settings: Settings, text: Text, tokens: Tensor) -> tuple[Reading, float]:
+def read_quantized(
+    path: Path, settings: QuantizeSettings, text: CalibrationText, tokens: Tensor
+) -> tuple[Reading, float]:
     """Hidden states and head of the model as `sala quantize` makes it, and its bytes."""
     with tempfile.TemporaryDirectory() as room:
         quantize_model(path, Path(room) / "out", settings, text, CPU, may_requantize=True)

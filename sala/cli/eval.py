@@ -12,15 +12,15 @@ import typer
 
 from sala.cli import flags as s
 from sala.cli.lm_eval import lm
-from sala.cli.outputs import picture, place, relative
+from sala.cli.outputs import output_file, plot_file, relative
+from sala.cli.tables import print_record, print_table
 from sala.errors import InputError
 from sala.options import Options
 
 if TYPE_CHECKING:
     from sala.cli.progress import EvaluationProgress
-    from sala.lab.eval.record import Row
-    from sala.lab.eval.runner import Log
     from sala.lab.eval.suite import Suite
+    from sala.lab.report.record import Log, Record, Row
     from sala.llm import LLM
 
 eval = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -61,8 +61,8 @@ def needle(
     verbose: s.Verbose = False,
 ) -> None:
     """Hide a fact in texts of several lengths, at several depths, and ask for it."""
-    from sala.lab.eval.grid import draw_grid, summarise
     from sala.lab.eval.suite import PRESETS
+    from sala.lab.eval.summary import summarise
 
     _one_of("preset", preset, PRESETS)
     _one_of("values", values, VALUES)
@@ -76,8 +76,8 @@ def needle(
     settings = {**facts, "lengths": counts, "depths": places, "trials": trials}
     rows = run.cases(jobs, settings, facts, _tell_needle)
     cells = summarise(rows, ("length", "depth"))
-    run.save(cells, settings, lambda file: draw_grid(cells, file, f"needles found: {run.title(trials)}"))
-    _print_grid(cells, run.title(trials))
+    run.save(cells, settings, f"needles found: {run.title(trials)}")
+    _print_grid(cells, f"needles found: {run.title(trials)}")
 
 
 @eval.command()
@@ -101,8 +101,8 @@ def ruler(
 ) -> None:
     """Long texts, and what can be asked about them: single, multikey, multivalue, multiquery, chain, common, frequent,
     reading."""
-    from sala.lab.eval.grid import draw_tasks, summarise
     from sala.lab.eval.suite import QUESTIONS, RULER
+    from sala.lab.eval.summary import summarise
     from sala.lab.eval.tasks.reading import read_passages
 
     own = (QUESTIONS,) if questions is not None else ()
@@ -116,8 +116,8 @@ def ruler(
     settings = {**facts, "tasks": chosen, "lengths": counts, "trials": trials, "per_text": per_text}
     rows = run.cases(jobs, settings, facts, _tell_ruler)
     cells = summarise(rows, ("task", "length"))
-    run.save(cells, settings, lambda file: draw_tasks(cells, file, f"long-context tasks: {run.title(trials)}"))
-    _print_tasks(cells, run.title(trials))
+    run.save(cells, settings, f"long-context tasks: {run.title(trials)}")
+    _print_tasks(cells, f"scores: {run.title(trials)}")
 
 
 @eval.command()
@@ -136,8 +136,8 @@ def reasoning(
 ) -> None:
     """Small problems with one right answer: how many are answered, how many rightly, and how many never leave the
     model's thoughts."""
-    from sala.lab.eval.grid import summarise_reasoning
     from sala.lab.eval.suite import reasoning_tasks
+    from sala.lab.eval.summary import summarise_reasoning
     from sala.lab.eval.tasks.reasoning import KINDS
 
     kinds = _names(tasks, tuple(KINDS), "tasks")
@@ -147,13 +147,12 @@ def reasoning(
     facts |= {"max_tokens": max_tokens, "max_batch": options.max_batch}
     settings = {**facts, "tasks": kinds, "count": count, "budgets": budgets}
     rows = run.problems(reasoning_tasks(kinds, count, seed, budgets), max_tokens, settings, facts)
-    results = summarise_reasoning(rows)
-    run.save(results, settings, None)
-    _print_reasoning(results, f"{run.name}, {count} problem(s) of every kind")
+    record = run.save(summarise_reasoning(rows), settings)
+    print_record(record, f"{run.name}, {count} problem(s) of every kind")
 
 
 class _Run:
-    """From the flags to the files: what every evaluation does before and after."""
+    """What every evaluation does before and after: from the flags to the files."""
 
     def __init__(
         self,
@@ -164,23 +163,24 @@ class _Run:
         force: bool,
         lengths: Sequence[int],
     ) -> None:
-        """All that can be refused is refused here, before the model is loaded."""
+        """Raise for everything that can be refused before the model is loaded."""
         from sala.config import SalaConfig
         from sala.lab.eval.runner import check_lengths
 
         self._path = s.find_model(options.model)
         self.name = self._path.name
         self._kind, self._force, self._options = kind, force, options
-        self._output = place(output, f"{kind}-{self.name}.json", ".json")
+        self._output = output_file(output, f"{kind}-{self.name}.json", ".json")
         self._log = self._output.with_suffix(".jsonl")
-        self._plot = picture(plot, self._output) if kind != "reasoning" else None
+        self._plot = plot_file(plot, self._output) if kind != "reasoning" else None
         if lengths:
             check_lengths(lengths, options.ctx or SalaConfig.load(self._path).max_position_embeddings)
             self._options = replace(options, ctx=options.ctx or max(lengths))
         self._longest = max(lengths, default=0)
+        self._num_known = self._num_cases = 0
 
     def load(self, seed: int, verbose: bool) -> dict[str, Any]:
-        """Load the model; what the results depend on besides the cases."""
+        """Load the model; return what the results depend on besides the cases."""
         from sala import __version__
         from sala.backends import name_device
 
@@ -195,7 +195,7 @@ class _Run:
         }
 
     def open(self, haystack: Path | None, seed: int, verbose: bool) -> tuple["Suite", dict[str, Any]]:
-        """The model, the cases for it, and the facts that tell them from others."""
+        """Load the model; return the suite of its cases, and the facts that identify them."""
         from sala.lab.eval.sources import read_source
         from sala.lab.eval.suite import Suite
         from sala.lab.eval.tasks.case import Writer
@@ -205,7 +205,7 @@ class _Run:
         if source is not None and source.num_chars < 8 * self._longest:
             count = sum(map(len, self.llm.tokenizer.encode_many(source.documents)))
             if count < self._longest:
-                s.note(f"{haystack} has {count:,} tokens: in longer texts it comes again and again")
+                s.note(f"{haystack} has {count:,} tokens; longer texts repeat it")
         suite = Suite(Writer.for_model(self.llm.tokenizer), lambda: source or read_source(None), seed)
         return suite, {**facts, "haystack": "prose" if source is None else source.name}
 
@@ -216,25 +216,44 @@ class _Run:
         facts: dict[str, Any],
         describe: "Callable[[Row], str]",
     ) -> "list[Row]":
-        from sala.lab.eval.runner import Log, key_of, run_cases
+        from sala.lab.eval.runner import run_cases
 
-        self._check(settings)
-        log = Log(self._log)
-        with self._watched(describe, log, [key_of(facts, job.labels) for job in jobs]) as watch:
-            return run_cases(self.llm, jobs, log, facts, watch)
+        with self._logged(jobs, settings, facts, describe) as (log, progress):
+            return run_cases(self.llm, jobs, log, facts, progress)
 
     def problems(
         self, tasks: Sequence[Any], max_tokens: int, settings: dict[str, Any], facts: dict[str, Any]
     ) -> "list[Row]":
-        from sala.lab.eval.runner import Log, key_of, run_problems
+        from sala.lab.eval.runner import run_problems
+
+        with self._logged(tasks, settings, facts, _tell_problem) as (log, progress):
+            return run_problems(self.llm, tasks, max_tokens, log, facts, progress)
+
+    @contextmanager
+    def _logged(
+        self, jobs: Sequence[Any], settings: dict[str, Any], facts: dict[str, Any], describe: "Callable[[Row], str]"
+    ) -> "Iterator[tuple[Log, EvaluationProgress]]":
+        """Open the log of the run. After Ctrl-C say how many cases it has and how to continue."""
+        from sala.cli.progress import EvaluationProgress
+        from sala.lab.report.record import Log, key_of
 
         self._check(settings)
-        log = Log(self._log)
-        with self._watched(_tell_problem, log, [key_of(facts, task.labels) for task in tasks]) as watch:
-            return run_problems(self.llm, tasks, max_tokens, log, facts, watch)
+        log, keys = Log(self._log), [key_of(facts, job.labels) for job in jobs]
+
+        def num_known() -> int:
+            return sum(log.find(key) is not None for key in keys)
+
+        self._num_known, self._num_cases = num_known(), len(keys)
+        try:
+            with EvaluationProgress(describe) as progress:
+                yield log, progress
+        except KeyboardInterrupt:
+            s.note(f"stopped; {num_known()} of {len(keys)} cases are in {self._log}")
+            s.note(f"the same command continues from there: {shlex.join(['sala', *sys.argv[1:]])}")
+            raise
 
     def _check(self, settings: dict[str, Any]) -> None:
-        from sala.lab.eval.record import Record
+        from sala.lab.report.record import Record
 
         if self._force:
             return
@@ -246,36 +265,34 @@ class _Run:
                     "output", f"{file} exists and belongs to something else", "choose another name, or --force"
                 )
 
-    @contextmanager
-    def _watched(
-        self, describe: "Callable[[Row], str]", log: "Log", keys: Sequence[str]
-    ) -> "Iterator[EvaluationProgress]":
-        """Ctrl-C keeps what is measured and says how to go on."""
-        from sala.cli.progress import EvaluationProgress
-
-        try:
-            with EvaluationProgress(describe) as progress:
-                yield progress
-        except KeyboardInterrupt:
-            num_known = sum(log.find(key) is not None for key in keys)
-            s.note(f"stopped; {num_known} of {len(keys)} cases are in {self._log}")
-            s.note(f"the same command goes on from there: {shlex.join(['sala', *sys.argv[1:]])}")
-            raise
-
-    def save(self, results: "list[Row]", settings: dict[str, Any], draw: Callable[[Path], None] | None) -> None:
-        from sala.lab.eval.grid import write_csv
-        from sala.lab.eval.record import Record
+    def save(self, results: "list[Row]", settings: dict[str, Any], title: str = "") -> "Record":
+        """Write the record, the table and the picture."""
+        from sala.lab.eval.summary import write_csv
+        from sala.lab.report.kinds import plot_record
+        from sala.lab.report.record import Record
 
         table = self._output.with_suffix(".csv")
         write_csv(results, table)
         written = [self._output, table]
-        record = Record(self._kind, self.name, settings, results)
-        if self._plot is not None and draw is not None:
-            draw(self._plot)
+        record = Record(self._kind, self.name, settings, results, notes=self._notes())
+        if self._plot is not None:
+            plot_record(record, self._plot, title)
             record.plots.append(relative(self._plot, self._output.parent))
             written.append(self._plot)
         record.save(self._output, self._force)
         s.note(f"wrote {', '.join(map(str, written))}; every answer is in {self._log}")
+        return record
+
+    def _notes(self) -> list[str]:
+        """Return what a reader of the speeds must know: cases of an earlier run may have had other conditions."""
+        from sala.lab.report.record import Record
+
+        if self._num_known == self._num_cases and self._output.exists() and not self._force:
+            return Record.load(self._output).notes
+        if not self._num_known:
+            return []
+        text = "come from an earlier run, perhaps with other threads or load: speeds mix both"
+        return [f"{self._num_known} of {self._num_cases} cases {text}"]
 
     def title(self, trials: int) -> str:
         return f"{self.name}, {trials} trial{'s' if trials > 1 else ''} per cell"
@@ -321,7 +338,7 @@ def _digest(file: Path | None) -> str | None:
 
 
 def speeds(row: "Row") -> str:
-    """Prefill and decode of one case, in words."""
+    """Return the prefill and decode speed of one case."""
     parts = []
     for name in ("prefill", "decode"):
         if row[f"{name}_n"] and row[f"{name}_s"] > 0:
@@ -339,27 +356,29 @@ def _tell_ruler(row: "Row") -> str:
 
 
 def _tell_problem(row: "Row") -> str:
-    words = ("is_correct", "right"), ("is_answered", "wrong"), ("is_stuck", "stuck in thoughts")
+    words = ("is_correct", "right"), ("is_answered", "wrong"), ("is_stuck", "stuck in reasoning")
     what = next((word for name, word in words if row[name]), "no answer")
     budget = "" if row["budget"] is None else f", budget {row['budget']}"
     return f"{row['task']} {row['number']}{budget}: {what}, {row['completion_tokens']} tokens"
 
 
 def _print_grid(cells: "list[Row]", title: str) -> None:
-    from sala.lab.bench.plots import label
+    from sala.lab.report.charts import length_label
+    from sala.lab.report.kinds import ratio_text
 
     lengths, depths = (sorted({cell[name] for cell in cells}) for name in ("length", "depth"))
     found = {(cell["length"], cell["depth"]): cell for cell in cells}
     rows = []
     for length in lengths:
         line = [found[length, depth] for depth in depths]
-        rows.append([label(length), *(f"{cell['exact']:.0%}" for cell in line), *_mean_speeds(line)])
-    columns = ["tokens", *(f"{depth:g} %" for depth in depths), "prefill tok/s", "decode tok/s"]
-    _print(f"needles found: {title}", columns, rows)
+        counts = [ratio_text(cell["exact"], cell["trials"]) for cell in line]
+        rows.append([length_label(length), *counts, *_mean_speeds(line)])
+    headings = ["tokens", *(f"{depth:g} %" for depth in depths), "prefill tok/s", "decode tok/s"]
+    print_table(title, headings, rows, [False] * len(headings))
 
 
 def _print_tasks(cells: "list[Row]", title: str) -> None:
-    from sala.lab.bench.plots import label
+    from sala.lab.report.charts import length_label
 
     lengths = sorted({cell["length"] for cell in cells})
     tasks = list(dict.fromkeys(cell["task"] for cell in cells))
@@ -367,18 +386,7 @@ def _print_tasks(cells: "list[Row]", title: str) -> None:
     rows = [[task, *(f"{found[task, length]['score']:.0%}" for length in lengths)] for task in tasks]
     average = [sum(found[task, length]["score"] for task in tasks) / len(tasks) for length in lengths]
     rows.append(["all", *(f"{value:.0%}" for value in average)])
-    _print(f"scores: {title}", ["task", *map(label, lengths)], rows)
-
-
-def _print_reasoning(results: "list[Row]", title: str) -> None:
-    rows = [
-        [
-            row["task"], "none" if row["budget"] is None else f"{row['budget']:,}", f"{row['answered']:.0%}",
-            f"{row['correct']:.0%}", f"{row['stuck']:.0%}", f"{row['tokens']:,.0f}",
-        ]
-        for row in results
-    ]  # fmt: skip
-    _print(title, ["task", "budget", "answered", "correct", "stuck", "tokens"], rows)
+    print_table(title, ["task", *map(length_label, lengths)], rows, [True, *(False for _ in lengths)])
 
 
 def _mean_speeds(cells: "list[Row]") -> list[str]:
@@ -387,16 +395,3 @@ def _mean_speeds(cells: "list[Row]") -> list[str]:
         known = [cell[name] for cell in cells if cell[name] is not None]
         out.append(f"{sum(known) / len(known):,.1f}" if known else "–")
     return out
-
-
-def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for at, name in enumerate(columns):
-        table.add_column(name, justify="right" if at else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console(highlight=False).print(table)

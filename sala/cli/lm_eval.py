@@ -1,6 +1,8 @@
 """`sala eval lm`: tasks of lm-eval in this process, through the engine."""
 
+import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +11,8 @@ import typer
 from sala.cli import flags as s
 from sala.errors import InputError
 from sala.options import Options
+
+MAX_NAME = 80  # characters of the task names in a file name
 
 
 @s.derived
@@ -43,10 +47,10 @@ def lm(
     """Tasks of lm-eval, without a server; prints its table and writes a record. A run that was cut off goes on."""
     from importlib.metadata import version
 
-    from sala.cli.outputs import going_on, place
-    from sala.lab.eval.harness import adapter, examine, to_rows, to_table
-    from sala.lab.eval.record import Record, write_atomically
-    from sala.lab.eval.runner import Log
+    from sala.cli.outputs import output_file, resumable
+    from sala.cli.tables import print_record
+    from sala.lab.eval.harness import adapter, evaluate, to_rows
+    from sala.lab.report.record import Log, Record, write_atomically
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if limit is not None and limit <= 0:
@@ -57,29 +61,37 @@ def lm(
         "max_tokens": max_tokens, "gen_kwargs": settings, "device": options.device, "dtype": options.dtype,
         "ctx": options.ctx,
     }  # fmt: skip
-    adapter()  # whatever is missing should be said before the model is loaded
+    adapter()  # raises, before the model is loaded, if lm-eval is not installed
     path = s.find_model(options.model)
-    file = place(output, f"lm-{path.name}.json", ".json")
+    file = output_file(output, default_name(names, path.name), ".json")
     record = Record("harness", path.name, wanted)
     if not force:
         record.check(file)
     log = file.with_suffix(".jsonl")
-    with s.load(options) as llm, going_on(log):
-        results, examinee = examine(
+    with s.load(options) as llm, resumable(log):
+        results, target = evaluate(
             llm, names, log=Log(log), include_path=include_path, num_fewshot=shots,
             is_chat=chat, system=system, limit=limit if limit is None or limit < 1 else int(limit),
             max_length=max_length, max_new_tokens=max_tokens, gen_kwargs=settings, has_samples=samples,
         )  # fmt: skip
-    if examinee.num_cut:
-        s.note(f"{examinee.num_cut:,} requests were longer than {examinee.max_length:,} tokens: cut on the left")
-    print(to_table(results))
+    if target.num_cut:
+        s.note(f"{target.num_cut:,} requests were longer than {target.max_length:,} tokens: cut on the left")
     record.results = to_rows(results)
+    print_record(record, f"{path.name}, {', '.join(names)}")
     record.versions["lm-eval"] = version("lm-eval")
     if samples:
         lines = "".join(json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in _samples(results))
         write_atomically(file.with_suffix(".samples.jsonl"), lines.encode())
     record.save(file, force)
     s.note(f"wrote {file}")
+
+
+def default_name(tasks: list[str], model: str) -> str:
+    """Return the file name of a run; many tasks are shortened to a hash, so that other tasks get another name."""
+    joined = "+".join(re.sub(r"[^\w.-]", "-", Path(task).stem if "/" in task else task) for task in tasks)
+    if len(joined) > MAX_NAME:
+        joined = f"{joined[:MAX_NAME]}-{hashlib.sha256(joined.encode()).hexdigest()[:8]}"
+    return f"lm-{joined}-{model}.json"
 
 
 def _parse(text: str | None) -> dict[str, Any] | None:

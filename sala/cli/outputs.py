@@ -1,4 +1,4 @@
-"""Where results go: checked before the work begins, so that nothing is measured in vain."""
+"""Output files: checked before the work begins, so that nothing is measured in vain."""
 
 import os
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from sala.cli import flags as s
 from sala.errors import InputError, MissingExtra
 
 
-def place(output: Path | None, name: str, suffix: str) -> Path:
-    """The file that is meant; a directory, or nothing, gets one of that name."""
+def output_file(output: Path | None, name: str, suffix: str) -> Path:
+    """Return the file to write: `output`, or `name` in a directory; raise InputError if it cannot be written."""
     path = Path(name) if output is None else output.expanduser()
     path = path / name if path.is_dir() else path
     if path.suffix != suffix:
@@ -40,28 +40,31 @@ def check_new(output: Path) -> None:
         raise InputError("output", f"{output} cannot be written", f"you may not write to {parent}")
 
 
-def picture(plot: Path | None, output: Path) -> Path | None:
-    """Where to draw: as asked, or beside the results if there is something to draw with."""
-    from sala.lab.bench.plots import need_matplotlib
+def plot_file(plot: Path | None, output: Path) -> Path | None:
+    """Return the picture to write: `plot`, or a PNG beside `output` if matplotlib is installed."""
+    from sala.lab.report import charts
 
+    if plot is not None:
+        plot = plot.expanduser()
+        plot = plot / output.with_suffix(".png").name if plot.is_dir() else plot
+        charts.check_plot(plot)
+        return plot
     try:
-        need_matplotlib()
+        charts.need_matplotlib()
     except MissingExtra as error:
-        if plot is not None:
-            raise
         s.note(f"there will be no picture: {error}")
         return None
-    return output.with_suffix(".png") if plot is None else place(plot, output.with_suffix(".png").name, ".png")
+    return output.with_suffix(".png")
 
 
 @contextmanager
-def going_on(log: Path | None) -> Iterator[None]:
-    """Ctrl-C keeps what is measured and says how to go on."""
+def resumable(log: Path | None) -> Iterator[None]:
+    """Say after Ctrl-C how to continue."""
     try:
         yield
     except KeyboardInterrupt:
         if log is not None and log.is_file():
-            s.note(f"stopped; what is measured is in {log}, and the same command goes on from there")
+            s.note(f"stopped; the results so far are in {log}, and the same command continues from there")
         raise
 
 

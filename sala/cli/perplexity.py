@@ -1,7 +1,7 @@
 """`sala perplexity`: how well a model predicts a text, by how much of it the model sees."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -31,20 +31,21 @@ def perplexity(
     options: Annotated[Options, s.Use(without=("ctx",), defaults={"max_batch": 1, "snapshots": 0})],
 ) -> None:
     from sala.cli.bench import read_counts
-    from sala.cli.outputs import going_on, picture, place, relative
+    from sala.cli.outputs import output_file, plot_file, relative, resumable
     from sala.cli.progress import ProgressBar
+    from sala.cli.tables import print_record
     from sala.lab.eval import perplexity as work
-    from sala.lab.eval.record import Record
-    from sala.lab.eval.runner import Log
+    from sala.lab.report.kinds import plot_record
+    from sala.lab.report.record import Log, Record
 
     counts = read_counts(lengths, "lengths")
     _check(stride, tokens, counts)
     documents = work.read_documents(file.expanduser())
     path = s.find_model(options.model)
-    record_file = place(output, f"perplexity-{path.name}.json", ".json")
+    record_file = output_file(output, f"perplexity-{path.name}.json", ".json")
     if record_file.absolute() == file.absolute():
         raise InputError("output", f"{record_file} is the text itself", "choose another name")
-    plot_file = picture(plot, record_file)
+    picture = plot_file(plot, record_file)
     with s.load(options, ctx=_ctx(path, counts)) as llm:
         text = work.to_text(llm, str(file), documents, tokens)
         chosen = work.choose_lengths(counts, len(text.ids), llm.ctx)
@@ -58,15 +59,15 @@ def perplexity(
         if not force:
             record.check(record_file)
         log = record_file.with_suffix(".jsonl")
-        with going_on(log), ProgressBar() as bar:
+        with resumable(log), ProgressBar() as bar:
             record.results = list(work.measure(llm, text, chosen, stride, Log(log), bar))
     title = f"{path.name} on {file.name}"
-    _show(title, record.results)
-    if plot_file is not None:
-        work.plot(record.results, plot_file, title)
-        record.plots.append(relative(plot_file, record_file.parent))
+    print_record(record, title)
+    if picture is not None:
+        plot_record(record, picture, title)
+        record.plots.append(relative(picture, record_file.parent))
     record.save(record_file, force)
-    s.note(f"wrote {', '.join(str(one) for one in (record_file, plot_file) if one is not None)}")
+    s.note(f"wrote {', '.join(str(one) for one in (record_file, picture) if one is not None)}")
 
 
 def _check(stride: int | None, tokens: int | None, counts: list[int]) -> None:
@@ -82,19 +83,3 @@ def _ctx(path: Path, counts: list[int]) -> int:
     from sala.config import SalaConfig
 
     return min(max(counts), SalaConfig.load(path).max_position_embeddings)
-
-
-def _show(title: str, rows: list[dict[str, Any]]) -> None:
-    from sala.cli.bench import print_table
-    from sala.lab.bench.plots import label
-
-    columns = ["tokens", "windows", "scored", "perplexity", "", "bits per byte", "tok/s"]
-    cells = [
-        [
-            label(row["length"]), f"{row['windows']:,}", f"{row['tokens']:,}", f"{row['perplexity']:,.4g}",
-            f"± {row['stderr']:.2g}", "" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
-            f"{row['tokens_per_second']:,.0f}",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    print_table(title, columns, cells)

@@ -11,7 +11,7 @@ from sala.errors import MissingExtra
 from sala.options import Options
 
 if TYPE_CHECKING:
-    from sala.lab.quantize.texts import Text
+    from sala.lab.quantize.texts import CalibrationText
 
 
 @s.derived
@@ -48,33 +48,34 @@ def quantize(
     from sala.backends.torch.loader import pick_device
     from sala.checkpoint.names import expected_tensors
     from sala.config import SalaConfig
-    from sala.lab.quantize.pipeline import draft_of, quantize_model
-    from sala.lab.quantize.plan import Settings, count_bits, describe, plan_modules
+    from sala.lab.quantize.pipeline import draft_of, is_result, quantize_model
+    from sala.lab.quantize.plan import QuantizeSettings, count_bits, describe, plan_modules
 
     output = output.expanduser()
-    wanted = Settings(bits, group_size, method, tuple(keep or ()), tokens)
-    place = pick_device(options.device)
+    wanted = QuantizeSettings(bits, group_size, method, tuple(keep or ()), tokens)
+    where = pick_device(options.device)
     path = s.find_model(model)
     config = replace(SalaConfig.load(path), quantization=None)
     plan = plan_modules(config, wanted)
     with ProgressBar() as bar:
         text = _text(path, calibration, options.device, bar)
-        try:
-            quantize_model(path, output, wanted, text, place, requantize, bar)
-        except KeyboardInterrupt:
-            if draft_of(output).is_dir():
-                s.note("stopped; the same command goes on where it stopped")
-            raise
+        if report and is_result(output, config, plan):
+            s.note(f"{output} is complete; measuring it")
+        else:
+            try:
+                quantize_model(path, output, wanted, text, where, requantize, bar)
+            except KeyboardInterrupt:
+                if draft_of(output).is_dir():
+                    s.note("stopped; the same command continues where it stopped")
+                raise
         if report:
-            held = (_text(path, report_text, options.device, bar) if report_text else text).held_out(
-                report_tokens, 1024
-            )
-            _report(path, output, held, place, needles, bar)
+            measured = _text(path, report_text, options.device, bar) if report_text else text
+            _report(path, output, measured.held_out(report_tokens, 1024), where, needles, bar)
     width = count_bits(plan, expected_tensors(config), 8 * ELEMENT_BYTES[config.dtype])
     s.note(f"ready: {output}, {width:.2f} bits per weight ({describe(plan)})")
 
 
-def _text(model: Path, file: Path | None, device: str, bar: ProgressBar) -> "Text":
+def _text(model: Path, file: Path | None, device: str, bar: ProgressBar) -> "CalibrationText":
     from sala.lab.quantize.texts import FileText, SampledText
 
     if file is not None:
@@ -83,16 +84,18 @@ def _text(model: Path, file: Path | None, device: str, bar: ProgressBar) -> "Tex
 
 
 def _report(original: Path, quantized: Path, tokens: Any, device: Any, num_needles: int, bar: ProgressBar) -> None:
-    from sala.cli.bench import print_table
+    from sala.cli.tables import print_record
     from sala.lab.quantize.report import NAME, measure, to_record
     from sala.lab.report.comparison import save
-    from sala.lab.report.kinds import table_of
 
-    results = measure(original, quantized, tokens, device, num_needles, note=bar)
+    try:
+        results = measure(original, quantized, tokens, device, num_needles, note=bar)
+    except KeyboardInterrupt:
+        s.note(f"stopped; {quantized} is complete, and the same command measures it again")
+        raise
     record = to_record(results, quantized.name, {"original": original.name, "device": str(device)})
     has_picture = save(record, quantized, NAME)
     bar.close()
-    headings, rows, _ = table_of(record)
-    print_table(f"{original.name}, quantized", headings, rows, left=("measure",))
+    print_record(record, f"{quantized.name} beside {original.name}")
     if not has_picture:
         s.note(f"no picture: {MissingExtra('matplotlib', 'eval')}")

@@ -17,13 +17,21 @@ def report(
     title: Annotated[str, typer.Option(help="What the page is called.")] = "Evaluation",
     force: Annotated[bool, typer.Option("--force", help="Replace a page that is there.")] = False,
 ) -> None:
-    from sala.cli.outputs import place
-    from sala.lab.eval.record import today, write_atomically
-    from sala.lab.eval.report import read_runs, to_page
+    from sala.cli.outputs import output_file
+    from sala.errors import MissingExtra
+    from sala.lab.report.charts import need_matplotlib
+    from sala.lab.report.page import read_runs, to_page
+    from sala.lab.report.record import today, write_atomically
 
-    file = place(output, "report.html", ".html")
+    file = output_file(output, "report.html", ".html")
     if file.exists() and not force:
         raise InputError("output", f"{file} exists already", "choose another name, or --force")
     found = read_runs([path.expanduser() for path in runs])
-    write_atomically(file, to_page(found, title, today()[:10]).encode())
+    has_charts = True
+    try:
+        need_matplotlib()
+    except MissingExtra as error:
+        has_charts = False
+        s.note(f"there will be no charts: {error}")
+    write_atomically(file, to_page(found, title, today()[:10], has_charts).encode())
     s.note(f"wrote {file}: {len(found)} run{'s' if len(found) > 1 else ''}")

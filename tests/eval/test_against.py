@@ -12,8 +12,9 @@ from sala.errors import InputError, SalaError
 from sala.lab.bench import dense as work
 from sala.lab.bench.dense import compare, count_parameters, verdict
 from sala.lab.bench.measure import Latency
-from sala.lab.bench.plots import plot_against
+from sala.lab.report.kinds import plot_record
 from sala.lab.report.page import read_runs, to_page
+from sala.lab.report.record import Record
 
 
 def latency(length: int, first_s: float, decode: float) -> Latency:
@@ -52,7 +53,7 @@ def test_verdicts() -> None:
 
 
 def test_picture(tmp_path: Path) -> None:
-    plot_against(rows(), tmp_path / "sampled.png", "both")
+    plot_record(Record("against", "ours", {}, rows()), tmp_path / "sampled.png", "both")
     assert (tmp_path / "sampled.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -82,7 +83,7 @@ class TestWithTransformers:
     def _needed(self) -> None:
         pytest.importorskip("transformers")
 
-    def open(self) -> work.Dense:
+    def open(self) -> work.DenseModel:
         import torch
 
         torch.manual_seed(0)
@@ -95,7 +96,7 @@ class TestWithTransformers:
         assert dense.is_plain
         ids = torch.arange(2, 42)[None]
         wanted = dense.model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 40:].tolist()
-        cache, tokens, found = work._reserve(dense, 46), ids, []
+        cache, tokens, found = work._preallocate(dense, 46), ids, []
         with torch.inference_mode():
             for _ in range(6):
                 out = dense.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -110,13 +111,13 @@ class TestWithTransformers:
 
         dense = self.open()
         ids, token = torch.arange(2, 42)[None], torch.tensor([[5]])
-        cache = work._reserve(dense, 46)
+        cache = work._preallocate(dense, 46)
         with torch.inference_mode():
             dense.model(input_ids=ids, past_key_values=cache, use_cache=True)
             first, second = (self._step(dense, cache, token) for _ in range(2))
         assert torch.equal(first, second)
 
-    def _step(self, dense: work.Dense, cache: Any, token: Any) -> Any:
+    def _step(self, dense: work.DenseModel, cache: Any, token: Any) -> Any:
         work._rewind(cache, 40)
         return dense.model(input_ids=token, past_key_values=cache, use_cache=True).logits
 
@@ -132,7 +133,7 @@ class TestWithTransformers:
         dense = work.open_dense(str(tmp_path / "dense"), torch.device("cpu"), torch.float32)
         assert dense.name == "dense"
         assert dense.model.config.num_hidden_layers == 2
-        with pytest.raises(InputError, match="nothing is no model directory"):
+        with pytest.raises(InputError, match="nothing is not a model directory"):
             work.open_dense("nothing", torch.device("cpu"), torch.float32)
         (tmp_path / "dense" / "config.json").write_text('{"model_type": "no such"}')
         with pytest.raises(SalaError, match="transformers cannot load"):

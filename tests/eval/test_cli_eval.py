@@ -13,7 +13,7 @@ import pytest
 from sala import cli
 from sala.cli.progress import duration
 from sala.errors import MissingExtra, install_command
-from sala.lab.bench import plots
+from sala.lab.report import charts
 from sala.lab.report.record import Record
 from tests.eval.test_tasks import copy_with_thoughts
 
@@ -62,7 +62,7 @@ def test_own_haystack_and_places(tiny: Path, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "figures").mkdir()
     options = ["--haystack", "book.txt", "-o", "out/run.json", "--plot", "figures/run.png", "--values", "number"]
     assert cli.run([*NEEDLE, "-m", str(tiny), *options]) == 0
-    assert "book.txt has 369 tokens: in longer texts it comes again and again" in capsys.readouterr().err
+    assert "book.txt has 369 tokens; longer texts repeat it" in capsys.readouterr().err
     assert Record.load(Path("out/run.json")).plots == ["../figures/run.png"]
     assert Path("figures/run.png").is_file()
     assert not Path("out/run.png").exists()
@@ -123,7 +123,7 @@ def test_without_matplotlib(
     def missing() -> None:
         raise MissingExtra("matplotlib", "eval")
 
-    monkeypatch.setattr(plots, "need_matplotlib", missing)
+    monkeypatch.setattr(charts, "need_matplotlib", missing)
     assert cli.run([*NEEDLE, "-m", str(tiny), "--plot", "run.png"]) == 1
     assert install_command("eval") in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -153,7 +153,7 @@ def test_reasoning_with_and_without_a_budget(tiny: Path, tmp_path: Path, capsys:
     arguments = ["eval", "reasoning", "-m", str(model), "-c", "2", "-n", "48", "--device", "cpu", "-o", "out.json"]
     assert cli.run([*arguments, "--budget", "8"]) == 0
     out = capsys.readouterr()
-    assert "stuck in thoughts" in out.err
+    assert "stuck in reasoning" in out.err
     assert "answered" in out.out
     results = {(row["task"], row["budget"]): row for row in Record.load(Path("out.json")).results}
     assert set(results) == {
@@ -204,7 +204,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tiny: Path, tmp_path: P
     known = log.read_bytes().count(b"\n")
     assert 2 <= known < 6
     assert f"stopped; {known} of 6 cases are in needle-tiny.jsonl" in err
-    assert "the same command goes on from there: sala eval needle --lengths 6k,60k" in err
+    assert "the same command continues from there: sala eval needle --lengths 6k,60k" in err
     assert "Traceback" not in err
     assert not (tmp_path / "needle-tiny.json").exists()
     short = [*command, "--lengths", "6k"]

@@ -13,7 +13,7 @@ import pytest
 from sala.engine.cache.prefix import as_bytes
 from sala.errors import InputError, MissingExtra
 from sala.lab.eval import harness
-from sala.lab.eval.harness import Examinee, Wish, to_rows, to_sampling, windows
+from sala.lab.eval.harness import Generation, HarnessModel, to_rows, to_sampling, windows
 from sala.lab.eval.likelihood import (
     MIN_SHARED,
     Likelihood,
@@ -142,7 +142,7 @@ def test_scores_in_pieces(llm: LLM) -> None:
 
 
 @pytest.fixture(scope="module")
-def merging(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examinee]:
+def merging(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HarnessModel]:
     """A tokenizer with two tokens of several letters: ab, and " c"."""
     path = tmp_path_factory.mktemp("merging") / "model"
     shutil.copytree(tiny, path)
@@ -154,13 +154,13 @@ def merging(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ex
     definition["model"]["merges"] = [["a", "b"], ["Ġ", "c"]]
     (path / "tokenizer.json").write_text(json.dumps(definition))
     with LLM(path, device="cpu", ctx=512) as llm:
-        yield Examinee(llm)
+        yield HarnessModel(llm)
 
 
 BOS, AB, SPACE_C = 256, 0, 1
 
 
-def test_the_border(merging: Examinee) -> None:
+def test_the_border(merging: HarnessModel) -> None:
     x, a, b, c = (ord(letter) for letter in "xabc")
     assert merging.split("x", " c") == ([BOS, x], [SPACE_C])
     assert merging.split("x ", "c") == ([BOS, x], [SPACE_C])  # as in running text
@@ -169,21 +169,21 @@ def test_the_border(merging: Examinee) -> None:
     assert merging.split("", "ab") == ([BOS], [AB])
     assert merging.split(" ", "c") == ([BOS], [SPACE_C])
     assert merging.split("x", "") == ([BOS, x], [])
-    plain = Examinee(merging.llm, bos=False)
+    plain = HarnessModel(merging.llm, bos=False)
     assert plain.split("x", " c") == ([x], [SPACE_C])
     assert plain.split("", "ab") == ([BOS], [AB])
 
 
 def test_a_long_context_is_cut_on_the_left(llm: LLM) -> None:
-    examinee = Examinee(llm, max_length=50)
+    target = HarnessModel(llm, max_length=50)
     context, continuation = draw(80, 1), draw(10, 2)
-    found = examinee.score([(context, continuation)])
+    found = target.score([(context, continuation)])
     assert found[0].logprob == pytest.approx(expected(llm, context[-40:], continuation).logprob, abs=1e-4)
-    assert examinee.num_cut == 1
+    assert target.num_cut == 1
     with pytest.raises(InputError, match="continuation has 60 tokens"):
-        examinee.score([(context, draw(60, 1))])
+        target.score([(context, draw(60, 1))])
     with pytest.raises(InputError, match="max_length is 4096"):
-        Examinee(llm, max_length=4096)
+        HarnessModel(llm, max_length=4096)
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 9, 10, 18, 19, 57])
@@ -200,59 +200,61 @@ def test_windows(count: int) -> None:
 
 
 def test_whole_texts(llm: LLM) -> None:
-    examinee, text = Examinee(llm, max_length=100), "".join(map(chr, random.Random(3).choices(range(97, 123), k=250)))
+    target, text = HarnessModel(llm, max_length=100), "".join(map(chr, random.Random(3).choices(range(97, 123), k=250)))
     ids = [BOS, *text.encode()]
     spans = [(0, 1, 100), (99, 100, 199), (151, 199, 251)]  # where the window begins, what it scores
     wanted = sum(expected(llm, ids[a:b], ids[b:c]).logprob for a, b, c in spans)
-    assert examinee.score_texts([text, "", "short"])[0] == pytest.approx(wanted, abs=1e-3)
-    assert examinee.score_texts(["", "a"])[0] == 0
+    assert target.score_texts([text, "", "short"])[0] == pytest.approx(wanted, abs=1e-3)
+    assert target.score_texts(["", "a"])[0] == 0
 
 
 def test_writing(llm: LLM) -> None:
     whole = llm.generate("hello", temperature=0, max_tokens=30).text
     stop = whole[5:8]
-    examinee = Examinee(llm)
-    wishes = [Wish("hello", to_sampling({"until": [stop], "max_gen_toks": 30})), Wish("hello", to_sampling({}, 30))]
-    assert examinee.write(wishes) == [whole[: whole.find(stop)], whole]
+    target = HarnessModel(llm)
+    generations = [
+        Generation("hello", to_sampling({"until": [stop], "max_gen_toks": 30})),
+        Generation("hello", to_sampling({}, 30)),
+    ]
+    assert target.generate(generations) == [whole[: whole.find(stop)], whole]
     sampled = to_sampling({"do_sample": True, "temperature": 1.5, "seed": 4, "max_gen_toks": 20})
-    assert examinee.write([Wish("hello", sampled)]) == [llm.generate("hello", sampled).text]
-    long = Examinee(llm, max_length=60)
-    assert long.write([Wish("x" * 500, to_sampling({}, 20))]) == [
+    assert target.generate([Generation("hello", sampled)]) == [llm.generate("hello", sampled).text]
+    long = HarnessModel(llm, max_length=60)
+    assert long.generate([Generation("x" * 500, to_sampling({}, 20))]) == [
         llm.generate([ord("x")] * 40, temperature=0, max_tokens=20).text
     ]
     assert long.num_cut == 1
     with pytest.raises(InputError, match="max_gen_toks is 60"):
-        long.write([Wish("x", to_sampling({}, 60))])
+        long.generate([Generation("x", to_sampling({}, 60))])
 
 
 def test_a_chat(llm: LLM) -> None:
     """Special tokens of the template are read, reasoning is left out, and a stop counts only outside of it."""
-    examinee = Examinee(llm)
-    examinee.is_chat = True
+    target = HarnessModel(llm)
+    target.is_chat = True
     text = llm.tokenizer.render_chat([{"role": "user", "content": "hi"}], add_generation_prompt=True)
-    assert examinee.encode(text) == llm.encode_chat([{"role": "user", "content": "hi"}])
+    assert target.encode(text) == llm.encode_chat([{"role": "user", "content": "hi"}])
     whole = llm.chat([{"role": "user", "content": "hi"}], temperature=0, max_tokens=30).text
     stop = whole[4:6]
-    assert examinee.write([Wish(text, to_sampling({}, 30)), Wish(text, to_sampling({"until": stop}, 30))]) == [
-        whole, whole[: whole.find(stop)],
-    ]  # fmt: skip
-    assert examinee.write([Wish(f"{text}<think>\n", to_sampling({}, 30))]) == [""]
+    both = [Generation(text, to_sampling({}, 30)), Generation(text, to_sampling({"until": stop}, 30))]
+    assert target.generate(both) == [whole, whole[: whole.find(stop)]]
+    assert target.generate([Generation(f"{text}<think>\n", to_sampling({}, 30))]) == [""]
     assert llm.engine.is_idle
 
 
 def test_what_is_known_is_not_computed_again(tiny: Path, tmp_path: Path) -> None:
-    file, wish = tmp_path / "run.jsonl", Wish("hello", Sampling(temperature=0))
+    file, generation = tmp_path / "run.jsonl", Generation("hello", Sampling(temperature=0))
     pairs = [(draw(9, seed), draw(2, seed)) for seed in range(3)]
     with LLM(tiny, device="cpu", ctx=512) as llm:
-        examinee = Examinee(llm, log=Log(file))
-        found, text = examinee.score(pairs), examinee.write([wish])
+        target = HarnessModel(llm, log=Log(file))
+        found, text = target.score(pairs), target.generate([generation])
         with file.open("a") as handle:
             handle.write('{"key": "cut o')  # the power went
-        examinee = Examinee(llm, log=Log(file))
-    assert examinee.score(pairs) == found  # the model is closed: it can compute nothing
-    assert examinee.write([wish]) == text
+        target = HarnessModel(llm, log=Log(file))
+    assert target.score(pairs) == found  # the model is closed: it can compute nothing
+    assert target.generate([generation]) == text
     with pytest.raises(Exception):  # noqa: B017
-        examinee.score([(draw(9, 77), draw(2, 77))])
+        target.score([(draw(9, 77), draw(2, 77))])
 
 
 @pytest.mark.parametrize(

@@ -191,10 +191,10 @@ def test_sequences_of_one_length(loaded: tuple[Any, Any]) -> None:
 def test_quantized_checkpoint(directory: Path, tmp_path: Path, bits: int) -> None:
     """As `sala quantize` writes it, the embedding and the head wider than the rest."""
     from sala.lab.quantize.pipeline import quantize_model
-    from sala.lab.quantize.plan import Settings
+    from sala.lab.quantize.plan import QuantizeSettings
 
     target = tmp_path / "packed"
-    quantize_model(directory, target, Settings(bits, 32, method="rtn"))
+    quantize_model(directory, target, QuantizeSettings(bits, 32, method="rtn"))
     model, _ = mlx_lm.load(str(target))
     with LLM(target, backend="torch") as llm:
         wanted = llm.generate(tokens(40), Sampling(temperature=0, max_tokens=8, ignore_eos=True)).token_ids

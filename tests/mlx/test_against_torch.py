@@ -20,7 +20,7 @@ from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig, SparseConfig
 from sala.lab.quantize.pipeline import quantize_model
-from sala.lab.quantize.plan import Settings
+from sala.lab.quantize.plan import QuantizeSettings
 from sala.protocol import Options, Plan, Row, Sampling
 from tests.foreign import write as write_foreign
 from tests.mlx.place import DEVICE
@@ -121,7 +121,7 @@ def test_mixed_bits_compute_what_their_weights_say(tmp_path: Path, is_tied: bool
 def test_files_of_the_quantizer(tmp_path: Path, bits: int) -> None:
     """As `sala quantize` writes them from 16-bit weights: codes of the file, and torch's dequantized result."""
     write_random(tmp_path / "m", replace(TINY, dtype="bfloat16"))
-    quantize_model(tmp_path / "m", tmp_path / "q", Settings(bits=bits, method="rtn"), None, torch.device("cpu"))
+    quantize_model(tmp_path / "m", tmp_path / "q", QuantizeSettings(bits=bits, method="rtn"), None, torch.device("cpu"))
     theirs, ours = open_both(tmp_path / "q")
     with Checkpoint(tmp_path / "q") as file:
         name = "model.layers.1.mlp.up_proj"

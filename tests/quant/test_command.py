@@ -11,7 +11,7 @@ import torch
 
 from sala.cli import run as command
 from sala.lab.quantize.pipeline import quantize_model
-from sala.lab.quantize.plan import Settings
+from sala.lab.quantize.plan import QuantizeSettings
 from sala.lab.quantize.report import NAME, measure, to_record
 from sala.lab.quantize.texts import FileText
 from sala.lab.report.comparison import save
@@ -91,6 +91,18 @@ def test_the_report_of_the_command(tiny: Path, text: Path, tmp_path: Path) -> No
     assert (out / f"{NAME}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_report_on_a_model_that_is_there(tiny: Path, text: Path, tmp_path: Path) -> None:
+    """A run that was cut after the model was written is measured by the same command; another model is not."""
+    out = tmp_path / "eight"
+    quantize_model(tiny, out, QuantizeSettings(8))
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    arguments = ["--report", "--report-text", str(text), "--report-tokens", "512", "--needles", "0", "--device", "cpu"]
+    for bits, code in (("4", 1), ("8", 0)):
+        assert command(["quantize", str(tiny), "-o", str(out), "--bits", bits, "--method", "rtn", *arguments]) == code
+    assert {name: (out / name).read_bytes() for name in before} == before
+    assert Record.load(out / f"{NAME}.json").results[0]["measure"] == "weights"
+
+
 def test_a_model_beside_itself(tiny: Path, text: Path, tmp_path: Path) -> None:
     """Nothing is lost where nothing was done, and much where there are few bits."""
     tokens = FileText(text, tiny).held_out(1024, 256)
@@ -99,7 +111,7 @@ def test_a_model_beside_itself(tiny: Path, text: Path, tmp_path: Path) -> None:
     assert abs(same["kl"]) < 1e-6
     assert same["agreement"] == 1
     assert same["original"] == same["quantized"]
-    quantize_model(tiny, tmp_path / "four", Settings(4, method="rtn"))
+    quantize_model(tiny, tmp_path / "four", QuantizeSettings(4, method="rtn"))
     found = measure(tiny, tmp_path / "four", tokens, CPU, num_needles=0)
     assert found["kl"] > 1e-3
     assert 0.3 < found["agreement"] < 1

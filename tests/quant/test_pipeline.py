@@ -23,7 +23,7 @@ from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError, NoTokenizer
 from sala.lab.quantize.draft import open_draft
 from sala.lab.quantize.pipeline import draft_of, quantize_model
-from sala.lab.quantize.plan import Settings, count_bits, plan_modules
+from sala.lab.quantize.plan import QuantizeSettings, count_bits, plan_modules
 from sala.lab.quantize.texts import FileText, SampledText
 from sala.llm import LLM
 from sala.quantization_config import Groups
@@ -96,7 +96,7 @@ def content(path: Path) -> dict[str, bytes]:
 def test_what_is_written(source: str, method: str, request: pytest.FixtureRequest, text: Path, tmp_path: Path) -> None:
     path: Path = request.getfixturevalue(source)
     keep = ("layers.0.*.k_proj", "layers.1.mlp.up_proj=whole")
-    quantize_model(path, tmp_path / "out", Settings(4, 32, method, keep, **SHORT), FileText(text, path))
+    quantize_model(path, tmp_path / "out", QuantizeSettings(4, 32, method, keep, **SHORT), FileText(text, path))
     config = SalaConfig.load(tmp_path / "out")
     with Checkpoint(tmp_path / "out") as checkpoint:
         check_tensors(checkpoint, config)
@@ -120,7 +120,7 @@ def test_what_is_written(source: str, method: str, request: pytest.FixtureReques
 
 
 def test_eight_bits_are_the_model(tiny: Path, tmp_path: Path) -> None:
-    quantize_model(tiny, tmp_path / "out", Settings(8))
+    quantize_model(tiny, tmp_path / "out", QuantizeSettings(8))
     found, wanted = logits(tmp_path / "out"), logits(tiny)
     assert (found - wanted).abs().max() <= 0.03 * wanted.abs().max()
 
@@ -129,7 +129,7 @@ def test_calibrated_layers_are_nearer(tiny: Path, text: Path, tmp_path: Path) ->
     """On the text's own kind, 4 bits with a calibration lose less than without."""
     wanted, errors = logits(tiny), {}
     for method in ("rtn", "gptq"):
-        quantize_model(tiny, tmp_path / method, Settings(4, 64, method, **SHORT), FileText(text, tiny))
+        quantize_model(tiny, tmp_path / method, QuantizeSettings(4, 64, method, **SHORT), FileText(text, tiny))
         errors[method] = float((logits(tmp_path / method) - wanted).square().mean())
     assert errors["gptq"] < 0.9 * errors["rtn"]
 
@@ -141,7 +141,7 @@ def test_the_model_writes_its_own_text(half: Path, tmp_path: Path) -> None:
     assert torch.equal(pieces, again)
     assert not torch.equal(pieces, held)
     assert (pieces[:, 0] == HALF.bos_token_id).all()
-    quantize_model(half, tmp_path / "out", Settings(4, num_tokens=256, length=64), own)
+    quantize_model(half, tmp_path / "out", QuantizeSettings(4, num_tokens=256, length=64), own)
     assert SalaConfig.load(tmp_path / "out").quantization is not None
 
 
@@ -149,7 +149,7 @@ KILL = """
 import os, signal, sys
 from pathlib import Path
 from sala.lab.quantize import draft, pipeline
-from sala.lab.quantize.plan import Settings
+from sala.lab.quantize.plan import QuantizeSettings
 from sala.lab.quantize.texts import FileText
 model, target, text, method, moment = sys.argv[1:]
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
@@ -157,16 +157,16 @@ if moment == "layer":
     note = lambda stage, done, total: die() if (stage, done) == ("quantizing", 2) else None
 else:
     note = lambda *_: None
-    saved = draft.Draft.save_activations
-    draft.Draft.save_activations = lambda self, index, x: die() if index == 2 else saved(self, index, x)
-settings = Settings(4, 64, method, num_tokens=1024, length=128)
+    saved = draft.WorkDirectory.save_activations
+    draft.WorkDirectory.save_activations = lambda self, index, x: die() if index == 2 else saved(self, index, x)
+settings = QuantizeSettings(4, 64, method, num_tokens=1024, length=128)
 pipeline.quantize_model(Path(model), Path(target), settings, FileText(Path(text), Path(model)), note=note)
 """
 
 
 @pytest.mark.parametrize(("method", "moment"), [("rtn", "layer"), ("gptq", "layer"), ("awq", "activations")])
 def test_a_killed_run_goes_on(tiny: Path, text: Path, tmp_path: Path, method: str, moment: str) -> None:
-    settings = Settings(4, 64, method, **SHORT)
+    settings = QuantizeSettings(4, 64, method, **SHORT)
     quantize_model(tiny, tmp_path / "whole", settings, FileText(text, tiny))
     arguments = [str(tiny), str(tmp_path / "out"), str(text), method, moment]
     killed = subprocess.run([sys.executable, "-c", KILL, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -185,7 +185,7 @@ def test_another_job_begins_anew(tiny: Path, text: Path, tmp_path: Path) -> None
         if (stage, done) == ("quantizing", 1):
             raise KeyboardInterrupt
 
-    four, eight = Settings(4, method="rtn"), Settings(8)
+    four, eight = QuantizeSettings(4, method="rtn"), QuantizeSettings(8)
     with pytest.raises(KeyboardInterrupt):
         quantize_model(tiny, tmp_path / "out", four, note=stop)
     assert draft_of(tmp_path / "out").is_dir()
@@ -195,10 +195,10 @@ def test_another_job_begins_anew(tiny: Path, text: Path, tmp_path: Path) -> None
 
 
 def test_a_quantized_model_again(tiny: Path, tmp_path: Path) -> None:
-    quantize_model(tiny, tmp_path / "eight", Settings(8))
+    quantize_model(tiny, tmp_path / "eight", QuantizeSettings(8))
     with pytest.raises(CheckpointError, match="--requantize"):
-        quantize_model(tmp_path / "eight", tmp_path / "four", Settings(4, method="rtn"))
-    settings = Settings(4, method="rtn", keep=("lm_head=whole",))
+        quantize_model(tmp_path / "eight", tmp_path / "four", QuantizeSettings(4, method="rtn"))
+    settings = QuantizeSettings(4, method="rtn", keep=("lm_head=whole",))
     quantize_model(tmp_path / "eight", tmp_path / "four", settings, may_requantize=True)
     expand_checkpoint(tmp_path / "eight", tmp_path / "plain")
     quantize_model(tmp_path / "plain", tmp_path / "wanted", settings)
@@ -216,32 +216,32 @@ def test_refusals(tiny: Path, text: Path, tmp_path: Path) -> None:
         ({"num_tokens": 100}, "num_tokens is 100"),
     ):
         with pytest.raises(InputError, match=message):
-            Settings(**wrong)
+            QuantizeSettings(**wrong)
     for keep, message in (("x_proj", "no module"), ("v_proj=5", "write it like"), ("=8", "write it like")):
         with pytest.raises(InputError, match=message):
-            quantize_model(tiny, out, Settings(8, keep=(keep,)))
+            quantize_model(tiny, out, QuantizeSettings(8, keep=(keep,)))
     with pytest.raises(InputError, match="nothing to quantize"):
-        quantize_model(tiny, out, Settings(8, keep=("*=whole",)))
+        quantize_model(tiny, out, QuantizeSettings(8, keep=("*=whole",)))
     with pytest.raises(InputError, match="gptq needs a text"):
-        quantize_model(tiny, out, Settings(4))
+        quantize_model(tiny, out, QuantizeSettings(4))
     assert not draft_of(out).exists()
     out.mkdir()
     with pytest.raises(CheckpointError, match="exists already"):
-        quantize_model(tiny, out, Settings(8))
+        quantize_model(tiny, out, QuantizeSettings(8))
     out.rmdir()
     out.symlink_to(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="exists already"):
-        quantize_model(tiny, out, Settings(8))
+        quantize_model(tiny, out, QuantizeSettings(8))
 
 
 def test_groups_that_do_not_divide(tmp_path: Path) -> None:
     write_random(tmp_path / "odd", replace(TINY, intermediate_size=192))
     with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.down_proj\.weight.*--group-size 64"):
-        quantize_model(tmp_path / "odd", tmp_path / "out", Settings(8, 128))
+        quantize_model(tmp_path / "odd", tmp_path / "out", QuantizeSettings(8, 128))
     write_random(tmp_path / "odder", replace(TINY, intermediate_size=200))
     with pytest.raises(CheckpointError, match=r"--keep model\.layers\.0\.mlp\.down_proj=whole"):
-        quantize_model(tmp_path / "odder", tmp_path / "out", Settings(8, 32))
-    quantize_model(tmp_path / "odder", tmp_path / "out", Settings(8, 32, keep=("down_proj=whole",)))
+        quantize_model(tmp_path / "odder", tmp_path / "out", QuantizeSettings(8, 32))
+    quantize_model(tmp_path / "odder", tmp_path / "out", QuantizeSettings(8, 32, keep=("down_proj=whole",)))
     assert torch.isfinite(logits(tmp_path / "out")).all()
 
 
@@ -256,7 +256,7 @@ def test_a_damaged_weight_is_named(value: float, dtype: str, tmp_path: Path) -> 
         handle.seek(info.start + 40)
         handle.write(encode(np.array([value], np.float32), "F32" if dtype == "float32" else "BF16").tobytes())
     with pytest.raises(CheckpointError, match=name):
-        quantize_model(tmp_path / "bad", tmp_path / "out", Settings(8))
+        quantize_model(tmp_path / "bad", tmp_path / "out", QuantizeSettings(8))
     assert not (tmp_path / "out").exists()
 
 
@@ -271,7 +271,7 @@ def test_texts_that_cannot_be_used(tiny: Path, half: Path, tmp_path: Path) -> No
         with pytest.raises(InputError, match=message):
             FileText(tmp_path / name, tiny).pieces(1024, 128)
     with pytest.raises(InputError, match="cannot be read"):
-        quantize_model(tiny, tmp_path / "out", Settings(4), FileText(tmp_path / "nothing.txt", tiny))
+        quantize_model(tiny, tmp_path / "out", QuantizeSettings(4), FileText(tmp_path / "nothing.txt", tiny))
     (tmp_path / "good.txt").write_text(prose(300))
     shutil.copytree(half, tmp_path / "mute")
     (tmp_path / "mute" / "tokenizer.json").unlink()
@@ -297,8 +297,8 @@ def test_one_run_at_a_time(tiny: Path, tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match="being worked on"):
-            quantize_model(tiny, tmp_path / "out", Settings(8))
+        with pytest.raises(CheckpointError, match="in use by another run"):
+            quantize_model(tiny, tmp_path / "out", QuantizeSettings(8))
         other.kill()
 
 
@@ -312,7 +312,7 @@ def test_a_directory_of_somebody_else_is_left_alone(tiny: Path, tmp_path: Path) 
 
 
 def test_the_plan() -> None:
-    plan = plan_modules(TINY, Settings(4, keep=("k_proj", "layers.0.*=whole", "model.layers.0.mlp.up_proj=4")))
+    plan = plan_modules(TINY, QuantizeSettings(4, keep=("k_proj", "layers.0.*=whole", "model.layers.0.mlp.up_proj=4")))
     assert plan["model.embed_tokens"] == plan["lm_head"] == Groups(8, 64)
     assert plan["model.layers.1.self_attn.v_proj"] == plan["model.layers.1.self_attn.k_proj"] == Groups(8, 64)
     assert plan["model.layers.1.self_attn.q_proj"] == Groups(4, 64)
@@ -329,7 +329,7 @@ import sys, threading, time
 from pathlib import Path
 import torch
 from sala.lab.quantize.pipeline import quantize_model
-from sala.lab.quantize.plan import Settings
+from sala.lab.quantize.plan import QuantizeSettings
 from sala.lab.quantize.texts import FileText
 torch.set_num_threads(1)
 def used(): return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) / 1024
@@ -343,7 +343,7 @@ source.tokens()
 torch.linalg.cholesky(torch.eye(512)) @ torch.ones(512, 512)
 seen = [used()]
 threading.Thread(target=watch, daemon=True).start()
-quantize_model(Path(model), Path(target), Settings(4, 64, method, num_tokens=512, length=128), source)
+quantize_model(Path(model), Path(target), QuantizeSettings(4, 64, method, num_tokens=512, length=128), source)
 print(max(seen) - seen[0])
 """
 

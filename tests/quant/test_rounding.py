@@ -13,8 +13,8 @@ from sala.checkpoint.packing import Packed, dequantize, quantize
 from sala.checkpoint.random import TINY
 from sala.errors import CheckpointError
 from sala.lab.quantize.awq import fold_scales
-from sala.lab.quantize.calibrate import look, sum_hessian
-from sala.lab.quantize.gptq import BLOCK, Inputs, inverse_factor, order_columns, round_columns
+from sala.lab.quantize.calibrate import sum_hessian, summarise_site
+from sala.lab.quantize.gptq import BLOCK, InputStatistics, inverse_factor, order_columns, round_columns
 from sala.lab.quantize.layers import Chunks, Site, sites_of, walk, weight_of
 from sala.lab.quantize.ranges import expand
 from sala.lab.quantize.rtn import round_matrix, round_within_ranges
@@ -59,7 +59,7 @@ def test_rtn_in_pieces_is_rtn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gptq_with_identity_is_rtn(num_in: int, is_ordered: bool, bits: int) -> None:
     weight = torch.randn(9, num_in)
     weight[0] = 0
-    inputs = Inputs.of(torch.eye(num_in), 32, is_ordered=is_ordered)
+    inputs = InputStatistics.of(torch.eye(num_in), 32, is_ordered=is_ordered)
     packed = round_columns(weight, inputs, Groups(bits, 32), "F32", is_cut=False)
     assert same(packed, round_matrix(weight, Groups(bits, 32), "F32"))
 
@@ -68,7 +68,7 @@ def test_gptq_with_identity_is_rtn(num_in: int, is_ordered: bool, bits: int) -> 
 @pytest.mark.parametrize("is_ordered", [False, True])
 def test_gptq_errs_less_than_rtn_where_inputs_are_correlated(is_ordered: bool, is_cut: bool) -> None:
     weight, x = torch.randn(48, 256), correlated(1024, 256)
-    inputs = Inputs.of(sum_hessian(iter([x])), 32, is_ordered=is_ordered)
+    inputs = InputStatistics.of(sum_hessian(iter([x])), 32, is_ordered=is_ordered)
     packed = round_columns(weight, inputs, FOUR, "F16", is_cut=is_cut)
     fresh = correlated(1024, 256)[512:]
     assert output_error(weight, packed, fresh) < 0.4 * output_error(weight, round_matrix(weight, FOUR, "F16"), fresh)
@@ -79,13 +79,13 @@ def test_gptq_takes_dead_and_identical_inputs() -> None:
     x[:, 40:50] = 0
     x[:, 51] = x[:, 50]
     weight = torch.randn(5, 96)
-    packed = round_columns(weight, Inputs.of(sum_hessian(iter([x])), 32), FOUR, "F16")
+    packed = round_columns(weight, InputStatistics.of(sum_hessian(iter([x])), 32), FOUR, "F16")
     assert np.isfinite(dequantize(packed)).all()
     assert output_error(weight, packed, x) <= output_error(weight, round_matrix(weight, FOUR, "F16"), x)
 
 
 def test_gptq_refuses_activations_that_are_no_numbers() -> None:
-    with pytest.raises(CheckpointError, match="no numbers"):
+    with pytest.raises(CheckpointError, match="infinite or NaN"):
         inverse_factor(torch.full((32, 32), torch.nan), 0.01)
 
 
@@ -98,7 +98,7 @@ def test_an_order_keeps_groups_whole() -> None:
 def test_a_sum_of_pieces() -> None:
     x = torch.randn(100, 16)
     torch.testing.assert_close(sum_hessian(iter(x.split(33))), x.T @ x / 100)
-    seen = look(iter(x.split(33)), 100)
+    seen = summarise_site(iter(x.split(33)), 100)
     torch.testing.assert_close(seen.mean, x.abs().mean(0))
     torch.testing.assert_close(seen.square, x.square().mean(0))
     assert torch.equal(seen.rows, x)
@@ -106,7 +106,7 @@ def test_a_sum_of_pieces() -> None:
 
 def test_kept_rows_are_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sala.lab.quantize.calibrate.MAX_ROWS", 10)
-    rows = look(iter(torch.arange(100.0)[:, None].split(7)), 100).rows
+    rows = summarise_site(iter(torch.arange(100.0)[:, None].split(7)), 100).rows
     assert rows.flatten().tolist() == list(range(0, 100, 10))
 
 
@@ -137,7 +137,7 @@ def look_at(layer: Layer, x: Tensor) -> dict[str, object]:
     seen = {}
 
     def visit(site: Site, chunks: Chunks) -> None:
-        seen[site.name] = look(chunks, x.shape[0] * x.shape[1])
+        seen[site.name] = summarise_site(chunks, x.shape[0] * x.shape[1])
 
     walk(layer, x.clone(), visit)
     return seen

@@ -28,7 +28,7 @@ from sala.lab.finetune.options import FinetuneOptions, read_options
 from sala.lab.finetune.run import Ears, Stopped, finetune, last_checkpoint
 from sala.lab.finetune.subject import load_subject
 from sala.lab.quantize.pipeline import quantize_model
-from sala.lab.quantize.plan import Settings
+from sala.lab.quantize.plan import QuantizeSettings
 from sala.lab.train.loop import Diverged
 from tests.foreign import awq_case, gptq_case, packed_case, write
 from tests.train.small import SMALL
@@ -49,7 +49,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, the same in 4 bits, and examples for both."""
     room = tmp_path_factory.mktemp("finetune")
     write_random(room / "model", CONFIG)
-    quantize_model(room / "model", room / "packed", Settings(4, 32, "rtn"))
+    quantize_model(room / "model", room / "packed", QuantizeSettings(4, 32, "rtn"))
     for name, count in (("train", 12), ("eval", 2)):
         lines = []
         for number in range(count):

@@ -20,7 +20,7 @@ from sala.cli import run
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, ModelNotFound
 from sala.lab.quantize.pipeline import quantize_model
-from sala.lab.quantize.plan import Settings
+from sala.lab.quantize.plan import QuantizeSettings
 from sala.llm import LLM
 from sala.models.embedded import find_base
 from sala.server.runtime import open_model
@@ -120,7 +120,7 @@ def bases(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
     """The same model, stored in every way."""
     room = tmp_path_factory.mktemp("bases")
     write_random(room / "bfloat16", replace(TINY, dtype="bfloat16"))
-    quantize_model(tiny, room / "packed", Settings(4, 32, "rtn"))
+    quantize_model(tiny, room / "packed", QuantizeSettings(4, 32, "rtn"))
     for name, case in FOREIGN.items():
         write(room / name, case)
     return {"plain": tiny} | {path.name: path for path in room.iterdir()}

@@ -3,28 +3,32 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from sala.lab.bench.kernels import Shapes, measurements, num_attended, num_windows
 
+from sala.backends.torch.cases import KernelCase, Shapes
+from sala.backends.torch.cases.attention import num_attended, num_windows
+from sala.backends.torch.cases.shapes import Work
 from sala.cli import bench, run
 from sala.config import SparseConfig
 from sala.lab.bench import roofline
-from sala.lab.bench.plots import plot_kernels
-from sala.lab.bench.roofline import Calls, Measurement, Result, Roofline, measure, reason, result
+from sala.lab.bench.roofline import KernelResult, Roofline, measure, reason, result, timed_cases
+from sala.lab.report.kinds import plot_record
+from sala.lab.report.record import Record
 
 H200 = Roofline(800e12, 4e12)
 RELEASED = SparseConfig()  # blocks of 64, 96 chosen, 33 of them recent, 1 initial; windows of 32 every 16
 
 
-def released(*lengths: int) -> dict[str, Measurement]:
-    return {f"{one.name}, {one.size}": one for one in measurements(Shapes(torch.device("cpu"), lengths))}
+def released(*lengths: int) -> dict[str, KernelCase]:
+    return {f"{one.name}, {one.size}": one for one in timed_cases(Shapes(torch.device("cpu"), lengths))}
 
 
-def made_up(name: str = "sort", size: str = "3 rows", flops: int = 0, num_bytes: int = 8_000_000) -> Measurement:
-    return Measurement(name, size, flops, num_bytes, "copy", lambda: Calls([lambda: 1], [lambda: 1]))
+def made_up(name: str = "sort", size: str = "3 rows", flops: int = 0, num_bytes: int = 8_000_000) -> KernelCase:
+    return KernelCase(name, size, lambda _: [Work(lambda: 1, lambda: 1)], flops, num_bytes, "copy")
 
 
 # the refusal
@@ -42,7 +46,7 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
 def test_refuses_before_anything_heavy() -> None:
     code = (
         "from sala.cli import run; import sys; code = run(['bench', 'kernels', '--device', 'cpu', '--plot', 'x.png']); "
-        "print(code, [name for name in ('triton', 'matplotlib', 'sala.lab.bench.kernels') if name in sys.modules])"
+        "print(code, [name for name in ('triton', 'matplotlib', 'sala.backends.torch.cases') if name in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout == "1 []\n"
@@ -111,9 +115,9 @@ def test_released_counts() -> None:
     assert found["sparse attention, 128K, 0% shared"].flops == 4 * 32 * 128 * attended
     assert found["decode attention, 1 row at 128K"].num_bytes == 2 * 96 * 64 * 2 * 128 * 2 + 2 * 4096 * 2
     pooled = (8057 + 2047) * 2 * 128 * 2
-    assert found["choice, 1 row at 128K"].num_bytes == pooled + 4096 * 2 + 2 * 96 * 4
-    assert found["choice, 1 row at 128K"].flops == 2 * 4096 * (8057 + 2047)
-    assert found["choice, 8K at 128K"].num_bytes == pooled + 8192 * 4096 * 2 + 8192 * 2 * 96 * 4
+    assert found["decode block selection, 1 row at 128K"].num_bytes == pooled + 4096 * 2 + 2 * 96 * 4
+    assert found["decode block selection, 1 row at 128K"].flops == 2 * 4096 * (8057 + 2047)
+    assert found["block selection, 8K at 128K"].num_bytes == pooled + 8192 * 4096 * 2 + 8192 * 2 * 96 * 4
     assert found["top blocks, 8K rows of 2K"].num_bytes == 8192 * 2 * (2014 + 96) * 4
     assert found["append and pool, 8K tokens"].num_bytes == (4 * 8192 + 511 + 127) * 2 * 128 * 2
     assert found["add and norm, 8K rows"].num_bytes == (4 * 8192 + 1) * 4096 * 2
@@ -124,24 +128,24 @@ def test_released_counts() -> None:
 def test_short_prompts_leave_something_to_choose() -> None:
     found = released(1024)
     assert "lightning prefill, 1K" in found
-    assert found["choice, 8K at 8K"].flops > 0
+    assert found["block selection, 8K at 8K"].flops > 0
 
 
 # by the clock
 
 
 def test_a_failure_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room() -> Calls:
+    def no_room(_: int) -> list[Work]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
 
     def no_peer() -> None:
         raise ValueError("not for\n this GPU")
 
     monkeypatch.setattr(roofline, "milliseconds", lambda call: call() or 0.004)
-    nothing = measure(Measurement("sort", "3 rows", 0, 8_000_000, "copy", no_room), H200)
+    nothing = measure(KernelCase("sort", "3 rows", no_room, 0, 8_000_000, "copy"), H200)
     assert (nothing.ms, nothing.error) == (None, "out of memory")
-    calls = Calls([lambda: None], [no_peer])
-    alone = measure(Measurement("sort", "3 rows", 0, 8_000_000, "copy", lambda: calls), H200)
+    work = Work(lambda: None, no_peer)
+    alone = measure(KernelCase("sort", "3 rows", lambda _: [work], 0, 8_000_000, "copy"), H200)
     assert (alone.ms, alone.peer_ms, alone.error) == (0.004, None, "copy: ValueError: not for this GPU")
 
 
@@ -151,11 +155,11 @@ def test_reasons_are_short() -> None:
 
 
 def test_one_after_another(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> Calls:
+    def fail(_: int) -> list[Work]:
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(roofline, "milliseconds", lambda call: call() and 0.004)
-    broken = Measurement("shuffle", "1 row", 0, 1, "copy", fail)
+    broken = KernelCase("shuffle", "1 row", fail, 0, 1, "copy")
     results = bench._time_all([broken, made_up()], H200)
     assert [one.ms for one in results] == [None, 0.004]
     notes = capsys.readouterr().err
@@ -166,7 +170,7 @@ def test_one_after_another(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 # what is shown
 
 
-def some_results() -> list[Result]:
+def some_results() -> list[KernelResult]:
     return [
         result(made_up("sort"), H200, 0.004, 0.0123),
         result(made_up("multiply", "8K", flops=8 * 10**12), H200, 20.0, None, "copy: out of memory"),
@@ -175,7 +179,7 @@ def some_results() -> list[Result]:
     ]
 
 
-def on_a_made_up_gpu(monkeypatch: pytest.MonkeyPatch, results: list[Result]) -> None:
+def on_a_made_up_gpu(monkeypatch: pytest.MonkeyPatch, results: list[KernelResult]) -> None:
     monkeypatch.setattr(bench, "_gpu", lambda _: torch.device("cuda"))
     monkeypatch.setattr(bench, "_measure_kernels", lambda *_: ("Made-up GPU", H200, results))
 
@@ -211,5 +215,6 @@ def test_nothing_ran(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     on_a_made_up_gpu(monkeypatch, failed)
     assert run(["bench", "kernels"]) == 1
     assert "no kernel ran: out of memory" in capsys.readouterr().err
-    plot_kernels(failed, tmp_path / "empty.png", "nothing")
+    record = Record("kernels", "a GPU", {}, [asdict(one) for one in failed])
+    plot_record(record, tmp_path / "empty.png", "nothing")
     assert (tmp_path / "empty.png").is_file()

@@ -1,1 +1,1 @@
-"""How fast a model runs on this machine: what is measured, how, and its pictures."""
+"""Speed and memory of a model on this machine, against a dense model, and of single kernels."""

@@ -1,10 +1,9 @@
 """A dense model in transformers, measured like ours: time to first token and decoding speed, by context length.
 
-It gets what it can have: keys and values in memory that is reserved beforehand, attention by torch's own kernels, and
-on a GPU a CUDA graph for the decode step. The prompt is read in one call.
+It gets a preallocated KV cache, torch's own attention kernels and, on a GPU, a CUDA graph for the decode step. The
+prompt is prefilled in one call.
 """
 
-import gc
 import math
 import random
 import time
@@ -14,8 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sala.checkpoint.random import RELEASED
 from sala.errors import InputError, SalaError
-from sala.lab.bench.measure import WARM_TOKENS, Latency, Memory
+from sala.lab.bench.measure import WARM_TOKENS, Latency, PeakMemory
+from sala.lab.bench.target import check_memory, release
+from sala.protocol import Options
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +37,8 @@ MEASURES = ("first_token", "decode")
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
-    """A causal model of transformers on its device."""
+class DenseModel:
+    """A causal language model of transformers on its device."""
 
     name: str
     model: Any
@@ -44,13 +46,13 @@ class Dense:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every layer keeps all keys and values: then their room can be reserved."""
+        """Whether every layer keeps all keys and values, so that the KV cache can be preallocated."""
         kinds = getattr(self.model.config, "layer_types", None) or ["full_attention"]
         return set(kinds) == {"full_attention"}
 
 
 def need_transformers() -> Any:
-    """The library; to be asked for before the measuring begins."""
+    """Return transformers; raise SalaError, before anything is measured, if it is missing or too old."""
     try:
         import transformers
         from transformers.cache_utils import Cache, DynamicLayer  # noqa: F401
@@ -61,37 +63,46 @@ def need_transformers() -> Any:
     return transformers
 
 
-def open_dense(source: str, device: "torch.device", dtype: "torch.dtype") -> Dense:
-    """A checkpoint directory, or a name of `RANDOM`: random weights, made on the device itself."""
+def open_dense(source: str, device: "torch.device", dtype: "torch.dtype") -> DenseModel:
+    """Return the model of a checkpoint directory, or one of `RANDOM` with random weights made on the device."""
     transformers = need_transformers()
     if source in RANDOM:
-        return Dense(source, _make_random(transformers, source, device, dtype), device)
+        return DenseModel(source, _make_random(transformers, source, device, dtype), device)
     path = Path(source).expanduser()
     if not (path / "config.json").is_file():
-        raise InputError("dense model", f"{source} is no model directory", f"give one, or {' or '.join(RANDOM)}")
+        raise InputError("dense model", f"{source} is not a model directory", f"give one, or {' or '.join(RANDOM)}")
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:
         line = " ".join(str(error).split())[:300]
-        raise SalaError(f"transformers cannot load {path}: {line}", "see whether its files are whole") from None
-    return Dense(path.name, model.to(device).eval(), device)
+        raise SalaError(f"transformers cannot load {path}: {line}", "check that its files are complete") from None
+    return DenseModel(path.name, model.to(device).eval(), device)
+
+
+def check_dense(source: str, options: Options, num_tokens: int) -> None:
+    """Raise before anything is measured if there is no such model, or no memory for it and `num_tokens`."""
+    from sala.backends.torch.loader import pick_device, pick_dtype
+
+    device = pick_device(options.device)
+    if source in RANDOM:
+        shape, size = RANDOM[source], pick_dtype(options.dtype, RELEASED).itemsize
+        cache = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * size
+        check_memory(source, count_parameters(shape) * size, num_tokens * cache, device)
+        return
+    path = Path(source).expanduser()
+    if not (path / "config.json").is_file():
+        raise InputError("dense model", f"{source} is not a model directory", f"give one, or {' or '.join(RANDOM)}")
+    check_memory(path.name, sum(file.stat().st_size for file in path.glob("*.safetensors")), 0, device)
 
 
 def _make_random(transformers: Any, name: str, device: "torch.device", dtype: "torch.dtype") -> Any:
     import torch
 
-    from sala.backends.torch.executor import free_bytes
-
     shape = RANDOM[name]
     config = transformers.Qwen3Config(**shape, max_position_embeddings=1 << 20, tie_word_embeddings=False)
     config._attn_implementation = "sdpa"
-    needed, free = count_parameters(shape) * dtype.itemsize, free_bytes(device)
-    if needed > free:
-        raise SalaError(
-            f"{name} takes {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free", "take a smaller model"
-        )
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -102,14 +113,14 @@ def _make_random(transformers: Any, name: str, device: "torch.device", dtype: "t
 
 
 def count_parameters(shape: dict[str, int]) -> int:
-    """Of the matrices; the norms do not count beside them."""
+    """Return the parameters of the matrices; norms are negligible."""
     width, heads = shape["hidden_size"], shape["num_attention_heads"] + shape["num_key_value_heads"]
     layer = 2 * heads * shape["head_dim"] * width + 3 * shape["intermediate_size"] * width
     return shape["num_hidden_layers"] * layer + 2 * shape["vocab_size"] * width
 
 
-def measure_dense(dense: Dense, num_tokens: int, new_tokens: int) -> Latency:
-    """One request alone, once before to warm up."""
+def measure_dense(dense: DenseModel, num_tokens: int, new_tokens: int) -> Latency:
+    """Measure one request alone, after a warm-up."""
     vocab_size = dense.model.config.vocab_size
     warm = num_tokens if dense.device.type == "cuda" else min(num_tokens, 512)
     try:
@@ -123,29 +134,29 @@ def _prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(vocab_size), k=num_tokens)  # noqa: S311 - not secrets
 
 
-def _run(dense: Dense, prompt: Sequence[int], new_tokens: int) -> Latency:
+def _run(dense: DenseModel, prompt: Sequence[int], new_tokens: int) -> Latency:
     import torch
 
     with torch.inference_mode():
-        memory = Memory(dense.device)
-        cache = _reserve(dense, len(prompt) + new_tokens)
+        memory = PeakMemory(dense.device)
+        cache = _preallocate(dense, len(prompt) + new_tokens)
         ids = torch.tensor([list(prompt)], device=dense.device)
         began = time.perf_counter()
         out = dense.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         token = out.logits[:, -1:].argmax(-1)
-        int(token)  # waits for the device
+        int(token)  # wait for the device
         first_s = time.perf_counter() - began
-        memory.look()
+        memory.update()
         cache = cache if cache is not None else out.past_key_values
         del out
         decode_s = _decode(dense, token, cache, len(prompt), new_tokens - 1)
-        memory.look()
+        memory.update()
     speed = (new_tokens - 1) / decode_s
     return Latency(len(prompt), first_s, len(prompt) / first_s, speed, memory.peak)
 
 
-def _decode(dense: Dense, token: "torch.Tensor", cache: Any, length: int, count: int) -> float:
-    """Seconds for so many tokens more."""
+def _decode(dense: DenseModel, token: "torch.Tensor", cache: Any, length: int, count: int) -> float:
+    """Return the seconds for `count` more tokens."""
     import torch
 
     position = torch.full((1, 1), length, device=dense.device)
@@ -174,7 +185,7 @@ def _decode(dense: Dense, token: "torch.Tensor", cache: Any, length: int, count:
 
 
 def _replay(step: Callable[[], Any], cache: Any, length: int, count: int) -> float:
-    """The step at this context as one CUDA graph, again and again: nothing waits for Python."""
+    """Return the seconds of `count` decode steps at this context, replayed as a CUDA graph without Python."""
     import torch
 
     def again() -> None:
@@ -203,14 +214,14 @@ def _rewind(cache: Any, length: int) -> None:
         layer.length = length
 
 
-def _reserve(dense: Dense, size: int) -> Any:
-    """A cache with room for `size` tokens: nothing is copied when it grows. None: the model makes its own."""
+def _preallocate(dense: DenseModel, size: int) -> Any:
+    """Return a KV cache of `size` tokens that is never copied; None if the model needs a cache of its own."""
     if not dense.is_plain:
         return None
     import torch
     from transformers.cache_utils import Cache, DynamicLayer
 
-    class Reserved(DynamicLayer):
+    class PreallocatedLayer(DynamicLayer):
         def __init__(self) -> None:
             super().__init__()
             self.length = 0
@@ -218,35 +229,26 @@ def _reserve(dense: Dense, size: int) -> Any:
         def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
             batch, heads, _, dim = key_states.shape
             self.dtype, self.device = key_states.dtype, key_states.device
-            self.room = [key_states.new_empty(batch, heads, size, dim) for _ in range(2)]
+            self.buffers = [key_states.new_empty(batch, heads, size, dim) for _ in range(2)]
             self.is_initialized = True
 
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
             begin, self.length = self.length, self.length + key_states.shape[-2]
-            for room, states in zip(self.room, (key_states, value_states), strict=True):
-                room[:, :, begin : self.length] = states
-            self.keys, self.values = (room[:, :, : self.length] for room in self.room)
+            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+                buffer[:, :, begin : self.length] = states
+            self.keys, self.values = (buffer[:, :, : self.length] for buffer in self.buffers)
             return self.keys, self.values
 
         def get_seq_length(self) -> int:
             return self.length
 
-    return Cache(layers=[Reserved() for _ in range(dense.model.config.num_hidden_layers)])
-
-
-def release(device: "torch.device") -> None:
-    """Give back what nobody holds any more."""
-    import torch
-
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    return Cache(layers=[PreallocatedLayer() for _ in range(dense.model.config.num_hidden_layers)])
 
 
 def compare(ours: Sequence[Latency], theirs: Sequence[Latency]) -> list[dict[str, Any]]:
-    """A row per length: both, how many times as fast ours is, and what it overtakes the other at, and where."""
+    """Return a row per length: both models, how many times as fast ours is, and where it overtakes the other."""
     by_length = [{one.num_tokens: asdict(one) for one in side} for side in (ours, theirs)]
     rows: list[dict[str, Any]] = []
     for length in sorted(by_length[0].keys() | by_length[1].keys()):
@@ -267,7 +269,7 @@ def _ratio(large: float | None, small: float | None) -> float | None:
 
 
 def _crossing(before: Sequence[dict[str, Any]], row: dict[str, Any], name: str) -> int | None:
-    """Where, since the row before, ours has become the faster one; both axes logarithmic."""
+    """Return the length, since the row before, where ours became faster; interpolated on logarithmic axes."""
     earlier = next((one for one in reversed(before) if one[name] is not None), None)
     if earlier is None or row[name] is None or not earlier[name] < 1 <= row[name]:
         return None
@@ -277,7 +279,7 @@ def _crossing(before: Sequence[dict[str, Any]], row: dict[str, Any], name: str) 
 
 
 def verdict(rows: Sequence[dict[str, Any]], name: str) -> str:
-    """In words: from where on ours is faster at `name`."""
+    """Say from which length on ours is faster at `name`."""
     ratios = [row[f"{name}_ratio"] for row in rows if row[f"{name}_ratio"] is not None]
     places = [row["crossover"][name] for row in rows if name in row["crossover"]]
     if not ratios:

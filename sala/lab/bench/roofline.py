@@ -26,7 +26,7 @@ _MESSAGE = 200
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """What this GPU does at best."""
+    """The best that this GPU does."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -36,8 +36,8 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What was found; None where something did not run, for the reason in `error`."""
+class KernelResult:
+    """The result of a measurement; None where something did not run, for the reason in `error`."""
 
     name: str
     size: str
@@ -52,12 +52,12 @@ class Result:
 
 
 def timed_cases(shapes: Shapes) -> list[KernelCase]:
-    """The kernel cases that have a floor to be timed against."""
+    """Return the kernel cases that have a floor to be timed against."""
     return [case for case in gpu_cases(shapes) if case.num_bytes]
 
 
 def measure_roofline(device: torch.device) -> Roofline:
-    """A large product in bf16 and a large copy, read and write."""
+    """Measure a large bf16 product and a large copy, read and write."""
     try:
         left, right = (torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device=device) for _ in range(2))
         product_ms = milliseconds(partial(torch.matmul, left, right))
@@ -71,11 +71,11 @@ def measure_roofline(device: torch.device) -> Roofline:
     return Roofline(2 * MATRIX**3 / product_ms * 1e3, num_bytes / copy_ms * 1e3)
 
 
-def measure(one: KernelCase, roofline: Roofline) -> Result:
-    """Never raises: what does not run, or does not fit into memory, is a result with a reason."""
+def measure(one: KernelCase, roofline: Roofline) -> KernelResult:
+    """Measure a kernel; one that fails or does not fit into memory gives a result with the reason."""
     try:
         ms, peer_ms, error = _times(one)
-    except Exception as problem:  # whatever it is, it is the result
+    except Exception as problem:  # any failure is the result
         ms, peer_ms, error = None, None, reason(problem)
     clean()
     return result(one, roofline, ms, peer_ms, error)
@@ -92,10 +92,12 @@ def _times(one: KernelCase) -> tuple[float, float | None, str]:
             return ms, None, f"{one.peer}: {reason(problem)}"
 
 
-def result(one: KernelCase, roofline: Roofline, ms: float | None, peer_ms: float | None, error: str = "") -> Result:
+def result(
+    one: KernelCase, roofline: Roofline, ms: float | None, peer_ms: float | None, error: str = ""
+) -> KernelResult:
     floor = roofline.floor_ms(one.flops, one.num_bytes)
     is_product = one.flops / roofline.flops_per_s > one.num_bytes / roofline.bytes_per_s
-    return Result(
+    return KernelResult(
         one.name,
         one.size,
         ms,
@@ -122,11 +124,11 @@ def clean() -> None:
             torch.cuda.empty_cache()
 
 
-# by the clock
+# timing
 
 
 def milliseconds(call: Call) -> float:
-    """The median of many, with cold caches; of a long call, one after a warm-up."""
+    """Return the median of many calls with cold caches; of a long call, one after a warm-up."""
     from triton.testing import do_bench
 
     call()
@@ -142,7 +144,7 @@ def milliseconds(call: Call) -> float:
 
 
 def milliseconds_in_graph(calls: Sequence[Call]) -> float:
-    """Of one call, when they follow each other in a CUDA graph."""
+    """Return the time of one call when the calls follow each other in a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,6 +1,6 @@
-"""A model as lm-eval examines it: likelihoods of given texts and answers to prompts, in this process, without a server.
+"""lm-eval on the engine: likelihoods of given texts and answers to prompts, in this process, without a server.
 
-`Examinee` does the work and knows nothing of lm-eval; `adapter()` is the class that lm-eval wants, under the name sala.
+`HarnessModel` does the work and does not depend on lm-eval; `adapter()` returns the class that lm-eval needs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from sala.llm import LLM
 
 SEED = 1234  # of answers that are sampled
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of one thing
-MOOT = ("do_sample", "until", "use_cache", "num_beams", "num_return_sequences")  # read elsewhere, or of no effect
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # synonyms
+IGNORED = ("do_sample", "until", "use_cache", "num_beams", "num_return_sequences")  # read elsewhere, or of no effect
 Pair = tuple[list[int], list[int]]
 Note = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A prompt to be continued, and how."""
+class Generation:
+    """A prompt to continue, and how to sample."""
 
     prompt: str
     sampling: Sampling
 
 
-class Examinee:
-    """Encodes what it is asked, scores and writes. What is in `log` already is not computed again.
+class HarnessModel:
+    """The model under test: encodes, scores and generates. Results in `log` are not computed again.
 
-    - max_length: tokens of context and continuation together; more are cut off on the left
-    - bos: whether texts begin with BOS; by default as the model wants it
+    - max_length: tokens of context and continuation together; longer inputs are cut on the left
+    - bos: whether texts begin with BOS; by default as the tokenizer is configured
     """
 
     def __init__(
@@ -49,22 +49,22 @@ class Examinee:
             raise InputError("max_length", f"is {max_length}", f"it must be from 2 to {llm.ctx}, the context")
         self.llm = llm
         self.max_length = max_length or llm.ctx
-        self.num_cut = 0  # requests that had to be cut
-        self.is_chat = False  # texts are rendered conversations: special tokens in them are meant
+        self.num_cut = 0  # requests that were cut
+        self.is_chat = False  # texts are rendered conversations, whose special tokens are parsed
         self._bos = bos
         self._facts = {"fingerprint": llm.fingerprint()[:16]}
         self._log = log
 
     @property
     def prefix_id(self) -> int:
-        """What stands before a text that has nothing before it: BOS, or else an end mark."""
+        """The token before a text without context: BOS, or else EOS."""
         bos, ends = self.llm.tokenizer.bos_id, self.llm.config.eos_token_id
         if bos is None and not ends:
             raise InputError("context", "is empty, and the model has neither BOS nor EOS", "give a context")
         return ends[0] if bos is None else bos
 
     def encode(self, text: str, bos: bool | None = None) -> list[int]:
-        """`bos` None: as this examinee was told; a rendered conversation has what the template wrote."""
+        """Return the tokens of a text; `bos` None means the setting of this model. Chats are encoded as rendered."""
         tokenizer, wanted = self.llm.tokenizer, self._bos if bos is None else bos
         if self.is_chat:
             return tokenizer.encode(text, bos=False, parse_special=True)
@@ -73,11 +73,11 @@ class Examinee:
         return [self.prefix_id, *ids] if is_lacking else ids
 
     def split(self, context: str, continuation: str) -> Pair:
-        """Both as tokens. White space at the end of the context goes to the continuation, as in running text.
+        """Return context and continuation as tokens. White space at the end of the context moves to the continuation.
 
-        The continuation is what the whole has more than the context. Where a token reaches over the border, so that
-        the whole does not begin with the context's tokens, both are encoded alone: then nothing of the continuation
-        is lost, and nothing of the context is scored. A continuation after nothing follows `prefix_id`.
+        The continuation is the whole text without the tokens of the context. Where a token spans the border, so that
+        the whole does not begin with the context's tokens, both are encoded separately: nothing of the continuation
+        is lost, and nothing of the context is scored. An empty context is replaced by `prefix_id`.
         """
         kept = context.rstrip()
         moved = context[len(kept) :] + continuation
@@ -90,7 +90,7 @@ class Examinee:
         return head, self.encode(moved, bos=False)
 
     def score(self, pairs: Sequence[Pair], note: Note = lambda *_: None) -> list[Likelihood]:
-        """How likely every continuation is after its context."""
+        """Return the likelihood of each continuation after its context."""
         cut = [self._cut(*pair) for pair in pairs]
         keys = [self._key("score", pair) for pair in cut]
         known = self._known(keys)
@@ -104,23 +104,25 @@ class Examinee:
         return [found[index] for index in range(len(pairs))]
 
     def score_texts(self, texts: Sequence[str], note: Note = lambda *_: None) -> list[float]:
-        """The log-probability of whole texts, the first token given `prefix_id`; long ones in windows."""
+        """Return the log-probability of whole texts, beginning after `prefix_id`; long texts are cut into windows."""
         cut = [list(windows(self.encode(text, bos=False), self.prefix_id, self.max_length)) for text in texts]
         scores = iter(self.score([window for group in cut for window in group], note))
         return [sum(next(scores).logprob for _ in group) for group in cut]
 
-    def write(self, wishes: Sequence[Wish], note: Note = lambda *_: None) -> list[str]:
-        """What the model writes after each prompt, up to a stop; in a chat without its reasoning."""
-        prompts = [self._room(self.encode(wish.prompt), wish.sampling.max_tokens) for wish in wishes]
-        keys = [self._key("write", ids, repr(wish.sampling)) for ids, wish in zip(prompts, wishes, strict=True)]
+    def generate(self, generations: Sequence[Generation], note: Note = lambda *_: None) -> list[str]:
+        """Return the generated text of each prompt, up to a stop string; in a chat without its reasoning."""
+        prompts = [self._cut_prompt(self.encode(one.prompt), one.sampling.max_tokens) for one in generations]
+        keys = [self._key("write", ids, repr(one.sampling)) for ids, one in zip(prompts, generations, strict=True)]
         found = {index: row["text"] for index, row in self._known(keys).items()}
-        note(len(found), len(wishes))
-        queries = (self._query(i, prompts[i], wishes[i].sampling) for i in range(len(wishes)) if i not in found)
+        note(len(found), len(generations))
+        queries = (
+            self._query(i, prompts[i], generations[i].sampling) for i in range(len(generations)) if i not in found
+        )
         for index, done in answer_all(self.llm, queries):
             found[index] = done.text
             self._keep(keys[index], {"text": found[index]})
-            note(len(found), len(wishes))
-        return [found[index] for index in range(len(wishes))]
+            note(len(found), len(generations))
+        return [found[index] for index in range(len(generations))]
 
     def _query(self, index: int, ids: list[int], sampling: Sampling) -> Query:
         """Prepare a generation. In a chat, stop strings do not count inside the reasoning."""
@@ -152,8 +154,8 @@ class Examinee:
         self.num_cut += len(context) > spare
         return context[-spare:], continuation
 
-    def _room(self, ids: list[int], num_new: int) -> list[int]:
-        """The end of a prompt that leaves room for its answer."""
+    def _cut_prompt(self, ids: list[int], num_new: int) -> list[int]:
+        """Return the end of a prompt that leaves `num_new` tokens for the answer."""
         spare = self.max_length - num_new
         if spare < 1:
             raise InputError("max_gen_toks", f"is {num_new:,}", f"the context holds {self.max_length:,}")
@@ -162,9 +164,10 @@ class Examinee:
 
 
 def windows(ids: list[int], prefix_id: int, size: int) -> Iterator[Pair]:
-    """A text as (context, continuation) pairs of `size` tokens at most, every token predicted once.
+    """Yield a text as (context, continuation) pairs of at most `size` tokens; every token is predicted once.
 
-    The first window begins with `prefix_id`, the others with a token of the text; the last reaches back to be full.
+    The first window begins with `prefix_id`, the others with a token of the text; the last one is filled up with
+    tokens before it.
     """
     if ids:
         yield [prefix_id], ids[: size - 1]
@@ -174,19 +177,19 @@ def windows(ids: list[int], prefix_id: int, size: int) -> Iterator[Pair]:
 
 
 def to_sampling(settings: Mapping[str, Any], max_new_tokens: int = 256) -> Sampling:
-    """lm-eval's settings of a generation; greedy unless `do_sample` or a temperature asks for more."""
+    """Return lm-eval's generation settings as Sampling; greedy unless `do_sample` or a temperature is given."""
     left = dict(settings)
     counts = [left.pop(name) for name in LENGTHS if name in left]
     until = left.get("until") or []
-    is_drawn = left.get("do_sample")
+    is_sampled = left.get("do_sample")
     temperature = left.pop("temperature", None)
-    if is_drawn is False or (not is_drawn and temperature is None):
+    if is_sampled is False or (not is_sampled and temperature is None):
         temperature = 0.0
     known = {one.name for one in fields(Sampling)}
     for name, value in left.items():
         is_single = name not in ("num_beams", "num_return_sequences") or value == 1
-        if name not in known and not (name in MOOT and is_single):
-            raise InputError("gen_kwargs", f"hold {name}={value!r}", "it has no counterpart here; leave it out")
+        if name not in known and not (name in IGNORED and is_single):
+            raise InputError("gen_kwargs", f"hold {name}={value!r}", "it is not supported; leave it out")
     return Sampling(
         **{"seed": SEED, **{name: value for name, value in left.items() if name in known}},
         temperature=1.0 if temperature is None else float(temperature),
@@ -197,112 +200,17 @@ def to_sampling(settings: Mapping[str, Any], max_new_tokens: int = 256) -> Sampl
 
 @cache
 def adapter() -> Any:
-    """The class for lm-eval, registered there as `sala`. Needs the extra `eval`."""
+    """Return the class for lm-eval, registered there as `sala`; raise MissingExtra without the extra `eval`."""
     try:
-        from lm_eval.api.model import TemplateLM
-        from lm_eval.api.registry import register_model
-        from tqdm import tqdm
+        import lm_eval.api.model  # noqa: F401
+
+        from sala.lab.eval.lm_eval_model import SalaLM
     except ImportError:
         raise MissingExtra("lm-eval", "eval") from None
-
-    class SalaLM(TemplateLM):  # type: ignore[misc]
-        """`lm_eval.simple_evaluate("sala", {"model": "path/to/MiniCPM-SALA"}, …)`; other arguments go to LLM."""
-
-        def __init__(
-            self,
-            model: "str | Path | LLM | None" = None,
-            max_length: int | None = None,
-            max_gen_toks: int = 256,
-            add_bos_token: bool | None = None,
-            log: Log | None = None,
-            batch_size: int | str | None = None,
-            max_batch_size: int | None = None,
-            **options: Any,
-        ) -> None:
-            from sala.llm import LLM
-
-            super().__init__()
-            if isinstance(batch_size, int) or (isinstance(batch_size, str) and batch_size.isdigit()):
-                options.setdefault("max_batch", int(batch_size))
-            llm = model if isinstance(model, LLM) else LLM(model, **options)
-            self.examinee = Examinee(llm, max_length, add_bos_token, log)
-            self.max_gen_toks = max_gen_toks
-
-        @property
-        def max_length(self) -> int:
-            return self.examinee.max_length
-
-        @property
-        def eot_token_id(self) -> int:
-            return min(self.examinee.llm.stop_ids, default=self.examinee.prefix_id)
-
-        @property
-        def prefix_token_id(self) -> int:
-            return self.examinee.prefix_id
-
-        @property
-        def tokenizer_name(self) -> str:
-            return self.examinee.llm.tokenizer.fingerprint
-
-        def chat_template(self, chat_template: bool | str = False) -> str | None:
-            """Only to tell caches of requests apart: the tokenizer renders."""
-            return self.tokenizer_name if chat_template else None
-
-        def apply_chat_template(
-            self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **_: Any
-        ) -> str:
-            self.examinee.is_chat = True
-            tokenizer = self.examinee.llm.tokenizer
-            if add_generation_prompt:
-                return tokenizer.render_chat(chat_history, add_generation_prompt=True)
-            *before, last = chat_history  # the answer's beginning is given: nothing may close it
-            return tokenizer.render_chat(before, add_generation_prompt=True) + str(last["content"])
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            return self.examinee.encode(string, add_special_tokens)
-
-        def _encode_pair(self, context: str, continuation: str) -> Pair:
-            return self.examinee.split(context, continuation)
-
-        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **_: Any) -> Any:
-            with _bar("scoring", disable_tqdm) as note:
-                return list(map(tuple, self.examinee.score([request[1:] for request in requests], note)))
-
-        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            pairs = [request.args for request in requests]
-            return self._loglikelihood_tokens([(pair, *self.examinee.split(*pair)) for pair in pairs], disable_tqdm)
-
-        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            with _bar("reading", disable_tqdm) as note:
-                return self.examinee.score_texts([request.args[0] for request in requests], note)
-
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            asked = [request.args for request in requests]
-            wishes = [Wish(prompt, to_sampling(settings, self.max_gen_toks)) for prompt, settings in asked]
-            with _bar("writing", disable_tqdm) as note:
-                return self.examinee.write(wishes, note)
-
-    class _bar:  # noqa: N801 - used like a function
-        """A bar on a terminal, nothing elsewhere."""
-
-        def __init__(self, name: str, is_off: bool) -> None:
-            self._bar = tqdm(desc=name, disable=True if is_off else None)
-
-        def __enter__(self) -> Note:
-            return self
-
-        def __call__(self, done: int, total: int) -> None:
-            self._bar.total = total
-            self._bar.update(done - self._bar.n)
-
-        def __exit__(self, *_: object) -> None:
-            self._bar.close()
-
-    register_model("sala")(SalaLM)
     return SalaLM
 
 
-def examine(
+def evaluate(
     llm: "LLM",
     tasks: Sequence[str],
     *,
@@ -317,7 +225,7 @@ def examine(
     gen_kwargs: Mapping[str, Any] | None = None,
     has_samples: bool = False,
 ) -> tuple[dict[str, Any], Any]:
-    """Run tasks of lm-eval; returns its results as they are, and the examinee."""
+    """Run tasks of lm-eval; return its results and the model under test."""
     model = adapter()(llm, max_length=max_length, max_gen_toks=max_new_tokens, log=log)
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -337,12 +245,12 @@ def examine(
     except (SalaError, OSError):
         raise
     except Exception as error:  # of a task, a metric or a data set
-        raise SalaError(f"lm-eval failed: {error!r}"[:500], "see whether the task runs with another model") from error
-    return results, model.examinee
+        raise SalaError(f"lm-eval failed: {error!r}"[:500], "check whether the task runs with another model") from error
+    return results, model.target
 
 
 def to_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """lm-eval's results as rows: one for each metric of each task or group."""
+    """Return lm-eval's results as rows, one for each metric of each task or group."""
     rows = []
     groups = results.get("groups") or {}
     for task, found in results["results"].items():
@@ -370,17 +278,9 @@ def to_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> float | str | None:
-    """A number that JSON can hold; lm-eval says N/A where there is none."""
+    """Return a number that JSON can hold; None for NaN and for lm-eval's N/A."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         return None if value in (None, "N/A") else str(value)
     return number if number - number == 0 else None
-
-
-def to_table(results: Mapping[str, Any]) -> str:
-    """lm-eval's own table, and that of its groups."""
-    from lm_eval.utils import make_table
-
-    table = str(make_table(results))
-    return table + ("\n" + str(make_table(results, "groups")) if results.get("groups") else "")

@@ -181,10 +181,3 @@ def _row(length: int, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "seconds": seconds,
         "tokens_per_second": read / seconds,
     }
-
-
-def plot(rows: Sequence[dict[str, Any]], file: Path, title: str) -> None:
-    from sala.lab.report.kinds import plot_record
-    from sala.lab.report.record import Record
-
-    plot_record(Record("perplexity", "", {}, list(rows)), file, title)

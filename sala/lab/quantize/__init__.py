@@ -1,1 +1,1 @@
-"""Few bits per weight: from a checkpoint to one in the layout of MLX, layer by layer."""
+"""Quantization: from a checkpoint to one in the layout of MLX, layer by layer."""

@@ -1,11 +1,11 @@
 """AWQ: inputs that are large on average get finer steps, without changing what the layer computes.
 
-Column i of every matrix of a site is multiplied by s_i, and whatever comes before the site is divided by it: a norm's
-weights, or the rows of the matrix before. s = (mean |x|)^alpha, where alpha is searched on a grid for the least error
-of the rounded matrices' outputs on calibration activations.
+Column i of every matrix of a site is multiplied by s_i, and the producer of the site's inputs is divided by it: a
+norm's weights, or the rows of the matrix before. s = (mean |x|)^alpha, where a grid search over alpha minimizes the
+error of the rounded matrices' outputs on calibration activations.
 
-The function stays the same exactly in the file's precision, too: a norm's new weights are rounded first, and s follows
-from them.
+The function stays exactly the same in the file's precision: a norm's new weights are rounded first, and s follows from
+them.
 """
 
 from collections.abc import Mapping
@@ -25,25 +25,29 @@ _PIECE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """Activations of a site: mean size [in] and mean square [in] of each input, and some rows [n, in]."""
+class SiteStatistics:
+    """Activations of a site: mean magnitude [in] and mean square [in] of each input, and some rows [n, in]."""
 
     mean: Tensor
     square: Tensor
     rows: Tensor
 
-    def divided(self, scales: Tensor) -> "Seen":
-        return Seen(self.mean / scales, self.square / scales.square(), self.rows / scales)
+    def divided(self, scales: Tensor) -> "SiteStatistics":
+        return SiteStatistics(self.mean / scales, self.square / scales.square(), self.rows / scales)
 
 
 def fold_scales(
-    layer: Layer, seen: Mapping[str, Seen], groups: Mapping[str, Groups | None], dtypes: Mapping[str, str], dtype: str
-) -> dict[str, Seen]:
-    """Rescale the layer's sites where that can be done exactly → the activations after it, by site.
+    layer: Layer,
+    seen: Mapping[str, SiteStatistics],
+    groups: Mapping[str, Groups | None],
+    dtypes: Mapping[str, str],
+    dtype: str,
+) -> dict[str, SiteStatistics]:
+    """Rescale the layer's sites where that is exact; return the statistics after it, by site.
 
-    groups   how each matrix of the layer will be rounded; None: it stays whole, and its sites are left alone
-    dtypes   precision in which each norm is stored
-    dtype    precision of scales and biases
+    groups   how each matrix of the layer will be rounded; None: it stays whole, and its site is skipped
+    dtypes   dtype in which each norm is stored
+    dtype    dtype of scales and biases
     """
     out = dict(seen)
     for site in sites_of(layer):
@@ -66,7 +70,7 @@ def fold_scales(
 
 
 def _producer(layer: Layer, site: str) -> str | None:
-    """What the inputs of a site can be divided in: a norm, or a matrix whose rows reach the site one to one."""
+    """Return the producer of a site's inputs, a norm or a matrix whose rows map to them one to one; else None."""
     mixer: Any = layer.self_attn
     if site == "output":
         if getattr(mixer, "o_norm", None) is not None:
@@ -76,7 +80,7 @@ def _producer(layer: Layer, site: str) -> str | None:
 
 
 def _num_shared(layer: Layer, producer: str) -> tuple[int, int]:
-    """How many heads read each row of the producer, and how wide a head is."""
+    """Return how many heads read each row of the producer, and the head dimension."""
     mixer: Any = layer.self_attn
     if producer != "self_attn.v_proj":
         return 1, 1
@@ -84,9 +88,14 @@ def _num_shared(layer: Layer, producer: str) -> tuple[int, int]:
 
 
 def _search(
-    layer: Layer, site: Site, seen: Seen, groups: Mapping[str, Groups | None], dtype: str, shared: tuple[int, int]
+    layer: Layer,
+    site: Site,
+    seen: SiteStatistics,
+    groups: Mapping[str, Groups | None],
+    dtype: str,
+    shared: tuple[int, int],
 ) -> Tensor:
-    """The scales [in] with which the site's outputs err least; heads that read the same values have the same."""
+    """Return the scales [in] with the least output error; heads that share values share scales."""
     count, dim = shared
     size = seen.mean.view(-1, count, dim).mean(1, keepdim=True).expand(-1, count, -1).flatten()
     size = (size / size.mean()).clamp(min=1e-4)
@@ -106,7 +115,7 @@ def _search(
 
 
 def _error(weight: Tensor, scales: Tensor, rows: Tensor, groups: Groups, dtype: str) -> float:
-    """The squared error of the outputs when weight * scales is rounded."""
+    """Return the squared error of the outputs when weight * scales is rounded."""
     total = 0.0
     for piece in weight.split(max(1, _PIECE // weight.shape[1])):
         grouped = (piece * scales).view(len(piece), -1, groups.group_size)
@@ -117,7 +126,7 @@ def _error(weight: Tensor, scales: Tensor, rows: Tensor, groups: Groups, dtype: 
 
 
 def _divide_norm(norm: Tensor, scales: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The norm's new weights, as a file holds them, and the scales by which they really are divided."""
+    """Return the norm's new weights, rounded to `stored`, and the scales by which they are really divided."""
     divided = (norm / scales).to(stored).float()
     found = norm / divided
     is_good = (divided != 0) & torch.isfinite(found) & (found != 0)
@@ -126,7 +135,7 @@ def _divide_norm(norm: Tensor, scales: Tensor, stored: torch.dtype) -> tuple[Ten
 
 def _divide_rows(layer: Layer, producer: str, scales: Tensor) -> None:
     weight = weight_of(layer, producer)
-    if len(scales) != len(weight):  # heads that share values have the same scales
+    if len(scales) != len(weight):  # heads that share values share scales
         mixer: Any = layer.self_attn
         scales = scales.view(mixer.num_kv_heads, -1, mixer.head_dim)[:, 0].flatten()
     set_tensor(layer, f"{producer}.weight", weight / scales[:, None])

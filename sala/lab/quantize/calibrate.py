@@ -1,18 +1,18 @@
-"""What calibration sees at a site: sums over its activations, taken piece by piece."""
+"""Statistics of the activations at a site, accumulated chunk by chunk."""
 
 import torch
 from torch import Tensor
 
 from sala.errors import CheckpointError
-from sala.lab.quantize.awq import Seen
+from sala.lab.quantize.awq import SiteStatistics
 from sala.lab.quantize.layers import Chunks
 
-MAX_ROWS = 2048  # rows of activations that are kept as they are
+MAX_ROWS = 2048  # rows of activations that are kept
 
 
 @torch.inference_mode()
 def sum_hessian(chunks: Chunks) -> Tensor:
-    """H = mean of x xᵀ over all rows, [in, in]."""
+    """Return H, the mean of x xᵀ over all rows, [in, in]."""
     first = next(chunks)
     total, count = first.T @ first, len(first)
     for x in chunks:
@@ -22,8 +22,8 @@ def sum_hessian(chunks: Chunks) -> Tensor:
 
 
 @torch.inference_mode()
-def look(chunks: Chunks, num_rows: int) -> Seen:
-    """Sizes of the inputs, and rows spread evenly over all `num_rows` of them."""
+def summarise_site(chunks: Chunks, num_rows: int) -> SiteStatistics:
+    """Return magnitudes and squares of the inputs, and rows spread evenly over all `num_rows`."""
     step = max(1, num_rows // MAX_ROWS)
     sizes: list[Tensor] = []
     squares: list[Tensor] = []
@@ -36,5 +36,5 @@ def look(chunks: Chunks, num_rows: int) -> Seen:
         count += len(x)
     mean, square = torch.stack(sizes).sum(0), torch.stack(squares).sum(0)
     if not torch.isfinite(square).all():
-        raise CheckpointError("activations are infinite or no numbers", "the model is damaged")
-    return Seen(mean / count, square / count, torch.cat(rows)[:MAX_ROWS])
+        raise CheckpointError("activations are infinite or NaN", "the model is damaged")
+    return SiteStatistics(mean / count, square / count, torch.cat(rows)[:MAX_ROWS])

@@ -1,7 +1,7 @@
-"""What a run has done so far, on disk: a piece per layer, and the activations that go into the next one.
+"""The work directory of a run: one file per finished layer, and the activations that enter the next one.
 
-A draft belongs to one job, by its fingerprint: the source, the settings and the calibration text. Another job begins
-anew. Every file is complete or absent, so that a kill at any moment loses one layer at most.
+A work directory belongs to one job, by its fingerprint: source, settings and calibration text. Another job starts
+over. Every file is complete or absent, so that a kill at any moment loses at most one layer.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from sala.errors import CheckpointError
 _JOB = "job.json"
 
 
-class Draft:
+class WorkDirectory:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
@@ -32,7 +32,7 @@ class Draft:
         return self.piece(name).is_file()
 
     def save(self, name: str, specs: Mapping[str, Spec], read: Read, about: Mapping[str, str] | None = None) -> None:
-        """A piece: written beside its place, then put there."""
+        """Write a piece to a temporary file, then rename it."""
         part = self.directory / f".{name}.part"
         part.unlink(missing_ok=True)
         write_file(part, specs, read, about or {})
@@ -48,12 +48,12 @@ class Draft:
         return read_tensors(self.piece(name), {tensor: info})[tensor]
 
     def save_activations(self, index: int, x: Tensor) -> None:
-        """x [S, n, hidden], the input of layer `index`."""
+        """Save x [S, n, hidden], the input of layer `index`."""
         values = x.detach().cpu().contiguous().numpy()
         self.save("activations", {"x": ("F32", values.shape)}, lambda _: _bytes(values), {"layer": str(index)})
 
     def load_activations(self) -> tuple[int, Tensor] | None:
-        """The number of the next layer and its input; None at the beginning."""
+        """Return the index of the next layer and its input; None at the beginning."""
         if not self.has("activations"):
             return None
         about, infos = read_file_header(self.piece("activations"))
@@ -73,35 +73,37 @@ class Draft:
 
 
 @contextlib.contextmanager
-def open_draft(directory: Path, fingerprint: str) -> Iterator[tuple[Draft, bool]]:
-    """The draft of a job, and whether it goes on from an earlier run. It is nobody else's in the meantime."""
+def open_draft(directory: Path, fingerprint: str) -> Iterator[tuple[WorkDirectory, bool]]:
+    """Open and lock the work directory of a job; yield it, and whether it continues an earlier run."""
     from filelock import FileLock, Timeout
 
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
-        raise CheckpointError(f"{directory} is in the way", "move it away")
+        raise CheckpointError(f"{directory} is not a directory", "move it away")
     directory.mkdir(parents=True, exist_ok=True)
     lock = FileLock(directory / ".lock", timeout=0)
     try:
         lock.acquire()
     except Timeout:
-        raise CheckpointError(f"{directory} is being worked on", "wait until that run has ended") from None
+        raise CheckpointError(f"{directory} is in use by another run", "wait until that run has ended") from None
     try:
         is_old = _fingerprint(directory) == fingerprint
         if not is_old:
             _clear(directory)
             (directory / f".{_JOB}").write_text(json.dumps({"fingerprint": fingerprint}))
             (directory / f".{_JOB}").replace(directory / _JOB)
-        yield Draft(directory), is_old
+        yield WorkDirectory(directory), is_old
     finally:
         lock.release()
 
 
 def _clear(directory: Path) -> None:
-    """Remove what another job has left; what is not a draft is left alone."""
+    """Remove the files of another job; raise if the directory holds anything else."""
     files = [file for file in directory.iterdir() if file.name != ".lock"]
     if files and not any(file.name in (_JOB, f".{_JOB}") for file in files):
         raise CheckpointError(f"{directory} holds something else", "move it away")
-    for file in sorted(files, key=lambda file: file.name == _JOB):  # what says that it is a draft goes last
+    for file in sorted(
+        files, key=lambda file: file.name == _JOB
+    ):  # the file that identifies a work directory goes last
         file.unlink()
 
 

@@ -1,8 +1,8 @@
-"""GPTQ: columns are rounded one after another, and each one's error is made good by those that are still free.
+"""GPTQ: columns are rounded one after another, and later columns compensate for the error of each.
 
-The error that counts is that of the outputs, |(W - Q) X|². With H = X Xᵀ, rounding column j by e_j changes the best
-choice of the later columns by -e_j · H⁻¹[j, later] / H⁻¹[j, j]; all those rows of inverses are one Cholesky factor.
-A group's range is found when its first column is reached, from weights that carry the corrections so far.
+The error to minimize is that of the outputs, |(W - Q) X|². With H = X Xᵀ, rounding column j by e_j changes the optimum
+of the later columns by -e_j · H⁻¹[j, later] / H⁻¹[j, j]; all those rows of inverses are one Cholesky factor.
+A group's range is found when its first column is reached, from weights that include the corrections so far.
 """
 
 from dataclasses import dataclass
@@ -15,35 +15,39 @@ from sala.errors import CheckpointError
 from sala.lab.quantize.ranges import fit_range, search_range, to_codes, to_packed
 from sala.quantization_config import Groups
 
-DAMPING = 0.01  # of the mean of the diagonal, added to it
-BLOCK = 128  # columns after which the corrections reach all the later ones
+DAMPING = 0.01  # share of the mean of the diagonal that is added to it
+BLOCK = 128  # columns after which the corrections are applied to all later ones
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
-    """What is known of the inputs of a site: the order of its columns, and the factor of the inverse Hessian."""
+class InputStatistics:
+    """The inputs of a site: the order of its columns, and the Cholesky factor of the inverse Hessian."""
 
     order: Tensor
     factor: Tensor
 
     @classmethod
-    def of(cls, hessian: Tensor, group_size: int, damping: float = DAMPING, is_ordered: bool = True) -> "Inputs":
-        """With `is_ordered`, the groups that matter most come first, and within each its columns that matter most.
+    def of(
+        cls, hessian: Tensor, group_size: int, damping: float = DAMPING, is_ordered: bool = True
+    ) -> "InputStatistics":
+        """With `is_ordered`, the most important groups come first, and within each its most important columns.
 
-        What is rounded early finds the most columns that can make it good. The stored layout does not change.
+        More columns can compensate for what is rounded early. The stored layout does not change.
         """
         plain = torch.arange(len(hessian), device=hessian.device)
         order = order_columns(hessian.diagonal(), group_size) if is_ordered else plain
-        return cls(order, inverse_factor(hessian[order][:, order], damping))  # of a copy, which is spoilt
+        return cls(
+            order, inverse_factor(hessian[order][:, order], damping)
+        )  # indexing makes a copy, which is overwritten
 
 
-def round_columns(weight: Tensor, inputs: Inputs, groups: Groups, dtype: str, is_cut: bool = True) -> Packed:
-    """weight [out, in] → codes in plain groups along the inputs.
+def round_columns(weight: Tensor, inputs: InputStatistics, groups: Groups, dtype: str, is_cut: bool = True) -> Packed:
+    """Return weight [out, in] as codes in plain groups along the inputs.
 
-    With `is_cut`, ranges may be narrower than MLX's rule makes them.
+    With `is_cut`, ranges may be narrower than by MLX's rule.
     """
     bits, size, order, factor = groups.bits, groups.group_size, inputs.order, inputs.factor
-    left = weight.float().T[order]  # [in, out]: a column of the matrix is a line of memory
+    left = weight.float().T[order]  # [in, out]: a column of the matrix is contiguous
     codes = torch.empty(left.shape, dtype=torch.uint8, device=left.device)
     scales = torch.empty(len(left) // size, left.shape[1], device=left.device)
     biases = torch.empty_like(scales)
@@ -65,7 +69,7 @@ def round_columns(weight: Tensor, inputs: Inputs, groups: Groups, dtype: str, is
 
 
 def _find_range(group: Tensor, factor: Tensor, at: int, bits: int, dtype: str, is_cut: bool) -> tuple[Tensor, Tensor]:
-    """Scale and bias of the group [size, out] whose first column is `at`."""
+    """Return scale and bias of the group [size, out] whose first column is `at`."""
     if not is_cut:
         return fit_range(group.amin(0), group.amax(0), bits, dtype)
     importance = factor.diagonal()[at : at + len(group)].square().reciprocal()
@@ -73,7 +77,7 @@ def _find_range(group: Tensor, factor: Tensor, at: int, bits: int, dtype: str, i
 
 
 def order_columns(diagonal: Tensor, group_size: int) -> Tensor:
-    """Columns by how much their inputs weigh, group by group: a permutation that leaves every group whole."""
+    """Return the columns by importance of their inputs, a permutation that keeps every group together."""
     grouped = diagonal.view(-1, group_size)
     within = grouped.sort(dim=1, descending=True, stable=True).indices
     first = grouped.sum(1).sort(descending=True, stable=True).indices
@@ -81,14 +85,14 @@ def order_columns(diagonal: Tensor, group_size: int) -> Tensor:
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse; a diagonal that is too weak is strengthened until there is one.
+    """Return the upper Cholesky factor of the inverse; damping grows until the factorization succeeds.
 
-    `hessian` is overwritten: that of a wide matrix takes a gigabyte.
+    `hessian` is overwritten, because that of a wide matrix takes a gigabyte.
     """
     if not torch.isfinite(hessian).all():
-        raise CheckpointError("activations are infinite or no numbers", "the model is damaged")
+        raise CheckpointError("activations are infinite or NaN", "the model is damaged")
     diagonal = hessian.diagonal()  # a view
-    diagonal[diagonal == 0] = 1  # an input that is always zero: its weights are rounded alone
+    diagonal[diagonal == 0] = 1  # an input that is always zero: its weights are rounded independently
     mean = diagonal.mean()
     for _ in range(8):
         diagonal += damping * mean
@@ -101,5 +105,5 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
                 return factor
         damping *= 10
     raise CheckpointError(
-        "the inputs of a matrix are too alike to calibrate with", "give more text, or use --method rtn"
+        "the inputs of a matrix are too similar to calibrate with", "give more text, or use --method rtn"
     )

@@ -1,7 +1,7 @@
-"""One layer at a time: read from a checkpoint in fp32, and walked through by calibration activations.
+"""One layer at a time: read from a checkpoint in fp32, then run on calibration activations.
 
-A layer's matrices have four kinds of inputs. Those with the same input belong to one site; sites come in the order
-of the computation, so that what a site sees has passed through all that is rounded already.
+A layer's matrices have four kinds of inputs. Matrices with the same input form a site; sites are visited in the order
+of the computation, so that the activations at a site have passed through everything that is rounded already.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.quantization_config import QKV_LINEARS
 
-TOKENS_AT_ONCE = 4096  # how many pass through a layer together
+TOKENS_AT_ONCE = 4096  # that pass through a layer together
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Site:
     consumers: tuple[str, ...]
 
 
-Chunks = Iterator[Tensor]  # activations [n, in], piece by piece
+Chunks = Iterator[Tensor]  # activations [n, in]
 Visit = Callable[[Site, Chunks], None]
 
 
@@ -47,7 +47,7 @@ def sites_of(layer: Layer) -> tuple[Site, Site, Site, Site]:
 
 
 def read_layer(checkpoint: Checkpoint, config: SalaConfig, index: int, device: torch.device) -> Layer:
-    """In fp32, whatever it is in the file; its parameters are its own and may be written to."""
+    """Return a layer in fp32, whatever the file has; its parameters are copies and may be written to."""
     with torch.device("meta"):
         layer = Layer(config, config.mixers[index])
     for name, parameter in list(layer.named_parameters()):
@@ -64,7 +64,7 @@ def read_layer(checkpoint: Checkpoint, config: SalaConfig, index: int, device: t
 
 
 def forget_module(checkpoint: Checkpoint, module: str) -> None:
-    """Let what was read of the file go from memory."""
+    """Drop what was read of the file from memory."""
     for name in checkpoint:
         if name == module or name.startswith(f"{module}."):
             checkpoint.forget(name)
@@ -81,31 +81,30 @@ def weight_of(layer: nn.Module, name: str) -> Tensor:
 
 @torch.inference_mode()
 def walk(layer: Layer, x: Tensor, visit: Visit | None = None) -> None:
-    """Take x [S, n, hidden], S whole sequences, through the layer, in place.
+    """Run the layer on x [S, n, hidden], S whole sequences, in place.
 
-    `visit` is called at every site with the activations there and may change the site's matrices: what comes after
-    sees the change.
+    `visit` is called at every site with its activations and may change the site's matrices; later sites see the change.
     """
     sites, mixer = sites_of(layer), cast(Any, layer.self_attn)
-    note = visit or (lambda site, chunks: None)
-    note(sites[0], (layer.input_layernorm(part) for part, _ in _parts(x)))
-    mixed = _mix(layer, x)
-    note(sites[1], (part for part, _ in _parts(mixed)))
+    on_site = visit or (lambda site, chunks: None)
+    on_site(sites[0], (layer.input_layernorm(part) for part, _ in _parts(x)))
+    mixed = _mixer_outputs(layer, x)
+    on_site(sites[1], (part for part, _ in _parts(mixed)))
     for (part, view), (inner, _) in zip(_parts(x), _parts(mixed), strict=True):
         view.copy_((part + layer.scaled(mixer.o_proj(inner))).view(view.shape))
     del mixed
-    note(sites[2], (layer.post_attention_layernorm(part) for part, _ in _parts(x)))
-    note(sites[3], (_inner(layer, part) for part, _ in _parts(x)))
+    on_site(sites[2], (layer.post_attention_layernorm(part) for part, _ in _parts(x)))
+    on_site(sites[3], (_mlp_inner(layer, part) for part, _ in _parts(x)))
     for part, view in _parts(x):
-        view.copy_((part + layer.scaled(layer.mlp.down_proj(_inner(layer, part)))).view(view.shape))
+        view.copy_((part + layer.scaled(layer.mlp.down_proj(_mlp_inner(layer, part)))).view(view.shape))
 
 
-def _mix(layer: Layer, x: Tensor) -> Tensor:
-    """What the mixer hands to its last matrix, [S, n, width]."""
+def _mixer_outputs(layer: Layer, x: Tensor) -> Tensor:
+    """Return the inputs of the mixer's output projection, [S, n, width]."""
     mixer: Any = layer.self_attn
     last = mixer.o_proj
     mixed = torch.empty(*x.shape[:2], last.in_features, device=x.device)
-    mixer.o_proj = nn.Identity()
+    mixer.o_proj = nn.Identity()  # run the mixer without its last matrix
     try:
         for (part, _), (_, view) in zip(_parts(x), _parts(mixed), strict=True):
             batch = _batch(len(view), x.shape[1], x.device)
@@ -115,13 +114,13 @@ def _mix(layer: Layer, x: Tensor) -> Tensor:
     return mixed
 
 
-def _inner(layer: Layer, x: Tensor) -> Tensor:
+def _mlp_inner(layer: Layer, x: Tensor) -> Tensor:
     normed = layer.post_attention_layernorm(x)
     return F.silu(layer.mlp.gate_proj(normed)) * layer.mlp.up_proj(normed)
 
 
 def _parts(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some sequences at a time: as one line [n, width], and as a view of x."""
+    """Yield some sequences at a time, flattened to [n, width] and as a view of x."""
     for view in x.split(max(1, TOKENS_AT_ONCE // x.shape[1])):
         yield view.flatten(0, 1), view
 

@@ -1,4 +1,4 @@
-"""From a checkpoint to a quantized one: embedding, layers one after another, head; then all of it at once in its place.
+"""From a checkpoint to a quantized one: embedding, layers one after another, head; then published atomically.
 
 Memory holds one layer in fp32, the activations of the calibration text, and the Hessian of one site.
 """
@@ -25,9 +25,9 @@ from sala.checkpoint.writer import Spec, copy_companions, new_directory, write_t
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
 from sala.lab.quantize.awq import fold_scales
-from sala.lab.quantize.calibrate import look, sum_hessian
-from sala.lab.quantize.draft import Draft, open_draft, remove_draft
-from sala.lab.quantize.gptq import Inputs, round_columns
+from sala.lab.quantize.calibrate import sum_hessian, summarise_site
+from sala.lab.quantize.draft import WorkDirectory, open_draft, remove_draft
+from sala.lab.quantize.gptq import InputStatistics, round_columns
 from sala.lab.quantize.layers import (
     Chunks,
     Site,
@@ -38,31 +38,31 @@ from sala.lab.quantize.layers import (
     walk,
     weight_of,
 )
-from sala.lab.quantize.plan import Settings, plan_modules
+from sala.lab.quantize.plan import QuantizeSettings, plan_modules
 from sala.lab.quantize.ranges import TORCH_DTYPES, expand
 from sala.lab.quantize.rtn import round_matrix, round_within_ranges
-from sala.lab.quantize.texts import Text
+from sala.lab.quantize.texts import CalibrationText
 from sala.quantization_config import Groups, QuantConfig
 
-_VERSION = 1  # of what is computed: another one does not go on from an old draft
+_VERSION = 1  # of the computation; another version does not continue an old work directory
 _SCALES = FILE_DTYPES | {"float32": "F16"}
-_LARGEST = 6e4  # what F16 holds
+_LARGEST = 6e4  # that F16 holds
 _PIECE = 1 << 24
 
-Note = Callable[[str, int, int], None]  # stage, how much of it is done, of how much
-Arrays = dict[str, tuple[Spec, Any]]  # tensor → precision and shape, and its values as a file holds them
+Note = Callable[[str, int, int], None]  # stage, done, total
+Arrays = dict[str, tuple[Spec, Any]]  # tensor → dtype and shape, and its bytes
 
 
 def quantize_model(
     source: Path,
     target: Path,
-    settings: Settings,
-    text: Text | None = None,
+    settings: QuantizeSettings,
+    text: CalibrationText | None = None,
     device: torch.device | None = None,
     may_requantize: bool = False,
     note: Note = lambda *_: None,
 ) -> None:
-    """Write `target`. A run that was interrupted goes on where it was; what exists already is never touched.
+    """Write `target`. An interrupted run is continued; an existing target is never touched.
 
     text      what to calibrate with; not needed for rtn
     """
@@ -79,17 +79,26 @@ def quantize_model(
 
 
 def draft_of(target: Path) -> Path:
-    """Where the work lies until it is done."""
+    """Return the work directory of a target."""
     return target.parent / f".{target.name}.quantize"
+
+
+def is_result(target: Path, config: SalaConfig, plan: Mapping[str, Groups | None]) -> bool:
+    """Whether `target` is a complete model of this configuration, quantized by this plan."""
+    if not (target / "config.json").is_file():
+        return False
+    found = SalaConfig.load(target)
+    modules = {name: groups for name, groups in plan.items() if groups is not None}
+    return found == replace(config, quantization=QuantConfig.of_modules(modules))
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     checkpoint: Checkpoint
-    source: SalaConfig  # as the checkpoint is, which may have few bits already
-    config: SalaConfig  # the same without a word of bits
-    settings: Settings
-    text: Text | None
+    source: SalaConfig  # of the checkpoint, which may be quantized already
+    config: SalaConfig  # the same without quantization
+    settings: QuantizeSettings
+    text: CalibrationText | None
     plan: dict[str, Groups | None]
     device: torch.device
     note: Note
@@ -98,8 +107,8 @@ class _Job:
     def of(
         cls,
         checkpoint: Checkpoint,
-        settings: Settings,
-        text: Text | None,
+        settings: QuantizeSettings,
+        text: CalibrationText | None,
         device: torch.device,
         may_requantize: bool,
         note: Note,
@@ -107,7 +116,7 @@ class _Job:
         config = SalaConfig.load(checkpoint.path)
         if config.quantization is not None and not may_requantize:
             raise CheckpointError(
-                f"{checkpoint.path} is quantized already, which loses twice",
+                f"{checkpoint.path} is quantized already, and quantizing it again loses twice",
                 "start from the original model, or expand this one first: --requantize",
             )
         check_tensors(checkpoint, config)
@@ -118,7 +127,7 @@ class _Job:
 
     @property
     def names(self) -> list[str]:
-        """Of the pieces, in order."""
+        """The names of the pieces, in order."""
         return ["embed", *(f"layer-{index:04}" for index in range(self.config.num_hidden_layers)), "head"]
 
     def fingerprint(self) -> str:
@@ -131,7 +140,7 @@ class _Job:
         facts = [_VERSION, source, self.config.to_dict(), wanted, plan, text]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
-    def run(self, draft: Draft) -> None:
+    def run(self, draft: WorkDirectory) -> None:
         is_blind = self.settings.chosen_method == "rtn"
         if not draft.has("embed"):
             self.save(draft, "embed", self.of_tensors(["model.embed_tokens.weight"]))
@@ -155,8 +164,8 @@ class _Job:
                 draft.save_activations(index + 1, x)
         self.note("quantizing", self.config.num_hidden_layers, self.config.num_hidden_layers)
 
-    def activations(self, draft: Draft) -> tuple[int, Tensor]:
-        """The next layer and what goes into it."""
+    def activations(self, draft: WorkDirectory) -> tuple[int, Tensor]:
+        """Return the index of the next layer and its input."""
         found = draft.load_activations()
         if found is not None:
             return found[0], found[1].to(self.device)
@@ -167,8 +176,8 @@ class _Job:
             draft.save_tokens(tokens)
         return 0, (self.embed(tokens, draft) * self.config.scale_emb).to(self.device)
 
-    def embed(self, tokens: Tensor, draft: Draft) -> Tensor:
-        """Rows of the embedding as it will be, in fp32."""
+    def embed(self, tokens: Tensor, draft: WorkDirectory) -> Tensor:
+        """Return the embeddings of the tokens, as quantized, in fp32."""
         unique, place = tokens.unique(return_inverse=True)
         groups = self.plan["model.embed_tokens"]
         if groups is None:
@@ -186,7 +195,7 @@ class _Job:
         return read_weight(self.checkpoint, self.source, module, dtype, torch.device("cpu"))
 
     def scale_dtype(self, weight: Tensor) -> str:
-        """Scales have the model's own precision; 16 bits are enough for a model in fp32, too, if they hold it."""
+        """Return the dtype of scales: the model's own; F16 for fp32 models unless a weight is too large for it."""
         is_large = float(weight.abs().max()) > _LARGEST
         return "F32" if is_large else _SCALES[self.config.dtype]
 
@@ -203,7 +212,7 @@ class _Job:
         return out
 
     def round_layer(self, layer: Layer, index: int, x: Tensor) -> dict[str, Packed]:
-        """Round the layer's matrices, and take x through what they have become."""
+        """Round the layer's matrices, and run x through the rounded layer."""
         method = self.round_by_gptq if self.settings.chosen_method == "gptq" else self.round_by_awq
         return method(layer, self.groups_within(index), index, x)
 
@@ -216,7 +225,7 @@ class _Job:
             rounded = {name: groups for name in site.consumers if (groups := plan[name]) is not None}
             if not rounded:
                 return
-            inputs = Inputs.of(sum_hessian(chunks), self.settings.group_size)
+            inputs = InputStatistics.of(sum_hessian(chunks), self.settings.group_size)
             for name, groups in rounded.items():
                 weight = weight_of(layer, name)
                 out[name] = round_columns(weight, inputs, groups, self.scale_dtype(weight))
@@ -229,7 +238,7 @@ class _Job:
         seen = {}
 
         def visit(site: Site, chunks: Chunks) -> None:
-            seen[site.name] = look(chunks, x.shape[0] * x.shape[1])
+            seen[site.name] = summarise_site(chunks, x.shape[0] * x.shape[1])
 
         walk(layer, x.clone(), visit)
         dtypes = {
@@ -249,7 +258,7 @@ class _Job:
         return out
 
     def of_layer(self, layer: Layer, index: int, packed: Mapping[str, Packed]) -> Arrays:
-        """A layer's tensors as they are stored: rounded matrices, norms (which may be new), the rest as it was."""
+        """Return a layer's tensors as stored: rounded matrices, norms (which may be new), the rest unchanged."""
         out: Arrays = {}
         for name, tensor in layer.named_parameters():
             full = f"model.layers.{index}.{name}"
@@ -282,13 +291,13 @@ class _Job:
                 out[name] = ((raw.dtype, raw.shape), raw.data)
         return out
 
-    def save(self, draft: Draft, name: str, arrays: Arrays) -> None:
+    def save(self, draft: WorkDirectory, name: str, arrays: Arrays) -> None:
         specs = {tensor: spec for tensor, (spec, _) in arrays.items()}
         draft.save(name, specs, lambda tensor: arrays[tensor][1])
 
 
-def _publish(job: _Job, draft: Draft, target: Path) -> None:
-    """Put all pieces together under the target's name."""
+def _publish(job: _Job, draft: WorkDirectory, target: Path) -> None:
+    """Write the target from all pieces."""
     infos = {tensor: (name, info) for name in job.names for tensor, info in draft.tensors(name).items()}
     modules = {name: groups for name, groups in job.plan.items() if groups is not None}
     wanted = expected_tensors(job.config, modules)
@@ -301,12 +310,12 @@ def _publish(job: _Job, draft: Draft, target: Path) -> None:
 
 
 def _check_finite(checkpoint: Checkpoint, note: Note) -> None:
-    """Before hours of work: no weight is infinite or no number."""
+    """Raise, before hours of work, if a weight is infinite or NaN."""
     total = len(checkpoint.tensors)
     for done, (name, info) in enumerate(checkpoint.tensors.items()):
         note("checking", done, total)
         if info.dtype in TORCH_DTYPES and not _is_finite(checkpoint, name, info.dtype):
-            raise CheckpointError(f"{name} holds a number that is infinite or none", "the original model is damaged")
+            raise CheckpointError(f"{name} has a weight that is infinite or NaN", "the original model is damaged")
     note("checking", total, total)
 
 

@@ -1,4 +1,4 @@
-"""Which matrix gets how many bits: one rule for all, and patterns for those that stay wider."""
+"""Which matrix gets how many bits: one rule for all, and patterns for exceptions."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,7 +15,7 @@ WHOLE = "whole"
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Modules that match a pattern and what becomes of them: some bits, or None for whole."""
+    """A pattern of modules and their bits; None keeps them whole."""
 
     pattern: str
     bits: int | None
@@ -35,12 +35,12 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """How to quantize. Patterns of `keep` come after the default ones; the last that matches a module counts."""
+class QuantizeSettings:
+    """How to quantize. Patterns of `keep` come after the default ones; the last match of a module wins."""
 
     bits: int = 4
     group_size: int = 64
-    method: str | None = None  # None: rtn for 8 bits, where it loses nothing, else gptq
+    method: str | None = None  # None: rtn for 8 bits, where it loses nothing measurable, else gptq
     keep: tuple[str, ...] = ()
     num_tokens: int = 32768  # of calibration
     length: int = 1024  # of its pieces
@@ -59,15 +59,17 @@ class Settings:
         return self.method or ("rtn" if self.bits == 8 else "gptq")
 
 
-def plan_modules(config: SalaConfig, settings: Settings) -> dict[str, Groups | None]:
-    """Module → its groups, None for what stays whole; every matrix of the model, in the order of the computation."""
+def plan_modules(config: SalaConfig, settings: QuantizeSettings) -> dict[str, Groups | None]:
+    """Return the groups of every matrix, None if it stays whole, in the order of the computation."""
     shapes = expected_tensors(config)
     known = matrix_modules(config.mixers)
     modules = [name.removesuffix(".weight") for name in shapes if name.removesuffix(".weight") in known]
     own = [Keep.parse(text) for text in settings.keep]
     for rule in own:
         if not any(rule.matches(module) for module in modules):
-            raise InputError("keep", f"has {rule.pattern[:100]!r}, which is no module of this model", "see: sala show")
+            raise InputError(
+                "keep", f"has {rule.pattern[:100]!r}, which matches no module of this model", "see: sala show"
+            )
     rules = [*(Keep(pattern, 8) for pattern in default_keep(config)), *own]
     plan: dict[str, Groups | None] = {}
     for module in modules:
@@ -87,7 +89,7 @@ def plan_modules(config: SalaConfig, settings: Settings) -> dict[str, Groups | N
 
 
 def default_keep(config: SalaConfig) -> tuple[str, ...]:
-    """What has 8 bits unless told otherwise: it costs little room and much quality; benchmarks/quant_quality.py."""
+    """Return the modules that have 8 bits by default: they are small and sensitive; see benchmarks/quant_quality.py."""
     return "embed_tokens", "lm_head", "v_proj", f"model.layers.{config.num_hidden_layers - 1}.*"
 
 
@@ -97,7 +99,7 @@ def _other_size(num_in: int, module: str) -> str:
 
 
 def count_bits(plan: dict[str, Groups | None], shapes: dict[str, tuple[int, ...]], whole_bits: int) -> float:
-    """Bits per weight of all matrices together, scales and biases of 16 bits each included."""
+    """Return the bits per weight of all matrices together, including 16-bit scales and biases."""
     total = weights = 0.0
     for module, groups in plan.items():
         count = float(shapes[f"{module}.weight"][0] * shapes[f"{module}.weight"][1])
@@ -107,7 +109,7 @@ def count_bits(plan: dict[str, Groups | None], shapes: dict[str, tuple[int, ...]
 
 
 def describe(plan: dict[str, Groups | None]) -> str:
-    """In words: how many matrices have how many bits."""
+    """Say how many matrices have how many bits."""
     kinds: dict[str, int] = {}
     for groups in plan.values():
         name = WHOLE if groups is None else f"{groups.bits} bits"

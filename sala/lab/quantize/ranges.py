@@ -1,4 +1,4 @@
-"""The range of a group of weights: MLX's rule in torch, and narrower ranges where the cut-off ends are worth it."""
+"""The range of a group of weights: MLX's rule in torch, and narrower ranges where clipping reduces the error."""
 
 import numpy as np
 import torch
@@ -9,13 +9,13 @@ from sala.checkpoint.packing import Packed, dequantize, pack
 
 TORCH_DTYPES = {name: dtypes_by_file_name(torch)[name] for name in FLOAT_DTYPES}
 SHRINK = tuple(1 - step / 20 for step in range(8))  # shares of the range that are tried
-NUM_FITS = 2
+NUM_FITS = 2  # least-squares fits after the search
 
 
 def fit_range(low: Tensor, high: Tensor, bits: int, dtype: str = "F32") -> tuple[Tensor, Tensor]:
-    """Ends of a group's weights → its scale and bias, by the rule of MLX, rounded to what a file of `dtype` holds.
+    """Return scale and bias of a group by MLX's rule from the ends of its weights, rounded to `dtype`.
 
-    The end that lies farther from zero is a code exactly, and so is zero.
+    The end farther from zero is represented exactly, and so is zero.
     """
     is_low = low.abs() > high.abs()
     scale = ((high - low) / ((1 << bits) - 1)).clamp(min=1e-7)
@@ -29,17 +29,18 @@ def fit_range(low: Tensor, high: Tensor, bits: int, dtype: str = "F32") -> tuple
 
 
 def to_codes(weight: Tensor, scale: Tensor, bias: Tensor, bits: int) -> Tensor:
-    """The nearest codes, as floats. A scale that rounds to nothing has the code 0."""
+    """Return the nearest codes as floats; 0 where the scale is zero."""
     safe = torch.where(scale == 0, 1, scale)
     codes = torch.where(scale == 0, 0, (weight - bias) / safe)
     return codes.round().clamp(0, (1 << bits) - 1)
 
 
 def search_range(weight: Tensor, importance: Tensor, bits: int, dtype: str) -> tuple[Tensor, Tensor]:
-    """weight [..., n], importance [n] or like the weights → scale and bias [...] of the least weighted squared error.
+    """Return scale and bias [...] with the least weighted squared error of weight [..., n].
 
-    Outliers stretch a group's range and coarsen all other weights: sometimes it is better to cut them off. Tried are
-    shares of the range, each by MLX's rule and from end to end; then the best is fitted to its codes by least squares.
+    `importance` is [n] or shaped like the weights. Outliers stretch a group's range and coarsen all other weights, so
+    clipping can be better. Shares of the range are tried, each by MLX's rule and from end to end; then the best is
+    fitted to its codes by least squares.
     """
     low, high = weight.amin(-1), weight.amax(-1)
     best = fit_range(low, high, bits, dtype)
@@ -75,7 +76,7 @@ def _error(weight: Tensor, importance: Tensor, found: Range, bits: int) -> Tenso
 
 
 def _refit(weight: Tensor, importance: Tensor, found: Range, bits: int, dtype: str) -> Range:
-    """The line that comes nearest to the weights at the codes that they have now."""
+    """Return the line that fits the weights best at their current codes."""
     scale, bias = (part[..., None] for part in found)
     codes = to_codes(weight, scale, bias, bits)
     share = (importance / importance.sum(-1, keepdim=True)).expand(weight.shape)
@@ -92,7 +93,7 @@ def _rounded(scale: Tensor, bias: Tensor, dtype: str) -> Range:
 
 
 def to_packed(codes: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int, dtype: str) -> Packed:
-    """codes [out, in] and the groups' scales and biases [out, in / group_size] as a file holds them."""
+    """Return codes [out, in] and the groups' scales and biases [out, in / group_size] in the file layout."""
     words = pack(codes.to(torch.uint8).cpu().numpy(), bits)
     return Packed(words, _stored(scales, dtype), _stored(biases, dtype), bits, group_size, dtype)
 
@@ -105,5 +106,5 @@ def _stored(values: Tensor, dtype: str) -> "np.ndarray[tuple[int, ...], np.dtype
 
 
 def expand(packed: Packed) -> Tensor:
-    """The weights that a file of these codes stands for, [out, in] in fp32."""
+    """Return the dequantized weights, [out, in] in fp32."""
     return torch.from_numpy(dequantize(packed))

@@ -4,6 +4,7 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +46,37 @@ def measure(
 ) -> Values:
     """Return what each model makes of held-out tokens [S, n], and how much the two differ."""
     paths = dict(zip(WHO, (original, quantized), strict=True))
+    total = 2 * (len(tokens) + num_needles * len(lengths))
+    steps = count(1)
+
+    def step() -> None:
+        note("measuring", next(steps), total)
+
     hidden, heads = {}, {}
-    for at, (who, path) in enumerate(paths.items()):
-        note("measuring", at, 4)
-        hidden[who], heads[who] = read_hidden(path, tokens, device)
+    for who, path in paths.items():
+        hidden[who], heads[who] = read_hidden(path, tokens, device, step)
     out: Values = {"tokens": tokens.numel(), **compare(hidden, heads, tokens)}
     del hidden, heads
     out |= {who: out[who] | {"bytes": _size(path)} for who, path in paths.items()}
-    for at, (who, path) in enumerate(paths.items()):
-        note("measuring", 2 + at, 4)
-        out[who]["needle"] = _recall(path, tokens, device, num_needles, lengths)
-    note("measuring", 4, 4)
+    for who, path in paths.items():
+        out[who]["needle"] = _recall(path, tokens, device, num_needles, lengths, step)
+    note("measuring", total, total)
     return out
 
 
 @torch.inference_mode()
-def read_hidden(path: Path, tokens: Tensor, device: torch.device) -> tuple[Tensor, Head]:
+def read_hidden(
+    path: Path, tokens: Tensor, device: torch.device, step: Callable[[], None] = lambda: None
+) -> tuple[Tensor, Head]:
     """Return hidden states [S, n, hidden] on the CPU, and the head that turns them into logits."""
     config = SalaConfig.load(path)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with Checkpoint(path) as checkpoint:
         model = load_model(checkpoint, config, dtype, device)
-    rows = [model(whole(row[None].to(device), ops=select_ops())).float().cpu() for row in tokens]
+    rows = []
+    for row in tokens:
+        rows.append(model(whole(row[None].to(device), ops=select_ops())).float().cpu())
+        step()
     model.model.layers = nn.ModuleList()  # only the head is still needed
     gc.collect()
     return torch.stack(rows), partial(_logits, model, dtype, device)
@@ -80,7 +90,7 @@ def _logits(model: SalaModel, dtype: torch.dtype, device: torch.device, hidden: 
 def compare(hidden: dict[str, Tensor], heads: dict[str, Head], tokens: Tensor) -> Values:
     """Return the perplexity of both models, the KL divergence of the second, and how often their argmax agrees."""
     losses = dict.fromkeys(WHO, 0.0)
-    divergence, agreed, count = 0.0, 0, 0
+    divergence, agreed, num_tokens = 0.0, 0, 0
     for row in range(len(tokens)):
         for begin in range(0, tokens.shape[1] - 1, _ROWS):
             labels = tokens[row, begin + 1 : begin + 1 + _ROWS]
@@ -90,14 +100,14 @@ def compare(hidden: dict[str, Tensor], heads: dict[str, Head], tokens: Tensor) -
                 losses[who] -= float(scores[who].gather(1, labels[:, None]).double().sum())
             divergence += float(F.kl_div(scores["quantized"], scores["original"], reduction="sum", log_target=True))
             agreed += int((scores["original"].argmax(-1) == scores["quantized"].argmax(-1)).sum())
-            count += len(labels)
-    out: Values = {who: {"perplexity": math.exp(losses[who] / count)} for who in WHO}
+            num_tokens += len(labels)
+    out: Values = {who: {"perplexity": math.exp(losses[who] / num_tokens)} for who in WHO}
     ratio = out["quantized"]["perplexity"] / out["original"]["perplexity"]
-    return {**out, "perplexity_ratio": ratio, "kl": divergence / count, "agreement": agreed / count}
+    return {**out, "perplexity_ratio": ratio, "kl": divergence / num_tokens, "agreement": agreed / num_tokens}
 
 
 def _recall(
-    path: Path, tokens: Tensor, device: torch.device, trials: int, lengths: Sequence[int]
+    path: Path, tokens: Tensor, device: torch.device, trials: int, lengths: Sequence[int], step: Callable[[], None]
 ) -> dict[str, float] | None:
     """Return the share of needles found by length, None without a tokenizer. The haystack is the measured text."""
     if not trials or not (path / "tokenizer.json").is_file():
@@ -111,7 +121,11 @@ def _recall(
         for length in lengths:
             spec = NeedleSpec(length - NUM_ANSWERED, split="test")
             cases = [maker.make(spec, index) for index in range(trials)]
-            out[str(length)] = sum(_is_found(llm, case) for case in cases) / trials
+            found = 0
+            for case in cases:
+                found += _is_found(llm, case)
+                step()
+            out[str(length)] = found / trials
     return out
 
 

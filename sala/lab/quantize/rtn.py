@@ -1,4 +1,4 @@
-"""Round to nearest: every weight to the nearest code of its group. No data is needed."""
+"""Round to nearest: every weight to the nearest code of its group, without data."""
 
 import numpy as np
 import torch
@@ -8,11 +8,11 @@ from sala.checkpoint.packing import Packed, quantize
 from sala.lab.quantize.ranges import search_range, to_codes, to_packed
 from sala.quantization_config import Groups
 
-_PIECE = 1 << 24  # weights at a time: rows do not depend on each other
+_PIECE = 1 << 24  # weights at a time; rows are independent
 
 
 def round_matrix(weight: Tensor, groups: Groups, dtype: str) -> Packed:
-    """weight [out, in] → its nearest codes, bit for bit those of MLX."""
+    """Return the nearest codes of weight [out, in], bit for bit those of MLX."""
     pieces = [
         quantize(piece.float().cpu().numpy(), groups.bits, groups.group_size, dtype)
         for piece in weight.split(max(1, _PIECE // weight.shape[1]))
@@ -26,7 +26,7 @@ def round_matrix(weight: Tensor, groups: Groups, dtype: str) -> Packed:
 
 
 def round_within_ranges(weight: Tensor, importance: Tensor, groups: Groups, dtype: str) -> Packed:
-    """The same, where each group's range is cut so that the error counts least; `importance` [in] is of the inputs."""
+    """Round with each group's range clipped for the least error, weighted by `importance` [in] of the inputs."""
     size = groups.group_size
     weights = importance.view(-1, size)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []

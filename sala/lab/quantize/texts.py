@@ -1,4 +1,4 @@
-"""What to calibrate with, and what to measure on: a file, or what the model itself writes."""
+"""Texts to calibrate with and to measure on: a file, or text that the model generates."""
 
 import hashlib
 import json
@@ -15,15 +15,15 @@ from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.text.tokenizer import Tokenizer
 
-HELD_OUT = 0.2  # share of a file that is never calibrated with, so that it can be measured on
-MAX_HELD_OUT = 65536  # tokens of it at most
+HELD_OUT = 0.2  # share of a file that is reserved for measuring
+MAX_HELD_OUT = 65536  # tokens
 MIN_TOKENS = 256
 MAX_BYTES = 1 << 30
 _SEED = 20
 
 
-class Text(Protocol):
-    """`key` tells texts apart; `pieces` and `held_out` are token ids [S, length] that have nothing in common."""
+class CalibrationText(Protocol):
+    """A text with a `key` that identifies it; `pieces` and `held_out` are disjoint token ids [S, length]."""
 
     @property
     def key(self) -> str: ...
@@ -33,7 +33,7 @@ class Text(Protocol):
 
 @dataclass
 class FileText:
-    """A text file, or a .jsonl file with a "text" per line. The end of it is held out."""
+    """A text file, or a .jsonl file with a "text" per line. Its end is held out."""
 
     file: Path
     model: Path
@@ -67,9 +67,9 @@ class FileText:
 
 @dataclass
 class SampledText:
-    """What the model writes when nobody asks it anything: pieces that begin with a token drawn at random.
+    """Text that the model generates unprompted: pieces that begin with a random token.
 
-    The text is in the model's own languages and manners, and needs neither a file nor a tokenizer.
+    It has the model's own distribution and needs neither a file nor a tokenizer.
     """
 
     model: Path
@@ -81,12 +81,12 @@ class SampledText:
         return f"sampled {_SEED}"
 
     def pieces(self, num_tokens: int, length: int) -> Tensor:
-        return self._write(num_tokens, length, _SEED)
+        return self._generate(num_tokens, length, _SEED)
 
     def held_out(self, num_tokens: int, length: int) -> Tensor:
-        return self._write(num_tokens, length, _SEED + 1)
+        return self._generate(num_tokens, length, _SEED + 1)
 
-    def _write(self, num_tokens: int, length: int, seed: int) -> Tensor:
+    def _generate(self, num_tokens: int, length: int, seed: int) -> Tensor:
         from sala.engine.requests import Call
         from sala.llm import LLM
         from sala.protocol import Sampling
@@ -116,14 +116,14 @@ class SampledText:
 
 
 def cut(tokens: list[int], length: int) -> Tensor:
-    """Pieces [S, length] of equal length; a text that is shorter than one is one piece."""
+    """Return pieces [S, length] of equal length; a shorter text is one piece."""
     length = min(length, len(tokens))
     count = len(tokens) // length if length else 0
     return torch.tensor(tokens[: count * length], dtype=torch.long).view(count, length)
 
 
 def read_documents(file: Path) -> Iterator[str]:
-    """The texts of a file; a line that is wrong is named."""
+    """Yield the texts of a file; raise InputError with the number of a bad line."""
     try:
         content = _read(file).decode("utf-8")
     except UnicodeDecodeError as error:
