@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from sala.engine.cache.prefix import as_bytes
-from sala.errors import InputError, MissingExtra
+from sala.errors import InputError, MissingExtra, install_command
 from sala.lab.eval import harness
 from sala.lab.eval.harness import Generation, HarnessModel, to_rows, to_sampling, windows
 from sala.lab.eval.likelihood import (
@@ -304,5 +305,5 @@ def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     harness.adapter.cache_clear()
-    with pytest.raises(MissingExtra, match=r"minicpm-sala\[eval\]"):
+    with pytest.raises(MissingExtra, match=re.escape(install_command("eval"))):
         harness.adapter()
