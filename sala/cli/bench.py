@@ -144,8 +144,9 @@ def against(
     force: Annotated[bool, typer.Option("--force", help="Replace the figures of another run.")] = False,
 ) -> None:
     """Beside a dense model in transformers, in the same run: from which length on ours is faster."""
-    from sala.lab.bench.dense import MEASURES, check_dense, compare, need_transformers, open_dense, release, verdict
+    from sala.lab.bench.dense import MEASURES, check_dense, compare, need_transformers, open_dense, verdict
     from sala.lab.bench.measure import measure_latency
+    from sala.lab.bench.target import release
     from sala.lab.report.charts import length_label
     from sala.lab.report.record import Record
 
