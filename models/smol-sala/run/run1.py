@@ -5,7 +5,7 @@
     python models/smol-sala/run/run1.py run WORK OUT --minutes 9 # write data, then train; again to go on
     python models/smol-sala/run/run1.py finish WORK OUT          # pack what was learnt, measure it
 
-`pieces TEACHER CORPUS PROMPTS TARGET` makes the pieces. With --smoke everything runs on a CPU at a tiny scale. What a
+`pieces BASE CORPUS PROMPTS TARGET` makes the pieces. With --smoke everything runs on a CPU at a tiny scale. What a
 command leaves in OUT is small enough to be carried back.
 """
 
@@ -25,7 +25,7 @@ import torch
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.overlay import OverlayPacking, assemble, pack_overlay, write_overlay
 from sala.config import SalaConfig, SparseConfig
-from sala.lab.train.halo.source import TOKENIZER_FILES, dense_config
+from sala.lab.train.halo.source import TOKENIZER_FILES, dense_config, import_dense
 from sala.lab.train.halo.transfer import to_hybrid
 from sala.lab.train.latent import Latents
 from sala.lab.train.loop import OutOfTime, Progress
@@ -37,7 +37,6 @@ from sala.lab.train.recipe import MixStage, Recipe, SampleStage, load_recipe
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parent
-PIECE = 45_300_000  # bytes that travel at once
 SMOL = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "rope_theta": 100000.0, "rms_norm_eps": 1e-5,
@@ -51,51 +50,60 @@ def say(text: str) -> None:
     print(f"[{time.monotonic() - BEGAN:6.1f}s] {text}", flush=True)
 
 
-def make_pieces(teacher: Path, corpus: Path, prompts: Path, target: Path) -> None:
-    """Write folders 1, 2, 3 of files that travel one folder at a time; the teacher's weights are in the first two."""
+def make_pieces(base: Path, corpus: Path, prompts: Path, target: Path) -> None:
+    """Write folders 1, 2, 3 of files that travel one folder at a time, in this order.
+
+    BASE is the teacher's GGUF file, compressed by xz, in the first two; the corpus fills up all three.
+    """
     for name in ("1", "2", "3"):
         shutil.rmtree(target / name, ignore_errors=True)
         (target / name).mkdir(parents=True)
-    packed = lzma.compress((teacher / "model.safetensors").read_bytes(), preset=3)
-    for index in range(0, len(packed), PIECE):
-        number = index // PIECE
-        (target / str(number + 1) / f"model.safetensors.xz.part{number}").write_bytes(packed[index : index + PIECE])
-    for file in ("config.json", *TOKENIZER_FILES):
-        if (teacher / file).is_file():
-            shutil.copy(teacher / file, target / "2" / file)
-    (target / "2" / "prompts.jsonl.xz").write_bytes(lzma.compress(prompts.read_bytes()))
-    (target / "2" / "topics.txt.xz").write_bytes(lzma.compress((corpus / "topics.txt").read_bytes()))
-    shutil.copy(corpus / "heldout.jsonl.xz", target / "2" / "heldout.jsonl.xz")
-    shutil.copy(corpus / "train.jsonl.xz", target / "3" / "train.jsonl.xz")
+    packed = base.read_bytes()
+    half = -(-len(packed) // 2)
+    split(packed, target, "base.gguf.xz", (half, half))
+    for file in (prompts, corpus / "topics.txt"):
+        (target / "2" / f"{file.name}.xz").write_bytes(lzma.compress(file.read_bytes()))
+    text = (corpus / "train.jsonl.xz").read_bytes()
+    split(text, target, "train.jsonl.xz", (3_800_000, 5_800_000, len(text)))
     for folder in sorted(target.iterdir()):
         print(folder, sum(file.stat().st_size for file in folder.iterdir()) / 2**20, "MiB")
 
 
+def split(data: bytes, target: Path, name: str, sizes: tuple[int, ...]) -> None:
+    begin = 0
+    for number, size in enumerate(sizes):
+        (target / str(number + 1) / f"{name}.part{number + 1}of{len(sizes)}").write_bytes(data[begin : begin + size])
+        begin += size
+
+
 def gather(carried: Path, work: Path) -> None:
-    """Copy what has come into WORK/in; join and unpack what is complete."""
+    """Copy what has come into WORK/in, join what is complete, and put everything into its place."""
     place = work / "in"
-    for name in ("in", "teacher", "build/corpus", "start"):
+    for name in ("in", "start", "build/corpus"):
         (work / name).mkdir(parents=True, exist_ok=True)
     for file in carried.rglob("*"):
         if file.is_file():
             shutil.copy(file, place / file.name)
-    parts = sorted(place.glob("model.safetensors.xz.part*"))
-    if len(parts) == 2 and not (work / "teacher/model.safetensors").exists():
-        (work / "teacher/model.safetensors").write_bytes(lzma.decompress(b"".join(p.read_bytes() for p in parts)))
-    for file in ("config.json", *TOKENIZER_FILES):
-        if (place / file).is_file():
-            shutil.copy(place / file, work / "teacher" / file)
-            if file != "config.json":
-                shutil.copy(place / file, work / "start" / file)
-    for name, target in (("prompts.jsonl", "build/prompts.jsonl"), ("topics.txt", "build/corpus/topics.txt")):
+    for part in place.glob("*.part1of*"):
+        name, _, count = part.name.rpartition(".part1of")
+        parts = [place / f"{name}.part{number + 1}of{count}" for number in range(int(count))]
+        if all(one.is_file() for one in parts):
+            (place / name).write_bytes(b"".join(one.read_bytes() for one in parts))
+    for name, target in (("prompts.jsonl", work / "build"), ("topics.txt", work / "build/corpus")):
         if (place / f"{name}.xz").is_file():
-            (work / target).write_bytes(lzma.decompress((place / f"{name}.xz").read_bytes()))
-    for name in ("train.jsonl.xz", "heldout.jsonl.xz"):
-        if (place / name).is_file():
-            shutil.copy(place / name, work / "build/corpus" / name)
+            (target / name).write_bytes(lzma.decompress((place / f"{name}.xz").read_bytes()))
+    if (place / "train.jsonl.xz").is_file():
+        shutil.copy(place / "train.jsonl.xz", work / "build/corpus")
+    if (place / "base.gguf.xz").is_file() and not (work / "teacher").is_dir():
+        (place / "base.gguf").write_bytes(lzma.decompress((place / "base.gguf.xz").read_bytes()))
+        import_dense(place / "base.gguf", work / "teacher")
+    for file in TOKENIZER_FILES:
+        if (work / "teacher" / file).is_file():
+            shutil.copy(work / "teacher" / file, work / "start" / file)
     for file in [*MODEL.glob("overlay-*.safetensors"), MODEL / "config.json"]:
         shutil.copy(file, work / "start" / file.name)
-    say("gathered: " + ", ".join(sorted(str(f.relative_to(work)) for f in work.rglob("*") if f.is_file())))
+    found = (f"{file.relative_to(work)} {file.stat().st_size:,}" for file in work.rglob("*") if file.is_file())
+    say("gathered: " + ", ".join(sorted(found)))
 
 
 def device_of(options: argparse.Namespace) -> torch.device:
@@ -347,7 +355,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("pieces")
-    for name in ("teacher", "corpus", "prompts", "target"):
+    for name in ("base", "corpus", "prompts", "target"):
         one.add_argument(name, type=Path)
     one = commands.add_parser("gather")
     for name in ("carried", "work"):
@@ -361,7 +369,7 @@ def main() -> None:
         one.add_argument("--only-write", action="store_true")
     options = parser.parse_args()
     if options.command == "pieces":
-        make_pieces(options.teacher, options.corpus, options.prompts, options.target)
+        make_pieces(options.base, options.corpus, options.prompts, options.target)
     elif options.command == "gather":
         gather(options.carried, options.work)
     else:
