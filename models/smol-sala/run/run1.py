@@ -117,7 +117,7 @@ def recipe_of(work: Path, is_smoke: bool) -> tuple[Recipe, Path]:
     for file in [*MODEL.glob("*.jsonl"), *MODEL.glob("probe.json"), *MODEL.glob("*.toml")]:
         shutil.copy(file, base / file.name)
     recipe = load_recipe(MODEL / "recipe-5.toml")
-    if not (base / "probe.json").is_file():
+    if is_smoke or not (base / "probe.json").is_file():
         stages = [replace(s, probe="") if isinstance(s, MixStage) else s for s in recipe.stages]
         recipe = replace(recipe, stages=tuple(stages))
     if not is_smoke:
@@ -125,7 +125,9 @@ def recipe_of(work: Path, is_smoke: bool) -> tuple[Recipe, Path]:
     stages: list[Any] = []
     for stage in recipe.stages:
         if isinstance(stage, SampleStage):
-            stages.append(replace(stage, num_rows=24, batch_rows=12, seq_len=256, seconds=240, is_filtered=False))
+            prompts = tuple(replace(one, must_end=False) for one in stage.prompts)
+            small = {"num_rows": 24, "batch_rows": 24, "seq_len": 128, "seconds": 60, "is_filtered": False}
+            stages.append(replace(stage, prompts=prompts, **small))  # type: ignore[arg-type]
         elif isinstance(stage, MixStage):
             data = tuple(
                 replace(source, rows=1, seq_len=min(source.seq_len, 512 if source.is_sparse else 256), shortest=0,
@@ -134,7 +136,7 @@ def recipe_of(work: Path, is_smoke: bool) -> tuple[Recipe, Path]:
             )  # fmt: skip
             sparse = SparseConfig(window_size=64, topk=1, dense_len=512)
             stages.append(
-                replace(stage, data=data, seconds=0, steps=4, warmup_steps=1, sparse=sparse, teacher_window=256,
+                replace(stage, data=data, seconds=0, steps=2, warmup_steps=1, sparse=sparse, teacher_window=256,
                         cache_gb=1, probe_every=2)
             )  # fmt: skip
     return replace(recipe, stages=tuple(stages)), base

@@ -360,7 +360,7 @@ class MixedRun:
         self.latents.use_mean()
         try:
             with torch.compiler.set_stance("force_eager"), self.objective._precision():
-                values = dict(self.probe(self.done >= 1 or self.step == 0))
+                values = dict(self.probe(self.done >= 1))
         except Exception as error:  # a measurement must not end a run
             self.note(f"the probe failed: {error!r}")
             values = {}
