@@ -20,11 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.overlay import OverlayPacking, assemble, pack_overlay, write_overlay
 from sala.config import SalaConfig, SparseConfig
+from sala.lab.train.data import MicroBatch
 from sala.lab.train.halo.source import TOKENIZER_FILES, dense_config, import_dense
 from sala.lab.train.halo.transfer import to_hybrid
 from sala.lab.train.latent import Latents
@@ -43,6 +45,7 @@ SMOL = {
     "max_position_embeddings": 8192, "tie_word_embeddings": True, "vocab_size": 49152, "hidden_act": "silu",
     "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32",
 }  # fmt: skip
+CORPUS_SHARE = 0.52  # of its documents that travel
 BEGAN = time.monotonic()
 
 
@@ -53,7 +56,7 @@ def say(text: str) -> None:
 def make_pieces(base: Path, corpus: Path, prompts: Path, target: Path) -> None:
     """Write folders 1, 2, 3 of files that travel one folder at a time, in this order.
 
-    BASE is the teacher's GGUF file, compressed by xz, in the first two; the corpus fills up all three.
+    BASE is the teacher's GGUF file, compressed by xz; a part of the corpus is in the third.
     """
     for name in ("1", "2", "3"):
         shutil.rmtree(target / name, ignore_errors=True)
@@ -63,8 +66,13 @@ def make_pieces(base: Path, corpus: Path, prompts: Path, target: Path) -> None:
     split(packed, target, "base.gguf.xz", (half, half))
     for file in (prompts, corpus / "topics.txt"):
         (target / "2" / f"{file.name}.xz").write_bytes(lzma.compress(file.read_bytes()))
-    text = (corpus / "train.jsonl.xz").read_bytes()
-    split(text, target, "train.jsonl.xz", (3_800_000, 5_800_000, len(text)))
+    for name in ("heldout.jsonl.xz", "unseen.jsonl.xz"):
+        shutil.copy(corpus / name, target / "2" / name)
+    with lzma.open(corpus / "train.jsonl.xz") as handle:
+        lines = handle.readlines()
+    order = np.random.default_rng(5).permutation(len(lines))[: int(len(lines) * CORPUS_SHARE)]
+    text = lzma.compress(b"".join(lines[at] for at in order), preset=3)
+    (target / "3" / "train.jsonl.xz").write_bytes(text)
     for folder in sorted(target.iterdir()):
         print(folder, sum(file.stat().st_size for file in folder.iterdir()) / 2**20, "MiB")
 
@@ -92,8 +100,8 @@ def gather(carried: Path, work: Path) -> None:
     for name, target in (("prompts.jsonl", work / "build"), ("topics.txt", work / "build/corpus")):
         if (place / f"{name}.xz").is_file():
             (target / name).write_bytes(lzma.decompress((place / f"{name}.xz").read_bytes()))
-    if (place / "train.jsonl.xz").is_file():
-        shutil.copy(place / "train.jsonl.xz", work / "build/corpus")
+    for file in place.glob("*.jsonl.xz"):
+        shutil.copy(file, work / "build/corpus")
     if (place / "base.gguf.xz").is_file() and not (work / "teacher").is_dir():
         (place / "base.gguf").write_bytes(lzma.decompress((place / "base.gguf.xz").read_bytes()))
         import_dense(place / "base.gguf", work / "teacher")
@@ -148,6 +156,10 @@ def run(options: argparse.Namespace) -> None:
     recipe, base = recipe_of(work, options.smoke)
     if options.only_write:
         recipe = replace(recipe, stages=recipe.stages[:1])
+    if options.seconds:  # another length of the last stage, also of one that has begun
+        recipe = replace(recipe, stages=(*recipe.stages[:-1], replace(recipe.stages[-1], seconds=options.seconds)))
+        for claim in (work / "stages").glob("*-talk/stage.json"):
+            claim.unlink()
     deadline = BEGAN + 60 * options.minutes
     last = 0.0
 
@@ -190,6 +202,8 @@ def pack(work: Path, out: Path, recipe: Recipe) -> None:
     tensors = {name: value.detach().numpy() for name, value in model.named_parameters()}
     modules, norms, quantization = pack_overlay(model.config, tensors, TeacherBase.of(teacher), packing)
     out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("overlay-*.safetensors"):
+        old.unlink()
     write_overlay(out, modules, norms)
     config = replace(model.config, dtype="float32", quantization=quantization).to_dict()
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -205,8 +219,7 @@ def finish(options: argparse.Namespace) -> None:
     for file in (work / "stages").rglob("metrics.jsonl"):
         shutil.copy(file, out / "metrics.jsonl")
     safely(lambda: served(work, out))
-    for measure in (answers, needles):
-        safely(lambda measure=measure: measure(work, out, options))  # type: ignore[misc]
+    safely(lambda: answers(work, out, options))
 
 
 def served(work: Path, out: Path) -> None:
@@ -238,10 +251,6 @@ def answers(work: Path, out: Path, options: argparse.Namespace) -> None:
         told.append({"question": question, "answer": tokenizer.decode(found)})
     (out / "answers.json").write_text(json.dumps(told, indent=1))
     say("answers: " + json.dumps(told)[:3000])
-
-
-def needles(work: Path, out: Path, options: argparse.Namespace) -> None:
-    say("needles: measured with measure.py")
 
 
 def profile(options: argparse.Namespace) -> None:
@@ -296,10 +305,6 @@ def random_pair(device: torch.device) -> tuple[SalaModel, SalaModel, Latents]:
 
 
 def random_batch(rows: int, length: int, seed: int) -> Any:
-    import numpy as np
-
-    from sala.lab.train.data import MicroBatch
-
     rng = np.random.default_rng(seed)
     weights = (rng.random((rows, length)) < 0.7).astype(np.float32)
     weights[:, 0] = 0
@@ -369,6 +374,7 @@ def main() -> None:
         one.add_argument("--smoke", action="store_true")
         one.add_argument("--minutes", type=float, default=9.0)
         one.add_argument("--only-write", action="store_true")
+        one.add_argument("--seconds", type=int, default=0, help="of training in all, instead of the recipe's")
     options = parser.parse_args()
     if options.command == "pieces":
         make_pieces(options.base, options.corpus, options.prompts, options.target)
