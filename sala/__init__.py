@@ -19,7 +19,7 @@ _MODULES = {
         "InputError", "MissingExtra", "ModelNotFound", "DiskFull", "NoTokenizer", "NotWritable", "TemplateError",
     ),
     "sala.text.tools": ("ToolCall",),
-    "sala.text.reasoning": ("ThinkFilter",),
+    "sala.text.answer": ("ThinkFilter",),
     "sala.text.tokenizer": ("Tokenizer",),
     "sala.lowlevel": (
         "create_layer_caches", "format_chat_prompt", "forward", "get_model_args", "is_stop_token", "load_model",
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from sala.options import Options as Options
     from sala.options import Sampling as Sampling
     from sala.plugins.registration import register as register
-    from sala.text.reasoning import ThinkFilter as ThinkFilter
+    from sala.text.answer import ThinkFilter as ThinkFilter
     from sala.text.tokenizer import Tokenizer as Tokenizer
     from sala.text.tools import ToolCall as ToolCall
 

@@ -224,7 +224,7 @@ class Conversation:
         s.note(f"(saved to {name})")
 
     def load(self, name: str) -> None:
-        from sala.text.messages import check_messages
+        from sala.text.template import check_messages
 
         if not name:
             raise InputError("/load", "needs a file", "/load FILE")

@@ -7,8 +7,7 @@ would have come out anyway.
 
 from dataclasses import dataclass
 
-from sala.engine.cache.prefix import TOKEN_BYTES
-from sala.engine.sequence import SequenceState
+from sala.engine.cache import TOKEN_BYTES, SequenceState
 
 LONGEST, SHORTEST = 4, 2  # tokens that must match before a guess is made
 PROBE_STEPS = 4  # plain steps at first, to know what they cost

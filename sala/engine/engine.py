@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sala.config import SparseConfig
-from sala.engine.cache.hybrid import Hybrid
-from sala.engine.cache.prefix import as_bytes
+from sala.engine.cache import Hybrid, Request, SequenceState, as_bytes
 from sala.engine.draft import Speculation, lookup
 from sala.engine.scheduler import Scheduler, Work
-from sala.engine.sequence import Request, SequenceState
 from sala.errors import ContextTooLong, InputError
 from sala.protocol import Capacity, Executor, Options, Plan, Result, Row, SampledToken, Sampling
 
@@ -38,6 +36,7 @@ class Engine:
         self.hybrid = Hybrid(executor, sparse, options.snapshots)
         self.scheduler = Scheduler(self.hybrid, options.max_batch, executor.capacity.prefill_chunk)
         self.speculation = Speculation(options.speculate, options.num_draft, options.draft_layers, is_measured)
+        self._can_draft = options.speculate != "off"
         self._is_fruitless = False  # the last step had nothing to do
         self._late: list[Update] = []  # of a step that was interrupted
         self.before: Callable[[SequenceState], None] | None = None  # a request arrives: is its past elsewhere?
@@ -125,7 +124,7 @@ class Engine:
         if failures:
             return refused + failures
         updates = self._book(work, result)
-        if all(update.sampled for update in updates):
+        if self._can_draft and all(update.sampled for update in updates):
             num_tokens = sum(len(update.sampled) for update in updates)
             self.speculation.measure(num_tokens, time.perf_counter() - began, any(item.drafts for item in work))
         late, self._late = self._late, []
@@ -177,7 +176,7 @@ class Engine:
 
     def _with_drafts(self, work: list[Work]) -> list[Work]:
         """Guesses for the sequences that decode, if guessing is on and all of the step decodes."""
-        if not self.speculation.is_on or not all(self._may_draft(item) for item in work):
+        if not self._can_draft or not self.speculation.is_on or not all(self._may_draft(item) for item in work):
             return work
         count = self.speculation.num_draft
         rooms = [min(count, item.sequence.max_len - len(item.sequence.tokens) - 1) for item in work]

@@ -9,15 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sala.engine.sequence import Request
+from sala.engine.cache import Request
 from sala.engine.stream import AnswerState
 from sala.errors import InputError, NoTokenizer, TemplateError
 from sala.protocol import Control, Sampling
-from sala.text.answer import Answer, Plain, Structured
+from sala.text.answer import OPEN, Answer, Detokenizer, Plain, Structured
 from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
-from sala.text.detokenize import Detokenizer
-from sala.text.messages import Message, check_messages, check_tools
-from sala.text.reasoning import OPEN
+from sala.text.template import Message, check_messages, check_tools
 from sala.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]

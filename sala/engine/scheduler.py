@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sala.engine.cache.hybrid import Hybrid
-from sala.engine.sequence import SequenceState
+from sala.engine.cache import Hybrid, SequenceState
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sala.engine.cache import Request, SequenceState
 from sala.engine.engine import Update
-from sala.engine.sequence import Request, SequenceState
 from sala.protocol import SampledToken
 from sala.text.answer import Answer, Delta
 from sala.text.tools import ToolCall

@@ -21,7 +21,7 @@ from sala.llm.base import (
     report_start,
 )
 from sala.protocol import SampledToken, Sampling
-from sala.text.messages import Message
+from sala.text.template import Message
 
 if TYPE_CHECKING:
     import numpy

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from sala.backends import open_executor
 from sala.checkpoint.lora import open_checkpoint
 from sala.config import SalaConfig, read_json_object
-from sala.engine.cache.prefix import as_bytes, as_tokens
+from sala.engine.cache import as_bytes, as_tokens
 from sala.engine.engine import Engine
 from sala.engine.requests import Call, InputProcessor, Prompt, PromptScoring, Submission, Tools
 from sala.engine.service import EngineService
@@ -28,7 +28,7 @@ from sala.models.embedded import find_base, find_model
 from sala.options.sources import resolve
 from sala.protocol import Capacity, Options, SampledToken, Sampling
 from sala.text.control import GrammarCompiler
-from sala.text.messages import Message
+from sala.text.template import Message
 from sala.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

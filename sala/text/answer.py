@@ -1,13 +1,205 @@
-"""Sampled tokens to what a reader sees: characters, then stop strings, then reasoning and tool calls."""
+"""Sampled tokens to what a reader sees: characters, then stop strings, then reasoning and tool calls.
+
+The stages, each fed with what the stage before it lets through: `Detokenizer`, `StopFinder`, `ReasoningSplitter` and
+`tools.ToolSplitter`; `Answer` chains them.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
-from sala.text.detokenize import Detokenizer
-from sala.text.reasoning import Piece, ReasoningSplitter
-from sala.text.stops import StopFinder
-from sala.text.tools import ToolCall, ToolSplitter
+from sala.text.tools import ToolCall, ToolSplitter, longest_overlap
+
+REPLACEMENT = "�"
+CONTEXT = 6  # tokens of the past that decide about a leading space
+WINDOW = 16  # tokens of the past that are decoded again at most, while no good place to begin is found
+MAX_HELD = 8  # no character takes more tokens: what is held longer is not valid text
+TAIL = 4  # of those, the tokens that may still begin a character
+
+
+class Decoder(Protocol):
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
+
+
+class Detokenizer:
+    """`push` gives the text that a token completes, `flush` whatever is left; together they are the whole text.
+
+    New tokens are decoded together with a few earlier ones, since spaces and byte runs depend on what stands before.
+    The window of earlier tokens moves only to places between two characters.
+    """
+
+    def __init__(self, decoder: Decoder, prompt: Sequence[int] = ()) -> None:
+        self._decoder = decoder
+        self._ids = list(prompt[-CONTEXT:])
+        self._start = next((n for n in range(len(self._ids)) if self._is_whole(n, len(self._ids))), len(self._ids))
+        self._shown = len(self._ids)  # tokens whose text is out; those from _start on serve as context
+
+    def push(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._pending(len(self._ids))
+        if not text.endswith(REPLACEMENT):
+            return self._show(text, len(self._ids))
+        if len(self._ids) - self._shown > MAX_HELD:
+            upto = len(self._ids) - TAIL
+            return self._show(self._pending(upto), upto)
+        return ""
+
+    def flush(self) -> str:
+        return self._show(self._pending(len(self._ids)), len(self._ids))
+
+    def _pending(self, upto: int) -> str:
+        """Text of the tokens not yet shown, decoded together with a little of what comes before."""
+        before = self._decoder.decode(self._ids[self._start : self._shown])
+        text = self._decoder.decode(self._ids[self._start : upto])
+        return text[len(before) :]
+
+    def _show(self, text: str, upto: int) -> str:
+        if not text:
+            return ""
+        self._shown = upto
+        if upto - self._start > CONTEXT:
+            latest = upto - WINDOW
+            places = range(upto - CONTEXT, max(self._start, latest), -1)
+            self._start = next((n for n in places if self._is_whole(n, upto)), max(self._start, latest))
+        return text
+
+    def _is_whole(self, start: int, end: int) -> bool:
+        """Whether decoding may begin at this token: it shows something, and no half character."""
+        text = self._decoder.decode(self._ids[start:end])
+        return bool(text) and REPLACEMENT not in text
+
+
+class StopFinder:
+    """`push` returns the text that cannot be part of a stop string; once `is_found`, nothing follows."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found: str | None = None
+
+    @property
+    def is_found(self) -> bool:
+        return self.found is not None
+
+    def push(self, text: str) -> str:
+        if self.is_found or not self._stops:
+            return "" if self.is_found else text
+        self._held += text
+        hits = [(self._held.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
+        if hits:  # the one that is complete first, as a reader of single characters would see it
+            end, size, self.found = min(hits)
+            at = end + size
+            out, self._held = self._held[:at], ""
+            return out
+        keep = max(longest_overlap(self._held, stop) for stop in self._stops)
+        cut = len(self._held) - keep
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out
+
+    def flush(self) -> str:
+        out, self._held = self._held, ""
+        return out
+
+
+OPEN, CLOSE = "<think>", "</think>"
+Kind = Literal["reasoning", "content"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    kind: Kind
+    text: str
+
+
+class ReasoningSplitter:
+    """Feed text, get pieces. `is_open`: the prompt itself ended with the opening tag.
+
+    Reasoning is opened only at the beginning of the answer and closed by the first closing tag. Every other tag is
+    text like any other: what a stream has shown as text cannot become reasoning later.
+    """
+
+    def __init__(self, is_open: bool = False) -> None:
+        self._kind: Kind | None = "reasoning" if is_open else None  # None: nothing but white space so far
+        self._held = ""
+        self._trims = is_open  # white space around the tags belongs to neither side
+
+    def push(self, text: str) -> Iterator[Piece]:
+        self._held += text
+        while (piece := self._next()) is not None:
+            if piece.text:
+                yield piece
+
+    def flush(self) -> Iterator[Piece]:
+        """What was held back, as it is; unclosed reasoning stays reasoning."""
+        held, self._held = self._held, ""
+        if self._trims:
+            held = held.lstrip()
+        if held:
+            yield Piece(self._kind or "content", held)
+
+    def _next(self) -> Piece | None:
+        if self._trims:
+            self._held = self._held.lstrip()
+            self._trims = not self._held
+        if not self._held:
+            return None
+        if self._kind is None:
+            return self._begin()
+        return self._take(len(self._held)) if self._kind == "content" else self._until_close()
+
+    def _begin(self) -> Piece | None:
+        body = self._held.lstrip()
+        if body.startswith(OPEN):
+            self._kind, self._held, self._trims = "reasoning", body[len(OPEN) :], True
+            return Piece("reasoning", "")
+        if OPEN.startswith(body):  # also when there is only white space
+            return None
+        self._kind = "content"
+        return Piece("content", "")
+
+    def _until_close(self) -> Piece | None:
+        at = self._held.find(CLOSE)
+        if at < 0:
+            keep = longest_overlap(self._held, CLOSE)
+            body = self._held[: len(self._held) - keep].rstrip()  # white space before the tag is no part of the thought
+            return self._take(len(body)) if body else None
+        before, self._held = self._held[:at], self._held[at + len(CLOSE) :]
+        self._kind, self._trims = "content", True
+        return Piece("reasoning", before.rstrip())
+
+    def _take(self, count: int) -> Piece:
+        out, self._held = self._held[:count], self._held[count:]
+        return Piece(self._kind or "content", out)
+
+
+def split_reasoning(text: str, is_open: bool = False) -> tuple[str, str]:
+    """A whole answer → (reasoning, content)."""
+    parts: dict[Kind, str] = {"reasoning": "", "content": ""}
+    splitter = ReasoningSplitter(is_open)
+    for pieces in (splitter.push(text), splitter.flush()):
+        for piece in pieces:
+            parts[piece.kind] += piece.text
+    return parts["reasoning"], parts["content"]
+
+
+class ThinkFilter:
+    """Removes reasoning from a stream of text: `next(piece)` is what to show. With `no_think=False` all passes.
+
+    Call `finish()` at the end for the characters that were held back because a tag might have begun.
+    """
+
+    def __init__(self, no_think: bool = True) -> None:
+        self._splitter = ReasoningSplitter() if no_think else None
+
+    def next(self, text: str) -> str:
+        if self._splitter is None:
+            return text
+        return "".join(piece.text for piece in self._splitter.push(text) if piece.kind == "content")
+
+    def finish(self) -> str:
+        if self._splitter is None:
+            return ""
+        return "".join(piece.text for piece in self._splitter.flush() if piece.kind == "content")
 
 
 @dataclass(frozen=True, slots=True)

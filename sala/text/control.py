@@ -9,8 +9,7 @@ from typing import Any
 
 from sala.errors import InputError, MissingExtra
 from sala.protocol import Sampling, Verdict
-from sala.text.detokenize import Detokenizer
-from sala.text.reasoning import CLOSE, OPEN
+from sala.text.answer import CLOSE, OPEN, Detokenizer
 from sala.text.tokenizer import Tokenizer
 
 COMPILE_SECONDS = 2.0

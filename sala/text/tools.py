@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sala.text.stops import longest_overlap
-
 OPEN, CLOSE = "<function", "</function>"
 _CDATA = r"<!\[CDATA\[(?P<cdata>.*?)\]\]>"
 _PARAM = re.compile(rf'\s*<param\s+name="(?P<name>[^"<>]*)"\s*>(?:\s*{_CDATA}\s*|(?P<plain>[^<]*))</param>', re.DOTALL)
@@ -143,3 +141,11 @@ def parse_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str
         else:
             content += part
     return (content.rstrip("\n") if calls else content), calls
+
+
+def longest_overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-size:]):
+            return size
+    return 0

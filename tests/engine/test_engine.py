@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sala.config import SparseConfig
+from sala.engine.cache import Request, SequenceState
 from sala.engine.engine import Engine
-from sala.engine.sequence import Request, SequenceState
 from sala.errors import ContextTooLong, InputError
 from sala.protocol import Options, Sampling, Verdict
 from tests.engine.fake import VOCAB, FakeExecutor, Faults, plain

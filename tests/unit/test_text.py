@@ -12,9 +12,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from sala.errors import CheckpointError, NoTokenizer, TemplateError
-from sala.text.detokenize import Detokenizer
-from sala.text.reasoning import ReasoningSplitter, ThinkFilter, split_reasoning
-from sala.text.stops import StopFinder
+from sala.text.answer import Detokenizer, ReasoningSplitter, StopFinder, ThinkFilter, split_reasoning
 from sala.text.template import ChatTemplate
 from sala.text.tokenizer import Tokenizer
 from sala.text.tools import ToolCall, ToolSplitter, parse_calls

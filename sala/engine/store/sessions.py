@@ -16,8 +16,7 @@ from pathlib import Path
 
 from sala.checkpoint.reader import read_file_header, read_tensors
 from sala.checkpoint.writer import publish, write_file
-from sala.engine.cache.hybrid import Hybrid
-from sala.engine.cache.prefix import TOKEN_BYTES, Snapshot
+from sala.engine.cache import TOKEN_BYTES, Hybrid, Snapshot
 from sala.errors import CheckpointError, InputError, SalaError
 from sala.protocol import Blob, Executor
 

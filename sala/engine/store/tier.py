@@ -1,7 +1,6 @@
 """The automatic disk tier: pasts of long prompts go to a store when they end, and come back when they are wanted."""
 
-from sala.engine.cache.hybrid import Hybrid
-from sala.engine.sequence import SequenceState
+from sala.engine.cache import Hybrid, SequenceState
 from sala.engine.store.sessions import SessionStore
 from sala.protocol import Executor
 

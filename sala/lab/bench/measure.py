@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sala.engine.cache import Request
 from sala.engine.requests import Submission
-from sala.engine.sequence import Request
 from sala.engine.service import EngineService
 from sala.engine.stream import AnswerState, Event
 from sala.lab.bench.target import BenchTarget

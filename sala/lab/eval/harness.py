@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sala.engine.cache.prefix import as_bytes
+from sala.engine.cache import as_bytes
 from sala.engine.requests import Call
 from sala.engine.stream import AnswerState
 from sala.errors import InputError, MissingExtra, SalaError

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sala.engine.cache.prefix import TOKEN_BYTES, as_bytes, as_tokens
+from sala.engine.cache import TOKEN_BYTES, Request, as_bytes, as_tokens
 from sala.engine.requests import Submission
-from sala.engine.sequence import Request
 from sala.engine.stream import AnswerState, Completion
 from sala.errors import InputError
 from sala.protocol import Sampling, Verdict

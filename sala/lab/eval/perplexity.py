@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sala.engine.cache.prefix import as_bytes
+from sala.engine.cache import as_bytes
 from sala.errors import InputError
 from sala.lab.eval.likelihood import read_scores
 from sala.lab.report.record import Log, key_of

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sala.errors import InputError, SalaError
-from sala.text.messages import check_messages, check_tools
+from sala.text.template import check_messages, check_tools
 from sala.text.tokenizer import Tokenizer
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -28,7 +28,7 @@ from sala.server.api.chat_schema import ChosenFunction, ToolChoice
 from sala.server.http.body import StrictRoute
 from sala.server.http.errors import ALWAYS, ApiError, anthropic_envelope
 from sala.server.http.sse import encode_named
-from sala.text.stops import StopFinder
+from sala.text.answer import StopFinder
 
 FIELDS = {
     "prompt": "messages", "stop": "stop_sequences", "json_schema": "output_config.format",

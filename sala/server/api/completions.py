@@ -16,7 +16,7 @@ from sala.server.api.chat import STREAMED, read_sampling
 from sala.server.api.completions_schema import CompletionRequest, TextCompletion
 from sala.server.http.body import StrictRoute
 from sala.server.http.errors import ALWAYS
-from sala.text.detokenize import Detokenizer
+from sala.text.answer import Detokenizer
 
 SCORE_CHUNK = 256  # tokens scored between two steps of other requests
 router = APIRouter(tags=["completions"], route_class=StrictRoute)

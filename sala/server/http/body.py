@@ -287,7 +287,7 @@ class Strict(BaseModel):
 
 def problem(message: str, field: str | None = None, kind: str = "value") -> PydanticCustomError:
     """Return a validation error about the value at hand, or about one of its fields."""
-    return PydanticCustomError(kind, message, None if field is None else {"field": field})  # type: ignore[arg-type]
+    return PydanticCustomError(kind, message, None if field is None else {"field": field})
 
 
 def union(kinds: dict[type, str], words: str) -> Discriminator:

@@ -12,7 +12,7 @@ import numpy as np
 
 from sala.errors import InputError, TemplateError
 from sala.lab.eval.tasks.haystack import Encode, Ids, by_piece
-from sala.text.reasoning import CLOSE, OPEN
+from sala.text.answer import CLOSE, OPEN
 
 if TYPE_CHECKING:
     from sala.text.tokenizer import Tokenizer

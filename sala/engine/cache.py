@@ -1,13 +1,220 @@
-"""The only door to the cache: admits, extends, snapshots and releases pages and slots together."""
+"""Sequences, and the pages, slots and snapshots that they hold in the hybrid cache.
 
-from collections import Counter
-from collections.abc import Iterable
+Pages hold keys and values, slots hold the state of the lightning layers. `Hybrid` alone admits, extends, truncates and
+releases both. A snapshot, which a later request can continue from, is a slot with the state after `length` tokens and
+the pages of those tokens. It is found by comparing tokens, not hashes: there are few, and comparing bytes is fast.
+"""
+
+import heapq
+import sys
+from array import array
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 
 from sala.config import SparseConfig
-from sala.engine.cache.pools import Pool
-from sala.engine.cache.prefix import TOKEN_BYTES, PrefixCache, Snapshot
-from sala.engine.sequence import SequenceState
-from sala.protocol import Executor
+from sala.protocol import Control, Executor, SampledToken, Sampling
+
+
+class Pool:
+    """Hands out numbers 0…size-1, lowest first, and takes them back when nobody refers to them any more."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free = list(range(size))
+        self._counts = [0] * size
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def num_owners(self, number: int) -> int:
+        return self._counts[number]
+
+    def take(self, count: int) -> list[int]:
+        assert count <= len(self._free), "ask num_free first"
+        taken = [heapq.heappop(self._free) for _ in range(count)]
+        for number in taken:
+            self._counts[number] = 1
+        return taken
+
+    def share(self, numbers: list[int] | tuple[int, ...]) -> None:
+        for number in numbers:
+            assert self._counts[number] > 0, f"{number} is free"
+            self._counts[number] += 1
+
+    def release(self, numbers: list[int] | tuple[int, ...]) -> None:
+        for number in numbers:
+            assert self._counts[number] > 0, f"{number} is free already"
+            self._counts[number] -= 1
+            if not self._counts[number]:
+                heapq.heappush(self._free, number)
+
+    def problems(self, name: str, owners: dict[int, int]) -> list[str]:
+        """Differences between the counts and what the owners say they hold."""
+        found = [
+            f"{name} {number} has count {count} and {owners.get(number, 0)} owners"
+            for number, count in enumerate(self._counts)
+            if count != owners.get(number, 0)
+        ]
+        free = set(self._free)
+        if len(free) != len(self._free) or any(
+            (number in free) != (count == 0) for number, count in enumerate(self._counts)
+        ):
+            found.append(f"the list of free {name}s is wrong")
+        return found
+
+
+TOKEN_BYTES = 4
+
+
+def as_bytes(tokens: Sequence[int]) -> bytes:
+    """Four bytes per token, little-endian."""
+    return _little(array("I", tokens)).tobytes()
+
+
+def as_tokens(data: bytes) -> list[int]:
+    return _little(array("I", data)).tolist()
+
+
+def _little(numbers: "array[int]") -> "array[int]":
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+@dataclass(eq=False, slots=True)
+class Snapshot:
+    tokens: bytes  # at least `length` of them; shared with others of the same prompt
+    length: int
+    sparse_from: int
+    salt: str
+    pages: tuple[int, ...]
+    slot: int
+    used: int = 0  # clock of the last use
+    pins: int = field(default=0)
+
+    def is_prefix(self, tokens: bytes) -> bool:
+        size = self.length * TOKEN_BYTES
+        return len(tokens) >= size and self.tokens[:size] == tokens[:size]
+
+
+class PrefixCache:
+    """Snapshots by last use. It owns no page and no slot by itself: whoever adds and removes accounts for them."""
+
+    def __init__(self, agreement_len: int) -> None:
+        self._agreement_len = agreement_len
+        self._snapshots: list[Snapshot] = []
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._snapshots)
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        return iter(self._snapshots)
+
+    def find(self, tokens: bytes, sparse_from: int, salt: str) -> Snapshot | None:
+        """The longest snapshot that `tokens` continue by at least one token, in a regime that agrees with theirs."""
+        most = len(tokens) // TOKEN_BYTES - 1
+        fitting = [
+            snapshot
+            for snapshot in self._snapshots
+            if snapshot.length <= most and self._agrees(snapshot, sparse_from, salt) and snapshot.is_prefix(tokens)
+        ]
+        return max(fitting, key=lambda snapshot: snapshot.length, default=None)
+
+    def has(self, tokens: bytes, length: int, sparse_from: int, salt: str) -> Snapshot | None:
+        """A snapshot of exactly this past, if there is one."""
+        for snapshot in self._snapshots:
+            if snapshot.length == length and self._agrees(snapshot, sparse_from, salt) and snapshot.is_prefix(tokens):
+                return snapshot
+        return None
+
+    def _agrees(self, snapshot: Snapshot, sparse_from: int, salt: str) -> bool:
+        same_regime = snapshot.sparse_from == sparse_from or snapshot.length <= self._agreement_len
+        return snapshot.salt == salt and same_regime
+
+    def add(self, snapshot: Snapshot) -> None:
+        self._snapshots.append(snapshot)
+        self.touch(snapshot)
+
+    def touch(self, snapshot: Snapshot) -> None:
+        self._clock += 1
+        snapshot.used = self._clock
+
+    def oldest(self) -> Snapshot | None:
+        """The one to give up first; a pinned one never."""
+        loose = [snapshot for snapshot in self._snapshots if not snapshot.pins]
+        return min(loose, key=lambda snapshot: snapshot.used, default=None)
+
+    def remove(self, snapshot: Snapshot) -> None:
+        self._snapshots.remove(snapshot)
+
+
+_ids = count()
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What a caller asks for. `boundaries` are lengths at which the prompt may be continued differently later."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    stop_ids: Collection[int] = ()
+    salt: str = ""
+    boundaries: tuple[int, ...] = ()
+    controls: tuple[Control, ...] = ()
+    forced: tuple[int, ...] = ()  # tokens that the answer must begin with
+
+
+@dataclass(eq=False, slots=True)
+class SequenceState:
+    request: Request
+    sampling: Sampling  # with a seed
+    sparse_from: int
+    max_len: int  # tokens, prompt and answer together
+    boundaries: tuple[int, ...]
+    after: "SequenceState | None" = None  # a sibling whose prefill it shares
+    tokens: list[int] = field(default_factory=list)
+    token_bytes: bytearray = field(default_factory=bytearray)
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None
+    num_computed: int = 0
+    num_cached: int | None = None  # of the prompt, known at the first admission
+    turn: int = 0  # the scheduler's, when it was admitted or last read
+    is_suspect: bool = False  # was there when a step failed: runs alone to its end
+    sampled: list[SampledToken] = field(default_factory=list)
+    forced: deque[int] = field(default_factory=deque)
+    finish_reason: str | None = None
+    error: Exception | None = None
+    id: int = field(default_factory=lambda: next(_ids))
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens not yet computed; the last of them is the one to draw from."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_remaining == 1
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.token_bytes += as_bytes((token,))
+
+    def next_stop(self) -> int:
+        """How far the prefill may run before the state is wanted: the next boundary, or the last token but one."""
+        last = len(self.tokens) - 1
+        return min((at for at in self.boundaries if self.num_computed < at < last), default=last)
 
 
 class Hybrid:

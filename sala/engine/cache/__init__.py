@@ -1,1 +1,0 @@
-"""Who owns which page and which slot. `hybrid` is the only door."""
