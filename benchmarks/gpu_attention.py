@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
+from sala.backends.torch.cases.attention import random_selection as random_blocks
 from sala.backends.torch.kernels import attention, decode_attention
 from sala.backends.torch.kernels.attention import Config, block_union, dense_prefill, sparse_prefill
-from sala.backends.torch.kernels.decode_attention import verify_attention
 from sala.backends.torch.ops.attention import dense_attention
-from sala.backends.torch.ops.sparse import sparse_attention, top_blocks
+from sala.backends.torch.ops.sparse import sparse_attention
 from sala.config import SparseConfig
 
 DEVICE = torch.device("cuda")
@@ -50,26 +50,10 @@ def random_pages(length: int, shape: tuple[int, int, int], dtype: torch.dtype) -
 
 
 def random_selection(n: int, start: int, groups: int, shared: float = 0.0, sparse: SparseConfig = SPARSE) -> Tensor:
-    """[n, G, C] ascending, with the forced blocks; of the free ones, runs of 64 queries share this part."""
-    num_blocks = -(-(start + n) // BLOCK)
-    num_free = sparse.num_selected - sparse.num_window_blocks - sparse.init_blocks - 1
-    parts = []
-    for begin in range(0, n, 4096):
-        size = min(4096, n - begin)
-        scores = torch.rand(size, groups, num_blocks, device=DEVICE)
-        if shared and num_blocks > 1:
-            base = torch.rand(-(-size // 64), groups, num_blocks, device=DEVICE)
-            own = (start + begin + 64 * torch.arange(base.shape[0], device=DEVICE)) // BLOCK
-            is_free = torch.arange(num_blocks, device=DEVICE) < (own - sparse.num_window_blocks)[:, None]
-            base = base.masked_fill(~is_free[:, None], -1)
-            best = base.topk(min(num_blocks, round(shared * num_free)), -1).indices
-            bonus = torch.zeros_like(base).scatter_(2, best, 2.0)
-            scores += bonus.repeat_interleave(64, 0)[:size]
-        positions = torch.arange(start + begin, start + begin + size, device=DEVICE)
-        ids = top_blocks(scores, positions, sparse).int()
-        ids = F.pad(ids, (0, sparse.num_selected - ids.shape[2]), value=-1)
-        parts.append(ids.sort(-1).values)
-    return torch.cat(parts)
+    """[n, G, C] ascending, with the forced blocks; of the free ones, runs of queries share this part."""
+    positions = torch.arange(start, start + n, device=DEVICE)
+    ids = random_blocks(positions, -(-(start + n) // BLOCK), groups, sparse, shared)
+    return F.pad(ids, (0, sparse.num_selected - ids.shape[2]), value=-1)
 
 
 def report_error(name: str, actual: Tensor, expected: Tensor) -> None:
@@ -109,7 +93,7 @@ def check_tiles() -> None:
         config = Config(tokens, warps, 2)
         whole = sparse_prefill(q, k, v, table, selected, 19500, SCALE, config)
         part = sparse_prefill(q[3:301], k, v, table, selected[3:301], 19503, SCALE, config)
-        print(f"sparse_prefill tiles of {tokens}: a row's bits are its own: {torch.equal(whole[3:301], part)}")
+        print(f"sparse_prefill tiles of {tokens}: batch-invariant: {torch.equal(whole[3:301], part)}")
 
 
 class Decode:
@@ -166,25 +150,7 @@ def check_decode() -> None:
         whole = batch.run(slice(None))
         report_error(f"decode_attention {shape} {str(dtype)[6:]} {lengths}", whole, batch.expected())
         alone = torch.cat([batch.run(slice(row, row + 1)) for row in range(len(lengths))])
-        print(f"  a row's bits are its own: {torch.equal(alone, whole)}; padding is 0: {not whole[2].any().item()}")
-
-
-def check_verify() -> None:
-    batch, n = Decode([9000, 300, 8194], RELEASED, torch.bfloat16), 4
-    starts = batch.lengths - n
-    q = torch.randn(3, n, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
-    lengths = starts[:, None] + torch.arange(1, n + 1, device=DEVICE)
-    is_sparse = lengths >= SPARSE.dense_len
-    selected = torch.stack([random_selection(n, start, GROUPS) for start in starts.tolist()])
-    pages = (batch.k, batch.v, batch.tables)
-    out = verify_attention(q, *pages, starts, is_sparse, selected, SCALE, MAX_DENSE)
-    steps = [
-        decode_attention.decode_attention(
-            q[:, i], *pages, lengths[:, i].contiguous(), is_sparse[:, i].contiguous(), selected[:, i], SCALE, MAX_DENSE
-        )
-        for i in range(n)
-    ]
-    print(f"verify_attention equals decode steps: {torch.equal(out, torch.stack(steps, 1))}")
+        print(f"  batch-invariant: {torch.equal(alone, whole)}; padding is 0: {not whole[2].any().item()}")
 
 
 def milliseconds(run: Callable[[], Any], rep: int = 60) -> float:
@@ -326,7 +292,6 @@ def main() -> None:
         check_prefill,
         check_tiles,
         check_decode,
-        check_verify,
         time_decode,
         time_dense_prefill,
         time_sparse_prefill,

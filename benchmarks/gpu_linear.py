@@ -94,17 +94,6 @@ PAIR = [
     Config(32, 128, 1, 4, 6, is_swapped=False),
     Config(64, 64, 1, 4, 6, is_swapped=False),
 ]
-SILU = [
-    Config(64, 128, 4, 4, 3),
-    Config(128, 64, 4, 8, 5),
-    Config(128, 64, 8, 8, 4),
-    Config(128, 128, 4, 8, 4),
-    Config(256, 64, 8, 8, 4),
-    Config(256, 64, 8, 8, 5),
-    Config(64, 128, 4, 4, 4, is_swapped=False),
-    Config(128, 64, 4, 8, 6, is_swapped=False),
-    Config(128, 64, 8, 8, 5, is_swapped=False),
-]
 
 BEST: dict[str, list[tuple[float, Config]]] = {}  # by shape, what was timed, the fastest first
 LINES: list[str] = []  # said at the end
@@ -124,13 +113,13 @@ def best(name: str, count: int, instead: Config) -> list[Config]:
     return [config for us, config in BEST.get(name, []) if us < math.inf][:count] or [instead]
 
 
-def early(config: Config) -> Config:
+def with_pdl(config: Config) -> Config:
     return config._replace(uses_pdl=True)
 
 
 def named(config: Config) -> str:
     side = "swapped" if config.is_swapped else "plain  "
-    when = " early" if config.uses_pdl else ""
+    when = " pdl" if config.uses_pdl else ""
     sizes = f"{config.columns:3} x {config.depth:3}, {config.splits} splits"
     return f"{sizes}, {config.num_warps} warps, {config.num_stages} stages, {side}{when}"
 
@@ -272,15 +261,9 @@ def time_lm_head() -> None:
 
 
 def time_silu() -> None:
-    """SiLU inside a product: of what it reads, or of what it makes."""
-    (n, k), (twice, hidden) = SHAPES["down"], SHAPES["gate_up"]
-    x, gate_up, down, both = [numbers(ROWS, hidden)], [numbers(ROWS, 2 * k)], copies(n, k), copies(twice, hidden)
-    peer = microseconds_in_graph(rotated(lambda x, w: F.linear(fused.silu_mul(x), w), gate_up, down))
-    print(f"silu_mul and down: {peer:.2f} us with F.linear; in silu_split_linear:")
-    usual = linear._config(n, k, DTYPE.itemsize, limit(), num_inputs=2)
-    configs = list(dict.fromkeys([*SILU, usual]))
-    fastest = time_configs("silu down", linear.silu_split_linear, configs, (gate_up, down), usual)
-    LINES.append(f"silu, down:    silu_mul and F.linear {peer:6.2f} us, ours {fastest}")
+    """SiLU inside the product whose result it takes."""
+    twice, hidden = SHAPES["gate_up"]
+    x, both = [numbers(ROWS, hidden)], copies(twice, hidden)
     peer = microseconds_in_graph(rotated(lambda x, w: fused.silu_mul(F.linear(x, w)), x, both))
     print(f"gate_up and silu_mul: {peer:.2f} us with F.linear; in linear_silu_mul:")
     usual = linear._pair_config(32, DTYPE.itemsize, limit())
@@ -299,7 +282,7 @@ def time_norm() -> None:
         call = partial(linear.add_partials_rms_norm, x, partials, SCALE, weight, EPS, uses_pdl)
         us = attempt(f"{splits} splits", partial(microseconds_in_graph, [call] * 50))
         if us is not None:
-            print(f"add_partials_rms_norm, {splits} splits{', early' if uses_pdl else '':8} {us:.2f} us", flush=True)
+            print(f"add_partials_rms_norm, {splits} splits{', pdl' if uses_pdl else '':8} {us:.2f} us", flush=True)
 
 
 class Chain:
@@ -346,7 +329,7 @@ def chain_o() -> None:
         "F.linear, add_rms_norm": lambda o, weight, norm: chain.whole(F.linear(o, weight), norm)
     }
     for config in best("o", 3, default("o")):
-        for each in (config, early(config)):
+        for each in (config, with_pdl(config)):
             ways[f"split_linear, add_partials_rms_norm, {named(each)}"] = partial(way, each)
     chain.time("o, norm", ways, [numbers(ROWS, HIDDEN)], copies(*SHAPES["o"]))
 
@@ -358,21 +341,15 @@ def chain_down() -> None:
         partials = linear.split_linear(fused.silu_mul(gate_up), weight, config)
         return chain.split(partials, norm, config.uses_pdl)
 
-    def inside(config: Config, gate_up: Tensor, weight: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        return chain.split(linear.silu_split_linear(gate_up, weight, config), norm, config.uses_pdl)
-
     ways: dict[str, Callable[..., Any]] = {
         "silu_mul, F.linear, add_rms_norm": lambda x, weight, norm: chain.whole(
             F.linear(fused.silu_mul(x), weight), norm
         )
     }
     for config in best("down", 2, default("down")):
-        for each in (config, early(config)):
+        for each in (config, with_pdl(config)):
             ways[f"silu_mul, split_linear, add_partials_rms_norm, {named(each)}"] = partial(apart, each)
     n, k = SHAPES["down"]
-    for config in best("silu down", 2, linear._config(n, k, DTYPE.itemsize, limit(), num_inputs=2)):
-        for each in (config, early(config)):
-            ways[f"silu_split_linear, add_partials_rms_norm, {named(each)}"] = partial(inside, each)
     chain.time("silu, down, norm", ways, [numbers(ROWS, 2 * k)], copies(n, k))
 
 
@@ -387,10 +364,6 @@ def chain_mlp() -> None:
         partials = linear.split_linear(fused.silu_mul(F.linear(x, both)), weight, down)
         return chain.split(partials, norm, down.uses_pdl)
 
-    def before(down: Config, x: Tensor, both: Tensor, weight: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        partials = linear.silu_split_linear(F.linear(x, both), weight, down)
-        return chain.split(partials, norm, down.uses_pdl)
-
     def behind(
         pair: Config, down: Config, x: Tensor, both: Tensor, weight: Tensor, norm: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -399,16 +372,13 @@ def chain_mlp() -> None:
 
     n, k = SHAPES["down"]
     down = best("down", 1, default("down"))[0]
-    silu = best("silu down", 1, linear._config(n, k, DTYPE.itemsize, limit(), num_inputs=2))[0]
     pair = best("gate_up silu", 1, linear._pair_config(32, DTYPE.itemsize, limit()))[0]
     ways: dict[str, Callable[..., Any]] = {
         "F.linear, silu_mul, F.linear, add_rms_norm": usual,
         "F.linear, silu_mul, split_linear, add_partials": partial(apart, down),
-        "F.linear, silu_mul, split_linear early, add_partials early": partial(apart, early(down)),
-        "F.linear, silu_split_linear, add_partials": partial(before, silu),
-        "F.linear, silu_split_linear early, add_partials early": partial(before, early(silu)),
+        "F.linear, silu_mul, split_linear and add_partials with pdl": partial(apart, with_pdl(down)),
         "linear_silu_mul, split_linear, add_partials": partial(behind, pair, down),
-        "linear_silu_mul, split_linear, add_partials, all early": partial(behind, early(pair), early(down)),
+        "linear_silu_mul, split_linear, add_partials, all with pdl": partial(behind, with_pdl(pair), with_pdl(down)),
     }
     chain.time("mlp", ways, [numbers(ROWS, HIDDEN)], copies(*SHAPES["gate_up"]), copies(n, k))
 
@@ -428,7 +398,7 @@ def titled(name: str, config: Config | None) -> str:
 
 
 def check_products() -> None:
-    selected = [None, *SPLIT[4:24:6], early(SPLIT[4])]
+    selected = [None, *SPLIT[4:24:6], with_pdl(SPLIT[4])]
     for name, (n, k) in [*SHAPES.items(), ("small", (576, 1536)), ("odd", (200, 320))]:
         x, weight = numbers(ROWS, k), weights(n, k)
         exact = F.linear(x.double(), weight.double())
@@ -447,13 +417,8 @@ def check_products() -> None:
 def check_silu() -> None:
     """SiLU within a product against the pass and the product apart, both ours."""
     for n, k in (SHAPES["down"], (576, 1536)):
-        gate_up, weight, x, both = numbers(ROWS, 2 * k), weights(n, k), numbers(ROWS, n), weights(2 * k, n)
-        silu = fused.silu_mul(gate_up)
+        x, both = numbers(ROWS, n), weights(2 * k, n)
         calls: dict[str, Call] = {}
-        for config in (None, *SILU[1::3]):
-            title = titled(f"silu_split_linear [{n}, {k}]", config)
-            calls[title] = partial(linear.silu_split_linear, gate_up, weight, config)
-            calls[title + " apart"] = partial(linear.split_linear, silu, weight, config)
         for config in PAIR[2::3]:
             title = titled(f"linear_silu_mul [{2 * k}, {n}]", config)
             calls[title] = partial(linear.linear_silu_mul, x, both, config)
@@ -517,7 +482,7 @@ def check_norm() -> None:
         report(f"add_partials_rms_norm, {splits} splits: {bits}", normed, expected[1], 2e-3)
 
 
-def check_early() -> None:
+def check_pdl() -> None:
     """Kernels that start before the one ahead has ended must see all that it wrote: a chain of layers in a graph."""
     layers = [(weights(2 * MLP, HIDDEN), weights(HIDDEN, MLP), weights(HIDDEN, HIDDEN)) for _ in range(6)]
     norm, first = torch.ones(HIDDEN, dtype=DTYPE, device=DEVICE), numbers(ROWS, HIDDEN)
@@ -543,7 +508,7 @@ def check_early() -> None:
         first.copy_(numbers(ROWS, HIDDEN))
         graph.replay()
         same.append(torch.equal(found, forward(False)))
-    print(f"early kernels in a graph give the same bits: {all(same)} ({sum(same)} of {len(same)})")
+    print(f"kernels with pdl in a graph give the same bits: {all(same)} ({sum(same)} of {len(same)})")
 
 
 def main() -> None:
@@ -554,7 +519,7 @@ def main() -> None:
         check_rows,
         check_norm,
         check_tall,
-        check_early,
+        check_pdl,
         time_o,
         time_down,
         time_qkvz,

@@ -69,7 +69,7 @@ class Ours:
             config = replace(config, num_hidden_layers=num_layers, mixer_types=config.mixer_types[:num_layers])
         self.config = config
         self.model = random_model(config, torch.bfloat16, DEVICE)
-        self.steps = GpuForward(self.model, DEVICE, max_tokens)
+        self.forward = GpuForward(self.model, DEVICE, max_tokens)
         self.chunk = CHUNK
         self.reset(num_pages, num_slots)
 
@@ -78,8 +78,8 @@ class Ours:
         for pages in self.cache.pages.values():
             for pool in (pages.k, pages.v, pages.k1, pages.k2):
                 pool.normal_()
-        self.steps.graphs.clear()
-        self.steps.cache = None
+        self.forward.graphs.clear()
+        self.forward.cache = None
 
     @torch.inference_mode()
     def read(self, length: int, note: Callable[[int], None] = lambda _: None) -> None:
@@ -89,9 +89,9 @@ class Ours:
             count = min(self.chunk, length - start)
             plan = Plan((row(count, start, range(1 << 20), 0, sparse_from),))
             wanted = [count - 1] if start + count == length else []
-            hidden = self.steps(pack(plan, DEVICE), self.cache, None, wanted)
+            hidden = self.forward(pack(plan, DEVICE), self.cache, None, wanted)
             note(start + count)
-        self.steps.logits(hidden).argmax()
+        self.forward.logits(hidden).argmax()
 
     @torch.inference_mode()
     def warm(self, length: int) -> None:
@@ -100,7 +100,7 @@ class Ours:
         while starts[-1] < length - self.chunk:
             starts.append(min(max(self.chunk, 2 * starts[-1]), length - self.chunk))
         for start in starts:
-            self.steps(pack(Plan((row(self.chunk, start, range(1 << 20), 0, 0),)), DEVICE), self.cache, None, [])
+            self.forward(pack(Plan((row(self.chunk, start, range(1 << 20), 0, 0),)), DEVICE), self.cache, None, [])
 
     @torch.inference_mode()
     def step(self, batch: int, context: int) -> Callable[[], Any]:
@@ -110,7 +110,7 @@ class Ours:
 
         @torch.inference_mode()
         def once() -> Any:
-            return self.steps.logits(self.steps(plan, self.cache)).argmax(-1)
+            return self.forward.logits(self.forward(plan, self.cache)).argmax(-1)
 
         return once
 
@@ -131,10 +131,10 @@ def check() -> None:
             if start == 0:
                 ours.cache.clear_state(1)
                 reference.clear_state(1)
-            found, wanted = ours.steps(batch, ours.cache), ours.model(batch, reference)
+            found, wanted = ours.forward(batch, ours.cache), ours.model(batch, reference)
             out[name] = float((found.float() - wanted.float()).norm() / wanted.float().norm())
             print(f"check {name:14} relative error {out[name]:.2e}", flush=True)
-        alone = ours.steps(pack(Plan((row(1, 12001, range(1, 600), 1, 0),)), DEVICE), ours.cache)
+        alone = ours.forward(pack(Plan((row(1, 12001, range(1, 600), 1, 0),)), DEVICE), ours.cache)
         print("finite:", bool(torch.isfinite(alone).all()), flush=True)
     RESULTS["check"] = out
 
@@ -150,7 +150,7 @@ def decode() -> None:
         taken = seconds(once, 20)
         out[f"{batch} x {context}"] = {"ms": taken * 1e3, "tokens_per_second": batch / taken}
         print(f"decode batch {batch:2} at {context:8,}: {taken * 1e3:6.2f} ms, {batch / taken:7.1f} tok/s", flush=True)
-        graph = ours.steps.graphs.get((batch, 1))
+        graph = ours.forward.graphs.get((batch, 1))
         if graph is not None:
             print(f"   the graph alone: {seconds(graph.replay, 20) * 1e3:6.2f} ms", flush=True)
     RESULTS["decode"] = out
@@ -288,7 +288,7 @@ def profile() -> None:
     for name, prepare, work in (
         ("decode 1 x 4K", lambda: None, ours.step(1, 4096)),
         ("decode 32 x 4K", lambda: None, ours.step(32, 4096)),
-        ("chunk at 120K", lambda: ours.read(131072), lambda: ours.steps(last, ours.cache, None, [])),
+        ("chunk at 120K", lambda: ours.read(131072), lambda: ours.forward(last, ours.cache, None, [])),
     ):
         work()
         prepare()

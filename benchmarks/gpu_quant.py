@@ -155,7 +155,7 @@ def rotated(call: Callable[..., Any], x: Tensor, weights: list[Any], *rest: Any)
 
 
 def named(config: Config) -> str:
-    when = ", early" if config.uses_pdl else ""
+    when = ", pdl" if config.uses_pdl else ""
     return (
         f"{config.columns} columns, {config.splits} splits, {config.num_warps} warps, {config.num_stages} stages{when}"
     )
@@ -174,7 +174,7 @@ def check() -> None:
     subjects = [Case(*case) for case in cases]
     compile_all([partial(call, one.x[:count]) for one in subjects for call in one.calls.values() for count in CHECKED])
     RESULTS["check"] = {subject.name: subject.check() for subject in subjects}
-    check_early()
+    check_pdl()
 
 
 class Case:
@@ -221,7 +221,7 @@ class Case:
         return errors[largest]
 
 
-def check_early() -> None:
+def check_pdl() -> None:
     """Kernels that start before the one ahead has ended must see all that it wrote: a chain of layers in a graph."""
     layers = [
         [affine(*shape, bits).for_gpu(DTYPE, DEVICE) for shape in (SHAPES["gate_up"], SHAPES["down"], SHAPES["o"])]
@@ -252,7 +252,7 @@ def check_early() -> None:
         first.copy_(numbers(8, HIDDEN))
         graph.replay()
         same.append(torch.equal(found, forward(False)))
-    print(f"early kernels in a graph give the same bits: {all(same)} ({sum(same)} of {len(same)})", flush=True)
+    print(f"kernels with pdl in a graph give the same bits: {all(same)} ({sum(same)} of {len(same)})", flush=True)
 
 
 # tune
@@ -366,7 +366,7 @@ class Subject(Ours):
         self.model = random_model(RELEASED, DTYPE, DEVICE)
         if bits < 16:
             quantize_model(self.model, bits, keep)
-        self.steps = GpuForward(self.model, DEVICE, max_tokens, prefill=prefill)
+        self.forward = GpuForward(self.model, DEVICE, max_tokens, prefill=prefill)
         self.chunk = CHUNK
         gc.collect()
         torch.cuda.empty_cache()
