@@ -28,7 +28,7 @@ import transformers
 from torch import nn
 from transformers import TrainerCallback
 
-from sala.backends.torch.ops.lightning import _simple_gla
+from sala.backends.torch.fast.training import simple_gla
 from sala.backends.torch.quantized_linear import AffineWeight
 from sala.backends.torch.random import random_model
 from sala.checkpoint.names import expected_tensors
@@ -187,7 +187,7 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "lightning": "flash-linear-attention" if device.type == "cuda" and _simple_gla() else "torch",
+        "lightning": "flash-linear-attention" if device.type == "cuda" and simple_gla() else "torch",
         "candidates": given.candidates,
         "parameters": sum(int(np.prod(shape)) for shape in expected_tensors(config).values()),
     }

@@ -94,11 +94,11 @@ def sample(logits: "Tensor", temperature: float = 0.7, seed: int | None = None, 
     """
     import secrets
 
-    from sala.backends.torch.sampler import draw
+    from sala.backends.torch.sampler import sample as sample_token
     from sala.protocol import Row, Sampling
 
     sampling = Sampling(temperature=temperature, seed=secrets.randbits(63) if seed is None else seed)
-    return draw(logits if logits.ndim == 1 else logits[-1], Row((), position, (), 0, 0, sampling)).token
+    return sample_token(logits if logits.ndim == 1 else logits[-1], Row((), position, (), 0, 0, sampling)).token
 
 
 def is_stop_token(token: int, stop: SalaConfig | Collection[int]) -> bool:

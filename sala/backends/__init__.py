@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from sala.config import SalaConfig
 
 BACKENDS = {"torch": "sala.backends.torch.executor", "mlx": "sala.backends.mlx.executor"}
-_MLX_DEVICES = ("auto", "gpu", "mps")  # the GPU of a Mac; on a CPU torch is the faster one
+_MLX_DEVICES = ("auto", "gpu", "mps")  # those of a Mac's GPU; on a CPU torch is faster
 
 
 def pick_backend(name: str, device: str = "auto") -> str:
-    """The backend of that name; `auto` is MLX on a Mac with Apple Silicon where it is installed, else torch."""
+    """Return the backend of that name; `auto` is MLX on Apple Silicon where it is installed, else torch."""
     if name == "auto":
         is_apple = platform.system() == "Darwin" and platform.machine() == "arm64"
         has_mlx = find_spec("mlx") is not None and find_spec("mlx.core") is not None
@@ -28,7 +28,7 @@ def pick_backend(name: str, device: str = "auto") -> str:
 
 
 def name_device(backend: str, device: str) -> str:
-    """Where a model would run, for people."""
+    """Return the device on which a model would run, in words."""
     name = pick_backend(backend, device)
     found = _module(f"sala.backends.{name}.loader").pick_device(device)
     return str(found) if name == "torch" else f"{name} {found.type.name}"

@@ -1,4 +1,4 @@
-"""How a backend shares out the memory of its device: so many pages, so many slots, the longest sequence."""
+"""How a backend divides the memory of its device into pages and slots, and the longest sequence that fits."""
 
 from sala.backends.memory import state_bytes, token_bytes
 from sala.config import SalaConfig
@@ -17,7 +17,10 @@ def share_memory(
     free: int,
     kv_bytes: int | None = None,
 ) -> Capacity:
-    """As the budget allows, and never less than one sequence needs; `dtype` and `kv_bytes` are of keys and values."""
+    """Return the capacity within the budget, at least for one sequence; `dtype` and `kv_bytes` are of keys and values.
+
+    Raises InputError if the budget or the context do not fit.
+    """
     page_size = config.sparse_config.block_size
     page_bytes = page_size * max(1, token_bytes(config, element_bytes, kv_bytes))
     slot_bytes = max(1, state_bytes(config))
@@ -38,7 +41,7 @@ def share_memory(
     ctx_pages = -(-ctx // page_size)
     if options.ctx is not None and ctx_pages > num_pages:
         if options.cache_memory is None and num_slots * slot_bytes + ctx_pages * page_bytes <= free:
-            num_pages = ctx_pages  # asked for by name: half of the memory is only a default
+            num_pages = ctx_pages  # requested explicitly: half of the memory is only a default
         else:
             raise InputError(
                 "ctx",

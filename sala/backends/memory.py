@@ -1,4 +1,4 @@
-"""How many bytes a run needs: the arithmetic that `show` and `estimate` print and the backends plan with."""
+"""How many bytes a run needs: what `show` and `estimate` print and the backends plan with."""
 
 import math
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from sala.checkpoint.dtypes import ELEMENT_BYTES as ELEMENT_BYTES
 from sala.config import SalaConfig
 from sala.quantization_config import LINEARS
 
-RUNTIME_BYTES = 21 << 20  # work areas of the libraries, measured on a CPU: the same at every length
-EDGE_BITS = 8  # of embedding and head, where the rest has fewer
-USABLE = 0.9  # of a machine's memory: the rest is the system's
+RUNTIME_BYTES = 21 << 20  # workspaces of the libraries, measured on a CPU: the same at every length
+EDGE_BITS = 8  # at least, of embedding and head: fewer cost too much quality
+USABLE = 0.9  # of a machine's memory; the rest is left to the system
 
 
 def token_bytes(config: SalaConfig, element_bytes: int, kv_bytes: int | None = None) -> int:
-    """Keys, values and pooled keys of one token, all sparse layers together (rounded up).
+    """Return the bytes of keys, values and pooled keys of one token in all sparse layers (rounded up).
 
-    With `kv_bytes`, an element of a key or value has so many, and `element_bytes` is for the pooled keys alone.
+    `kv_bytes` is the size of an element of keys and values, if it differs from `element_bytes`.
     """
     width = config.num_key_value_heads * config.head_dim
     pooled = -(-width * element_bytes * 5 // (4 * config.sparse_config.kernel_stride))  # every stride, every fourth
@@ -24,18 +24,18 @@ def token_bytes(config: SalaConfig, element_bytes: int, kv_bytes: int | None = N
 
 
 def cache_bytes(config: SalaConfig, num_tokens: int, element_bytes: int, kv_bytes: int | None = None) -> int:
-    """Pages for so many tokens, the last one whole."""
+    """Return the bytes of the pages for so many tokens."""
     block = config.sparse_config.block_size
     return -(-num_tokens // block) * block * token_bytes(config, element_bytes, kv_bytes)
 
 
 def state_bytes(config: SalaConfig) -> int:
-    """Recurrent state of one sequence in fp32: constant, however long it is."""
+    """Return the bytes of the recurrent state of one sequence in fp32, whatever its length."""
     return len(config.lightning_layers) * config.lightning_nh * config.lightning_head_dim**2 * 4
 
 
 def weight_bytes(config: SalaConfig, num_parameters: int, bits: int | None, element_bytes: int, group: int = 64) -> int:
-    """Weights as stored, or as `sala quantize` writes them: embedding and head never get less than 8 bits."""
+    """Return the bytes of the weights as stored or, with `bits`, as `sala quantize` writes them."""
     if bits is None:
         return num_parameters * element_bytes
     edges = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
@@ -44,7 +44,7 @@ def weight_bytes(config: SalaConfig, num_parameters: int, bits: int | None, elem
 
 
 def activation_bytes(config: SalaConfig, chunk: int, num_tokens: int, element_bytes: int, tile_bytes: int) -> int:
-    """What a step of `chunk` tokens holds for a moment, at its widest place."""
+    """Return the peak of temporary memory in a step of `chunk` tokens."""
     width = config.lightning_nh * config.lightning_head_dim
     mlp = chunk * 3 * config.intermediate_size * element_bytes
     lightning = chunk * width * (6 * element_bytes + 4 * 6)  # projections, then q, k, v, output and temporaries in fp32
@@ -92,12 +92,11 @@ def estimate(
     num_ranks: int = 1,
     kv_bytes: int | None = None,
 ) -> Estimate:
-    """`stored_bytes`: the weights of a checkpoint that is quantized already, as its files have them.
+    """Estimate the memory of a run.
 
-    `kv_bytes`: of an element of a key or value, if it is rounded.
-
-    Of `num_ranks` devices with tensor parallelism it is what each holds: heads are shared, a kv head is never cut, and
-    activations count as if they were whole.
+    `stored_bytes` are the weights of a checkpoint that is already quantized; `kv_bytes` the size of an element of keys
+    and values, if they are rounded. With `num_ranks` devices (tensor parallelism) the result is per device: heads are
+    divided, a kv head is never cut, and activations count as if they were whole.
     """
     weights = weight_bytes(config, num_parameters, bits, element_bytes, group_size)
     weights = stored_bytes if stored_bytes is not None and bits is None else weights
@@ -114,7 +113,7 @@ def estimate(
 
 
 def longest(config: SalaConfig, num_parameters: int, free: int, **settings: int | None) -> int:
-    """The longest context whose estimate fits into `free` bytes, in whole blocks; 0 if none does."""
+    """Return the longest context whose estimate fits into `free` bytes, in whole blocks; 0 if none does."""
     block = config.sparse_config.block_size
     low, high = 0, 1 << 32
     while high - low > 1:
@@ -125,12 +124,12 @@ def longest(config: SalaConfig, num_parameters: int, free: int, **settings: int 
 
 
 def gpu_limit(memory: int) -> int:
-    """How much of a Mac's memory macOS lets its GPU hold: about two thirds, of more than 32 GB three quarters."""
+    """Return how much memory macOS lets the GPU use by default: about 2/3, or 3/4 of more than 32 GB."""
     return memory * 2 // 3 if memory <= 32 << 30 else memory * 3 // 4
 
 
 def raised_gpu_limit(memory: int) -> int:
-    """What one may raise it to and still have a Mac that works: all but 3 GB, of large ones all but an eighth."""
+    """Return how far the limit can safely be raised: all but 3 GB, on large Macs all but an eighth."""
     return max(gpu_limit(memory), memory - max(3 << 30, memory // 8))
 
 
@@ -139,8 +138,8 @@ OPTIMIZER_BYTES = {"adamw-8bit": 2.0, "adafactor": 0.01}  # of a weight; AdamW k
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How a model is fine-tuned, as far as memory depends on it. `element_bytes` is of weights, `compute_bytes` of
-    activations; `targets` are the last names of the linears with an adapter."""
+    """Settings of a fine-tuning run that decide its memory. `element_bytes` is of weights, `compute_bytes` of
+    activations; `targets` are the names of the linears with an adapter."""
 
     method: str = "lora"
     num_tokens: int = 4096
@@ -157,7 +156,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class TuningEstimate:
-    """Bytes by purpose on one device that holds everything."""
+    """Bytes by purpose, on one device that holds everything."""
 
     weights: int
     adapter: int
@@ -203,15 +202,15 @@ def _adapter_size(linears: Mapping[str, tuple[int, ...]], tuning: Tuning) -> int
 
 
 def _tuning_activations(config: SalaConfig, tuning: Tuning) -> int:
-    """What the layers keep for their gradients: their inputs, and all of one layer; without checkpointing, of all.
+    """Return what layers keep for the backward pass: inputs and all of one layer, or all layers without checkpointing.
 
-    Of one layer: projections, gates and norms of the mixer, its numbers in fp32, the MLP and the gradients in it.
+    Of one layer: projections, gates and norms of the mixer, its fp32 values, the MLP and its gradients.
     """
     hidden, inner, size = config.hidden_size, config.intermediate_size, tuning.compute_bytes
     width = max(config.lightning_nh * config.lightning_head_dim, config.num_attention_heads * config.head_dim)
     layer = size * (6 * hidden + 11 * width + 7 * inner) + 24 * width
     if tuning.method != "full":
-        layer += 2 * size * (6 * hidden + inner)  # what the adapters see, with their dropout
+        layer += 2 * size * (6 * hidden + inner)  # inputs of the adapters, with dropout
     tokens, layers = tuning.num_tokens * tuning.batch, config.num_hidden_layers
     if not tuning.has_checkpointing:
         return tokens * layer * layers
@@ -219,7 +218,7 @@ def _tuning_activations(config: SalaConfig, tuning: Tuning) -> int:
 
 
 def _loss_bytes(config: SalaConfig, tuning: Tuning) -> int:
-    """Scores of the vocabulary and their gradients for a few tokens; hidden states of all, and their gradients."""
+    """Return the bytes of logits and their gradients for a chunk of tokens, and of all hidden states and theirs."""
     tokens = tuning.num_tokens * tuning.batch
     rows = min(tuning.loss_rows, tokens)
     return rows * config.vocab_size * (8 + 2 * tuning.compute_bytes) + 2 * tokens * config.hidden_size * 4

@@ -1,15 +1,15 @@
-"""What all backends agree on when they draw a token: the rule is written once, so that the same seed gives the same."""
+"""The sampling rules that all backends share, so that the same seed gives the same tokens everywhere."""
 
 from collections.abc import Iterator, Sequence
 
 from sala.protocol import Row, SampledToken, Sampling
 
 _MASK = (1 << 64) - 1
-GREEDY_BELOW = 1e-5  # fp32 cannot tell such a temperature from 0
+GREEDY_BELOW = 1e-5  # smaller temperatures are greedy: fp32 cannot tell them from 0
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that is a pure function of its arguments (splitmix64, top 53 bits)."""
+    """Return a number in [0, 1) that depends on the arguments only (splitmix64, top 53 bits)."""
     state = (seed * 0x9E3779B97F4A7C15 + position * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) & _MASK
     for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
         state = ((state ^ (state >> shift)) * multiplier) & _MASK
@@ -18,27 +18,27 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sampling_of(row: Row) -> Sampling:
-    """Of a row that draws."""
+    """Return the sampling parameters of a row that has them."""
     assert row.sampling is not None
     return row.sampling
 
 
 def point_of(row: Row, num_accepted: int) -> float:
-    """Where in the cumulative distribution the token after so many drafts is sampled."""
+    """Return the point of the cumulative distribution at which the token after so many drafts is sampled."""
     position = row.start + len(row.tokens) - row.num_drafts + num_accepted
     return uniform(sampling_of(row).seed or 0, position)
 
 
 def is_adjusted(row: Row) -> bool:
-    """Whether anything changes the logits before the temperature does."""
+    """Return whether a bias, penalty, ban or mask changes the logits before the temperature is applied."""
     sampling = sampling_of(row)
     return bool(sampling.logit_bias or sampling.has_penalty or row.banned or row.mask)
 
 
 def keep_agreed(sampled: Sequence[SampledToken], rows: Sequence[Row]) -> list[tuple[SampledToken, ...]]:
-    """For each row the draws after its last certain token and after each draft → those that hold.
+    """Keep for each row the accepted tokens: drafts that equal the sampled tokens, and one more.
 
-    That is the drafts that were sampled as well, and one token more.
+    `sampled` are the tokens after each row's last certain token and after each of its drafts.
     """
     found = iter(sampled)
     return [_agreed(found, row) for row in rows]

@@ -1,12 +1,12 @@
 """The graph of one step, taken apart: every operation that MLX would compute, with the precisions of what it gives."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from sala.backends.mlx.batch import take
 from sala.backends.mlx.executor import MlxExecutor
-from sala.backends.mlx.sampler import draw_all
+from sala.backends.mlx.sampler import sample_all
 from sala.protocol import Plan, Row
 
 
@@ -25,10 +25,9 @@ def operations(executor: MlxExecutor, *rows: Row) -> list[Operation]:
     found: list[dict] = []
 
     def step(tokens: mx.array) -> list[mx.array]:
-        batch.__dict__["tokens"] = tokens
-        hidden = executor.model(batch, cache)
-        sampling = batch.drawing_rows(list(range(len(rows))))
-        sampled = draw_all(executor.model.logits(take(hidden, sampling)), [(row, 0) for row in rows])
+        hidden = executor.model(replace(batch, computed=tokens), cache)
+        sampling = batch.sampled_rows(list(range(len(rows))))
+        sampled = sample_all(executor.model.logits(take(hidden, sampling)), [(row, 0) for row in rows])
         return [sampled.tokens, *cache.arrays(batch.slots)]
 
     mx.export_function(found.append, step, mx.array(batch.ids, dtype=mx.int32))

@@ -170,14 +170,14 @@ def drawing_row(rng: random.Random, vocab: int) -> Row:
 
 
 def test_the_same_tokens_are_drawn() -> None:
-    """Many rows of all settings at once, ties included: token by token what torch draws, and the same logarithms."""
+    """Many rows of all settings at once, ties included: token by token what torch samples, and the same logarithms."""
     rng, vocab = random.Random(4), 200
     rows = [drawing_row(rng, vocab) for _ in range(150)]
     places = [(row, number) for row in rows for number in range(row.num_drafts + 1)]
     logits = np.random.default_rng(2).standard_normal((len(places), vocab)).astype(np.float32) * 2
     logits[::3] = np.round(logits[::3])  # many equal ones
-    want = torch_sampler.draw_all(torch.from_numpy(logits), places)
-    got = mlx_sampler.draw_all(mx.array(logits), places).read()
+    want = torch_sampler.sample_all(torch.from_numpy(logits), places)
+    got = mlx_sampler.sample_all(mx.array(logits), places).read()
     assert [sampled.token for sampled in got] == [sampled.token for sampled in want]
     for ours, theirs in zip(got, want, strict=True):
         assert (ours.logprob is None) == (theirs.logprob is None)
@@ -190,7 +190,7 @@ def test_the_same_tokens_are_drawn() -> None:
 
 
 def _verified(sampled, rows):
-    """What torch's sampler accepts of these draws, as far as tokens go."""
+    """What torch's sampler accepts of these samples, as far as tokens go."""
     found, out = iter(sampled), []
     for row in rows:
         tokens, kept = [next(found) for _ in range(row.num_drafts + 1)], []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sala.backends.sampling import uniform
-from sala.backends.torch.sampler import adjust, draw, filters
+from sala.backends.torch.sampler import adjust, filters, sample
 from sala.errors import InputError
 from sala.protocol import Row, Sampling
 
@@ -44,7 +44,7 @@ def row(sampling: Sampling, position: int = 0, history: tuple[int, ...] = (), pr
 
 
 def test_greedy() -> None:
-    assert draw(torch.tensor([0.0, 3.0, 1.0]), row(Sampling(temperature=0))).token == 1
+    assert sample(torch.tensor([0.0, 3.0, 1.0]), row(Sampling(temperature=0))).token == 1
 
 
 def test_uniform_numbers_are_uniform_and_repeatable() -> None:
@@ -58,7 +58,7 @@ def test_uniform_numbers_are_uniform_and_repeatable() -> None:
 
 
 def frequencies(logits: list[float], sampling: Sampling, count: int = 4000) -> np.ndarray:
-    sampled = [draw(torch.tensor(logits), row(sampling, position)).token for position in range(count)]
+    sampled = [sample(torch.tensor(logits), row(sampling, position)).token for position in range(count)]
     return np.bincount(sampled, minlength=len(logits)) / count
 
 
@@ -104,12 +104,12 @@ def test_bias_and_penalties() -> None:
 
 def test_all_tokens_biased_away_still_end_well() -> None:
     sampling = Sampling(temperature=1.0, seed=0, logit_bias=dict.fromkeys(range(4), -100.0))
-    assert draw(torch.zeros(4), row(sampling)).token in range(4)
+    assert sample(torch.zeros(4), row(sampling)).token in range(4)
 
 
 def test_logprobs_are_those_of_the_model() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0])
-    sampled = draw(logits, row(Sampling(temperature=0, logprobs=2, logit_bias={0: 100})))
+    sampled = sample(logits, row(Sampling(temperature=0, logprobs=2, logit_bias={0: 100})))
     assert sampled.token == 0
     assert sampled.logprob == pytest.approx(logits.log_softmax(0)[0].item())
     assert [token for token, _ in sampled.top_logprobs] == [1, 2]

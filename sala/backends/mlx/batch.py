@@ -1,4 +1,4 @@
-"""A plan, packed for the model: all tokens of all rows in one line, and where each row lies in it."""
+"""A plan packed for the model: the tokens of all rows in one array, and where each row lies in it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,19 +42,19 @@ class Span:
 
     @cached_property
     def first_page(self) -> int | None:
-        """Set when the pages follow each other: views instead of gathers."""
+        """The first page if the pages are consecutive, which allows views instead of gathers; else None."""
         is_run = bool(self.pages) and bool((np.diff(self.numbers) == 1).all())
         return self.pages[0] if is_run else None
 
     def rows(self, start: int, end: int, per_page: int) -> Numbers:
-        """Where rows start…end of the sequence lie in a pool with so many rows per page, [P * per_page]."""
+        """Return where rows start…end of the sequence lie in a pool with so many rows per page, [P * per_page]."""
         rows = np.arange(start, end, dtype=np.int32)
         return self.numbers[rows // per_page] * per_page + rows % per_page
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Keys and values [n, H, D] of a span with drafts: its state waits until it is known how many are accepted."""
+    """Keys and values [n, H, D] of a span with drafts, whose state advances once the accepted tokens are known."""
 
     span: int
     states: list[mx.array]
@@ -71,7 +71,7 @@ class Batch:
     computed: mx.array | None = None  # the tokens, where they are not known yet: the step before samples them
     pending: list[Pending] = field(default_factory=list)  # filled by the lightning layers
     angles: dict[tuple[int, float], tuple[mx.array, mx.array]] = field(default_factory=dict)  # RoPE, by dim and theta
-    places: dict[object, mx.array] = field(default_factory=dict)  # rows of pools that the batch writes, by their kind
+    indices: dict[object, mx.array] = field(default_factory=dict)  # rows of pools that the batch writes, by pool
 
     @cached_property
     def tokens(self) -> mx.array:
@@ -92,13 +92,13 @@ class Batch:
         return [span.slot for span in self.spans]
 
     def split(self, x: mx.array) -> list[mx.array]:
-        """x [T, …] → the rows of each span."""
+        """Split x [T, …] into the rows of each span."""
         if len(self.spans) == 1:
             return [x]
         return list(mx.split(x, list(accumulate(self.lengths))[:-1]))
 
-    def drawing_rows(self, indices: list[int]) -> list[int]:
-        """Rows whose logits are needed by these spans: the last token of each, and those before its drafts."""
+    def sampled_rows(self, indices: list[int]) -> list[int]:
+        """Return the rows whose logits these spans need: the last token of each, and those before its drafts."""
         ends = list(accumulate(self.lengths))
         return [row for i in indices for row in range(ends[i] - 1 - self.spans[i].num_drafts, ends[i])]
 
@@ -110,7 +110,7 @@ def pack(plan: Plan, ops: Ops = REFERENCE, tokens: mx.array | None = None) -> Ba
 
 
 def take(hidden: mx.array, rows: Sequence[int]) -> mx.array:
-    """hidden[rows]: a view where the rows follow each other, which needs no list on the device."""
+    """Return hidden[rows]: a view where the rows are consecutive, which needs no index on the device."""
     first = rows[0] if rows else 0
     if list(rows) == list(range(first, first + len(rows))):
         return hidden[first : first + len(rows)]

@@ -1,14 +1,14 @@
-"""Memory of the past: pages for the sparse layers, slots for the lightning layers.
+"""The cache on the device: pages for the sparse layers, slots for the lightning layers.
 
 A page holds one block of keys and values and the pooled keys whose windows end in it. A slot holds the recurrent
-state of one sequence. Who owns which is decided elsewhere; here is only where the numbers lie.
+state of one sequence. `engine/cache` decides which sequence owns which; this module only stores them.
 
-Pools are doubled when a page is used for the first time that they do not reach, up to the capacity: an array of MLX is
-filled when it is made, and memory that nobody needs yet should stay free. Otherwise nothing is allocated for a token.
+Pools double, up to the capacity, when a page beyond their end is used for the first time: MLX fills an array when it
+creates it, and unused memory should stay free. Otherwise no token allocates memory.
 
-MLX updates an array in place if nobody else holds it when its turn comes, and copies it otherwise; a read that waits
-for its turn holds it too. So a step writes each pool once, for all rows, before any of them reads it. A state is
-replaced as a whole, so that every slot has an array of its own and a copy costs nothing.
+MLX updates an array in place if nothing else refers to it when the update is computed, and copies it otherwise; a
+pending read counts as a reference. So a step writes each pool once, for all rows, before any of them reads it. A state
+is replaced as a whole, so that every slot has its own array and a copy costs nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ from sala.backends.mlx.ops.sparse import pool_keys
 from sala.config import SalaConfig, SparseConfig
 
 POOLS = ("k", "v", "k1", "k2")
-FIRST_PAGES = 64
+FIRST_PAGES = 64  # of a new pool: 4,096 tokens
 
 
 class KVPages:
@@ -40,7 +40,7 @@ class KVPages:
         self.k1, self.k2 = pool(block // stride), pool(block // (4 * stride))
 
     def grow(self, num_pages: int) -> None:
-        """Make room for so many pages; the old and the new array of one pool are held together, never of two."""
+        """Grow to so many pages, one pool after another: only one pool is in memory twice."""
         for name in POOLS:
             pool: mx.array = getattr(self, name)
             groups, have, rows, dim = pool.shape
@@ -55,7 +55,7 @@ class KVPages:
     def append(self, batch: Batch, k: mx.array, v: mx.array) -> None:
         """Write k, v [T, G, D] at the spans' positions and pool the windows that they complete."""
         rows, num_tails = _token_rows(batch, self.sparse.block_size)
-        # Masked rows still meet a weight of 0, and 0 * NaN is NaN: a page that someone else left must not leak in.
+        # Masked rows are still multiplied by 0, and 0 * NaN is NaN: numbers of an earlier owner must not leak in.
         tails = mx.zeros((num_tails, *k.shape[1:]), dtype=k.dtype)
         for name, new in (("k", k), ("v", v)):
             new = mx.concatenate([new, tails]) if num_tails else new
@@ -77,23 +77,23 @@ class KVPages:
             self._write(name, batch, np.concatenate(rows), mx.concatenate(pooled, axis=1))
 
     def _write(self, name: str, batch: Batch, rows: Numbers, new: mx.array) -> None:
-        """new [G, R, D] into rows [R] of the pool's pages: one update, for which all layers use one list of places."""
+        """Write new [G, R, D] into rows [R] of the pool's pages, in one update; all layers share the indices."""
         pool: mx.array = getattr(self, name)
         groups, num_pages, per_page, dim = pool.shape
-        key = "k" if name == "v" else name  # keys and values lie alike
-        if key not in batch.places:
+        key = "k" if name == "v" else name  # keys and values have the same rows
+        if key not in batch.indices:
             heads = np.arange(groups, dtype=np.int32)[:, None] * (num_pages * per_page)
-            batch.places[key] = mx.array((heads + rows).reshape(-1))
+            batch.indices[key] = mx.array((heads + rows).reshape(-1))
         flat = pool.reshape(-1, dim)
-        flat[batch.places[key]] = new.reshape(-1, dim)
+        flat[batch.indices[key]] = new.reshape(-1, dim)
         setattr(self, name, flat.reshape(pool.shape))
 
     def keys_values(self, span: Span, length: int) -> tuple[mx.array, mx.array]:
-        """The first `length` keys and values of the sequence, [G, length, D] each."""
+        """Return the first `length` keys and values of the sequence, [G, length, D] each."""
         return _read(self.k, span, 0, length), _read(self.v, span, 0, length)
 
     def pooled(self, span: Span, length: int) -> tuple[mx.array, mx.array]:
-        """Pooled keys over the first `length` tokens: k1 [G, n1, D] and k2 [G, n2, D]."""
+        """Return the pooled keys over the first `length` tokens: k1 [G, n1, D] and k2 [G, n2, D]."""
         kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
         unused = kernel // stride - 1  # rows whose window would begin before the sequence
         k1 = _read(self.k1, span, unused, max(unused, length // stride))
@@ -102,7 +102,7 @@ class KVPages:
 
 
 def _token_rows(batch: Batch, block_size: int) -> tuple[Numbers, int]:
-    """Where the tokens lie in [P * B], and after them the rest of every page that is begun: how many rows that is."""
+    """Return the rows of the tokens in [P * B] followed by the rest of every new page, and the number of the latter."""
     rows = [span.rows(span.start, span.end, block_size) for span in batch.spans]
     tails = []
     for span in batch.spans:
@@ -113,7 +113,7 @@ def _token_rows(batch: Batch, block_size: int) -> tuple[Numbers, int]:
 
 
 def _read(pool: mx.array, span: Span, start: int, end: int) -> mx.array:
-    """Rows start…end of the sequence, [G, end - start, D]: a view, or whole pages gathered."""
+    """Return rows start…end of the sequence, [G, end - start, D]: a view, or gathered pages."""
     groups, _, per_page, dim = pool.shape
     if span.first_page is not None:
         base = span.first_page * per_page
@@ -132,10 +132,10 @@ class HybridCache:
         self.num_pages, self.max_pages = min(num_pages, FIRST_PAGES), num_pages
         self.pages = {layer: KVPages(self.num_pages, config, dtype) for layer in config.sparse_layers}
         self.states = {layer: [self.empty] * num_slots for layer in config.lightning_layers}
-        self.joined: set[int] = set()  # slots whose states are parts of one array, as a batch left them
+        self.joined: set[int] = set()  # slots whose states are views of one array, left by a batch
 
     def reach(self, pages: Iterable[int]) -> None:
-        """These pages are going to be used."""
+        """Grow the pools so that these pages exist."""
         wanted = 1 + max(pages, default=-1)
         assert wanted <= self.max_pages
         if wanted > self.num_pages:
@@ -144,7 +144,7 @@ class HybridCache:
                 layer.grow(self.num_pages)
 
     def arrays(self, slots: Sequence[int]) -> Iterator[mx.array]:
-        """All that a step may have changed."""
+        """Yield all arrays that a step may have changed."""
         for layer in self.pages.values():
             yield from layer.pools
         for states in self.states.values():
@@ -152,7 +152,7 @@ class HybridCache:
                 yield states[slot]
 
     def fork(self) -> "HybridCache":
-        """The same past, to be continued without touching this one."""
+        """Return a copy that can advance without changing this one; arrays are shared."""
         other = copy(self)
         other.pages = {layer: copy(pages) for layer, pages in self.pages.items()}
         other.states = {layer: list(states) for layer, states in self.states.items()}
@@ -160,7 +160,7 @@ class HybridCache:
         return other
 
     def for_drafts(self, slots: Sequence[int], num_layers: int) -> "HybridCache":
-        """A view for guessing: the same pages, but copies of the states, numbered as `slots` are."""
+        """Return a view for drafting: the same pages, but copies of the states, numbered as `slots` are."""
         view = copy(self)
         view.joined = set()
         view.states = {
@@ -169,14 +169,14 @@ class HybridCache:
         return view
 
     def join(self, slots: Sequence[int]) -> None:
-        """These slots run together. Who has left their company gets memory of its own, or it would keep theirs."""
+        """Note that these slots run as one batch; copy states that left it, as they would keep its array alive."""
         for slot in self.joined - set(slots):
             for states in self.states.values():
                 states[slot] = _own(states[slot])
         self.joined = set(slots) if len(slots) > 1 else set()
 
     def fold(self, batch: Batch, num_accepted: Sequence[int]) -> None:
-        """Advance the states that waited for a verdict, by as many tokens as were accepted."""
+        """Advance the states of spans with drafts by the tokens that were accepted."""
         for wait in batch.pending:
             slot, count = batch.spans[wait.span].slot, num_accepted[wait.span]
             wait.states[slot] = lightning_fold(wait.k[:count], wait.v[:count], wait.states[slot], wait.slopes)
@@ -184,7 +184,7 @@ class HybridCache:
     def copy_page(self, source: int, target: int, num_rows: int) -> None:
         places = [(layer, name) for layer in self.pages.values() for name in POOLS]
         pages = [mx.take(getattr(layer, name), mx.array([source]), axis=1) for layer, name in places]
-        mx.eval(pages)  # a read that is still to be done would make the write a copy of the pool
+        mx.eval(pages)  # a pending read would turn the write into a copy of the pool
         for (layer, name), page in zip(places, pages, strict=True):
             pool: mx.array = getattr(layer, name)
             if name in ("k", "v"):
@@ -192,7 +192,7 @@ class HybridCache:
             pool[:, target : target + 1] = page
 
     def tensors(self, num_tokens: int) -> dict[str, tuple[int, str, int]]:
-        """Name → (layer, pool or state, rows that count) for everything that one sequence has here."""
+        """Return name → (layer, pool or state, number of valid rows) of all that one sequence has in the cache."""
         out = {}
         for index, layer in self.pages.items():
             for name in POOLS:
@@ -218,7 +218,7 @@ class HybridCache:
 
 
 def _own(state: mx.array) -> mx.array:
-    """The same numbers in memory of their own."""
+    """Return a copy in its own memory."""
     own = state * 1.0
     mx.async_eval(own)
     return own

@@ -1,8 +1,8 @@
-"""The MLX side of the seam: weights, cache, and `run`.
+"""The executor of the MLX backend: owns weights and cache and runs plans.
 
-A step is built first and started when the one before it has ended. While it runs the host builds the step that will
-come if every sequence just goes on, whose tokens need not be known for that, and then waits for them. Apart from such a
-step no array is left half-way: MLX computes what is pending only in the thread that asked for it.
+A step is built first and started when the one before it has ended. While it runs, the host builds the next step in case
+every sequence simply continues, for which the sampled tokens need not be known, and then waits for them. Apart from
+such a prebuilt step no array stays pending: MLX computes pending arrays only in the thread that created them.
 """
 
 import functools
@@ -22,7 +22,7 @@ from sala.backends.mlx.dispatch import select_ops
 from sala.backends.mlx.loader import load_model, pick_device, pick_dtype
 from sala.backends.mlx.model import SalaModel
 from sala.backends.mlx.ops.table import REFERENCE, Ops
-from sala.backends.mlx.sampler import Draws, draw_all
+from sala.backends.mlx.sampler import Samples, sample_all
 from sala.backends.sampling import keep_agreed
 from sala.checkpoint.dtypes import dtypes_by_file_name
 from sala.checkpoint.reader import Checkpoint
@@ -32,15 +32,15 @@ from sala.protocol import Blob, Capacity, Options, Plan, Result, Row, SampledTok
 
 _PREFILL_CHUNK = {mx.cpu: 256, mx.gpu: 2048}
 _NAMES = {dtype: name for name, dtype in dtypes_by_file_name(mx).items()}
-_KEPT_BYTES = 1 << 30  # of freed memory that MLX may keep for later: as much as a prefill chunk takes
-_WORDS = {2: mx.uint16, 4: mx.uint32}  # as which numpy takes any of them
+_KEPT_BYTES = 1 << 30  # freed memory that MLX may keep: as much as a prefill chunk takes
+_WORDS = {2: mx.uint16, 4: mx.uint32}  # as numpy reads any dtype of that size
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def on_device(method: Callable[Concatenate["MlxExecutor", P], T]) -> Callable[Concatenate["MlxExecutor", P], T]:
-    """Whatever the thread's own default is."""
+    """Run a method on the executor's device, whatever the default of the thread is."""
 
     @functools.wraps(method)
     def call(self: "MlxExecutor", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -67,7 +67,7 @@ class MlxExecutor:
         self.dtype = dtype
         self.ops = ops
         self._limits = set_limits(device)
-        self._ahead: Ahead | None = None
+        self._prebuilt: Prebuilt | None = None
         self._is_closed = False
         with mx.stream(device):
             self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype)
@@ -78,67 +78,67 @@ class MlxExecutor:
     def run(self, plan: Plan) -> Result:
         step = self.adopt(plan) or self.build(plan, self.prepare(plan), self.cache)
         slots = step.batch.slots
-        if step.draws is None:
+        if step.samples is None:
             self.start(slots)
             return Result(((),) * len(plan.rows))
-        self.start(slots, step.draws.arrays)
-        ahead = self.look_ahead(plan, step.draws.tokens)  # while the device is busy
-        found = keep_agreed(step.draws.read(), [row for row in plan.rows if row.sampling is not None])
+        self.start(slots, step.samples.arrays)
+        prebuilt = self.build_next(plan, step.samples.tokens)  # while the device is busy
+        found = keep_agreed(step.samples.read(), [row for row in plan.rows if row.sampling is not None])
         sampled = _by_row(plan, found)
         if step.batch.pending:
             self.cache.fold(step.batch, [len(tokens) for tokens in sampled])
             self.start(slots)
-        if ahead is not None:
-            rows = (replace(row, tokens=(one.token,)) for row, (one,) in zip(ahead.rows, sampled, strict=True))
-            self._ahead = replace(ahead, rows=tuple(rows))
+        if prebuilt is not None:
+            rows = (replace(row, tokens=(one.token,)) for row, (one,) in zip(prebuilt.rows, sampled, strict=True))
+            self._prebuilt = replace(prebuilt, rows=tuple(rows))
         return Result(sampled)
 
     def build(self, plan: Plan, batch: Batch, cache: HybridCache) -> "Step":
-        """All that a plan asks for, still to be computed; the cache is from now on what it will be then."""
+        """Build the step of a plan without computing it; the cache becomes what it will be afterwards."""
         hidden = self.model(batch, cache)
         sampling = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
         if not sampling:
             return Step(batch, None)
         places = [(plan.rows[index], number) for index in sampling for number in range(plan.rows[index].num_drafts + 1)]
-        return Step(batch, draw_all(self.model.logits(take(hidden, batch.drawing_rows(sampling))), places))
+        return Step(batch, sample_all(self.model.logits(take(hidden, batch.sampled_rows(sampling))), places))
 
-    def look_ahead(self, plan: Plan, tokens: mx.array) -> "Ahead | None":
-        """The next step of sequences that only go on, built before it is known which tokens [S] they have sampled."""
+    def build_next(self, plan: Plan, tokens: mx.array) -> "Prebuilt | None":
+        """Build the next step of sequences that simply continue, from tokens [S] that are not computed yet."""
         if any(row.sampling is None or row.num_drafts or row.mask or row.sampling.has_penalty for row in plan.rows):
             return None
         rows = tuple(replace(row, tokens=(0,), start=row.start + len(row.tokens)) for row in plan.rows)
         if any(row.start >= len(row.pages) * self.capacity.page_size for row in rows):
-            return None  # a page more is needed first
+            return None  # another page is needed first
         batch, cache = pack(Plan(rows), self.ops, tokens), self.cache.fork()
-        return Ahead(rows, cache, self.build(Plan(rows), batch, cache), threading.get_ident())
+        return Prebuilt(rows, cache, self.build(Plan(rows), batch, cache), threading.get_ident())
 
     def adopt(self, plan: Plan) -> "Step | None":
-        """The step that was built ahead, if it is this plan's; if not it is forgotten, for it holds the pools."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.rows != plan.rows or ahead.thread != threading.get_ident():
+        """Return the prebuilt step if it belongs to this plan; otherwise drop it, because it refers to the pools."""
+        prebuilt, self._prebuilt = self._prebuilt, None
+        if prebuilt is None or prebuilt.rows != plan.rows or prebuilt.thread != threading.get_ident():
             return None
-        self.cache = ahead.cache
-        return ahead.step
+        self.cache = prebuilt.cache
+        return prebuilt.step
 
     def prepare(self, plan: Plan) -> Batch:
-        """The batch of a plan, and room for it in the cache."""
-        self._ahead = None
+        """Return the batch of a plan, for which the cache is grown if necessary."""
+        self._prebuilt = None
         batch = pack(plan, self.ops)
         self.cache.reach(page for row in plan.rows for page in row.pages)
         self.cache.join(batch.slots)
         return batch
 
     def start(self, slots: Sequence[int], wanted: Any = ()) -> None:
-        """Let the device compute what is wanted, and all that the cache has become.
+        """Let the device compute `wanted` and the new cache.
 
-        Only when it has finished what it is at: a pool that is still being read is not written in place but copied.
+        Wait until it is idle first: a pool that is still being read would be copied instead of written in place.
         """
         mx.synchronize()
         mx.async_eval(wanted, list(self.cache.arrays(slots)))
 
     @on_device
     def draft(self, plan: Plan, num_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
-        self._ahead = None
+        self._prebuilt = None
         rows = [replace(row, slot=index) for index, row in enumerate(plan.rows)]
         self.cache.reach(page for row in plan.rows for page in row.pages)
         cache = self.cache.for_drafts([row.slot for row in plan.rows], num_layers)
@@ -146,10 +146,10 @@ class MlxExecutor:
         for _ in range(count):
             batch = pack(Plan(tuple(rows)), self.ops)
             hidden = self.model(batch, cache, num_layers)
-            logits = self.model.logits(take(hidden, batch.drawing_rows(list(range(len(rows))))))
-            draws = draw_all(logits, [(row, 0) for row in rows])
-            self.start((), [draws.arrays, list(cache.arrays(range(len(rows))))])
-            for index, (row, sampled) in enumerate(zip(rows, draws.read(), strict=True)):
+            logits = self.model.logits(take(hidden, batch.sampled_rows(list(range(len(rows))))))
+            samples = sample_all(logits, [(row, 0) for row in rows])
+            self.start((), [samples.arrays, list(cache.arrays(range(len(rows))))])
+            for index, (row, sampled) in enumerate(zip(rows, samples.read(), strict=True)):
                 token = sampled.token
                 guesses[index].append(token)
                 history = (*row.history, token) if row.history else ()
@@ -165,19 +165,19 @@ class MlxExecutor:
 
     @on_device
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._ahead = None
+        self._prebuilt = None
         self.cache.copy_states(pairs)
 
     @on_device
     def copy_page(self, source: int, target: int, num_rows: int) -> None:
-        self._ahead = None
+        self._prebuilt = None
         self.cache.reach((source, target))
         self.cache.copy_page(source, target, num_rows)
         self.start(())
 
     @on_device
     def clear_state(self, slot: int) -> None:
-        self._ahead = None
+        self._prebuilt = None
         self.cache.clear_state(slot)
 
     @on_device
@@ -196,7 +196,7 @@ class MlxExecutor:
 
     @on_device
     def restore(self, blobs: Mapping[str, Blob], pages: Sequence[int], num_tokens: int, slot: int) -> None:
-        self._ahead = None
+        self._prebuilt = None
         targets = self.cache.tensors(num_tokens)
         if set(targets) != set(blobs):
             raise ValueError("other layers")
@@ -214,7 +214,7 @@ class MlxExecutor:
         self.start((slot,))
 
     def _form(self, layer: int, kind: str, rows: int) -> tuple[str, tuple[int, ...]]:
-        """Precision and shape that a blob must have."""
+        """Return the dtype and shape that a blob must have."""
         if kind == "state":
             return "F32", self.cache.empty.shape
         pool: mx.array = getattr(self.cache.pages[layer], kind)
@@ -237,30 +237,30 @@ class MlxExecutor:
             return
         self._is_closed = True
         restore_limits(self._limits)
-        del self.model, self.cache, self._ahead, self._pulse
+        del self.model, self.cache, self._prebuilt, self._pulse
         mx.clear_cache()
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan that is built: its batch, and what will be sampled, if anything is."""
+    """The step of a plan: its batch, and the tokens to be sampled, if any."""
 
     batch: Batch
-    draws: Draws | None
+    samples: Samples | None
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """A step that nobody has asked for yet: the rows that it is for, and the cache as it leaves it."""
+class Prebuilt:
+    """A step that is built before it is requested: the rows that it is for, and the cache after it."""
 
     rows: tuple[Row, ...]
     cache: HybridCache
     step: Step
-    thread: int  # MLX lets only this one compute it
+    thread: int  # the only thread in which MLX can compute it
 
 
 def _by_row(plan: Plan, found: Sequence[tuple[SampledToken, ...]]) -> tuple[tuple[SampledToken, ...], ...]:
-    """What each row of the plan drew: nothing where nothing was asked for."""
+    """Return the tokens that each row of the plan sampled; none where none were requested."""
     sampled = iter(found)
     return tuple(() if row.sampling is None else next(sampled) for row in plan.rows)
 
@@ -283,9 +283,9 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
 
 
 def set_limits(device: mx.Device) -> dict[str, int]:
-    """What MLX may keep of freed memory; and on a Mac that what it uses may not be paged out. Returns what was before.
+    """Limit the freed memory that MLX keeps and, on a Mac, wire its memory. Return the previous limits.
 
-    The second needs macOS 15, and is without effect before it.
+    Wiring needs macOS 15 and has no effect before it.
     """
     before = {"set_cache_limit": mx.set_cache_limit(_KEPT_BYTES)}
     if device.type == mx.gpu and mx.metal.is_available():
@@ -299,7 +299,7 @@ def restore_limits(before: Mapping[str, int]) -> None:
 
 
 def free_bytes(device: mx.Device) -> int:
-    """What is left for the cache: of the memory that the system has, and of what a GPU may use of it."""
+    """Return the bytes left for the cache: of free system memory, and of what a GPU may use of it."""
     free = int(psutil.virtual_memory().available)
     if device.type != mx.gpu:
         return free

@@ -1,4 +1,4 @@
-"""Weights into the model: one tensor at a time, straight from the mapped file, never two copies of the model."""
+"""Load weights into the model: one tensor at a time, from the mapped file, never two copies of the model."""
 
 from typing import Any
 
@@ -19,30 +19,30 @@ from sala.errors import CheckpointError, InputError
 from sala.quantization_config import Groups
 
 DTYPES = dtypes_by_name(mx)
-_FEW = 1 << 20  # elements in several steps, within the processor's cache
+_FEW = 1 << 20  # elements per step where several steps follow: they stay in the processor's cache
 
 
 def load_model(checkpoint: Checkpoint, config: SalaConfig, dtype: mx.Dtype) -> SalaModel:
-    """Build the model, whose first weights are never computed, then give every parameter its tensor.
+    """Build the model, whose initial weights are never computed, then give every parameter its tensor.
 
-    A quantized matrix stays as it is in the file. Every array is computed when this returns: it may be another thread
-    that runs the model.
+    A quantized matrix stays as it is in the file. Every array is computed when this returns, because another thread may
+    run the model.
     """
     check_tensors(checkpoint, config)
-    packed, foreign = quantized_modules(checkpoint.tensors, config), external_modules(checkpoint.tensors, config)
+    packed, external = quantized_modules(checkpoint.tensors, config), external_modules(checkpoint.tensors, config)
     model = SalaModel(config)
     for name, shape in expected_tensors(config).items():
         module, _, leaf = name.rpartition(".")
-        if (module in packed or module in foreign) and leaf == "weight":
+        if (module in packed or module in external) and leaf == "weight":
             continue
         tensor = read_tensor(checkpoint, name, dtype)
         assert tensor.shape == shape, name
         setattr(find_module(model, module), leaf, tensor)
     for name, groups in packed.items():
-        if name not in foreign and (name != "lm_head" or not config.tie_word_embeddings):
+        if name not in external and (name != "lm_head" or not config.tie_word_embeddings):
             put_quantized(model, name, read_packed(checkpoint, name, groups), dtype)
-    for name, shape in foreign.items():
-        put_foreign(model, checkpoint, name, shape, dtype)
+    for name, shape in external.items():
+        put_external(model, checkpoint, name, shape, dtype)
     if config.tie_word_embeddings and "model.embed_tokens" not in packed:
         model.lm_head.weight = model.model.embed_tokens.weight
     mx.eval(model.parameters(), [mixer._slopes for mixer in model.modules() if hasattr(mixer, "_slopes")])
@@ -61,7 +61,7 @@ def find_module(model: SalaModel, name: str) -> Module:
 def put_quantized(
     model: SalaModel, name: str, weight: AffineWeight, dtype: mx.Dtype, order: mx.array | None = None
 ) -> None:
-    """Put a quantized matrix in the place of a linear or of the embedding (and of the head that shares it).
+    """Replace a linear or the embedding (and the head that shares it) by a quantized matrix.
 
     `order` names the input of every column.
     """
@@ -78,8 +78,8 @@ def put_quantized(
         setattr(holder, leaf, AffineLinear(weight, linear.bias if "bias" in linear else None, order))
 
 
-def put_foreign(model: SalaModel, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
-    """Put a matrix in the layout of another program in the place of a linear; one module is in memory twice at most."""
+def put_external(model: SalaModel, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+    """Replace a linear by a matrix in an external format; at most one module is in memory twice."""
     assert model.config.quantization is not None
     layout = model.config.quantization.layout
     assert layout is not None
@@ -92,7 +92,7 @@ def put_foreign(model: SalaModel, checkpoint: Checkpoint, name: str, shape: tupl
 
 
 def expand_fp8(checkpoint: Checkpoint, name: str, block: tuple[int, int] | None, dtype: mx.Dtype) -> mx.array:
-    """An FP8 matrix [out, in] in the precision of the model, rounded once, some rows at a time."""
+    """Return an FP8 matrix [out, in] in the precision of the model, rounded once, some rows at a time."""
     raw = checkpoint.read(f"{name}.weight")
     num_out, num_in = raw.shape
     codes = np.frombuffer(raw.data, np.uint8).reshape(num_out, num_in)
@@ -116,20 +116,20 @@ def expand_fp8(checkpoint: Checkpoint, name: str, block: tuple[int, int] | None,
 
 
 def decode_e4m3(codes: "np.ndarray[Any, np.dtype[np.uint8]]") -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """The numbers of codes s eeee mmm, in fp32: those of fp16 with the same bits are 2^8 times smaller."""
+    """Return the numbers of codes s eeee mmm in fp32; fp16 numbers with the same bits are 2^8 times smaller."""
     wide = codes.astype(np.uint16)
     half = (wide & 0x7F) << 7 | (wide & 0x80) << 8
     return half.view(np.float16).astype(np.float32) * np.float32(256)
 
 
 def to_affine(packed: Packed) -> AffineWeight:
-    """A matrix of numpy's memory as MLX has it."""
+    """Return a packed matrix as MLX arrays."""
     scales, biases = (_to_array(values, packed.dtype) for values in (packed.scales, packed.biases))
     return AffineWeight(mx.array(packed.codes), scales, biases, packed.bits, packed.group_size)
 
 
 def read_packed(checkpoint: Checkpoint, name: str, groups: Groups) -> AffineWeight:
-    """A quantized matrix as it lies in the file."""
+    """Return a quantized matrix as it is in the file."""
     codes, scales, biases = (_read(checkpoint, f"{name}.{part}") for part in ("weight", "scales", "biases"))
     return AffineWeight(codes, scales, biases, groups.bits, groups.group_size)
 
@@ -141,7 +141,7 @@ def read_tensor(checkpoint: Checkpoint, name: str, dtype: mx.Dtype) -> mx.array:
 
 
 def _read(checkpoint: Checkpoint, name: str) -> mx.array:
-    """A tensor in the file's own precision. The file's pages go as soon as they are read: one copy stays."""
+    """Return a tensor in the precision of the file, whose pages are dropped after reading: one copy stays."""
     raw = checkpoint.read(name)
     array = _to_array(as_array(raw), raw.dtype)
     mx.eval(array)
@@ -151,11 +151,11 @@ def _read(checkpoint: Checkpoint, name: str) -> mx.array:
 
 def _to_array(values: Any, dtype: str) -> mx.array:
     array = mx.array(np.ascontiguousarray(values))
-    return array.view(mx.bfloat16) if dtype == "BF16" else array  # which numpy does not know
+    return array.view(mx.bfloat16) if dtype == "BF16" else array  # a type that numpy lacks
 
 
 def pick_device(name: str) -> mx.Device:
-    """`cpu`, or the device that MLX found: the GPU of a Mac."""
+    """Return the CPU, or MLX's default device: the GPU of a Mac."""
     if name == "cpu":
         return mx.Device(mx.cpu)
     if name not in ("auto", "gpu", "mps"):

@@ -1,8 +1,8 @@
 """The model, in the order in which a token travels: embed, 32 times (mix, then MLP), norm, head.
 
-Parameter names are those of the released checkpoint. `batch` says which tokens belong together and where their past
-lies; `cache` holds that past. There is no mode: prefill chunks and decode steps are both *n tokens from a position*.
-Nothing is computed here: the arrays that come out say how, and the executor asks for them.
+Parameter names are those of the released checkpoint. `batch` says which tokens belong together, where their pages and
+states are in the `cache`, and by which `ops` the mixers run. There is no mode: prefill chunks and decode steps are both
+*n tokens from a position*. Nothing is computed here: the executor evaluates the arrays that are returned.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def angles_of(batch: Batch, dim: int, theta: float) -> tuple[mx.array, mx.array]
 
 
 class LightningMixer(Module):
-    """Linear attention with a fixed decay per head: the past is one matrix per head, of constant size."""
+    """Linear attention with a fixed decay per head: the state is one matrix per head, of constant size."""
 
     def __init__(self, config: SalaConfig) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class LightningMixer(Module):
         self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
         self.o_norm = RMSNorm(width, config.rms_norm_eps) if config.use_output_norm else None
         self.z_proj = linear(hidden, width) if config.use_output_gate else None
-        self._slopes = decay_slopes(self.num_heads)  # no parameter: its name begins with _
+        self._slopes = decay_slopes(self.num_heads)  # the underscore keeps it out of the parameters
 
     def __call__(self, x: mx.array, batch: Batch, states: list[mx.array]) -> mx.array:
         q, k, v = self.project(x, batch)
@@ -92,7 +92,7 @@ class LightningMixer(Module):
         return q, k, v
 
     def advance(self, batch: Batch, states: list[mx.array], after: mx.array, k: mx.array, v: mx.array) -> None:
-        """State advances only by accepted tokens: where there are drafts, it waits for the verdict."""
+        """Advance the states, but only by accepted tokens: with drafts, keys and values are kept until `cache.fold`."""
         rows = zip(batch.spans, after, batch.split(k), batch.split(v), strict=True)
         for index, (span, state, k_row, v_row) in enumerate(rows):
             if span.num_drafts:
@@ -102,7 +102,7 @@ class LightningMixer(Module):
 
 
 class SparseMixer(Module):
-    """InfLLM-v2: exact softmax attention over the few blocks that a query chooses; dense while the context is short."""
+    """InfLLM-v2: exact softmax attention over the few blocks that a query selects; dense while the context is short."""
 
     def __init__(self, config: SalaConfig) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class SparseMixer(Module):
 
     def __call__(self, x: mx.array, batch: Batch, pages: KVPages) -> mx.array:
         q, k, v = self.project(x, batch)
-        pages.append(batch, k, v)  # of all rows, before one of them reads
+        pages.append(batch, k, v)  # of all rows, before any of them reads
         rows = [self.attend(*row, pages, batch.ops) for row in zip(batch.spans, batch.split(q), strict=True)]
         o = (rows[0] if len(rows) == 1 else mx.concatenate(rows)).reshape(x.shape[0], -1)
         if self.o_gate is not None:
@@ -210,7 +210,7 @@ class Decoder(Module):
 
 
 class SalaModel(Module):
-    """Tokens in, hidden states out; `logits` turns the hidden states that matter into scores of the vocabulary."""
+    """Tokens in, hidden states out; `logits` turns selected hidden states into scores of the vocabulary."""
 
     def __init__(self, config: SalaConfig) -> None:
         super().__init__()
@@ -219,9 +219,9 @@ class SalaModel(Module):
         self.lm_head = linear(config.hidden_size, config.vocab_size)
 
     def __call__(self, batch: Batch, cache: HybridCache, num_layers: int | None = None) -> mx.array:
-        """Runs the batch's tokens on top of the cache, which it extends → normed hidden states [T, hidden].
+        """Run the batch's tokens on top of the cache, which it extends → normed hidden states [T, hidden].
 
-        With `num_layers`, only the first layers run: a cheap guess at what all of them would say.
+        With `num_layers`, only the first layers run, which is how drafts are made.
         """
         x = self.model.embed_tokens(batch.tokens) * self.config.scale_emb
         for index, layer in enumerate(self.model.layers[:num_layers]):

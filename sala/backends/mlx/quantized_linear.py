@@ -1,7 +1,7 @@
-"""Quantized linears and embeddings, put into the model from outside: the model knows no bits.
+"""Quantized linears and embeddings, put into the model from outside: `model.py` does not know about bits.
 
-The codes stay as they are in the file: MLX computes with them. It wants scales and biases in the precision of the
-activations. Where that would round them, they are kept in fp32 and so are the activations for the length of a product.
+The codes stay as they are in the file: MLX computes with them. It requires scales and biases in the precision of the
+activations. Where that would round them, they stay fp32 and the activations of a product are cast to fp32.
 """
 
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ class AffineWeight:
     group_size: int
 
     def fitted(self, dtype: mx.Dtype) -> "AffineWeight":
-        """With scales and biases of this precision if it holds them exactly, of fp32 otherwise."""
+        """Return the matrix with scales and biases in this precision if it holds them exactly, in fp32 otherwise."""
         parts = (self.scales, self.biases)
         is_held = all(mx.array_equal(part.astype(dtype).astype(mx.float32), part.astype(mx.float32)) for part in parts)
         scales, biases = (part.astype(dtype if is_held else mx.float32) for part in parts)
         return AffineWeight(self.codes, scales, biases, self.bits, self.group_size)
 
     def rows(self, index: mx.array | slice) -> mx.array:
-        """Some rows, dequantized."""
+        """Return some rows, dequantized."""
         parts = (self.codes[index], self.scales[index], self.biases[index])
         return mx.dequantize(*parts, group_size=self.group_size, bits=self.bits)
 
     def expand(self, dtype: mx.Dtype) -> mx.array:
-        """The whole matrix [out, in], computed in fp32."""
+        """Return the whole matrix [out, in], computed in fp32."""
         wide = AffineWeight(
             self.codes, self.scales.astype(mx.float32), self.biases.astype(mx.float32), self.bits, self.group_size
         )
@@ -41,7 +41,7 @@ class AffineWeight:
 
 
 class AffineLinear(Module):
-    """Stands in for a linear: x [..., in] → [..., out]. `order` names the input that each column takes."""
+    """Replaces a linear: x [..., in] → [..., out]. `order` names the input that each column takes."""
 
     def __init__(self, weight: AffineWeight, bias: mx.array | None = None, order: mx.array | None = None) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class AffineLinear(Module):
 
 
 class AffineEmbedding(Module):
-    """Stands in for an embedding: only the rows that are looked up are dequantized."""
+    """Replaces an embedding: only the rows that are looked up are dequantized."""
 
     def __init__(self, weight: AffineWeight, dtype: mx.Dtype) -> None:
         super().__init__()

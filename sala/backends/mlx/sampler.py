@@ -1,7 +1,7 @@
-"""From logits to tokens. A draw depends on the logits, the seed and the position alone, never on the neighbours.
+"""From logits to tokens. A sampled token depends on the logits, the seed and the position only, not on the batch.
 
-That is also why speculation loses nothing: every position is sampled as without drafts, and a draft is
-accepted if it is the token that was sampled. The rule is that of the torch backend, number by number.
+That is also why speculation is lossless: every position is sampled as without drafts, and a draft is accepted if it is
+the token that was sampled. The rules are those of the torch backend.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ import numpy as np
 from sala.backends.sampling import GREEDY_BELOW, is_adjusted, point_of, sampling_of
 from sala.protocol import Row, SampledToken, Sampling
 
-_ID_BITS = 32  # of a sorting key: the rest is the probability
+_ID_BITS = 32  # of a sorting key; the rest is the probability
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
-    """Tokens [n] that are still to be computed, and for those that want it logarithms: own, best ids, best values."""
+class Samples:
+    """Tokens [n] that are not computed yet and, where requested, log-probabilities: own, best ids, best values."""
 
     tokens: mx.array
     logprobs: Sequence[tuple[mx.array, mx.array, mx.array] | None]
@@ -29,14 +29,14 @@ class Draws:
         return [self.tokens, [found for found in self.logprobs if found is not None]]
 
     def read(self) -> list[SampledToken]:
-        """Wait for them."""
+        """Wait for the tokens and return them."""
         tokens: list[int] = np.array(self.tokens).tolist()
         pairs = zip(tokens, self.logprobs, strict=True)
         return [SampledToken(token) if found is None else _with_logprobs(token, *found) for token, found in pairs]
 
 
-def draw_all(logits: mx.array, places: Sequence[tuple[Row, int]]) -> Draws:
-    """A token for each row of logits [n, V]: of which row of the plan it is, and how many drafts come before it."""
+def sample_all(logits: mx.array, places: Sequence[tuple[Row, int]]) -> Samples:
+    """Sample a token for each row of logits [n, V]; `places` are its row of the plan and the drafts before it."""
     samplings = [sampling_of(row) for row, _ in places]
     adjusted = logits
     if any(is_adjusted(row) for row, _ in places):
@@ -46,14 +46,14 @@ def draw_all(logits: mx.array, places: Sequence[tuple[Row, int]]) -> Draws:
     if warm:
         points = [point_of(*places[at]) for at in warm]
         index = mx.array(np.asarray(warm, np.int32))
-        tokens[index] = _draw_at(adjusted[index], [samplings[at] for at in warm], points)
+        tokens[index] = _sample_at(adjusted[index], [samplings[at] for at in warm], points)
     scored = enumerate(zip(logits, samplings, strict=True)) if any(s.logprobs is not None for s in samplings) else ()
     found = {at: _logprobs(scores, tokens[at], sampling.logprobs) for at, (scores, sampling) in scored}
-    return Draws(tokens, [found.get(at) for at in range(len(samplings))])
+    return Samples(tokens, [found.get(at) for at in range(len(samplings))])
 
 
 def adjust(logits: mx.array, sampling: Sampling, row: Row, num_accepted: int = 0) -> mx.array:
-    """Bias, penalties and bans, before temperature: logits [V] → [V]."""
+    """Return logits [V] with bias, penalties and bans, before temperature."""
     vocab = logits.shape[0]
     if sampling.has_penalty:
         history = np.asarray(row.history[: len(row.history) - row.num_drafts + num_accepted], np.int64)
@@ -75,7 +75,7 @@ def _allowed(mask: bytes, vocab: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
 
 
 def _penalise(logits: mx.array, sampling: Sampling, history: Any, prompt_len: int) -> mx.array:
-    """Repetition counts prompt and answer, presence and frequency the answer alone."""
+    """Apply penalties: repetition counts prompt and answer, presence and frequency the answer only."""
     vocab, penalty = logits.shape[0], sampling.repetition_penalty
     seen = mx.array(np.bincount(history, minlength=vocab) > 0)
     logits = mx.where(seen, mx.where(logits > 0, logits / penalty, logits * penalty), logits)
@@ -84,19 +84,19 @@ def _penalise(logits: mx.array, sampling: Sampling, history: Any, prompt_len: in
     return logits - mx.array(less.astype(np.float32))
 
 
-def _draw_at(logits: mx.array, samplings: Sequence[Sampling], points: Sequence[float]) -> mx.array:
+def _sample_at(logits: mx.array, samplings: Sequence[Sampling], points: Sequence[float]) -> mx.array:
     """logits [n, V] → the token at each point of its cumulative distribution, most probable first, filters applied."""
     heat = mx.array([sampling.temperature for sampling in samplings], dtype=mx.float32)[:, None]
     scaled = (logits - logits.max(-1, keepdims=True)) / heat  # the largest is 0, whatever the temperature
     probs, ids = _descending(mx.softmax(scaled, axis=-1, precise=True))
     keep = filters(probs, samplings)
     index = _search(mx.where(keep, probs, 0.0), points)
-    last = keep.sum(-1, keepdims=True).astype(mx.int32) - 1  # what is kept comes first
+    last = keep.sum(-1, keepdims=True).astype(mx.int32) - 1  # kept tokens come first
     return mx.take_along_axis(ids, mx.minimum(index, last), axis=-1)[:, 0]
 
 
 def _descending(probs: mx.array) -> tuple[mx.array, mx.array]:
-    """probs [n, V] → the same, largest first, and their ids; equals by id, whatever the sort does with them."""
+    """Return probs [n, V] in descending order and their ids; equal ones in the order of their ids."""
     vocab = probs.shape[-1]
     keys = probs.view(mx.int32).astype(mx.int64) << _ID_BITS | (vocab - 1 - mx.arange(vocab)).astype(mx.int64)
     keys = -mx.sort(-keys, axis=-1)
@@ -105,7 +105,7 @@ def _descending(probs: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def _search(probs: mx.array, points: Sequence[float]) -> mx.array:
-    """How much of each row lies at or below its point, in double precision, which MLX has on the CPU alone: [n, 1]."""
+    """Return how many numbers of each row lie at or below its point, [n, 1]; in fp64, which MLX has on the CPU only."""
     cpu = mx.cpu
     cumulative = mx.cumsum(probs.astype(mx.float64, stream=cpu), axis=-1, stream=cpu)
     whole = mx.take(cumulative, mx.array([probs.shape[-1] - 1]), axis=-1, stream=cpu)
@@ -115,7 +115,7 @@ def _search(probs: mx.array, points: Sequence[float]) -> mx.array:
 
 
 def filters(probs: mx.array, samplings: Sequence[Sampling]) -> mx.array:
-    """Which of the sorted probabilities [n, V] may be sampled; the first always."""
+    """Return which of the sorted probabilities [n, V] may be sampled; the first always may."""
     vocab = probs.shape[-1]
     rank = mx.arange(vocab)
     top_k = mx.array([sampling.top_k or vocab for sampling in samplings])[:, None]

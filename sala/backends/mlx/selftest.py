@@ -1,7 +1,7 @@
-"""Every Metal kernel against its op, on the GPU where it will run: is it equal, and is it faster?
+"""Every Metal kernel against its op, on the GPU where it will run: is it correct, and is it faster?
 
-The answers are kept in the user's cache, for this GPU, this version of MLX and this source; another one is asked anew.
-A check never raises: a kernel that cannot be compiled or started is one that is not used, with the reason.
+Verdicts are kept in the user's cache, by GPU, version of MLX and source of the kernel. A check never raises: a kernel
+that cannot be compiled or started is not used, with the reason.
 """
 
 import functools
@@ -25,8 +25,8 @@ from sala.backends.mlx.kernels.metal import Run
 from sala.backends.mlx.ops import lightning, sparse
 from sala.config import SparseConfig
 
-# Relative to the largest number of the op, which is computed in fp32 from the same inputs: sums in another order, and
-# one rounding where the result has the precision of the model.
+# Relative to the largest number of the op, computed in fp32 from the same inputs: they allow for another order of sums
+# and for one rounding where the result has the precision of the model.
 TOLERANCES = {mx.float32: 2e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 OPS: dict[str, Callable[..., Any]] = {
     "lightning_step": lightning.lightning_step,
@@ -43,7 +43,7 @@ _MESSAGE = 200
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came out of a check; times in milliseconds of one call, None where it was not equal."""
+    """The result of a check; times in milliseconds of one call, None where the kernel was not correct."""
 
     name: str
     error: float
@@ -54,16 +54,16 @@ class Verdict:
 
     @property
     def is_equal(self) -> bool:
-        return self.error <= self.tolerance  # and NaN is not
+        return self.error <= self.tolerance  # false for NaN
 
     def is_faster(self, size: str) -> bool:
-        """With so many queries, or with those that it was timed with."""
+        """Return whether the kernel was faster for this number of queries, or for the one that was timed."""
         times, other = self.kernel_ms or {}, self.op_ms or {}
         timed = size if size in times else next(iter(times), None)
         return timed is not None and times[timed] < other[timed]
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return the verdict in one line of words."""
         if self.message:
             return f"not used: {self.message}"
         if not self.is_equal:
@@ -77,7 +77,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is a kernel of its own: a precision, the width of heads, how many of them share keys."""
+    """A template instance of a kernel: precision, width of heads, heads per kv head."""
 
     dtype: mx.Dtype
     dim: int
@@ -89,13 +89,13 @@ KINDS = (Kind(mx.float32, 64, 3), Kind(mx.float32, 128, 5), Kind(mx.float16, 64,
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Arguments of an op, in the precision that the kernel gets."""
+    """Arguments of an op, in the precision of the kernel."""
 
     dtype: mx.Dtype
     arguments: tuple[Any, ...]
 
-    def widened(self) -> tuple[Any, ...]:
-        """The same numbers in fp32."""
+    def in_fp32(self) -> tuple[Any, ...]:
+        """Return the same arguments in fp32."""
         floats = (mx.float16, mx.bfloat16)
         return tuple(
             x.astype(mx.float32) if isinstance(x, mx.array) and x.dtype in floats else x for x in self.arguments
@@ -110,7 +110,7 @@ def why_not() -> str | None:
 
 
 def verdict(name: str) -> Verdict:
-    """Of this kernel on this GPU: from the cache, or found out now."""
+    """Return the verdict on this kernel on this GPU: from the cache, or by a check now."""
     known = _read()
     key = _key(name)
     if key not in known:
@@ -127,13 +127,13 @@ def verdicts() -> Iterator[Verdict]:
 
 
 def check(name: str, run: Run = metal.run) -> Verdict:
-    """Compare on small and odd shapes, then time on usual ones."""
+    """Compare on small, odd shapes, then time on usual ones."""
     error, tolerance = 0.0, TOLERANCES[mx.float32]
     try:
         for case in small_cases(name):
             bound = tolerance_of(name, case.dtype)
             found = difference(name, case, run)
-            if not found / bound <= error / tolerance:  # the one that comes nearest to its bound, or NaN
+            if not found / bound <= error / tolerance:  # remember the case nearest to its bound, or NaN
                 error, tolerance = found, bound
             if not found <= bound:
                 return Verdict(name, error if math.isfinite(error) else math.inf, tolerance)
@@ -148,18 +148,18 @@ def check(name: str, run: Run = metal.run) -> Verdict:
 
 
 def tolerance_of(name: str, dtype: mx.Dtype) -> float:
-    """Only attention gives its result in the precision of the model; the others stay in fp32."""
+    """Return the tolerance: only attention returns the precision of the model, the others return fp32."""
     return TOLERANCES[dtype if name == "sparse_attention" else mx.float32]
 
 
 def difference(name: str, case: Case, run: Run = metal.run) -> float:
-    """How far the kernel is from the op, relative to the op's largest number.
+    """Return the error of the kernel relative to the op's largest number.
 
-    The op is computed by the CPU: a GPU may multiply matrices of fp32 in less.
+    The op is computed on the CPU: a GPU may multiply fp32 matrices in lower precision.
     """
     found = _list(KERNELS[name].kernel(*case.arguments, run=run))
     with mx.stream(mx.cpu):
-        wanted = _list(OPS[name](*case.widened()))
+        wanted = _list(OPS[name](*case.in_fp32()))
         worst = [
             mx.abs(one.astype(mx.float32) - other).max() / mx.maximum(mx.abs(other).max(), 1e-30)
             for one, other in zip(found, wanted, strict=True)
@@ -168,7 +168,7 @@ def difference(name: str, case: Case, run: Run = metal.run) -> float:
 
 
 def _time(call: Callable[..., Any], case: Case) -> float:
-    """Milliseconds of one call, the first of which is not counted."""
+    """Return the median milliseconds of a call, after a warm-up."""
     took = []
     for _ in range(1 + _TIMES):
         begin = time.perf_counter()
@@ -182,14 +182,14 @@ def _list(arrays: Any) -> list[mx.array]:
 
 
 def small_cases(name: str) -> Iterator[Case]:
-    """Odd numbers of heads, lengths around a chunk, both usual widths of heads, every precision."""
+    """Yield cases with odd numbers of heads, lengths around a chunk, both usual widths of heads, every precision."""
     for kind in KINDS:
         rng = np.random.default_rng(kind.dim)
         yield from (Case(kind.dtype, arguments) for arguments in _SMALL[name](rng, kind))
 
 
 def usual_cases(name: str) -> dict[str, Case]:
-    """By how many queries there are, in bf16 and the shapes of the released model."""
+    """Return cases by the number of queries, in bf16 at the shapes of the released model."""
     rng = np.random.default_rng(0)
     return {size: Case(mx.bfloat16, arguments) for size, arguments in _USUAL[name](rng).items()}
 
@@ -214,7 +214,7 @@ def ragged_arguments(
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One sequence of `start + num` tokens, its last `num` are queries, in pages that lie anywhere."""
+    """One sequence of `start + num` tokens, its last `num` are queries, in scattered pages."""
 
     num: int
     start: int
@@ -240,7 +240,7 @@ class Scene:
         return q, k1, k2, mx.arange(self.start, self.end), self.num_blocks, self.sparse, self.dim**-0.5
 
     def attention(self, rng: np.random.Generator) -> tuple[Any, ...]:
-        """Random blocks instead of the best: the kernel must not care."""
+        """Random blocks instead of the best: the kernel takes any."""
         num_pages = self.num_blocks + 3
         table = mx.array(rng.permutation(num_pages)[: self.num_blocks].astype(np.int32))
         shape = (self.groups, num_pages, self.sparse.block_size, self.dim)
@@ -253,13 +253,13 @@ class Scene:
 
 
 def scenes(kind: Kind) -> list[Scene]:
-    """From the first token, where nothing is to be selected, to more blocks than are."""
+    """Return scenes from the first token, with a single block, to more blocks than are selected."""
     sizes = ((1, 0, 1), (63, 0, 2), (1, 1087, 2), (5, 700, 3), (1, 5000, 1))
     return [Scene(*size, kind.per_group, kind.dim, kind.dtype) for size in sizes]
 
 
 def released(num: int) -> Scene:
-    """Queries of the released model, far into a text."""
+    """Queries of the released model at a long context."""
     return Scene(num, FAR, groups=2, per_group=16, dim=128, dtype=mx.bfloat16, sparse=SparseConfig())
 
 
@@ -295,7 +295,7 @@ def _file() -> Path:
 
 
 def _read() -> dict[str, Any]:
-    """What is known; a file that cannot be understood is as good as none."""
+    """Return the known verdicts; an unreadable file counts as empty."""
     try:
         known = json.loads(_file().read_text(encoding="utf-8"))
         return {str(key): asdict(Verdict(**value)) for key, value in known.items()}
@@ -304,7 +304,7 @@ def _read() -> dict[str, Any]:
 
 
 def _write(known: dict[str, Any]) -> None:
-    """At once or not at all; a machine without a place for it checks again next time."""
+    """Write atomically; a machine that cannot write checks again next time."""
     file = _file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""The PyTorch backend: executor → model → ops (→ kernels)."""
+"""The PyTorch backend: executor → fast (selects kernels) → model → ops (reference) and kernels."""

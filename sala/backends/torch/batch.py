@@ -1,4 +1,4 @@
-"""A plan, packed for the model: all tokens of all rows in one line, and where each row lies in it."""
+"""A plan packed for the model: the tokens of all rows in one tensor, and where each row lies in it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,14 +35,14 @@ class Span:
 
     @cached_property
     def first_page(self) -> int | None:
-        """Set when the pages follow each other: views instead of gathers."""
+        """The first page if the pages are consecutive, which allows views instead of gathers; else None."""
         is_run = all(after == before + 1 for before, after in pairwise(self.pages))
         return self.pages[0] if self.pages and is_run else None
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Keys and values [n, H, D] of a span with drafts: its state waits until it is known how many are accepted."""
+    """Keys and values [n, H, D] of a span with drafts, whose state advances once the accepted tokens are known."""
 
     span: int
     states: Tensor
@@ -53,7 +53,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Whole sequences without a past, one after another: what training sees."""
+    """Whole sequences without a cache, one after another, as in training."""
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
@@ -62,7 +62,7 @@ class Sequences:
 
 
 def whole(tokens: Tensor, lengths: Sequence[int] | None = None, ops: Ops = REFERENCE) -> Sequences:
-    """tokens [B, n], a sequence per row; or [T] with the lengths of the sequences packed in it."""
+    """Pack tokens [B, n], a sequence per row, or [T] with the lengths of the sequences in it."""
     if lengths is None:
         lengths = (tokens.shape[1],) * tokens.shape[0]
     starts = (torch.arange(length, device=tokens.device) for length in lengths)
@@ -80,12 +80,12 @@ class Batch:
     device: torch.device
     ops: Ops = REFERENCE
     pending: list[Pending] = field(default_factory=list)  # filled by the lightning layers
-    settle: list[Callable[[Sequence[int]], None]] = field(default_factory=list)  # or by whoever runs them faster
+    settle: list[Callable[[Sequence[int]], None]] = field(default_factory=list)  # filled by the fused forward instead
     angles: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)  # RoPE, by dimension and theta
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[T]; they go to the device when someone asks for them there."""
+        """[T], copied to the device at first use."""
         return send(torch.tensor(self.ids, dtype=torch.long), self.device)
 
     @cached_property
@@ -101,8 +101,8 @@ class Batch:
     def slots(self) -> list[int]:
         return [span.slot for span in self.spans]
 
-    def drawing_rows(self, indices: list[int]) -> list[int]:
-        """Rows whose logits are needed by these spans: the last token of each, and those before its drafts."""
+    def sampled_rows(self, indices: list[int]) -> list[int]:
+        """Return the rows whose logits these spans need: the last token of each, and those before its drafts."""
         ends = list(accumulate(self.lengths))
         return [row for i in indices for row in range(ends[i] - 1 - self.spans[i].num_drafts, ends[i])]
 
@@ -114,12 +114,12 @@ def pack(plan: Plan, device: torch.device, ops: Ops = REFERENCE) -> Batch:
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """To the device. A GPU fetches them when it comes to it, so that the host goes on to launch what is next."""
+    """Copy values to the device; to a GPU asynchronously, so that the host can go on launching kernels."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def take(hidden: Tensor, rows: Sequence[int]) -> Tensor:
-    """hidden[rows]: a view where the rows follow each other, which needs no list on the device."""
+    """Return hidden[rows]: a view where the rows are consecutive, which needs no index on the device."""
     first = rows[0] if rows else 0
     if list(rows) == list(range(first, first + len(rows))):
         return hidden[first : first + len(rows)]

@@ -1,10 +1,10 @@
-"""Memory of the past: pages for the sparse layers, slots for the lightning layers, allocated once.
+"""The cache on the device: pages for the sparse layers, slots for the lightning layers, allocated once.
 
 A page holds one block of keys and values and the pooled keys whose windows end in it. A slot holds the recurrent
-state of one sequence. Who owns which is decided elsewhere; here is only where the numbers lie.
+state of one sequence. `engine/cache` decides which sequence owns which; this module only stores them.
 
-Keys and values may be kept in FP8, half as large as in bf16. They are rounded when they are written; whoever reads,
-pooling included, reads the rounded ones, so that it does not matter in which pieces a text came.
+Keys and values may be kept in FP8, half as large as in bf16. They are rounded when they are written, and all readers,
+pooling included, read the rounded values: the result does not depend on how a prompt was cut into chunks.
 """
 
 from collections.abc import Sequence
@@ -19,23 +19,23 @@ from sala.backends.torch.ops.sparse import pool_keys
 from sala.config import SalaConfig, SparseConfig
 
 FP8 = torch.float8_e4m3fn
-LARGEST_FP8 = 448.0
+LARGEST_FP8 = 448.0  # of e4m3
 
 
 def raw(pool: Tensor) -> Tensor:
-    """The pool for moving rows about: torch has few operations on FP8 itself."""
+    """Return the pool for copying rows: as bytes if it is FP8, for which torch has few operations."""
     return pool.view(torch.uint8) if pool.dtype == FP8 else pool
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x as a pool of that dtype holds it; what is too large for FP8 becomes its largest number."""
+    """Return x as a pool of that dtype holds it; numbers too large for FP8 become its largest number."""
     return x.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8) if dtype == FP8 else x
 
 
 class KVPages:
     """Keys, values and pooled keys of one sparse layer; every pool is [G, P, rows per page, D].
 
-    `kv_dtype` is that of the keys and values; the pooled keys have `dtype`, in which all are read.
+    `kv_dtype` is that of keys and values; pooled keys have `dtype`, and readers get `dtype`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class KVPages:
         self._pool(self.k2, span, 4 * kernel, 4 * stride)
 
     def _clean_last_page(self, span: Span) -> None:
-        # Masked rows still meet a weight of 0, and 0 * NaN is NaN: a page that someone else left must not leak in.
+        # Masked rows are still multiplied by 0, and 0 * NaN is NaN: numbers of an earlier owner must not leak in.
         block, offset = divmod(span.end, self.sparse.block_size)
         if offset and block * self.sparse.block_size >= span.start:
             page = span.table[block]
@@ -83,26 +83,26 @@ class KVPages:
         first, end = max(span.start // stride, overlap - 1), span.end // stride
         if first >= end:
             return
-        keys = self._wide(self.k, span, (first + 1 - overlap) * stride, end * stride)
+        keys = self._upcast(self.k, span, (first + 1 - overlap) * stride, end * stride)
         _write(target, span, first, pool_keys(keys, kernel, stride))
 
     def keys_values(self, span: Span, length: int) -> tuple[Tensor, Tensor]:
-        """The first `length` keys and values of the sequence, [G, length, D] each."""
-        return self._wide(self.k, span, 0, length), self._wide(self.v, span, 0, length)
+        """Return the first `length` keys and values of the sequence, [G, length, D] each."""
+        return self._upcast(self.k, span, 0, length), self._upcast(self.v, span, 0, length)
 
-    def _wide(self, pool: Tensor, span: Span, start: int, end: int) -> Tensor:
+    def _upcast(self, pool: Tensor, span: Span, start: int, end: int) -> Tensor:
         rows = _read(raw(pool), span, start, end)
         return rows.view(FP8).to(self.dtype) if self.is_fp8 else rows
 
     def blocks(self, span: Span) -> tuple[Tensor, Tensor]:
-        """All keys and values of the sequence as pages [G, N, B, D] of their own, one per block, in order."""
+        """Return copies of all keys and values of the sequence as pages [G, N, B, D], one per block, in order."""
         block = self.sparse.block_size
         spare = -span.end % block
         keys, values = (F.pad(x, (0, 0, 0, spare)).unflatten(1, (-1, block)) for x in self.keys_values(span, span.end))
         return keys.contiguous(), values.contiguous()
 
     def pooled(self, span: Span, length: int) -> tuple[Tensor, Tensor]:
-        """Pooled keys over the first `length` tokens: k1 [G, n1, D] and k2 [G, n2, D]."""
+        """Return the pooled keys over the first `length` tokens: k1 [G, n1, D] and k2 [G, n2, D]."""
         kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
         unused = kernel // stride - 1  # rows whose window would begin before the sequence
         k1 = _read(self.k1, span, unused, max(unused, length // stride))
@@ -111,7 +111,7 @@ class KVPages:
 
 
 def _rows(pool: Tensor, span: Span, start: int, end: int) -> Tensor | slice:
-    """Where rows start…end of the sequence lie in the flattened pool [G, P * rows per page, D]."""
+    """Return where rows start…end of the sequence lie in the flattened pool [G, P * rows per page, D]."""
     per_page = pool.shape[2]
     if span.first_page is not None:
         base = span.first_page * per_page
@@ -146,7 +146,7 @@ class HybridCache:
         self.states = {layer: torch.zeros(shape, device=device) for layer in config.lightning_layers}
 
     def for_drafts(self, slots: Sequence[int], num_layers: int) -> "HybridCache":
-        """A view for guessing: the same pages, but copies of the states, numbered as `slots` are."""
+        """Return a view for drafting: the same pages, but copies of the states, numbered as `slots` are."""
         view = copy(self)
         view.states = {
             layer: states[list(slots)].clone() for layer, states in self.states.items() if layer < num_layers
@@ -154,7 +154,7 @@ class HybridCache:
         return view
 
     def fold(self, batch: Batch, num_accepted: Sequence[int]) -> None:
-        """Advance the states that waited for a verdict, by as many tokens as were accepted."""
+        """Advance the states of spans with drafts by the tokens that were accepted."""
         for settle in batch.settle:
             settle(num_accepted)
         for wait in batch.pending:
@@ -170,7 +170,7 @@ class HybridCache:
                 pool[:, target] = pool[:, source]
 
     def tensors(self, table: Tensor, num_tokens: int, slot: int) -> dict[str, tuple[Tensor, Tensor | slice | int, int]]:
-        """Name → (pool, where in it, rows that count) for everything that one sequence has here."""
+        """Return name → (pool, index, number of valid rows) of everything that one sequence has in the cache."""
         out: dict[str, tuple[Tensor, Tensor | slice | int, int]] = {}
         for index, layer in self.pages.items():
             for name in ("k", "v", "k1", "k2"):

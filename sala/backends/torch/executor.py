@@ -1,4 +1,4 @@
-"""The torch side of the seam: weights, cache, and `run`."""
+"""The executor of the torch backend: owns weights and cache and runs plans."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,15 +15,15 @@ from sala.backends.torch.cache import FP8, HybridCache, raw
 from sala.backends.torch.fast.dispatch import keep_packed, put_kernel_linears, select_forward, select_ops
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
-from sala.backends.torch.sampler import draw_all, verify
+from sala.backends.torch.sampler import sample_all, verify
 from sala.checkpoint.dtypes import dtypes_by_file_name
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.protocol import Blob, Capacity, Options, Plan, Result, Row
 
-_PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}  # of a GPU, about so many
-_TILE = 64  # rows of a tile of a matrix product, or half of one
+_PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}  # tokens; of a GPU rounded, see `prefill_chunk`
+_TILE = 64  # rows of a tile of a large matrix product (or half of one)
 _NAMES = {dtype: name for name, dtype in dtypes_by_file_name(torch).items()}
 
 
@@ -68,7 +68,7 @@ class TorchExecutor:
     def run(self, plan: Plan) -> Result:
         batch = pack(plan, self.device, self.ops)
         sampling = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
-        hidden = self.forward(batch, self.cache, wanted=batch.drawing_rows(sampling))
+        hidden = self.forward(batch, self.cache, wanted=batch.sampled_rows(sampling))
         sampled: list[Any] = [()] * len(plan.rows)
         if sampling:
             logits = self.scores(hidden)
@@ -86,10 +86,10 @@ class TorchExecutor:
         guesses: list[list[int]] = [[] for _ in rows]
         for _ in range(count):
             batch = pack(Plan(tuple(rows)), self.device, self.ops)
-            hidden = self.forward(batch, cache, num_layers, batch.drawing_rows(list(range(len(rows)))))
+            hidden = self.forward(batch, cache, num_layers, batch.sampled_rows(list(range(len(rows)))))
             logits = self.scores(hidden)
             for index, (row, sampled) in enumerate(
-                zip(rows, draw_all(logits, [(row, 0) for row in rows]), strict=True)
+                zip(rows, sample_all(logits, [(row, 0) for row in rows]), strict=True)
             ):
                 token = sampled.token
                 guesses[index].append(token)
@@ -177,7 +177,7 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
         info.dtype for info in checkpoint.tensors.values()
     )
     free = free_bytes(device)
-    if is_mapped:  # the weights are not in memory yet, but they will be
+    if is_mapped:  # the mapped weights are not resident yet but will be
         free = max(free - checkpoint.nbytes, free // 10)
     kv_dtype = pick_kv(options.kv, device)
     capacity = plan_capacity(config, options, dtype, device, free, kv_dtype)
@@ -185,7 +185,7 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
 
 
 def pick_kv(kind: str, device: torch.device) -> torch.dtype | None:
-    """What keys and values are rounded to, if to anything."""
+    """Return the dtype to which keys and values are rounded, or None to keep them as computed."""
     if kind == "auto":
         return None
     is_able = device.type == "cpu" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9))
@@ -202,7 +202,7 @@ def plan_capacity(
     free: int,
     kv_dtype: torch.dtype | None = None,
 ) -> Capacity:
-    """How many pages and slots there will be in `free` bytes."""
+    """Return how many pages and slots fit into `free` bytes."""
     chunk, name, kv_bytes = prefill_chunk(device), _NAMES[dtype], dtype.itemsize
     if kv_dtype is not None:
         name, kv_bytes = f"{name}, keys and values {_NAMES[kv_dtype]}", kv_dtype.itemsize
@@ -210,7 +210,7 @@ def plan_capacity(
 
 
 def prefill_chunk(device: torch.device) -> int:
-    """Tokens of a step. On a GPU they make as many tiles of each product as keep all its processors busy to the end."""
+    """Return the tokens of a prefill step. On a GPU they fill whole waves of tiles of each product."""
     chunk = _PREFILL_CHUNK.get(device.type, 256)
     if device.type != "cuda":
         return chunk

@@ -1,8 +1,8 @@
-"""Linears whose weights have 16 bits, on a CPU: the weights stay as they are in the file, the arithmetic is fp32.
+"""Linears with 16-bit weights on a CPU: the weights stay as in the file, the arithmetic is fp32.
 
 Few processors multiply in 16 bits; on the others torch converts as it goes, which costs several times the products
-themselves. Here a few rows run in the native kernel, which reads half the bytes of fp32 at the memory's speed, and many
-rows widen the weights piece by piece. Put into the model from outside, as quantized linears are.
+themselves. Here decode rows run in the C++ kernel, which reads half the bytes of fp32 at memory speed, and prefill rows
+cast the weights to fp32 piece by piece. Like quantized linears, these replace linears of the model from outside.
 """
 
 import ctypes
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from sala.backends.torch.kernels import native
 from sala.backends.torch.quantized_linear import DECODE_ROWS
 
-_MANY_ROWS = 40  # from here on, widening pays
-_PIECE = 1 << 22  # weights widened at a time
+_MANY_ROWS = 40  # from here on, casting the weights pays; measured on AVX2 and AVX-512 machines
+_PIECE = 1 << 22  # weights cast at a time: as many as the processor's cache holds
 _HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class HalfLinear(nn.Linear):
-    """x [..., in] → [..., out] in the precision of x; what is summed is fp32."""
+    """x [..., in] → [..., out] in the precision of x; sums are fp32."""
 
     kernel: native.Kernel
     native: native.Weight
@@ -40,7 +40,7 @@ class HalfLinear(nn.Linear):
         return y
 
     def by_expansion(self, x: Tensor) -> Tensor:
-        """As torch does it for some rows, or where the processor multiplies in 16 bits; else by widened weights."""
+        """By torch for a few rows or where the processor multiplies in 16 bits; else by weights cast to fp32."""
         if x.dtype == self.weight.dtype and (len(x) < _MANY_ROWS or native.multiplies_in(_HALVES[x.dtype])):
             return F.linear(x, self.weight)
         x = x.float()
@@ -57,7 +57,7 @@ class HalfLinear(nn.Linear):
 
 
 def put_half_linears(model: nn.Module) -> None:
-    """Put them in the place of every linear of the CPU that has 16 bits, where there is a kernel for it."""
+    """Replace every 16-bit linear on the CPU, where there is a kernel."""
     halves = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear and can_be_half(one)]
     kernel = native.load() if halves else None
     if kernel is None:
@@ -73,7 +73,7 @@ def can_be_half(linear: nn.Linear) -> bool:
 
 
 def native_weight(linear: nn.Linear) -> native.Weight:
-    """A plain matrix as the kernel has it."""
+    """Return the struct that describes a plain matrix to the kernel."""
     weight = linear.weight
     return native.Weight(
         codes=weight.data_ptr(),

@@ -1,4 +1,4 @@
-"""Weights into the model: one tensor at a time, straight from the mapped file, never two copies of the model."""
+"""Load weights into the model: one tensor at a time, from the mapped file, never two copies of the model."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from sala.quantization_config import Groups, Layout
 
 DTYPES = dtypes_by_name(torch)
 _PIECE = 1 << 24  # elements converted at a time
-_FEW = 1 << 20  # in several steps, within the processor's cache
+_FEW = 1 << 20  # elements per step where several steps follow: they stay in the processor's cache
 _FILE_DTYPES = dtypes_by_file_name(torch)
 
 
@@ -29,26 +29,26 @@ def load_model(
 ) -> SalaModel:
     """Build the model without memory, then give every parameter its tensor.
 
-    On the CPU, in the precision of the file, a parameter *is* the mapped file: loading costs nothing. So is a quantized
-    matrix where there is a kernel for it; elsewhere, or if `is_expanded` is asked for, it is dequantized here, once.
+    On the CPU, in the precision of the file, a parameter *is* the mapped file: loading costs nothing. So does loading
+    a quantized matrix where there is a kernel for it; elsewhere, or with `is_expanded`, it is dequantized here.
     """
     check_tensors(checkpoint, config)
-    packed, foreign = quantized_modules(checkpoint.tensors, config), external_modules(checkpoint.tensors, config)
+    packed, external = quantized_modules(checkpoint.tensors, config), external_modules(checkpoint.tensors, config)
     with torch.device("meta"):
         model = SalaModel(config)
     for name, parameter in list(model.named_parameters()):
         module, _, leaf = name.rpartition(".")
-        if (module in packed or module in foreign) and leaf == "weight":
+        if (module in packed or module in external) and leaf == "weight":
             continue
         tensor = read_tensor(checkpoint, name, dtype, device)
         assert tensor.shape == parameter.shape, name
         setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
     for module, groups in packed.items():
-        if module not in foreign and (module != "lm_head" or not config.tie_word_embeddings):
+        if module not in external and (module != "lm_head" or not config.tie_word_embeddings):
             weight = read_packed(checkpoint, module, groups)
             put_quantized(model, module, weight, dtype, device, is_expanded)
-    for module, shape in foreign.items():
-        put_foreign(model, checkpoint, module, shape, dtype, device, is_expanded)
+    for module, shape in external.items():
+        put_external(model, checkpoint, module, shape, dtype, device, is_expanded)
     if config.tie_word_embeddings and "model.embed_tokens" not in packed:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model.eval()
@@ -63,9 +63,9 @@ def put_quantized(
     is_expanded: bool,
     order: Tensor | None = None,
 ) -> None:
-    """Put a quantized matrix in the place of a linear or of the embedding (and of the head that shares it).
+    """Replace a linear or the embedding (and the head that shares it) by a quantized matrix.
 
-    `order` names the input of every column. Such a matrix stays packed on the CPU alone.
+    `order` names the input of every column. A matrix with an order stays packed on the CPU only.
     """
     is_embedding = name == "model.embed_tokens"
     is_shared = is_embedding and model.config.tie_word_embeddings
@@ -84,7 +84,7 @@ def put_quantized(
         model.get_submodule(place).weight = parameter
 
 
-def put_foreign(
+def put_external(
     model: SalaModel,
     checkpoint: Checkpoint,
     name: str,
@@ -93,7 +93,7 @@ def put_foreign(
     device: torch.device,
     is_expanded: bool,
 ) -> None:
-    """Put a matrix in the layout of another program in the place of a linear; one module is in memory twice at most."""
+    """Replace a linear by a matrix in an external format; at most one module is in memory twice."""
     assert model.config.quantization is not None
     layout = model.config.quantization.layout
     assert layout is not None
@@ -101,30 +101,30 @@ def put_foreign(
         weight = expand_fp8(checkpoint, name, layout.block, dtype, device)
         model.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
         return
-    affine, order = read_foreign(checkpoint, name, shape, layout)
+    affine, order = read_external(checkpoint, name, shape, layout)
     put_quantized(model, name, affine, dtype, device, is_expanded, order)
 
 
 def read_weight(
     checkpoint: Checkpoint, config: SalaConfig, name: str, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The matrix of a module [out, in], however it lies in the file; the tensors have been checked."""
+    """Return the matrix of a module [out, in] in any format; the tensors must have been checked."""
     layout = config.quantization.layout if config.quantization is not None else None
     shape = external_modules(checkpoint.tensors, config).get(name)
     if layout is not None and shape is not None:
         if layout.kind == "fp8":
             return expand_fp8(checkpoint, name, layout.block, dtype, device)
-        return _expand(*read_foreign(checkpoint, name, shape, layout), dtype, device)
+        return _expand(*read_external(checkpoint, name, shape, layout), dtype, device)
     groups = quantized_modules(checkpoint.tensors, config).get(name)
     if groups is not None:
         return read_packed(checkpoint, name, groups).expand(dtype, device)
     return read_tensor(checkpoint, f"{name}.weight", dtype, device)
 
 
-def read_foreign(
+def read_external(
     checkpoint: Checkpoint, name: str, shape: tuple[int, ...], layout: Layout
 ) -> tuple[AffineWeight, Tensor | None]:
-    """A matrix of another program's layout, and the input of every column where that is not its number."""
+    """Read a matrix in an external format → the matrix, and the input of every column if they are permuted."""
     matrix = read_matrix(checkpoint, name, shape, layout)
     return to_affine(matrix.packed), None if matrix.order is None else torch.from_numpy(matrix.order)
 
@@ -137,7 +137,7 @@ def _expand(weight: AffineWeight, order: Tensor | None, dtype: torch.dtype, devi
 def expand_fp8(
     checkpoint: Checkpoint, name: str, block: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """An FP8 matrix [out, in] in the precision of the model, rounded once, some rows at a time."""
+    """Return an FP8 matrix [out, in] in the precision of the model, rounded once, some rows at a time."""
     raw = checkpoint.read(f"{name}.weight")
     num_out, num_in = raw.shape
     codes = torch.frombuffer(raw.data, dtype=torch.int8).view(num_out, num_in)
@@ -163,13 +163,13 @@ def expand_fp8(
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:
-    """The numbers of int8 codes s eeee mmm, in fp32: those of fp16 with the same bits are 2^8 times smaller."""
-    half = (codes.to(torch.int16) << 7) & ~(1 << 14)  # the sign, which int16 has twice, is kept once
+    """Return the numbers of int8 codes s eeee mmm in fp32; fp16 numbers with the same bits are 2^8 times smaller."""
+    half = (codes.to(torch.int16) << 7) & ~(1 << 14)  # int16 has the sign twice; keep it once
     return half.view(torch.float16).float().mul_(256)
 
 
 def to_affine(packed: Packed) -> AffineWeight:
-    """A matrix of numpy's memory as torch has it; nothing is copied."""
+    """Return a packed matrix as torch tensors in numpy's memory, without a copy."""
     scales, biases = (
         torch.from_numpy(np.ascontiguousarray(values).view(np.uint8)).view(_FILE_DTYPES[packed.dtype])
         for values in (packed.scales, packed.biases)
@@ -178,14 +178,14 @@ def to_affine(packed: Packed) -> AffineWeight:
 
 
 def _to_device(weight: AffineWeight, device: torch.device) -> AffineWeight:
-    """On the CPU the same tensors: there they are the mapped file."""
+    """Return the matrix on the device; on the CPU the same tensors, which are the mapped file."""
     return replace(
         weight, codes=weight.codes.to(device), scales=weight.scales.to(device), biases=weight.biases.to(device)
     )
 
 
 def read_packed(checkpoint: Checkpoint, name: str, groups: Groups) -> AffineWeight:
-    """A quantized matrix as it lies in the file."""
+    """Return a quantized matrix as it is in the file."""
     codes, scales, biases = (checkpoint.read(f"{name}.{part}") for part in ("weight", "scales", "biases"))
     return AffineWeight(
         torch.frombuffer(codes.data, dtype=torch.int32).view(codes.shape),
@@ -208,7 +208,7 @@ def read_tensor(checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: t
     source, target = tensor.view(-1), converted.view(-1)
     for begin in range(0, source.numel(), _PIECE):
         end = min(begin + _PIECE, source.numel())
-        target[begin:end] = source[begin:end]  # not `copy_` of all: the file's pages go as soon as they are read
+        target[begin:end] = source[begin:end]  # piece by piece: pages of the file are dropped as soon as they are read
         checkpoint.forget(name, begin * stored.itemsize, end * stored.itemsize)
     return converted
 

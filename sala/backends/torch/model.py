@@ -1,8 +1,8 @@
 """The model, in the order in which a token travels: embed, 32 times (mix, then MLP), norm, head.
 
-Parameter names are those of the released checkpoint. `batch` says which tokens belong together and where their past
-lies; `cache` holds that past. There is no mode: prefill chunks and decode steps are both *n tokens from a position*.
-Without a cache the batch is whole sequences, through which gradients flow.
+Parameter names are those of the released checkpoint. `batch` says which tokens belong together, where their pages and
+states are in the `cache`, and by which `ops` the mixers run. There is no mode: prefill chunks and decode steps are both
+*n tokens from a position*. Without a cache the batch is whole sequences, through which gradients flow.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ def angles_of(batch: Batch | Sequences, dim: int, theta: float) -> tuple[Tensor,
 
 
 class LightningMixer(nn.Module):
-    """Linear attention with a fixed decay per head: the past is one matrix per head, of constant size."""
+    """Linear attention with a fixed decay per head: the state is one matrix per head, of constant size."""
 
     def __init__(self, config: SalaConfig) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class LightningMixer(nn.Module):
         return q, k, v
 
     def advance(self, batch: Batch, states: Tensor, after: Tensor, slopes: Tensor, k: Tensor, v: Tensor) -> None:
-        """State advances only by accepted tokens: where there are drafts, it waits for the verdict."""
+        """Advance the states, but only by accepted tokens: with drafts, keys and values are kept until `cache.fold`."""
         if not any(span.num_drafts for span in batch.spans):
             if len(batch.slots) == 1:
                 states[batch.slots[0]] = after[0]
@@ -116,7 +116,7 @@ class LightningMixer(nn.Module):
 
 
 class SparseMixer(nn.Module):
-    """InfLLM-v2: exact softmax attention over the few blocks that a query chooses; dense while the context is short."""
+    """InfLLM-v2: exact softmax attention over the few blocks that a query selects; dense while the context is short."""
 
     def __init__(self, config: SalaConfig) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class SparseMixer(nn.Module):
             dim,
         )
         self.sparse = config.sparse_config
-        self.listener: Callable[[Tensor, Tensor], None] | None = None  # hears queries and keys of whole sequences
+        self.listener: Callable[[Tensor, Tensor], None] | None = None  # called with queries and keys of whole sequences
         self.rope_theta = config.rope_theta if config.attn_use_rope else None
         self.log_base = config.attn_log_base
         width, has_bias = self.num_heads * dim, config.attention_bias
@@ -167,7 +167,7 @@ class SparseMixer(nn.Module):
         return q, k, v
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], ops: Ops) -> Tensor:
-        """Whole sequences; each is dense or sparse on all its rows, as its length says."""
+        """Whole sequences; each is dense or sparse on all its rows, depending on its length."""
         if self.listener is not None:
             self.listener(q, k)
         scale = self.head_dim**-0.5
@@ -246,19 +246,21 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, config: SalaConfig) -> None:
         super().__init__()
-        weight = torch.empty(config.vocab_size, config.hidden_size)  # sampling it on no device would load a compiler
+        weight = torch.empty(
+            config.vocab_size, config.hidden_size
+        )  # given, because initializing it on the meta device would load a compiler
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=weight)
         self.layers = nn.ModuleList(Layer(config, mixer) for mixer in config.mixers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class SalaModel(nn.Module):
-    """Tokens in, hidden states out; `logits` turns the hidden states that matter into scores of the vocabulary."""
+    """Tokens in, hidden states out; `logits` turns selected hidden states into scores of the vocabulary."""
 
     def __init__(self, config: SalaConfig) -> None:
         super().__init__()
         self.config = config
-        self.is_checkpointing = False  # gradients: keep only the layers' inputs, compute the rest again
+        self.is_checkpointing = False  # gradient checkpointing: keep the inputs of layers only
         self.model = Decoder(config)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
@@ -267,10 +269,10 @@ class SalaModel(nn.Module):
     def forward(
         self, batch: Batch | Sequences, cache: HybridCache | None = None, num_layers: int | None = None
     ) -> Tensor:
-        """Runs the batch's tokens on top of the cache, which it extends → normed hidden states [T, hidden].
+        """Run the batch's tokens on top of the cache, which it extends → normed hidden states [T, hidden].
 
-        Without a cache they are whole sequences, and gradients can flow.
-        With `num_layers`, only the first layers run: a cheap guess at what all of them would say.
+        Without a cache they are whole sequences, and gradients can flow. With `num_layers`, only the first layers run,
+        which is how drafts are made.
         """
         x = self.model.embed_tokens(batch.tokens) * self.config.scale_emb
         for index, layer in enumerate(self.model.layers[:num_layers]):

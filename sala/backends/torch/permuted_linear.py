@@ -1,4 +1,4 @@
-"""A quantized linear whose columns take the inputs in another order: those that share a scale lie together."""
+"""A quantized linear that permutes its inputs, so that columns of a group are adjacent (GPTQ act-order)."""
 
 from torch import Tensor, nn
 
@@ -6,7 +6,7 @@ from sala.backends.torch.quantized_linear import AffineLinear
 
 
 class PermutedLinear(nn.Module):
-    """Stands in for a linear: x [..., in] → [..., out]; column i of `linear` takes the input order[i]."""
+    """Replaces a linear: x [..., in] → [..., out]; column i of `linear` takes the input order[i]."""
 
     order: Tensor
 

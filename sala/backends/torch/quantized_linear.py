@@ -1,13 +1,12 @@
-"""Quantized linears and embeddings, put into the model from outside: the model knows no bits.
+"""Quantized linears and embeddings, put into the model from outside: `model.py` does not know about bits.
 
-On an NVIDIA GPU they stay packed too, in the order that its kernels read (`kernels/packed.py`), in which they are put
-when they are first used there; widths that no kernel reads are widened as on the CPU.
+On the CPU the weights stay mapped as they are in the file; codes of 2, 3, 5 and 6 bits are converted to the next number
+of bits that the kernel reads. Decode rows run in a kernel that reads the codes themselves; prefill rows expand the
+weights piece by piece and multiply in fp32. Expanding costs as much as a handful of rows, so nothing is kept. Both give
+the numbers of fp32 arithmetic on w = code * scale + bias, whatever the precision of the activations: the result does
+not depend on how many rows are computed together.
 
-On the CPU the weights stay as they are in the file, mapped; codes of 2, 3, 5 and 6 bits are widened to the next width
-that the kernel reads. A few rows at a time (decoding) run in a kernel that reads the codes themselves; many rows (a
-prompt) expand the weights piece by piece and multiply in fp32. Expanding costs as much as a handful of rows, so that
-nothing is kept. Both ways give the numbers of fp32 arithmetic on w = code * scale + bias, whatever the precision of the
-activations: the answer does not depend on how many rows are computed together.
+On an NVIDIA GPU the codes are reordered at first use into the order that its kernels read (`kernels/packed_weight.py`).
 """
 
 import ctypes
@@ -22,13 +21,13 @@ from sala.backends.torch.kernels import native, packed_weight, triton_kernels
 from sala.backends.torch.kernels.packed_weight import PackedWeight
 from sala.backends.torch.ops.affine import dequantize, pack, unpack
 
-DECODE_ROWS = 16  # up to here the kernel is the faster way
-NATIVE_BITS = {2: 4, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}  # codes are widened to what the kernel reads
+DECODE_ROWS = 16  # up to here the kernel is faster than expanding the weights
+NATIVE_BITS = {2: 4, 3: 4, 4: 4, 5: 8, 6: 8, 8: 8}  # bits of the file → bits that the kernels read
 _PIECE = 1 << 22  # weights expanded at a time
 
 
 def linear_backend() -> str:
-    """How quantized linears run on this machine's CPU, in words."""
+    """Return in words how quantized linears run on this machine's CPU."""
     if native.load() is None:
         return f"torch, dequantized at load: {native.describe()}"
     return f"native: {native.describe()}"
@@ -59,10 +58,10 @@ class AffineWeight:
     def num_in(self) -> int:
         return self.scales.shape[1] * self.group_size
 
-    def widened(self) -> "AffineWeight":
-        """The same matrix with codes of a width that the kernel reads: times 2^n, as the scales are divided by it.
+    def with_native_bits(self) -> "AffineWeight":
+        """Return the same matrix with as many bits as the kernels read: codes times 2^n, scales divided by 2^n.
 
-        So the middle of the codes stays the middle, from which the kernel counts. In fp32 no scale underflows.
+        So the middle of the codes, from which the kernel counts, stays the middle. In fp32 no scale underflows.
         """
         bits = NATIVE_BITS[self.bits]
         if bits == self.bits:
@@ -73,19 +72,19 @@ class AffineWeight:
         return AffineWeight(codes, scales, self.biases.float(), bits, self.group_size)
 
     def rows(self, index: Tensor | slice) -> Tensor:
-        """Some rows, dequantized to fp32."""
+        """Return some rows, dequantized to fp32."""
         return dequantize(self.codes[index], self.scales[index], self.biases[index], self.bits, self.group_size)
 
     def for_gpu(self, dtype: torch.dtype, device: torch.device) -> PackedWeight:
         """Return the matrix in the form that GPU kernels read, for activations of this precision."""
         codes, scales, biases = (part.to(device) for part in (self.codes, self.scales, self.biases))
-        wide = AffineWeight(codes, scales, biases, self.bits, self.group_size).widened()
+        wide = AffineWeight(codes, scales, biases, self.bits, self.group_size).with_native_bits()
         size = math.gcd(self.group_size, packed_weight.block_size(wide.bits))  # no group crosses a block
         scales, biases = (part.repeat_interleave(self.group_size // size, 1) for part in (wide.scales, wide.biases))
         return packed_weight.pack(wide.codes, scales, biases, wide.bits, size, dtype)
 
     def expand(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The whole matrix [out, in], never more than a piece of it in fp32."""
+        """Return the whole matrix [out, in], dequantized piece by piece."""
         out = torch.empty(self.num_out, self.num_in, dtype=dtype, device=device)
         for begin, end in _pieces(self):
             out[begin:end] = self.rows(slice(begin, end))
@@ -93,13 +92,13 @@ class AffineWeight:
 
 
 class AffineLinear(nn.Module):
-    """Stands in for a linear: x [..., in] → [..., out]."""
+    """Replaces a linear: x [..., in] → [..., out]."""
 
     def __init__(self, weight: AffineWeight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.bias = bias
         self.kernel = native.load() if weight.codes.device.type == "cpu" else None
-        self.packed = weight if self.kernel is None else weight.widened()
+        self.packed = weight if self.kernel is None else weight.with_native_bits()
         self.gpu: PackedWeight | None = None
         self.in_features, self.out_features = weight.num_in, weight.num_out
         self.native = _native_weight(self.packed)  # no buffers: `.to()` must not move what the kernel points to
@@ -123,7 +122,7 @@ class AffineLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def gpu_weight(self, dtype: torch.dtype, device: torch.device) -> PackedWeight:
-        """The matrix in the order of the GPU's kernels; on a GPU it is from then on held in no other."""
+        """Return the matrix in the order of the GPU's kernels; on a GPU no other copy is kept."""
         if self.gpu is None:
             self.put_gpu(self.packed.for_gpu(dtype, device))
         assert self.gpu is not None
@@ -131,7 +130,7 @@ class AffineLinear(nn.Module):
         return self.gpu
 
     def put_gpu(self, weight: PackedWeight) -> None:
-        """Hold these codes, which may be rows of a larger matrix, instead of one's own."""
+        """Use these codes, which may be rows of a larger matrix, instead of a copy."""
         self.gpu = weight
         if self.packed.codes.is_cuda:
             self.packed = _without_rows(self.packed)
@@ -160,7 +159,7 @@ class AffineLinear(nn.Module):
 
 
 class AffineEmbedding(nn.Module):
-    """Stands in for an embedding: only the rows that are looked up are dequantized."""
+    """Replaces an embedding: only the rows that are looked up are dequantized."""
 
     def __init__(self, weight: AffineWeight, dtype: torch.dtype) -> None:
         super().__init__()
@@ -182,19 +181,19 @@ class AffineEmbedding(nn.Module):
         return packed.expand(self.gpu, tokens.flatten()).view(*tokens.shape, self.gpu.num_in)
 
     def put_gpu(self, weight: PackedWeight) -> None:
-        """Hold these codes, which the head may share, instead of one's own."""
+        """Use these codes, which the head may share, instead of a copy."""
         self.gpu = weight
         if self.packed.codes.is_cuda:
             self.packed = _without_rows(self.packed)
 
 
 def _is_ready(x: Tensor) -> bool:
-    """Whether the kernel can take x as it is: few rows of fp32."""
+    """Return whether the kernel takes x as it is: decode rows in fp32."""
     return x.dim() == 2 and x.shape[0] <= DECODE_ROWS and x.dtype == torch.float32 and x.is_contiguous()
 
 
 def _without_rows(weight: AffineWeight) -> AffineWeight:
-    """What is left when the codes live elsewhere."""
+    """Return the matrix without rows, for when the codes are held elsewhere."""
     codes, scales, biases = (part[:0].clone() for part in (weight.codes, weight.scales, weight.biases))
     return AffineWeight(codes, scales, biases, weight.bits, weight.group_size)
 

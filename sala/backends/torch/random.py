@@ -1,4 +1,4 @@
-"""Models with random weights, made where they will run: for timing and self-tests, without a checkpoint on disk."""
+"""Models with random weights, created on their device: for benchmarks and self-tests, without a checkpoint."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from sala.config import SalaConfig
 
 
 def random_model(config: SalaConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> SalaModel:
-    """As `sala init` would make it, if not with the same numbers."""
+    """Return a model with weights of the same distributions as those of `sala init`."""
     generator = torch.Generator(device).manual_seed(seed)
     with torch.device("meta"):
         model = SalaModel(config)

@@ -1,7 +1,7 @@
-"""From logits to tokens. A draw depends on the logits, the seed and the position alone, never on the neighbours.
+"""From logits to tokens. A sampled token depends on the logits, the seed and the position only, not on the batch.
 
-That is also why speculation loses nothing: every position is sampled as without drafts, and a draft is
-accepted if it is the token that was sampled.
+That is also why speculation is lossless: every position is sampled as without drafts, and a draft is accepted if it is
+the token that was sampled.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from sala.protocol import Row, SampledToken, Sampling
 
 
 def verify(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[tuple[SampledToken, ...]]:
-    """For each row logits [num_drafts + 1, V], after its last certain token and after each draft → what it drew.
+    """For each row logits [num_drafts + 1, V], after its last certain token and after each draft → sampled tokens.
 
-    That is the drafts that were sampled as well, and one token more. All positions of all rows are sampled at once.
+    These are the accepted drafts and one more token. All positions of all rows are sampled at once.
     """
     places = [(row, index) for row in rows for index in range(row.num_drafts + 1)]
-    return keep_agreed(draw_all(torch.cat(list(logits)), places), rows)
+    return keep_agreed(sample_all(torch.cat(list(logits)), places), rows)
 
 
-def draw(logits: Tensor, row: Row, num_accepted: int = 0) -> SampledToken:
-    """logits [V] in fp32, before any change; `row.sampling` says how to draw. The first drafts are taken as certain."""
-    return draw_all(logits[None], [(row, num_accepted)])[0]
+def sample(logits: Tensor, row: Row, num_accepted: int = 0) -> SampledToken:
+    """Sample from logits [V] in fp32 as `row.sampling` says; the first `num_accepted` drafts count as accepted."""
+    return sample_all(logits[None], [(row, num_accepted)])[0]
 
 
-def draw_all(logits: Tensor, places: Sequence[tuple[Row, int]]) -> list[SampledToken]:
-    """A token for each row of logits [n, V]: of which row of the plan it is, and how many drafts come before it."""
+def sample_all(logits: Tensor, places: Sequence[tuple[Row, int]]) -> list[SampledToken]:
+    """Sample a token for each row of logits [n, V]; `places` are its row of the plan and the drafts before it."""
     samplings = [sampling_of(row) for row, _ in places]
     if any(is_adjusted(row) for row, _ in places):
         rows = zip(logits, samplings, places, strict=True)
@@ -40,13 +40,13 @@ def draw_all(logits: Tensor, places: Sequence[tuple[Row, int]]) -> list[SampledT
     if warm:
         points = [point_of(*places[index]) for index in warm]
         index = torch.tensor(warm, device=logits.device)
-        tokens[index] = _draw_at(adjusted[index], [samplings[i] for i in warm], points)
+        tokens[index] = _sample_at(adjusted[index], [samplings[i] for i in warm], points)
     found = zip(tokens.tolist(), logits, samplings, strict=True)
     return [_with_logprobs(token, scores, sampling.logprobs) for token, scores, sampling in found]
 
 
 def adjust(logits: Tensor, sampling: Sampling, row: Row, num_accepted: int = 0) -> Tensor:
-    """Bias, penalties and bans, before temperature; the given logits stay as they are."""
+    """Return logits with bias, penalties and bans, before temperature; the given logits are not changed."""
     logits = logits.clone()
     if sampling.has_penalty:
         history = row.history[: len(row.history) - row.num_drafts + num_accepted]
@@ -70,7 +70,7 @@ def _allowed(mask: bytes, logits: Tensor) -> Tensor:
 
 
 def _penalise(logits: Tensor, sampling: Sampling, history: Tensor, prompt_len: int) -> None:
-    """Repetition counts prompt and answer, presence and frequency the answer alone."""
+    """Apply penalties: repetition counts prompt and answer, presence and frequency the answer only."""
     vocab = logits.shape[0]
     seen = torch.bincount(history, minlength=vocab) > 0
     penalty = sampling.repetition_penalty
@@ -79,7 +79,7 @@ def _penalise(logits: Tensor, sampling: Sampling, history: Tensor, prompt_len: i
     logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
 
 
-def _draw_at(logits: Tensor, samplings: Sequence[Sampling], points: Sequence[float]) -> Tensor:
+def _sample_at(logits: Tensor, samplings: Sequence[Sampling], points: Sequence[float]) -> Tensor:
     """logits [n, V] → the token at each point of its cumulative distribution, most probable first, filters applied."""
     heat = torch.tensor([sampling.temperature for sampling in samplings], device=logits.device)[:, None]
     scaled = (logits - logits.amax(-1, keepdim=True)) / heat  # the largest is 0, whatever the temperature
@@ -88,11 +88,11 @@ def _draw_at(logits: Tensor, samplings: Sequence[Sampling], points: Sequence[flo
     cumulative = torch.where(keep, probs, 0.0).double().cumsum(-1)
     at = torch.tensor(points, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, at, right=True)
-    return ids.gather(1, torch.minimum(index, keep.sum(-1, keepdim=True) - 1))[:, 0]  # what is kept comes first
+    return ids.gather(1, torch.minimum(index, keep.sum(-1, keepdim=True) - 1))[:, 0]  # kept tokens come first
 
 
 def filters(probs: Tensor, sampling: Sampling) -> Tensor:
-    """Which of the sorted probabilities may be sampled; the first always."""
+    """Return which of the sorted probabilities may be sampled; the first always may."""
     keep = torch.ones_like(probs, dtype=torch.bool)
     if sampling.top_k:
         keep[sampling.top_k :] = False

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sala.backends.torch.loader import (
     pick_dtype,
-    read_foreign,
+    read_external,
     read_packed,
     read_tensor,
     read_weight,
@@ -180,7 +180,7 @@ def _stored(checkpoint: Checkpoint, config: SalaConfig, name: str) -> tuple[Affi
     layout = config.quantization.layout if config.quantization is not None else None
     shape = external_modules(checkpoint.tensors, config).get(name)
     if layout is not None and shape is not None:
-        return (None, None) if layout.kind == "fp8" else read_foreign(checkpoint, name, shape, layout)
+        return (None, None) if layout.kind == "fp8" else read_external(checkpoint, name, shape, layout)
     groups = quantized_modules(checkpoint.tensors, config).get(name)
     return (None if groups is None else read_packed(checkpoint, name, groups)), None
 

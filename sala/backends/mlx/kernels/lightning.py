@@ -1,4 +1,4 @@
-"""Lightning attention by Metal: the step of many sequences, and packed tokens of any lengths from any states."""
+"""Lightning attention in Metal: one token of many sequences, and packed sequences of any lengths from any states."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,11 +10,11 @@ from sala.backends.mlx.kernels.metal import Launch, Run
 
 LANES = 32
 THREADS = 256
-MAX_DIM = 128  # a thread of the prefill keeps an eighth of the rows of a state in registers
+MAX_DIM = 128  # a prefill thread keeps an eighth of the rows of a state in registers
 
 
 def can_run(q: mx.array, _groups: int) -> bool:
-    """Whether there are kernels for heads of this width."""
+    """Return whether the kernels take heads of this width."""
     return q.shape[-1] <= MAX_DIM
 
 

@@ -1,7 +1,7 @@
-"""Metal sources and how they are started: a `Launch` says everything, `run` hands it to MLX.
+"""Metal sources and their launches: a `Launch` describes one completely, `run` passes it to MLX.
 
 A source is the body of a kernel; MLX writes the signature around it from the names and arrays of the launch. Inputs of
-fewer than eight numbers come in another address space than long ones, so sources index them by name and never pass
+fewer than eight elements are in another address space than longer ones, so sources index them by name and never pass
 their addresses on.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import mlx.core as mx
 
-THREADGROUP_BYTES = 32 << 10  # what every Apple GPU has
+THREADGROUP_BYTES = 32 << 10  # of every Apple GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One start of a kernel: arrays by name, template arguments, outputs by name (shape and dtype), threads in all."""
+    """One launch of a kernel: arrays by name, template arguments, outputs by name (shape and dtype), total threads."""
 
     kernel: str
     inputs: Mapping[str, mx.array]
@@ -38,7 +38,7 @@ def source(kernel: str) -> str:
 
 
 def fingerprint(kernels: tuple[str, ...]) -> str:
-    """Of the sources: another one is another kernel."""
+    """Return a hash of the sources, by which verdicts are kept."""
     return hashlib.sha256("\0".join(map(source, kernels)).encode()).hexdigest()[:16]
 
 
@@ -50,7 +50,7 @@ def _build(kernel: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Ca
 
 
 def run(launch: Launch, is_shown: bool = False) -> list[mx.array]:
-    """On the GPU, when the outputs are wanted; `is_shown` prints the source that MLX wrote."""
+    """Launch lazily on the GPU; `is_shown` prints the source that MLX wrote."""
     kernel = _build(launch.kernel, tuple(launch.inputs), tuple(launch.outputs))
     arrays: list[mx.array] = kernel(
         inputs=list(launch.inputs.values()),

@@ -1,4 +1,4 @@
-"""Block choice and attention over selected blocks by Metal."""
+"""Block scores and attention over selected blocks in Metal."""
 
 import mlx.core as mx
 
@@ -8,14 +8,14 @@ from sala.config import SparseConfig
 
 THREADS = 256
 TILE = 32
-WANTED = 64  # threadgroups that keep a GPU busy: few queries are cut into pieces
+WANTED = 64  # threadgroups that keep a GPU busy: the work of a few queries is cut into pieces
 MAX_DIM = 128
 MAX_HEADS = 16  # of a group: a thread keeps the scores of all of them in registers
-LEAST_WINDOWS = 512  # of a piece of the log-sum-exp
+LEAST_WINDOWS = 512  # of a piece of the log-sum-exp: shorter ones cost more to join than they save
 
 
 def can_run(q: mx.array, groups: int) -> bool:
-    """Whether the queries of a group and a tile of keys fit into threadgroup memory, and scores into registers."""
+    """Return whether queries of a group and a tile of keys fit into threadgroup memory, and scores into registers."""
     dim, heads = q.shape[-1], q.shape[-2] // groups
     return dim <= MAX_DIM and heads <= MAX_HEADS
 
@@ -32,7 +32,7 @@ def score_blocks(
 ) -> mx.array:
     """q [n, H, D], k1 [G, n1, D], k2 [G, n2, D], positions [n] → the scores of blocks [n, G, num_blocks] in fp32."""
     (num, heads, dim), groups = q.shape, k1.shape[0]
-    if not k1.shape[1] or not k2.shape[1]:  # nothing can be seen yet
+    if not k1.shape[1] or not k2.shape[1]:  # no window is visible yet
         return mx.zeros((num, groups, num_blocks))
     per_group, wide = heads // groups, mx.float32
     ratio, before = _windows(sparse)
@@ -102,7 +102,7 @@ def sparse_attention(
 
 
 def _join(sums: mx.array, most: mx.array, total: mx.array) -> mx.array:
-    """Pieces of a softmax, each with its own largest score: [n, G, pieces, M, D], [n, G, pieces, M] → [n, G, M, D]."""
+    """Join pieces of a softmax: [n, G, pieces, M, D], largest score and total [n, G, pieces, M] → [n, G, M, D]."""
     if most.shape[2] == 1:
         return (sums / total[..., None])[:, :, 0]
     share = mx.exp(most - most.max(axis=2, keepdims=True))
@@ -110,10 +110,10 @@ def _join(sums: mx.array, most: mx.array, total: mx.array) -> mx.array:
 
 
 def _pieces(num_groups: int, most: int) -> int:
-    """Into how many pieces the work of each threadgroup is cut, `most` at most."""
+    """Return the number of pieces into which the work of a threadgroup is cut, at most `most`."""
     return max(1, min(WANTED // num_groups, most))
 
 
 def _windows(sparse: SparseConfig) -> tuple[int, int]:
-    """How many windows begin in a block, and how many earlier ones reach into it."""
+    """Return how many windows begin in a block, and how many earlier ones reach into it."""
     return sparse.block_size // sparse.kernel_stride, sparse.kernel_size // sparse.kernel_stride - 1

@@ -1,4 +1,4 @@
-"""Elementwise products that a GPU computes in one go instead of one after another."""
+"""Elementwise operations that MLX fuses into one kernel on a GPU."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,7 +8,7 @@ import mlx.core as mx
 
 
 def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-    """MLX fuses them on a GPU. On the CPU it would call a C++ compiler first, which need not be there."""
+    """Compile the function on a GPU only: on the CPU, MLX would need a C++ compiler."""
     compiled = mx.compile(function, shapeless=True)
 
     @wraps(function)
@@ -37,7 +37,7 @@ def add_scaled(x: mx.array, change: mx.array, scale: float) -> mx.array:
 
 
 @fuse
-def turn(first: mx.array, second: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:
-    """Both coordinates of points in the plane, turned by an angle in fp32; given back in their own precision."""
+def rotate(first: mx.array, second: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:
+    """Rotate points of the plane by an angle, in fp32; return both coordinates in their own precision."""
     x, y = first.astype(mx.float32), second.astype(mx.float32)
     return (x * cos - y * sin).astype(first.dtype), (y * cos + x * sin).astype(first.dtype)

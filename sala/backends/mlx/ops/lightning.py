@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 CHUNK = 64
-CHUNKS_AT_ONCE = 32  # states of that many chunks are held together
+CHUNKS_AT_ONCE = 32  # the states of that many chunks are in memory together
 
 Step = Callable[..., tuple[mx.array, mx.array]]
 
 
 def decay_slopes(num_heads: int) -> mx.array:
-    """ALiBi slopes s_h [H] in fp32: powers of 2^(-8/H); interleaved with those of 2H when H is no power of two."""
+    """ALiBi slopes s_h [H] in fp32: powers of 2^(-8/H); interleaved with those of 2H when H is not a power of two."""
     return mx.array(_slopes(num_heads), dtype=mx.float32)
 
 
@@ -58,9 +58,8 @@ def lightning_prefill(
 def _chunks(
     q: mx.array, k: mx.array, v: mx.array, state: mx.array, slopes: mx.array, scale: float
 ) -> tuple[mx.array, mx.array]:
-    """All chunks side by side. Zeros fill the first one up from the left, so that every chunk ends at its last token:
-
-    the state decays by as many steps as there are tokens, whatever n is.
+    """Compute all chunks side by side. The first is padded with zeros on the left, so that every chunk ends at its last
+    token and the state decays by the number of tokens.
     """
     n, heads, dim = q.shape
     pad = -n % CHUNK
@@ -70,7 +69,7 @@ def _chunks(
     chunk = mx.arange(num_chunks + 1, dtype=mx.float32)
     inside = _decayed(slopes, step[:, None] - step)[:, None]  # [H, 1, C, C]
     until_end = mx.exp(-s * (CHUNK - 1 - step))[:, None, :, None]
-    age = mx.maximum(step + 1 - mx.where(chunk[:-1, None] == 0, pad, 0), 0)  # tokens since the chunk's own start
+    age = mx.maximum(step + 1 - mx.where(chunk[:-1, None] == 0, pad, 0), 0)  # tokens since the first token of the chunk
     since_start = mx.exp(-s[..., None] * age)[..., None]  # [H, N, C, 1]
     across = _decayed(slopes * CHUNK, chunk[:, None] - 1 - chunk[:-1])  # [H, N + 1, N]: end of one to start of another
     from_state = mx.exp(-s * mx.maximum(CHUNK * chunk - pad, 0))[..., None, None]

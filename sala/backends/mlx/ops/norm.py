@@ -1,4 +1,4 @@
-"""RMSNorm as the model has it: the variance in fp32, the product with the weight in model precision."""
+"""RMSNorm of the model: the variance in fp32, the product with the weight in the model's precision."""
 
 import mlx.core as mx
 

@@ -1,17 +1,17 @@
-"""Rotary positions over all dimensions, halves rotated against each other; angles and products in fp32."""
+"""Rotary position embeddings over all dimensions, in the half-split layout; angles and products in fp32."""
 
 import math
 
 import mlx.core as mx
 import numpy as np
 
-from sala.backends.mlx.ops.fused import turn
+from sala.backends.mlx.ops.fused import rotate
 
 
 def rope_angles(positions: mx.array, dim: int, theta: float) -> tuple[mx.array, mx.array]:
     """positions [T] → cos, sin [T, dim / 2] in fp32.
 
-    Powers are the host's, rounded once: a unit in their last place is another angle at the end of a long context.
+    Powers are computed on the host and rounded once: an error of one unit in the last place is visible at long context.
     """
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     powers = (theta ** exponent.astype(np.float64)).astype(np.float32)
@@ -20,7 +20,7 @@ def rope_angles(positions: mx.array, dim: int, theta: float) -> tuple[mx.array, 
 
 
 def grow_queries(q: mx.array, positions: mx.array, base: float) -> mx.array:
-    """q [T, H, D] times log(t + base) / log(base): attention without positions stays sharp far beyond its training."""
+    """Return q [T, H, D] times log(t + base) / log(base): keeps attention without positions sharp at long range."""
     return (q.astype(mx.float32) * query_growth(positions, base)[:, None, None]).astype(q.dtype)
 
 
@@ -32,7 +32,7 @@ def query_growth(positions: mx.array, base: float) -> mx.array:
 def apply_rope(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     """x [T, H, D], cos and sin [T, D / 2] → [T, H, D] in x's dtype.
 
-    MLX's own op takes its angles from fast trigonometry, which is far off at the positions of long contexts.
+    MLX's own op uses fast trigonometry, which is inaccurate at the positions of long contexts.
     """
     first, second = mx.split(x, 2, axis=-1)
-    return mx.concatenate(turn(first, second, cos[:, None], sin[:, None]), axis=-1)
+    return mx.concatenate(rotate(first, second, cos[:, None], sin[:, None]), axis=-1)

@@ -18,7 +18,7 @@ from sala.config import SparseConfig
 # Bytes of a tile of queries: its scores of all windows in fp32; the keys and values of its selected blocks.
 TILE_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}
 _GREATEST = float(np.finfo(np.float32).max)
-_ID_BITS = 32  # of a sorting key: the rest is the score
+_ID_BITS = 32  # of a sorting key; the rest is the score
 
 
 def tile_bytes() -> int:
@@ -38,7 +38,7 @@ def pool_keys(keys: mx.array, kernel: int, stride: int) -> mx.array:
 
 
 def num_visible(positions: mx.array, kernel: int, stride: int) -> mx.array:
-    """How many windows lie wholly at or before each position."""
+    """Return how many windows end at or before each position."""
     return mx.maximum((positions + 1 - kernel + stride) // stride, 0)
 
 
@@ -58,7 +58,7 @@ def window_scores(
     lse = mx.logsumexp(mx.where(seen2[:, None], coarse, -mx.inf), axis=-1, keepdims=True)
     fine = (rows @ k1.astype(mx.float32).swapaxes(1, 2)).reshape(groups, n, heads // groups, -1)
     weights = mx.minimum(mx.exp(fine - lse).sum(2), _GREATEST)  # [G, n, n1]; inf means forced
-    return mx.where(seen1 & seen2[:, :1], weights, 0.0).swapaxes(0, 1)  # without a k2 window there is no score
+    return mx.where(seen1 & seen2[:, :1], weights, 0.0).swapaxes(0, 1)  # no score without a visible k2 window
 
 
 def block_scores(windows: mx.array, num_blocks: int, sparse: SparseConfig) -> mx.array:
@@ -76,15 +76,15 @@ def block_scores(windows: mx.array, num_blocks: int, sparse: SparseConfig) -> mx
 def score_blocks(
     q: mx.array, k1: mx.array, k2: mx.array, positions: mx.array, num_blocks: int, sparse: SparseConfig, scale: float
 ) -> mx.array:
-    """Windows and blocks together: q [n, H, D] → [n, G, num_blocks] in fp32."""
+    """Score windows and pool them to blocks: q [n, H, D] → [n, G, num_blocks] in fp32."""
     return block_scores(window_scores(q, k1, k2, positions, sparse, scale), num_blocks, sparse)
 
 
 def top_blocks(scores: mx.array, positions: mx.array, sparse: SparseConfig) -> mx.array:
     """scores [n, G, N], positions [n] → selected block ids [n, G, C]; -1 where fewer than C blocks exist.
 
-    Forced blocks come first, then the best; equal scores (neighbours share a window) go to the lowest id. So a block is
-    sorted by its score and its id in one whole number: no sort has to keep the order of equals.
+    Forced blocks come first, then the best; equal scores (neighbours share a window) go to the lowest id. The
+    sorting key is one integer of score and id, so that the sort need not be stable.
     """
     num_blocks = scores.shape[-1]
     block = mx.arange(num_blocks)
@@ -109,7 +109,7 @@ def select_blocks(
     score: Callable[..., mx.array] = score_blocks,
 ) -> mx.array:
     """Score the blocks and select the best, in tiles of queries: q [n, H, D] → [n, G, C]."""
-    if num_blocks <= sparse.num_selected:  # every block that exists
+    if num_blocks <= sparse.num_selected:  # all existing blocks
         own = (positions // sparse.block_size)[:, None, None]
         block = mx.arange(num_blocks, dtype=mx.int32)
         return mx.broadcast_to(mx.where(block <= own, block, -1), (q.shape[0], k1.shape[0], num_blocks))
@@ -152,9 +152,9 @@ def _attend_tile(
     scale: float,
 ) -> mx.array:
     (n, heads, dim), (groups, num_pages, block_size, _) = q.shape, k_pages.shape
-    ids = mx.stop_gradient(ids)  # where keys come from has no gradient, what they are has
+    ids = mx.stop_gradient(ids)  # indices have no gradient; keys and values do
     first_page = mx.arange(groups, dtype=mx.int32)[:, None] * num_pages
-    pages = first_page + table[mx.maximum(ids, 0)]  # [n, G, C], of both kv heads in one line
+    pages = first_page + table[mx.maximum(ids, 0)]  # [n, G, C], into the pools of all kv heads
     keys, values = (
         pool.reshape(groups * num_pages, block_size, dim)[pages].reshape(n, groups, -1, dim)
         for pool in (k_pages, v_pages)
@@ -168,7 +168,7 @@ def _attend_tile(
 
 
 def _tiles(arrays: Sequence[mx.array], row_bytes: int, done: Sequence[mx.array]) -> Iterator[list[mx.array]]:
-    """Tiles of rows, each computed after the one before it: the memory of two is never held together."""
+    """Yield tiles of rows, each of which depends on the one before it: only one is in memory at a time."""
     tile = max(1, tile_bytes() // row_bytes)
     for begin in range(0, arrays[0].shape[0], tile):
         rows = [array[begin : begin + tile] for array in arrays]

@@ -1,1 +1,1 @@
-"""Fused forward passes that replace the plain model where kernels are available."""
+"""Selection of kernels (`dispatch.py`) and the fused forward passes that replace the plain model."""

@@ -1,8 +1,8 @@
-"""Steps of a few tokens: the whole model in one call, where the machine has a kernel that does it.
+"""The fused decode on a CPU: a whole step of the model in one call of C++ (`kernels/decode.cpp`).
 
-`SalaModel` is the definition, and runs whatever is not taken here: long rows, other devices, other precisions. A step
-object is made once for a model whose weights stay where they are; it takes what the model takes and gives what the
-model gives, to the rounding of fp32.
+`SalaModel` is the definition and runs everything else: prompts, other devices, other precisions. `CpuDecode` is created
+once for a model whose weights stay in place; it takes and returns what the model does, equal to the rounding of fp32.
+In Python a breakpoint in `CpuDecode.__call__` is hit once per step; layers are loops in C++.
 """
 
 import ctypes
@@ -21,18 +21,18 @@ from sala.backends.torch.ops.lightning import decay_slopes
 from sala.backends.torch.ops.rope import query_growth
 from sala.backends.torch.quantized_linear import DECODE_ROWS, AffineLinear
 
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # weights that the kernels of the CPU read as they are
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that decode.cpp reads
 
 
 class CpuDecode:
-    """By the kernels of the CPU, in fp32, whatever the precision of the weights (packed or plain) and of the pages."""
+    """Decode steps in C++, in fp32, for packed and plain weights and pages of 16 or 32 bits."""
 
     def __init__(self, model: SalaModel) -> None:
         kernel = native.load()
         assert kernel is not None
         self.kernel = kernel
         self.model = model
-        self.held: list[Tensor] = []  # what is wanted in fp32 and is something else in the model
+        self.held: list[Tensor] = []  # fp32 copies of small tensors; the structs point to them
         config, sparse = model.config, model.config.sparse_config
         self.slopes = decay_slopes(config.lightning_nh)
         self.decay = torch.exp(-self.slopes)
@@ -50,10 +50,10 @@ class CpuDecode:
             window_blocks=sparse.num_window_blocks,
             num_selected=sparse.num_selected,
         )
-        self.pasts: tuple[HybridCache, ctypes.Array[native.Past]] | None = None
+        self.caches: tuple[HybridCache, ctypes.Array[native.LayerCache]] | None = None
 
     def floats(self, tensor: Tensor | None) -> int | None:
-        """Where a small tensor lies in fp32."""
+        """Return the address of an fp32 copy of a small tensor."""
         if tensor is None:
             return None
         self.held.append(tensor.detach().float().contiguous())
@@ -114,7 +114,7 @@ class CpuDecode:
                     for s in batch.spans
                 )
             ),
-            pasts=self.past_of(cache),
+            caches=self.caches_of(cache),
             x=x.data_ptr(),
             num_spans=len(batch.spans),
             num_tokens=x.shape[0],
@@ -138,20 +138,20 @@ class CpuDecode:
         head = self.model.lm_head
         if type(head) is nn.Linear:
             return self.model.logits(hidden.to(head.weight.dtype))
-        return head.forward(hidden.float() / self.model.config.logit_divisor)  # in fp32 to the end
+        return head.forward(hidden.float() / self.model.config.logit_divisor)  # fp32 up to the logits
 
-    def past_of(self, cache: HybridCache) -> "ctypes.Array[native.Past]":
-        """Where the cache lies; asked at every step, and nearly always about the same one."""
-        if self.pasts is None or self.pasts[0] is not cache:
+    def caches_of(self, cache: HybridCache) -> "ctypes.Array[native.LayerCache]":
+        """Return the addresses of the cache; remembered, because nearly every step uses the same cache."""
+        if self.caches is None or self.caches[0] is not cache:
             layers = range(self.model.config.num_hidden_layers)
-            self.pasts = (cache, (native.Past * len(layers))(*(_past(cache, layer) for layer in layers)))
+            self.caches = (cache, (native.LayerCache * len(layers))(*(_layer_cache(cache, layer) for layer in layers)))
             for pages in cache.pages.values():
                 self.struct.num_pages = pages.k.shape[1]
                 self.struct.page_type = native.element_type(pages.k.dtype)
-        return self.pasts[1]
+        return self.caches[1]
 
     def keep(self, batch: Batch, cache: HybridCache, num_layers: int) -> tuple[Tensor, Tensor] | None:
-        """Room for keys and values of states that wait for a verdict, which the batch then holds."""
+        """Return buffers for keys and values of spans with drafts, which the batch keeps until `cache.fold`."""
         if not any(span.num_drafts for span in batch.spans):
             return None
         config, lengths = self.model.config, batch.lengths
@@ -188,8 +188,8 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _past(cache: HybridCache, layer: int) -> native.Past:
+def _layer_cache(cache: HybridCache, layer: int) -> native.LayerCache:
     if layer in cache.pages:
         pages = cache.pages[layer]
-        return native.Past(k=_address(pages.k), v=_address(pages.v), k1=_address(pages.k1), k2=_address(pages.k2))
-    return native.Past(states=_address(cache.states.get(layer)))
+        return native.LayerCache(k=_address(pages.k), v=_address(pages.v), k1=_address(pages.k1), k2=_address(pages.k2))
+    return native.LayerCache(states=_address(cache.states.get(layer)))

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Attention of many new tokens over paged keys and values: over selected blocks, or over everything.
+"""Prefill attention over paged keys and values: over selected blocks, or over all blocks.
 
 A tile is a few neighbouring tokens times the heads of a group, so that a block is read once for all of them and the
-products are tall enough for the tensor cores. Neighbours choose much the same blocks: a tile walks the union of its
-tokens' choices, and a bit per token says who chose which. To a token the blocks of others add exactly nothing, so
-its result does not depend on its neighbours.
+products are tall enough for the tensor cores. Neighbours select much the same blocks: a tile walks the union of its
+tokens' blocks, with one bit per token for the tokens that selected a block. Blocks that a token did not select add
+exactly zero to it, so its result does not depend on its neighbours.
 """
 
 import functools
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-UNION_BYTES = 256 << 20  # room for the lists of blocks; longer inputs go in several rounds
+UNION_BYTES = 256 << 20  # for the lists of blocks; longer inputs are split into several launches
 UNION_PROGRAMS = 1024
 UNION_CHUNK = 1024
 
@@ -50,7 +50,7 @@ def union_kernel(
 ):
     """The blocks of each tile, ascending, as page * 256 + a bit per token; the own blocks of the tile come last.
 
-    `seen` is a row of zeros per program, a byte per block; it is left as it was found.
+    `seen` is a row of zeros per program, a byte per block; the kernel leaves it zero.
     """
     program, step = tl.program_id(0), tl.num_programs(0)
     seen = seen_ptr + program.to(tl.int64) * row_size
@@ -65,7 +65,7 @@ def union_kernel(
             is_valid = (ids >= 0) & (ids <= (start + index) // BLOCK)
             bits = tl.load(seen + ids, mask=is_valid, other=0).to(tl.int32) | (1 << t)
             tl.store(seen + ids, bits.to(tl.uint8), mask=is_valid)
-            tl.debug_barrier()  # the next token may change the same bytes
+            tl.debug_barrier()  # the next token may write the same bytes
         first = start + tile * TOKENS
         last = tl.minimum(first + TOKENS, start + num_tokens) - 1
         num_full, num_blocks = first // BLOCK, last // BLOCK + 1
@@ -86,9 +86,9 @@ def union_kernel(
 
 @triton.jit
 def absorb(scores, is_on, v, acc, top, total, scale, PRECISION: tl.constexpr):
-    """Online softmax in base 2: scores [M, B] and values v [B, D] join acc [M, D], top [M] and total [M].
+    """Online softmax in base 2: add scores [M, B] and values v [B, D] to acc [M, D], top [M] and total [M].
 
-    Rows that are off keep theirs bit for bit: their weights are exp2(-inf).
+    Rows that are off stay unchanged bit for bit: their weights are exp2(-inf).
     """
     new_top = tl.where(is_on, tl.maximum(top, tl.max(scores, 1) * scale), top)
     weights = tl.exp2(scores * scale - tl.where(is_on, new_top, float("inf"))[:, None])
@@ -123,7 +123,7 @@ def prefill_kernel(
 ):
     """One tile of TOKENS x SHARED heads. Blocks before its own are whole; its own ones are masked and come last.
 
-    The entries are those of the union; without a choice they are the table itself.
+    The entries are those of the union; in dense attention they are the table itself.
     """
     tile, group = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the longest first
     row = tl.arange(0, TOKENS * SHARED_PADDED)
@@ -144,10 +144,10 @@ def prefill_kernel(
         num_full = tl.load(counts_ptr + work)
     first_page = group.to(tl.int64) * num_pages
     acc = tl.zeros([TOKENS * SHARED_PADDED, DIM], tl.float32)
-    top = tl.full([TOKENS * SHARED_PADDED], -1e30, tl.float32)  # finite: a row may meet its first block late
+    top = tl.full([TOKENS * SHARED_PADDED], -1e30, tl.float32)  # finite: the first block of a row may come late
     total = tl.zeros([TOKENS * SHARED_PADDED], tl.float32)
 
-    # The list is read a step ahead; as the own blocks follow in it, it never ends too early.
+    # The list is read one step ahead; the own blocks follow in it, so it never ends too early.
     entry = tl.load(entries)
     for i in range(1, num_full + 1):
         page, is_on = entry, is_row
@@ -168,7 +168,7 @@ def prefill_kernel(
         key = block * BLOCK + offset
         is_on &= start + index >= block * BLOCK
         place = (first_page + page) * (BLOCK * DIM) + offset * DIM
-        is_written = (key <= last)[:, None]  # what lies behind may be anything, even NaN
+        is_written = (key <= last)[:, None]  # memory behind the last token may hold anything, even NaN
         k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None], mask=is_written, other=0.0).to(q.dtype)
         v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None], mask=is_written, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -228,7 +228,7 @@ def block_union(
 ) -> tuple[Tensor, Tensor]:
     """selected [n, G, C] → per tile of `tokens` queries: entries [tiles, G, max_entries] and how many, [tiles, G].
 
-    The count leaves out the tile's own blocks, which follow it in any case.
+    The count leaves out the tile's own blocks, which always follow.
     """
     num_tokens, groups, num_selected = selected.shape
     num_tiles, num_blocks = triton.cdiv(num_tokens, tokens), triton.cdiv(start + num_tokens, block)
@@ -274,7 +274,7 @@ def _launch(
     assert pages_k.is_contiguous()
     assert pages_v.is_contiguous()
     q = rows_of_heads(q)
-    entries, counts = union or (table, table)  # not looked at without a choice
+    entries, counts = union or (table, table)  # unused in dense attention
     prefill_kernel[(triton.cdiv(num_tokens, config.tokens), groups)](
         q,
         pages_k,
@@ -302,7 +302,7 @@ def _launch(
 
 
 def _padded(shared: int, tokens: int) -> int:
-    """Heads of a group, padded so that a tile has a power of two of rows and enough of them for a product."""
+    """Return the heads of a group, padded so that a tile has enough rows for a product and a power of two of them."""
     return max(triton.next_power_of_2(shared), 16 // tokens)
 
 
@@ -312,13 +312,13 @@ def _config_of(q: Tensor, pages: Tensor, is_sparse: bool) -> Config:
 
 
 def _config(shared: int, block: int, dim: int, element_size: int, limit: int, is_sparse: bool) -> Config:
-    """By heads per group, block size, dimension, bytes per element and the shared memory of the device.
+    """Choose by heads per group, block size, dimension, bytes per element and the shared memory of the device.
 
     Four tokens x 16 heads are the shortest tile that the tensor cores of Hopper take whole. Twice as many would read
-    each block half as often, but where neighbours share little the union grows nearly as fast as the tile.
+    each block half as often, but where neighbours share few blocks the union grows nearly as fast as the tile.
     """
     shared = triton.next_power_of_2(shared)
-    if element_size > 2:  # no tensor cores: registers are what is scarce
+    if element_size > 2:  # no tensor cores: registers are the limit
         return Config(max(1, min(8, 32 // shared)), 8, 1)
     num_rows = 128 if limit > 160 << 10 and not is_sparse else 64
     tokens = max(1, num_rows // shared)
@@ -327,7 +327,7 @@ def _config(shared: int, block: int, dim: int, element_size: int, limit: int, is
 
 
 def rows_of_heads(x: Tensor) -> Tensor:
-    """[n, H, D] whose rows may lie apart, as a part of a wider projection does, but are whole and well aligned."""
+    """Return q [n, H, D] with contiguous, aligned rows, which may lie apart as parts of a wider projection."""
     is_whole = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
     return x if is_whole and is_aligned else x.clone(memory_format=torch.contiguous_format)
@@ -335,7 +335,7 @@ def rows_of_heads(x: Tensor) -> Tensor:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have."""
+    """Return the bytes of shared memory that a program may use; those of Hopper where there is no GPU."""
     if device.type != "cuda":
         return 227 << 10
     properties: Any = torch.cuda.get_device_properties(device)

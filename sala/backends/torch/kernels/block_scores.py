@@ -41,7 +41,7 @@ class ScoreConfig(NamedTuple):
 
 
 def supports(sparse: SparseConfig, dim: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels know this geometry: windows reach into one more block at most; rows of whole 16 bytes."""
+    """Return whether the kernels take this geometry: windows reach at most one block further, rows are aligned."""
     if dim * dtype.itemsize % 16:
         return False
     ratio, before = sparse.block_size // sparse.kernel_stride, sparse.kernel_size // sparse.kernel_stride - 1
@@ -50,7 +50,7 @@ def supports(sparse: SparseConfig, dim: int, dtype: torch.dtype) -> bool:
 
 @triton.jit
 def _fold(q, keys, seen, peak, total, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """One more tile of k2: running maximum and sum of exponentials, in powers of two, of every row of q."""
+    """Add a tile of k2 to the running maximum and sum of exponentials, in base 2, of every row of q."""
     s = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
@@ -71,7 +71,7 @@ def _score_kernel(
     BLOCK: tl.constexpr = STRIDE * RATIO
     BLOCKS: tl.constexpr = ROWS // RATIO
     COLUMNS: tl.constexpr = SLOTS * TOKENS
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS  # the longest rows begin first
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS  # start the longest rows first
     group = tl.program_id(1)
     last = start + tl.minimum(first + TOKENS, num_queries) - 1
     if last // BLOCK < SELECTED:
@@ -112,11 +112,11 @@ def _score_kernel(
     at1 = tl.multiple_of(k1 + (group.to(tl.int64) * num_rows + row) * D, 16)[:, None] + dim[None, :]
     out = scores + ((first + query).to(tl.int64) * tl.num_programs(1) + group) * width
     is_query = first + query < num_queries
-    above = tl.zeros([BLOCKS, TOKENS], tl.float32)  # its last row: the first block of the tile behind
+    above = tl.zeros([BLOCKS, TOKENS], tl.float32)  # its last row: the first block of the next tile
     num_tiles = high // BLOCKS + 1
     for i in range(num_tiles):
         tile = num_tiles - 1 - i
-        if (DIM == D) & (WINDOW + 1 >= BLOCKS):  # the forced blocks behind the tile are there to be read
+        if (DIM == D) & (WINDOW + 1 >= BLOCKS):  # forced blocks follow the tile, so reading past it is safe
             keys = tl.load(at1 + tile * (ROWS * D))
         else:
             has = (tile * ROWS + row < num_rows)[:, None] & (dim < D)[None, :]
@@ -141,7 +141,7 @@ def _score_kernel(
 
 @triton.jit
 def _row_of_decode(lengths, is_sparse, sequence, BLOCK: tl.constexpr, SELECTED: tl.constexpr):
-    """Length of a sequence, its query's block, and whether there is anything to choose."""
+    """Return the length of a sequence, its query's block, and whether blocks must be selected."""
     length = tl.load(lengths + sequence).to(tl.int32)
     own = tl.maximum(length - 1, 0) // BLOCK
     return length, own, (own >= SELECTED) & (tl.load(is_sparse + sequence) != 0)
@@ -194,7 +194,7 @@ def _decode_norm_kernel(
 
 @triton.jit
 def _join(partial, num_used, SLOTS: tl.constexpr, JOIN: tl.constexpr):
-    """The norm of every head from the splits' parts, in an order that does not depend on the table's width."""
+    """Return the norm of every head from the splits, in an order that does not depend on the table's width."""
     head = tl.arange(0, SLOTS)
     peak = tl.full([SLOTS], float("-inf"), tl.float32)
     total = tl.zeros([SLOTS], tl.float32)
@@ -218,7 +218,7 @@ def _decode_score_kernel(
     SPLIT: tl.constexpr, JOIN: tl.constexpr, STRIDE: tl.constexpr, RATIO: tl.constexpr, BEFORE: tl.constexpr,
     WINDOW: tl.constexpr, SELECTED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scores [S, G, width] of the blocks of ROWS windows, less one: the last lends its windows to the one before."""
+    """Scores [S, G, width] of the blocks of ROWS windows except the last, whose windows touch the one before it."""
     BLOCKS: tl.constexpr = ROWS // RATIO
     pdl_wait(PDL)
     sequence, group = tl.program_id(2), tl.program_id(1)
@@ -280,7 +280,7 @@ def decode_scores(
     shared = decode_constants(sparse, q.shape[1] // groups, dim, q.dtype)
     scores = torch.empty(num_rows, groups, max_blocks, dtype=torch.float32, device=q.device)
     partial = torch.empty(num_rows, groups, num_splits, 2, shared["SLOTS"], dtype=torch.float32, device=q.device)
-    active = lengths if flags is None else flags  # a row of length 0 has nothing to choose anyway
+    active = lengths if flags is None else flags  # a row of length 0 selects nothing anyway
     num_pages, factor, early = pages_k1.shape[1], scale * LOG2_E, pdl_options(q.device, num_rows, dependents_first=True)
     _decode_norm_kernel[(num_splits, groups, num_rows)](
         q, pages_k2, tables, lengths, active, partial,
@@ -298,7 +298,7 @@ def decode_scores(
 
 
 def needs_mask(sparse: SparseConfig, num_tokens: int) -> bool:
-    """Whether a tile of `num_tokens` queries can meet an unforced block with a window that some of them do not see."""
+    """Return whether a tile of so many queries can score a block with a window that some queries do not see."""
     ratio, before = sparse.block_size // sparse.kernel_stride, sparse.kernel_size // sparse.kernel_stride - 1
     sees_windows = sparse.init_blocks >= 1 and ratio * (sparse.num_window_blocks - 1) >= before
     has_norm = sparse.num_selected * sparse.block_size - num_tokens >= 4 * sparse.kernel_size
@@ -315,7 +315,7 @@ def _geometry(sparse: SparseConfig, heads: int, dim: int, dtype: torch.dtype) ->
         "RATIO": sparse.block_size // sparse.kernel_stride,
         "BEFORE": sparse.kernel_size // sparse.kernel_stride - 1,
         "SELECTED": sparse.num_selected,
-        # fp32 in three tf32 products, good to 1e-6: plain fp32 dots of this size live in spilled registers
+        # fp32 as three tf32 products, exact to 1e-6: plain fp32 dots of this size spill registers
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
     }
 
@@ -341,12 +341,12 @@ def decode_constants(sparse: SparseConfig, heads: int, dim: int, dtype: torch.dt
 
 
 def decode_rows(sparse: SparseConfig, dim: int, element_size: int) -> int:
-    """k1 windows per program of a decode step."""
+    """Return the k1 windows per program of a decode step."""
     return max(128 if dim * element_size <= 256 else 64, 2 * sparse.block_size // sparse.kernel_stride)
 
 
 def queries_at_once(q: Tensor, groups: int, width: int, sparse: SparseConfig, config: ScoreConfig) -> int:
-    """So many that their scores fit, in whole waves of programs where one fits at all."""
+    """Return how many queries are scored at a time: as many as fit, in whole waves of programs if one wave fits."""
     num_tokens = score_constants(sparse, q.shape[1] // groups, q.shape[2], q.dtype, config)["TOKENS"]
     limit = max(SCORE_BYTES // (4 * groups * width), num_tokens)
     wave = max(1, _num_sms(q.device) * config.per_sm // groups) * num_tokens
@@ -357,9 +357,9 @@ def score_config(element_size: int, dim: int, shared_memory: int) -> ScoreConfig
     if element_size == 4 or dim > 128:
         columns = 64 if dim <= 64 else 32
         return ScoreConfig(rows=32, columns=columns, rows2=32, num_warps=4, num_stages=2, per_sm=2)
-    if shared_memory < 200 << 10:  # before Hopper, and consumer cards: no wgmma, two warps share the columns
+    if shared_memory < 200 << 10:  # no wgmma (before Hopper, consumer GPUs): two warps share the columns
         return ScoreConfig(rows=64, columns=128, rows2=64, num_warps=8, num_stages=2, per_sm=1)
-    # measured on an H200: two programs with three stages keep their pace to a million tokens, three with two do not
+    # measured on an H200: two programs with three stages stay fast up to a million tokens, three with two do not
     return ScoreConfig(rows=64, columns=128, rows2=64, num_warps=4, num_stages=3, per_sm=2)
 
 

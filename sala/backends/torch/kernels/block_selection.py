@@ -26,7 +26,7 @@ def select_prefill(
 ) -> Tensor:
     """q [n, H, D] at positions start …, pooled pages [G, P, rows, D], table [N] → selected [n, G, C] int32, ascending.
 
-    C = min(num_selected, blocks so far); -1 stands behind the ids where fewer than C blocks exist.
+    C = min(num_selected, blocks so far); -1 follows the ids where fewer than C blocks exist.
     """
     pages = table[: -(-(start + q.shape[0]) // sparse.block_size)]
     k1, k2 = (pool.index_select(1, pages).flatten(1, 2) for pool in (pages_k1, pages_k2))
@@ -34,7 +34,7 @@ def select_prefill(
 
 
 def select_rows(q: Tensor, k1: Tensor, k2: Tensor, start: int, sparse: SparseConfig, scale: float) -> Tensor:
-    """As `select_prefill`, of pooled rows [G, rows, D] that lie in order."""
+    """`select_prefill` of pooled rows [G, rows, D] in order, without pages."""
     (n, _, dim), groups = q.shape, k1.shape[0]
     num_blocks = -(-(start + n) // sparse.block_size)
     positions = torch.arange(start, start + n, dtype=torch.int32, device=q.device)

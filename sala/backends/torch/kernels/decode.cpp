@@ -38,7 +38,7 @@ struct Model {
     int64_t page_type;  // ScaleType of keys and values
 };
 
-struct Past {
+struct LayerCache {
     float* states;          // lightning: [slots, H, D, D]
     void *k, *v, *k1, *k2;  // sparse: [G, pages, rows per page, D]
 };
@@ -54,7 +54,7 @@ struct Angles {
 
 struct Step {
     const Span* spans;
-    const Past* pasts;  // one per layer
+    const LayerCache* caches;  // one per layer
     float* x;           // [T, hidden]: the embedded tokens; in the end, the normed hidden states
     Angles lightning, sparse;
     const float* growth;     // [T] factors of the sparse layers' queries, or null
@@ -182,8 +182,8 @@ template <class Element> class Worker {  // Element: of the pages
             project(layer.v, x, sh.v);
             if (layer.gate.codes) project(layer.gate, x, sh.gate);
             wait();
-            if (layer.decay) lightning(layer, s.pasts[index], num_lightning++);
-            else sparse(layer, s.pasts[index]);
+            if (layer.decay) lightning(layer, s.caches[index], num_lightning++);
+            else sparse(layer, s.caches[index]);
             wait();
             add(layer.o, mixed(layer));
             wait();
@@ -262,7 +262,7 @@ template <class Element> class Worker {  // Element: of the pages
         wait();
     }
 
-    void lightning(const Layer& layer, const Past& past, int64_t index) {
+    void lightning(const Layer& layer, const LayerCache& cache, int64_t index) {
         const int64_t heads = layer.num_heads, kv_heads = layer.num_kv_heads, dim = layer.head_dim;
         const Range q_part = team.part(s.num_tokens * heads), k_part = team.part(s.num_tokens * kv_heads);
         const float scale = 1.0f / std::sqrt(float(dim));
@@ -279,16 +279,16 @@ template <class Element> class Worker {  // Element: of the pages
         for (int64_t unit = units.begin; unit < units.end; unit++) {
             for (; span_index < unit / (heads * blocks); span_index++) first += s.spans[span_index].length;
             const int64_t head = unit / blocks % heads, column = unit % blocks * 16;
-            advance(layer, past, s.spans[span_index], first, head, column);
+            advance(layer, cache, s.spans[span_index], first, head, column);
         }
         if (s.kept_k) keep(layer, index);
     }
 
     // One span whose tokens begin at `first`, one head, 16 columns.
-    void advance(const Layer& layer, const Past& past, const Span& span, int64_t first, int64_t head, int64_t column) {
+    void advance(const Layer& layer, const LayerCache& cache, const Span& span, int64_t first, int64_t head, int64_t column) {
         const int64_t dim = layer.head_dim, width = layer.num_heads * dim, kv_width = layer.num_kv_heads * dim;
         const int64_t kv_head = head / (layer.num_heads / layer.num_kv_heads);
-        float* state = past.states + ((span.slot * layer.num_heads + head) * dim) * dim + column;
+        float* state = cache.states + ((span.slot * layer.num_heads + head) * dim) * dim + column;
         load_columns(columns, state, dim);
         const int64_t at = first * width + head * dim, kv_at = first * kv_width + kv_head * dim;
         recur(columns, dim, layer.decay[head], span.length, sh.q + at, sh.k + kv_at, sh.v + kv_at + column,
@@ -309,7 +309,7 @@ template <class Element> class Worker {  // Element: of the pages
 
     // ---- sparse attention; dense attention is the same over all blocks
 
-    void sparse(const Layer& layer, const Past& past) {
+    void sparse(const Layer& layer, const LayerCache& cache) {
         const int64_t heads = layer.num_heads, groups = layer.num_kv_heads, dim = layer.head_dim;
         const float scale = 1.0f / std::sqrt(float(dim));
         const Range q_part = team.part(s.num_tokens * heads), k_part = team.part(s.num_spans * groups);
@@ -321,11 +321,11 @@ template <class Element> class Worker {  // Element: of the pages
         int64_t first = 0, span = 0;
         for (int64_t unit = k_part.begin; unit < k_part.end; unit++) {
             for (; span < unit / groups; span++) first += s.spans[span].length;
-            append(layer, past, s.spans[span], first, unit % groups);
+            append(layer, cache, s.spans[span], first, unit % groups);
         }
         wait();
-        if (sh.max_windows) choose(layer, past);
-        attend(layer, past);
+        if (sh.max_windows) select(layer, cache);
+        attend(layer, cache);
         wait();
         merge(layer);
     }
@@ -336,35 +336,35 @@ template <class Element> class Worker {  // Element: of the pages
     }
 
     // Keys and values of a span into its pages, and the pooled keys of the windows that they complete.
-    void append(const Layer& layer, const Past& past, const Span& span, int64_t first, int64_t group) {
+    void append(const Layer& layer, const LayerCache& cache, const Span& span, int64_t first, int64_t group) {
         const int64_t dim = layer.head_dim, end = span.start + span.length, last = end / m.block_size;
         if (end % m.block_size && last * m.block_size >= span.start)  // what is still empty there must not be NaN
-            for (void* pool : {past.k, past.v})
+            for (void* pool : {cache.k, cache.v})
                 std::memset(at(pool, layer, span, group, last * m.block_size, m.block_size), 0,
                             m.block_size * dim * sizeof(Element));
         for (int64_t i = 0; i < span.length; i++) {
             const int64_t from = ((first + i) * layer.num_kv_heads + group) * dim;
             shape_head(sh.k + from, layer.k_norm, m.eps, s.sparse, first + i, dim);
             const int64_t row = span.start + i;
-            Element* key = at(past.k, layer, span, group, row, m.block_size);
-            Element* value = at(past.v, layer, span, group, row, m.block_size);
+            Element* key = at(cache.k, layer, span, group, row, m.block_size);
+            Element* value = at(cache.v, layer, span, group, row, m.block_size);
             for (int64_t j = 0; j < dim; j += 16) {
                 store(key + j, load(sh.k + from + j));
                 store(value + j, load(sh.v + from + j));
             }
         }
-        pool(layer, past, past.k1, span, group, m.kernel_size, m.kernel_stride);
-        pool(layer, past, past.k2, span, group, 4 * m.kernel_size, 4 * m.kernel_stride);
+        pool(layer, cache, cache.k1, span, group, m.kernel_size, m.kernel_stride);
+        pool(layer, cache, cache.k2, span, group, 4 * m.kernel_size, 4 * m.kernel_stride);
     }
 
-    void pool(const Layer& layer, const Past& past, void* target, const Span& span, int64_t group, int64_t kernel,
+    void pool(const Layer& layer, const LayerCache& cache, void* target, const Span& span, int64_t group, int64_t kernel,
               int64_t stride) {
         const int64_t end = (span.start + span.length) / stride;
         for (int64_t row = std::max(span.start / stride, kernel / stride - 1); row < end; row++)
             for (int64_t j = 0; j < layer.head_dim; j += 16) {
                 Floats total = {};
                 for (int64_t i = (row + 1) * stride - kernel; i < (row + 1) * stride; i++)
-                    total += load(at(past.k, layer, span, group, i, m.block_size) + j);
+                    total += load(at(cache.k, layer, span, group, i, m.block_size) + j);
                 store(at(target, layer, span, group, row, m.block_size / stride) + j, total / float(kernel));
             }
     }
@@ -375,15 +375,15 @@ template <class Element> class Worker {  // Element: of the pages
     }
 
     // The blocks of every query that follows the sparse rule, in ascending order.
-    void choose(const Layer& layer, const Past& past) {
+    void select(const Layer& layer, const LayerCache& cache) {
         const int64_t groups = layer.num_kv_heads, pieces = (sh.max_windows + WINDOWS - 1) / WINDOWS;
         const Range part = team.part(s.num_tokens * groups), fine = team.part(s.num_tokens * groups * pieces);
         for (int64_t i = part.begin; i < part.end; i++)
-            if (sh.tokens[i / groups].is_sparse) score_coarse(layer, past, i / groups, i % groups);
+            if (sh.tokens[i / groups].is_sparse) score_coarse(layer, cache, i / groups, i % groups);
         wait();
         for (int64_t i = fine.begin; i < fine.end; i++)
             if (sh.tokens[i / pieces / groups].is_sparse)
-                score_windows(layer, past, i / pieces / groups, i / pieces % groups, i % pieces * WINDOWS);
+                score_windows(layer, cache, i / pieces / groups, i / pieces % groups, i % pieces * WINDOWS);
         wait();
         for (int64_t i = part.begin; i < part.end; i++)
             if (sh.tokens[i / groups].is_sparse) pick_blocks(layer, i / groups, i % groups);
@@ -391,7 +391,7 @@ template <class Element> class Worker {  // Element: of the pages
     }
 
     // The log-sum-exp of the coarse windows' scores, per head.
-    void score_coarse(const Layer& layer, const Past& past, int64_t t, int64_t group) {
+    void score_coarse(const Layer& layer, const LayerCache& cache, int64_t t, int64_t group) {
         const Token& token = sh.tokens[t];
         const int64_t dim = layer.head_dim, shared = layer.num_heads / layer.num_kv_heads, stride = 4 * m.kernel_stride;
         const int64_t count = num_visible(token.position, 4 * m.kernel_size, stride);
@@ -399,7 +399,7 @@ template <class Element> class Worker {  // Element: of the pages
         for (int64_t head = group * shared; head < (group + 1) * shared; head++) {
             float most = -FLT_MAX, total = 0;  // of what has been seen, relative to the largest
             for (int64_t i = 0; i < count; i++) {
-                const Element* key = at(past.k2, layer, *token.span, group, i + unused, m.block_size / stride);
+                const Element* key = at(cache.k2, layer, *token.span, group, i + unused, m.block_size / stride);
                 const float score = dot(sh.q + (t * layer.num_heads + head) * dim, key, dim);
                 if (score > most) { total = total * std::exp(most - score) + 1; most = score; }
                 else total += std::exp(score - most);
@@ -409,7 +409,7 @@ template <class Element> class Worker {  // Element: of the pages
     }
 
     // WINDOWS windows from `first`: exp(score - lse), summed over the heads of the group.
-    void score_windows(const Layer& layer, const Past& past, int64_t t, int64_t group, int64_t first) {
+    void score_windows(const Layer& layer, const LayerCache& cache, int64_t t, int64_t group, int64_t first) {
         const Token& token = sh.tokens[t];
         const int64_t dim = layer.head_dim, shared = layer.num_heads / layer.num_kv_heads;
         const int64_t unused = m.kernel_size / m.kernel_stride - 1;
@@ -417,7 +417,7 @@ template <class Element> class Worker {  // Element: of the pages
         int64_t end = std::min(first + WINDOWS, num_visible(token.position, m.kernel_size, m.kernel_stride));
         if (num_visible(token.position, 4 * m.kernel_size, 4 * m.kernel_stride) == 0) end = first;  // no lse yet
         for (int64_t i = first; i < end; i++) {
-            const Element* key = at(past.k1, layer, *token.span, group, i + unused, m.block_size / m.kernel_stride);
+            const Element* key = at(cache.k1, layer, *token.span, group, i + unused, m.block_size / m.kernel_stride);
             float total = 0;
             for (int64_t head = group * shared; head < (group + 1) * shared; head++) {
                 const float score = dot(sh.q + (t * layer.num_heads + head) * dim, key, dim);
@@ -455,14 +455,14 @@ template <class Element> class Worker {  // Element: of the pages
     }
 
     // Softmax attention over a piece of the blocks: for every head the largest score, the sum and the weighted values.
-    void attend(const Layer& layer, const Past& past) {
+    void attend(const Layer& layer, const LayerCache& cache) {
         const int64_t groups = layer.num_kv_heads;
         const Range part = team.part(sh.num_pieces * groups);
         for (int64_t t = 0; t < s.num_tokens; t++) {
             const Token& token = sh.tokens[t];
             const int64_t first = token.first_piece * groups, last = first + token.num_pieces * groups;
             for (int64_t unit = std::max(first, part.begin); unit < std::min(last, part.end); unit++)
-                attend_piece(layer, past, t, (unit - first) / token.num_pieces, (unit - first) % token.num_pieces);
+                attend_piece(layer, cache, t, (unit - first) / token.num_pieces, (unit - first) % token.num_pieces);
         }
     }
 
@@ -472,7 +472,7 @@ template <class Element> class Worker {  // Element: of the pages
         return sh.partial + index * (layer.head_dim + 16);
     }
 
-    void attend_piece(const Layer& layer, const Past& past, int64_t t, int64_t group, int64_t piece) {
+    void attend_piece(const Layer& layer, const LayerCache& cache, int64_t t, int64_t group, int64_t piece) {
         const Token& token = sh.tokens[t];
         const int64_t dim = layer.head_dim, shared = layer.num_heads / layer.num_kv_heads, head = group * shared;
         const int64_t* selected = sh.selected + (t * layer.num_kv_heads + group) * m.num_selected;
@@ -485,8 +485,8 @@ template <class Element> class Worker {  // Element: of the pages
         for (int64_t i = piece * token.per_piece; i < end; i++) {
             const int64_t block = token.is_sparse ? selected[i] : i;
             const int64_t count = std::min(m.block_size, token.position + 1 - block * m.block_size);
-            const Element* keys = at(past.k, layer, *token.span, group, block * m.block_size, m.block_size);
-            const Element* values = at(past.v, layer, *token.span, group, block * m.block_size, m.block_size);
+            const Element* keys = at(cache.k, layer, *token.span, group, block * m.block_size, m.block_size);
+            const Element* values = at(cache.v, layer, *token.span, group, block * m.block_size, m.block_size);
             for (int64_t j = 0; j < shared; j++)
                 attend_block(sh.q + (t * layer.num_heads + head + j) * dim, keys, values, count, dim,
                              partial(layer, t, head + j, piece));

@@ -82,7 +82,7 @@ def split_kernel(
     q_rows = tl.multiple_of(q_ptr + row.to(tl.int64) * q_stride + (group * SHARED + head) * DIM, 16)
     q = tl.load(q_rows[:, None] + column[None], mask=is_head[:, None], other=0.0)
 
-    # Blocks and pages of all steps first, in registers: the loop's loads then wait for nothing and run ahead.
+    # Load blocks and pages of all steps first, into registers: the loads of the loop then do not wait for them.
     turn = tl.arange(0, SPLIT_BLOCKS)
     ids = selected_ptr + (row.to(tl.int64) * GROUPS + group) * num_selected
     blocks = tl.where(is_sparse, tl.load(ids + tl.minimum(begin + turn, num_selected - 1)), begin + turn)
@@ -90,12 +90,12 @@ def split_kernel(
     table = tables_ptr + table_row.to(tl.int64) * table_size
     pages = tl.load(table + blocks, mask=blocks >= 0, other=0).to(tl.int64) + group.to(tl.int64) * num_pages
     acc = tl.zeros([SHARED_PADDED, DIM], tl.float32)
-    top = tl.full([SHARED_PADDED], -1e30, tl.float32)  # finite, should there be nothing
+    top = tl.full([SHARED_PADDED], -1e30, tl.float32)  # finite, in case a row has nothing
     total = tl.zeros([SHARED_PADDED], tl.float32)
     for i in range(tl.minimum(SPLIT_BLOCKS, steps - begin)):
         block = tl.sum(tl.where(turn == i, blocks, 0), 0)
         place = tl.sum(tl.where(turn == i, pages, 0), 0) * (BLOCK * DIM) + offset * DIM
-        is_seen = (block >= 0) & (block * BLOCK + offset < length)  # what lies elsewhere may be anything, even NaN
+        is_seen = (block >= 0) & (block * BLOCK + offset < length)  # other memory may hold anything, even NaN
         k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None], mask=is_seen[:, None], other=0.0)
         v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None], mask=is_seen[:, None], other=0.0)
         k, v = k.to(q.dtype), v.to(q.dtype)  # pages may be in FP8
@@ -129,7 +129,7 @@ def join_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The splits of one head of one row, weighed by their log-sums and added in order; then the gate."""
+    """Join the splits of one head of one row by their log-sums, in order; then apply the gate."""
     pdl_wait(PDL)
     head, row, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     length, _, steps = num_steps(lengths_ptr, is_sparse_ptr, row, num_selected, max_dense, BLOCK)
@@ -180,9 +180,9 @@ def decode_attention(
     """The newest token of each row, at position lengths[s] - 1, over its selected blocks or over all → [S, H, D].
 
     q [S, H, D]; pages [G, P, B, D]; tables [S, N] block to page; lengths [S], 0 or less for padding, which gives 0;
-    is_sparse [S] bool; selected [S, G, C] int32, -1 for none, not looked at where dense. Rows that are not sparse
+    is_sparse [S] bool; selected [S, G, C] int32, -1 for none, not read where dense. Rows that are not sparse
     have at most `max_dense_blocks` blocks. A gate [S, H * D] multiplies by its sigmoid. With row_of [S], row s
-    has table row_of[s]. `dependents_first`: as in `pdl.pdl_options`.
+    has table row_of[s]. For `dependents_first` see `pdl.pdl_options`.
     """
     (num_rows, heads, dim), (groups, num_pages, block, _) = q.shape, pages_k.shape
     assert pages_k.is_contiguous()
@@ -212,5 +212,5 @@ def decode_attention(
 
 
 def _config(block_bytes: int, limit: int) -> Config:
-    """By the bytes of a block of keys and the shared memory of the device: small splits fill it even with one row."""
+    """Choose by the bytes of a block of keys and shared memory: small splits fill the GPU even with one row."""
     return Config(2, 4, 3 if 5 * block_bytes <= limit else 1)

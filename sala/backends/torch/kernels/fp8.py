@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Prompts in FP8 (e4m3), where it is asked for: twice as fast as bf16 on tensor cores that know it, from Ada on.
+"""Prefill in FP8 (e4m3) on request: twice as fast as bf16 on tensor cores that support it, from Ada on.
 
-Every row of the activations has a scale of its own, made on the way out of the pass ahead, and so has every row of a
-matrix. The numbers are those of 8 bits: an answer may differ from that of bf16. Decoding is never done so.
+Every row of the activations has its own scale, computed by the kernel that writes the row, and so has every row of a
+matrix. Results have the precision of 8 bits: an answer may differ from that of bf16. Decoding never uses FP8.
 """
 
 import functools
@@ -16,8 +16,8 @@ from torch import Tensor
 from sala.backends.torch.kernels.fused import _normed
 
 MOST = 448.0  # the largest number of e4m3
-LEAST_SCALE = 1e-12
-_PIECE = 1 << 24  # weights rounded at a time
+LEAST_SCALE = 1e-12  # of rows of zeros
+_PIECE = 1 << 24  # weights rounded at a time, to bound memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,18 +28,18 @@ class Rows:
     scales: Tensor
 
     def rows(self, begin: int, end: int) -> "Rows":
-        """Some of them, in the same memory."""
+        """Return some of the rows, in the same memory."""
         return Rows(self.codes[begin:end], self.scales[begin:end])
 
 
 @functools.cache
 def can_run(device: torch.device) -> bool:
-    """Whether the device has tensor cores for FP8."""
+    """Return whether the device has tensor cores for FP8."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def from_weight(weight: Tensor) -> Rows:
-    """A matrix [N, K]: each row by the scale that makes its largest number 448."""
+    """Round a matrix [N, K] to FP8, each row with the scale that makes its largest number 448."""
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(weight.shape[0], 1, device=weight.device)
     step = max(1, _PIECE // weight.shape[1])
@@ -53,7 +53,7 @@ def from_weight(weight: Tensor) -> Rows:
 
 def product(x: Rows, weight: Rows, dtype: torch.dtype) -> Tensor:
     """x [T, K], weight [N, K] → [T, N]; K and N are multiples of 16."""
-    if not x.codes.is_cuda:  # the definition
+    if not x.codes.is_cuda:  # the definition, for tests without a GPU
         return ((x.codes.float() * x.scales) @ (weight.codes.float() * weight.scales).T).to(dtype)
     scales = {"scale_a": x.scales, "scale_b": weight.scales.T}
     out = torch._scaled_mm(x.codes, weight.codes.T, **scales, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -62,7 +62,7 @@ def product(x: Rows, weight: Rows, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def _store_row(x, codes_ptr, scales_ptr, row, column, is_here, WIDTH: tl.constexpr):
-    """x [BLOCK] in fp32, zeros past the width, goes out in e4m3 with its scale."""
+    """Store x [BLOCK] (fp32, zeros past the width) in e4m3 with its scale."""
     scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / 448.0
     codes = (x / scale).to(codes_ptr.dtype.element_ty)
     tl.store(codes_ptr + row * WIDTH + column, codes, mask=is_here)
@@ -85,7 +85,7 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
 ):
-    """As `fused._rms_norm_kernel`, but for what goes out."""
+    """`fused._rms_norm_kernel` with results in FP8."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_here = column < WIDTH

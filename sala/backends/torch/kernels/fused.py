@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""What lies between the matrix products, each in one pass over memory on NVIDIA GPUs.
+"""The operations between matrix products on NVIDIA GPUs, each in one pass over memory.
 
 Arithmetic is in fp32; values are rounded to the model's precision wherever `ops/norm.py`, `ops/rope.py` and `model.py`
-round them, so that a model with these kernels and one without agree to the last bits but for the order of sums.
+round them, so that a model with these kernels and one without differ by the order of sums only.
 """
 
 import torch
@@ -18,7 +18,7 @@ COLUMNS = 2048
 
 @triton.jit
 def _normed(x, weight_ptr, column, is_here, width, eps, dtype: tl.constexpr):
-    """x [BLOCK] in fp32, zeros past the width → its RMS norm, in fp32 but rounded to dtype twice as the model does."""
+    """Return the RMS norm of x [BLOCK] (fp32, zeros past the width), rounded to dtype twice, as the model does."""
     mean = tl.sum(x * x, axis=0) / width
     x = (x * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=is_here, other=0.0).to(tl.float32)
@@ -115,7 +115,7 @@ def _norm_gate_kernel(
     is_here = column < WIDTH
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     o = tl.load(o_ptr + row * o_row + column, mask=is_here, other=0.0).to(tl.float32)
-    if HAS_GATE:  # before the sum, so that both reads are under way
+    if HAS_GATE:  # before the sum, so that both loads are in flight
         z = tl.load(z_ptr + row * z_row + column, mask=is_here, other=0.0).to(tl.float32)
     if HAS_NORM:
         o = _normed(o, weight_ptr, column, is_here, WIDTH, eps, dtype)
@@ -130,7 +130,7 @@ def norm_gate(
 ) -> Tensor:
     """o [T, w], normed if there is a weight [w], times sigmoid(z [T, w]) if there is a gate → [T, w] in o's dtype.
 
-    `dependents_first`: as in `pdl.pdl_options`.
+    For `dependents_first` see `pdl.pdl_options`.
     """
     rows, width = o.shape
     assert o.stride(1) == 1
@@ -296,7 +296,7 @@ def qk_norm_rope(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [T, H, D], k [T, G, D] → the same shapes: each head normed if there are weights [D], rotated if there are cos
-    and sin [T, D] in fp32, q times growth [T] in fp32 if there is any. `out` may be (q, k) themselves.
+    and sin [T, D] in fp32, q multiplied by growth [T] in fp32 if there is any. `out` may be (q, k) themselves.
     """
     rows, heads, dim = q.shape
     groups = k.shape[1]
@@ -366,5 +366,5 @@ def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _warps(width: int) -> int:
-    """One thread for about 16 numbers of a row."""
+    """Return the warps that give a thread about 16 numbers of a row."""
     return max(1, min(16, triton.next_power_of_2(width) // 512))

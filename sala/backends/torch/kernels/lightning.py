@@ -1,10 +1,10 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 """Lightning attention on NVIDIA GPUs; `ops/lightning.py` is the definition.
 
-A prompt is cut into segments that run side by side. The decay forgets: what lies `HORIZON / slope` tokens back weighs
-less than e^-20, so each segment builds the state it starts from out of the tokens just before it, and none waits for
-another. A step keeps a slice of a state in registers and takes one token after another, always in the same order:
-guessing ahead, then folding what was accepted, gives the same bits as decoding.
+A prompt is cut into segments that run in parallel. Because of the decay, a token `HORIZON / slope` positions back has a
+weight below e^-20, so each segment computes its initial state from the tokens just before it; no segment waits for
+another. A decode step keeps a slice of a state in registers and takes one token after another, always in the same
+order: verifying drafts and then folding the accepted ones gives the same bits as decoding.
 """
 
 from typing import NamedTuple
@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sala.backends.torch.kernels.pdl import fetch, pdl_launch_dependents, pdl_options
+from sala.backends.torch.kernels.pdl import pdl_launch_dependents, pdl_options, prefetch
 
 HORIZON = 20.0
 LONGEST_SEGMENT = 8192
-STEP_COLUMNS = 32  # of a state per program; one number for all batches, as it decides the order of sums
+STEP_COLUMNS = 32  # of a state per program; the same for all batches, because it decides the order of sums
 STEP_WARPS = 4
 
 
@@ -32,7 +32,7 @@ class PrefillConfig(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What a step does to q and k first, as `fused.qk_norm_rope`: norms [D] or none, cos, sin [tokens, D] or none."""
+    """Norms [D] and rotations cos, sin [tokens, D] that a step applies to q and k first, as `fused.qk_norm_rope`."""
 
     q_weight: Tensor | None
     k_weight: Tensor | None
@@ -45,8 +45,8 @@ class Heads(NamedTuple):
 def _read_chunk(state, q, k, v, slope, scale, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Output [COLUMNS, CHUNK] of a chunk: q, k [CHUNK, D], v [CHUNK, COLUMNS], state [COLUMNS, D] before it."""
     step = tl.arange(0, CHUNK)
-    # The decay between two rows is a product: slopes are below 1, and e^CHUNK is no danger, but to fp16, which must
-    # not see the factors.
+    # The decay between two rows is computed as a product: slopes are below 1, so e^CHUNK does not overflow fp32. It
+    # would overflow fp16, so the factors are applied in fp32.
     rise = tl.exp(slope * (step + 1))[:, None]
     fall = tl.exp(-slope * (step + 1))[None, :]
     score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * rise  # [key, query]
@@ -62,7 +62,7 @@ def _read_chunk(state, q, k, v, slope, scale, CHUNK: tl.constexpr, PRECISION: tl
 
 @triton.jit
 def _add_chunk(state, k, v, slope, size, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """The state after `size` rows; those past them are zeros."""
+    """Return the state after `size` rows; rows past them must be zeros."""
     left = tl.maximum(size - 1 - tl.arange(0, CHUNK), 0)
     v = (v.to(tl.float32) * tl.exp(-slope * left)[:, None]).to(k.dtype)
     return tl.dot(tl.trans(v), k, acc=state * tl.exp(-slope * size), input_precision=PRECISION)
@@ -106,7 +106,7 @@ def _prefill_kernel(
 ):
     PARTS: tl.constexpr = D // COLUMNS
     pid = tl.program_id(0)
-    head = H - 1 - (pid // PARTS) % H  # the heads that look back farthest come last in the model: they start first
+    head = H - 1 - (pid // PARTS) % H  # heads with the longest horizon are the last ones: start them first
     begin = pid // (PARTS * H) * segment
     end = tl.minimum(begin + segment, num_tokens)
     key = head * D
@@ -116,7 +116,7 @@ def _prefill_kernel(
     window = tl.minimum(HORIZON / slope, num_tokens.to(tl.float32)).to(tl.int32) + 1
     first = tl.maximum(begin - tl.cdiv(window, CHUNK) * CHUNK, 0)
 
-    # The state lies transposed in registers, [value, key]: there it is a left operand of a dot without moving.
+    # The state is transposed, [value, key]: so it is the left operand of a dot without moving between registers.
     row = tl.arange(0, D)[None, :]
     tile = row * D + tl.arange(0, COLUMNS)[:, None]
     corner = key * D + value - key
@@ -196,7 +196,7 @@ def lightning_prefill(
 
 
 def _config(dim: int, dtype: torch.dtype, capability: int) -> PrefillConfig:
-    """Tiles by the kind of GPU; fp32 has no tensor cores here, and small tiles."""
+    """Choose tiles by the kind of GPU; fp32 runs without tensor cores, in small tiles."""
     if dtype == torch.float32:
         return PrefillConfig(chunk=16, columns=min(dim, 32), num_warps=4, num_stages=1, has_tma=False)
     if capability // 10 == 9:
@@ -205,7 +205,7 @@ def _config(dim: int, dtype: torch.dtype, capability: int) -> PrefillConfig:
 
 
 def _segment(num_tokens: int, heads: int, chunk: int, num_processors: int) -> int:
-    """Tokens per segment: long, since each begins by looking back, but two programs per processor or more."""
+    """Return the tokens of a segment: long, because each first computes its state, but two programs per processor."""
     count = max(1, 2 * num_processors // heads)
     return min(max(-(-num_tokens // (count * chunk)), 2) * chunk, LONGEST_SEGMENT)
 
@@ -213,7 +213,7 @@ def _segment(num_tokens: int, heads: int, chunk: int, num_processors: int) -> in
 @triton.jit
 def _rotated(x, other, weight, other_weight, cos, sin, dim, eps, D: tl.constexpr, HAS_NORM: tl.constexpr,
             HAS_ROPE: tl.constexpr):  # fmt: skip
-    """A head x [D] normed and rotated, in fp32; `other` is the head with its halves changed over."""
+    """Return a head x [D] normed and rotated, in fp32; `other` is the head with its halves swapped."""
     dtype: tl.constexpr = x.dtype
     x, other = x.to(tl.float32), other.to(tl.float32)
     if HAS_NORM:
@@ -271,9 +271,11 @@ def _step_kernel(
     if PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()
     if PDL:
-        likely = tl.load(slots_ptr + sequence).to(tl.int64)  # who wrote it may not be done
+        likely = tl.load(slots_ptr + sequence).to(
+            tl.int64
+        )  # before the wait: it may still be written, so it is only a guess for the prefetch
         likely = tl.maximum(tl.minimum(likely, num_slots - 1), 0)
-        fetch(states_ptr + (likely * H + head) * (D * D) + dim * D + part * COLUMNS)
+        prefetch(states_ptr + (likely * H + head) * (D * D) + dim * D + part * COLUMNS)
         tl.extra.cuda.gdc_wait()
     slot = tl.load(slots_ptr + sequence).to(tl.int64)
     count = N
@@ -308,7 +310,7 @@ def _step_kernel(
             q = _rotated(q_next, q_other, q_weight, q_other_weight, cos, sin, dim, eps, D, HAS_NORM, HAS_ROPE)
             k = _rotated(k_next, k_other, k_weight, k_other_weight, cos, sin, dim, eps, D, HAS_NORM, HAS_ROPE)
             v = v_next.to(tl.float32)
-            following = (token + 1) % N  # read while this one is computed; after the last, for nothing
+            following = (token + 1) % N  # loaded while this one is computed; after the last token the load is unused
             q_next = tl.load(q_base + following * q_token + dim)
             k_next = tl.load(k_base + following * k_token + dim)
             v_next = tl.load(v_base + following * v_token)
@@ -371,7 +373,7 @@ def lightning_verify(
     heads: Heads | None = None,
     dependents_first: bool = False,
 ) -> Tensor:
-    """n tokens each: q, k, v [S, n, H, D] → output [S, n, H, D], as decoding would give; states stay as they are."""
+    """n tokens each: q, k, v [S, n, H, D] → output [S, n, H, D], as decoding would return; states stay unchanged."""
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device) if output is None else output
     _step(
         q, k, v, states, slots, None, slopes, scale, output, heads, keeps_state=True, dependents_first=dependents_first
@@ -443,12 +445,12 @@ def _step(
         HAS_ROPE=first.cos is not None,
         **pdl_options(q.device, sequences * num_tokens, dependents_first),
         num_warps=STEP_WARPS,
-        enable_fp_fusion=False,  # a product and a sum fused in one use and apart in another would differ in bits
+        enable_fp_fusion=False,  # fused multiply-adds in one variant only would change bits
     )
 
 
 def _compact(x: Tensor) -> Tensor:
-    """x [n, H, D] itself, if the heads of a row lie side by side and can be read 16 bytes at a time; else a copy."""
+    """Return x [n, H, D] if the heads of a row are contiguous and aligned to 16 bytes, else a copy."""
     is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
     is_compact = x.stride(1) == x.shape[2] and x.stride(2) == 1
     return x if is_aligned and is_compact else x.clone(memory_format=torch.contiguous_format)
@@ -464,6 +466,6 @@ def _num_processors(device: torch.device) -> int:
 
 
 def _capability(device: torch.device) -> int:
-    """90 on Hopper; 0 where there is no GPU."""
+    """Return the compute capability, 90 on Hopper, or 0 without a GPU."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor

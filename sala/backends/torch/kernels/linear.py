@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Products of a few rows with a big weight, as a decode step has them: bound by reading the weight, nothing else.
+"""Products of decode rows with a large weight: bound by reading the weight and by nothing else.
 
-K is cut into a fixed number of parts, each a program of its own, so that every multiprocessor reads all the time even
-where the output is small. Their sums stay apart in fp32 and are added, in order, by the pass that comes next anyway:
-no kernel is spent on it. Neither cut nor order depends on the rows, so a row's bits are its own.
+K is cut into a fixed number of parts, each computed by its own program, so that every multiprocessor keeps reading even
+where the output is small (split-K). The partial sums stay apart in fp32 and are added, in order, by the norm that comes
+next anyway: no extra kernel. Neither the cut nor the order depends on the rows: the products are batch-invariant.
 """
 
 from typing import Any, NamedTuple
@@ -14,21 +14,21 @@ import triton.language as tl
 from torch import Tensor
 
 from sala.backends.torch.kernels.attention import shared_memory
-from sala.backends.torch.kernels.pdl import can_use_pdl, fetch, pdl_launch_dependents, pdl_wait
+from sala.backends.torch.kernels.pdl import can_use_pdl, pdl_launch_dependents, pdl_wait, prefetch
 
-MIN_ROWS, MAX_ROWS = 32, 128  # of a tile: more rows are no longer bound by the weight
-PROGRAMS = 128  # as many as a large GPU has multiprocessors, nearly
-MIN_PART = 256  # of K
-MAX_SPLITS = 8  # the pass behind reads them all
-MAX_PREFETCHED = 1  # tiles that a program asks for before the kernel ahead has ended
+MIN_ROWS, MAX_ROWS = 32, 128  # of a tile: with more, reading the weight is no longer the limit
+PROGRAMS = 128  # about as many as a large GPU has multiprocessors
+MIN_PART = 256  # of K: shorter parts spend more on starting than on reading
+MAX_SPLITS = 8  # the norm that adds up the parts reads them all
+MAX_PREFETCHED = 1  # tiles that a program prefetches before the kernel ahead of it has ended
 
 
 class Config(NamedTuple):
     """A tile of the weight is `columns` x `depth`; K is cut into `splits` parts, on which the order of sums depends.
 
-    Swapped, the weight's tile is the left side of the product: Hopper's tensor cores want that side 64 tall, and the
-    rows are too few. Early, programs start while the kernel ahead still runs, fetch their first weights into the L2
-    cache and then wait for its end; from Hopper on.
+    With `is_swapped`, the weight's tile is the left operand: Hopper's tensor cores want 64 rows there, and decode
+    batches have fewer. With `uses_pdl` (see `pdl.py`), programs start while the kernel ahead still runs, prefetch their
+    first weights into the L2 cache and then wait for its end.
     """
 
     columns: int
@@ -42,7 +42,7 @@ class Config(NamedTuple):
 
 @triton.jit
 def _silu_mul(gate, up, dtype: tl.constexpr):
-    """silu(gate) * up, rounded to dtype where `fused.silu_mul` rounds."""
+    """Return silu(gate) * up, rounded to dtype where `fused.silu_mul` rounds."""
     gate = gate.to(tl.float32)
     active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     return (active * up.to(tl.float32)).to(dtype)
@@ -50,7 +50,7 @@ def _silu_mul(gate, up, dtype: tl.constexpr):
 
 @triton.jit
 def _product(x, weight, acc, IS_SWAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    """x [ROWS, DEPTH], weight [COLUMNS, DEPTH]: their product joins acc [ROWS, COLUMNS], or its transpose."""
+    """Add the product of x [ROWS, DEPTH] and weight [COLUMNS, DEPTH] to acc [ROWS, COLUMNS], or to its transpose."""
     if IS_SWAPPED:
         acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
     else:
@@ -59,12 +59,12 @@ def _product(x, weight, acc, IS_SWAPPED: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _fetch(weight_rows, begin, K: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr):
-    """Asks for the first tiles of the weight to come into the L2 cache."""
+def _prefetch_weight(weight_rows, begin, K: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr):
+    """Prefetch the first tiles of the weight into the L2 cache."""
     LINE: tl.constexpr = 1024 // weight_rows.dtype.element_ty.primitive_bitwidth
     line = tl.arange(0, (DEPTH + LINE - 1) // LINE) * LINE
     for step in tl.static_range(STEPS):
-        fetch(weight_rows[:, None] + tl.minimum(begin + step * DEPTH + line, K - 1)[None, :])
+        prefetch(weight_rows[:, None] + tl.minimum(begin + step * DEPTH + line, K - 1)[None, :])
 
 
 @triton.jit
@@ -91,14 +91,14 @@ def _linear_kernel(
     begin = split * (STEPS * DEPTH)
     row, inner = tl.arange(0, TILE_ROWS), tl.arange(0, DEPTH)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    # What is past the last column repeats it: no mask, and nobody reads the result. Rows are masked: were all of a tile
-    # the same one, every program would ask for the same few lines of the L2 cache, 32 times.
+    # Columns past the last one repeat it: no mask is needed and the result is never read. Rows are masked: if all rows
+    # of a tile repeated one, every program would ask for the same few lines of the L2 cache 32 times.
     is_row = (row < ROWS)[:, None]
     x_rows = tl.multiple_of(x_ptr + row * x_row, 16)
     weight_rows = tl.multiple_of(weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K, 16)
     if PREFETCH_STEPS > 0:
         tl.extra.cuda.gdc_launch_dependents()
-        _fetch(weight_rows, begin, K, DEPTH, PREFETCH_STEPS)
+        _prefetch_weight(weight_rows, begin, K, DEPTH, PREFETCH_STEPS)
         tl.extra.cuda.gdc_wait()
     x_tile = x_rows[:, None] + (begin + inner)[None, :]
     weight_tile = weight_rows[:, None] + (begin + inner)[None, :]
@@ -137,7 +137,7 @@ def _gate_up_kernel(
     IS_SWAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """COLUMNS of the gate and the same ones of its factor, whose weights lie N rows further: out [ROWS, N]."""
+    """COLUMNS of the gate and of the up projection, whose weights lie N rows further: out [ROWS, N]."""
     STEPS: tl.constexpr = (K + DEPTH - 1) // DEPTH
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row, inner = tl.arange(0, TILE_ROWS), tl.arange(0, DEPTH)
@@ -147,8 +147,8 @@ def _gate_up_kernel(
     weight_rows = tl.multiple_of(weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K, 16)
     if PREFETCH_STEPS > 0:
         tl.extra.cuda.gdc_launch_dependents()
-        _fetch(weight_rows, 0, K, DEPTH, PREFETCH_STEPS)
-        _fetch(weight_rows + N * K, 0, K, DEPTH, PREFETCH_STEPS)
+        _prefetch_weight(weight_rows, 0, K, DEPTH, PREFETCH_STEPS)
+        _prefetch_weight(weight_rows + N * K, 0, K, DEPTH, PREFETCH_STEPS)
         tl.extra.cuda.gdc_wait()
     x_tile = x_rows[:, None] + inner[None, :]
     gate_tile = weight_rows[:, None] + inner[None, :]
@@ -174,7 +174,7 @@ def _gate_up_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
-    """x [T, K], weight [N, K] → [T, N] in x's dtype; at most 128 rows, as everywhere here."""
+    """x [T, K], weight [N, K] → [T, N] in x's dtype; at most 128 rows, as in all functions here."""
     config = config or _config_of(weight, x.shape[0], max_splits=1)
     assert config.splits == 1
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
@@ -228,7 +228,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, config: Config) -> None:
 
 
 def _checked(x: Tensor, weight: Tensor) -> Tensor:
-    """x, whose rows may lie apart but begin at whole 16 bytes; else a copy of it."""
+    """Return x if its rows are aligned to 16 bytes (they may lie apart), else a copy of it."""
     assert x.shape[0] <= MAX_ROWS
     assert x.shape[1] == weight.shape[1]
     assert x.dtype == weight.dtype
@@ -239,7 +239,7 @@ def _checked(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def constants(rows: int, n: int, k: int, dtype: torch.dtype, config: Config) -> dict[str, Any]:
-    """What both kernels are compiled for."""
+    """Return the compile-time constants of both kernels."""
     part = triton.cdiv(k, config.depth * config.splits)
     return {
         "N": n,
@@ -260,7 +260,7 @@ def options(config: Config) -> dict[str, Any]:
 
 
 def _tile_rows(rows: int) -> int:
-    """A tile holds all rows. Its height changes the work of a program, not the order in which a row is summed up."""
+    """Return the height of the tile that holds all rows; it does not change the order in which a row is summed."""
     return max(MIN_ROWS, triton.next_power_of_2(rows))
 
 
@@ -271,12 +271,12 @@ def _config_of(weight: Tensor, rows: int, max_splits: int = MAX_SPLITS) -> Confi
 
 
 def max_rows(weight: Tensor) -> int:
-    """Without tensor cores, which know no fp32, more rows are no longer bound by the weight."""
+    """Return the most rows that these products take: in fp32, without tensor cores, only a few are memory-bound."""
     return MAX_ROWS if weight.element_size() <= 2 else MIN_ROWS
 
 
 def can_take(rows: int, weight: Tensor) -> bool:
-    """Whether the products here are made for so many rows of this weight."""
+    """Return whether these products take so many rows of this weight."""
     return rows <= max_rows(weight) and weight.shape[1] * weight.element_size() % 16 == 0 and weight.is_contiguous()
 
 
@@ -288,12 +288,12 @@ def _config(
     max_splits: int = MAX_SPLITS,
     rows: int = MIN_ROWS,
 ) -> Config:
-    """By shape, bytes per element and the shared memory of the device; the splits are by shape alone.
+    """Choose by shape, bytes per element and shared memory (`limit`); the splits depend on the shape alone.
 
     Measured on an H200 (benchmarks/gpu_linear.py): with a program per multiprocessor a deep pipeline pays, with many
     of them a shallow one, since several programs then share a multiprocessor.
     """
-    if element_size > 2:  # no tensor cores: registers are what is scarce
+    if element_size > 2:  # no tensor cores: registers are the limit
         return Config(64, 32, _splits(n, k, 64, max_splits), 4, 3, is_swapped=False)
     columns, depth = 64, 128 if limit > 200 << 10 else 64
     splits = _splits(n, k, columns, max_splits)
@@ -303,7 +303,7 @@ def _config(
 
 
 def _pair_config(rows: int, element_size: int, limit: int) -> Config:
-    """As `_config`, of a kernel that reads two tiles of the weight at a time; its outputs are many."""
+    """`_config` of the gate-up kernel, which reads two tiles of the weight at a time and has many outputs."""
     if element_size > 2:
         return Config(64, 32, 1, 4, 3, is_swapped=False)
     depth = 128 if limit > 200 << 10 else 64
@@ -311,12 +311,12 @@ def _pair_config(rows: int, element_size: int, limit: int) -> Config:
 
 
 def _stages(num_rows: int, depth: int, limit: int) -> int:
-    """As deep a pipeline of rows of 16-bit numbers as there is room for."""
+    """Return the depth of a pipeline of rows of 16-bit numbers that fits into shared memory."""
     return min(6, limit // (num_rows * depth * 2))
 
 
 def _splits(n: int, k: int, columns: int, most: int) -> int:
-    """A power of two, so that there is a program for every multiprocessor of a large GPU, or as many as K has."""
+    """Return a power of two that gives every multiprocessor of a large GPU a program, as far as K is long enough."""
     wanted = min(most, k // MIN_PART, PROGRAMS // triton.cdiv(n, columns))
     return 1 << max(wanted, 1).bit_length() - 1
 
@@ -341,7 +341,9 @@ def _add_norm_kernel(
     column = tl.arange(0, BLOCK)
     is_here = column < WIDTH
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    weight = tl.load(weight_ptr + column, mask=is_here, other=0.0).to(tl.float32)  # first, as it comes from far away
+    weight = tl.load(weight_ptr + column, mask=is_here, other=0.0).to(
+        tl.float32
+    )  # first: it comes from memory, the rest from the L2 cache
     pdl_wait(PDL)
     x = tl.load(x_ptr + row * x_row + column, mask=is_here, other=0.0).to(tl.float32)
     part = partials_ptr + row * WIDTH + column
@@ -369,7 +371,7 @@ def add_partials_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`fused.add_rms_norm` of x [T, h] and the sum of partials [S, T, h], added in order and rounded to x's dtype.
 
-    `dependents_first`: as in `pdl.pdl_options`.
+    For `dependents_first` see `pdl.pdl_options`.
     """
     splits, rows, width = partials.shape
     assert x.shape == (rows, width)
@@ -394,7 +396,7 @@ def add_partials_rms_norm(
         WIDTH=width,
         BLOCK=block,
         PDL=(1 if dependents_first else 2) if uses_pdl else 0,
-        num_warps=max(1, min(32, block // 128)),  # few numbers a thread: all its reads are under way at once
+        num_warps=max(1, min(32, block // 128)),  # few numbers per thread: all reads are in flight at once
         enable_fp_fusion=False,  # the model rounds a product before it adds
         **({"launch_pdl": True} if uses_pdl else {}),
     )

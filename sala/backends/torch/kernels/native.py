@@ -1,7 +1,7 @@
-"""The C++ kernels of the CPU: compiled by the machine's own compiler at first use, kept in the user's cache.
+"""The C++ kernels of the CPU: compiled by the machine's own compiler at first use and kept in the user's cache.
 
-No torch headers, so that compiling takes seconds; tensors cross the border as plain pointers. Where there is no
-compiler, `load` gives None.
+They need no torch headers, so that compiling takes seconds; tensors are passed as plain pointers. Where there is no
+compiler, `load` returns None.
 """
 
 import ctypes
@@ -20,19 +20,19 @@ HEADERS, SOURCES = (
     for names in (("vectors.h", "affine.h"), ("affine.cpp", "decode.cpp", "attend.cpp"))
 )
 _INSTRUCTIONS = {16: "AVX-512", 8: "AVX2", 4: "NEON" if platform.machine() in ("aarch64", "arm64") else "SSE"}
-LANES = 16  # widths must be multiples of it, where the model runs natively
+LANES = 16  # widths must be multiples of this: a vector of 16 floats
 ELEMENT_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # of scales, of plain weights and of pages
-_PRODUCTS = {  # words of a processor that multiplies matrices in that precision
+_PRODUCTS = {  # flags in /proc/cpuinfo of processors that multiply matrices in that precision
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
 }
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-w")
-_SPECIAL = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())  # the best that the compiler knows
+_SPECIAL = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())  # tried in this order until one works
 
 
 class Weight(ctypes.Structure):
-    """A matrix as affine.h has it; whoever makes one keeps its tensors alive."""
+    """The struct of affine.h; its owner must keep the tensors alive."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "biases", "addend")),
@@ -42,7 +42,7 @@ class Weight(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """This and the following are those of decode.cpp."""
+    """This and the following structs are those of decode.cpp."""
 
     _fields_ = (
         *((name, Weight) for name in ("q", "k", "v", "o", "gate", "mlp_gate", "mlp_up", "mlp_down")),
@@ -62,7 +62,7 @@ class Model(ctypes.Structure):
     )
 
 
-class Past(ctypes.Structure):
+class LayerCache(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("states", "k", "v", "k1", "k2"))
 
 
@@ -76,7 +76,7 @@ class Span(ctypes.Structure):
 class Step(ctypes.Structure):
     _fields_ = (
         ("spans", ctypes.POINTER(Span)),
-        ("pasts", ctypes.POINTER(Past)),
+        ("caches", ctypes.POINTER(LayerCache)),
         ("x", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("lightning_cos", "lightning_sin", "sparse_cos", "sparse_sin")),
         *((name, ctypes.c_void_p) for name in ("growth", "kept_k", "kept_v")),
@@ -85,7 +85,7 @@ class Step(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """That of attend.cpp."""
+    """The struct of attend.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "table", "selected", "positions", "out")),
@@ -97,7 +97,7 @@ class Attention(ctypes.Structure):
 
 
 class Kernel:
-    """The functions of the library; tensors and structures are given by address."""
+    """The functions of the library; tensors and structs are passed by address."""
 
     def __init__(self, file: Path) -> None:
         library, address, number = ctypes.CDLL(str(file)), ctypes.c_void_p, ctypes.c_int64
@@ -123,27 +123,27 @@ def _function(function: Any, *arguments: type) -> Any:
 
 @functools.cache
 def load() -> Kernel | None:
-    """The kernels of this machine, compiled if need be; None where that is impossible."""
+    """Return the kernels of this machine, compiled if necessary; None where that is impossible."""
     found = _attempt()
     return None if found is None else Kernel(found[0])
 
 
 @functools.cache
 def describe() -> str:
-    """The compiler and its flags, or that there is none."""
+    """Return the compiler and its flags in words, or that there is none."""
     found = _attempt()
     return "no C++ compiler that works" if found is None else found[1]
 
 
 def instructions() -> str | None:
-    """What the kernels were compiled for; None where there are none."""
+    """Return the instruction set for which the kernels were compiled; None where there are none."""
     kernel = load()
     return None if kernel is None else _INSTRUCTIONS[kernel.num_lanes]
 
 
 @functools.cache
 def multiplies_in(dtype: str) -> bool:
-    """Whether the processor itself multiplies in this 16-bit precision."""
+    """Return whether the processor has instructions for products in this 16-bit precision."""
     return not _PRODUCTS[dtype].isdisjoint(_processor().split())
 
 
@@ -160,7 +160,7 @@ def _attempt() -> tuple[Path, str] | None:
 
 
 def _build(compiler: str, flags: list[str]) -> Path | None:
-    """The library of these sources, compiler, flags and processor; None if it cannot be made."""
+    """Return the library for this compiler, flags and processor, built if necessary; None if that fails."""
     texts = [file.read_text(encoding="utf-8") for file in (*HEADERS, *SOURCES)]
     key = "\n".join([*texts, compiler, *flags, _processor()])
     file = _cache_directory() / f"sala-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
@@ -172,7 +172,7 @@ def _build(compiler: str, flags: list[str]) -> Path | None:
             draft = Path(place) / file.name
             command = [compiler, *flags, "-o", str(draft), *map(str, SOURCES)]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
-            ctypes.CDLL(str(draft))  # a library that does not load is none
+            ctypes.CDLL(str(draft))  # fails here rather than at first use
             os.replace(draft, file)  # noqa: PTH105 - two processes may build at once; the last one wins
     except (OSError, subprocess.SubprocessError):
         return None
@@ -186,7 +186,7 @@ def _cache_directory() -> Path:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: a cache may be shared by several machines."""
+    """Return what `-march=native` depends on: several machines may share a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         wanted = [line for line in lines if line.startswith(("flags", "model name", "Features", "CPU part"))]

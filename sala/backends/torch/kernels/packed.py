@@ -21,21 +21,21 @@ from sala.backends.torch.kernels.attention import shared_memory
 from sala.backends.torch.kernels.linear import MAX_ROWS, _silu_mul
 from sala.backends.torch.kernels.packed_unpack import _halves
 from sala.backends.torch.kernels.packed_weight import WORDS, PackedWeight, block_size
-from sala.backends.torch.kernels.pdl import can_use_pdl, fetch
+from sala.backends.torch.kernels.pdl import can_use_pdl, prefetch
 
 MIN_TILE, MAX_TILE = 16, 64  # rows of a program: tensor cores need 16, more than 64 spill
 PROGRAMS = 512  # about four for every multiprocessor of a large GPU: one unpacks while the others wait for memory
 MIN_PART = 512  # of K: shorter parts spend more on starting than on reading
 MAX_SPLITS = 8  # the kernel that adds up the parts reads them all
 PROCESSORS = 132  # of an H200, on which the depth of pipelines was measured
-MAX_STAGES = 8
+MAX_STAGES = 8  # deeper pipelines gained nothing on an H200
 MAX_PREFETCHED = 2  # blocks that a program prefetches before the kernel ahead of it has ended
 MAX_EXPANDED = 1 << 26  # weights that `product` expands at a time
 SMALL_SHARED = 128 << 10  # bytes: consumer GPUs have less than this much shared memory per program
 
 
 class Config(NamedTuple):
-    """A program makes `columns` outputs of one of `splits` parts of K. For `uses_pdl` see `pdl.py`."""
+    """A program computes `columns` outputs of one of `splits` parts of K. For `uses_pdl` see `pdl.py`."""
 
     columns: int
     splits: int
@@ -78,7 +78,7 @@ def _packed_kernel(
 ):
     """COLUMNS of one split: out [SPLITS, ROWS, N]. The matrix has PITCH rows, of which these are some.
 
-    A pair: half of the columns are of the gate, half of its factor, N rows further, and out is their SiLU.
+    With IS_PAIR, half of the columns are the gate, half the up projection N rows further, and out is silu(gate) * up.
     """
     BLOCK: tl.constexpr = 1024 // BITS
     HALF: tl.constexpr = BLOCK // 2
@@ -91,7 +91,7 @@ def _packed_kernel(
     word, inner = tl.arange(0, 32), tl.arange(0, HALF)
     OUTPUTS: tl.constexpr = COLUMNS // 2 if IS_PAIR else COLUMNS
     lane = tl.arange(0, COLUMNS)
-    # What is past the last column repeats it: no mask, and nobody reads the result.
+    # Columns past the last one repeat it: no mask is needed and the result is never read.
     real = tl.minimum(tl.program_id(1) * OUTPUTS + lane % OUTPUTS, N - 1) + lane // OUTPUTS * N
     is_row = (row < ROWS)[:, None]
     begin = first.to(tl.int64) * PITCH
@@ -100,8 +100,8 @@ def _packed_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         for step in tl.static_range(PREFETCH_STEPS):
             ahead = tl.minimum(step, BLOCKS - 1 - first)
-            fetch(code_rows + ahead * (PITCH * 32))
-            fetch(group_rows + ahead * (PITCH * GROUPS))
+            prefetch(code_rows + ahead * (PITCH * 32))
+            prefetch(group_rows + ahead * (PITCH * GROUPS))
         tl.extra.cuda.gdc_wait()
     x_tile = tl.multiple_of(x_ptr + row.to(tl.int64) * x_row, 16)[:, None] + (first * BLOCK + inner)[None, :]
     code_tile = code_rows[:, None] + word[None, :]
@@ -151,7 +151,7 @@ def _expand_kernel(
     HAS_INDEX: tl.constexpr,
     HAS_ASM: tl.constexpr,
 ):
-    """A block of COLUMNS rows of the matrix, all in turn or those of the index: out [num_rows, K]."""
+    """A block of COLUMNS rows of the matrix, in order or as the index names them: out [num_rows, K]."""
     BLOCK: tl.constexpr = 1024 // BITS
     HALF: tl.constexpr = BLOCK // 2
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -182,7 +182,7 @@ def linear(x: Tensor, weight: PackedWeight, config: Config | None = None) -> Ten
 
 
 def linears(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
-    """As `linear` by each of the matrices, which may differ in bits, side by side: [T, N + …]; at most 128 rows."""
+    """`linear` with several matrices, which may differ in bits; results side by side: [T, N + …]; at most 128 rows."""
     ends = [0, *accumulate(weight.num_out for weight in weights)]
     out = torch.empty(x.shape[0], ends[-1], dtype=x.dtype, device=x.device)
     for weight, begin, end in zip(weights, ends, ends[1:], strict=False):
@@ -214,7 +214,7 @@ def linear_silu_mul(x: Tensor, weight: PackedWeight, config: Config | None = Non
 
 
 def product(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [T, K] → [T, N], any number of rows: many of them by an expanded copy of the matrix, a piece at a time."""
+    """x [T, K] → [T, N], any number of rows: prefill rows by an expanded copy of the matrix, a piece at a time."""
     if can_take(x.shape[0], weight):
         return linear(x, weight)
     step = max(1, MAX_EXPANDED // weight.num_in)
@@ -228,7 +228,7 @@ def product(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def expand(weight: PackedWeight, index: Tensor | None = None) -> Tensor:
-    """The matrix [n, k] in the precision of its rows, or those of its rows that are named by index [t]."""
+    """Return the matrix [n, k] in the precision of the activations, or the rows that index [t] names."""
     num_rows = weight.num_out if index is None else index.shape[0]
     out = torch.empty(num_rows, weight.num_in, dtype=weight.dtype, device=weight.codes.device)
     if num_rows == 0:
@@ -268,7 +268,7 @@ def _launch(x: Tensor, weight: PackedWeight, out: Tensor, config: Config, is_pai
     if x.stride(1) != 1 or not is_aligned:
         x = x.clone(memory_format=torch.contiguous_format)
     n = weight.num_out // 2 if is_pair else weight.num_out
-    tiles = triton.cdiv(rows, tile_rows(rows))  # side by side: the codes come from the L2 cache
+    tiles = triton.cdiv(rows, tile_rows(rows))  # adjacent programs: the second reads the codes from the L2 cache
     outputs = config.columns // 2 if is_pair else config.columns
     _packed_kernel[(tiles, triton.cdiv(n, outputs), config.splits)](
         x,
@@ -288,7 +288,7 @@ def _launch(x: Tensor, weight: PackedWeight, out: Tensor, config: Config, is_pai
 def constants(
     rows: int, n: int, k: int, bits: int, group_size: int, config: Config, is_pair: bool = False
 ) -> dict[str, Any]:
-    """What the kernel is compiled for, but for where it runs."""
+    """Return the compile-time constants of the kernel that do not depend on the device."""
     part = triton.cdiv(triton.cdiv(k, block_size(bits)), config.splits)
     return {
         "N": n,
@@ -310,22 +310,22 @@ def options(config: Config) -> dict[str, Any]:
 
 
 def max_rows(weight: PackedWeight) -> int:
-    """So many are few."""
+    """Return the most rows that these products take."""
     return MAX_ROWS if weight.dtype.itemsize <= 2 else dense.MIN_ROWS
 
 
 def can_take(rows: int, weight: PackedWeight) -> bool:
-    """Whether the products here are made for so many rows."""
+    """Return whether these products take so many rows."""
     return rows <= max_rows(weight)
 
 
 def tile_rows(rows: int) -> int:
-    """Its height changes the work of a program, not the order in which a row is summed up."""
+    """Return the height of a tile; it does not change the order in which a row is summed."""
     return min(MAX_TILE, max(MIN_TILE, triton.next_power_of_2(rows)))
 
 
 def _pitch(weight: PackedWeight) -> int:
-    """Rows of the matrix that this one is a part of."""
+    """Return the number of rows of the matrix that this one is a part of."""
     groups = weight.groups
     assert groups.stride()[1:] == (groups.shape[2], 1)
     pitch = weight.codes.stride(0) // WORDS
@@ -334,7 +334,7 @@ def _pitch(weight: PackedWeight) -> int:
 
 
 def _has_asm(weight: PackedWeight) -> bool:
-    """The interpreter and fp32 do without."""
+    """Return whether codes are unpacked by PTX: not in the interpreter, nor in fp32."""
     return weight.codes.is_cuda and weight.dtype.itemsize == 2
 
 
@@ -349,9 +349,9 @@ def _config_of(weight: PackedWeight, rows: int, max_splits: int = MAX_SPLITS, is
 def _config(
     n: int, k: int, bits: int, limit: int, rows: int, max_splits: int = MAX_SPLITS, is_pair: bool = False
 ) -> Config:
-    """By shape, rows and the shared memory of the device; the splits are by shape alone.
+    """Choose by shape, rows and shared memory (`limit`); the splits depend on the shape alone.
 
-    As measured on an H200: pipelines as deep as lets the programs of a processor run side by side.
+    Measured on an H200: best are the deepest pipelines with which the programs of a multiprocessor still fit together.
     """
     splits = _splits(n, k, max_splits)
     # Without wgmma a tile of 128 columns is at the limit of registers: ptxas spills for sm_120 with Triton 3.7.
@@ -364,6 +364,6 @@ def _config(
 
 
 def _splits(n: int, k: int, most: int) -> int:
-    """A power of two, so that there are some programs for every multiprocessor of a large GPU, or as many as K has."""
+    """Return a power of two that gives every multiprocessor of a large GPU some programs, if K is long enough."""
     wanted = min(most, k // MIN_PART, PROGRAMS // triton.cdiv(n, 64))
     return 1 << max(wanted, 1).bit_length() - 1

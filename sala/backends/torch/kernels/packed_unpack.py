@@ -14,11 +14,11 @@ _place = triton.constexpr_function(bit_offset)
 
 @triton.constexpr_function
 def _nibbles(plane, is_bfloat, power, is_shared):
-    """PTX: of a word $2 and the word of its group $3, two weights of a plane in $0 and $1.
+    """Return PTX that unpacks a word $2, with the word of its group $3, into two weights of a plane, $0 and $1.
 
     A code in the lower or upper half of a byte is 2^-133 or 2^-129 of itself; the scale is made for where the group
-    begins. Without a power, a number with a code in its lowest bits is the code and a power of two: nothing need be
-    converted. Halves of words are named, not permuted: a multiply-add can take one half twice.
+    begins. Without a power, a float with a code in its lowest bits is the code plus a power of two: no conversion is
+    needed. Halves of words are named, not permuted: a multiply-add can take one half twice.
     """
     kind, place = "bf16x2" if is_bfloat else "f16x2", _place(plane)
     text = "mov.b32 {l, h}, $3; mov.b32 s, {l, l}; mov.b32 b, {h, h};"
@@ -36,10 +36,10 @@ def _nibbles(plane, is_bfloat, power, is_shared):
 
 @triton.constexpr_function
 def _bytes(plane, is_bfloat):
-    """PTX: of two words $1, $2 and the words of their groups $3, $4, two weights of a plane in $0.
+    """Return PTX that unpacks two words $1, $2, with their groups $3, $4, into two weights of a plane in $0.
 
-    A byte is too long for the 7 bits of bf16: it is a sign and how far the code is from the middle, which lies between
-    two codes. As above, those 7 bits and a power of two are a number.
+    A byte is too long for the 7 bits of bf16: it holds a sign and the distance of the code from the middle, which lies
+    between two codes. As above, those 7 bits plus a power of two are a float.
     """
     kind, one, base, minus = ("bf16x2", 0x3F80, 0x4300, 0xC2FF) if is_bfloat else ("f16x2", 0x3C00, 0x6400, 0xE3FF)
     text = f"prmt.b32 t, $1, $2, {0x4400 + 0x1111 * plane}; lop3.b32 c, t, {0x007F007F}, {base * 0x10001}, 0xea;"
@@ -51,7 +51,7 @@ def _bytes(plane, is_bfloat):
 
 @triton.jit
 def _scale_and_offset(group, dtype: tl.constexpr):
-    """Of the words of groups, in fp32."""
+    """Return scale and offset from the words of groups, in fp32."""
     WIDTH: tl.constexpr = dtype.primitive_bitwidth
     BASE: tl.constexpr = tl.int32 if WIDTH == 32 else tl.int16
     scale = group.to(BASE).to(dtype, bitcast=True).to(tl.float32)
@@ -64,8 +64,8 @@ def _plane_of_nibbles(words, group, PLANE: tl.constexpr, IS_SHARED: tl.constexpr
                       dtype: tl.constexpr, HAS_ASM: tl.constexpr):  # fmt: skip
     """words [COLUMNS, 16], group [COLUMNS, 1] → the plane's weights [COLUMNS, 32].
 
-    Shared: the group has all four planes of the words. That both codes come from one word leaves no doubt which they
-    are; of two, the compiler chooses which are together.
+    With IS_SHARED the group covers all four planes of the words. Both codes of a pair come from one word: if they came
+    from two, the compiler could choose the pairs.
     """
     SHAPE: tl.constexpr = (words.shape[0], 32)
     if HAS_ASM:
@@ -80,7 +80,7 @@ def _plane_of_nibbles(words, group, PLANE: tl.constexpr, IS_SHARED: tl.constexpr
             codes -= 8.0
         else:
             MADE_FOR: tl.constexpr = 129 if PLANE % 4 >= 2 and not IS_SHARED else 133
-            scale = scale * 2.0 ** (POWER - MADE_FOR) * 2.0**-POWER  # at once it would be too small for fp32
+            scale = scale * 2.0 ** (POWER - MADE_FOR) * 2.0**-POWER  # in one step it would underflow fp32
         weights = (codes * scale + offset).to(dtype)
     return weights
 
@@ -88,7 +88,7 @@ def _plane_of_nibbles(words, group, PLANE: tl.constexpr, IS_SHARED: tl.constexpr
 @triton.jit
 def _plane_of_bytes(words, group, PLANE: tl.constexpr, dtype: tl.constexpr, HAS_ASM: tl.constexpr):
     """words [COLUMNS, 32], group [COLUMNS, 1] → the plane's weights [COLUMNS, 32]."""
-    if HAS_ASM and dtype == tl.bfloat16:  # the call wants a type itself, not a constant that holds one
+    if HAS_ASM and dtype == tl.bfloat16:  # the call takes a type, not a constexpr that holds one
         code: tl.constexpr = _bytes(PLANE, True)
         weights = tl.inline_asm_elementwise(code, "=r,r,r,r,r", [words, group], tl.bfloat16, True, 2)
     elif HAS_ASM:
@@ -116,7 +116,7 @@ def _half(
 ):
     """words [COLUMNS, 16 or 32], groups [COLUMNS, NUM_GROUPS] → weights of half a block, [COLUMNS, 4096 / BITS / 8].
 
-    Planes are joined in the order of K; in registers nothing moves.
+    Planes are joined in the order of K, without moving data between registers.
     """
     if NUM_GROUPS == 1:
         g0, g1, g2, g3 = groups, groups, groups, groups

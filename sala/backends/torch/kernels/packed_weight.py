@@ -26,7 +26,7 @@ from torch import Tensor
 WORDS = 32  # of a row in a block: one 128-byte line of memory
 MIDDLE = {4: 8, 8: 127.5}  # of the codes
 POWER = 24  # 4-bit weights in bf16 are 2^-24 of themselves in registers
-LARGEST = 2.0 ** (POWER - 5)  # scales have to be smaller for that
+LARGEST = 2.0 ** (POWER - 5)  # scales must be smaller than this
 _PIECE = 1 << 24  # weights that `pack` handles at a time, to bound its memory
 
 
@@ -54,12 +54,12 @@ class PackedWeight:
         return self.codes.nbytes + self.groups.nbytes
 
     def rows(self, begin: int, end: int) -> "PackedWeight":
-        """Some rows, in the same memory."""
+        """Return some rows, in the same memory."""
         return replace(self, codes=self.codes[:, begin:end], groups=self.groups[:, begin:end])
 
 
 def pack(words: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int, dtype: torch.dtype) -> PackedWeight:
-    """From words [n, k * bits / 32] as usual, scales and biases [n, k / group_size], for rows of `dtype`."""
+    """Pack words [n, k * bits / 32] as in files, scales and biases [n, k / group_size], for activations of `dtype`."""
     num_out, num_in = words.shape[0], words.shape[1] * 32 // bits
     block = block_size(bits)
     assert bits in (4, 8)
@@ -77,13 +77,15 @@ def pack(words: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: i
     pairs = torch.stack((scales.to(dtype), offsets.to(dtype)), -1)
     raw = pairs.view(torch.int64 if dtype.itemsize == 4 else torch.int32)[..., 0]
     raw = F.pad(raw, (0, blocks * (block // group_size) - raw.shape[1]))
-    halves = raw.view(num_out, blocks, min(2, block // group_size), -1)  # of a block: the kernel splits them first
+    halves = raw.view(
+        num_out, blocks, min(2, block // group_size), -1
+    )  # halves of a block: the kernel splits them first
     groups = halves.permute(1, 0, 3, 2).flatten(2).contiguous()
     return PackedWeight(codes, groups, bits, group_size, num_in, dtype, power)
 
 
 def _ordered(words: Tensor, bits: int, blocks: int) -> Tensor:
-    """[n, k * bits / 32] → [blocks, n, 32]; what is past the end is zero."""
+    """Reorder words: [n, k * bits / 32] → [blocks, n, 32], padded with zeros."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     codes = (words.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(1)
     if bits == 8:  # as sign and distance from the middle
@@ -97,11 +99,11 @@ def _ordered(words: Tensor, bits: int, blocks: int) -> Tensor:
         found = (planes << places.int().unsqueeze(1)).sum((3, 5), dtype=torch.int32).transpose(2, 3).flatten(2)
     else:
         found = (codes.view(words.shape[0], blocks, 4, WORDS) << shifts[:, None]).sum(2, dtype=torch.int32)
-    return found.transpose(0, 1)  # no bit was in two of the summands
+    return found.transpose(0, 1)  # no bit is set in two of the summands
 
 
 def _are_small(scales: Tensor) -> bool:
-    """Whether bf16 holds them 2^(133 - POWER) times as large."""
+    """Return whether bf16 holds the scales 2^(133 - POWER) times as large."""
     return bool((scales.to(torch.bfloat16).abs() < LARGEST).all())
 
 
@@ -109,19 +111,19 @@ def _from_zero(scales: Tensor, biases: Tensor, group_size: int) -> tuple[Tensor,
     """Return scale and offset for codes as they stand in a bf16, see `packed_unpack._nibbles`; by the group's plane."""
     rounded = scales.to(torch.bfloat16).float()
     plane = torch.arange(scales.shape[1], device=scales.device) * group_size // WORDS % 4
-    offset = biases.float() + MIDDLE[4] * (scales.float() - rounded)  # rounding the scale moves no middle
+    offset = biases.float() + MIDDLE[4] * (scales.float() - rounded)  # rounding the scale must not move the middle
     return rounded * torch.where(plane < 2, 2.0 ** (133 - POWER), 2.0 ** (129 - POWER)), offset * 2.0**-POWER
 
 
 def concatenate(weights: Sequence[PackedWeight]) -> PackedWeight:
-    """One matrix of all rows; they must be alike."""
+    """Return one matrix of all rows; the matrices must be alike."""
     assert are_alike(weights)
     codes, groups = (torch.cat([getattr(one, part) for one in weights], 1) for part in ("codes", "groups"))
     return replace(weights[0], codes=codes, groups=groups)
 
 
 def are_alike(weights: Sequence[object]) -> bool:
-    """Whether they can be one matrix."""
+    """Return whether the matrices can be one: all packed, in the same format."""
     kinds = {
         (w.bits, w.group_size, w.num_in, w.dtype, w.power) if isinstance(w, PackedWeight) else None for w in weights
     }
@@ -129,7 +131,7 @@ def are_alike(weights: Sequence[object]) -> bool:
 
 
 def block_size(bits: int) -> int:
-    """Codes of a row in a block."""
+    """Return the codes of a row in a block."""
     return WORDS * 32 // bits
 
 

@@ -1,4 +1,4 @@
-"""Keys and values go into their pages, and the windows that they complete are pooled: one launch for any batch."""
+"""Write keys and values into their pages and pool the windows that they complete: one launch for any batch."""
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
 
@@ -14,16 +14,16 @@ from sala.config import SparseConfig
 
 @triton.jit
 def _as_kept(x, dtype: tl.constexpr):
-    """x as a page of that dtype holds it; FP8 in fp32, so that what follows need not round.
+    """Return x as a page of that dtype holds it; FP8 values as fp32, so that later steps do not round again.
 
-    To the nearest of three bits and the leading one, ties to even; near zero to the nearest 512th.
+    Rounds to a significand of four bits, ties to even, and near zero to the nearest multiple of 1/512.
     """
     if dtype == tl.float8e4nv:
         wide = x.to(tl.float32)
         near = tl.minimum(tl.maximum(wide, -448.0), 448.0)
         bits = near.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-        small = (near + 24576.0) - 24576.0  # a number whose last place is a 512th
+        small = (near + 24576.0) - 24576.0  # a number whose unit in the last place is 1/512
         near = tl.where(tl.abs(near) < 0.015625, small, bits.to(tl.float32, bitcast=True))
         kept = tl.where(wide == wide, near, wide)
     else:
@@ -37,7 +37,7 @@ def _pool(
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the KERNEL keys up to `position`; keys of this call come from k_new, as others still write theirs."""
+    """Return the mean of the KERNEL keys up to `position`; keys of this call come from k_new, not from the pages."""
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
     at = position + 1 - KERNEL + row
@@ -86,7 +86,7 @@ def _append_kernel(
     tl.store(k_pages + place + dim, _as_kept(k, kind).to(kind), mask=dim < D)
     tl.store(v_pages + place + dim, _as_kept(v, kind).to(kind), mask=dim < D)
 
-    # The last token of a row cleans what follows it on a page that the row began in this call.
+    # The last token of a row zeroes the rest of its page if the row began that page in this call.
     is_last = token + 1 == num_tokens
     if not is_last:
         after = tl.load(positions + token + 1).to(tl.int32)
@@ -118,7 +118,7 @@ def append(
     """Write k_new, v_new [T, G, D] into pages [G, P, rows, D] and pool the windows that they complete.
 
     tables [S, N]; starts [S]: the first position of each row in this call; row_of, positions [T]: a row's tokens
-    follow each other in T; a position of -1 is padding. Rows behind the last token of a new page become 0.
+    are adjacent in T; a position of -1 is padding. The rest of a new page after the last token becomes 0.
     """
     num_tokens, groups, dim = k_new.shape
     if not num_tokens:
@@ -132,12 +132,12 @@ def append(
         k_new, v_new, pages_k, pages_v, pages_k1, pages_k2, tables, starts, row_of, positions,
         num_tokens, pages_k.shape[1], *k_new.stride()[:2], *v_new.stride()[:2], tables.stride(0),
         **append_constants(sparse, dim), **pdl_options(k_new.device, num_tokens, dependents_first=True),
-        num_warps=4,  # always: the order of a mean's sum hangs on it
+        num_warps=4,  # fixed: the order of a mean's sum depends on it
     )  # fmt: skip
 
 
 def has_whole_rows(x: Tensor) -> bool:
-    """Whether every row of the last dimension lies in whole 16 bytes, which the kernels' wide loads rely on."""
+    """Return whether every row of the last dimension is aligned to 16 bytes, as wide loads need."""
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     is_even = all(step * x.element_size() % 16 == 0 for step in steps)
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and is_even

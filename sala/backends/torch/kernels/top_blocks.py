@@ -20,7 +20,7 @@ CANDIDATES = 512  # blocks that may remain after the coarse cut of a long row; m
 
 
 class TopConfig(NamedTuple):
-    """Blocks of a row taken at once, segments of the coarse cut (0: none, the row is held whole), warps."""
+    """Blocks of a row loaded at a time, segments of the coarse cut (0: none, the row is held whole), warps."""
 
     size: int
     segments: int
@@ -66,7 +66,7 @@ def _pick(
         count = _count(held, row, middle, low, high, SIZE, HELD)
         floor = tl.where(count >= PICK, middle, floor)
         top = tl.where(count > PICK, top, tl.where(count == PICK, middle + 1, middle))
-    num_equal = PICK - _count(held, row, top, low, high, SIZE, HELD)  # so many of those at the floor are taken
+    num_equal = PICK - _count(held, row, top, low, high, SIZE, HELD)  # how many of those at the floor are taken
     num_written, num_met = 0, 0
     for base in range(0, SIZE if HELD else high, SIZE):
         bits = held if HELD else _bits(row, base, low, high, SIZE)
@@ -114,7 +114,7 @@ def _top_kernel(
             top = tl.max(held, 0) + 1
             _pick(held, ids, row, out, top * 0, top, INIT, high, PICK, SIZE, True)
         else:
-            # The PICK-th best of the segments' maxima, to 16 bits, is a floor under what can be selected.
+            # The PICK-th best of the segments' maxima, to 16 bits, is a lower bound of what can be selected.
             peaks = tl.max(tl.reshape(held, [SIZE // SEGMENTS, SEGMENTS]), 0)
             if not HELD:
                 for base in range(SIZE, high, SIZE):
@@ -158,8 +158,8 @@ def top_blocks(scores: Tensor, positions: Tensor, sparse: SparseConfig) -> Tenso
 
 
 def every_block(positions: Tensor, groups: int, count: int, sparse: SparseConfig) -> Tensor:
-    """Where there are no more blocks than may be selected: [n, G, count], all up to the query's own."""
-    own = (positions // sparse.block_size)[:, None, None]  # -1 for padding, as division rounds down
+    """Return all blocks up to the query's own, [n, G, count], where no more exist than may be selected."""
+    own = (positions // sparse.block_size)[:, None, None]  # -1 for padding: integer division rounds down
     block = torch.arange(count, dtype=torch.int32, device=positions.device)
     return torch.where(block <= own, block, -1).int().expand(-1, groups, -1).contiguous()
 
@@ -200,7 +200,7 @@ def top_constants(sparse: SparseConfig, groups: int, count: int, width: int, con
 
 
 def top_config(width: int, num_rows: int) -> TopConfig:
-    """Short rows are held in registers, long ones streamed; few rows get more warps, for latency."""
+    """Hold short rows in registers and stream long ones; give a few rows more warps, for latency."""
     size = max(triton.next_power_of_2(width), 256)
     if size <= 2048:
         return TopConfig(size, 0, max(1, size // 512))

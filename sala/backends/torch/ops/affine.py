@@ -1,4 +1,4 @@
-"""Quantized matrices, readably: codes out of their words, then w = code * scale + bias."""
+"""Quantized matrices: codes are unpacked from their words, then w = code * scale + bias."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     codes = torch.empty((*groups.shape[:-1], 32), dtype=torch.int32, device=words.device)
     for index in range(32):
         word, offset = divmod(index * bits, 32)
-        code = groups[..., word] >> offset  # keeps the sign, which the mask takes off
+        code = groups[..., word] >> offset  # an arithmetic shift; the mask removes copies of the sign
         if offset + bits > 32:
             low = (1 << (32 - offset)) - 1
             code = (code & low) | (groups[..., word + 1] << (32 - offset))
@@ -21,9 +21,9 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """The reverse of `unpack` for codes that never cross the border of a word: of 4 or 8 bits."""
+    """Reverse `unpack` for codes of 4 or 8 bits, which never cross the border of a word."""
     parts = codes.unflatten(-1, (-1, 32 // bits)) << torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
-    return parts.sum(-1, dtype=torch.int32)  # no bit is in two of them
+    return parts.sum(-1, dtype=torch.int32)  # no bit is set in two of the parts
 
 
 def dequantize(words: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int) -> Tensor:

@@ -14,20 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sala.backends.torch.ops.precision import widen
+from sala.backends.torch.ops.precision import upcast
 
 CHUNK = 64
-CHUNKS_AT_ONCE = 64  # of a whole sequence; states of that many chunks are held together
+CHUNKS_AT_ONCE = 64  # of a whole sequence: the states of that many chunks are in memory together
 
 
 _made: dict[tuple[int, torch.device | str], Tensor] = {}
 
 
 def decay_slopes(num_heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """ALiBi slopes s_h [H] in fp32: powers of 2^(-8/H); interleaved with those of 2H when H is no power of two."""
+    """ALiBi slopes s_h [H] in fp32: powers of 2^(-8/H); interleaved with those of 2H when H is not a power of two."""
     key = (num_heads, device)
     if key not in _made:
-        with torch.inference_mode(False):  # they may be used in training later
+        with torch.inference_mode(False):  # slopes may be used in training later
             _made[key] = torch.tensor(_slopes(num_heads), dtype=torch.float32, device=device)
     return _made[key]
 
@@ -70,7 +70,7 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale
     k = k.float().transpose(0, 1)
     v = v.float().transpose(0, 1)
     steps = torch.arange(n, device=q.device, dtype=torch.float32)
-    age = steps[:, None] - steps[None, :]  # how long before row i token j was
+    age = steps[:, None] - steps[None, :]  # distance of token j before row i
     weight = torch.where(age >= 0, torch.exp(-slopes[:, None, None] * age.clamp(min=0)), 0.0)
     since_start = torch.exp(-slopes[:, None] * (steps + 1))[..., None]  # the old state has decayed i + 1 times at row i
     until_end = torch.exp(-slopes[:, None] * (n - 1 - steps))[..., None]
@@ -106,7 +106,7 @@ def lightning_ragged(
 def lightning_whole(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], slopes: Tensor, scale: float) -> Tensor:
     """Whole sequences from an empty state, differentiable: q, k, v [T, H, D] packed → [T, H, D], at least fp32.
 
-    Sequences of one length are computed side by side; others lie in one line and do not see each other.
+    Sequences of one length are computed side by side; others are packed into one row and masked against each other.
     """
     is_even = len(set(lengths)) == 1
     rows = len(lengths) if is_even else 1
@@ -118,7 +118,7 @@ def lightning_whole(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], slo
         )[None]
     )
     q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))  # [B, H, n, D]
-    output = _many_chunks(widen(q) * scale, widen(k), widen(v), slopes.to(widen(q).dtype), docs)
+    output = _many_chunks(upcast(q) * scale, upcast(k), upcast(v), slopes.to(upcast(q).dtype), docs)
     return output.transpose(1, 2).flatten(0, 1)
 
 
@@ -126,11 +126,11 @@ def _many_chunks(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, docs: Tensor |
     """q, k, v [B, H, n, D], docs [B, n] or None → [B, H, n, D], `CHUNKS_AT_ONCE` chunks after another."""
     num_rows, heads, length, dim = q.shape
     state = q.new_zeros(num_rows, heads, dim, dim)
-    doc = None if docs is None else docs[:, :1]  # whose state it is
+    doc = None if docs is None else docs[:, :1]  # the document of the state
     outputs = []
     for begin in range(0, length, CHUNK * CHUNKS_AT_ONCE):
         piece = slice(begin, min(begin + CHUNK * CHUNKS_AT_ONCE, length))
-        pad = -(piece.stop - begin) % CHUNK  # zeros on the right change nothing before them
+        pad = -(piece.stop - begin) % CHUNK  # padding on the right does not change what is before it
         q_, k_, v_ = (F.pad(x[:, :, piece], (0, 0, 0, pad)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))
         docs_ = None
         if docs is not None:
@@ -145,7 +145,7 @@ def _chunks_side_by_side(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """N chunks in parallel: q, k, v [B, H, N, C, D], state [B, H, D, D] before them → output, state after them.
 
-    `docs` [B, N, C] says to which document a token belongs, `doc` [B, 1] whose the state is; None: there is one.
+    `docs` [B, N, C] is the document of each token, `doc` [B, 1] that of the state; None if there is only one.
     """
     num_chunks, size = q.shape[2:4]
     step = torch.arange(size, device=q.device, dtype=q.dtype)
@@ -159,7 +159,7 @@ def _chunks_side_by_side(
     from_state = torch.exp(-slopes[:, None] * size * chunk)  # [H, N + 1]
     if docs is not None and doc is not None:
         ends = docs[:, :, -1]
-        owner = torch.cat((doc, ends), 1)  # whose state enters chunk n
+        owner = torch.cat((doc, ends), 1)  # the document of the state that enters chunk n
         inside = inside * (docs[:, None, :, :, None] == docs[:, None, :, None, :])
         until_end = until_end * (docs == ends[..., None])[:, None, ..., None]
         since_start = since_start * (docs == owner[:, :-1, None])[:, None, ..., None]

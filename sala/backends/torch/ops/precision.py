@@ -1,8 +1,8 @@
-"""Where the model computes in fp32 whatever its weights are in; fp64, which tests use, stays as it is."""
+"""The precision of intermediate results: fp32 whatever the weights are; fp64, which tests use, stays fp64."""
 
 import torch
 from torch import Tensor
 
 
-def widen(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()

@@ -1,11 +1,11 @@
-"""Rotary positions over all dimensions, halves rotated against each other; angles and products in fp32."""
+"""Rotary position embeddings over all dimensions, in the half-split layout; angles and products in fp32."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from sala.backends.torch.ops.precision import widen
+from sala.backends.torch.ops.precision import upcast
 
 
 def rope_angles(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -26,8 +26,8 @@ def rotations(positions: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grow_queries(q: Tensor, positions: Tensor, base: float) -> Tensor:
-    """q [T, H, D] times log(t + base) / log(base): attention without positions stays sharp far beyond its training."""
-    return (widen(q) * query_growth(positions, base)[:, None, None]).to(q.dtype)
+    """Return q [T, H, D] times log(t + base) / log(base): keeps attention without positions sharp at long range."""
+    return (upcast(q) * query_growth(positions, base)[:, None, None]).to(q.dtype)
 
 
 def query_growth(positions: Tensor, base: float) -> Tensor:
@@ -37,7 +37,7 @@ def query_growth(positions: Tensor, base: float) -> Tensor:
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D], cos and sin [T, D] → [T, H, D] in x's dtype."""
-    wide = widen(x)
+    wide = upcast(x)
     first, second = wide.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
     return (wide * cos[:, None] + rotated * sin[:, None]).to(x.dtype)

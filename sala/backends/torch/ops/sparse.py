@@ -35,7 +35,7 @@ def pool_keys(keys: Tensor, kernel: int, stride: int) -> Tensor:
 
 
 def num_visible(positions: Tensor, kernel: int, stride: int) -> Tensor:
-    """How many windows lie wholly at or before each position."""
+    """Return how many windows end at or before each position."""
     return ((positions + 1 - kernel) // stride + 1).clamp(min=0)
 
 
