@@ -1,4 +1,4 @@
-"""`sala doctor`: what this machine has, what will be used of it, and whether every kernel computes what it should."""
+"""`sala doctor`: what this machine has, what sala uses of it, and whether every kernel computes correct results."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def doctor(
     try:
         facts["gpus"] = gpus()
         facts["in_use"] = in_use()
-    except Exception as error:  # a broken torch is what people come here for
+    except Exception as error:  # a broken torch is a common reason to run this command
         facts["gpus"], facts["in_use"] = [], {}
         warnings.append(f"torch does not work ({_line(error)}): install it again, pip install --force-reinstall torch")
     else:
@@ -115,7 +115,7 @@ def _processor() -> str:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Those that torch sees."""
+    """Return the GPUs that torch sees."""
     import torch
 
     from sala.backends.torch.kernels import triton_kernels
@@ -138,7 +138,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def in_use() -> dict[str, Any]:
-    """What a model gets if nothing else is asked for."""
+    """Return the backend, device and kernels that a model gets by default."""
     import torch
 
     from sala.backends import pick_backend
@@ -164,7 +164,7 @@ def in_use() -> dict[str, Any]:
 
 
 def _cpu_kernels(backend: str) -> str:
-    """With the instructions and what the kernels read, where there are any."""
+    """Return the CPU kernels in words, with their instruction set and the formats that they read."""
     from sala.backends.torch.kernels import native
 
     found = native.instructions()
@@ -174,7 +174,7 @@ def _cpu_kernels(backend: str) -> str:
 
 
 def mlx() -> dict[str, Any] | None:
-    """MLX, where it is installed: the device, what macOS lets a GPU hold, and what became of every Metal kernel."""
+    """Return facts about MLX where it is installed: device, memory limit of the GPU, verdicts on the Metal kernels."""
     from importlib.util import find_spec
 
     if find_spec("mlx") is None:
@@ -217,14 +217,14 @@ def places() -> dict[str, Any]:
 
 
 def about(model: str) -> dict[str, Any]:
-    """What a model will take here; nothing is loaded."""
+    """Return the memory that a model needs here, without loading it."""
     from sala.backends.memory import ELEMENT_BYTES, estimate
     from sala.checkpoint.names import count_parameters, expected_tensors
     from sala.checkpoint.reader import Checkpoint
     from sala.config import SalaConfig
     from sala.models.embedded import EMBEDDED
 
-    if model == EMBEDDED and not places()["is_embedded_ready"]:  # to look for it would fetch it
+    if model == EMBEDDED and not places()["is_embedded_ready"]:  # looking for it would assemble it
         raise ModelNotFound(f"{EMBEDDED} is not assembled yet", "run: sala setup")
     path = s.find_model(model)
     config = SalaConfig.load(path)
@@ -244,7 +244,7 @@ def about(model: str) -> dict[str, Any]:
 
 
 def self_tests(is_shown: bool) -> list[dict[str, Any]]:
-    """The kernels of the CPU, and of the GPU that will be used; one line each, as soon as it is known."""
+    """Check the kernels of the CPU and of the GPU in use; print each result at once."""
     from sala.backends.torch.loader import pick_device
     from sala.backends.torch.selftest import checks
 
@@ -271,7 +271,7 @@ def _safely(checks: Any, device: "torch.device") -> Iterable["Check"]:
 
 
 def _as_facts(check: "Check") -> dict[str, Any]:
-    error = check.error if math.isfinite(check.error) else None  # JSON knows no infinity
+    error = check.error if math.isfinite(check.error) else None  # JSON has no infinity
     message = {"message": check.message} if check.message else {}
     return {"name": check.name, "error": error, "tolerance": check.tolerance, "is_good": check.is_good, **message}
 

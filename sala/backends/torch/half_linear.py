@@ -16,7 +16,7 @@ from sala.backends.torch.quantized_linear import DECODE_ROWS
 
 _MANY_ROWS = 40  # from here on, casting the weights pays; measured on AVX2 and AVX-512 machines
 _PIECE = 1 << 22  # weights cast at a time: as many as the processor's cache holds
-_HALVES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class HalfLinear(nn.Linear):
@@ -41,7 +41,9 @@ class HalfLinear(nn.Linear):
 
     def by_expansion(self, x: Tensor) -> Tensor:
         """By torch for a few rows or where the processor multiplies in 16 bits; else by weights cast to fp32."""
-        if x.dtype == self.weight.dtype and (len(x) < _MANY_ROWS or native.multiplies_in(_HALVES[x.dtype])):
+        if x.dtype == self.weight.dtype and (
+            len(x) < _MANY_ROWS or native.multiplies_in(str(x.dtype).removeprefix("torch."))
+        ):
             return F.linear(x, self.weight)
         x = x.float()
         step, end = max(1, _PIECE // self.in_features), self.out_features
@@ -69,7 +71,7 @@ def put_half_linears(model: nn.Module) -> None:
 def can_be_half(linear: nn.Linear) -> bool:
     weight = linear.weight
     is_near = weight.device.type == "cpu" and weight.is_contiguous()
-    return is_near and weight.dtype in _HALVES and not linear.in_features % native.LANES
+    return is_near and weight.dtype in _HALF and not linear.in_features % native.LANES
 
 
 def native_weight(linear: nn.Linear) -> native.Weight:

@@ -1,10 +1,10 @@
-// Attention of one query over the blocks that it chose, read from their pages, in pieces.
+// Attention of one query over its selected blocks, read from their pages, in pieces.
 //
 // q [n, H, D], k_pages and v_pages [G, pages, BLOCK, D] of T; selected [n, G, C]: block ids, negative ones are none;
 // table [N]: the page of each block; positions [n].
 // sums [n, G, pieces, M, D], most and total [n, G, pieces, M] in float: weighted values, the largest score and the sum
-// of the weights of each piece; whoever called puts the pieces together.
-// A threadgroup has one query, one kv group and one piece of the selected tokens, 32 of them at a time. Their keys lie in
+// of the weights of each piece; the caller joins the pieces.
+// A threadgroup has one query, one kv group and one piece of the selected tokens, 32 of them at a time. Their keys are in
 // threadgroup memory. A simdgroup has every eighth head: first a lane is a token, then it is a part of the values.
 
 constexpr float LEAST = -3.0e38f;
@@ -69,7 +69,7 @@ for (int begin = piece * size; begin < last; begin += TILE) {
 
   for (int at = thread_id; at < TILE * D; at += THREADS) {
     const int row = rows[at / D];
-    // a row that is not to be seen may hold anything
+    // a row that must not be seen may hold anything
     keys[at / D * WIDTH + at % D] = row < 0 ? T(0.0f) : k_pages[(pool + row) * D + at % D];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -1,4 +1,4 @@
-// How much a query wants each block: the best fine window that touches it, summed over the heads of a kv group.
+// The score of each block for a query: the best fine window that touches it, summed over the heads of a kv group.
 //
 // q [n, H, D] and k1 [G, windows, D] of T; most, total [n, G, pieces, M] from coarse_scores.metal; positions [n].
 // out [n, G, blocks] in float; a block without a visible window has 0.
@@ -35,7 +35,7 @@ for (int head = thread_id; head < M; head += THREADS) {
   for (int piece = 0; piece < pieces; ++piece) {
     sum += total[from + piece * M] * metal::exp(most[from + piece * M] - top);
   }
-  // where no coarse window is visible yet, every fine one counts for nothing
+  // where no coarse window is visible yet, all scores are 0
   norms[head] = sum > 0.0f ? top + metal::log(sum) : GREATEST;
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);

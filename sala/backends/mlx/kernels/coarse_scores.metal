@@ -1,4 +1,4 @@
-// The log-sum-exp over the coarse windows that a query sees, in pieces: how block_scores.metal is normalised.
+// The log-sum-exp over the coarse windows that a query sees, in pieces; block_scores.metal normalises by it.
 //
 // q [n, H, D] and k2 [G, windows, D] of T; positions [n]. most, total [n, G, pieces, M] in float: the largest score of
 // a piece for each of the M heads of a kv group, and the sum of exp(score - most).

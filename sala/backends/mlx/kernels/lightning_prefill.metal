@@ -1,10 +1,10 @@
-// Many tokens of many sequences, packed in one line, each sequence from its own state.
+// Packed tokens of many sequences, each sequence from its own state.
 //
 // q, k, v [tokens, H, D] of T; state [S, H, D, D] and slopes [H] in float; edges [S + 1]: where each sequence
 // begins and ends. out [tokens, H, D], state_out [S, H, D, D] in float.
 // A threadgroup has 32 columns of one head of one sequence and goes through its tokens, eight at a time. Its part of
-// the state stays in registers: a lane is a column, a simdgroup has an eighth of the rows. What the simdgroups read of
-// a token is summed through threadgroup memory.
+// the state stays in registers: a lane is a column, a simdgroup has an eighth of the rows. The simdgroups'
+// parts of an output are summed through threadgroup memory.
 
 constexpr int LANES = 32;
 constexpr int WAVES = 8;

@@ -1,4 +1,4 @@
-// One token of many sequences: the state decays, takes the token in, and is read by its query.
+// One token of many sequences: decay the state, add the token, multiply by the query.
 //
 // q, k, v [S, H, D] of T; state [S, H, D, D] and slopes [H] in float.
 // out [S, H, D], state_out [S, H, D, D] in float.

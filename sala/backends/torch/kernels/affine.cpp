@@ -1,14 +1,14 @@
-// A group adds scale * sum((code - center) x) + (bias + center * scale) * sum(x): the codes never become weights in
-// memory, and the second sum is computed once per input. Centered codes keep the two terms small, so nothing cancels.
+// A group adds scale * sum((code - center) x) + (bias + center * scale) * sum(x): codes are never expanded in memory,
+// and the second sum is computed once per input. Centered codes keep both terms small, which avoids cancellation.
 
 #include "affine.h"
 #include "vectors.h"
 
-// Products of a row of W and a row of x that are computed side by side. Several rows of W are several streams from
-// memory, which together are faster than one.
+// How many rows of W and of x are multiplied at a time. Several rows of W are several streams from memory, which
+// together are faster than one.
 static const int PACKED_TILE = 4, PLAIN_TILE = 8;
 
-// What `expand` gives for a step from code to code.
+// The difference of neighbouring codes in the numbers of `expand`.
 template <int BITS> static constexpr float UNIT = 1.0f;
 #if defined(__AVX2__) && !defined(__AVX512F__)
 template <> constexpr float UNIT<4> = 268435456.0f;
@@ -22,13 +22,13 @@ template <int BITS> static inline void expand(const uint8_t* codes, Part (&out)[
         const __m512i shifts = _mm512_set_epi32(12, 12, 12, 12, 8, 8, 8, 8, 4, 4, 4, 4, 0, 0, 0, 0);
         __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)codes));
         words = _mm512_srlv_epi32(words, shifts);
-        out[0] = (Part)_mm512_permutexvar_ps(words, table);  // looks at the low four bits alone
+        out[0] = (Part)_mm512_permutexvar_ps(words, table);  // uses the low four bits only
         out[1] = (Part)_mm512_permutexvar_ps(_mm512_srli_epi32(words, 16), table);
 #elif defined(__AVX2__)
         __m256i words = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)codes));
-        words = _mm256_xor_si256(words, _mm256_set1_epi32(0x88888888));  // code - 8 as a number with a sign
+        words = _mm256_xor_si256(words, _mm256_set1_epi32(0x88888888));  // code - 8 as a signed number
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {  // at the left end, it has its sign and is 2^28 times too large
+        for (int i = 0; i < 4; i++) {  // shifted to the top it is signed and 2^28 times too large
             const int low = 28 - 8 * i, high = 24 - 8 * i;
             const __m256i shifts = _mm256_set_epi32(high, high, high, high, low, low, low, low);
             const __m256i moved = _mm256_sllv_epi32(words, shifts);
@@ -74,13 +74,13 @@ template <int BITS> static inline void expand(const uint8_t* codes, Part (&out)[
     }
 }
 
-// Floats that the sums of one row take, so that sixteen can always be read.
+// Floats of the sums of one row, padded so that sixteen can always be loaded.
 static inline int64_t padded(int64_t num_in) { return (num_in / 32 + 15) / 16 * 16; }
 
-// Where input i of 32 lies among the lanes of `expand`.
+// The lane of `expand` that holds input i of 32.
 template <int BITS> static inline int lane(int i) { return BITS == 4 ? (i & 4) * 4 + (i & 3) * 4 + i / 8 : i; }
 
-// Every lane twice.
+// Duplicate every lane.
 static inline void spread(Part v, float* out) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     _mm256_storeu_ps(out, _mm256_permutevar8x32_ps((__m256)v, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)));
@@ -114,7 +114,7 @@ template <class Scale> static inline Floats widen(const Scale* scales, int64_t b
 #endif
 }
 
-// The part of a group that BLOCKS times 32 inputs are: OUTS rows of W with ROWS rows of x.
+// BLOCKS times 32 inputs of a group: OUTS rows of W with ROWS rows of x.
 template <int BITS, int BLOCKS, int OUTS, int ROWS>
 static inline void add_blocks(const uint8_t* codes, int64_t row_bytes, const float* x, int64_t stride,
                               const float (&factors)[OUTS][16], int j, Part (&total)[OUTS][ROWS]) {
@@ -135,7 +135,7 @@ static inline void add_blocks(const uint8_t* codes, int64_t row_bytes, const flo
     }
 }
 
-// `count` blocks of 32 inputs, BLOCKS at a time; the same places of the OUTS rows that come next are fetched.
+// `count` blocks of 32 inputs, BLOCKS at a time; the same inputs of the next OUTS rows are prefetched.
 template <int BITS, int BLOCKS, int OUTS, int ROWS>
 static inline void add_all(const uint8_t* codes, int64_t row_bytes, const float* x, int64_t stride,
                            const float (&factors)[OUTS][16], int count, Part (&total)[OUTS][ROWS]) {
@@ -214,7 +214,7 @@ static inline void some_rows(const Weight& w, const Input& x, int64_t r, float* 
 
 template <int BITS, class Kind>
 static void multiply_as(const Weight& w, const Input& x, float* y, int64_t begin, int64_t end) {
-    for (int64_t out = begin; out < end; out += PLAIN_TILE) {  // weights that several rows need are read once
+    for (int64_t out = begin; out < end; out += PLAIN_TILE) {  // weights that several rows of x need are read once
         const int64_t last = out + PLAIN_TILE < end ? out + PLAIN_TILE : end;
         for (int64_t r = 0; r < x.rows;) {
             if (x.rows - r >= 8) { some_rows<BITS, 8, Kind>(w, x, r, y, out, last); r += 8; }
@@ -307,5 +307,5 @@ extern "C" void affine_expand(const Weight* w, int64_t begin, int64_t end, float
     else expand_any<Brain>(*w, begin, end, y);
 }
 
-// Floats in a register: what the kernels were compiled for.
+// Floats in a register, which tell the instruction set of this build.
 extern "C" int num_lanes() { return LANES; }

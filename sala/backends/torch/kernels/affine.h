@@ -14,7 +14,7 @@ struct Weight {
     int32_t bits, group_size, scale_type, num_threads;  // of 16 bits, `scale_type` is that of the weights
 };
 
-// Rows of x as `multiply` wants them: aligned, in the order of the codes, and with the sum of every 32 inputs.
+// Rows of x as `multiply` needs them: aligned, in the order of the codes, and with the sum of every 32 inputs.
 struct Input {
     int64_t rows, num_in;
     float *plain, *ordered, *sums;
@@ -25,5 +25,5 @@ struct Input {
     void fill(const float* x, bool has_four_bits);  // x [rows, num_in]; it may be `plain` itself
 };
 
-// Columns begin…end of y [rows, num_out]. A sum has the same order however many rows and columns there are.
+// Columns begin…end of y [rows, num_out]. The order of sums does not depend on the number of rows and columns.
 void multiply(const Weight& w, const Input& x, float* y, int64_t begin, int64_t end);

@@ -1,12 +1,12 @@
-// Attention of many queries over the blocks that each has selected: what reading a long prompt runs. The readable
-// definition is `sparse_attention` of ops/sparse.py; here no block is gathered.
+// Attention of many queries over the blocks that each has selected, as in the prefill of long prompts. The reference is
+// `sparse_attention` in ops/sparse.py; here blocks are read in place instead of gathered.
 //
-// Neighbouring queries choose mostly the same blocks. So some of them go through the blocks together, in ascending
-// order: a block is brought near once, and all that have selected it multiply it while it is. Of every query and head are
-// kept the largest score so far, the sum of the weights relative to it, and the weighted values.
+// Neighbouring queries select mostly the same blocks. So a group of queries walks the blocks together, in ascending
+// order: a block is loaded into the cache once, and all queries that selected it use it there. Every query and head
+// keeps the largest score so far, the sum of the weights relative to it, and the weighted values (online softmax).
 //
-// A query's numbers depend neither on its neighbours nor on the number of threads: its blocks have one order, and so
-// has every sum over the numbers of a head or the keys of a block.
+// Results are batch-invariant and do not depend on the number of threads: the order of the blocks of a query and of
+// every sum over a head or over the keys of a block is fixed.
 
 #include "affine.h"
 #include "vectors.h"
@@ -26,16 +26,16 @@ struct Attention {
     float scale;
 };
 
-// A product in registers: ROWS rows by PARTS parts, a few registers being left for what is multiplied.
+// A product in registers: ROWS rows by PARTS parts, which leaves a few registers for the operands.
 static const int ROWS = 6;
 #if defined(__AVX512F__) || defined(__aarch64__)
 static const int PARTS = 4;
 #else
 static const int PARTS = 2;
 #endif
-static const int64_t MAX_ROWS = 192;  // heads of queries that go together: what they keep stays in the second cache
+static const int64_t MAX_ROWS = 192;  // heads times queries of a group: their sums stay in the L2 cache
 
-// Some rows of numbers that need not follow each other.
+// Rows of floats that need not be adjacent.
 struct Rows {
     float* at[ROWS];
     int count;
@@ -115,8 +115,8 @@ template <class Element> class Reader {  // Element: of the pages
     const Attention& a;
     const int64_t shared;
     float *queries, *values, *sums, *most;       // of every query and head: [D], [D], [LANES], one number
-    float *turned_keys, *wide_values, *weights;  // of a block: [D, B], [B, D]; of some rows: [ROWS, B]
-    std::vector<int64_t> first, choosers;        // the queries that chose block i: from first[i] to first[i + 1]
+    float *transposed_keys, *float_values, *weights;  // of a block: [D, B], [B, D]; of some rows: [ROWS, B]
+    std::vector<int64_t> first, selecting;        // the queries that selected block i: from first[i] to first[i + 1]
     static Space& space() { static thread_local Space held; return held; }
 
     void make_room(int64_t num_queries) {
@@ -124,7 +124,7 @@ template <class Element> class Reader {  // Element: of the pages
         float* room = space().get(rows * (2 * a.dim + LANES) + 2 * block + ROWS * a.block_size + rows);
         for (float** part : {&queries, &values}) { *part = room; room += rows * a.dim; }
         sums = room; room += rows * LANES;
-        for (float** part : {&turned_keys, &wide_values}) { *part = room; room += block; }
+        for (float** part : {&transposed_keys, &float_values}) { *part = room; room += block; }
         weights = room; room += ROWS * a.block_size;
         most = room;
         std::memset(values, 0, rows * a.dim * sizeof(float));
@@ -132,7 +132,7 @@ template <class Element> class Reader {  // Element: of the pages
         std::fill_n(most, rows, -FLT_MAX);
     }
 
-    // The heads of a group lie side by side, in `q` and in `out`.
+    // The heads of a group are adjacent in `q` and in `out`.
     int64_t head_of(int64_t query, int64_t group) const { return (query * a.num_heads + group * shared) * a.dim; }
 
     void load_queries(int64_t begin, int64_t end, int64_t group) {
@@ -145,13 +145,13 @@ template <class Element> class Reader {  // Element: of the pages
     void store_outputs(int64_t begin, int64_t end, int64_t group) {
         for (int64_t query = begin, row = 0; query < end; query++)
             for (int64_t head = 0; head < shared; head++, row++) {
-                const float total = std::max(sum(load_part(sums + row * LANES)), FLT_MIN);  // who sees nothing gets zeros
+                const float total = std::max(sum(load_part(sums + row * LANES)), FLT_MIN);  // a query without keys gets zeros
                 float* to = a.out + head_of(query, group) + head * a.dim;
                 for (int64_t i = 0; i < a.dim; i += 16) store(to + i, load(values + row * a.dim + i) / total);
             }
     }
 
-    // By block, and by query for every block; blocks that begin behind a query are left out.
+    // Sort the selection by block, then by query; blocks that begin after a query are left out.
     void sort_choices(int64_t begin, int64_t end, int64_t group) {
         const auto each = [&](auto&& use) {
             for (int64_t query = begin; query < end; query++) {
@@ -163,11 +163,11 @@ template <class Element> class Reader {  // Element: of the pages
         first.assign(a.num_blocks + 2, 0);
         each([&](int64_t block, int64_t) { first[block + 2]++; });
         for (int64_t block = 0; block < a.num_blocks; block++) first[block + 2] += first[block + 1];
-        choosers.resize(first[a.num_blocks + 1]);
-        each([&](int64_t block, int64_t query) { choosers[first[block + 1]++] = query; });
+        selecting.resize(first[a.num_blocks + 1]);
+        each([&](int64_t block, int64_t query) { selecting[first[block + 1]++] = query; });
     }
 
-    // Rows of all who chose the block, as many at a time as see equally many of its keys.
+    // Process the rows of all queries that selected the block, grouped by how many of its keys they see.
     void attend_block(int64_t block, int64_t begin, int64_t group) {
         const int64_t place = (group * a.num_pages + a.table[block]) * a.block_size * a.dim;
         turn((const Element*)a.k + place);
@@ -179,7 +179,7 @@ template <class Element> class Reader {  // Element: of the pages
             count = 0;
         };
         for (int64_t i = first[block]; i < first[block + 1]; i++) {
-            const int64_t query = choosers[i], seen = a.positions[query] + 1 - block * a.block_size;
+            const int64_t query = selecting[i], seen = a.positions[query] + 1 - block * a.block_size;
             if (std::min(seen, a.block_size) != num_keys) flush();
             num_keys = std::min(seen, a.block_size);
             for (int64_t head = 0; head < shared; head++) {
@@ -190,25 +190,25 @@ template <class Element> class Reader {  // Element: of the pages
         flush();
     }
 
-    // Keys [B, D] → [D, B]: lanes are keys then, and no product needs a sum over lanes.
+    // Transpose keys [B, D] → [D, B]: lanes are keys, so that no product needs a sum over lanes.
     void turn(const Element* keys) {
         for (int64_t key = 0; key < a.block_size; key += 16)
             for (int64_t i = 0; i < a.dim; i += LANES) {
                 Part parts[16];
                 for (int j = 0; j < 16; j++) parts[j] = load_part(keys + (key + j) * a.dim + i);
                 for (int lane = 0; lane < LANES; lane++)
-                    for (int j = 0; j < 16; j++) turned_keys[(i + lane) * a.block_size + key + j] = parts[j][lane];
+                    for (int j = 0; j < 16; j++) transposed_keys[(i + lane) * a.block_size + key + j] = parts[j][lane];
             }
     }
 
     const float* widened(const float* from) { return from; }
 
     template <class Narrow> const float* widened(const Narrow* from) {
-        for (int64_t i = 0; i < a.block_size * a.dim; i += 16) store(wide_values + i, load(from + i));
-        return wide_values;
+        for (int64_t i = 0; i < a.block_size * a.dim; i += 16) store(float_values + i, load(from + i));
+        return float_values;
     }
 
-    // What lies behind a query may be anything, NaN too: neither its scores nor its values count.
+    // Memory after a query may hold anything, even NaN: mask both its scores and its values.
     void attend_rows(const int64_t* rows, int count, int64_t num_keys, const float* block_values) {
         Rows query_rows, weight_rows, value_rows;
         query_rows.count = weight_rows.count = value_rows.count = count;
@@ -217,14 +217,14 @@ template <class Element> class Reader {  // Element: of the pages
             weight_rows.at[r] = weights + r * a.block_size;
             value_rows.at[r] = values + rows[r] * a.dim;
         }
-        multiply_rows(query_rows, turned_keys, a.block_size, a.dim, nullptr, weight_rows);
+        multiply_rows(query_rows, transposed_keys, a.block_size, a.dim, nullptr, weight_rows);
         float factors[ROWS];
         for (int r = 0; r < count; r++)
             factors[r] = weigh(weight_rows.at[r], num_keys, most[rows[r]], sums + rows[r] * LANES);
         multiply_rows(weight_rows, block_values, a.dim, num_keys, factors, value_rows);
     }
 
-    // Scores of a row → weights; what was there before weighs less by the factor returned.
+    // Turn the scores of a row into weights; return the factor by which earlier weights shrink.
     float weigh(float* scores, int64_t num_keys, float& most_so_far, float* sum_so_far) {
         const int64_t end = (num_keys + LANES - 1) / LANES * LANES;
         for (int64_t i = num_keys; i < end; i++) scores[i] = -FLT_MAX;
@@ -247,7 +247,7 @@ template <class Element> class Reader {  // Element: of the pages
 
 template <class Element> static void attend_all(const Attention& a) {
     const int64_t most = std::max<int64_t>(1, MAX_ROWS * a.num_groups / a.num_heads);
-    const int64_t fair = a.num_queries * a.num_groups / (4 * a.num_threads);  // all threads end at about the same time
+    const int64_t fair = a.num_queries * a.num_groups / (4 * a.num_threads);  // so that all threads end at about the same time
     const int64_t size = std::max<int64_t>(1, std::min(most, fair)), pieces = (a.num_queries + size - 1) / size;
 #pragma omp parallel num_threads(a.num_threads)
     {

@@ -1,12 +1,11 @@
-// All layers of the model on a few tokens, in one parallel region: what decoding and verifying drafts run.
+// All layers of the model on a few tokens in one parallel region, for decoding and for verifying drafts.
 //
-// The readable definition is model.py with ops/; here is the same in fp32, row by row, whatever the precision of the
-// weights and of the pages. A token's numbers depend neither
-// on the other tokens of the call nor on the number of threads: every sum has one order, and drafts that are verified
-// together see the bits that they would see one after another.
+// The reference is model.py with ops/; this computes the same in fp32, row by row, whatever the precision of the weights
+// and of the pages. Results are batch-invariant and do not depend on the number of threads: every sum has a fixed order,
+// and drafts that are verified together get the same bits as tokens that are decoded one after another.
 //
-// Phases are parted by barriers. Small things (a norm of a few hundred numbers) every thread computes for itself, which
-// is cheaper than waiting for another. All widths are multiples of 16.
+// Phases are separated by barriers. Every thread computes small things itself (a norm of a few hundred numbers), which
+// is cheaper than waiting for another thread. All widths are multiples of 16.
 
 #include "affine.h"
 #include "vectors.h"
@@ -23,7 +22,7 @@ static int omp_get_num_threads() { return 1; }
 #endif
 
 struct Layer {
-    Weight q, k, v, o, gate, mlp_gate, mlp_up, mlp_down;  // a gate without codes is none
+    Weight q, k, v, o, gate, mlp_gate, mlp_up, mlp_down;  // a gate without codes means no gate
     const float *input_norm, *post_norm, *q_norm, *k_norm, *o_norm;  // null: none
     const float* decay;  // [H] of lightning layers; null makes it a sparse one
     int64_t num_heads, num_kv_heads, head_dim;
@@ -55,16 +54,16 @@ struct Angles {
 struct Step {
     const Span* spans;
     const LayerCache* caches;  // one per layer
-    float* x;           // [T, hidden]: the embedded tokens; in the end, the normed hidden states
+    float* x;           // [T, hidden]: the embedded tokens; at the end, the normed hidden states
     Angles lightning, sparse;
     const float* growth;     // [T] factors of the sparse layers' queries, or null
-    float *kept_k, *kept_v;  // [lightning layers, T, H, D] of tokens whose states wait for a verdict, or null
+    float *kept_k, *kept_v;  // [lightning layers, T, H, D]: keys and values of spans with drafts, or null
     int64_t num_spans, num_tokens, num_layers, num_threads;
 };
 
 struct Range { int64_t begin, end; };
 
-// Waits actively, as phases are short; but not for long, as the thread that it waits for may need this processor.
+// Spins, because phases are short, but not for long: the awaited thread may need this processor.
 class Barrier {
   public:
     void wait(int64_t count) {
@@ -102,7 +101,7 @@ static void rms_norm(const float* x, const float* weight, float eps, float* y, i
     for (int64_t i = 0; i < n; i += 16) store(y + i, load(x + i) * factor * load(weight + i));
 }
 
-// Halves rotated against each other; the half of a head need not be a multiple of 16.
+// RoPE in the half-split layout; half of a head need not be a multiple of 16.
 static void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
     const int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i++) {
@@ -112,7 +111,7 @@ static void rotate(float* x, const float* cos, const float* sin, int64_t dim) {
     }
 }
 
-// A head of queries or keys, in place: norm and position.
+// Norm and RoPE of a head of queries or keys, in place.
 static void shape_head(float* x, const float* norm, float eps, Angles angles, int64_t token, int64_t dim) {
     if (norm) rms_norm(x, norm, eps, x, dim);
     if (angles.cos) rotate(x, angles.cos + token * dim, angles.sin + token * dim, dim);
@@ -120,7 +119,7 @@ static void shape_head(float* x, const float* norm, float eps, Angles angles, in
 
 // ---- lightning
 
-// S ← decay S + k^T v, o = q S for 16 columns of a head's state, token after token; without q, the state alone.
+// S ← decay S + k^T v, o = q S for 16 columns of a head's state, token by token; without q, only the state.
 // `state` is [dim, 16]; from token to token q and o go on by `stride` floats, k and v by `kv_stride`.
 __attribute__((noinline)) static void recur(float* state, int64_t dim, float decay, int64_t num_tokens, const float* q,
                                             const float* k, const float* v, float* o, int64_t stride,
@@ -147,9 +146,9 @@ static void store_columns(float* state, const float* from, int64_t dim) {
 
 // ---- one step
 
-static const int64_t KEYS = 256;         // in a piece of attention, at least
+static const int64_t KEYS = 256;         // in a piece of attention, at least: shorter ones cost more than they gain
 static const int64_t MOST_PIECES = 256;  // of one query's attention
-static const int64_t WINDOWS = 256;      // scored in one go
+static const int64_t WINDOWS = 256;      // scored at a time
 
 struct Token {
     const Span* span;
@@ -198,7 +197,7 @@ template <class Element> class Worker {  // Element: of the pages
     const Model& m;
     const Step& s;
     const Shared& sh;
-    float *own, *columns;  // room of this thread: for an Input; for 16 columns of a state, or the weights of a block
+    float *own, *columns;  // buffers of this thread: for an Input; for 16 columns of a state, or the weights of a block
     Team team;
     std::vector<float> scores;  // of blocks
     std::vector<int64_t> order;
@@ -293,7 +292,7 @@ template <class Element> class Worker {  // Element: of the pages
         const int64_t at = first * width + head * dim, kv_at = first * kv_width + kv_head * dim;
         recur(columns, dim, layer.decay[head], span.length, sh.q + at, sh.k + kv_at, sh.v + kv_at + column,
               sh.o + at + column, width, kv_width);
-        if (!span.num_drafts) store_columns(state, columns, dim);  // where there are drafts, it waits for the verdict
+        if (!span.num_drafts) store_columns(state, columns, dim);  // with drafts, the state advances later, in lightning_fold
     }
 
     void keep(const Layer& layer, int64_t index) {
@@ -330,15 +329,15 @@ template <class Element> class Worker {  // Element: of the pages
         merge(layer);
     }
 
-    // Where row `row` of a sequence lies in a pool with `per_page` rows to a page.
+    // The address of row `row` of a sequence in a pool with `per_page` rows per page.
     Element* at(void* pool, const Layer& layer, const Span& span, int64_t group, int64_t row, int64_t per_page) const {
         return (Element*)pool + ((group * m.num_pages + span.pages[row / per_page]) * per_page + row % per_page) * layer.head_dim;
     }
 
-    // Keys and values of a span into its pages, and the pooled keys of the windows that they complete.
+    // Write keys and values of a span into its pages and pool the windows that they complete.
     void append(const Layer& layer, const LayerCache& cache, const Span& span, int64_t first, int64_t group) {
         const int64_t dim = layer.head_dim, end = span.start + span.length, last = end / m.block_size;
-        if (end % m.block_size && last * m.block_size >= span.start)  // what is still empty there must not be NaN
+        if (end % m.block_size && last * m.block_size >= span.start)  // the rest of a new page must not be NaN
             for (void* pool : {cache.k, cache.v})
                 std::memset(at(pool, layer, span, group, last * m.block_size, m.block_size), 0,
                             m.block_size * dim * sizeof(Element));
@@ -369,7 +368,7 @@ template <class Element> class Worker {  // Element: of the pages
             }
     }
 
-    // Windows that lie wholly at or before a position.
+    // The number of windows that end at or before a position.
     static int64_t num_visible(int64_t position, int64_t kernel, int64_t stride) {
         return position + 1 < kernel ? 0 : (position + 1 - kernel) / stride + 1;
     }
@@ -397,7 +396,7 @@ template <class Element> class Worker {  // Element: of the pages
         const int64_t count = num_visible(token.position, 4 * m.kernel_size, stride);
         const int64_t unused = m.kernel_size / m.kernel_stride - 1;
         for (int64_t head = group * shared; head < (group + 1) * shared; head++) {
-            float most = -FLT_MAX, total = 0;  // of what has been seen, relative to the largest
+            float most = -FLT_MAX, total = 0;  // running maximum and sum relative to it
             for (int64_t i = 0; i < count; i++) {
                 const Element* key = at(cache.k2, layer, *token.span, group, i + unused, m.block_size / stride);
                 const float score = dot(sh.q + (t * layer.num_heads + head) * dim, key, dim);
@@ -432,7 +431,7 @@ template <class Element> class Worker {  // Element: of the pages
     void pick_blocks(const Layer& layer, int64_t t, int64_t group) {
         const Token& token = sh.tokens[t];
         const int64_t own_block = token.position / m.block_size, ratio = m.block_size / m.kernel_stride;
-        const int64_t before = m.kernel_size / m.kernel_stride - 1;  // windows that begin earlier and reach in
+        const int64_t before = m.kernel_size / m.kernel_stride - 1;  // windows that begin earlier and reach into the block
         const float* windows = sh.windows + (t * layer.num_kv_heads + group) * sh.max_windows;
         scores.resize(own_block + 1);
         order.resize(own_block + 1);
@@ -454,7 +453,7 @@ template <class Element> class Worker {  // Element: of the pages
         std::copy_n(order.begin(), token.num_blocks, sh.selected + (t * layer.num_kv_heads + group) * m.num_selected);
     }
 
-    // Softmax attention over a piece of the blocks: for every head the largest score, the sum and the weighted values.
+    // Softmax attention over a piece of the blocks: largest score, sum and weighted values of every head.
     void attend(const Layer& layer, const LayerCache& cache) {
         const int64_t groups = layer.num_kv_heads;
         const Range part = team.part(sh.num_pieces * groups);
@@ -504,7 +503,7 @@ template <class Element> class Worker {  // Element: of the pages
         for (int64_t i = count; i % 16; i++) weights[i] = most;
         for (int64_t i = 0; i < count; i += 16) store(weights + i, exponential(load(weights + i) - most));
         for (int64_t i = count; i % 16; i++) weights[i] = 0;
-        const float before = exponential(Floats{} + (out[dim] - most))[0];  // what was there weighs less now
+        const float before = exponential(Floats{} + (out[dim] - most))[0];  // earlier weights shrink by this factor
         Floats total = {};
         for (int64_t i = 0; i < count; i += 16) total += load(weights + i);
         for (int64_t j = 0; j < dim; j += 16) {
@@ -516,7 +515,7 @@ template <class Element> class Worker {  // Element: of the pages
         out[dim + 1] = out[dim + 1] * before + sum(total);
     }
 
-    // The pieces of a head's attention, put together in their order.
+    // Join the pieces of a head's attention, in order.
     void merge(const Layer& layer) {
         const int64_t heads = layer.num_heads, dim = layer.head_dim;
         const Range part = team.part(s.num_tokens * heads);
@@ -536,7 +535,7 @@ template <class Element> class Worker {  // Element: of the pages
     }
 };
 
-// What every token attends to; returns how many pieces of attention there are in all.
+// Plan what every token attends to; return the total number of pieces of attention.
 static int64_t plan_tokens(const Model& m, const Step& s, std::vector<Token>& tokens) {
     int64_t num_pieces = 0;
     tokens.clear();

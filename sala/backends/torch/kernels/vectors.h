@@ -42,7 +42,7 @@ struct Brain {  // the upper half of a float
     }
 };
 
-// What one register holds: the compiler keeps it there, as it does not keep every sixteen floats.
+// What one register holds: the compiler keeps it in a register, which it does not for every vector of sixteen floats.
 #if defined(__AVX512F__)
 static const int LANES = 16;
 #elif defined(__AVX2__)
@@ -94,10 +94,10 @@ template <class Element> static inline Floats load(const Element* x) {
     return load(out);
 }
 
-// To the nearest, of two equally near ones to the even one.
+// Round to nearest, ties to even.
 static inline void store(Brain* x, Floats v) {
     const Ints bits = (Ints)v, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const Shorts raw = __builtin_convertvector(v == v ? rounded : (bits >> 16 | 64), Shorts);  // no NaN ends as infinity
+    const Shorts raw = __builtin_convertvector(v == v ? rounded : (bits >> 16 | 64), Shorts);  // NaN must not become infinity
     std::memcpy(x, &raw, 32);
 }
 
@@ -163,7 +163,7 @@ template <class Vector> static inline Vector exponential(Vector x) {
 
 static inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// Memory that stays from call to call and only grows; what it holds does not stay.
+// A buffer that is kept between calls and only grows; its contents are not kept.
 class Space {
   public:
     float* get(int64_t floats) {
