@@ -5,9 +5,11 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# On a terminal pip shows its progress bars; elsewhere it is quiet, and the lines below say what is going on.
+QUIET  := $(shell test -t 2 || echo --quiet)
+PIP    := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint unit clean
+.PHONY: demo test lint unit resolve-engines clean
 
 demo: $(VENV)/.installed
 	$(BIN)/sala setup
@@ -24,15 +26,22 @@ lint: $(VENV)/.installed-dev
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto
 
+# vLLM and SGLang pin versions of their own, so constraints.txt does not apply to them. Takes minutes.
+resolve-engines: $(VENV)/.installed-dev
+	$(BIN)/python -m pip --isolated install --dry-run --ignore-installed --use-feature=fast-deps --quiet '.[vllm]'
+	$(BIN)/python -m pip --isolated install --dry-run --ignore-installed --use-feature=fast-deps --quiet '.[sglang]'
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing torch and about 60 packages into $(VENV): 1 GB, on Linux with CUDA libraries 3 GB"
 	$(PIP) --editable '.[server]'
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing torch and about 100 packages into $(VENV): 1 GB, on Linux with CUDA libraries 3 GB"
 	$(PIP) --editable '.[dev]'
 	touch $@ $(VENV)/.installed
 

@@ -1,6 +1,8 @@
 """Weight files from strangers: read lazily when good, refused in one line when not."""
 
+import errno
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,16 @@ from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import new_directory, write_weights
 from sala.config import SalaConfig
-from sala.errors import CheckpointError, ModelNotFound, SalaError
+from sala.errors import (
+    CheckpointError,
+    DiskFull,
+    ModelNotFound,
+    NotWritable,
+    SalaError,
+    check_space,
+    explain_write_error,
+    writing,
+)
 
 
 def write_raw(file: Path, header: Any, data: bytes = b"", length: int | None = None) -> None:
@@ -205,3 +216,42 @@ def test_the_table_of_precisions_agrees_with_torch_and_numpy() -> None:
     for row in dtypes.PRECISIONS:
         assert getattr(torch, row.name).itemsize == np.dtype(row.numpy).itemsize == row.size
     assert dtypes.FILE_DTYPES == {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+def test_a_full_disk_and_a_missing_permission_say_where_how_much_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(code: int) -> Callable[..., Any]:
+        def fsync(_: int) -> None:
+            raise OSError(code, os.strerror(code))
+
+        return fsync
+
+    specs = {"a": ("F32", (1000, 1000))}
+    data = bytes(4_000_000)
+    for code, kind, words in (
+        (
+            errno.ENOSPC,
+            DiskFull,
+            r"no space left on the disk for .*model\.safetensors \(needs 4\.0 MB, .* are free\); free",
+        ),
+        (errno.EDQUOT, DiskFull, "no space left"),
+        (errno.EROFS, NotWritable, r"model\.safetensors cannot be accessed: Read-only file system; change"),
+    ):
+        monkeypatch.setattr(os, "fsync", fail(code))
+        with pytest.raises(kind, match=words), new_directory(tmp_path / "new") as draft:
+            write_weights(draft, specs, lambda _: data)
+        assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    with pytest.raises(DiskFull, match=r"model needs 1000000\.0 GB"):
+        check_space(tmp_path / "not" / "there", 10**15, "model")
+    check_space(tmp_path / "not" / "there", 1)
+
+
+def test_errors_of_other_files_stay_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    with pytest.raises(PermissionError), writing(tmp_path / "target" / "x"):
+        raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/file")
+    with pytest.raises(NotWritable, match="/elsewhere/file cannot be accessed"):
+        raise explain_write_error(PermissionError(errno.EACCES, "Permission denied", "/elsewhere/file")) or ValueError
+    assert explain_write_error(FileNotFoundError(errno.ENOENT, "none", "x")) is None
