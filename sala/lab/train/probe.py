@@ -56,7 +56,9 @@ class Probe:
         self.cases, self.rows, self.length, self.is_packed = fitting, rows, length, is_packed
         self.device = teacher.lm_head.weight.device
         tokens = torch.zeros((-(-len(fitting) // rows) * rows, length), dtype=torch.long)
-        at, first, labels = [], [], []
+        at: list[int] = []
+        first: list[bool] = []
+        labels: list[int] = []
         for row, case in enumerate(fitting):
             ids = (*case.prompt, *case.answer)
             tokens[row, : len(ids)] = torch.tensor(ids)

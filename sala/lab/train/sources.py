@@ -70,7 +70,7 @@ def _maker(run: "Run", stage: Learning, source: Source, tokenizer: Tokenizer, st
 
 
 def _seed(run: "Run", stage: Learning) -> int:
-    return run.recipe.seed * 1009 + run.recipe.stages.index(stage)  # type: ignore[arg-type]
+    return run.recipe.seed * 1009 + run.recipe.stages.index(stage)
 
 
 def _eos(start: Path) -> int:

@@ -26,7 +26,7 @@ class Written:
     is_ended: Array
 
     @classmethod
-    def of(cls, documents: Sequence[tuple[Sequence[int], Sequence[int], bool]]) -> "Written":
+    def of(cls, documents: Sequence[tuple[Sequence[int] | Array, Sequence[int] | Array, bool]]) -> "Written":
         """From (tokens, roles, is_ended) of each document."""
         sizes = [len(tokens) for tokens, _, _ in documents]
         flat = [np.array(tokens, np.uint32) for tokens, _, _ in documents]

@@ -75,7 +75,7 @@ class Slots:
         self.keys = [torch.zeros(cache, dtype=dtype, device=device) for _ in self.layers]
         self.values = [torch.zeros(cache, dtype=dtype, device=device) for _ in self.layers]
         self.tokens = torch.zeros((num_slots, length), dtype=torch.long, device=device)
-        whole = {"dtype": torch.long, "device": device}
+        whole: dict[str, Any] = {"dtype": torch.long, "device": device}
         self.position, self.given = torch.zeros(num_slots, **whole), torch.zeros(num_slots, **whole)
         self.limit = torch.full((num_slots,), length, **whole)
         self.heat, self.min_p = torch.ones(num_slots, 1, device=device), torch.zeros(num_slots, 1, device=device)
@@ -84,7 +84,7 @@ class Slots:
         self.generator = torch.Generator(device).manual_seed(seed)
         self.before: Callable[..., Any] = _before
         self.after: Callable[..., Any] = _after
-        self.pick: Callable[..., Tensor] = _pick
+        self.pick: Callable[..., Any] = _pick
         self.attend: Callable[..., Tensor] = _attend_masked
         self.graph: Any = None  # False: it cannot be captured
         if device.type == "cuda":
