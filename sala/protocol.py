@@ -1,6 +1,6 @@
-"""The seam between policy and backends: small frozen values and one protocol, nothing of any framework.
+"""The interface between the engine and the backends: small frozen values and one protocol, free of any framework.
 
-A prefill chunk, a decode step and a speculative verify have one shape: *n tokens from `start`*.
+A prefill chunk, a decode step and the verification of drafts have one form: *n tokens from `start`*.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Row:
     slot: int  # state of the lightning layers
     sparse_from: int  # first position under the sparse rule (the regime of the request)
     sampling: Sampling | None = None  # None: a prefill chunk, nothing is sampled
-    num_drafts: int = 0  # trailing guesses to verify
+    num_drafts: int = 0  # trailing tokens that are drafts to verify
     history: Sequence[int] = ()  # the tokens so far, `tokens` included; only where penalties need them
     prompt_len: int = 0  # how many of `history` are the prompt
     banned: tuple[int, ...] = ()  # tokens that may not be sampled now
@@ -42,6 +42,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """The work of one step."""
+
     rows: tuple[Row, ...]
 
 
@@ -56,7 +58,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What each row of the plan drew: nothing for a prefill chunk, else the accepted drafts and one token more."""
+    """The tokens sampled for each row: none for a prefill chunk, else the accepted drafts and one token more."""
 
     sampled: tuple[tuple[SampledToken, ...], ...]
 
@@ -72,22 +74,22 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a control says about the token it has just seen: tokens that must follow, or an end."""
+    """What a control demands after a token: tokens that must follow, or a finish reason."""
 
     force: tuple[int, ...] = ()
     finish: str | None = None
 
 
 class Control(Protocol):
-    """Steers one sequence: which tokens may come next, what must come, when it is enough."""
+    """Steers one sequence: which tokens may be sampled, which must follow, and when to finish."""
 
     allows_drafts: bool  # whether several tokens may be sampled before it is asked again
 
     def mask(self) -> bytes | None:
-        """The tokens that may be sampled next, one bit each; None: all."""
+        """Return the tokens that may be sampled next, one bit each; None: all."""
 
     def observe(self, token: int) -> Verdict | None:
-        """A token has been added to the answer."""
+        """Take note of a token that has been added to the answer."""
 
 
 class Executor(Protocol):
@@ -96,13 +98,13 @@ class Executor(Protocol):
     capacity: Capacity
 
     def run(self, plan: Plan) -> Result:
-        """Advance every row by its tokens and draw where asked."""
+        """Advance every row by its tokens and sample where asked."""
 
     def logits(self, row: Row) -> Any:
         """Advance one row and return a NumPy array [len(row.tokens), vocab] in float32: for scoring only."""
 
     def draft(self, plan: Plan, num_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
-        """Guess `count` tokens per row with the first layers alone; no state is advanced."""
+        """Draft `count` tokens per row with the first layers alone; no state is advanced."""
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy recurrent state from slot to slot, for every (source, target)."""
@@ -114,13 +116,13 @@ class Executor(Protocol):
         """Make a slot the state of an empty sequence."""
 
     def dump(self, pages: Sequence[int], num_tokens: int, slot: int) -> dict[str, Blob]:
-        """Everything that a sequence of so many tokens has in the cache."""
+        """Return everything that a sequence of `num_tokens` tokens has in the cache."""
 
     def restore(self, blobs: Mapping[str, Blob], pages: Sequence[int], num_tokens: int, slot: int) -> None:
-        """The reverse of `dump`; blobs of other names, sizes or precisions are a ValueError, and nothing changes."""
+        """Reverse `dump`. Raises ValueError for blobs of other names, sizes or precisions, and changes nothing then."""
 
     def probe(self) -> None:
-        """Raise if the device cannot compute any more: whatever it holds is lost then."""
+        """Raise if the device can no longer compute; what it holds is lost then."""
 
     def close(self) -> None:
-        """Give memory and files back; further calls are errors."""
+        """Free memory and files; further calls are errors."""

@@ -1,1 +1,1 @@
-"""Policy without tensors: which tokens run next, and what of the past is kept."""
+"""The engine, without tensors: request preparation, the engine service, scheduling, prefix cache, sessions."""

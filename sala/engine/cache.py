@@ -18,7 +18,7 @@ from sala.protocol import Control, Executor, SampledToken, Sampling
 
 
 class Pool:
-    """Hands out numbers 0…size-1, lowest first, and takes them back when nobody refers to them any more."""
+    """Hands out numbers 0…size-1, lowest first, and takes each back when its last owner releases it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -52,7 +52,7 @@ class Pool:
                 heapq.heappush(self._free, number)
 
     def problems(self, name: str, owners: dict[int, int]) -> list[str]:
-        """Differences between the counts and what the owners say they hold."""
+        """Return the differences between the reference counts and what the owners hold."""
         found = [
             f"{name} {number} has count {count} and {owners.get(number, 0)} owners"
             for number, count in enumerate(self._counts)
@@ -70,7 +70,7 @@ TOKEN_BYTES = 4
 
 
 def as_bytes(tokens: Sequence[int]) -> bytes:
-    """Four bytes per token, little-endian."""
+    """Return tokens as bytes, four per token, little-endian."""
     return _little(array("I", tokens)).tobytes()
 
 
@@ -86,7 +86,9 @@ def _little(numbers: "array[int]") -> "array[int]":
 
 @dataclass(eq=False, slots=True)
 class Snapshot:
-    tokens: bytes  # at least `length` of them; shared with others of the same prompt
+    """The state after `length` tokens: their pages and a slot."""
+
+    tokens: bytes  # at least `length` of them; shared with other snapshots of the same prompt
     length: int
     sparse_from: int
     salt: str
@@ -101,7 +103,7 @@ class Snapshot:
 
 
 class PrefixCache:
-    """Snapshots by last use. It owns no page and no slot by itself: whoever adds and removes accounts for them."""
+    """Snapshots by last use. The caller that adds and removes them keeps track of their pages and slots."""
 
     def __init__(self, agreement_len: int) -> None:
         self._agreement_len = agreement_len
@@ -115,7 +117,7 @@ class PrefixCache:
         return iter(self._snapshots)
 
     def find(self, tokens: bytes, sparse_from: int, salt: str) -> Snapshot | None:
-        """The longest snapshot that `tokens` continue by at least one token, in a regime that agrees with theirs."""
+        """Return the longest snapshot that `tokens` continue by at least one token, in a compatible regime."""
         most = len(tokens) // TOKEN_BYTES - 1
         fitting = [
             snapshot
@@ -125,7 +127,7 @@ class PrefixCache:
         return max(fitting, key=lambda snapshot: snapshot.length, default=None)
 
     def has(self, tokens: bytes, length: int, sparse_from: int, salt: str) -> Snapshot | None:
-        """A snapshot of exactly this past, if there is one."""
+        """Return the snapshot of exactly the first `length` tokens, if there is one."""
         for snapshot in self._snapshots:
             if snapshot.length == length and self._agrees(snapshot, sparse_from, salt) and snapshot.is_prefix(tokens):
                 return snapshot
@@ -144,7 +146,7 @@ class PrefixCache:
         snapshot.used = self._clock
 
     def oldest(self) -> Snapshot | None:
-        """The one to give up first; a pinned one never."""
+        """Return the snapshot to evict first: the least recently used one that is not pinned."""
         loose = [snapshot for snapshot in self._snapshots if not snapshot.pins]
         return min(loose, key=lambda snapshot: snapshot.used, default=None)
 
@@ -157,7 +159,7 @@ _ids = count()
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """What a caller asks for. `boundaries` are lengths at which the prompt may be continued differently later."""
+    """What a caller asks of the engine. `boundaries` are lengths at which later prompts may go on differently."""
 
     prompt: Sequence[int]
     sampling: Sampling
@@ -170,6 +172,8 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class SequenceState:
+    """A request that has been submitted: the engine's record of one answer."""
+
     request: Request
     sampling: Sampling  # with a seed
     sparse_from: int
@@ -182,8 +186,8 @@ class SequenceState:
     slot: int | None = None
     num_computed: int = 0
     num_cached: int | None = None  # of the prompt, known at the first admission
-    turn: int = 0  # the scheduler's, when it was admitted or last read
-    is_suspect: bool = False  # was there when a step failed: runs alone to its end
+    turn: int = 0  # of the scheduler, when it was admitted or last had a prefill chunk
+    is_suspect: bool = False  # took part in a step that failed: runs alone to its end
     sampled: list[SampledToken] = field(default_factory=list)
     forced: deque[int] = field(default_factory=deque)
     finish_reason: str | None = None
@@ -200,7 +204,7 @@ class SequenceState:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens not yet computed; the last of them is the one to draw from."""
+        """How many tokens are not computed yet; the next token is sampled after the last of them."""
         return len(self.tokens) - self.num_computed
 
     @property
@@ -212,17 +216,17 @@ class SequenceState:
         self.token_bytes += as_bytes((token,))
 
     def next_stop(self) -> int:
-        """How far the prefill may run before the state is wanted: the next boundary, or the last token but one."""
+        """Return how far the prefill may run before a snapshot is due: the next boundary, or the last token but one."""
         last = len(self.tokens) - 1
         return min((at for at in self.boundaries if self.num_computed < at < last), default=last)
 
 
 class Hybrid:
-    """Accounts for the executor's pages and slots.
+    """Keeps track of the executor's pages (KV cache) and slots (recurrent states).
 
-    Whole pages are shared between sequences and snapshots. A page that is not full has one writer at most: who
-    continues from a snapshot in the middle of a page gets a copy of it. (Its first writer may go on: it writes only
-    beyond what the snapshot needs.)
+    Full pages are shared between sequences and snapshots. A page that is not full has at most one writer: a sequence
+    that continues from a snapshot in the middle of a page gets a copy of that page. (The page's first writer may go on:
+    it writes only beyond what the snapshot needs.)
     """
 
     def __init__(self, executor: Executor, sparse: SparseConfig, num_snapshots: int) -> None:
@@ -235,41 +239,41 @@ class Hybrid:
         self.prefix = PrefixCache(sparse.agreement_len)
 
     def admit(self, sequence: SequenceState) -> bool:
-        """A slot, pages for all tokens, and what is known of their past; False if there is no room."""
+        """Give a sequence a slot, pages, and the longest cached prefix. Return False if they do not fit."""
         needed = self._num_pages(len(sequence.tokens))
-        past = self.prefix.find(bytes(sequence.token_bytes), sequence.sparse_from, sequence.request.salt)
-        shared = past.length // self._page_size if past else 0
-        if past is not None and not self._make_room(needed - shared, 1, past):
-            past, shared = None, 0  # keeping the past alive beside its copy takes a page too many: begin anew
-        if past is None and not self._make_room(needed, 1):
+        cached = self.prefix.find(bytes(sequence.token_bytes), sequence.sparse_from, sequence.request.salt)
+        shared = cached.length // self._page_size if cached else 0
+        if cached is not None and not self._make_room(needed - shared, 1, cached):
+            cached, shared = None, 0  # there is one page too few to keep the snapshot beside its copy: begin anew
+        if cached is None and not self._make_room(needed, 1):
             return False
         sequence.slot = self.slots.take(1)[0]
         sequence.pages = self.pages.take(needed - shared)
         try:
-            if past is None:
+            if cached is None:
                 self._executor.clear_state(sequence.slot)
             else:
-                self._continue_from(past, shared, sequence)
-        except BaseException:  # half a copy is no past
+                self._continue_from(cached, shared, sequence)
+        except BaseException:  # half a copy is of no use
             self.release(sequence)
             raise
-        sequence.num_computed = past.length if past else 0
+        sequence.num_computed = cached.length if cached else 0
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
         return True
 
-    def _continue_from(self, past: Snapshot, shared: int, sequence: SequenceState) -> None:
+    def _continue_from(self, snapshot: Snapshot, shared: int, sequence: SequenceState) -> None:
         assert sequence.slot is not None
-        self.prefix.touch(past)
-        self._executor.copy_states([(past.slot, sequence.slot)])
-        rows = past.length % self._page_size
+        self.prefix.touch(snapshot)
+        self._executor.copy_states([(snapshot.slot, sequence.slot)])
+        rows = snapshot.length % self._page_size
         if rows:
-            self._executor.copy_page(past.pages[shared], sequence.pages[0], rows)
-        self.pages.share(past.pages[:shared])
-        sequence.pages = [*past.pages[:shared], *sequence.pages]
+            self._executor.copy_page(snapshot.pages[shared], sequence.pages[0], rows)
+        self.pages.share(snapshot.pages[:shared])
+        sequence.pages = [*snapshot.pages[:shared], *sequence.pages]
 
     def extend(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Pages for so many tokens in all; False if there is no room."""
+        """Give a sequence pages for `num_tokens` tokens in all. Return False if there are too few."""
         missing = self._num_pages(num_tokens) - len(sequence.pages)
         if missing > 0:
             if not self._make_room(missing, 0):
@@ -278,13 +282,13 @@ class Hybrid:
         return True
 
     def truncate(self, sequence: SequenceState) -> None:
-        """Give back the pages beyond the tokens that are there (drafts were rejected)."""
+        """Release the pages beyond the last token, which rejected drafts leave behind."""
         keep = self._num_pages(len(sequence.tokens))
         self.pages.release(sequence.pages[keep:])
         del sequence.pages[keep:]
 
     def release(self, sequence: SequenceState) -> None:
-        """Take everything back; what was computed is lost unless it is in a snapshot."""
+        """Release everything a sequence holds; what it computed is lost unless a snapshot has it."""
         self.pages.release(sequence.pages)
         sequence.pages = []
         if sequence.slot is not None:
@@ -293,7 +297,7 @@ class Hybrid:
         sequence.num_computed = 0
 
     def snapshot(self, sequence: SequenceState) -> None:
-        """Keep the present state for later, if a slot can be had without hurting anybody who runs."""
+        """Keep the present state as a snapshot, if a slot is free or another snapshot can be evicted for it."""
         assert sequence.slot is not None
         if self._is_known(sequence) or not self._num_snapshots:
             return
@@ -311,7 +315,7 @@ class Hybrid:
         self._add(sequence, pages, slot)
 
     def donate(self, sequence: SequenceState) -> None:
-        """The sequence is over: its own slot and pages become a snapshot, without a copy."""
+        """Turn the slot and pages of a finished sequence into a snapshot, without a copy."""
         is_whole = 0 < sequence.num_computed <= len(sequence.tokens)
         if not is_whole or sequence.slot is None or not self._num_snapshots or self._is_known(sequence):
             self.release(sequence)
@@ -327,7 +331,7 @@ class Hybrid:
         sequence.pages, sequence.slot = [], None
 
     def insert(self, tokens: bytes, sparse_from: int, salt: str) -> Snapshot | None:
-        """Room for a past that comes from elsewhere (a file); the caller fills its pages and its slot."""
+        """Add a snapshot whose pages and slot the caller fills (from a file). Return None if it does not fit."""
         length = len(tokens) // TOKEN_BYTES
         if not self._num_snapshots:
             return None
@@ -342,6 +346,7 @@ class Hybrid:
         return snapshot
 
     def forget(self, snapshot: Snapshot) -> None:
+        """Drop a snapshot and release what it holds."""
         self.prefix.remove(snapshot)
         self.pages.release(snapshot.pages)
         self.slots.release([snapshot.slot])
@@ -361,7 +366,7 @@ class Hybrid:
         )
 
     def _make_room(self, num_pages: int, num_slots: int, keep: Snapshot | None = None) -> bool:
-        """Give up snapshots, oldest first, but none if all of them together would not be enough."""
+        """Evict snapshots, least recently used first, but none if evicting all of them would not be enough."""
         if keep is not None:
             keep.pins += 1
         try:
@@ -395,7 +400,7 @@ class Hybrid:
         return -(-num_tokens // self._page_size)
 
     def integrity(self, sequences: Iterable[SequenceState]) -> list[str]:
-        """Every page and slot is accounted for: an empty list, or what is wrong."""
+        """Check that every page and slot is accounted for. Return what is wrong; an empty list if nothing is."""
         pages: Counter[int] = Counter()
         slots: Counter[int] = Counter()
         for sequence in sequences:

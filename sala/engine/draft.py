@@ -1,21 +1,21 @@
-"""Where drafts come from, and whether they pay.
+"""Speculative decoding: where drafts come from, and whether they pay.
 
-`lookup` finds the last place where the text went on from the same few tokens, and guesses that it goes on likewise.
-`layers` asks the first layers of the model. Either way the whole model checks every guess: what comes out is what
-would have come out anyway.
+`lookup` finds the last place where the text continued from the same few tokens, and drafts that continuation. `layers`
+drafts with the first layers of the model. Either way the whole model verifies every draft, so the output is the same as
+without them.
 """
 
 from dataclasses import dataclass
 
 from sala.engine.cache import TOKEN_BYTES, SequenceState
 
-LONGEST, SHORTEST = 4, 2  # tokens that must match before a guess is made
-PROBE_STEPS = 4  # plain steps at first, to know what they cost
-TRIAL_ROUNDS = 12  # rounds before a verdict
+LONGEST, SHORTEST = 4, 2  # tokens that must match before a draft is made
+PROBE_STEPS = 4  # plain steps at first, to measure what they cost
+TRIAL_ROUNDS = 12  # rounds before drafts may be switched off
 
 
 def lookup(sequence: SequenceState, count: int) -> tuple[int, ...]:
-    """The tokens that followed the last earlier occurrence of the sequence's end; the longest match wins."""
+    """Return the tokens that followed the last earlier occurrence of the sequence's end; the longest match wins."""
     tokens, text = sequence.tokens, sequence.token_bytes
     for size in range(LONGEST, SHORTEST - 1, -1):
         if len(tokens) <= size:
@@ -27,7 +27,7 @@ def lookup(sequence: SequenceState, count: int) -> tuple[int, ...]:
 
 
 def _last_before_end(text: bytearray, size: int) -> int | None:
-    """Index of the last earlier occurrence of the final `size` tokens, whole tokens only."""
+    """Return the index of the last earlier occurrence of the final `size` tokens; None if there is none."""
     pattern = bytes(text[-size * TOKEN_BYTES :])
     end = len(text) - TOKEN_BYTES
     while (at := text.rfind(pattern, 0, end)) >= 0:
@@ -39,7 +39,7 @@ def _last_before_end(text: bytearray, size: int) -> int | None:
 
 @dataclass(slots=True)
 class Pace:
-    """Tokens and seconds of one way to decode."""
+    """Tokens and seconds of decoding, with or without drafts."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -56,7 +56,7 @@ class Pace:
 
 
 class Speculation:
-    """Counts rounds and acceptance; measures both ways to decode and gives up drafts when they lose."""
+    """Counts rounds and acceptance; measures decoding with and without drafts and switches off what is slower."""
 
     def __init__(self, mode: str, num_draft: int, draft_layers: int, is_measured: bool = True) -> None:
         self.mode = mode
@@ -87,7 +87,7 @@ class Speculation:
         self.accepted += accepted
 
     def measure(self, tokens: int, seconds: float, has_drafts: bool) -> None:
-        """A step that only decoded is over."""
+        """Record a step in which every sequence decoded."""
         if self.mode == "off" or self.off_because is not None or not self._is_measured:
             return
         (self._drafting if has_drafts else self._plain).add(tokens, seconds)
@@ -99,7 +99,7 @@ class Speculation:
             )
 
     def summary(self) -> str:
-        """One line for a person."""
+        """Return one line for display."""
         if self.mode == "off":
             return "speculation is off"
         line = (

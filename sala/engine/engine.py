@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time. It holds no tensor and knows no framework."""
+"""The engine: requests in, tokens out, one step at a time. It holds no tensors and imports no framework."""
 
 import secrets
 import time
@@ -15,20 +15,23 @@ from sala.engine.scheduler import Scheduler, Work
 from sala.errors import ContextTooLong, InputError
 from sala.protocol import Capacity, Executor, Options, Plan, Result, Row, SampledToken, Sampling
 
-SPACED_FROM = 2048  # prompts of this length leave snapshots on the way, closer and closer to the end
+SPACED_FROM = 2048  # prompts at least this long leave snapshots on the way, closer together towards their end
 NUM_SPACED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a step did for a sequence: tokens that it drew, maybe its end."""
+    """What a step did for a sequence: the tokens it sampled; the sequence may be finished."""
 
     sequence: SequenceState
     sampled: tuple[SampledToken, ...]
 
 
 class Engine:
-    """Owns the executor. `submit`, then `step` until the sequence is finished."""
+    """Owns the executor. `submit` a request, then `step` until its sequence is finished.
+
+    Not thread-safe: `engine.service` calls it from one thread.
+    """
 
     def __init__(self, executor: Executor, sparse: SparseConfig, options: Options, is_measured: bool = True) -> None:
         self._executor = executor
@@ -37,10 +40,12 @@ class Engine:
         self.scheduler = Scheduler(self.hybrid, options.max_batch, executor.capacity.prefill_chunk)
         self.speculation = Speculation(options.speculate, options.num_draft, options.draft_layers, is_measured)
         self._can_draft = options.speculate != "off"
-        self._is_fruitless = False  # the last step had nothing to do
-        self._late: list[Update] = []  # of a step that was interrupted
-        self.before: Callable[[SequenceState], None] | None = None  # a request arrives: is its past elsewhere?
-        self.after: Callable[[SequenceState], None] | None = None  # a sequence has ended: keep its past elsewhere?
+        self._was_idle = False  # the last step had nothing to do
+        self._late: list[Update] = []  # updates of a step that was interrupted
+        self.before: Callable[[SequenceState], None] | None = (
+            None  # called for a new request: may load its prefix into the cache
+        )
+        self.after: Callable[[SequenceState], None] | None = None  # called for a finished sequence: may save its prefix
 
     @property
     def capacity(self) -> Capacity:
@@ -52,11 +57,11 @@ class Engine:
 
     @property
     def is_stuck(self) -> bool:
-        """Requests wait, none runs, and the next step will find nothing to do either."""
-        return bool(self.scheduler.waiting) and not self.scheduler.running and self._is_fruitless
+        """Whether requests wait, none runs, and the next step will find nothing to do either."""
+        return bool(self.scheduler.waiting) and not self.scheduler.running and self._was_idle
 
     def submit(self, request: Request, sibling: SequenceState | None = None, index: int = 0) -> SequenceState:
-        """Queue a request. Siblings are other answers to the same prompt: they wait until the first has read it."""
+        """Queue a request. Siblings are other answers to the same prompt: they wait until its prefill is done."""
         self.check(request.prompt)
         limit = self._executor.capacity.max_tokens
         seed = request.sampling.seed
@@ -79,7 +84,7 @@ class Engine:
         return sequence
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Refuse a prompt that can never run."""
+        """Raise InputError or ContextTooLong for a prompt that can never run."""
         limit = self._executor.capacity.max_tokens
         if not len(prompt):
             raise InputError("prompt", "is empty", "give at least one token")
@@ -87,7 +92,7 @@ class Engine:
             raise ContextTooLong(len(prompt), limit)
 
     def _boundaries(self, request: Request) -> tuple[int, ...]:
-        """Lengths worth a snapshot: those the caller names, where the regimes part, and some on the way."""
+        """Return the lengths worth a snapshot: the caller's, where the regimes diverge, and some on the way."""
         length = len(request.prompt)
         spaced = [length - (length >> (k + 1)) for k in range(NUM_SPACED)] if length >= SPACED_FROM else []
         page = self._executor.capacity.page_size
@@ -95,7 +100,7 @@ class Engine:
         return tuple(sorted(at for at in wanted if 0 < at < length))
 
     def cancel(self, sequence: SequenceState, reason: str = "cancelled") -> None:
-        """Stop a sequence at any point; what it has computed may still serve others."""
+        """Stop a sequence at any point; what it has computed may become a snapshot."""
         if not sequence.is_finished:
             sequence.finish_reason = reason
             self._leave(sequence)
@@ -103,19 +108,19 @@ class Engine:
                 self.after(sequence)
 
     def probe(self) -> None:
-        """Raise if no request can ever succeed again, since the device is lost."""
+        """Raise if the device is lost, so that no request can succeed any more."""
         self._executor.probe()
 
     def forget(self) -> None:
-        """Give up all snapshots."""
+        """Drop all snapshots."""
         for snapshot in list(self.hybrid.prefix):
             self.hybrid.forget(snapshot)
 
     def step(self) -> list[Update]:
-        """Run the next plan; returns what became of its sequences."""
+        """Run the next plan. Return what became of its sequences."""
         began = time.perf_counter()
         work, refused = self._masked(self.scheduler.plan())
-        self._is_fruitless = not work and not refused
+        self._was_idle = not work and not refused
         if not work:
             return refused
         with self._isolating(work) as failures:
@@ -123,15 +128,15 @@ class Engine:
             result = self._executor.run(Plan(tuple(self._row(item) for item in work)))
         if failures:
             return refused + failures
-        updates = self._book(work, result)
+        updates = self._record(work, result)
         if self._can_draft and all(update.sampled for update in updates):
             num_tokens = sum(len(update.sampled) for update in updates)
             self.speculation.measure(num_tokens, time.perf_counter() - began, any(item.drafts for item in work))
         late, self._late = self._late, []
         return late + refused + [update for update in updates if update.sampled or update.sequence.is_finished]
 
-    def _book(self, work: list[Work], result: Result) -> list[Update]:
-        """Book what every row has done; trouble with one row is that row's trouble."""
+    def _record(self, work: list[Work], result: Result) -> list[Update]:
+        """Record what every row has done; an error in one row ends that row alone."""
         updates = []
         for index, (item, sampled) in enumerate(zip(work, result.sampled, strict=True)):
             try:
@@ -140,7 +145,7 @@ class Engine:
                 self._fail(item.sequence, error)
                 updates.append(Update(item.sequence, ()))
             except BaseException:
-                for left in work[index:]:  # their states have advanced, their accounts have not: compute them again
+                for left in work[index:]:  # their states have advanced, their bookkeeping has not: compute them again
                     if not left.sequence.is_finished:
                         self.scheduler.preempt(left.sequence)
                 self._late += updates
@@ -152,13 +157,13 @@ class Engine:
         return updates
 
     def _fail(self, sequence: SequenceState, error: Exception) -> None:
-        """End a sequence whose state cannot be trusted."""
+        """End a sequence whose state is no longer valid."""
         sequence.error, sequence.finish_reason = error, "error"
         self.hybrid.release(sequence)
         self.scheduler.remove(sequence)
 
     def _masked(self, work: list[Work]) -> tuple[list[Work], list[Update]]:
-        """Ask the controls what may come next; a control that fails ends its own sequence and no other."""
+        """Add the masks of the controls; a control that raises ends its own sequence and no other."""
         out, refused = [], []
         for item in work:
             sequence = item.sequence
@@ -175,34 +180,35 @@ class Engine:
         return out, refused
 
     def _with_drafts(self, work: list[Work]) -> list[Work]:
-        """Guesses for the sequences that decode, if guessing is on and all of the step decodes."""
+        """Add drafts, if speculation is on and every sequence of the step is decoding."""
         if not self._can_draft or not self.speculation.is_on or not all(self._may_draft(item) for item in work):
             return work
         count = self.speculation.num_draft
-        rooms = [min(count, item.sequence.max_len - len(item.sequence.tokens) - 1) for item in work]
-        rooms = [
-            room if room > 0 and self.scheduler.can_draft(item.sequence, room) else 0
-            for item, room in zip(work, rooms, strict=True)
+        limits = [min(count, item.sequence.max_len - len(item.sequence.tokens) - 1) for item in work]
+        limits = [
+            limit if limit > 0 and self.scheduler.can_draft(item.sequence, limit) else 0
+            for item, limit in zip(work, limits, strict=True)
         ]
         if self.speculation.mode == "lookup":
-            guesses = [lookup(item.sequence, room) for item, room in zip(work, rooms, strict=True)]
+            drafts = [lookup(item.sequence, limit) for item, limit in zip(work, limits, strict=True)]
         else:
-            guesses = self._ask_layers(work, rooms)
-        return [replace(item, drafts=drafts[:room]) for item, drafts, room in zip(work, guesses, rooms, strict=True)]
+            drafts = self._ask_layers(work, limits)
+        return [replace(item, drafts=some[:limit]) for item, some, limit in zip(work, drafts, limits, strict=True)]
 
-    def _ask_layers(self, work: list[Work], rooms: list[int]) -> list[tuple[int, ...]]:
-        able = [index for index, room in enumerate(rooms) if room]
-        guesses: list[tuple[int, ...]] = [()] * len(work)
+    def _ask_layers(self, work: list[Work], limits: list[int]) -> list[tuple[int, ...]]:
+        """Return drafts made by the first layers of the model."""
+        able = [index for index, limit in enumerate(limits) if limit]
+        drafts: list[tuple[int, ...]] = [()] * len(work)
         if able:
             plan = Plan(tuple(self._row(work[index]) for index in able))
-            made = self._executor.draft(plan, self.speculation.draft_layers, min(rooms[index] for index in able))
+            made = self._executor.draft(plan, self.speculation.draft_layers, min(limits[index] for index in able))
             for index, tokens in zip(able, made, strict=True):
-                guesses[index] = tokens
-        return guesses
+                drafts[index] = tokens
+        return drafts
 
     def _may_draft(self, item: Work) -> bool:
         sequence = item.sequence
-        is_free = len(sequence.tokens) - sequence.prompt_len >= sequence.sampling.min_tokens  # nothing is banned
+        is_free = len(sequence.tokens) - sequence.prompt_len >= sequence.sampling.min_tokens  # no token is banned
         return sequence.is_decoding and is_free and all(one.allows_drafts for one in sequence.request.controls)
 
     def _row(self, item: Work) -> Row:
@@ -228,7 +234,7 @@ class Engine:
         )
 
     def _advance(self, item: Work, sampled: tuple[SampledToken, ...]) -> Update:
-        """Book what a row has done."""
+        """Record what a row has done: its tokens, its snapshots, maybe its end."""
         sequence = item.sequence
         sequence.num_computed += item.num_tokens + max(0, len(sampled) - 1)
         if not sampled:
@@ -248,7 +254,7 @@ class Engine:
         return Update(sequence, tuple(kept))
 
     def _reached(self, sequence: SequenceState) -> None:
-        """The prefill has come to a boundary, or to the last token but one."""
+        """Take a snapshot if the prefill has come to a boundary, or to the last token but one."""
         if sequence.num_remaining == 1 or sequence.num_computed in sequence.boundaries:
             self.hybrid.snapshot(sequence)
 
@@ -284,9 +290,9 @@ class Engine:
 
     @contextmanager
     def _isolating(self, work: list[Work]) -> Iterator[list[Update]]:
-        """If a step fails, what its rows have computed cannot be trusted: they start again, each alone.
+        """If a step fails, discard what its rows have computed and run each of them alone.
 
-        One that fails alone is the culprit: it ends with the error, the others go on.
+        A sequence that fails alone ends with the error; the others go on.
         """
         failures: list[Update] = []
         try:
@@ -310,7 +316,7 @@ class Engine:
             raise
 
     def score(self, tokens: list[int], prompt_len: int, chunk: int) -> Iterator[Any]:
-        """Logits of all tokens, in pieces: the prompt by chunks, what follows token by token as when decoding."""
+        """Yield the logits of all tokens: the prompt in chunks, what follows token by token as in decoding."""
         self.check(tokens)
         sampling = Sampling()
         sequence = SequenceState(
@@ -336,10 +342,10 @@ class Engine:
             self.hybrid.release(sequence)
 
     def integrity(self) -> list[str]:
-        """What is wrong with the accounts of the cache; nothing, one hopes."""
+        """Return inconsistencies in the bookkeeping of the cache; an empty list if there are none."""
         return self.hybrid.integrity(self.scheduler)
 
 
 def _other_seed(seed: int, index: int) -> int:
-    """Seeds of siblings, all within 64 bits."""
+    """Return the seed of a sibling, within 64 bits."""
     return (seed + index + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -66,7 +66,7 @@ class RequestHandle:
 
 
 @dataclass(frozen=True)
-class Task:
+class EngineTask:
     """Something to run on the engine thread between two steps."""
 
     work: Callable[[], Any]
@@ -80,7 +80,7 @@ class Task:
                 self.future.set_exception(error)
 
 
-Order = RequestHandle | Task | None  # None: look around
+Order = RequestHandle | EngineTask | None  # None: look around
 
 
 class EngineLoop:
@@ -127,7 +127,7 @@ class EngineLoop:
     def reject_orders(self) -> None:
         """Fail the orders that arrived after the loop had ended."""
         while (order := self._next_order()) is not False:
-            if isinstance(order, Task):
+            if isinstance(order, EngineTask):
                 order.future.set_exception(self.failure)
             elif isinstance(order, RequestHandle):
                 order.push((), True, self.failure)
@@ -143,7 +143,7 @@ class EngineLoop:
     def _take_orders(self, order: Order | bool) -> None:
         while order is not False:
             self.beat = time.monotonic()
-            if isinstance(order, Task):
+            if isinstance(order, EngineTask):
                 order.run()
             elif isinstance(order, RequestHandle):
                 self._begin(order)

@@ -1,9 +1,9 @@
 """Which sequences run in the next step, and how much of each.
 
-Requests are admitted in the order of arrival. Every step carries one token of each sequence that decodes, and whole
-chunks of those that still read their prompts, as many as the step's budget holds; whoever waited longest comes first.
-So a short prompt is not stuck behind a long one, nobody starves, and a prompt is cut at the same places whoever else is
-there. When pages run out, the youngest sequence gives way and is computed again later.
+Requests are admitted in the order of arrival. Every step carries one token of each decoding sequence and whole prefill
+chunks, as many as the step's budget holds; the sequence that has waited longest comes first. So a short prompt is not
+stuck behind a long one, no sequence starves, and a prompt is cut at the same places whatever else runs (prefill is
+batch-invariant). When pages run out, the youngest sequence is preempted and computed again later.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from sala.engine.cache import Hybrid, SequenceState
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """So many tokens of a sequence in this step, then the drafts."""
+    """What a step does for a sequence: compute `num_tokens` tokens, then verify `drafts`."""
 
     sequence: SequenceState
     num_tokens: int
@@ -24,6 +24,8 @@ class Work:
 
 
 class Scheduler:
+    """Holds the waiting and the running sequences and plans each step."""
+
     def __init__(self, hybrid: Hybrid, max_batch: int, step_tokens: int) -> None:
         self._hybrid = hybrid
         self.max_batch = max_batch
@@ -31,7 +33,7 @@ class Scheduler:
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # in order of arrival
         self.num_preemptions = 0
-        self._turn = 0  # even when a step is planned, odd for those who read in it
+        self._turn = 0  # even when a step is planned, odd for sequences with a prefill chunk in it
 
     def __iter__(self) -> Iterator[SequenceState]:
         yield from self.running
@@ -41,25 +43,26 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Forget a sequence, wherever it is. Its pages are the caller's business."""
+        """Drop a sequence, waiting or running. The caller releases its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Back to the queue with all its tokens and none of its memory."""
+        """Put a running sequence back into the queue: it keeps its tokens and gives up its memory."""
         self._hybrid.release(sequence)
         self.running.remove(sequence)
         self.requeue(sequence)
         self.num_preemptions += 1
 
     def requeue(self, sequence: SequenceState) -> None:
-        """Into the queue, at its place by arrival."""
+        """Insert a sequence into the queue by its order of arrival."""
         at = sum(1 for other in self.waiting if other.id < sequence.id)
         self.waiting.insert(at, sequence)
 
     def plan(self) -> list[Work]:
+        """Admit what fits and return the work of the next step."""
         self._turn += 2
         self._admit()
         suspects = [sequence for sequence in self.running if sequence.is_suspect]
@@ -70,12 +73,12 @@ class Scheduler:
         ]  # a later one may have been preempted
         work = [Work(sequence, 1) for sequence in decoding]
         prefilling = [sequence for sequence in group if sequence in self.running and not sequence.is_decoding]
-        room = self._step_tokens
+        budget = self._step_tokens
         for sequence in sorted(prefilling, key=lambda sequence: (sequence.turn, sequence.id)):
             chunk = min(self._step_tokens, sequence.next_stop() - sequence.num_computed)
-            if chunk <= room:
+            if chunk <= budget:
                 work.append(Work(sequence, chunk))
-                room -= chunk
+                budget -= chunk
                 sequence.turn = self._turn + 1
         return work
 
@@ -83,24 +86,24 @@ class Scheduler:
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_batch:
                 return
-            if sequence.after is not None and not self._is_read(sequence.after):
-                continue  # its sibling reads the prompt for both
+            if sequence.after is not None and not self._has_prefilled(sequence.after):
+                continue  # its sibling computes the prompt for both
             if not self._hybrid.admit(sequence):
-                return  # in order: a large one is not overtaken for ever
+                return  # in order, so that a large request is not overtaken for ever
             self.waiting.remove(sequence)
             at = sum(1 for other in self.running if other.id < sequence.id)
             self.running.insert(at, sequence)
             sequence.turn = self._turn
 
-    def _is_read(self, sibling: SequenceState) -> bool:
+    def _has_prefilled(self, sibling: SequenceState) -> bool:
         return sibling.is_finished or sibling.num_computed >= sibling.prompt_len - 1
 
     def _has_page(self, sequence: SequenceState) -> bool:
-        """Room for the token to come, taken from the youngest if need be."""
+        """Reserve space for the next token, preempting the youngest sequence if necessary."""
         while sequence in self.running and not self._hybrid.extend(sequence, len(sequence.tokens)):
             self.preempt(self.running[-1])
         return sequence in self.running
 
     def can_draft(self, sequence: SequenceState, count: int) -> bool:
-        """Pages for drafts, but never at the cost of others."""
+        """Reserve pages for drafts, but never by preempting another sequence."""
         return self._hybrid.extend(sequence, len(sequence.tokens) + count)

@@ -43,7 +43,7 @@ from functools import cache
 from typing import Any, Generic, Self, TypeVar
 
 from sala.engine.engine import Engine
-from sala.engine.loop import EngineLoop, Observer, RequestHandle, Task
+from sala.engine.loop import EngineLoop, EngineTask, Observer, RequestHandle
 from sala.engine.requests import Submission
 from sala.engine.stream import Completion, Event, StreamItem
 from sala.errors import EngineClosed, EngineDead, QueueFull, SlowReader
@@ -328,7 +328,7 @@ class EngineService:
         self._check_alive()
         future: Future[T] = Future()
         self.start()
-        self._loop.orders.put(Task(lambda: work(*arguments), future))
+        self._loop.orders.put(EngineTask(lambda: work(*arguments), future))
         if self._loop.failure is not None:
             self._loop.reject_orders()
         return future

@@ -1,1 +1,1 @@
-"""From text to tokens and back: tokenizer, chat template, streaming detokenizer, stops, reasoning, tools."""
+"""Text to tokens and back: tokenizer, chat template, detokenizer, stop strings, reasoning, tool calls, grammars."""

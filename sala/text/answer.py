@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 from sala.text.tools import ToolCall, ToolSplitter, longest_overlap
 
 REPLACEMENT = "�"
-CONTEXT = 6  # tokens of the past that decide about a leading space
-WINDOW = 16  # tokens of the past that are decoded again at most, while no good place to begin is found
-MAX_HELD = 8  # no character takes more tokens: what is held longer is not valid text
+CONTEXT = 6  # earlier tokens that decide about a leading space
+WINDOW = 16  # earlier tokens that are decoded again at most, until a position between two characters is found
+MAX_HELD = 8  # no character takes more tokens: bytes held back longer are not valid text
 TAIL = 4  # of those, the tokens that may still begin a character
 
 
@@ -22,10 +22,10 @@ class Decoder(Protocol):
 
 
 class Detokenizer:
-    """`push` gives the text that a token completes, `flush` whatever is left; together they are the whole text.
+    """`push` returns the text that a token completes, `flush` what is left; together they are the whole text.
 
-    New tokens are decoded together with a few earlier ones, since spaces and byte runs depend on what stands before.
-    The window of earlier tokens moves only to places between two characters.
+    New tokens are decoded together with a few earlier ones, since spaces and byte runs depend on what precedes them.
+    The window of earlier tokens starts only at positions between two characters.
     """
 
     def __init__(self, decoder: Decoder, prompt: Sequence[int] = ()) -> None:
@@ -48,7 +48,7 @@ class Detokenizer:
         return self._show(self._pending(len(self._ids)), len(self._ids))
 
     def _pending(self, upto: int) -> str:
-        """Text of the tokens not yet shown, decoded together with a little of what comes before."""
+        """Return the text of the tokens not yet shown, decoded together with a few earlier ones."""
         before = self._decoder.decode(self._ids[self._start : self._shown])
         text = self._decoder.decode(self._ids[self._start : upto])
         return text[len(before) :]
@@ -59,12 +59,12 @@ class Detokenizer:
         self._shown = upto
         if upto - self._start > CONTEXT:
             latest = upto - WINDOW
-            places = range(upto - CONTEXT, max(self._start, latest), -1)
-            self._start = next((n for n in places if self._is_whole(n, upto)), max(self._start, latest))
+            starts = range(upto - CONTEXT, max(self._start, latest), -1)
+            self._start = next((n for n in starts if self._is_whole(n, upto)), max(self._start, latest))
         return text
 
     def _is_whole(self, start: int, end: int) -> bool:
-        """Whether decoding may begin at this token: it shows something, and no half character."""
+        """Return whether decoding may begin at this token: it gives text, and no half character."""
         text = self._decoder.decode(self._ids[start:end])
         return bool(text) and REPLACEMENT not in text
 
@@ -86,7 +86,7 @@ class StopFinder:
             return "" if self.is_found else text
         self._held += text
         hits = [(self._held.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in self._held]
-        if hits:  # the one that is complete first, as a reader of single characters would see it
+        if hits:  # the one that is complete first, reading character by character
             end, size, self.found = min(hits)
             at = end + size
             out, self._held = self._held[:at], ""
@@ -112,14 +112,14 @@ class Piece:
 
 
 class ReasoningSplitter:
-    """Feed text, get pieces. `is_open`: the prompt itself ended with the opening tag.
+    """Splits a stream of text into pieces. `is_open`: the prompt itself ended with the opening tag.
 
     Reasoning is opened only at the beginning of the answer and closed by the first closing tag. Every other tag is
     text like any other: what a stream has shown as text cannot become reasoning later.
     """
 
     def __init__(self, is_open: bool = False) -> None:
-        self._kind: Kind | None = "reasoning" if is_open else None  # None: nothing but white space so far
+        self._kind: Kind | None = "reasoning" if is_open else None  # None: only white space so far
         self._held = ""
         self._trims = is_open  # white space around the tags belongs to neither side
 
@@ -130,7 +130,7 @@ class ReasoningSplitter:
                 yield piece
 
     def flush(self) -> Iterator[Piece]:
-        """What was held back, as it is; unclosed reasoning stays reasoning."""
+        """Return what was held back; unclosed reasoning stays reasoning."""
         held, self._held = self._held, ""
         if self._trims:
             held = held.lstrip()
@@ -161,7 +161,9 @@ class ReasoningSplitter:
         at = self._held.find(CLOSE)
         if at < 0:
             keep = longest_overlap(self._held, CLOSE)
-            body = self._held[: len(self._held) - keep].rstrip()  # white space before the tag is no part of the thought
+            body = self._held[
+                : len(self._held) - keep
+            ].rstrip()  # white space before the tag is not part of the reasoning
             return self._take(len(body)) if body else None
         before, self._held = self._held[:at], self._held[at + len(CLOSE) :]
         self._kind, self._trims = "content", True
@@ -172,18 +174,8 @@ class ReasoningSplitter:
         return Piece(self._kind or "content", out)
 
 
-def split_reasoning(text: str, is_open: bool = False) -> tuple[str, str]:
-    """A whole answer → (reasoning, content)."""
-    parts: dict[Kind, str] = {"reasoning": "", "content": ""}
-    splitter = ReasoningSplitter(is_open)
-    for pieces in (splitter.push(text), splitter.flush()):
-        for piece in pieces:
-            parts[piece.kind] += piece.text
-    return parts["reasoning"], parts["content"]
-
-
 class ThinkFilter:
-    """Removes reasoning from a stream of text: `next(piece)` is what to show. With `no_think=False` all passes.
+    """Removes reasoning from a stream of text: `next(piece)` returns what to show. With `no_think=False` all passes.
 
     Call `finish()` at the end for the characters that were held back because a tag might have begun.
     """

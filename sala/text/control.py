@@ -1,4 +1,4 @@
-"""Controls of an answer: a grammar it must follow, a budget for its thoughts, an end to endless repetition."""
+"""Controls of an answer: a grammar to follow, a budget for reasoning, a guard against endless repetition."""
 
 import json
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from sala.text.tokenizer import Tokenizer
 
 COMPILE_SECONDS = 2.0
 MAX_GRAMMAR_BYTES = 256 << 10
-CHECK_EVERY = 16  # tokens between two looks for a loop
-# Between the parts of JSON: nothing, a space, or a new line and its indent. A weak model would add spaces for ever.
+CHECK_EVERY = 16  # tokens between two checks for a loop
+# White space between the parts of JSON. Without this bound a weak model may sample spaces for ever.
 WHITESPACE = r"( |\n[ \t]{0,32})?"
 
 
 class ThinkBudget:
-    """Closes the reasoning after so many tokens of it, and lets the answer follow."""
+    """Closes the reasoning after `budget` tokens, so that the answer follows."""
 
     allows_drafts = False
 
@@ -30,7 +30,7 @@ class ThinkBudget:
         self._left = budget
         self._text = ""
         self._is_open: bool | None = True if is_open else None  # None: not known yet
-        self.opening = self._closing if is_open and budget == 0 else ()  # to be forced before anything is sampled
+        self.opening = self._closing if is_open and budget == 0 else ()  # forced before anything is sampled
         if self.opening:
             self._is_open = False
 
@@ -65,7 +65,7 @@ class ThinkBudget:
 
 
 class LoopGuard:
-    """Ends an answer whose last `limit` tokens only repeat themselves, with a finish reason of its own."""
+    """Ends an answer whose last `limit` tokens only repeat themselves, with the finish reason `repetition`."""
 
     allows_drafts = True
 
@@ -90,19 +90,21 @@ class LoopGuard:
 
 
 class Grammar:
-    """Only tokens that keep the answer inside a JSON schema, a regular expression or a Lark grammar may be sampled."""
+    """Allows only tokens that keep the answer inside a JSON schema, a regular expression or a Lark grammar."""
 
     allows_drafts = False
 
     def __init__(self, field: str, matcher: Any, tokenizer: Tokenizer | None = None) -> None:
         self._field = field
         self._matcher = matcher
-        self._thoughts = None if tokenizer is None else Detokenizer(tokenizer)  # reasoning is open: not yet
+        self._reasoning = (
+            None if tokenizer is None else Detokenizer(tokenizer)
+        )  # inside reasoning, where the grammar does not hold yet
         self._tail = ""
         self._has_begun = tokenizer is None
 
     def mask(self) -> bytes | None:
-        if self._thoughts is not None:
+        if self._reasoning is not None:
             return None
         mask: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():
@@ -110,10 +112,10 @@ class Grammar:
         return mask
 
     def observe(self, token: int) -> Verdict | None:
-        if self._thoughts is not None:
-            self._tail = (self._tail + self._thoughts.push(token))[-2 * len(CLOSE) :]
+        if self._reasoning is not None:
+            self._tail = (self._tail + self._reasoning.push(token))[-2 * len(CLOSE) :]
             if CLOSE in self._tail:
-                self._thoughts = None
+                self._reasoning = None
             return None
         if not self._has_begun and not self._matcher.validate_tokens([token]):
             return None  # white space that was forced after the closing tag
@@ -133,7 +135,7 @@ def _first_line(error: object) -> str:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, away from the thread that runs the model, within a time limit."""
+    """Compiles grammars for one tokenizer within a time limit; call it outside of the engine thread."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, stop_ids: frozenset[int]) -> None:
         self._file = tokenizer_file
@@ -142,7 +144,7 @@ class GrammarCompiler:
         self._tokenizer: Any = None
 
     def compile(self, sampling: Sampling, tokenizer: Tokenizer | None = None) -> Grammar | None:
-        """The control for what `sampling` asks for; None if it asks for nothing.
+        """Return the control that `sampling` asks for; None if it asks for none.
 
         With a tokenizer, the answer begins inside reasoning, and the grammar holds only after it.
         """

@@ -1,7 +1,7 @@
 """The process that renders chat templates: requests on stdin, replies on stdout.
 
-After one byte that says it is ready, each message is a length of 8 bytes, then JSON. The process holds nothing worth
-stealing and can be killed at any time.
+After one byte that reports it is ready, each message is a length of 8 bytes, then JSON. The process holds no secrets of
+the user and can be killed at any time.
 """
 
 import json
@@ -18,7 +18,7 @@ MEMORY_BYTES = 1 << 30
 
 
 class _TooLong(Exception):
-    """The output passed its limit."""
+    """The output exceeds its limit."""
 
 
 def render(source: str, variables: dict[str, Any], limit: int) -> str:
@@ -59,7 +59,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
-    """Every failure of a template is an answer, not a crash."""
+    """Return the rendered text, or the error: a failing template must not end the process."""
     try:
         return {"text": render(request["source"], request["variables"], request["limit"])}
     except MemoryError:
@@ -83,7 +83,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def _limit_memory() -> None:
-    """Where the system allows it; the time limit holds everywhere."""
+    """Limit memory where the system allows it; the time limit holds everywhere."""
     try:
         import resource
 
@@ -95,7 +95,7 @@ def _limit_memory() -> None:
 
 
 def _die_after(seconds: float) -> None:
-    """Nobody waits longer than this for an answer: not even if the parent has been killed meanwhile."""
+    """End the process after `seconds`, also if the parent has been killed in the meantime; 0 cancels."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

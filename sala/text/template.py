@@ -1,7 +1,8 @@
-"""Chat templates, rendered where they can do no harm.
+"""Chat templates, rendered in a sandbox.
 
-A template is a program from a stranger. It runs in Jinja's immutable sandbox, which stops it from reaching Python, and
-in a process of its own, which can be killed: the sandbox bounds neither time nor memory, a thread cannot be stopped.
+A template is a program from an untrusted source. It runs in Jinja's immutable sandbox, which stops it from reaching
+Python, and in a separate process, which can be killed: the sandbox bounds neither time nor memory, and a thread cannot
+be stopped.
 """
 
 import json
@@ -18,6 +19,7 @@ Message = Mapping[str, Any]
 
 
 def check_messages(messages: Sequence[Message]) -> None:
+    """Raise InputError for a conversation that is not a list of messages with roles and text."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise InputError(
             "messages",
@@ -29,13 +31,14 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise InputError(f"messages[{index}]", "has no role", 'use {"role": "user", "content": "..."}')
         tokens = message.get("token_ids")
         if tokens is not None and not (isinstance(tokens, list) and all(isinstance(item, int) for item in tokens)):
-            raise InputError(f"messages[{index}].token_ids", "is no list of token ids", "leave it out")
+            raise InputError(f"messages[{index}].token_ids", "is not a list of token ids", "leave it out")
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             raise InputError(f"messages[{index}].content", f"is of type {type(content).__name__}", "give text")
 
 
 def check_tools(tools: object) -> None:
+    """Raise InputError for tools that are not a list of objects."""
     if tools is None:
         return
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -43,12 +46,12 @@ def check_tools(tools: object) -> None:
 
 
 SECONDS = 2.0
-SECONDS_PER_MIB = 0.1  # rendering a long document takes time honestly
+SECONDS_PER_MIB = 0.1  # more time for long documents
 MAX_OUTPUT_BYTES = 128 << 20
 
 
 class ChatTemplate:
-    """One template; `marks` respells special tokens in its source (see tokenizer)."""
+    """A chat template; `marks` maps special tokens in its source to secret spellings (see tokenizer)."""
 
     def __init__(self, source: str, names: Mapping[str, str | None], marks: Mapping[str, str]) -> None:
         self._marks = marks
@@ -65,7 +68,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **extra: Any,
     ) -> str:
-        """`extra` reaches the template as variables; the names above cannot be overridden through it."""
+        """Render a conversation. `extra` reaches the template as variables; it cannot override the other arguments."""
         variables = {
             **extra,
             **self._names,
@@ -82,14 +85,14 @@ class ChatTemplate:
         self._renderer.close()
 
     def _plain(self, text: str) -> str:
-        """Without secret spellings, for people's eyes."""
+        """Return text without secret spellings, for display."""
         for plain, secret in self._marks.items():
             text = text.replace(secret, plain)
         return "".join(char for char in text if not "\ue000" <= char <= "\uf8ff")
 
 
 class _Renderer:
-    """A worker process that is started when first needed and started again after it had to be killed."""
+    """A worker process that is started when first needed, and again after it had to be killed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -127,7 +130,7 @@ class _Renderer:
                 "use another template",
             ) from None
         except BaseException:
-            self.close()  # an answer nobody waits for must not meet the next question
+            self.close()  # a late reply must not be taken for the reply to the next request
             raise
         finally:
             timer.cancel()
@@ -140,7 +143,7 @@ class _Renderer:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
-            if self._process.stdout is None or not self._process.stdout.read(1):  # it says when it is ready
+            if self._process.stdout is None or not self._process.stdout.read(1):  # it reports when it is ready
                 raise TemplateError("the template renderer did not start", "is jinja2 installed?")
         return self._process
 
@@ -154,7 +157,7 @@ class _Renderer:
                 try:
                     pipe.close()
                 except OSError:
-                    continue  # a broken pipe is what we came for
+                    continue  # the pipe of a killed process may be broken
         process.wait()
 
     def __del__(self) -> None:

@@ -1,9 +1,9 @@
-"""The tokenizer of a checkpoint, and the border between its control tokens and what people write.
+"""The tokenizer of a checkpoint, and its protection against special tokens in user text.
 
-A checkpoint marks turns with special tokens such as `<|im_end|>`. Text that merely *spells* one must stay text, or
-anybody could end their own turn and speak as the system. So text is encoded by a twin of the tokenizer in which
-every special token has a secret spelling, and the chat template is rendered with the same secret spellings:
-what the template writes becomes special, what people write cannot.
+A checkpoint marks turns with special tokens such as `<|im_end|>`. Text that merely *spells* one must stay text, or a
+user could end their turn and speak as the system. So text is encoded by a copy of the tokenizer in which every special
+token has a secret spelling, and the chat template is rendered with the same secret spellings: what the template writes
+becomes special tokens, what users write cannot.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ from sala.text.template import ChatTemplate
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
-PIECE = 1 << 16  # characters that are counted at a time
-COMMON = 4  # characters of a token, more or less: a text that has more for every token it may have is counted first
+PIECE = 1 << 16  # characters counted at a time
+CHARS_PER_TOKEN = 4  # about; a text with more characters per allowed token is counted before it is encoded
 
 
 class Tokenizer:
-    """Encodes, decodes, and renders chats, as the files of one checkpoint say."""
+    """Encodes, decodes and renders conversations, as the files of one checkpoint specify."""
 
     def __init__(self, definition: str, settings: Mapping[str, Any], template: str | None) -> None:
         self._inner = _build(definition)
@@ -43,6 +43,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer":
+        """Load the tokenizer of a checkpoint. Raises NoTokenizer and CheckpointError."""
         directory = Path(directory)
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -68,15 +69,16 @@ class Tokenizer:
         max_tokens: int | None = None,
         count_limit: int = 1,
     ) -> list[int]:
-        """Text to ids, with BOS first where the model wants it. Special tokens are read only if asked for.
+        """Return the token ids of a text, with BOS first where the model wants it.
 
-        A text that has far more than `count_limit` times `max_tokens` is refused before all of it is encoded.
+        Special tokens in the text are parsed only with `parse_special`. A text with far more than `count_limit` times
+        `max_tokens` tokens raises ContextTooLong before all of it is encoded.
         """
         ids = _encode(self._inner if parse_special else self._guarded, _encodable(text), max_tokens, count_limit)
         return [self.bos_id, *ids] if bos and self._adds_bos and self.bos_id is not None else ids
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Plain texts on all cores, without BOS."""
+        """Encode plain texts on all cores, without BOS."""
         encodings = self._guarded.encode_batch([_encodable(text) for text in texts], add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -85,12 +87,12 @@ class Tokenizer:
         return text
 
     def token_id(self, text: str) -> int | None:
-        """The id of a token by its spelling, special ones included."""
+        """Return the id of a token by its spelling, special ones included."""
         found: int | None = self._inner.token_to_id(text)
         return found
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The conversation as the template writes it, for people to read."""
+        """Return the conversation as the template writes it, for display."""
         text = self._render([_visible(message) for message in messages], **options)
         for plain, secret in self._marks.items():
             text = text.replace(secret, plain)
@@ -104,11 +106,11 @@ class Tokenizer:
         count_limit: int = 1,
         **options: Any,
     ) -> list[int]:
-        """The conversation as token ids: no BOS but what the template writes; nobody's text becomes special.
+        """Return the conversation as token ids. BOS comes only from the template; no message becomes special tokens.
 
-        An assistant's message may carry `token_ids`: they stand for its content as they are, since encoding
-        the text of sampled tokens again need not give the same tokens. What has far more than `count_limit` times
-        `max_tokens` is refused before all of it is encoded.
+        An assistant's message may carry `token_ids`: they replace its content as they are, since encoding the text of
+        sampled tokens need not give the same tokens again. A conversation with far more than `count_limit` times
+        `max_tokens` tokens raises ContextTooLong before all of it is encoded.
         """
         stand_ins = [f"{self._nonce}{index}{self._nonce}" for index in range(len(messages))]
         given = [_is_spliced(message) for message in messages]
@@ -118,7 +120,7 @@ class Tokenizer:
         ]
         text = self._render(prepared, **options)
         if any(is_given and text.count(one) != 1 for one, is_given in zip(stand_ins, given, strict=True)):
-            given = [False] * len(messages)  # this template does more with content than print it
+            given = [False] * len(messages)  # this template does not print the content as it is
             text = self._render([_visible(message) for message in messages], **options)
         ids: list[int] = []
         for message, stand_in, is_given in zip(messages, stand_ins, given, strict=True):
@@ -131,10 +133,10 @@ class Tokenizer:
     def encode_answers(
         self, messages: Sequence[Mapping[str, Any]], stop_ids: Collection[int] = (), **options: Any
     ) -> list[tuple[list[int], list[bool]]]:
-        """The conversation as token ids, and which of them the assistant is to write: the ends of its turns included.
+        """Return the conversation as token ids, and for each id whether the assistant is to write it.
 
-        What the template writes after such an end (one of `stop_ids`) is not the assistant's. There are several
-        conversations, one for each answer, where the template shows earlier answers otherwise than it wrote them.
+        The end of a turn (one of `stop_ids`) belongs to the assistant, what the template writes after it does not.
+        Where the template renders earlier answers differently, there is one conversation for each answer.
         """
         visible = [_visible(message) for message in messages]
         places = [index for index, message in enumerate(visible) if message.get("role") == "assistant"]
@@ -145,7 +147,7 @@ class Tokenizer:
             if not answered.startswith(asked):
                 raise TemplateError(
                     f"the chat template does not go on from its own prompt in message {index + 1}",
-                    "such a conversation cannot be learnt with this template",
+                    "such a conversation cannot be trained on with this template",
                 )
             turns.append((asked, answered))
         joined = [turns] if _is_growing(turns) else [[turn] for turn in turns]
@@ -154,7 +156,7 @@ class Tokenizer:
     def _mark_answers(
         self, turns: Sequence[tuple[str, str]], stop_ids: Collection[int]
     ) -> tuple[list[int], list[bool]]:
-        """Turns that continue each other → ids of the last, and a mark on those that end inside an answer."""
+        """Return the ids of the last of the turns, each of which continues the one before, and marks on the answers."""
         encoding = self._guarded.encode_batch([turns[-1][1]], add_special_tokens=False)[0]
         ids, ends = list(encoding.ids), [end for _, end in encoding.offsets]
         marks = [False] * len(ids)
@@ -166,7 +168,7 @@ class Tokenizer:
         return ids, marks
 
     def encode_around(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
-        """The conversation with its last message left open: ids up to the end of its text, and ids that close it."""
+        """Return the conversation with its last message open: ids up to the end of its text, and ids that close it."""
         hole = f"{self._nonce}hole{self._nonce}"
         opened = [_visible(message) for message in messages]
         opened[-1]["content"] = f"{opened[-1].get('content') or ''}{hole}"
@@ -183,7 +185,7 @@ class Tokenizer:
         return _encodable(text)
 
     def close(self) -> None:
-        """Stop the process that renders templates, if there is one."""
+        """Stop the process that renders templates, if it runs."""
         if self._template is not None:
             self._template.close()
 
@@ -203,7 +205,7 @@ class Tokenizer:
 
 
 def _is_growing(turns: Sequence[tuple[str, str]]) -> bool:
-    """Whether every turn begins with all of the turn before."""
+    """Return whether every turn begins with all of the previous one."""
     return all(after[0].startswith(before[1]) for before, after in pairwise(turns))
 
 
@@ -218,17 +220,17 @@ def _build(definition: str) -> RustTokenizer:
 
 
 def _encode(inner: RustTokenizer, text: str, max_tokens: int | None = None, count_limit: int = 1) -> list[int]:
-    """A batch of one, since only that lets other threads of the process go on meanwhile: a book takes many seconds."""
-    if max_tokens is not None and len(text) > COMMON * count_limit * max_tokens:
+    """Encode a batch of one: only that releases the GIL, and a book takes many seconds."""
+    if max_tokens is not None and len(text) > CHARS_PER_TOKEN * count_limit * max_tokens:
         _check_length(inner, text, max_tokens, count_limit)
     encodings = inner.encode_batch([text], add_special_tokens=False)
     return list(encodings[0].ids)
 
 
 def _check_length(inner: RustTokenizer, text: str, max_tokens: int, count_limit: int) -> None:
-    """Refuse a text that is far too long after a part of it: all of it could take minutes, and gigabytes.
+    """Raise ContextTooLong for a text that is far too long, before all of it is encoded: that could take minutes.
 
-    It is counted in pieces. A cut may make a token more, hence the allowance.
+    It is counted in pieces. A cut may add a token, hence the allowance of an eighth.
     """
     count, limit = 0, count_limit * (max_tokens + max_tokens // 8)
     for at in range(0, len(text), PIECE):
@@ -238,14 +240,14 @@ def _check_length(inner: RustTokenizer, text: str, max_tokens: int, count_limit:
 
 
 def _encodable(text: str) -> str:
-    """Lone surrogates have no bytes: they are replaced, as every decoder does."""
+    """Replace lone surrogates, which have no encoding in UTF-8."""
     if not isinstance(text, str):
         raise InputError("text", f"is of type {type(text).__name__}", "give a string")
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
 def _content(token: object) -> str | None:
-    """Token names come as a string or as a table with the string inside."""
+    """Return the name of a token, given as text or as an object with its `content`."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -256,19 +258,19 @@ def _is_spliced(message: Mapping[str, Any]) -> bool:
 
 
 def _visible(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template may see of a message."""
+    """Return the part of a message that the template may see."""
     return {key: value for key, value in message.items() if key != "token_ids"}
 
 
 def _secret_spellings(definition: str, nonce: str) -> dict[str, str]:
-    """Special token → a spelling that nobody can guess, from the private-use area of Unicode."""
+    """Map special tokens to spellings that cannot be guessed, from the private-use area of Unicode."""
     added = json.loads(definition).get("added_tokens") or []
     specials = [token["content"] for token in added if token.get("special")]
     return {content: f"{nonce}{chr(0xF000 + index)}" for index, content in enumerate(specials)}
 
 
 def _respell(definition: str, marks: Mapping[str, str]) -> str:
-    """The same tokenizer with other names for its special tokens; every id stays."""
+    """Return the same tokenizer with other names for its special tokens; all ids stay the same."""
     data = json.loads(definition)
     for token in data["added_tokens"]:
         token["content"] = marks.get(token["content"], token["content"])

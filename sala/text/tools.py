@@ -1,4 +1,4 @@
-"""Tool calls as the release writes them: `<function name="f"><param name="p">v</param></function>`, CDATA allowed.
+"""Tool calls in the format of the released model: `<function name="f"><param name="p">v</param></function>`, or CDATA.
 
 What is not a well-formed call stays text.
 """
@@ -29,7 +29,7 @@ class ToolCall:
 
 
 def parse_call(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ToolCall | None:
-    """One call, from `<function` to `</function>`; None if it is malformed."""
+    """Parse one call, from `<function` to `</function>`. Return None if it is malformed."""
     head = _HEAD.match(text)
     if head is None or not text.endswith(CLOSE):
         return None
@@ -58,7 +58,7 @@ def _parameter_types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def _typed(raw: str, wanted: Any) -> Any:
-    """XML knows only text; the tool's schema says what it means. What does not fit stays text."""
+    """Convert a parameter to the type in the tool's schema; what does not fit stays text."""
     kinds = wanted if isinstance(wanted, list) else [wanted]
     if "string" in kinds or not any(
         kind in ("integer", "number", "boolean", "object", "array", "null") for kind in kinds
@@ -74,7 +74,7 @@ def _typed(raw: str, wanted: Any) -> Any:
 
 
 class ToolSplitter:
-    """Feed text, get text and calls in order. A call comes out when its closing tag has arrived."""
+    """Splits a stream of text into text and calls, in order. A call is complete with its closing tag."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._tools = tools
@@ -111,7 +111,7 @@ class ToolSplitter:
 
 
 def _find_close(text: str) -> int:
-    """End of the call at the beginning of `text`; a closing tag inside CDATA is data."""
+    """Return the end of the call at the beginning of `text`, or -1; a closing tag inside CDATA is data."""
     at = 0
     while True:
         close, cdata = text.find(CLOSE, at), text.find("<![CDATA[", at)
@@ -124,23 +124,11 @@ def _find_close(text: str) -> int:
 
 
 def _may_be_call(text: str) -> bool:
-    """Whether an unfinished `<function…` can still become a call."""
+    """Return whether an unfinished `<function…` can still become a call."""
     if len(text) > _MAX_CALL:
         return False
     head = text.split(">", 1)[0] + ">" if ">" in text else None
     return (head is None and len(text) < 512) or (head is not None and _HEAD.match(head) is not None)
-
-
-def parse_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[ToolCall]]:
-    """A whole answer → (text without the calls, calls)."""
-    splitter = ToolSplitter(tools)
-    content, calls = "", []
-    for part in [*splitter.push(text), *splitter.flush()]:
-        if isinstance(part, ToolCall):
-            calls.append(part)
-        else:
-            content += part
-    return (content.rstrip("\n") if calls else content), calls
 
 
 def longest_overlap(text: str, stop: str) -> int:

@@ -84,7 +84,7 @@ def test_named_sessions(tmp_path: Path, want: list[int]) -> None:
 def test_names_stay_in_their_directory(tmp_path: Path, name: str) -> None:
     store = open_llm().open_store(tmp_path)
     for call in (store.find, store.remove):
-        with pytest.raises(InputError, match="no name"):
+        with pytest.raises(InputError, match="not a valid name"):
             call(name)
 
 
@@ -200,7 +200,7 @@ def test_an_unwritable_disk_is_one_warning(tmp_path: Path, want: list[int], monk
 def test_a_directory_for_everybody_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(InputError, match="by anybody"):
+    with pytest.raises(InputError, match="by every user"):
         open_llm(tmp_path / "open")
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="not a directory"):

@@ -8,7 +8,7 @@ import pytest
 
 from sala.llm import LLM
 from sala.server.api.grammar import call_grammar
-from sala.text.tools import parse_calls
+from tests.splitting import parse_calls
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,12 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from sala.errors import CheckpointError, NoTokenizer, TemplateError
-from sala.text.answer import Detokenizer, ReasoningSplitter, StopFinder, ThinkFilter, split_reasoning
+from sala.text.answer import Detokenizer, ReasoningSplitter, StopFinder, ThinkFilter
 from sala.text.template import ChatTemplate
 from sala.text.tokenizer import Tokenizer
-from sala.text.tools import ToolCall, ToolSplitter, parse_calls
+from sala.text.tools import ToolCall, ToolSplitter
 from tests.golden import DATA
+from tests.splitting import parse_calls, split_reasoning
 
 RELEASED_TEMPLATE = (DATA / "released" / "chat_template.jinja").read_text()
 CASES: dict[str, Any] = json.loads((DATA / "chat_template_cases.json").read_text())

@@ -1,4 +1,4 @@
-"""Pasts on disk: a snapshot in a file, so that a long prompt is read once, even across restarts.
+"""Sessions: snapshots in files, so that a long prompt is computed once, even across restarts.
 
 A file is safetensors: the tokens, the pages of the sparse layers, the states of the lightning layers. Its header names
 the model it belongs to (fingerprint) and a checksum of everything; a file that fails either is not used. Files appear
@@ -24,13 +24,13 @@ FORMAT = "sala-session-1"
 SUFFIX = ".sala"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _AUTOMATIC = re.compile(r"auto-[0-9a-f]{32}")
-_STALE_SECONDS = 24 * 3600  # a draft that somebody writes now is younger, even after a clock was put forward
+_STALE_SECONDS = 24 * 3600  # a draft that is being written is younger than this, even after a change of the clock
 Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One file of the store, as its header tells."""
+    """One file of the store, as its header describes it."""
 
     name: str
     path: Path
@@ -38,11 +38,11 @@ class Entry:
     sparse_from: int
     nbytes: int
     modified: float
-    fits: bool  # made by this very model
+    fits: bool  # made by this model, with this precision and format
 
 
 class SessionStore:
-    """A directory of pasts. `fingerprint` says which model, precision and format they must come from."""
+    """A directory of sessions. `fingerprint` says which model, precision and format they must come from."""
 
     def __init__(self, directory: Path, fingerprint: str, max_bytes: int | None = None, warn: Warn = print) -> None:
         self._directory = directory
@@ -52,12 +52,12 @@ class SessionStore:
         self._refused: set[Path] = set()
         self._is_broken = False
         _check_directory(directory)
-        for left in directory.glob(".*.part") if directory.is_dir() else ():  # of a run that was killed
+        for left in directory.glob(".*.part") if directory.is_dir() else ():  # left by a process that was killed
             if time.time() - left.stat().st_mtime > _STALE_SECONDS:
                 left.unlink(missing_ok=True)
 
     def entries(self) -> list[Entry]:
-        """What is there and readable, newest first."""
+        """Return the sessions that can be read, newest first."""
         found = []
         for path in self._directory.glob(f"*{SUFFIX}") if self._directory.is_dir() else ():
             entry = self._entry(path)
@@ -85,7 +85,7 @@ class SessionStore:
             return None
 
     def check_new(self, name: str) -> Path:
-        """Where a session of that name would go; an error if it is there already."""
+        """Return the path of a new session. Raises InputError if the name is taken."""
         path = self._path(name)
         if path.exists() or path.is_symlink():
             raise InputError(
@@ -94,7 +94,7 @@ class SessionStore:
         return path
 
     def save(self, name: str, snapshot: Snapshot, executor: Executor) -> Path:
-        """Write a snapshot under a name; an existing file is never replaced."""
+        """Write a snapshot under a name and return its path; an existing file is never replaced."""
         path = self.check_new(name)
         size = snapshot.length * TOKEN_BYTES
         tokens = Blob("U32", (snapshot.length,), memoryview(snapshot.tokens[:size]))
@@ -117,7 +117,7 @@ class SessionStore:
         return path
 
     def load(self, entry: Entry, hybrid: Hybrid, executor: Executor) -> Snapshot | None:
-        """Put a file's past into the cache; None if there is no room. A bad file is an error and changes nothing."""
+        """Load a session into the cache; None if it does not fit. Raises CheckpointError for a bad file."""
         if not entry.fits:
             raise CheckpointError(f"{entry.path} was made by another model, precision or version", "make it again")
         metadata, infos = read_file_header(entry.path)
@@ -153,13 +153,13 @@ class SessionStore:
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name) or name.endswith(SUFFIX):
-            raise InputError("session", f"{name!r} is no name", "use letters, digits, '.', '_' and '-'")
+            raise InputError("session", f"{name!r} is not a valid name", "use letters, digits, '.', '_' and '-'")
         return self._directory / f"{name}{SUFFIX}"
 
-    # --- the automatic tier: never an error, at most one warning
+    # The automatic tier: never raises, warns at most once.
 
     def keep(self, snapshot: Snapshot, executor: Executor) -> None:
-        """Write a snapshot for whoever comes after a restart; older automatic ones make room."""
+        """Write a snapshot for use after a restart; older automatic ones are removed if the directory is full."""
         if self._is_broken or snapshot.salt:
             return
         size = snapshot.length * TOKEN_BYTES
@@ -170,7 +170,7 @@ class SessionStore:
         path = self._path(name)
         try:
             if path in self._refused:
-                path.unlink(missing_ok=True)  # our own file, and no good: written anew
+                path.unlink(missing_ok=True)  # our own file is damaged: write it again
                 self._refused.discard(path)
             if path.exists():
                 os.utime(path)
@@ -178,7 +178,7 @@ class SessionStore:
             self.save(name, snapshot, executor)
             self._shrink()
         except FileExistsError:
-            return  # somebody else was faster
+            return  # another process was faster
         except Exception as error:
             self._is_broken = True
             self._warn(f"the disk cache is off: {error}")
@@ -186,7 +186,7 @@ class SessionStore:
     def fetch(
         self, tokens: bytes, sparse_from: int, agreement_len: int, longer_than: int, hybrid: Hybrid, executor: Executor
     ) -> None:
-        """Bring the longest past of these tokens into the cache, if the disk knows more than the cache does."""
+        """Load the longest saved prefix of these tokens, if it is longer than the cached one."""
         most = len(tokens) // TOKEN_BYTES - 1
         candidates = [
             entry
@@ -201,7 +201,7 @@ class SessionStore:
                     self.load(entry, hybrid, executor)
                     os.utime(entry.path)
                     return
-            except Exception as error:  # whatever is wrong with a file, the prompt can still be read
+            except Exception as error:  # whatever is wrong with a file, the prompt can still be computed
                 self._refuse(entry.path, str(error) or type(error).__name__)
 
     def _shrink(self) -> None:
@@ -238,4 +238,4 @@ def _check_directory(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise InputError("cache-dir", f"{directory} is not a directory", "choose another")
     if os.name == "posix" and directory.is_dir() and directory.stat().st_mode & 0o002:
-        raise InputError("cache-dir", f"{directory} can be written by anybody", f"run: chmod o-w {directory}")
+        raise InputError("cache-dir", f"{directory} is writable by every user", f"run: chmod o-w {directory}")

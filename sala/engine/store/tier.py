@@ -1,14 +1,14 @@
-"""The automatic disk tier: pasts of long prompts go to a store when they end, and come back when they are wanted."""
+"""The automatic disk tier: saves the KV cache of long prompts when they finish, and loads it for later requests."""
 
 from sala.engine.cache import Hybrid, SequenceState
 from sala.engine.store.sessions import SessionStore
 from sala.protocol import Executor
 
-MIN_TOKENS = 256  # shorter pasts are computed sooner than read
+MIN_TOKENS = 256  # shorter prefixes are computed faster than loaded
 
 
 class DiskTier:
-    """Put `fetch` before and `keep` after every request. Requests with a salt of their own stay off the disk."""
+    """`fetch` runs before and `keep` after every request. Requests with a salt are not written to disk."""
 
     def __init__(self, store: SessionStore, hybrid: Hybrid, executor: Executor, agreement_len: int) -> None:
         self._store = store
@@ -17,7 +17,7 @@ class DiskTier:
         self._agreement_len = agreement_len
 
     def fetch(self, sequence: SequenceState) -> None:
-        """Bring in what the disk knows of a request's past, if that is more than the cache knows."""
+        """Load the saved prefix of a request, if it is longer than the cached one."""
         if sequence.request.salt:
             return
         tokens = bytes(sequence.token_bytes)
@@ -26,7 +26,7 @@ class DiskTier:
         self._store.fetch(tokens, sequence.sparse_from, self._agreement_len, length, self._hybrid, self._executor)
 
     def keep(self, sequence: SequenceState) -> None:
-        """The prompt without its last token: what the next turn, or the same question again, begins with."""
+        """Save the prompt without its last token: the next turn, or the same question again, begins with it."""
         length = sequence.prompt_len - 1
         if length < MIN_TOKENS or sequence.request.salt:
             return
