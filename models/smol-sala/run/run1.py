@@ -180,12 +180,12 @@ def run(options: argparse.Namespace) -> None:
         say(f"DONE {final}")
     except OutOfTime as stop:
         say(f"STOP {stop}")
+        if not options.only_write:
+            safely(lambda: pack(work, out, recipe))
     finally:
         out.mkdir(parents=True, exist_ok=True)
         for file in (work / "stages").rglob("metrics.jsonl"):
             shutil.copy(file, out / "metrics.jsonl")
-    if not options.only_write:
-        safely(lambda: pack(work, out, recipe))
 
 
 def pack(work: Path, out: Path, recipe: Recipe) -> None:
