@@ -20,7 +20,16 @@ from sala.lab.train.halo.source import dense_config
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid
 from sala.lab.train.latent import Latents
 from sala.lab.train.losses import LossWeights, head_loss
-from sala.lab.train.mixed import FastPaths, MixedDistil, MixedOptions, MixedRun, check_head, check_scan, prepare
+from sala.lab.train.mixed import (
+    FastPaths,
+    MixedDistil,
+    MixedOptions,
+    MixedRun,
+    PreparedBatch,
+    check_head,
+    check_scan,
+    prepare,
+)
 from sala.lab.train.models import load_for_training
 from sala.lab.train.overlays import TeacherBase, overlay_tensors, storage_of, student_of
 from tests.train.dense import CONFIG
@@ -259,6 +268,23 @@ def test_gradients_that_are_not_numbers_teach_nothing(overlay: Path, teacher: Sa
     for old, stack in zip(before, latents.stacks, strict=True):
         torch.testing.assert_close(stack.latent.detach(), old, rtol=0, atol=0)
         assert not stack.latent.grad.any()
+
+
+def test_plain_paths_take_over_where_fast_ones_fail(
+    overlay: Path, teacher: SalaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(overlay, teacher, tmp_path, steps=8)
+    run.objective.fast = FastPaths(has_narrow_head=True)
+    learn = MixedDistil.__call__
+
+    def spoil(self: MixedDistil, part: PreparedBatch, total: int) -> tuple[Tensor, Tensor]:
+        loss, sums = learn(self, part, total)
+        return (loss if self.fast.is_plain else loss * float("nan")), sums
+
+    monkeypatch.setattr(MixedDistil, "__call__", spoil)
+    run.train()
+    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [bool(np.isfinite(entry["norm"])) for entry in entries] == [False] * 3 + [True] * 5
 
 
 def test_the_best_mean_is_kept(overlay: Path, teacher: SalaModel, tmp_path: Path) -> None:

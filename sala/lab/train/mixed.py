@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from sala.lab.train.losses import LossWeights, head_loss
 from sala.lab.train.recipe import MixStage
 
 STATE = "state.safetensors"
-MAX_SKIPPED = 20  # updates in a row without a finite gradient
+MAX_SKIPPED = 3  # looks in a row at a gradient that is not finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,10 @@ class FastPaths:
     has_scan: bool = False  # the Triton kernel for lightning layers
     has_narrow_head: bool = False  # head and loss with products in bf16
     is_compiled: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.has_scan or self.has_narrow_head)
 
     @classmethod
     def on(cls, device: torch.device) -> "FastPaths":
@@ -161,15 +165,23 @@ class MixedDistil:
     """Σ (teacher_weight · KL(teacher || student) + truth_weight · cross-entropy), and the choice of blocks."""
 
     def __init__(self, student: SalaModel, teacher: SalaModel, options: MixedOptions, fast: FastPaths) -> None:
-        self.student, self.teacher, self.options, self.fast = student, teacher, options, fast
+        self.student, self.teacher, self.options = student, teacher, options
         self.device = teacher.lm_head.weight.device
         self.listener = Listener(student) if options.choice_weight else None
-        dtype = torch.bfloat16 if fast.has_narrow_head else torch.float32
-        self.cache = TeacherCache(options.cache_bytes)
-        self.head, self.teacher_head = student.lm_head.weight.to(dtype), teacher.lm_head.weight.to(dtype)
-        set_scan(student, fast.has_scan)
+        self._set_paths(fast)
         if fast.is_compiled:
             compile_layers(student, teacher)
+
+    def _set_paths(self, fast: FastPaths) -> None:
+        self.fast = fast
+        dtype = torch.bfloat16 if fast.has_narrow_head else torch.float32
+        self.head, self.teacher_head = self.student.lm_head.weight.to(dtype), self.teacher.lm_head.weight.to(dtype)
+        self.cache = TeacherCache(self.options.cache_bytes)
+        set_scan(self.student, fast.has_scan)
+
+    def use_plain_paths(self) -> None:
+        """Go on with PyTorch's own operations alone."""
+        self._set_paths(replace(self.fast, has_scan=False, has_narrow_head=False))
 
     def __call__(self, part: PreparedBatch, total: int) -> tuple[Tensor, Tensor]:
         """Return the loss as a share of a step of `total` tokens, and the sums of KL, cross-entropy and choice [3]."""
@@ -299,8 +311,12 @@ class MixedRun:
             if self.step % self.options.log_every == 0 or self.step <= 3:
                 value = float(norm)  # waits for the device
                 skipped = skipped + 1 if not np.isfinite(value) else 0
-                if skipped >= MAX_SKIPPED:
+                if skipped >= MAX_SKIPPED and self.objective.fast.is_plain:
                     raise Diverged(f"no finite gradient at step {self.step}", "lower the rate; the saved state is kept")
+                if skipped >= MAX_SKIPPED:
+                    self.note("no finite gradient: going on without the fast paths")
+                    self.objective.use_plain_paths()
+                    skipped = 0
                 speed = (time.monotonic() - began) / (self.step - logged)
                 self._log(value, rate, speed)
                 logged, began = self.step, time.monotonic()
