@@ -1,5 +1,4 @@
-"""`sala bench`: how fast a model runs here, by context length or number of requests, and against a dense model; and its
-kernels, one by one."""
+"""`sala bench`: speed and memory by context length or number of requests, against a dense model, and by kernel."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -44,8 +43,8 @@ Random = Annotated[
     str | None, typer.Option(metavar="SHAPE", help="Random weights instead of a model: tiny or released.")
 ]
 NewTokens = Annotated[int, typer.Option("--new-tokens", "-n", help="Tokens of an answer.", min=2)]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw them here.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Record of the results.")]
+PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Picture: .png, .pdf or .svg.")]
 
 
 # the measurements set these themselves
@@ -63,7 +62,7 @@ def latency(
     plot: PlotFile = None,
     options: OneModel,
 ) -> None:
-    """One request at a time, of several lengths: time to first token, speed, memory."""
+    """Measure one request at a time, of several lengths: time to first token, speed, memory."""
     from sala.lab.bench.measure import measure_latency
     from sala.lab.report.charts import length_label
 
@@ -87,7 +86,7 @@ def throughput(
     plot: PlotFile = None,
     options: OneModel,
 ) -> None:
-    """Several requests at a time: tokens per second of all together."""
+    """Measure several requests at a time: tokens per second of all together."""
     from sala.lab.bench.measure import measure_throughput
 
     counts = read_counts(batches, "batches")
@@ -112,7 +111,7 @@ def kernels(
     plot: PlotFile = None,
     options: Annotated[Options, s.Use(only=("device",))],
 ) -> None:
-    """Every Triton kernel alone, at the released shapes: time, share of what the GPU could do, and against a peer."""
+    """Measure every Triton kernel alone, at the released shapes: time, share of the roofline, and against a peer."""
     counts = read_counts(lengths, "lengths")
     where = _gpu(options.device)
     check_files(json_file, plot)
@@ -143,7 +142,7 @@ def against(
     options: OneModel,
     force: Annotated[bool, typer.Option("--force", help="Replace the figures of another run.")] = False,
 ) -> None:
-    """Beside a dense model in transformers, in the same run: from which length on ours is faster."""
+    """Compare with a dense model in transformers, in the same run: from which length on ours is faster."""
     from sala.lab.bench.dense import MEASURES, check_dense, compare, need_transformers, open_dense, verdict
     from sala.lab.bench.measure import measure_latency
     from sala.lab.bench.target import release

@@ -1,4 +1,4 @@
-"""`sala estimate`: what a context costs, and what fits into this machine or into others."""
+"""`sala estimate`: the memory of a context, and what fits into this machine or others."""
 
 import json
 from typing import Annotated, Any
@@ -25,7 +25,7 @@ WIDTHS = (None, 8, 4)  # bits of the table's rows; None: not quantized
 CONTEXTS = (32 << 10, 128 << 10, 512 << 10, 1 << 20)
 MEMORIES = (8, 16, 24, 32)  # GiB
 MACS = (8, 16, 24, 32, 48, 64, 128)  # GiB
-MAC_CHUNK, MAC_TILE = 2048, 256 << 20  # what the MLX backend takes of a prompt at a time, and its largest work area
+MAC_CHUNK, MAC_TILE = 2048, 256 << 20  # prefill chunk of the MLX backend, and its largest work buffer
 
 
 @s.derived

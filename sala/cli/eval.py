@@ -1,4 +1,4 @@
-"""`sala eval`: what a model can do, at which length: needles, long-context tasks, reasoning."""
+"""`sala eval`: quality by context length: needles, long-context tasks, reasoning, lm-eval."""
 
 import shlex
 import sys
@@ -29,13 +29,14 @@ eval.command()(lm)
 Lengths = Annotated[str, typer.Option(help="Tokens of prompt and answer, e.g. 4K,32K,128K,1M.")]
 Trials = Annotated[int, typer.Option(help="Cases per cell.", min=1)]
 Haystack = Annotated[
-    Path | None, typer.Option(metavar="FILE|DIR", help="Text to hide things in; by default prose that is made up.")
+    Path | None, typer.Option(metavar="FILE|DIR", help="Text to hide needles in; by default made-up prose.")
 ]
 Seed = Annotated[int, typer.Option(help="The same seed makes the same cases.")]
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE.json", help="Where the results go; a log lies beside it.")
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE.json", help="Record of the results; a log is kept beside it."),
 ]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Where the picture goes.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Picture: .png, .pdf or .svg.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the results of another run.")]
 OneAtATime = Annotated[Options, s.Use(defaults={"max_batch": 1})]
 MIN_LENGTH = 256
@@ -47,10 +48,10 @@ VALUES = ("number", "word", "uuid", "mixed")
 def needle(
     *,
     lengths: Lengths = "1K,2K,4K,8K",
-    depths: Annotated[str, typer.Option(help="Where the needle lies, in percent of the text.")] = "0,25,50,75,100",
+    depths: Annotated[str, typer.Option(help="Positions of the needle, in percent of the text.")] = "0,25,50,75,100",
     trials: Trials = 2,
     preset: Annotated[str, typer.Option(help="varied (many wordings) or aurora (one sentence in filler).")] = "varied",
-    keys: Annotated[int, typer.Option(help="Needles in the text, alike but for key and value.", min=1)] = 1,
+    keys: Annotated[int, typer.Option(help="Needles in the text that differ in key and value only.", min=1)] = 1,
     values: Annotated[str, typer.Option(help="What is hidden: number, word, uuid or mixed.")] = "mixed",
     haystack: Haystack = None,
     seed: Seed = 0,
@@ -89,7 +90,7 @@ def ruler(
     trials: Trials = 4,
     per_text: Annotated[int, typer.Option(help="Trials that share a text, where a task allows it.", min=1)] = 1,
     questions: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="Your own: text, question and answers per line.")
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Your own questions: text, question and answers per line.")
     ] = None,
     haystack: Haystack = None,
     seed: Seed = 0,
@@ -99,8 +100,7 @@ def ruler(
     options: OneAtATime,
     verbose: s.Verbose = False,
 ) -> None:
-    """Long texts, and what can be asked about them: single, multikey, multivalue, multiquery, chain, common, frequent,
-    reading."""
+    """Run tasks on long texts: single, multikey, multivalue, multiquery, chain, common, frequent, reading."""
     from sala.lab.eval.suite import QUESTIONS, RULER
     from sala.lab.eval.summary import summarise
     from sala.lab.eval.tasks.reading import read_passages
@@ -126,16 +126,19 @@ def reasoning(
     *,
     tasks: Annotated[str, typer.Option(help="arithmetic, steps, constraints, or all.")] = "all",
     count: Annotated[int, typer.Option("--count", "-c", help="Problems of every kind.", min=1)] = 20,
-    budget: Annotated[int | None, typer.Option(help="Once more with so many tokens of thought at most.", min=0)] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Thoughts and answer at most.", min=1)] = 2048,
+    budget: Annotated[
+        int | None, typer.Option(help="Run once more with at most so many reasoning tokens.", min=0)
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Tokens of reasoning and answer.", min=1)
+    ] = 2048,
     seed: Seed = 0,
     output: Output = None,
     force: Force = False,
     options: s.Loading,
     verbose: s.Verbose = False,
 ) -> None:
-    """Small problems with one right answer: how many are answered, how many rightly, and how many never leave the
-    model's thoughts."""
+    """Pose small problems with one right answer: how many are answered, correct, or stuck in reasoning."""
     from sala.lab.eval.suite import reasoning_tasks
     from sala.lab.eval.summary import summarise_reasoning
     from sala.lab.eval.tasks.reasoning import KINDS

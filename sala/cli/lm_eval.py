@@ -1,4 +1,4 @@
-"""`sala eval lm`: tasks of lm-eval in this process, through the engine."""
+"""`sala eval lm`: tasks of lm-eval on the engine, in this process."""
 
 import hashlib
 import json
@@ -19,32 +19,34 @@ MAX_NAME = 80  # characters of the task names in a file name
 def lm(
     *,
     tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, by name or YAML file, with commas between.")],
-    include_path: Annotated[Path | None, typer.Option(help="A directory with tasks of yours.")] = None,
-    shots: Annotated[int | None, typer.Option(help="Examples before a question; else as the task says.", min=0)] = None,
-    limit: Annotated[float | None, typer.Option(help="Questions of a task at most, or below 1 their share.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Directory with your own tasks.")] = None,
+    shots: Annotated[
+        int | None, typer.Option(help="Examples before a question; by default as the task says.", min=0)
+    ] = None,
+    limit: Annotated[float | None, typer.Option(help="Questions per task, or below 1 their share.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the chat template.")] = False,
     system: s.System = None,
     max_length: Annotated[
         int | None,
-        typer.Option(parser=s.count, metavar="COUNT", help="Tokens of a question at most; else the context."),
+        typer.Option(parser=s.count, metavar="COUNT", help="Tokens of a question; by default the context."),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", help="Tokens of an answer, if a task says none.")
+        int, typer.Option("--max-tokens", "-n", help="Tokens of an answer, if the task does not say.")
     ] = 256,
     gen_kwargs: Annotated[
         str | None, typer.Option(help="Settings of answers, as JSON: '{\"temperature\": 0.6}'.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE.json", help="Where the results go; a log lies beside."),
+        typer.Option("--output", "-o", metavar="FILE.json", help="Record of the results; a log is kept beside it."),
     ] = None,
     samples: Annotated[
-        bool, typer.Option("--samples", help="Every question and answer too, in a file beside.")
+        bool, typer.Option("--samples", help="Write every question and answer to a file as well.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the results of another run.")] = False,
     options: Annotated[Options, s.Use(spellings={"max_batch": "--batch"})],
 ) -> None:
-    """Tasks of lm-eval, without a server; prints its table and writes a record. A run that was cut off goes on."""
+    """Run tasks of lm-eval without a server; print a table and write a record. An interrupted run is continued."""
     from importlib.metadata import version
 
     from sala.cli.outputs import output_file, resumable

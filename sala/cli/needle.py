@@ -18,7 +18,7 @@ def needle(
     context_len: Annotated[
         int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of prompt and answer.")
     ] = 32000,
-    depth: Annotated[float, typer.Option(help="Where the needle lies: 0 is the start of the text, 1 its end.")] = 0.25,
+    depth: Annotated[float, typer.Option(help="Position of the needle: 0 is the start of the text, 1 its end.")] = 0.25,
     preset: Annotated[str, typer.Option(help="aurora (one sentence in filler) or varied (many wordings).")] = "aurora",
     haystack: Annotated[
         Path | None, typer.Option(metavar="FILE|DIR", help="Text to hide it in, with --preset varied.")

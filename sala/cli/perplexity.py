@@ -17,16 +17,20 @@ def perplexity(
     lengths: Annotated[str, typer.Option(help="Tokens that the model sees, e.g. 1K,16K,128K.")] = "1K,4K,16K",
     stride: Annotated[
         int | None,
-        typer.Option(parser=s.count, metavar="COUNT", help="Tokens from window to window; else a window's length."),
+        typer.Option(
+            parser=s.count, metavar="COUNT", help="Tokens from window to window; by default a window's length."
+        ),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of the text to look at; else all.")
+        int | None, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of the text to use; by default all.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE.json", help="Where the results go; a log and a plot lie beside."),
+        typer.Option(
+            "--output", "-o", metavar="FILE.json", help="Record of the results; a log and a picture are kept beside it."
+        ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Where the plot goes.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Picture: .png, .pdf or .svg.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the results of another run.")] = False,
     options: Annotated[Options, s.Use(without=("ctx",), defaults={"max_batch": 1, "snapshots": 0})],
 ) -> None:

@@ -1,4 +1,4 @@
-"""`sala quantize`: fewer bits per weight, in one layout for every machine."""
+"""`sala quantize`: fewer bits per weight, in one layout for every backend."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,25 +18,30 @@ if TYPE_CHECKING:
 def quantize(
     *,
     model: Annotated[str, typer.Argument(help="Checkpoint directory, or the name of a model that is here.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the quantized model goes; must not exist.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the quantized model; must not exist.")],
     bits: Annotated[int, typer.Option(help="Bits per weight: 8 or 4.")] = 4,
     group_size: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 64,
     method: Annotated[
-        str | None, typer.Option(help="rtn, gptq or awq; unless given, rtn for 8 bits and gptq for 4.")
+        str | None, typer.Option(help="rtn, gptq or awq; by default rtn for 8 bits and gptq for 4.")
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(help='Text to calibrate with, or .jsonl with a "text" per line; else the model writes.'),
+        typer.Option(help='Text to calibrate with, or .jsonl with a "text" per line; by default the model writes it.'),
     ] = None,
     tokens: Annotated[int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens to calibrate with.")] = 32768,
     keep: Annotated[
         list[str] | None,
-        typer.Option(help="Modules that stay wider: v_proj (8 bits), 'model.layers.0.*=whole', lm_head=4. Repeatable."),
+        typer.Option(help="Modules with more bits: v_proj (8 bits), 'model.layers.0.*=whole', lm_head=4. Repeatable."),
     ] = None,
-    requantize: Annotated[bool, typer.Option("--requantize", help="Take a model that is quantized already.")] = False,
-    report: Annotated[bool, typer.Option("--report", help="Measure both models, and write it into OUTPUT.")] = False,
+    requantize: Annotated[bool, typer.Option("--requantize", help="Accept a model that is quantized already.")] = False,
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report", help="Compare both models and write the results into OUTPUT; resumes if OUTPUT is complete."
+        ),
+    ] = False,
     report_text: Annotated[
-        Path | None, typer.Option(help="Text to measure on; else what was held out of the calibration.")
+        Path | None, typer.Option(help="Text to measure on; by default held-out calibration text.")
     ] = None,
     report_tokens: Annotated[int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens to measure on.")] = 16384,
     needles: Annotated[int, typer.Option(help="Needles to look for at each length.", min=0)] = 20,

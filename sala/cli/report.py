@@ -1,4 +1,4 @@
-"""`sala report`: the records of runs as one page."""
+"""`sala report`: records of runs as one HTML page."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,11 +11,11 @@ from sala.errors import InputError
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Records of runs (JSON), or directories of them.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.html", help="Where the page goes.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.html", help="Page to write.")] = Path(
         "report.html"
     ),
-    title: Annotated[str, typer.Option(help="What the page is called.")] = "Evaluation",
-    force: Annotated[bool, typer.Option("--force", help="Replace a page that is there.")] = False,
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "Evaluation",
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing page.")] = False,
 ) -> None:
     from sala.cli.outputs import output_file
     from sala.errors import MissingExtra

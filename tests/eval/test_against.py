@@ -70,6 +70,26 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "prefill" not in out.err  # nothing was measured in vain
 
 
+def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Neither model is loaded if the weights alone fit but running it does not."""
+    from sala.backends.torch import executor
+    from sala.lab.bench import target
+
+    monkeypatch.setattr(work, "need_transformers", lambda: None)
+    monkeypatch.setattr(executor, "free_bytes", lambda _: 19 << 30)
+    command = ["bench", "against", "qwen3-8b-random", "--random", "released", "--device", "cpu", "--dtype", "bfloat16"]
+    assert run(command) == 1
+    assert "random released: the weights take 17.7 GiB and running" in capsys.readouterr().err
+    monkeypatch.setattr(executor, "free_bytes", lambda _: 15 << 30)
+    assert run(command) == 1
+    assert "qwen3-8b-random: the weights take 15.3 GiB" in capsys.readouterr().err
+    (tmp_path / "memory.max").write_text(str(4 << 30))
+    (tmp_path / "memory.current").write_text(str(1 << 30))
+    monkeypatch.setattr(target, "CGROUP", tmp_path)
+    assert run(command) == 1
+    assert "3.0 GiB are free" in capsys.readouterr().err  # of a container
+
+
 def test_a_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     old = type(sys)("transformers")
     monkeypatch.setitem(sys.modules, "transformers", old)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sala import cli
+from sala.cli.lm_eval import default_name
 from sala.cli.progress import duration
 from sala.errors import MissingExtra, install_command
 from sala.lab.report import charts
@@ -21,9 +22,7 @@ NEEDLE = ["eval", "needle", "--lengths", "600,0.9k", "--depths", "0,100", "--tri
 
 
 @pytest.fixture(autouse=True)
-def _verbs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for verb in ("eval", "needle"):
-        monkeypatch.setitem(cli.VERBS, verb, "…")
+def _in_a_directory_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -48,11 +47,17 @@ def test_needle(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "4 of 4 cases are known" in capsys.readouterr().err
     assert Path("needle-tiny.jsonl").read_bytes() == before
 
+    assert record.notes == Record.load(Path("needle-tiny.json")).notes == []
+
     more = [*NEEDLE, "-m", str(tiny), "--trials", "2"]
     assert cli.run(more) == 2
     assert "belongs to another run" in capsys.readouterr().err
     assert cli.run([*more, "--force"]) == 0
     assert "4 of 8 cases are known" in capsys.readouterr().err
+    (note,) = Record.load(Path("needle-tiny.json")).notes
+    assert note.startswith("4 of 8 cases come from an earlier run")
+    assert cli.run(more) == 0  # nothing is measured, and the note stays
+    assert Record.load(Path("needle-tiny.json")).notes == [note]
     assert Path("needle-tiny.jsonl").read_bytes().startswith(before)
 
 
@@ -60,11 +65,11 @@ def test_own_haystack_and_places(tiny: Path, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "book.txt").write_text("It rained again. The road was empty. " * 10)
     (tmp_path / "out").mkdir()
     (tmp_path / "figures").mkdir()
-    options = ["--haystack", "book.txt", "-o", "out/run.json", "--plot", "figures/run.png", "--values", "number"]
+    options = ["--haystack", "book.txt", "-o", "out/run.json", "--plot", "figures/run.pdf", "--values", "number"]
     assert cli.run([*NEEDLE, "-m", str(tiny), *options]) == 0
     assert "book.txt has 369 tokens; longer texts repeat it" in capsys.readouterr().err
-    assert Record.load(Path("out/run.json")).plots == ["../figures/run.png"]
-    assert Path("figures/run.png").is_file()
+    assert Record.load(Path("out/run.json")).plots == ["../figures/run.pdf"]
+    assert Path("figures/run.pdf").read_bytes().startswith(b"%PDF")
     assert not Path("out/run.png").exists()
 
 
@@ -86,6 +91,7 @@ def test_own_haystack_and_places(tiny: Path, tmp_path: Path, capsys: pytest.Capt
         (["--output", "run.txt"], 2, "does not end in .json"),
         (["--output", "nowhere/run.json"], 2, "its directory does not exist"),
         (["--plot", "nowhere/run.png"], 2, "its directory does not exist"),
+        (["--plot", "run.jpg"], 2, "does not end in .png, .pdf, .svg"),
         (["--model", "/nowhere"], 1, "no model"),
     ],
 )
@@ -105,6 +111,14 @@ def test_files_of_others_stay(name: str, tiny: Path, tmp_path: Path, capsys: pyt
     assert cli.run([*NEEDLE, "-m", str(tiny)]) == 2
     assert f"{name} exists and belongs to something else" in capsys.readouterr().err
     assert [file.read_text() for file in tmp_path.iterdir()] == ["mine"]
+
+
+def test_lm_eval_runs_have_names_of_their_own() -> None:
+    assert default_name(["arc_easy"], "tiny") == "lm-arc_easy-tiny.json"
+    assert default_name(["a", "tasks/my own.yaml"], "tiny") == "lm-a+my-own-tiny.json"
+    first, second = (default_name([f"task_{at}" for at in range(start, 40)], "tiny") for start in (0, 1))
+    assert first != second
+    assert max(len(first), len(second)) < 120
 
 
 def test_durations() -> None:
@@ -138,7 +152,7 @@ def test_ruler(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     names = ["single", "chain", "frequent", "questions"]
     assert cli.run([*arguments, "--tasks", ",".join(names), "--device", "cpu", "-o", "."]) == 0
     out = capsys.readouterr()
-    assert "scores: tiny" in out.out
+    assert out.out.splitlines()[0] == "scores: tiny, 1 trial per cell"  # not wrapped into the first column
     record = Record.load(Path("ruler-tiny.json"))
     assert [row["task"] for row in record.results] == names
     assert all(row["score"] < 0.5 for row in record.results)
@@ -189,7 +203,7 @@ def test_single_needle(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tiny: Path, tmp_path: Path) -> None:
-    program = "import sys; from sala import cli; cli.VERBS['eval'] = '…'; sys.exit(cli.run(sys.argv[1:]))"
+    program = "import sys; from sala import cli; sys.exit(cli.run(sys.argv[1:]))"
     options = ["--lengths", "6k,60k", "--depths", "0,50,100", "--trials", "1", "-m", str(tiny), "--device", "cpu"]
     command = [sys.executable, "-c", program, "eval", "needle", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "40"}

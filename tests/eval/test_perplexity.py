@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from sala.cli.perplexity import perplexity
 from sala.errors import InputError
-from sala.lab.eval.perplexity import Span, Text, choose_lengths, cut, measure, read_documents, to_text
+from sala.lab.eval.perplexity import TokenizedText, Window, choose_lengths, cut, measure, read_documents, to_text
 from sala.lab.report.page import read_runs
 from sala.lab.report.record import Log, Record
 from sala.llm import LLM
@@ -28,8 +28,8 @@ def llm(tiny: Path) -> Iterator[LLM]:
         yield llm
 
 
-def text_of(count: int, seed: int = 1) -> Text:
-    return Text("made up", [*"".join(random.Random(seed).choices("abcdefgh ", k=count)).encode()])
+def text_of(count: int, seed: int = 1) -> TokenizedText:
+    return TokenizedText("made up", [*"".join(random.Random(seed).choices("abcdefgh ", k=count)).encode()])
 
 
 def losses(llm: LLM, ids: list[int]) -> Any:
@@ -90,7 +90,7 @@ def test_every_token_is_scored_once(count: int, stride: int | None, has_bos: boo
     assert count - spans[-1].end < step
     missing = len(spans) * unseen if step == size else unseen
     assert len(scored) == spans[-1].end - missing
-    assert spans[0] == Span(0, unseen, size)
+    assert spans[0] == Window(0, unseen, size)
 
 
 def test_lengths() -> None:

@@ -1,1 +1,1 @@
-"""What a model can do, measured: tasks make prompts and score answers."""
+"""Quality of a model: tasks make prompts and score answers; likelihoods, perplexity and lm-eval."""

@@ -1,8 +1,8 @@
-"""How likely a model finds given tokens after given tokens: many such pairs at a time, each past read once.
+"""Log-probabilities of continuations after contexts: many pairs at a time, each shared prefix computed once.
 
-Short continuations are dictated: the engine decodes them as if the model wrote them, only that nothing else may be
-sampled; their log-probabilities come with the tokens. They run side by side, and pairs that begin alike share what is
-computed of their beginnings. Long ones are read as a prompt.
+Short continuations are dictated: the engine decodes them with all other tokens masked, and their log-probabilities
+come with the sampled tokens. They run as a batch, and pairs with a common prefix share its KV cache and state. Long
+continuations are prefilled as a prompt.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
     from sala.llm import LLM
 
-MAX_DICTATED = 64  # tokens of a continuation that are dictated however short its past is
-MIN_SHARED = 64  # tokens that must be the same for one to wait until another has read them
-MAX_WAITING = 64  # requests that wait at a time
+MAX_DICTATED = 64  # tokens of a continuation that are dictated however short its context is
+MIN_SHARED = 64  # tokens of a common prefix for which one request waits until another has computed it
+MAX_WAITING = 64  # queued requests
 CHUNK = 1024  # tokens whose logits are in memory at a time
-ROWS = 64  # of them that are turned into probabilities at a time
+ROWS = 64  # rows of logits that are turned into probabilities at a time
 Tokens = Sequence[int]
 
 
 class Likelihood(NamedTuple):
-    """Of one continuation: the sum of its log-probabilities, and whether greedy decoding would have written it."""
+    """The log-probability of a continuation, and whether greedy decoding would have produced it."""
 
     logprob: float
     is_greedy: bool
 
 
 class Dictation:
-    """Lets the given tokens be sampled, one after another, and no others."""
+    """Masks sampling so that the given tokens are sampled one after another."""
 
     allows_drafts = False
 
@@ -59,18 +59,18 @@ class Dictation:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A request to come: its prompt, and how to make it once it is known where its past may be shared.
+    """A future request: its prompt, and how to make it once the boundaries of shared prefixes are known.
 
-    There may be very many of them: prompts are kept as bytes.
+    Prompts are stored as bytes, because there may be very many.
     """
 
     key: int
     prompt: bytes
-    make: Callable[[list[int], tuple[int, ...]], AnswerState]  # from its tokens, and the boundaries
+    make: Callable[[list[int], tuple[int, ...]], AnswerState]  # from its tokens and the boundaries
 
 
 def score_pairs(llm: "LLM", pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[tuple[int, Likelihood]]:
-    """(context, continuation) pairs → (index, its likelihood), in the order in which they are done.
+    """Yield (index, likelihood) of (context, continuation) pairs in the order of completion.
 
     The result is that of reading context and continuation as one prompt.
     """
@@ -95,7 +95,7 @@ def score_pairs(llm: "LLM", pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[
 
 
 def _is_dictated(llm: "LLM", context: Tokens, continuation: Tokens) -> bool:
-    """Where the whole would be read by another rule than the context alone, the whole must be read."""
+    """Whether to dictate; not where the whole has another attention regime than the context alone."""
     sparse, length = llm.config.sparse_config, len(context) + len(continuation)
     is_same = sparse.sparse_from(len(context)) == sparse.sparse_from(length)
     return is_same and len(continuation) <= max(MAX_DICTATED, len(context))
@@ -103,7 +103,7 @@ def _is_dictated(llm: "LLM", context: Tokens, continuation: Tokens) -> bool:
 
 def _dictate(llm: "LLM", index: int, context: Tokens, continuation: Tokens) -> Query:
     sampling = Sampling(temperature=0, max_tokens=len(continuation), logprobs=1, ignore_eos=True, seed=0)
-    prompt, tokens = llm.encode(context), llm.encode(continuation)  # only checked
+    prompt, tokens = llm.encode(context), llm.encode(continuation)  # token ids are only checked
     if len(prompt) + len(tokens) > llm.ctx:
         raise InputError("pair", f"has {len(prompt) + len(tokens):,} tokens", f"the context holds {llm.ctx:,}")
 
@@ -129,9 +129,9 @@ def answer_all(llm: "LLM", queries: Iterable[Query]) -> Iterator[tuple[int, Comp
 
 
 def families(queries: Iterable[Query]) -> list[list[tuple[Query, tuple[int, ...]]]]:
-    """Requests that begin alike, together: the first reads what they share, up to a boundary, and the others wait.
+    """Return groups of requests with a common prefix: the first computes it, up to a boundary, while the others wait.
 
-    None is larger than what may wait; the rest of one finds the shared past in the cache.
+    No group exceeds the waiting limit; later groups find the shared prefix in the cache.
     """
     found: list[list[Query]] = []
     for one in sorted(queries, key=lambda one: one.prompt):
@@ -150,7 +150,7 @@ def _with_boundary(family: Sequence[Query]) -> list[tuple[Query, tuple[int, ...]
 
 
 def shared_len(one: bytes, other: bytes) -> int:
-    """How many tokens two prompts have in common at their beginnings."""
+    """Return the length of the common prefix of two prompts, in tokens."""
     low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2
@@ -162,9 +162,9 @@ def shared_len(one: bytes, other: bytes) -> int:
 def read_scores(
     llm: "LLM", ids: Tokens, start: int = 1, on_progress: Callable[[int, int], None] = lambda *_: None
 ) -> Iterator[tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]]:
-    """Log-probabilities of the tokens from `start` on, given those before, and whether each was the first choice.
+    """Yield, chunk by chunk, the log-probabilities of the tokens from `start` on, and whether each was the argmax.
 
-    They come a chunk at a time; what comes before `start` is read but not scored.
+    Tokens before `start` are context and not scored.
     """
     ids = llm.encode(ids)
 
@@ -177,7 +177,7 @@ def read_scores(
 
 
 def _to_logprobs(logits: "np.ndarray[Any, Any]", targets: Tokens) -> tuple[Any, Any]:
-    """logits [n, V] in float32 and n tokens → their log-probabilities in float64, and whether they are the largest."""
+    """Return log-probabilities in float64 of n tokens by logits [n, V], and whether each is the argmax."""
     import numpy as np
 
     logprobs, firsts = np.empty(len(targets)), np.empty(len(targets), bool)

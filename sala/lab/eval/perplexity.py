@@ -1,7 +1,7 @@
-"""Perplexity by context length: how well a model predicts a text when it sees so much of it.
+"""Perplexity by context length: how well a model predicts a text, by how much of it the model sees.
 
-Every length looks at the same text, cut into windows of that many tokens; a window begins with BOS where the model
-wants it. With a stride below the length windows overlap, and only what is new in each is scored.
+Every length uses the same text, cut into windows of that many tokens; a window begins with BOS if the tokenizer adds
+one. With a stride below the length windows overlap, and only the new tokens of each are scored.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from sala.llm import LLM
 
 MAX_BYTES = 1 << 30
-Note = Callable[[str, int, int], None]  # what is measured, tokens done, tokens in all
+Note = Callable[[str, int, int], None]  # stage, tokens done, total
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A window [start, end) of the text, of which the tokens from `first` on are scored."""
+class Window:
+    """A window [start, end) of the text; the tokens from `first` on are scored."""
 
     start: int
     first: int
@@ -36,8 +36,8 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """A file as tokens, without BOS, an end mark after each document; and what tells it from other files."""
+class TokenizedText:
+    """A file as tokens: no BOS, EOS after each of several documents; and a digest that identifies it."""
 
     name: str
     ids: list[int]
@@ -48,7 +48,7 @@ class Text:
 
 
 def read_documents(file: Path) -> list[str]:
-    """A text file, or the "text" of every line of a .jsonl file; a line that is wrong is named."""
+    """Return a text file, or the "text" of every line of a .jsonl file; raise InputError with a bad line's number."""
     try:
         if file.stat().st_size > MAX_BYTES:
             raise InputError("file", f"{file} is larger than {MAX_BYTES >> 20} MiB", "give a part of it")
@@ -74,16 +74,16 @@ def _text_of(line: str, where: str) -> str:
     return text
 
 
-def to_text(llm: "LLM", name: str, documents: Sequence[str], max_tokens: int | None = None) -> Text:
+def to_text(llm: "LLM", name: str, documents: Sequence[str], max_tokens: int | None = None) -> TokenizedText:
     ends = list(llm.config.eos_token_id[:1]) if len(documents) > 1 else []
     ids = [token for one in llm.tokenizer.encode_many(documents) for token in [*one, *ends]]
     if len(ids) < 2:
         raise InputError("file", f"{name} has {len(ids)} token(s)", "perplexity needs at least two")
-    return Text(name, ids[:max_tokens])
+    return TokenizedText(name, ids[:max_tokens])
 
 
 def choose_lengths(lengths: Sequence[int], num_tokens: int, max_tokens: int) -> list[int]:
-    """Those that text and model have; the whole text if it is shorter than all of them."""
+    """Return the lengths that text and model allow; the whole text if it is shorter than all of them."""
     wanted = sorted(set(lengths))
     if wanted[0] < 2:
         raise InputError("lengths", f"hold {wanted[0]}", "they must be at least 2")
@@ -93,71 +93,73 @@ def choose_lengths(lengths: Sequence[int], num_tokens: int, max_tokens: int) -> 
     return [length for length in wanted if length <= most] or [most]
 
 
-def cut(num_tokens: int, length: int, stride: int | None, has_bos: bool) -> list[Span]:
-    """Whole windows of `length` tokens, BOS included; what is left of the text at its end is not looked at."""
+def cut(num_tokens: int, length: int, stride: int | None, has_bos: bool) -> list[Window]:
+    """Return whole windows of `length` tokens, BOS included; the rest of the text is ignored."""
     size = length - has_bos
     step = size if stride is None else min(stride, size)
-    begin = 0 if has_bos else 1  # the first token follows nothing
-    spans = []
+    begin = 0 if has_bos else 1  # nothing predicts the first token
+    windows = []
     for start in range(0, num_tokens - size + 1, step):
         overlap = size - step if start else 0
-        spans.append(Span(start, start + max(overlap, begin), start + size))
-    return spans
+        windows.append(Window(start, start + max(overlap, begin), start + size))
+    return windows
 
 
 def measure(
     llm: "LLM",
-    text: Text,
+    text: TokenizedText,
     lengths: Sequence[int],
     stride: int | None = None,
     log: Log | None = None,
     note: Note = lambda *_: None,
 ) -> Iterator[dict[str, Any]]:
-    """A row of results for each length, shortest first. Windows that are in the log are not read again."""
+    """Yield a row of results for each length, shortest first. Windows in the log are not computed again."""
     facts = {"fingerprint": llm.fingerprint()[:16], "text": text.digest}
     bos = llm.tokenizer.encode("")[:1]
     longest = max(lengths) - len(bos)
     num_tokens = len(text.ids) // longest * longest  # the same for all lengths
     for length in sorted(lengths):
-        spans = cut(num_tokens, length, stride, bool(bos))
-        total = sum(span.end - span.first for span in spans)
+        windows = cut(num_tokens, length, stride, bool(bos))
+        total = sum(window.end - window.first for window in windows)
         done = 0
         parts = []
-        for span in spans:
-            key = key_of(facts, asdict(span))
+        for window in windows:
+            key = key_of(facts, asdict(window))
             part = None if log is None else log.find(key)
             if part is None:
-                tell = partial(_tell, note, f"{length:,} tokens", done, span.end - span.first, total)
-                part = _score(llm, text.ids, bos, span, tell)
+                tell = partial(_tell, note, f"{length:,} tokens", done, window.end - window.first, total)
+                part = _score(llm, text.ids, bos, window, tell)
                 if log is not None:
                     log.append(key, part)
             parts.append(part)
-            done += span.end - span.first
+            done += window.end - window.first
             note(f"{length:,} tokens", done, total)
         yield _row(length, parts)
 
 
 def _tell(note: Note, stage: str, done: int, count: int, total: int, read: int, of: int) -> None:
-    """A part of a window is read."""
+    """Report a part of a window."""
     if read < of:
         note(stage, done + count * read // of, total)
 
 
-def _score(llm: "LLM", ids: list[int], bos: list[int], span: Span, tell: Callable[[int, int], None]) -> dict[str, Any]:
+def _score(
+    llm: "LLM", ids: list[int], bos: list[int], window: Window, tell: Callable[[int, int], None]
+) -> dict[str, Any]:
     began = time.perf_counter()
-    window = [*bos, *ids[span.start : span.end]]
-    first = len(bos) + span.first - span.start
+    prompt = [*bos, *ids[window.start : window.end]]
+    first = len(bos) + window.first - window.start
     loss = squares = 0.0
-    for logprobs, _ in read_scores(llm, window, first, tell):
+    for logprobs, _ in read_scores(llm, prompt, first, tell):
         loss -= float(logprobs.sum())
         squares += float((logprobs**2).sum())
-    scored = ids[span.first : span.end]
+    scored = ids[window.first : window.end]
     return {
         "tokens": len(scored),
         "bytes": len(llm.tokenizer.decode(scored).encode()),
         "loss": loss,
         "squares": squares,
-        "read": len(window),
+        "read": len(prompt),
         "seconds": time.perf_counter() - began,
     }
 

@@ -1,7 +1,7 @@
-"""Runs cases through a model, one after another, and logs each as soon as it is done.
+"""Run cases through a model, one after another, and log each as soon as it is done.
 
-Decoding is greedy: the same case gives the same answer. What a case has in common with the one after it is kept, so
-that cases over one text read it once. A log that is there already is used: nothing is measured twice.
+Decoding is greedy, so the same case gives the same answer. The prefix that a case shares with the next one stays
+cached, so that cases over one text prefill it once. Cases that are in the log already are not run again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,14 +20,14 @@ from sala.lab.report.record import Log, Row, key_of
 from sala.llm import LLM
 from sala.protocol import Sampling
 
-MIN_SHARED = 256  # tokens in common that are worth keeping
+MIN_SHARED = 256  # tokens of a shared prefix that are worth a snapshot
 WARM_TOKENS = 32
-LOOP_LIMIT = 256  # tokens of repetition that end an answer to a problem
+LOOP_LIMIT = 256  # repeated tokens that end the answer to a problem
 
 
 @dataclass(frozen=True)
 class Job:
-    """A case that is still to be made. `labels` say which it is: task, length, depth, trial."""
+    """A case to make. `labels` identify it: task, length, depth, trial."""
 
     labels: dict[str, Any]
     num_tokens: int
@@ -35,28 +35,28 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Task:
-    """A problem that is still to be posed, with so many tokens of thought at most."""
+class ProblemJob:
+    """A problem to pose, with a budget of reasoning tokens."""
 
     labels: dict[str, Any]
     problem: Problem
     budget: int | None
 
 
-class Watch(Protocol):
-    """Whoever wants to know how a run goes on."""
+class Callbacks(Protocol):
+    """Receives the progress of a run."""
 
     def begin(self, num_cases: int, num_known: int, num_tokens: int) -> None: ...
 
     def advance(self, num_tokens: int) -> None:
-        """So many tokens of the prompts are behind us, all cases together."""
+        """`num_tokens` of the prompts of all cases are done."""
 
     def tell(self, row: Row) -> None:
         """A case is done."""
 
 
 def check_lengths(lengths: Sequence[int], max_tokens: int, name: str = "lengths") -> None:
-    """Refuse lengths that the context does not hold, with the numbers."""
+    """Raise InputError if a length exceeds the context."""
     beyond = [length for length in lengths if length > max_tokens]
     if beyond:
         listed = ", ".join(f"{length:,}" for length in beyond)
@@ -65,36 +65,36 @@ def check_lengths(lengths: Sequence[int], max_tokens: int, name: str = "lengths"
 
 
 def run_cases(
-    llm: LLM, jobs: Sequence[Job], log: Log, settings: Mapping[str, Any], watch: Watch | None = None
+    llm: LLM, jobs: Sequence[Job], log: Log, settings: Mapping[str, Any], callbacks: Callbacks | None = None
 ) -> list[Row]:
-    """One row per job, in their order. Jobs that share their text should stand together."""
+    """Return one row per job, in their order. Jobs that share their text should be adjacent."""
     check_lengths([job.num_tokens for job in jobs], llm.ctx)
     keys = [key_of(settings, job.labels) for job in jobs]
     pending = [(key, job) for key, job in zip(keys, jobs, strict=True) if log.find(key) is None]
     done = 0
-    if watch is not None:
-        watch.begin(len(jobs), len(jobs) - len(pending), sum(job.num_tokens for _, job in pending))
+    if callbacks is not None:
+        callbacks.begin(len(jobs), len(jobs) - len(pending), sum(job.num_tokens for _, job in pending))
     if pending:
         _warm(llm)
     for (key, job), case, shared in _with_shared(pending):
         begin = done
 
         def report(read: int, _: int, begin: int = begin) -> None:
-            if watch is not None:
-                watch.advance(begin + read)
+            if callbacks is not None:
+                callbacks.advance(begin + read)
 
         completion = answer(llm, case, shared, report)
         done += job.num_tokens
         row = {**job.labels, **to_row(case, completion)}
         log.append(key, row)
-        if watch is not None:
-            watch.advance(done)
-            watch.tell(row)
+        if callbacks is not None:
+            callbacks.advance(done)
+            callbacks.tell(row)
     return [row for row in map(log.find, keys) if row is not None]
 
 
 def _with_shared(pending: Sequence[tuple[str, Job]]) -> Iterator[tuple[tuple[str, Job], Case, int]]:
-    """Every case with the number of tokens that the next one begins with, too."""
+    """Yield each case with the number of tokens that it shares with the next one."""
     case = pending[0][1].make() if pending else None
     for index, (key, job) in enumerate(pending):
         following = pending[index + 1][1].make() if index + 1 < len(pending) else None
@@ -105,27 +105,27 @@ def _with_shared(pending: Sequence[tuple[str, Job]]) -> Iterator[tuple[tuple[str
 
 
 def count_shared(one: Ids, other: Ids) -> int:
-    """The length of the common beginning."""
+    """Return the length of the common prefix."""
     size = min(len(one), len(other))
     differs = np.flatnonzero(one[:size] != other[:size])
     return int(differs[0]) if len(differs) else size
 
 
 def answer(llm: LLM, case: Case, shared: int = 0, on_progress: Callable[[int, int], None] | None = None) -> Completion:
-    """The greedy answer; the state after `shared` tokens is kept for the next case."""
+    """Return the greedy answer; the state after `shared` tokens is kept for the next case."""
     sampling = Sampling(temperature=0, max_tokens=case.max_tokens)
     boundaries = (shared,) if shared >= MIN_SHARED else ()
     return llm.answer(Call(None, sampling, prompt=case.token_ids.tolist(), boundaries=boundaries), on_progress)
 
 
 def _warm(llm: LLM) -> None:
-    """What is compiled or mapped at first use should not count for the first case."""
+    """Run a short prompt, so that compilation and page faults do not count for the first case."""
     ids = llm.encode("The first words are slower than those that follow them.")[:WARM_TOKENS]
     llm.generate(ids, temperature=0, max_tokens=2, ignore_eos=True)
 
 
 def to_row(case: Case, completion: Completion) -> Row:
-    """What became of a case, in plain values."""
+    """Return the result of a case as plain values."""
     score = case.solution.score(completion.text)
     timings, usage = completion.timings, completion.usage
     return {
@@ -146,13 +146,18 @@ def to_row(case: Case, completion: Completion) -> Row:
 
 
 def run_problems(
-    llm: LLM, tasks: Sequence[Task], max_tokens: int, log: Log, settings: Mapping[str, Any], watch: Watch | None = None
+    llm: LLM,
+    tasks: Sequence[ProblemJob],
+    max_tokens: int,
+    log: Log,
+    settings: Mapping[str, Any],
+    callbacks: Callbacks | None = None,
 ) -> list[Row]:
-    """One row per task, in their order; as many are answered at a time as the model takes."""
+    """Return one row per problem, in their order; problems run in batches."""
     keys = [key_of(settings, task.labels) for task in tasks]
     pending = {key: task for key, task in zip(keys, tasks, strict=True) if log.find(key) is None}
-    if watch is not None:
-        watch.begin(len(tasks), len(tasks) - len(pending), len(pending))
+    if callbacks is not None:
+        callbacks.begin(len(tasks), len(tasks) - len(pending), len(pending))
     calls = (
         Call(
             key,
@@ -166,9 +171,9 @@ def run_problems(
             raise completion
         row = {**pending[key].labels, **_verdict(pending[key].problem, completion)}
         log.append(key, row)
-        if watch is not None:
-            watch.advance(done)
-            watch.tell(row)
+        if callbacks is not None:
+            callbacks.advance(done)
+            callbacks.tell(row)
     return [row for row in map(log.find, keys) if row is not None]
 
 

@@ -1,4 +1,4 @@
-"""Texts to hide things in: our own prose, or somebody's files."""
+"""Texts for haystacks: the built-in prose, or the user's files."""
 
 import hashlib
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ MAX_BYTES = 256 << 20  # of all files together
 
 @dataclass(frozen=True)
 class Source:
-    """Documents, and a name that tells them from others."""
+    """Documents, and a name that identifies them."""
 
     name: str
     documents: list[str]
@@ -23,7 +23,7 @@ class Source:
 
 
 def read_source(path: Path | None) -> Source:
-    """A file, or all text files of a directory; without a path the prose that comes with the package."""
+    """Return a file, or all text files of a directory; without a path the built-in prose."""
     if path is None:
         return Source("prose", write_documents())
     documents = [text for text in map(_read, _files(path)) if text]
@@ -50,7 +50,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read(file: Path) -> str | None:
-    """The text of a file; None if it is none."""
+    """Return the text of a file; None if it is not text."""
     try:
         text = file.read_bytes().decode("utf-8")
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Which cases there are: names of tasks → jobs for the runner."""
+"""The cases of an evaluation: from names of tasks to jobs for the runner."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Protocol
 
 from sala.errors import InputError
-from sala.lab.eval.runner import Job, Task
+from sala.lab.eval.runner import Job, ProblemJob
 from sala.lab.eval.sources import Source
 from sala.lab.eval.tasks import reasoning
 from sala.lab.eval.tasks.case import Case, Writer
@@ -24,8 +24,8 @@ KEY_SPECS = {
     "multiquery": KeySpec(num_keys=8, num_asked=4),
 }
 RULER = (*KEY_SPECS, "chain", "common", "frequent", "reading")
-SHARING = ("multikey", "multiquery", "chain", "reading")  # several questions may be asked about one text
-QUESTIONS = "questions"  # a task of the user's own
+SHARING = ("multikey", "multiquery", "chain", "reading")  # tasks with several questions about one text
+QUESTIONS = "questions"  # the user's own task
 
 
 class Maker(Protocol):
@@ -33,7 +33,7 @@ class Maker(Protocol):
 
 
 class Suite:
-    """All that is needed to make cases for one model. The haystack is read and encoded when it is first needed."""
+    """Makes the cases for one model. The haystack is read and encoded when it is first needed."""
 
     def __init__(self, writer: Writer, source: Callable[[], Source], seed: int = 0) -> None:
         self._writer = writer
@@ -53,9 +53,9 @@ class Suite:
         num_keys: int = 1,
         kinds: tuple[ValueKind, ...] = ANY_KIND,
     ) -> list[Job]:
-        """Every trial has a text and a needle of its own, and all depths share them: they stand together."""
+        """Return the needle jobs. The depths of a trial share its text and are adjacent."""
         maker = self._needle_maker(preset, num_keys, kinds)
-        maker.make(min(lengths), 0, depths[0])  # what is too short should say so now
+        maker.make(min(lengths), 0, depths[0])  # raises now if the length is too short
         return [
             Job(
                 {"length": length, "depth": depth, "trial": trial},
@@ -82,7 +82,7 @@ class Suite:
         per_text: int = 1,
         passages: Sequence[Passage] = (),
     ) -> list[Job]:
-        """`per_text` trials share a text where the task allows it, and differ in what is asked."""
+        """Return the jobs of long-context tasks; `per_text` trials share a text where the task allows it."""
         jobs = []
         for task in tasks:
             maker = self._ruler_maker(task, passages)
@@ -111,10 +111,10 @@ class Suite:
         raise InputError("tasks", f"hold {task!r}", f"choose from {', '.join(RULER)}")
 
 
-def reasoning_tasks(kinds: Sequence[str], count: int, seed: int, budgets: Sequence[int | None]) -> list[Task]:
-    """`count` problems of every kind, each once for every budget."""
+def reasoning_tasks(kinds: Sequence[str], count: int, seed: int, budgets: Sequence[int | None]) -> list[ProblemJob]:
+    """Return `count` problems of every kind, each once for every budget."""
     return [
-        Task({"task": kind, "budget": budget, "number": number}, reasoning.make(kind, number, seed), budget)
+        ProblemJob({"task": kind, "budget": budget, "number": number}, reasoning.make(kind, number, seed), budget)
         for budget in budgets
         for kind in kinds
         for number in range(count)

@@ -1,1 +1,1 @@
-"""One module per task: it makes the cases and scores the answers, and runs no model."""
+"""One module per task: each makes cases and scores answers, without running a model."""
