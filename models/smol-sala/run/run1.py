@@ -56,7 +56,7 @@ def say(text: str) -> None:
 def make_pieces(base: Path, corpus: Path, prompts: Path, target: Path) -> None:
     """Write folders 1, 2, 3 of files that travel one folder at a time, in this order.
 
-    BASE is the teacher's GGUF file, compressed by xz; a part of the corpus is in the third.
+    BASE is the teacher's GGUF file, compressed by xz, in the first two; half of the corpus fills up all three.
     """
     for name in ("1", "2", "3"):
         shutil.rmtree(target / name, ignore_errors=True)
@@ -72,7 +72,7 @@ def make_pieces(base: Path, corpus: Path, prompts: Path, target: Path) -> None:
         lines = handle.readlines()
     order = np.random.default_rng(5).permutation(len(lines))[: int(len(lines) * CORPUS_SHARE)]
     text = lzma.compress(b"".join(lines[at] for at in order), preset=3)
-    (target / "3" / "train.jsonl.xz").write_bytes(text)
+    split(text, target, "train.jsonl.xz", (2_200_000, 3_900_000, len(text)))
     for folder in sorted(target.iterdir()):
         print(folder, sum(file.stat().st_size for file in folder.iterdir()) / 2**20, "MiB")
 
