@@ -13,8 +13,7 @@ import typer
 
 from sala.errors import InputError, SalaError
 from sala.options import CommandOptions, Options, Sampling
-from sala.options.kinds import SWITCH, read_count
-from sala.options.schema import Option, table
+from sala.options.schema import SWITCH, Option, read_count, table
 from sala.options.sources import Given, build, check_variables, from_environment, from_file, from_flags, show
 
 if TYPE_CHECKING:

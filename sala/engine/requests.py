@@ -12,9 +12,9 @@ from typing import Any
 from sala.engine.cache import Request
 from sala.engine.stream import AnswerState
 from sala.errors import InputError, NoTokenizer, TemplateError
-from sala.protocol import Control, Sampling
+from sala.protocol import Control, Sampling, Verdict
 from sala.text.answer import OPEN, Answer, Detokenizer, Plain, Structured
-from sala.text.control import GrammarCompiler, LoopGuard, ThinkBudget
+from sala.text.control import GrammarCompiler, ThinkBudget
 from sala.text.template import Message, check_messages, check_tools
 from sala.text.tokenizer import Tokenizer
 
@@ -22,6 +22,7 @@ Prompt = str | Sequence[int]
 Tools = Sequence[Mapping[str, Any]]
 
 MAX_ANSWERS = 128
+CHECK_EVERY = 16  # tokens between two checks for a loop
 COUNT_LIMIT = 8  # contexts: texts up to this length are encoded where only their tokens are counted
 
 
@@ -80,6 +81,31 @@ class Submission:
     @property
     def num_answers(self) -> int:
         return sum(len(group) for group in self.groups)
+
+
+class LoopGuard:
+    """Ends an answer whose last `limit` tokens only repeat themselves, with finish reason `repetition`."""
+
+    allows_drafts = True
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._tokens: list[int] = []
+
+    def mask(self) -> bytes | None:
+        return None
+
+    def observe(self, token: int) -> Verdict | None:
+        tokens = self._tokens
+        tokens.append(token)
+        if len(tokens) % CHECK_EVERY or len(tokens) < self._limit:
+            return None
+        del tokens[: -2 * self._limit]
+        recent = tokens[-self._limit :]
+        for period in range(1, self._limit // 4 + 1):
+            if recent[period:] == recent[:-period]:
+                return Verdict(finish="repetition")
+        return None
 
 
 class InputProcessor:
@@ -194,9 +220,8 @@ class InputProcessor:
             forced = budget.opening
         if sampling.loop_guard:
             controls.append(LoopGuard(sampling.loop_guard))
-        grammar = self._grammars.compile(sampling, self.tokenizer if is_open else None)
-        if grammar is not None:
-            controls.append(grammar)
+        if sampling.is_constrained:
+            controls.append(self._grammars.compile(sampling, self.tokenizer if is_open else None))
         return tuple(controls), forced
 
     def _last_message(self, call: Call, ids: Sequence[int]) -> int:

@@ -11,8 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from sala.errors import InputError
-from sala.options.kinds import Count, File, Hosts, Kind, LoopGuard, Plain, Stops, Text, Url, spelling
-from sala.options.schema import option, options
+from sala.options.schema import Count, File, Hosts, Kind, LoopGuard, Plain, Stops, Text, Url, option, options, spelling
 
 MAX_LOGPROBS = 20
 MOST = 1 << 50
@@ -105,6 +104,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.min_tokens > self.max_tokens:
             raise InputError("min_tokens", f"is {self.min_tokens}", f"it must be at most max_tokens, {self.max_tokens}")
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the answer must follow a schema, a regular expression or a grammar."""
+        return self.json_schema is not None or self.regex is not None or self.grammar is not None
 
     @property
     def has_penalty(self) -> bool:

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from sala.errors import InputError
 from sala.options import Options
-from sala.options.kinds import PATH
-from sala.options.schema import PREFIX, Option, short, suggest, table
+from sala.options.schema import PATH, PREFIX, Option, short, suggest, table
 
 MASK = "***"
 MAX_FILE = 1 << 20

@@ -45,7 +45,7 @@ def create_app(settings: Settings, runtime: Runtime | None = None) -> FastAPI:
     app.state.metrics = Metrics()
     app.state.library = Library(settings.models_dir) if runtime is None else runtime.library
     app.state.downloads = Downloads(app.state.library, settings.hub_url)
-    app.state.runtime = runtime or Runtime(settings, app.state.library, app.state.metrics)
+    app.state.runtime = runtime or Runtime(settings, app.state.library, app.state.metrics.statistics)
     add_routes(app)
     add_handlers(app)
     add_guards(app, settings)

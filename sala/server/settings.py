@@ -14,7 +14,7 @@ from pydantic import Field
 
 from sala.errors import InputError, SalaError
 from sala.options import MaxTokens, Options, Temperature, ThinkBudget, TopK, TopP
-from sala.options.kinds import (
+from sala.options.schema import (
     Address,
     Count,
     Endpoint,
@@ -25,10 +25,12 @@ from sala.options.kinds import (
     Secret,
     Url,
     is_ip,
+    option,
+    options,
     read_secret,
     spelling,
+    table,
 )
-from sala.options.schema import option, options, table
 from sala.options.sources import Given, build, from_environment, from_file, from_flags, read_text
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})

@@ -1,4 +1,4 @@
-"""Controls of an answer: a grammar to follow, a budget for reasoning, a guard against endless repetition."""
+"""Controls of an answer: a grammar to follow, a budget for reasoning."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from sala.text.tokenizer import Tokenizer
 
 COMPILE_SECONDS = 2.0
 MAX_GRAMMAR_BYTES = 256 << 10
-CHECK_EVERY = 16  # tokens between two checks for a loop
 # White space between the parts of JSON. Without this bound a weak model may sample spaces for ever.
 WHITESPACE = r"( |\n[ \t]{0,32})?"
 
@@ -62,31 +61,6 @@ class ThinkBudget:
             self._text = start[len(OPEN) :]
             return True
         return None if OPEN.startswith(start) else False
-
-
-class LoopGuard:
-    """Ends an answer whose last `limit` tokens only repeat themselves, with the finish reason `repetition`."""
-
-    allows_drafts = True
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._tokens: list[int] = []
-
-    def mask(self) -> bytes | None:
-        return None
-
-    def observe(self, token: int) -> Verdict | None:
-        tokens = self._tokens
-        tokens.append(token)
-        if len(tokens) % CHECK_EVERY or len(tokens) < self._limit:
-            return None
-        del tokens[: -2 * self._limit]
-        recent = tokens[-self._limit :]
-        for period in range(1, self._limit // 4 + 1):
-            if recent[period:] == recent[:-period]:
-                return Verdict(finish="repetition")
-        return None
 
 
 class Grammar:
@@ -143,15 +117,13 @@ class GrammarCompiler:
         self._stop_ids = sorted(stop_ids)
         self._tokenizer: Any = None
 
-    def compile(self, sampling: Sampling, tokenizer: Tokenizer | None = None) -> Grammar | None:
-        """Return the control that `sampling` asks for; None if it asks for none.
+    def compile(self, sampling: Sampling, tokenizer: Tokenizer | None = None) -> Grammar:
+        """Return the control for the schema, regular expression or grammar that `sampling` demands.
 
         With a tokenizer, the answer begins inside reasoning, and the grammar holds only after it.
         """
         given = {name: getattr(sampling, name) for name in ("json_schema", "regex", "grammar")}
         given = {name: value for name, value in given.items() if value is not None}
-        if not given:
-            return None
         if len(given) > 1:
             raise InputError(" and ".join(given), "exclude each other", "give one of them")
         field, text = next(iter(given.items()))

@@ -33,7 +33,7 @@ def numbers(metrics: Metrics, runtime: FakeRuntime | None = None) -> dict[str, f
 
 
 def test_it_is_an_observer(metrics: Metrics) -> None:
-    observer: Observer = metrics
+    observer: Observer = metrics.statistics
     observer.accepted()
     observer.rejected()
     assert numbers(metrics)["sala_requests_accepted_total"] == 1
@@ -41,9 +41,9 @@ def test_it_is_an_observer(metrics: Metrics) -> None:
 
 
 def test_requests(metrics: Metrics) -> None:
-    metrics.finished("stop", Usage(100, 11, 60), first_token_s=0.2, decode_s=1.0)
-    metrics.finished("length", Usage(10, 1, 0), first_token_s=2.0, decode_s=0.0)
-    metrics.finished("cancelled", Usage(10, 0, 0), first_token_s=9.0, decode_s=0.0)
+    metrics.statistics.finished("stop", Usage(100, 11, 60), first_token_s=0.2, decode_s=1.0)
+    metrics.statistics.finished("length", Usage(10, 1, 0), first_token_s=2.0, decode_s=0.0)
+    metrics.statistics.finished("cancelled", Usage(10, 0, 0), first_token_s=9.0, decode_s=0.0)
     found = numbers(metrics)
     assert [found[f"sala_requests_total{{{reason}}}"] for reason in REASONS] == [1, 1, 0, 0, 0, 1]
     assert found["sala_prompt_tokens_total"] == 120
@@ -77,15 +77,15 @@ def test_the_process(metrics: Metrics) -> None:
 
 
 def test_two_servers_in_a_process_do_not_mix(metrics: Metrics) -> None:
-    metrics.accepted()
+    metrics.statistics.accepted()
     assert numbers(Metrics())["sala_requests_accepted_total"] == 0
 
 
 def test_many_threads(metrics: Metrics) -> None:
     def work() -> None:
         for _ in range(500):
-            metrics.accepted()
-            metrics.finished("stop", Usage(1, 2, 0), 0.1, 0.1)
+            metrics.statistics.accepted()
+            metrics.statistics.finished("stop", Usage(1, 2, 0), 0.1, 0.1)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sala.engine.requests import Call
+from sala.engine.requests import Call, LoopGuard
 from sala.errors import InputError
 from sala.llm import LLM
 from sala.protocol import Sampling
-from sala.text.control import LoopGuard, ThinkBudget
+from sala.text.control import ThinkBudget
 from sala.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")

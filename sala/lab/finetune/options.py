@@ -10,8 +10,7 @@ from pydantic import Field
 
 from sala.errors import InputError
 from sala.options import Dtype
-from sala.options.kinds import Count, File, Text, spelling
-from sala.options.schema import REQUIRED, option, options
+from sala.options.schema import REQUIRED, Count, File, Text, option, options, spelling
 from sala.options.sources import build, from_file, from_flags
 
 Method = Literal["full", "lora", "qlora"]

@@ -1,25 +1,26 @@
-"""Metrics for Prometheus: requests and tokens are counted as they happen, the current state is read when scraped.
+"""Metrics for Prometheus: the engines count requests and tokens; this module exports the numbers when scraped.
 
 Every accepted request is counted once in `sala_requests_total`, with one reason, so that the sums add up.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from sala.engine.loop import Histogram, RequestStatistics
 
 if TYPE_CHECKING:
-    from sala.engine.stream import Usage
     from sala.server.runtime import Runtime
 
 router = APIRouter(tags=["metrics"])
 
-FIRST_TOKEN_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-INTER_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 REASONS = ("stop", "length", "tool_calls", "repetition", "error", "cancelled")
 
 # name, help text, field of the engine's status
@@ -36,59 +37,58 @@ GAUGES = (
 
 
 class Metrics:
-    """The counters of one server. The methods are cheap and may be called from any thread."""
+    """The metrics of one server: what its engines have counted, and the state of its models."""
 
     def __init__(self) -> None:
+        self.statistics = RequestStatistics()
+        self._models = ModelMetrics()
         self.registry = CollectorRegistry()
-        self._accepted = self._counter("sala_requests_accepted", "Requests accepted into the queue.")
-        self._rejected = self._counter("sala_requests_rejected", "Requests refused because the queue was full.")
-        self._finished = Counter(
-            "sala_requests", "Requests that have finished, by reason.", ["reason"], registry=self.registry
-        )
-        self._prompt = self._counter("sala_prompt_tokens", "Prompt tokens.")
-        self._cached = self._counter("sala_cached_tokens", "Prompt tokens taken from the cache.")
-        self._completion = self._counter("sala_completion_tokens", "Generated tokens.")
-        self._first_token = self._histogram(
-            "sala_time_to_first_token_seconds", "From the arrival of a request to its first token.", FIRST_TOKEN_BUCKETS
-        )
-        self._inter_token = self._histogram(
-            "sala_inter_token_seconds", "Mean time between two tokens of an answer.", INTER_TOKEN_BUCKETS
-        )
-        for reason in REASONS:
-            self._finished.labels(reason)
-        self._snapshot = Snapshot()
-        self.registry.register(self._snapshot)
-        self.registry.register(ProcessMetrics())
-
-    def accepted(self) -> None:
-        self._accepted.inc()
-
-    def rejected(self) -> None:
-        self._rejected.inc()
-
-    def finished(self, reason: str, usage: "Usage", first_token_s: float, decode_s: float) -> None:
-        self._finished.labels(reason).inc()
-        self._prompt.inc(usage.prompt_tokens)
-        self._cached.inc(usage.cached_tokens)
-        self._completion.inc(usage.completion_tokens)
-        if usage.completion_tokens > 0:
-            self._first_token.observe(first_token_s)
-        if usage.completion_tokens > 1:
-            self._inter_token.observe(decode_s / (usage.completion_tokens - 1))
+        for collector in (RequestMetrics(self.statistics), self._models, ProcessMetrics()):
+            self.registry.register(collector)
 
     def render(self, runtime: "Runtime") -> bytes:
         """Return all metrics in the text format, with the state of these models."""
-        self._snapshot.runtime = runtime
+        self._models.runtime = runtime
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, words: str) -> Counter:
-        return Counter(name, words, registry=self.registry)
 
-    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, words, registry=self.registry, buckets=buckets)
+class RequestMetrics(Collector):
+    """Requests and tokens since the start."""
+
+    def __init__(self, statistics: RequestStatistics) -> None:
+        self._statistics = statistics
+
+    def collect(self) -> Iterator[Metric]:
+        counted = self._statistics
+        for name, words, value in (
+            ("sala_requests_accepted", "Requests accepted into the queue.", counted.num_accepted),
+            ("sala_requests_rejected", "Requests refused because the queue was full.", counted.num_rejected),
+            ("sala_prompt_tokens", "Prompt tokens.", counted.prompt_tokens),
+            ("sala_cached_tokens", "Prompt tokens taken from the cache.", counted.cached_tokens),
+            ("sala_completion_tokens", "Generated tokens.", counted.completion_tokens),
+        ):
+            yield CounterMetricFamily(name, words, value=value)
+        finished = CounterMetricFamily("sala_requests", "Requests that have finished, by reason.", labels=["reason"])
+        for reason in REASONS:
+            finished.add_metric([reason], counted.reasons[reason])
+        yield finished
+        yield _histogram(
+            "sala_time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            counted.first_token_s,
+        )
+        yield _histogram(
+            "sala_inter_token_seconds", "Mean time between two tokens of an answer.", counted.inter_token_s
+        )
 
 
-class Snapshot(Collector):
+def _histogram(name: str, words: str, histogram: Histogram) -> Metric:
+    bounds = [*(floatToGoString(bound) for bound in histogram.bounds), "+Inf"]
+    buckets = list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
+    return HistogramMetricFamily(name, words, buckets=buckets, sum_value=histogram.total)
+
+
+class ModelMetrics(Collector):
     """The state of every loaded model when the metrics are scraped."""
 
     def __init__(self) -> None:

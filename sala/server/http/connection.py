@@ -1,4 +1,6 @@
-"""One client connection: uvicorn's HTTP protocol with the deadlines that it lacks.
+"""Client connections and their requests: deadlines, draining, the log of requests.
+
+`Connection` is uvicorn's HTTP protocol with the deadlines that it lacks. `Front` wraps the application.
 
 A header must arrive in time, a body must keep arriving, and the client must keep reading the response. A client that
 misses a deadline gets an error where possible and is disconnected. When the limit of connections is reached, the one
@@ -7,17 +9,24 @@ that has been idle for longest is closed.
 
 import asyncio
 import http
+import logging
 import sys
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from sala.errors import SalaError
 from sala.server.http.errors import ApiError
 from sala.server.http.sse import dump
 from sala.server.settings import Settings
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = logging.getLogger("sala.server")
 LINGER_S = 2.0  # how long a refused client may keep sending, so that it gets to read the error
 MIN_BODY_BYTES = 1024  # a body that delivers less within the deadline counts as stalled
 
@@ -181,3 +190,80 @@ def _compose(error: ApiError, path: str) -> bytes:
     lines += [f"{name}: {value}" for name, value in (error.headers or {}).items()]
     lines += ["content-type: application/json", f"content-length: {len(body)}", "connection: close", "", ""]
     return "\r\n".join(lines).encode() + body
+
+
+class Front:
+    """The application as uvicorn sees it: counts running requests, and refuses new ones while the server drains."""
+
+    def __init__(self, app: Any) -> None:
+        self.app: ASGIApp = app
+        self.state = app.state
+        self.num_running = 0
+        self.is_draining = False
+        self.failure: BaseException | None = None
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:
+            await self._start(scope, receive, send)
+
+    async def _start(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Run the lifespan. If the application cannot start, keep the reason and don't log the stack trace."""
+
+        async def without_trace(message: "Message") -> None:
+            known = isinstance(sys.exception(), SalaError | MemoryError | asyncio.CancelledError)
+            await send({**message, "message": ""} if known and "message" in message else message)
+
+        try:
+            await self.app(scope, receive, without_trace)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    async def _answer(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        is_probe = scope["path"].startswith("/health")
+        if self.is_draining and not is_probe:
+            headers = {"retry-after": "5", "connection": "close"}
+            ending = ApiError(503, "the server is shutting down; try again soon", code="shutting_down", headers=headers)
+            await ending.response()(scope, receive, send)
+            return
+        self.num_running += not is_probe
+        try:
+            await Exchange(scope, receive, send).run(self.app)
+        finally:
+            self.num_running -= not is_probe
+
+
+class Exchange:
+    """One request and its response, observed for the log."""
+
+    def __init__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self.began = time.monotonic()
+        self.status = 0
+        self.is_read = False
+
+    async def run(self, app: "ASGIApp") -> None:
+        try:
+            await app(self.scope, self.receive, self.send)
+        finally:
+            # the raw path is plain ASCII; the query is left out, since it may be private
+            path = (self.scope.get("raw_path") or b"").decode("ascii", "replace")[:200]
+            client = (self.scope.get("client") or ("-",))[0]
+            taken = (time.monotonic() - self.began) * 1000
+            log.info("%s %s %s %s %.0f ms", client, self.scope["method"], path, self.status or "gone", taken)
+
+    async def receive(self) -> "Message":
+        self.is_read = True
+        return await self._receive()
+
+    async def send(self, message: "Message") -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if not self.is_read and any(name == b"expect" for name, _ in self.scope["headers"]):
+                # the client holds its body back and we never asked for it: the next bytes could be anything
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await self._send(message)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fastapi import Request
 from starlette.datastructures import MutableHeaders
 
-from sala.options.kinds import is_ip
+from sala.options.schema import is_ip
 from sala.server.http.errors import ApiError, from_exception
 from sala.server.settings import LOCAL_HOSTS, Settings, is_loopback
 
