@@ -18,7 +18,7 @@ from triton.testing import do_bench
 from sala.backends.torch.cases.attention import random_selection as random_blocks
 from sala.backends.torch.kernels import attention, decode_attention
 from sala.backends.torch.kernels.attention import Config, block_union, dense_prefill, sparse_prefill
-from sala.backends.torch.ops.attention import dense_attention
+from sala.backends.torch.ops.dense import dense_attention
 from sala.backends.torch.ops.sparse import sparse_attention
 from sala.config import SparseConfig
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from sala.backends.torch.kernels import fused, lightning
 from sala.backends.torch.kernels.lightning import PrefillConfig
 from sala.backends.torch.ops import lightning as reference
-from sala.backends.torch.ops.norm import rms_norm
-from sala.backends.torch.ops.rope import apply_rope, grow_queries, query_growth, rope_angles
+from sala.backends.torch.ops.dense import apply_rope, grow_queries, query_growth, rms_norm, rope_angles
 
 BANDWIDTH = 4.3e12
 HEADS, DIM, HIDDEN, MLP, EPS = 32, 128, 4096, 16384, 1e-6

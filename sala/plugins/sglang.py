@@ -105,7 +105,7 @@ def make_norm(norm: Any, eps: float, num_ranks: int, add_up: "Callable[[Tensor],
     """A module in the place of `norm`, with the very same weight: SGLang has told it how to load itself."""
     from torch import nn
 
-    from sala.backends.torch.ops.norm import rms_norm_share
+    from sala.backends.torch.ops.dense import rms_norm_share
 
     class SharedNorm(nn.Module):
         def __init__(self) -> None:

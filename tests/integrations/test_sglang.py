@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sala.backends.torch.ops.dense import rms_norm
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_step
-from sala.backends.torch.ops.norm import rms_norm
 from sala.plugins.sglang import Norm, make_norm, read_norm, run_segments
 
 # What the hook looks at, in the shape that SGLang 0.5.23 gives it.

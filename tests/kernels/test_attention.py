@@ -12,7 +12,7 @@ from torch import Tensor
 from sala.backends.torch.kernels import attention, decode_attention
 from sala.backends.torch.kernels.attention import Config, dense_prefill, sparse_prefill
 from sala.backends.torch.kernels.decode_attention import decode_attention as decode
-from sala.backends.torch.ops.attention import dense_attention
+from sala.backends.torch.ops.dense import dense_attention
 from sala.backends.torch.ops.sparse import sparse_attention
 from tests.kernels.aot import Build
 

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sala.backends.torch.kernels import fused
-from sala.backends.torch.ops.norm import rms_norm
-from sala.backends.torch.ops.rope import apply_rope, grow_queries, query_growth, rope_angles
+from sala.backends.torch.ops.dense import apply_rope, grow_queries, query_growth, rms_norm, rope_angles
 from tests.kernels.aot import Build
 
 EPS = 1e-6

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sala.backends.torch.kernels import fused, linear
 from sala.backends.torch.kernels.linear import Config
-from sala.backends.torch.ops.norm import rms_norm
+from sala.backends.torch.ops.dense import rms_norm
 from tests.kernels.aot import Build
 
 EPS = 1e-6

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from sala.backends.mlx.ops import attention, fused, lightning, norm, rope, sparse
-from sala.backends.torch.ops import attention as torch_attention
+from sala.backends.mlx.ops import dense, fused, lightning, sparse
+from sala.backends.torch.ops import dense as torch_dense
 from sala.backends.torch.ops import lightning as torch_lightning
-from sala.backends.torch.ops import norm as torch_norm
-from sala.backends.torch.ops import rope as torch_rope
 from sala.backends.torch.ops import sparse as torch_sparse
 from sala.config import SparseConfig
 from tests.mlx.place import DEVICE
@@ -116,22 +114,22 @@ def test_attention_over_chosen_blocks(tile: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("start", "n"), [(0, 1), (0, 33), (70, 1), (70, 20)])
 def test_dense_attention(start: int, n: int) -> None:
     (q, k, v), (q_, k_, v_) = both(normal(n, 6, 8), normal(2, start + n, 8), normal(2, start + n, 8, seed=1))
-    close(attention.dense_attention(q, k, v, 0.3), torch_attention.dense_attention(q_, k_, v_, start, 0.3))
+    close(dense.dense_attention(q, k, v, 0.3), torch_dense.dense_attention(q_, k_, v_, start, 0.3))
 
 
 def test_norm_and_positions() -> None:
     (x, weight), (x_, weight_) = both(normal(7, 4, 16) * 30, normal(16))
-    close(norm.rms_norm(x, weight, 1e-6), torch_norm.rms_norm(x_, weight_, 1e-6))
+    close(dense.rms_norm(x, weight, 1e-6), torch_dense.rms_norm(x_, weight_, 1e-6))
     positions = np.array([0, 1, 63, 4096, 100_000, 524_287, 1_048_575], np.int32)
     ours, theirs = both(positions)
     for dim in (128, 16):
-        cos, sin = rope.rope_angles(*ours, dim, 10_000.0)
-        cos_, sin_ = torch_rope.rope_angles(*theirs, dim, 10_000.0)
+        cos, sin = dense.rope_angles(*ours, dim, 10_000.0)
+        cos_, sin_ = torch_dense.rope_angles(*theirs, dim, 10_000.0)
         close(cos, cos_[:, : dim // 2], 1e-6)
         close(sin, sin_[:, : dim // 2], 1e-6)
     given = [mx.array(part[:, :8].numpy()) for part in (cos_, sin_)]
-    close(rope.apply_rope(x, *given), torch_rope.apply_rope(x_, cos_, sin_), 1e-4)
-    close(rope.grow_queries(x, *ours, 64.0), torch_rope.grow_queries(x_, *theirs, 64.0), 1e-4)
+    close(dense.apply_rope(x, *given), torch_dense.apply_rope(x_, cos_, sin_), 1e-4)
+    close(dense.grow_queries(x, *ours, 64.0), torch_dense.grow_queries(x_, *theirs, 64.0), 1e-4)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles for the CPU with g++")

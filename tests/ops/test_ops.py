@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from sala.backends.torch.executor import prefill_chunk
-from sala.backends.torch.ops.attention import dense_attention
+from sala.backends.torch.ops.dense import apply_rope, dense_attention, rms_norm, rope_angles
 from sala.backends.torch.ops.lightning import (
     decay_slopes,
     lightning_prefill,
     lightning_ragged,
     lightning_step,
 )
-from sala.backends.torch.ops.norm import rms_norm
-from sala.backends.torch.ops.rope import apply_rope, rope_angles
 from sala.backends.torch.ops.sparse import block_scores, pool_keys, select_blocks, sparse_attention, top_blocks
 from sala.config import SparseConfig
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sala.backends.torch.ops import attention, lightning, sparse
-from sala.backends.torch.ops.norm import rms_norm
-from sala.backends.torch.ops.rope import apply_rope, grow_queries, rope_angles
+from sala.backends.torch.ops.dense import apply_rope, grow_queries, rms_norm, rope_angles
 from sala.checkpoint.packing import dequantize, quantize
 from sala.config import SparseConfig
 from sala.lab.train import losses

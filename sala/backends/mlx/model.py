@@ -14,11 +14,9 @@ from mlx.nn.layers.linear import Linear
 
 from sala.backends.mlx.batch import Batch, Pending, Span
 from sala.backends.mlx.cache import HybridCache, KVPages
-from sala.backends.mlx.ops.attention import dense_attention
+from sala.backends.mlx.ops.dense import apply_rope, dense_attention, grow_queries, rms_norm, rope_angles
 from sala.backends.mlx.ops.fused import add_scaled, sigmoid_gate, silu_gate
 from sala.backends.mlx.ops.lightning import decay_slopes
-from sala.backends.mlx.ops.norm import rms_norm
-from sala.backends.mlx.ops.rope import apply_rope, grow_queries, rope_angles
 from sala.backends.mlx.ops.table import Ops
 from sala.config import SalaConfig
 

@@ -14,10 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from sala.backends.torch.batch import Batch, Pending, Sequences, Span
 from sala.backends.torch.cache import HybridCache, KVPages
-from sala.backends.torch.ops.attention import dense_attention, whole_attention
+from sala.backends.torch.ops.dense import (
+    apply_rope,
+    dense_attention,
+    grow_queries,
+    rms_norm,
+    rope_angles,
+    whole_attention,
+)
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged
-from sala.backends.torch.ops.norm import rms_norm
-from sala.backends.torch.ops.rope import apply_rope, grow_queries, rope_angles
 from sala.backends.torch.ops.sparse import select_blocks
 from sala.backends.torch.ops.table import Ops
 from sala.config import SalaConfig

@@ -31,9 +31,8 @@ from vllm.v1.attention.backends.linear_attn import (
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from sala.backends.torch.model import RMSNorm
+from sala.backends.torch.ops.dense import apply_rope, rms_norm, rms_norm_share
 from sala.backends.torch.ops.lightning import decay_slopes
-from sala.backends.torch.ops.norm import rms_norm, rms_norm_share
-from sala.backends.torch.ops.rope import apply_rope
 from sala.config import SalaConfig
 from sala.plugins.vllm.dispatch import advance_states
 from sala.plugins.vllm.memory import Row

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sala.backends.torch.ops.attention import dense_attention
+from sala.backends.torch.ops.dense import dense_attention
 from sala.backends.torch.ops.sparse import pool_keys, select_blocks, sparse_attention
 from sala.config import SparseConfig
 from sala.errors import ConfigError

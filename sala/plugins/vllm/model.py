@@ -33,7 +33,7 @@ from vllm.model_executor.models.utils import (
 from vllm.sequence import IntermediateTensors
 
 from sala.backends.torch.model import RMSNorm
-from sala.backends.torch.ops.rope import rope_angles
+from sala.backends.torch.ops.dense import rope_angles
 from sala.config import SalaConfig
 from sala.errors import ConfigError
 from sala.plugins.vllm.lightning import STATE_DTYPE, LightningMixer, state_shape

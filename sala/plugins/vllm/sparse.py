@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from sala.backends.torch.model import RMSNorm
-from sala.backends.torch.ops.rope import apply_rope, grow_queries
+from sala.backends.torch.ops.dense import apply_rope, grow_queries
 from sala.config import SalaConfig, SparseConfig
 from sala.plugins.vllm import BACKEND
 from sala.plugins.vllm.dispatch import attend

@@ -22,7 +22,7 @@ from sala.backends.torch.cases.shapes import (
     share_of_others,
 )
 from sala.backends.torch.ops import sparse as reference
-from sala.backends.torch.ops.attention import dense_attention
+from sala.backends.torch.ops.dense import dense_attention
 from sala.config import SparseConfig
 
 RUN = 64  # neighbouring queries that share free blocks

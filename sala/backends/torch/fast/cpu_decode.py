@@ -17,8 +17,8 @@ from sala.backends.torch.half_linear import HalfLinear, native_weight
 from sala.backends.torch.kernels import native
 from sala.backends.torch.model import Layer as ModelLayer
 from sala.backends.torch.model import LightningMixer, RMSNorm, SalaModel, SparseMixer, angles_of
+from sala.backends.torch.ops.dense import query_growth
 from sala.backends.torch.ops.lightning import decay_slopes
-from sala.backends.torch.ops.rope import query_growth
 from sala.backends.torch.quantized_linear import DECODE_ROWS, AffineLinear
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that decode.cpp reads

@@ -30,7 +30,7 @@ from sala.backends.torch.fast.gpu_weights import can_take, kernels_of, product, 
 from sala.backends.torch.kernels import linear
 from sala.backends.torch.kernels.packed_weight import PackedWeight
 from sala.backends.torch.model import SalaModel
-from sala.backends.torch.ops.rope import frequencies, query_growth, rotations
+from sala.backends.torch.ops.dense import frequencies, query_growth, rotations
 from sala.backends.torch.quantized_linear import AffineEmbedding
 
 MAX_DECODE_TOKENS = 16  # of a span: a sampled token and its drafts; longer spans are prefill

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 """The operations between matrix products on NVIDIA GPUs, each in one pass over memory.
 
-Arithmetic is in fp32; values are rounded to the model's precision wherever `ops/norm.py`, `ops/rope.py` and `model.py`
+Arithmetic is in fp32; values are rounded to the model's precision wherever `ops/dense.py` and `model.py`
 round them, so that a model with these kernels and one without differ by the order of sums only.
 """
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sala.backends.torch.ops.precision import upcast
+from sala.backends.torch.ops.dense import upcast
 
 CHUNK = 64
 CHUNKS_AT_ONCE = 64  # of a whole sequence: the states of that many chunks are in memory together

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sala.backends.torch.model import SalaModel
-from sala.backends.torch.ops.norm import rms_norm
-from sala.backends.torch.ops.rope import apply_rope, rope_angles
+from sala.backends.torch.ops.dense import apply_rope, rms_norm, rope_angles
 
 _NO_NOISE = 1e-3  # a temperature under this is greedy
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings over all dimensions, in the half-split layout; angles and products in fp32."""
+"""What SALA shares with dense transformers: RMSNorm, rotary positions and causal attention over grouped heads."""
 
 import math
 
@@ -6,6 +6,11 @@ import mlx.core as mx
 import numpy as np
 
 from sala.backends.mlx.ops.fused import rotate
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """x [..., D], weight [D] → [..., D] in x's dtype."""
+    return mx.fast.rms_norm(x, weight, eps)
 
 
 def rope_angles(positions: mx.array, dim: int, theta: float) -> tuple[mx.array, mx.array]:
@@ -36,3 +41,10 @@ def apply_rope(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     """
     first, second = mx.split(x, 2, axis=-1)
     return mx.concatenate(rotate(first, second, cos[:, None], sin[:, None]), axis=-1)
+
+
+def dense_attention(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+    """Queries at the last n positions: q [n, H, D], k and v [G, start + n, D] → [n, H, D]."""
+    mask = "causal" if q.shape[0] > 1 else None  # the last query sees all keys
+    output = mx.fast.scaled_dot_product_attention(q.swapaxes(0, 1)[None], k[None], v[None], scale=scale, mask=mask)
+    return output[0].swapaxes(0, 1)
