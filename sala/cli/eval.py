@@ -201,7 +201,7 @@ class _Run:
         """Load the model; return the suite of its cases, and the facts that identify them."""
         from sala.lab.eval.sources import read_source
         from sala.lab.eval.suite import Suite
-        from sala.lab.eval.tasks.case import Writer
+        from sala.lab.eval.tasks.case import PromptWriter
 
         source = read_source(haystack) if haystack is not None else None
         facts = self.load(seed, verbose)
@@ -209,7 +209,7 @@ class _Run:
             count = sum(map(len, self.llm.tokenizer.encode_many(source.documents)))
             if count < self._longest:
                 s.note(f"{haystack} has {count:,} tokens; longer texts repeat it")
-        suite = Suite(Writer.for_model(self.llm.tokenizer), lambda: source or read_source(None), seed)
+        suite = Suite(PromptWriter.for_model(self.llm.tokenizer), lambda: source or read_source(None), seed)
         return suite, {**facts, "haystack": "prose" if source is None else source.name}
 
     def cases(

@@ -4,13 +4,16 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sala.cli import flags as s
 from sala.errors import InputError
 from sala.options import Options
+
+if TYPE_CHECKING:
+    from sala.lab.report.record import Record
 
 MAX_NAME = 80  # characters of the task names in a file name
 
@@ -47,12 +50,10 @@ def lm(
     options: Annotated[Options, s.Use(spellings={"max_batch": "--batch"})],
 ) -> None:
     """Run tasks of lm-eval without a server; print a table and write a record. An interrupted run is continued."""
-    from importlib.metadata import version
-
     from sala.cli.outputs import output_file, resumable
     from sala.cli.tables import print_record
     from sala.lab.eval.harness import adapter, evaluate, to_rows
-    from sala.lab.report.record import Log, Record, write_atomically
+    from sala.lab.report.record import Log, Record
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if limit is not None and limit <= 0:
@@ -80,8 +81,17 @@ def lm(
         s.note(f"{target.num_cut:,} requests were longer than {target.max_length:,} tokens: cut on the left")
     record.results = to_rows(results)
     print_record(record, f"{path.name}, {', '.join(names)}")
+    _save(record, file, results if samples else None, force)
+
+
+def _save(record: "Record", file: Path, results: dict[str, Any] | None, force: bool) -> None:
+    """Write the record, and the samples of the results if there are any."""
+    from importlib.metadata import version
+
+    from sala.lab.report.record import write_atomically
+
     record.versions["lm-eval"] = version("lm-eval")
-    if samples:
+    if results is not None:
         lines = "".join(json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in _samples(results))
         write_atomically(file.with_suffix(".samples.jsonl"), lines.encode())
     record.save(file, force)

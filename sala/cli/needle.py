@@ -33,7 +33,7 @@ def needle(
     from sala.lab.eval.runner import answer, check_lengths, to_row
     from sala.lab.eval.sources import read_source
     from sala.lab.eval.suite import Suite
-    from sala.lab.eval.tasks.case import Writer
+    from sala.lab.eval.tasks.case import PromptWriter
 
     if not 0 <= depth <= 1:
         raise InputError("depth", f"is {depth:g}", "give a number from 0 (start) to 1 (end)")
@@ -43,7 +43,7 @@ def needle(
     most = options.ctx or SalaConfig.load(s.find_model(options.model)).max_position_embeddings
     check_lengths([context_len], most, "context-len")
     llm = s.load(options, verbose, ctx=options.ctx or context_len)
-    suite = Suite(Writer.for_model(llm.tokenizer), lambda: source or read_source(None), seed)
+    suite = Suite(PromptWriter.for_model(llm.tokenizer), lambda: source or read_source(None), seed)
     case = suite.needle([context_len], [100 * depth], 1, preset)[0].make()
     with prefill_bar() as on_progress:
         completion = answer(llm, case, on_progress=on_progress)

@@ -1,13 +1,16 @@
 """`sala perplexity`: how well a model predicts a text, by how much of it the model sees."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sala.cli import flags as s
 from sala.errors import InputError
 from sala.options import Options
+
+if TYPE_CHECKING:
+    from sala.lab.report.record import Record
 
 
 @s.derived
@@ -35,11 +38,9 @@ def perplexity(
     options: Annotated[Options, s.Use(without=("ctx",), defaults={"max_batch": 1, "snapshots": 0})],
 ) -> None:
     from sala.cli.bench import read_counts
-    from sala.cli.outputs import output_file, plot_file, relative, resumable
+    from sala.cli.outputs import output_file, plot_file, resumable
     from sala.cli.progress import ProgressBar
-    from sala.cli.tables import print_record
     from sala.lab.eval import perplexity as work
-    from sala.lab.report.kinds import plot_record
     from sala.lab.report.record import Log, Record
 
     counts = read_counts(lengths, "lengths")
@@ -65,13 +66,21 @@ def perplexity(
         log = record_file.with_suffix(".jsonl")
         with resumable(log), ProgressBar() as bar:
             record.results = list(work.measure(llm, text, chosen, stride, Log(log), bar))
-    title = f"{path.name} on {file.name}"
+    _save(record, f"{path.name} on {file.name}", record_file, picture, force)
+
+
+def _save(record: "Record", title: str, file: Path, picture: Path | None, force: bool) -> None:
+    """Print and plot the results, and write the record."""
+    from sala.cli.outputs import relative
+    from sala.cli.tables import print_record
+    from sala.lab.report.kinds import plot_record
+
     print_record(record, title)
     if picture is not None:
         plot_record(record, picture, title)
-        record.plots.append(relative(picture, record_file.parent))
-    record.save(record_file, force)
-    s.note(f"wrote {', '.join(str(one) for one in (record_file, picture) if one is not None)}")
+        record.plots.append(relative(picture, file.parent))
+    record.save(file, force)
+    s.note(f"wrote {', '.join(str(one) for one in (file, picture) if one is not None)}")
 
 
 def _check(stride: int | None, tokens: int | None, counts: list[int]) -> None:

@@ -14,7 +14,7 @@ from sala.lab.eval.runner import answer, check_lengths, count_shared, run_cases,
 from sala.lab.eval.sources import read_source
 from sala.lab.eval.suite import Suite, reasoning_tasks
 from sala.lab.eval.summary import summarise, summarise_reasoning, write_csv
-from sala.lab.eval.tasks.case import Writer
+from sala.lab.eval.tasks.case import PromptWriter
 from sala.lab.report.kinds import plot_record
 from sala.lab.report.record import Log, Record, commit, key_of, machine, versions
 from sala.llm import LLM
@@ -28,7 +28,7 @@ def llm(tiny: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def suite(llm: LLM) -> Suite:
-    return Suite(Writer.for_model(llm.tokenizer), partial(read_source, None))
+    return Suite(PromptWriter.for_model(llm.tokenizer), partial(read_source, None))
 
 
 class Notes:

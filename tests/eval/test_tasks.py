@@ -10,11 +10,11 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, normalizers
 
 from sala.errors import InputError
-from sala.lab.eval.runner import Job, run_cases, run_problems
+from sala.lab.eval.runner import CaseJob, run_cases, run_problems
 from sala.lab.eval.sources import read_source
 from sala.lab.eval.suite import KEY_SPECS, RULER, SHARING, Suite, reasoning_tasks
 from sala.lab.eval.tasks import reasoning
-from sala.lab.eval.tasks.case import Frame, Solution, Writer
+from sala.lab.eval.tasks.case import Frame, PromptWriter, Solution
 from sala.lab.eval.tasks.counting import real_words, spread_common, spread_frequent
 from sala.lab.eval.tasks.prose import write_documents
 from sala.lab.eval.tasks.reading import read_passages
@@ -27,7 +27,7 @@ LENGTHS = (4_000, 32_000, 256_000)
 
 
 def make_suite(directory: Path, seed: int = 0) -> Suite:
-    return Suite(Writer.for_model(Tokenizer.load(directory)), partial(read_source, None), seed)
+    return Suite(PromptWriter.for_model(Tokenizer.load(directory)), partial(read_source, None), seed)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def suite(tiny: Path) -> Suite:
     return make_suite(tiny)
 
 
-def score(llm: StandIn, jobs: list[Job], log: Path) -> list[float]:
+def score(llm: StandIn, jobs: list[CaseJob], log: Path) -> list[float]:
     return [row["score"] for row in run_cases(llm, jobs, Log(log), {})]  # type: ignore[arg-type]
 
 
@@ -138,7 +138,7 @@ def test_a_template_that_begins_to_think_is_answered_without_thoughts(tiny: Path
 def test_a_model_without_a_chat_format_continues_the_text(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((tiny / "tokenizer.json").read_bytes())
     tokenizer = Tokenizer.load(tmp_path)
-    writer = Writer.for_model(tokenizer)
+    writer = PromptWriter.for_model(tokenizer)
     case = Suite(writer, partial(read_source, None)).needle([2_000], [50], 1)[0].make()
     assert "<|im_" not in tokenizer.decode(case.token_ids.tolist(), skip_special=False)
 
@@ -152,7 +152,7 @@ def test_tokenizers_that_put_a_space_before_every_text(tiny: Path, tmp_path: Pat
     inner.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text((tiny / "chat_template.jinja").read_text())
     tokenizer = Tokenizer.load(tmp_path)
-    writer = Writer.for_model(tokenizer)
+    writer = PromptWriter.for_model(tokenizer)
     head, tail = writer.around(Frame("Read x.\n\n", "\n\nWhat of x?"))
     ids = [*head, *writer.ids("x is old."), *writer.ids(" So x is x."), *tail]
     content = "Read x.\n\nx is old. So x is x.\n\nWhat of x?"
@@ -181,7 +181,7 @@ def test_texts_of_ones_own(tiny: Path, tmp_path: Path) -> None:
     source = read_source(tmp_path)
     assert len(source.documents) == 2
     tokenizer = Tokenizer.load(tiny)
-    suite = Suite(Writer.for_model(tokenizer), lambda: source)
+    suite = Suite(PromptWriter.for_model(tokenizer), lambda: source)
     ids = suite.needle([6_000], [50], 1)[0].make().token_ids.tolist()
     text = tokenizer.decode(ids, skip_special=False)
     assert "The heron stood still." in text
@@ -295,8 +295,8 @@ def test_reasoning_is_solved_by_a_reader(tiny: Path, tmp_path: Path) -> None:
     ]
 
 
-NUMBER = reasoning.Problem("?", "42")
-NAME = reasoning.Problem("?", "Ilse", ("Ilse", "Bram"))
+NUMBER = reasoning.ReasoningProblem("?", "42")
+NAME = reasoning.ReasoningProblem("?", "Ilse", ("Ilse", "Bram"))
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,9 @@ NAME = reasoning.Problem("?", "Ilse", ("Ilse", "Bram"))
         (NAME, "Answer: nobody", "", (False, False, False)),
     ],
 )
-def test_verdicts(problem: reasoning.Problem, text: str, thoughts: str, verdict: tuple[bool, bool, bool]) -> None:
+def test_verdicts(
+    problem: reasoning.ReasoningProblem, text: str, thoughts: str, verdict: tuple[bool, bool, bool]
+) -> None:
     found = reasoning.judge(problem, text, thoughts)
     assert (found.is_answered, found.is_correct, found.is_stuck) == verdict
 

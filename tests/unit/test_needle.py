@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers
 
 from sala.errors import InputError
-from sala.lab.eval.tasks.case import Writer
+from sala.lab.eval.tasks.case import PromptWriter
 from sala.lab.eval.tasks.haystack import Haystack, by_piece, split_sentences
 from sala.lab.eval.tasks.needle import CHATML, AuroraMaker, NeedleCase, NeedleMaker, NeedleSpec, chatml, deal, score
 from sala.lab.eval.tasks.wordings import (
@@ -259,7 +259,7 @@ def test_question_comes_first_at_times_in_training_only() -> None:
 
 
 def test_aurora() -> None:
-    case = AuroraMaker(Writer(encode, encode(CHATML.before), encode(CHATML.after))).make(8000, 0, 0.25)
+    case = AuroraMaker(PromptWriter(encode, encode(CHATML.before), encode(CHATML.after))).make(8000, 0, 0.25)
     text = decode(tuple(case.token_ids.tolist()))
     assert text.count("The secret verification code for Project Aurora is 739258") == 1
     assert text.endswith(CHATML.after + "The secret verification code for Project Aurora is")

@@ -15,7 +15,7 @@ from sala.engine.stream import Completion
 from sala.errors import InputError
 from sala.lab.eval.tasks.case import Case
 from sala.lab.eval.tasks.haystack import Ids
-from sala.lab.eval.tasks.reasoning import Problem, judge
+from sala.lab.eval.tasks.reasoning import ReasoningProblem, judge
 from sala.lab.report.record import Log, Row, key_of
 from sala.llm import LLM
 from sala.protocol import Sampling
@@ -26,7 +26,7 @@ LOOP_LIMIT = 256  # repeated tokens that end the answer to a problem
 
 
 @dataclass(frozen=True)
-class Job:
+class CaseJob:
     """A case to make. `labels` identify it: task, length, depth, trial."""
 
     labels: dict[str, Any]
@@ -39,7 +39,7 @@ class ProblemJob:
     """A problem to pose, with a budget of reasoning tokens."""
 
     labels: dict[str, Any]
-    problem: Problem
+    problem: ReasoningProblem
     budget: int | None
 
 
@@ -65,7 +65,7 @@ def check_lengths(lengths: Sequence[int], max_tokens: int, name: str = "lengths"
 
 
 def run_cases(
-    llm: LLM, jobs: Sequence[Job], log: Log, settings: Mapping[str, Any], callbacks: Callbacks | None = None
+    llm: LLM, jobs: Sequence[CaseJob], log: Log, settings: Mapping[str, Any], callbacks: Callbacks | None = None
 ) -> list[Row]:
     """Return one row per job, in their order. Jobs that share their text should be adjacent."""
     check_lengths([job.num_tokens for job in jobs], llm.ctx)
@@ -93,7 +93,7 @@ def run_cases(
     return [row for row in map(log.find, keys) if row is not None]
 
 
-def _with_shared(pending: Sequence[tuple[str, Job]]) -> Iterator[tuple[tuple[str, Job], Case, int]]:
+def _with_shared(pending: Sequence[tuple[str, CaseJob]]) -> Iterator[tuple[tuple[str, CaseJob], Case, int]]:
     """Yield each case with the number of tokens that it shares with the next one."""
     case = pending[0][1].make() if pending else None
     for index, (key, job) in enumerate(pending):
@@ -177,7 +177,7 @@ def run_problems(
     return [row for row in map(log.find, keys) if row is not None]
 
 
-def _verdict(problem: Problem, completion: Completion) -> Row:
+def _verdict(problem: ReasoningProblem, completion: Completion) -> Row:
     verdict = judge(problem, completion.text, completion.reasoning)
     return {
         "is_answered": verdict.is_answered,

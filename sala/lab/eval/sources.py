@@ -11,7 +11,7 @@ MAX_BYTES = 256 << 20  # of all files together
 
 
 @dataclass(frozen=True)
-class Source:
+class HaystackSource:
     """Documents, and a name that identifies them."""
 
     name: str
@@ -22,15 +22,15 @@ class Source:
         return sum(map(len, self.documents))
 
 
-def read_source(path: Path | None) -> Source:
+def read_source(path: Path | None) -> HaystackSource:
     """Return a file, or all text files of a directory; without a path the built-in prose."""
     if path is None:
-        return Source("prose", write_documents())
+        return HaystackSource("prose", write_documents())
     documents = [text for text in map(_read, _files(path)) if text]
     if not documents:
         raise InputError("haystack", f"{path} holds no text", "give a file, or a directory with text files (UTF-8)")
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
-    return Source(f"{path.name} {digest[:12]}", documents)
+    return HaystackSource(f"{path.name} {digest[:12]}", documents)
 
 
 def _files(path: Path) -> list[Path]:

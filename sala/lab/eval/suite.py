@@ -5,15 +5,15 @@ from functools import cached_property, partial
 from typing import Protocol
 
 from sala.errors import InputError
-from sala.lab.eval.runner import Job, ProblemJob
-from sala.lab.eval.sources import Source
+from sala.lab.eval.runner import CaseJob, ProblemJob
+from sala.lab.eval.sources import HaystackSource
 from sala.lab.eval.tasks import reasoning
-from sala.lab.eval.tasks.case import Case, Writer
+from sala.lab.eval.tasks.case import Case, PromptWriter
 from sala.lab.eval.tasks.chain import ChainMaker
 from sala.lab.eval.tasks.counting import CountingMaker
 from sala.lab.eval.tasks.haystack import Haystack
 from sala.lab.eval.tasks.needle import ANY_KIND, AuroraMaker, KeyMaker, KeySpec
-from sala.lab.eval.tasks.reading import Passage, PassageMaker, ReadingMaker
+from sala.lab.eval.tasks.reading import PassageMaker, ReadingMaker, UserPassage
 from sala.lab.eval.tasks.words import ValueKind
 
 PRESETS = ("varied", "aurora")
@@ -35,7 +35,7 @@ class Maker(Protocol):
 class Suite:
     """Makes the cases for one model. The haystack is read and encoded when it is first needed."""
 
-    def __init__(self, writer: Writer, source: Callable[[], Source], seed: int = 0) -> None:
+    def __init__(self, writer: PromptWriter, source: Callable[[], HaystackSource], seed: int = 0) -> None:
         self._writer = writer
         self._source = source
         self._seed = seed
@@ -52,12 +52,12 @@ class Suite:
         preset: str = "varied",
         num_keys: int = 1,
         kinds: tuple[ValueKind, ...] = ANY_KIND,
-    ) -> list[Job]:
+    ) -> list[CaseJob]:
         """Return the needle jobs. The depths of a trial share its text and are adjacent."""
         maker = self._needle_maker(preset, num_keys, kinds)
         maker.make(min(lengths), 0, depths[0])  # raises now if the length is too short
         return [
-            Job(
+            CaseJob(
                 {"length": length, "depth": depth, "trial": trial},
                 length,
                 partial(maker.make, length, trial, depth / 100),
@@ -80,8 +80,8 @@ class Suite:
         lengths: Sequence[int],
         trials: int,
         per_text: int = 1,
-        passages: Sequence[Passage] = (),
-    ) -> list[Job]:
+        passages: Sequence[UserPassage] = (),
+    ) -> list[CaseJob]:
         """Return the jobs of long-context tasks; `per_text` trials share a text where the task allows it."""
         jobs = []
         for task in tasks:
@@ -93,10 +93,10 @@ class Suite:
                     number, question = divmod(trial, shared)
                     make = partial(maker.make, length, number, question=question)
                     labels = {"task": task, "length": length, "trial": trial, "number": number, "question_at": question}
-                    jobs.append(Job(labels, length, make))
+                    jobs.append(CaseJob(labels, length, make))
         return jobs
 
-    def _ruler_maker(self, task: str, passages: Sequence[Passage]) -> Maker:
+    def _ruler_maker(self, task: str, passages: Sequence[UserPassage]) -> Maker:
         writer, seed = self._writer, self._seed
         if task in KEY_SPECS:
             return KeyMaker(writer, self.haystack, seed, KEY_SPECS[task])

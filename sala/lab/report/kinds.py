@@ -95,7 +95,7 @@ def _text(name: str, key: str | Callable[[Row], Any], show: Callable[[Any], str]
 
 
 @dataclass(frozen=True)
-class Kind:
+class RecordKind:
     """How runs of a kind are shown: every row must have `numbers` and `texts`; `charts` show all runs together."""
 
     title: str
@@ -303,7 +303,7 @@ SPEEDS = (Column("prefill tok/s", "prefill_per_second", COUNT), Column("decode t
 MEMORY, TRIALS = Column("memory", "peak_bytes", _gib), Column("trials", "trials", COUNT)
 FIRST = Column("first token", "first_token_s", "{:.3g} s")
 KINDS = {
-    "needle": Kind(
+    "needle": RecordKind(
         "Needles", "A fact is hidden in a text, at a depth in percent; the share of answers that contain it.",
         (
             LENGTH, Column("depth", "depth", "{:g} %"), TRIALS, Column("found", "exact", SHARE, is_bar=True),
@@ -311,7 +311,7 @@ KINDS = {
         ),
         _plot_needle, ("length", "depth", "exact"), is_mapped=True,
     ),
-    "ruler": Kind(
+    "ruler": RecordKind(
         "Long-context tasks", "Several things to find, to follow and to count in long texts; the mean score.",
         (
             TASK, LENGTH, TRIALS, Column("score", "score", SHARE, is_bar=True), Column("all right", "exact", SHARE),
@@ -319,7 +319,7 @@ KINDS = {
         ),
         _plot_ruler, ("length", "score"), ("task",), is_mapped=True,
     ),
-    "reasoning": Kind(
+    "reasoning": RecordKind(
         "Reasoning", "Small problems with one right answer: answered, correct, and stuck in reasoning.",
         (
             TASK, Column("budget", lambda row: "none" if row.get("budget") is None else row["budget"], plain),
@@ -329,7 +329,7 @@ KINDS = {
         ),
         numbers=("answered", "correct", "stuck"), texts=("task",),
     ),
-    "perplexity": Kind(
+    "perplexity": RecordKind(
         "Perplexity", "How well the model predicts a text, by how much of it the model sees. Lower is better.",
         (
             LENGTH, Column("windows", "windows", COUNT), Column("scored", "tokens", COUNT),
@@ -338,7 +338,7 @@ KINDS = {
         ),
         _plot_perplexity, ("length", "perplexity"),
     ),
-    "harness": Kind(
+    "harness": RecordKind(
         "lm-eval", "Tasks of lm-eval, in its own metrics.",
         (
             TASK, _text("metric", "metric"), _text("filter", "filter"), Column("value", "value", plain),
@@ -346,12 +346,12 @@ KINDS = {
         ),
         texts=("task", "metric"),
     ),
-    "latency": Kind(
+    "latency": RecordKind(
         "Latency", "One request at a time.",
         (TOKENS, FIRST, *SPEEDS, Column("vs. shortest", "decode_ratio", "{:.2f}"), MEMORY),
         _plot_latency, ("num_tokens", "first_token_s", "decode_per_second"),
     ),
-    "throughput": Kind(
+    "throughput": RecordKind(
         "Throughput", "Several requests at a time; speeds of all together.",
         (
             Column("requests", "batch", COUNT), Column("tokens each", "num_tokens", _length),
@@ -360,7 +360,7 @@ KINDS = {
         ),
         _plot_throughput, ("batch", "decode_per_second"),
     ),
-    "against": Kind(
+    "against": RecordKind(
         "Against a dense model", "Both in one run; a dashed line where ours becomes the faster one.",
         (
             TOKENS, FIRST, Column("dense", "dense_first_token_s", "{:.3g} s"),
@@ -370,7 +370,7 @@ KINDS = {
         ),
         _plot_against, ("num_tokens",),
     ),
-    "kernels": Kind(
+    "kernels": RecordKind(
         "Kernels", "Each kernel alone, and its share of what the GPU can do.",
         (
             _text("kernel", _kernel), Column("ms", _milliseconds, str),
@@ -379,7 +379,7 @@ KINDS = {
         ),
         _plot_kernels, texts=("name", "size"),
     ),
-    "comparison": Kind(
+    "comparison": RecordKind(
         "Comparison", "A model beside the one that it was made from.",
         (
             _text("measure", "measure"), Column("on", lambda row: row.get("on") or None, plain),

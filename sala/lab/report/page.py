@@ -14,7 +14,7 @@ from typing import Any
 
 from sala.errors import InputError
 from sala.lab.report.charts import Chart, to_svg
-from sala.lab.report.kinds import KINDS, Column, Kind, heading, is_number, minute
+from sala.lab.report.kinds import KINDS, Column, RecordKind, heading, is_number, minute
 from sala.lab.report.record import Record, broken, read_json
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -64,7 +64,7 @@ def read_run(file: Path) -> RunFile:
     return RunFile(file, record, [found for name in record.plots if (found := _picture(file, name)) is not None])
 
 
-def _check_row(file: Path, kind: Kind, number: int, row: Any) -> None:
+def _check_row(file: Path, kind: RecordKind, number: int, row: Any) -> None:
     if not isinstance(row, dict):
         raise broken(file, f"has a result that is not an object (number {number})")
     for name in kind.texts:
@@ -140,7 +140,7 @@ def _commit(record: Record) -> str:
     return f"{version} {commit[:10]}{'+' if commit.endswith('+') else ''}" if commit else version or DASH
 
 
-def _run(kind: Kind, run: RunFile) -> str:
+def _run(kind: RecordKind, run: RunFile) -> str:
     record = run.record
     columns = kind.columns_of(record)
     head = "".join(f"<th{_left(one)}>{escape(heading(one.name, record))}</th>" for one in columns)

@@ -68,7 +68,7 @@ class Frame:
     opening: str = ""
 
 
-class Writer:
+class PromptWriter:
     """Writes prompts for one model: `before` and `after` are what its chat format puts around the user's message.
 
     `encode` adds no BOS and does not parse special tokens.
@@ -79,7 +79,7 @@ class Writer:
         self._before, self._after = (np.array(ids, np.int32) for ids in (before, after))
 
     @classmethod
-    def for_model(cls, tokenizer: "Tokenizer") -> "Writer":
+    def for_model(cls, tokenizer: "Tokenizer") -> "PromptWriter":
         """Return a writer in the model's own chat format, without reasoning; a model without one continues the text."""
         encode = partial(tokenizer.encode, bos=False)
         options = {"add_generation_prompt": True, "enable_thinking": False}

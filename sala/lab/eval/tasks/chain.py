@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sala.lab.eval.tasks.case import Case, Frame, Solution, Writer, insert, random, remaining
+from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution, insert, random, remaining
 from sala.lab.eval.tasks.haystack import Haystack
 from sala.lab.eval.tasks.words import sample_names
 
@@ -53,7 +53,7 @@ class ChainSpec:
 class ChainMaker:
     """Makes cases, each determined by seed, spec, length and number. A link comes after the one it refers to."""
 
-    def __init__(self, writer: Writer, haystack: Haystack, seed: int = 0, spec: ChainSpec | None = None) -> None:
+    def __init__(self, writer: PromptWriter, haystack: Haystack, seed: int = 0, spec: ChainSpec | None = None) -> None:
         self._writer = writer
         self._haystack = haystack
         self._seed = seed

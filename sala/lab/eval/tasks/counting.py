@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from sala.lab.eval.tasks.case import Case, Frame, Solution, Writer, join_ids, random, remaining
+from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution, join_ids, random, remaining
 from sala.lab.eval.tasks.haystack import Ids
 from sala.lab.eval.tasks.words import categories, sample_names, words_of
 
@@ -25,7 +25,7 @@ Spread = Callable[[Counts, int], Counts]  # lengths of the words in tokens, toke
 class CountingMaker:
     """Makes cases, each determined by seed, task, length and number."""
 
-    def __init__(self, writer: Writer, task: str, seed: int = 0) -> None:
+    def __init__(self, writer: PromptWriter, task: str, seed: int = 0) -> None:
         self._writer = writer
         self._task = task
         self._seed = seed

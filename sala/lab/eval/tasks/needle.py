@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from sala.errors import InputError
-from sala.lab.eval.tasks.case import Case, Frame, Solution, Writer, insert, random, remaining
+from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution, insert, random, remaining
 from sala.lab.eval.tasks.case import score_value as score
 from sala.lab.eval.tasks.haystack import PARAGRAPH, Encode, Haystack, Ids, Stretch, by_piece
 from sala.lab.eval.tasks.wordings import Wording, aurora, compose, filler, frames, wordings
@@ -152,7 +152,7 @@ class _Parts:
 class KeyMaker:
     """Makes cases, each determined by seed, spec, length and number. One text may serve several queries."""
 
-    def __init__(self, writer: Writer, haystack: Haystack, seed: int = 0, spec: KeySpec | None = None) -> None:
+    def __init__(self, writer: PromptWriter, haystack: Haystack, seed: int = 0, spec: KeySpec | None = None) -> None:
         self._writer = writer
         self._haystack = haystack
         self._seed = seed
@@ -222,7 +222,7 @@ class KeyMaker:
 class AuroraMaker(KeyMaker):
     """The needle of many demos: the code of Project Aurora in the same few sentences again and again."""
 
-    def __init__(self, writer: Writer, seed: int = 0) -> None:
+    def __init__(self, writer: PromptWriter, seed: int = 0) -> None:
         super().__init__(writer, Haystack([PARAGRAPH.join([filler()] * REPEATS)], writer.encode), seed)
 
     def _sample(self, frame: str, rng: np.random.Generator) -> Story:

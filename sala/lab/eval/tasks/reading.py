@@ -12,7 +12,7 @@ import numpy as np
 
 from sala.errors import InputError
 from sala.lab.eval.data import read_data
-from sala.lab.eval.tasks.case import Case, Frame, Solution, Writer, join_ids, random, remaining
+from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution, join_ids, random, remaining
 from sala.lab.eval.tasks.haystack import PARAGRAPH, Haystack, Ids
 from sala.lab.eval.tasks.words import Split, in_split, words_of
 
@@ -38,7 +38,7 @@ class Life:
 
 
 @dataclass(frozen=True)
-class Passage:
+class UserPassage:
     """A text of the user, a question about it, and every answer that is accepted."""
 
     text: str
@@ -49,7 +49,7 @@ class Passage:
 class ReadingMaker:
     """Makes cases, each determined by seed, length and number."""
 
-    def __init__(self, writer: Writer, seed: int = 0) -> None:
+    def __init__(self, writer: PromptWriter, seed: int = 0) -> None:
         self._writer = writer
         self._seed = seed
         self._pool: list[Ids] = []
@@ -97,7 +97,7 @@ class ReadingMaker:
 class PassageMaker:
     """Makes cases from the user's texts, each hidden among the others or, if it is the only one, in a haystack."""
 
-    def __init__(self, writer: Writer, passages: list[Passage], haystack: Haystack, seed: int = 0) -> None:
+    def __init__(self, writer: PromptWriter, passages: list[UserPassage], haystack: Haystack, seed: int = 0) -> None:
         self._writer = writer
         self._passages = passages
         self._haystack = haystack
@@ -124,12 +124,12 @@ class PassageMaker:
             facts={"question": passage.question, "depth_found": round(place / max(1, len(stretch.tokens)), 4)},
         )
 
-    def _others(self, passage: Passage) -> Haystack:
+    def _others(self, passage: UserPassage) -> Haystack:
         others = [one.text for one in self._passages if one.text != passage.text]
         return Haystack(others, self._encode) if others else self._haystack
 
 
-def read_passages(file: Path) -> list[Passage]:
+def read_passages(file: Path) -> list[UserPassage]:
     """Return the passages of a JSONL file: an object with text, question and answers per line."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
@@ -141,7 +141,7 @@ def read_passages(file: Path) -> list[Passage]:
             continue
         try:
             entry = json.loads(line)
-            passages.append(Passage(entry["text"], entry["question"], tuple(entry["answers"])))
+            passages.append(UserPassage(entry["text"], entry["question"], tuple(entry["answers"])))
             texts = (passages[-1].text, passages[-1].question, *passages[-1].answers)
             if not passages[-1].answers or not all(isinstance(one, str) and one.strip() for one in texts):
                 raise ValueError("a text is missing")

@@ -22,7 +22,7 @@ ANSWER = re.compile(r"answer\s*[:：]\s*(.+)", re.IGNORECASE)
 Check = Callable[[tuple[str, ...]], bool]
 
 
-class Problem(NamedTuple):
+class ReasoningProblem(NamedTuple):
     """A problem; `candidates` are the possible answers, none if the answer is a number."""
 
     text: str
@@ -31,13 +31,13 @@ class Problem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     is_answered: bool
     is_correct: bool
     is_stuck: bool  # the reasoning never ended
 
 
-def make(kind: str, number: int, seed: int = 0) -> Problem:
+def make(kind: str, number: int, seed: int = 0) -> ReasoningProblem:
     """Return the problem that seed, kind and number determine."""
     if kind not in KINDS:
         raise InputError("tasks", f"hold {kind!r}", f"choose from {', '.join(KINDS)}")
@@ -45,14 +45,14 @@ def make(kind: str, number: int, seed: int = 0) -> Problem:
     return problem._replace(text=f"{problem.text}\n\n{CLOSING}")
 
 
-def judge(problem: Problem, text: str, reasoning: str) -> Verdict:
+def judge(problem: ReasoningProblem, text: str, reasoning: str) -> Judgement:
     """Judge an answer: `text` is what follows the `reasoning`."""
     given = read_answer(problem, text)
     is_stuck = given is None and bool(reasoning.strip()) and not text.strip()
-    return Verdict(given is not None, given == problem.answer, is_stuck)
+    return Judgement(given is not None, given == problem.answer, is_stuck)
 
 
-def read_answer(problem: Problem, text: str) -> str | None:
+def read_answer(problem: ReasoningProblem, text: str) -> str | None:
     """Return what follows the last "Answer:", else the last number or name of the text; None if there is none."""
     marked = ANSWER.findall(text)
     if marked:
@@ -62,7 +62,7 @@ def read_answer(problem: Problem, text: str) -> str | None:
     return found[-1] if found else None
 
 
-def _read(problem: Problem, text: str) -> list[str]:
+def _read(problem: ReasoningProblem, text: str) -> list[str]:
     if problem.candidates:
         known = {one.casefold(): one for one in problem.candidates}
         return [known[word] for word in re.findall(r"[^\W\d_]+", text.casefold()) if word in known]
@@ -75,7 +75,7 @@ def _plain(number: str) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
-def _sum(rng: np.random.Generator) -> Problem:
+def _sum(rng: np.random.Generator) -> ReasoningProblem:
     """Return a sum of three to five steps with numbers of up to three digits."""
     value = int(rng.integers(12, 200))
     parts = [f"Begin with {value}."]
@@ -92,14 +92,14 @@ def _sum(rng: np.random.Generator) -> Problem:
         else:
             value, text = 2 * value, "Double it."
         parts.append(text)
-    return Problem(f"{' '.join(parts)} Which number do you get?", str(value))
+    return ReasoningProblem(f"{' '.join(parts)} Which number do you get?", str(value))
 
 
-def _story(rng: np.random.Generator) -> Problem:
+def _story(rng: np.random.Generator) -> ReasoningProblem:
     return STORIES[int(rng.integers(len(STORIES)))](rng)
 
 
-def _shop(rng: np.random.Generator) -> Problem:
+def _shop(rng: np.random.Generator) -> ReasoningProblem:
     names = words_of("given_names")
     name = names[int(rng.integers(len(names)))]
     first, second = _two(words_of("fruit"), rng)
@@ -110,30 +110,30 @@ def _shop(rng: np.random.Generator) -> Problem:
         f"{name} buys {counts[0]} crates of {first} at {prices[0]} coins each and {counts[1]} crates of {second} at "
         f"{prices[1]} coins each, and pays with a purse of {paid} coins. How many coins are left in the purse?"
     )
-    return Problem(text, str(paid - cost))
+    return ReasoningProblem(text, str(paid - cost))
 
 
-def _tank(rng: np.random.Generator) -> Problem:
+def _tank(rng: np.random.Generator) -> ReasoningProblem:
     flow, leak, hours, extra = (int(rng.integers(*span)) for span in ((20, 60), (3, 15), (4, 12), (10, 90)))
     text = (
         f"A tank holds {extra} litres. Every hour a pump adds {flow} litres, and every hour {leak} litres leak out. "
         f"After {hours} hours half of what is in the tank is drawn off. How many litres have been drawn off, "
         "rounded down to a whole number?"
     )
-    return Problem(text, str((extra + hours * (flow - leak)) // 2))
+    return ReasoningProblem(text, str((extra + hours * (flow - leak)) // 2))
 
 
-def _ages(rng: np.random.Generator) -> Problem:
+def _ages(rng: np.random.Generator) -> ReasoningProblem:
     one, two, three = _some_names(3, rng)
     age, times, less, years = (int(rng.integers(*span)) for span in ((5, 14), (2, 5), (1, 4), (2, 12)))
     text = (
         f"{one} is {age} years old. {two} is {times} times as old as {one}. "
         f"{three} is {less} years younger than {two}. How old will all three be together in {years} years?"
     )
-    return Problem(text, str(age + age * times + age * times - less + 3 * years))
+    return ReasoningProblem(text, str(age + age * times + age * times - less + 3 * years))
 
 
-def _row(rng: np.random.Generator) -> Problem:
+def _row(rng: np.random.Generator) -> ReasoningProblem:
     """Return a puzzle about who stands where; clues are added until only one order is left."""
     names = _some_names(4, rng)
     secret = [names[at] for at in rng.permutation(4).tolist()]
@@ -150,7 +150,7 @@ def _row(rng: np.random.Generator) -> Problem:
     place = int(rng.integers(4))
     listed = ", ".join(names[:-1]) + f" and {names[-1]}"
     question = f"Who is {('first', 'second', 'third', 'last')[place]}?"
-    return Problem(f"{listed} stand in a row. {' '.join(told)} {question}", secret[place], tuple(names))
+    return ReasoningProblem(f"{listed} stand in a row. {' '.join(told)} {question}", secret[place], tuple(names))
 
 
 def _clues(secret: list[str]) -> list[tuple[str, Check]]:
@@ -187,7 +187,7 @@ def _two(words: tuple[str, ...], rng: np.random.Generator) -> tuple[str, str]:
     return words[one], words[two]
 
 
-STORIES: tuple[Callable[[np.random.Generator], Problem], ...] = (_shop, _tank, _ages)
-KINDS: dict[str, Callable[[np.random.Generator], Problem]] = {
+STORIES: tuple[Callable[[np.random.Generator], ReasoningProblem], ...] = (_shop, _tank, _ages)
+KINDS: dict[str, Callable[[np.random.Generator], ReasoningProblem]] = {
     "arithmetic": _sum, "steps": _story, "constraints": _row,
 }  # fmt: skip
