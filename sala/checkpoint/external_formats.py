@@ -1,12 +1,12 @@
-"""Matrices as other programs quantize them, read into our own layout: the same codes, scales and zero points.
+"""Read matrices that other programs quantized into sala's layout: the same codes, scales and zero points.
 
     GPTQ                qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out], g_idx
     AWQ                 qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out]
     compressed-tensors  weight_packed [out, in * bits / 32], weight_scale [out, groups], weight_zero_point, weight_g_idx
     FP8                 weight [out, in] as e4m3, and weight_scale or weight_scale_inv for the matrix, rows or blocks
 
-All of them but FP8 mean w = (code - zero) * scale. Here it is code * scale + bias with bias = -zero * scale, which
-fp32 holds exactly for scales of 16 bits. Words hold their first code in the lowest bits, except AWQ's.
+In all of them but FP8, w = (code - zero) * scale. Here it is code * scale + bias with bias = -zero * scale, which fp32
+holds exactly for scales of 16 bits. Words hold their first code in the lowest bits, except AWQ's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,15 +23,19 @@ from sala.errors import CheckpointError
 from sala.quantization_config import Groups, Layout, split_group
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs that the codes of a word are for, lowest bits first
-_PIECE = 1 << 20  # codes unpacked at a time: within the cache of a processor
-_MARKS = {"gptq": "qweight", "awq": "qweight", "pack-quantized": "weight_packed"}  # what only a quantized module has
-_FP8_SCALES = ("weight_scale", "weight_scale_inv")  # of either name: what the codes are multiplied by
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each code in a word, lowest bits first
+_PIECE = 1 << 20  # codes unpacked at a time: they fit in a processor's cache
+_MARKS = {
+    "gptq": "qweight",
+    "awq": "qweight",
+    "pack-quantized": "weight_packed",
+}  # the tensor that marks a quantized module
+_FP8_SCALES = ("weight_scale", "weight_scale_inv")  # both names mean a factor of the codes
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a tensor of a checkpoint may be: one of some shapes and precisions."""
+    """The shapes and precisions that a tensor of a checkpoint may have."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -40,14 +44,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A packed matrix, and the input that each of its columns takes, where that is not the order of the inputs."""
+    """A packed matrix and the input of each column; `order` is None if columns are in the order of the inputs."""
 
     packed: Packed
     order: "np.ndarray[Any, np.dtype[np.int64]] | None"
 
 
 def find_modules(tensors: Mapping[str, TensorInfo], layout: Layout) -> list[str]:
-    """The modules that a file holds in this layout."""
+    """Return the modules that a file holds in this layout."""
     if layout.kind == "fp8":
         marked = [name for name, info in tensors.items() if info.dtype.startswith("F8") and name.endswith(".weight")]
     else:
@@ -56,7 +60,7 @@ def find_modules(tensors: Mapping[str, TensorInfo], layout: Layout) -> list[str]
 
 
 def groups_of(module: str, shape: tuple[int, ...], layout: Layout) -> Groups:
-    """The groups that a matrix [out, in] gets: the file's, or several for one of them."""
+    """Return the groups of a matrix [out, in]; a group of the file that is too large is split."""
     size = shape[1] if layout.group_size is None else layout.group_size
     own = split_group(size)
     if shape[1] % size or own is None:
@@ -65,7 +69,7 @@ def groups_of(module: str, shape: tuple[int, ...], layout: Layout) -> Groups:
 
 
 def parts_of(module: str, shape: tuple[int, ...], layout: Layout, found: Iterable[str]) -> dict[str, Part]:
-    """Tensor → what it must be, for a module with a matrix [out, in]."""
+    """Return the tensors that a module with a matrix [out, in] must have."""
     num_out, num_in = shape
     if layout.kind == "fp8":
         return _fp8_parts(module, shape, layout, found)
@@ -117,12 +121,12 @@ def _fp8_parts(module: str, shape: tuple[int, ...], layout: Layout, found: Itera
 
 
 def read_matrix(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], layout: Layout) -> Matrix:
-    """A module of GPTQ, AWQ or compressed-tensors, whose tensors have been checked."""
+    """Read a module of GPTQ, AWQ or compressed-tensors, whose tensors have been checked."""
     groups = groups_of(module, shape, layout)
     order = _read_order(checkpoint, module, shape, layout)
-    scales, dtype = _read_scales(checkpoint, f"{module}.{'weight_scale' if _is_ours(layout) else 'scales'}")
+    scales, dtype = _read_scales(checkpoint, f"{module}.{'weight_scale' if _has_outputs_first(layout) else 'scales'}")
     zeros = _read_zeros(checkpoint, module, shape, layout)
-    if not _is_ours(layout):
+    if not _has_outputs_first(layout):
         scales, zeros = scales.T, zeros.T
     biases = -zeros.astype(np.float32) * scales
     times = shape[1] // groups.group_size // scales.shape[1]
@@ -142,14 +146,14 @@ def read_matrix(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], lay
 
 
 def read_fp8_scales(checkpoint: Checkpoint, module: str) -> Floats:
-    """fp32, [blocks of outputs, blocks of inputs]: 1 by 1 for the whole matrix, out by 1 for rows."""
+    """Return fp32 scales [blocks of outputs, blocks of inputs]: [1, 1] for the whole matrix, [out, 1] for rows."""
     name = next(name for name in (f"{module}.{part}" for part in _FP8_SCALES) if name in checkpoint.tensors)
     scales = _read_scales(checkpoint, name)[0]
     return scales if scales.ndim == 2 else scales.reshape(-1, 1)
 
 
-def _is_ours(layout: Layout) -> bool:
-    """Whether outputs come first, as in our own layout."""
+def _has_outputs_first(layout: Layout) -> bool:
+    """Return whether outputs come first, as in sala's layout."""
     return layout.kind == "pack-quantized"
 
 
@@ -162,7 +166,7 @@ def _read_scales(checkpoint: Checkpoint, name: str) -> tuple[Floats, str]:
     dtype = checkpoint.tensors[name].dtype
     scales = decode(_read(checkpoint, name), dtype)
     if not np.isfinite(scales).all():
-        raise CheckpointError(f"{checkpoint.path}: {name} has an infinite value, or no number", "download it again")
+        raise CheckpointError(f"{checkpoint.path}: {name} has a value that is not finite", "download it again")
     return scales, dtype
 
 
@@ -172,9 +176,9 @@ def _holds(values: Floats, dtype: str) -> bool:
 
 
 def _read_zeros(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], layout: Layout) -> Array:
-    """Zero points as codes, [groups, out]; for compressed-tensors [out, groups]."""
+    """Return zero points as codes, [groups, out]; for compressed-tensors [out, groups]."""
     middle = 1 << (layout.bits - 1)
-    if _is_ours(layout):
+    if _has_outputs_first(layout):
         if layout.is_symmetric:
             return np.full((1, 1), middle, np.uint8)
         words = np.ascontiguousarray(_read(checkpoint, f"{module}.weight_zero_point").T)
@@ -182,7 +186,7 @@ def _read_zeros(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], lay
     words = _read(checkpoint, f"{module}.qzeros")
     if layout.kind == "awq":
         return _in_awq_order(_unpack(words, layout.bits))
-    if layout.is_zero_less_one:  # taken off whole words, so that a zero point of nought has borrowed from the next
+    if layout.is_zero_less_one:  # subtracted from whole words: a zero point of 0 has borrowed from the next code
         words = words + np.uint32(0x11111111 if layout.bits == 4 else 0x01010101)
     zeros = _unpack(words, layout.bits)
     if layout.is_symmetric and (zeros != middle).any():
@@ -196,18 +200,18 @@ def _read_zeros(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], lay
 def _read_order(
     checkpoint: Checkpoint, module: str, shape: tuple[int, ...], layout: Layout
 ) -> "np.ndarray[Any, np.dtype[np.int64]] | None":
-    """The inputs, group after group; None if they lie so already."""
-    name = f"{module}.{'weight_g_idx' if _is_ours(layout) else 'g_idx'}"
+    """Return the inputs sorted by group; None if they are in that order already."""
+    name = f"{module}.{'weight_g_idx' if _has_outputs_first(layout) else 'g_idx'}"
     if name not in checkpoint.tensors:
         return None
     size = shape[1] if layout.group_size is None else layout.group_size
     index = _read(checkpoint, name).view(np.int32).astype(np.int64)
-    if _is_ours(layout) and (index == -1).all():  # how "no order" is written
+    if _has_outputs_first(layout) and (index == -1).all():  # the mark for "no order"
         return None
     is_known = index.min() >= 0 and index.max() < shape[1] // size
     if not is_known or (np.bincount(index, minlength=shape[1] // size) != size).any():
         raise CheckpointError(
-            f"{checkpoint.path}: {name} does not share {shape[1]} inputs out to groups of {size}", "download it again"
+            f"{checkpoint.path}: {name} does not divide {shape[1]} inputs into groups of {size}", "download it again"
         )
     order = np.argsort(index, kind="stable")
     return None if (order == np.arange(len(order))).all() else order
@@ -220,10 +224,10 @@ def _read_codes(
     layout: Layout,
     order: "np.ndarray[Any, np.dtype[np.int64]] | None",
 ) -> Words:
-    """Words [out, in * bits / 32] of codes in the order of the columns, some rows at a time."""
+    """Return words [out, in * bits / 32] of codes in the order of the columns; some rows are read at a time."""
     name = f"{module}.{_MARKS[layout.kind]}"
     words, bits = _read(checkpoint, name), layout.bits
-    if _is_ours(layout) and _read(checkpoint, f"{module}.weight_shape").tolist() != list(shape):
+    if _has_outputs_first(layout) and _read(checkpoint, f"{module}.weight_shape").tolist() != list(shape):
         raise CheckpointError(f"{checkpoint.path}: {module}.weight_shape is not {list(shape)}", "download it again")
     out: Words = np.empty((shape[0], shape[1] * bits // 32), np.uint32)
     step = max(8, _PIECE // shape[1] // 8 * 8)
@@ -232,8 +236,8 @@ def _read_codes(
         if layout.kind == "awq":
             out[begin:end] = _pack_columns(_in_awq_order(_unpack(words[:, begin // 8 : end // 8], bits)), bits)
         elif order is None:
-            out[begin:end] = words[begin:end] if _is_ours(layout) else words[:, begin:end].T
-        elif _is_ours(layout):
+            out[begin:end] = words[begin:end] if _has_outputs_first(layout) else words[:, begin:end].T
+        elif _has_outputs_first(layout):
             out[begin:end] = _pack_columns(_unpack(words[begin:end], bits).T[order], bits)
         else:
             out[begin:end] = _pack_columns(_unpack_columns(words[:, begin:end], bits)[order], bits)
@@ -241,7 +245,7 @@ def _read_codes(
 
 
 def _in_awq_order(codes: Bytes) -> Bytes:
-    """Codes [n, out] as they lie in words → by output."""
+    """Reorder codes [n, out] from the order within words to that of the outputs."""
     words = codes.reshape(len(codes), -1, len(_AWQ_ORDER))
     out = np.empty_like(words)
     out[..., _AWQ_ORDER] = words
@@ -249,7 +253,7 @@ def _in_awq_order(codes: Bytes) -> Bytes:
 
 
 def _unpack(words: Array, bits: int) -> Bytes:
-    """Words [n, W] → codes [n, W * 32 / bits], lowest bits first; of 4 or 8 bits."""
+    """Words [n, W] → codes [n, W * 32 / bits] of 4 or 8 bits, lowest bits first."""
     octets = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return octets

@@ -1,6 +1,6 @@
-"""GGUF as a source: a dense model of llama.cpp, read under its Hugging Face names.
+"""Read a dense model from a GGUF file of llama.cpp, under its Hugging Face names.
 
-Quantized blocks become fp32 or, where the format allows it, affine codes without any loss: Q4_0, Q4_1 and Q8_0 are
+Quantized blocks become fp32 or, where the format allows it, affine codes without loss: Q4_0, Q4_1 and Q8_0 are
 groups of 32 with a scale in fp16. llama.cpp reorders the rows of q and k for its kind of rotary embedding (architecture
 `llama`); that is undone here.
 """
@@ -53,7 +53,7 @@ class GGUF:
             reader = self._library.GGUFReader(str(self.path))
             self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
         except (ValueError, KeyError, IndexError, TypeError, OSError, OverflowError, MemoryError) as error:
-            raise CheckpointError(f"{self.path} is no GGUF file: {error}"[:300], "download it again") from None
+            raise CheckpointError(f"{self.path} is not a GGUF file: {error}"[:300], "download it again") from None
         self._tensors = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
         self.facts = self._find_facts()
 
@@ -67,7 +67,7 @@ class GGUF:
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
     def kind(self, name: str) -> str:
-        """The format of a tensor, such as F32 or Q4_1."""
+        """Return the format of a tensor, such as F32 or Q4_1."""
         return str(self._tensors[name].tensor_type.name)
 
     @property
@@ -80,14 +80,14 @@ class GGUF:
         return template if isinstance(template, str) else None
 
     def read(self, name: str) -> Floats:
-        """A tensor in fp32."""
+        """Return a tensor in fp32."""
         tensor = self._tensors[name]
         values = self._library.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         ordered: Floats = self._reorder(name, values.reshape(self.shape(name)))
         return ordered
 
     def read_packed(self, name: str) -> Packed | None:
-        """A matrix as affine codes in groups of 32 that stand for exactly the values of `read`; None if there are none.
+        """Return a matrix as affine codes in groups of 32 with exactly the values of `read`; None if there are none.
 
         Scales are fp16 as in the file, or fp32 where the bias does not fit in fp16.
         """
@@ -106,7 +106,7 @@ class GGUF:
         return Packed(pack(codes, bits), scales, halves, bits, _GROUP, "F16" if scales.dtype == np.float16 else "F32")
 
     def config(self) -> dict[str, Any]:
-        """The model's facts as Hugging Face's `config.json` spells them."""
+        """Return the model's `config.json` as Hugging Face writes it."""
         own = {key: value for key, value in self.facts.items() if value is not None}
         kind = own.pop("architecture")
         own.pop("name", None)
@@ -114,15 +114,15 @@ class GGUF:
         return head | own | {"hidden_act": "silu", "dtype": "float32"}
 
     def tokenizer_json(self) -> str:
-        """The tokenizer for the `tokenizers` library."""
+        """Return the content of `tokenizer.json`."""
         return tokenizer_definition(self.metadata, self.facts["vocab_size"])
 
     def tokenizer_config(self) -> dict[str, Any]:
-        """`tokenizer_config.json`: names of the special tokens, and the chat template."""
+        """Return the content of `tokenizer_config.json`: names of the special tokens, and the chat template."""
         return tokenizer_settings(self.metadata) | ({"chat_template": self.chat_template} if self.chat_template else {})
 
     def _reorder(self, name: str, rows: Array) -> Array:
-        """From pairs of neighbours back to two halves per head."""
+        """Reorder rows from neighbouring pairs to two halves per head."""
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
         if heads is None or self.facts["architecture"] != "llama":
             return rows
@@ -194,31 +194,31 @@ def _hugging_face_name(name: str) -> str:
 
 
 def _short(value: Any) -> float:
-    """The shortest decimal number that is this one in fp32: 1e-05, not 9.999999747378752e-06."""
+    """Return the shortest decimal that rounds to this fp32 number: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def _nibbles(bytes_: Array) -> Array:
-    """[..., 16] → [..., 32]: the low halves come first."""
+    """[..., 16] → [..., 32]: the low nibbles come first."""
     return np.concatenate([bytes_ & 15, bytes_ >> 4], -1)
 
 
-def _halves(blocks: Array, at: int) -> Array:
-    """The fp16 number at a byte of every block."""
+def _fp16_at(blocks: Array, at: int) -> Array:
+    """Return the fp16 number at an offset of every block."""
     return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
 
 
 def _unpack_q4_0(blocks: Array) -> tuple[Array, Array, Array]:
-    scales = _halves(blocks, 0)
+    scales = _fp16_at(blocks, 0)
     return _nibbles(blocks[..., 2:]), scales, scales.astype(np.float32) * np.float32(-8)
 
 
 def _unpack_q4_1(blocks: Array) -> tuple[Array, Array, Array]:
-    return _nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2).astype(np.float32)
+    return _nibbles(blocks[..., 4:]), _fp16_at(blocks, 0), _fp16_at(blocks, 2).astype(np.float32)
 
 
 def _unpack_q8_0(blocks: Array) -> tuple[Array, Array, Array]:
-    scales = _halves(blocks, 0)
+    scales = _fp16_at(blocks, 0)
     return blocks[..., 2:] ^ 0x80, scales, scales.astype(np.float32) * np.float32(-128)
 
 

@@ -1,8 +1,8 @@
-"""Adapters: low-rank changes of a model's matrices, in the directories that peft writes.
+"""LoRA adapters: low-rank changes of a model's matrices, in the directories that PEFT writes.
 
-W' = W + scale * up @ down. An adapter is merged when the checkpoint is opened: the tensors that it touches are given
-out changed, as plain ones in the precision of the model, computed in fp32 and rounded once. Whoever reads a checkpoint
-runs an adapter without knowing it, at full speed, and a merged checkpoint on disk holds the same bytes.
+W' = W + scale * up @ down. An adapter is merged when the checkpoint is opened: the matrices that it changes are read as
+plain ones in the precision of the model, computed in fp32 and rounded once. So a backend runs an adapter like any
+checkpoint, at full speed, and a merged checkpoint on disk holds the same bytes.
 """
 
 import hashlib
@@ -29,22 +29,22 @@ from sala.quantization_config import Groups, matrix_modules
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-_PIECE = 1 << 20  # weights merged at a time: within the cache of a processor
+_PIECE = 1 << 20  # weights merged at a time: they fit in a processor's cache
 _THREADS = 4
 _MAX_BYTES = 16 << 30
-_REFUSED = {  # fields that change the arithmetic, and what they would mean
+_REFUSED = {  # fields that change the arithmetic, and what they mean
     "use_dora": "DoRA", "use_qalora": "QA-LoRA", "use_bdlora": "BD-LoRA", "lora_bias": "a bias in the adapter",
     "layer_replication": "repeated layers", "modules_to_save": "whole modules of its own",
     "trainable_token_indices": "single tokens of its own", "target_parameters": "changes of bare parameters",
     "alora_invocation_tokens": "activation by tokens", "arrow_config": "routing", "kasa_config": "KaSA",
     "monteclora_config": "MonteCLoRA", "megatron_config": "Megatron's layers", "fan_in_fan_out": "transposed weights",
 }  # fmt: skip
-_OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # these change the base before they learn
+_OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the base
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Of one matrix [out, in]: scale * up [out, r] @ down [r, in]."""
+    """The change of one matrix [out, in]: scale * up [out, r] @ down [r, in]."""
 
     up: Floats
     down: Floats
@@ -56,7 +56,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Changes by the name of the module, and what tells this adapter from others."""
+    """The changes by module, and a fingerprint of them."""
 
     path: Path
     changes: Mapping[str, Change]
@@ -64,18 +64,18 @@ class Adapter:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a directory holds an adapter and no model of its own."""
+    """Return whether a directory holds an adapter and no model."""
     return (path / CONFIG_FILE).is_file() and not (path / "config.json").is_file()
 
 
 def base_of(path: Path) -> str | None:
-    """The model that an adapter was made for, as it says itself."""
+    """Return the name of the base model that an adapter states, if it states one."""
     name = read_json_object(path / CONFIG_FILE).get("base_model_name_or_path")
     return name if isinstance(name, str) and name else None
 
 
 def read_adapter(path: str | Path, config: SalaConfig) -> Adapter:
-    """An adapter's directory, checked against the model that it is to change."""
+    """Read an adapter and check it against the model that it changes."""
     path = Path(path)
     if not (path / CONFIG_FILE).is_file():
         raise ModelNotFound(f"{path} has no {CONFIG_FILE}", "give the directory of a LoRA adapter")
@@ -111,11 +111,13 @@ def _check_kind(path: Path, table: Mapping[str, Any]) -> None:
         )
     start = str(table.get("init_lora_weights")).lower()
     if start.startswith(_OTHER_BASES):
-        raise CheckpointError(f"{where} began as {start[:40]}, which changes the base", "convert it to a plain adapter")
+        raise CheckpointError(
+            f"{where} began as {start[:40]}, which changes the base weights", "convert it to a plain adapter"
+        )
 
 
 def _pair(path: Path, infos: Mapping[str, TensorInfo], config: SalaConfig) -> dict[str, tuple[str, str]]:
-    """Module → names of its (down, up); everything in the file must be one of them, and fit."""
+    """Return the names of (down, up) by module; raise if the file holds anything else or a shape does not fit."""
     if sum(info.nbytes for info in infos.values()) > _MAX_BYTES:
         raise CheckpointError(f"{path / WEIGHTS_FILE} is larger than {_MAX_BYTES >> 30} GiB", "is it an adapter?")
     shapes, known = expected_tensors(config), matrix_modules(config.mixers) - {"model.embed_tokens"}
@@ -125,7 +127,7 @@ def _pair(path: Path, infos: Mapping[str, TensorInfo], config: SalaConfig) -> di
         module = match[1] if match else None
         if match is None or module not in known or f"{module}.weight" not in shapes:
             raise CheckpointError(
-                f"{path}: {name[:200]} is no change of this model's linears", "it is of another model"
+                f"{path}: {name[:200]} does not belong to a linear of this model", "it was made for another model"
             )
         if info.dtype not in FLOAT_DTYPES or len(info.shape) != 2:
             raise CheckpointError(f"{path}: {name} is {info.dtype} {list(info.shape)}", "save the adapter again")
@@ -150,22 +152,24 @@ def _change(path: Path, module: str, table: Mapping[str, Any], down: RawTensor, 
     rank = _by_pattern(path, table, "rank_pattern", module, table.get("r"))
     alpha = _by_pattern(path, table, "alpha_pattern", module, table.get("lora_alpha"))
     if rank != down.shape[0]:
-        raise CheckpointError(f"{path}: {module} has rank {down.shape[0]}, {CONFIG_FILE} says {rank}", "mend it there")
+        raise CheckpointError(
+            f"{path}: {module} has rank {down.shape[0]}, {CONFIG_FILE} says {rank}", "correct it there"
+        )
     scale = alpha / rank**0.5 if table.get("use_rslora") else alpha / rank
     parts = [decode(as_array(part), part.dtype) for part in (up, down)]
     if not all(np.isfinite(part).all() for part in parts):
-        raise CheckpointError(f"{path}: {module} has a value that is infinite or no number", "its training diverged")
+        raise CheckpointError(f"{path}: {module} has a value that is not finite", "its training diverged")
     return Change(parts[0], parts[1], scale)
 
 
 def _by_pattern(path: Path, table: Mapping[str, Any], field: str, module: str, common: Any) -> float:
-    """The value for a module: of the first pattern that fits its name, as peft looks it up, else the common one."""
+    """Return the value of the first pattern that matches a module, as PEFT looks it up, or else `common`."""
     patterns = table.get(field) or {}
     if not isinstance(patterns, dict):
-        raise CheckpointError(f"{path / CONFIG_FILE}: {field} is no object", "save the adapter again")
+        raise CheckpointError(f"{path / CONFIG_FILE}: {field} is not an object", "save the adapter again")
     value = common
     for pattern, own in patterns.items():
-        if not re.fullmatch(r"\^?[\w.]+\$?", pattern):  # a stranger's expression could run for years
+        if not re.fullmatch(r"\^?[\w.]+\$?", pattern):  # an arbitrary regular expression could run for years
             raise CheckpointError(f"{path / CONFIG_FILE}: {field} has {pattern[:60]!r}", "use plain module names")
         if re.fullmatch(rf"(.*\.)?({pattern})$", module):
             value = own
@@ -176,9 +180,9 @@ def _by_pattern(path: Path, table: Mapping[str, Any], field: str, module: str, c
 
 
 class MergedCheckpoint(Checkpoint):
-    """A checkpoint as it is with some matrices changed, or only expanded; `config` is that of what it gives out.
+    """A checkpoint with an adapter merged into it; `config` describes the tensors that it returns.
 
-    `expanded` modules become plain without a change: they are dequantized.
+    `expanded` modules are dequantized without a change.
     """
 
     def __init__(
@@ -210,7 +214,7 @@ class MergedCheckpoint(Checkpoint):
             values = rows(begin, end)
             values = values if change is None else values + change.rows(begin, end)
             if not np.isfinite(values).all():
-                raise CheckpointError(f"{self.path}: {name} has a value that is infinite or no number", "get it again")
+                raise CheckpointError(f"{self.path}: {name} has a value that is not finite", "download it again")
             out[begin:end] = encode(values, info.dtype)
 
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -227,7 +231,7 @@ class MergedCheckpoint(Checkpoint):
         return self
 
     def fingerprint(self) -> str:
-        """Of the base and the adapter: merging is not needed to tell them."""
+        """Return a hash of the base and the adapter, without merging them."""
         with Checkpoint(self.path) as base:
             text = f"{base.fingerprint()} {self._adapter.fingerprint if self._adapter is not None else ''}"
         return hashlib.sha256(text.encode()).hexdigest()
@@ -247,7 +251,7 @@ class MergedCheckpoint(Checkpoint):
         return out
 
     def _merged_config(self) -> SalaConfig:
-        """What is plain now is not said to be quantized."""
+        """Return a configuration in which merged modules are not quantized."""
         quant = self._origin.quantization
         if quant is None:
             return self._origin
@@ -260,7 +264,7 @@ class MergedCheckpoint(Checkpoint):
         return replace(self._origin, quantization=quant)
 
     def _parts(self, module: str) -> list[str]:
-        """Tensors of the file that make up the matrix of a module."""
+        """Return the tensors of the file that make up the matrix of a module."""
         layout = self._origin.quantization.layout if self._origin.quantization is not None else None
         if layout is not None and module in self._external:
             parts = parts_of(module, self._external[module], layout, self._base)
@@ -270,7 +274,7 @@ class MergedCheckpoint(Checkpoint):
         return [f"{module}.weight"]
 
     def _rows(self, module: str) -> Callable[[int, int], Floats]:
-        """Reads rows begin…end of a matrix in fp32, however they are stored."""
+        """Return a function that reads rows begin…end of a matrix in fp32, in whatever format they are stored."""
         layout = self._origin.quantization.layout if self._origin.quantization is not None else None
         base = _Unmerged(self, self._base)
         if layout is not None and module in self._external:
@@ -293,7 +297,7 @@ class _Unmerged(Checkpoint):
 
 
 def open_checkpoint(path: Path, config: SalaConfig, adapter: str | Path | None) -> tuple[Checkpoint, SalaConfig]:
-    """A checkpoint, with an adapter merged into it if one is given, and the configuration of what comes out."""
+    """Return a checkpoint, with an adapter merged into it if one is given, and its configuration."""
     if adapter is None:
         return Checkpoint(path), config
     merged = MergedCheckpoint(path, config, read_adapter(adapter, config))
@@ -339,7 +343,7 @@ def _fp8_rows(checkpoint: Checkpoint, module: str, block: tuple[int, int] | None
 
 
 def _e4m3_values() -> Floats:
-    """The number of every code s eeee mmm; the two that are none stay so."""
+    """Return the value of every code s eeee mmm; two codes are NaN."""
     codes = np.arange(256)
     exponent, fraction = (codes >> 3) & 15, codes & 7
     size = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10.0), fraction * 2.0**-9)

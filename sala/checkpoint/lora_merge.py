@@ -1,4 +1,4 @@
-"""A model and its adapter as one checkpoint on disk: tensor by tensor, visible only when complete."""
+"""Write a model and its adapter as one checkpoint, tensor by tensor; it is visible only when complete."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from sala.errors import InputError
 
 _PIECE = 1 << 22
 
-Note = Callable[[str, int, int], None]  # stage, how much of it is done, of how much
+Note = Callable[[str, int, int], None]  # stage, done, total
 
 
 def fuse(
@@ -29,10 +29,10 @@ def fuse(
     is_whole: bool = False,
     note: Note = lambda stage, done, total: None,
 ) -> SalaConfig:
-    """Write the merged checkpoint, and return its configuration.
+    """Write the merged checkpoint and return its configuration.
 
-    What the adapter does not touch stays as it is, quantized or not. Everything becomes plain if `is_whole` is asked
-    for, or if the base is in the layout of another program, which knows no exceptions by name.
+    Modules that the adapter does not change stay as they are, quantized or not. All become plain with `is_whole`, or if
+    the base is in an external format, in which single modules cannot be exempted.
     """
     if dtype is not None and dtype not in FILE_DTYPES:
         raise InputError("dtype", f"is {dtype!r}", "use " + ", ".join(FILE_DTYPES))
@@ -69,7 +69,7 @@ def _to_expand(model: Path, config: SalaConfig, is_whole: bool) -> list[str]:
 
 
 def _specs(merged: MergedCheckpoint, dtype: str | None) -> dict[str, Spec]:
-    """Name → precision and shape, in the order of the computation; a head that is shared is written once."""
+    """Return precision and shape by name, in the order of the computation; a tied head is written once."""
     packed = quantized_modules(merged.tensors, merged.config)
     wanted = FILE_DTYPES[dtype] if dtype is not None else None
     codes = {f"{module}.{part}" for module in packed for part in ("weight", "scales", "biases")}

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint of a given configuration must hold, and whether it does."""
+"""The tensors that a checkpoint of a given configuration must hold, and a check that it does."""
 
 from collections.abc import Mapping
 
@@ -13,9 +13,9 @@ SCALES = ("scales", "biases")
 
 
 def expected_tensors(config: SalaConfig, packed: Mapping[str, Groups] | None = None) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor, in the order of the computation; modules of `packed` as they are in a file.
+    """Return the shape of every tensor by name, in the order of the computation.
 
-    Without `packed` the shapes are those of the weights, however few bits they have.
+    Modules of `packed` have the shapes of their codes, scales and biases; all others those of their weights.
     """
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
@@ -72,7 +72,7 @@ def _mlp(config: SalaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(checkpoint: Checkpoint, config: SalaConfig) -> None:
-    """Names, shapes and precisions against the configuration; the first difference is the error."""
+    """Compare names, shapes and precisions with the configuration; raise CheckpointError at the first difference."""
     found = dict(checkpoint.tensors)
     if config.tie_word_embeddings:
         for leaf in ("weight", *SCALES):
@@ -86,7 +86,7 @@ def check_tensors(checkpoint: Checkpoint, config: SalaConfig) -> None:
         where,
         "has unexpected",
         [name for name in found if name not in expected],
-        "config.json is of another model",
+        "config.json belongs to another model",
     )
     for name, part in expected.items():
         if name in found:
@@ -100,7 +100,7 @@ def check_tensors(checkpoint: Checkpoint, config: SalaConfig) -> None:
 def _expected_parts(
     found: Mapping[str, TensorInfo], config: SalaConfig, packed: Mapping[str, Groups]
 ) -> dict[str, Part]:
-    """Tensor → what it must be, in the layout that config.json says."""
+    """Return what every tensor must be in the layout that config.json states."""
     layout = config.quantization.layout if config.quantization is not None else None
     if layout is None:
         codes = {f"{module}.weight" for module in packed}
@@ -118,20 +118,24 @@ def _expected_parts(
 def _check_part(name: str, info: TensorInfo, part: Part) -> None:
     if info.shape not in part.shapes:
         wanted = " or ".join(str(list(shape)) for shape in part.shapes)
-        raise CheckpointError(f"{name} is {list(info.shape)}, config.json says {wanted}", "they do not belong together")
+        raise CheckpointError(
+            f"{name} is {list(info.shape)}, config.json says {wanted}", "the two do not belong together"
+        )
     if info.dtype not in part.dtypes:
         raise CheckpointError(f"{name} is stored as {info.dtype}", "weights must be " + ", ".join(part.dtypes))
 
 
 def external_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> dict[str, tuple[int, ...]]:
-    """Module → shape of its matrix, for every module that is in the layout of another program."""
+    """Return the shape of the matrix of every module in an external format."""
     quant = config.quantization
     if quant is None or quant.layout is None:
         return {}
     layout, shapes = quant.layout, expected_tensors(config)
     names = find_modules(tensors, layout)
     if not names:
-        raise CheckpointError(f"config.json says {layout.describe()}, but no tensor is", "they are of two models")
+        raise CheckpointError(
+            f"config.json says {layout.describe()}, but no tensor has that format", "they belong to different models"
+        )
     linears = matrix_modules(config.mixers) - {"model.embed_tokens"}
     strange = [name for name in names if name not in linears or f"{name}.weight" not in shapes]
     _refuse("the checkpoint", "is quantized in", strange, "only linear layers can be")
@@ -141,9 +145,9 @@ def external_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> d
 
 
 def quantized_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> dict[str, Groups]:
-    """Module → its groups, for every module that has scales; it must agree with what config.json says.
+    """Return the groups of every quantized module; raise CheckpointError if config.json says otherwise.
 
-    Modules of another program's layout get the groups that they are read in; FP8 is read as plain weights.
+    Modules in external formats have the groups that they are read in; FP8 is read as plain weights.
     """
     names = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
     quant = config.quantization
@@ -153,10 +157,12 @@ def quantized_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> 
             return {}
         return {name: groups_of(name, shape, quant.layout) for name, shape in modules.items()}
     if quant is None:
-        _refuse("the checkpoint", "is quantized, but config.json is silent about", names, "add its quantization table")
+        _refuse("the checkpoint", "is quantized, but config.json does not mention", names, "add its quantization table")
         return {}
     if not names:
-        raise CheckpointError(f"config.json says {quant.bits} bits, but no tensor has scales", "they are of two models")
+        raise CheckpointError(
+            f"config.json says {quant.bits} bits, but no tensor has scales", "they belong to different models"
+        )
     wanted = [name for name, groups in quant.overrides if groups is not None and name not in names]
     _refuse("the checkpoint", "lacks scales of", wanted, "config.json says that it is quantized")
     packed = {name: quant.of(name) for name in names}
@@ -166,7 +172,7 @@ def quantized_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> 
 
 
 def _pack_shapes(shapes: dict[str, tuple[int, ...]], packed: Mapping[str, Groups]) -> dict[str, tuple[int, ...]]:
-    """Shapes as they are in the file: codes as words, then scales and biases."""
+    """Return shapes as in the file: codes as words, then scales and biases."""
     out: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         module, _, leaf = name.rpartition(".")

@@ -1,8 +1,8 @@
-"""Few bits per weight, in the layout of MLX: groups along the input dimension, each with a scale and a bias.
+"""Packed weights of 2 to 8 bits in the layout of MLX: groups along the input dimension with a scale and a bias each.
 
-w = code * scale + bias. Codes lie one after the other in a little-endian stream of bits, which is cut into words of
-32 bits: 32 codes always fill `bits` words, so a row never ends inside one. Scales are kept as the file has them;
-bfloat16, which numpy does not know, as its 16 bits.
+w = code * scale + bias. Codes form a little-endian stream of bits, which is cut into words of 32 bits: 32 codes always
+fill `bits` words, so a row never ends inside a word. Scales keep the precision of the file; bfloat16, which numpy does
+not have, is kept as its 16 bits.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Packed:
     biases: Array
     bits: int
     group_size: int
-    dtype: str = "F32"  # of scales and biases: F32, F16, or BF16 as raw bits
+    dtype: str = "F32"  # precision of scales and biases: F32, F16, or BF16 as raw bits
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -37,7 +37,7 @@ PACKED_PARTS = {"weight": "codes", "scales": "scales", "biases": "biases"}  # te
 
 
 def packed_specs(module: str, packed: Packed) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name → precision and shape of the three tensors of a quantized module."""
+    """Return precision and shape of the three tensors of a quantized module by name."""
     return {
         f"{module}.weight": ("U32", packed.codes.shape),
         f"{module}.scales": (packed.dtype, packed.scales.shape),
@@ -46,16 +46,16 @@ def packed_specs(module: str, packed: Packed) -> dict[str, tuple[str, tuple[int,
 
 
 def quantize(weight: Floats, bits: int, group_size: int, dtype: str = "F32") -> Packed:
-    """weight [out, in] → the nearest codes, by the rule of MLX, bit for bit.
+    """Quantize weight [out, in] to the nearest codes, bit for bit as MLX does.
 
-    The end of the range that lies farther from zero is a code exactly, and so is zero. Codes are chosen with the
-    fp32 scale, which is rounded to `dtype` afterwards.
+    Zero and the end of the range that is farther from zero are represented exactly. Codes are computed with the fp32
+    scale, which is rounded to `dtype` afterwards.
     """
     _check_format(bits, group_size)
     if weight.ndim != 2 or weight.shape[1] % group_size:
         raise CheckpointError(f"a matrix {list(weight.shape)} has no groups of {group_size}", "use smaller groups")
     if not np.isfinite(weight).all():
-        raise CheckpointError("a weight is infinite or no number", "the original model is damaged")
+        raise CheckpointError("a weight is not finite", "the original model is damaged")
     num_out, num_in = weight.shape
     groups = np.ascontiguousarray(weight, np.float32).reshape(num_out, num_in // group_size, group_size)
     low, high = groups.min(-1), groups.max(-1)
@@ -74,7 +74,7 @@ def quantize(weight: Floats, bits: int, group_size: int, dtype: str = "F32") -> 
 
 
 def dequantize(packed: Packed) -> Floats:
-    """The weights in fp32, [out, in]."""
+    """Return the weights in fp32, [out, in]."""
     num_out, num_in = packed.shape
     codes = unpack(packed.codes, packed.bits, num_in).reshape(num_out, num_in // packed.group_size, packed.group_size)
     scales, biases = decode(packed.scales, packed.dtype), decode(packed.biases, packed.dtype)
@@ -85,7 +85,7 @@ def dequantize(packed: Packed) -> Floats:
 def pack(codes: Array, bits: int) -> Words:
     """codes [..., in], each below 2^bits → words [..., in * bits / 32]; `in` is a multiple of 32."""
     if bits not in BITS or codes.shape[-1] % 32:
-        raise CheckpointError(f"{codes.shape[-1]} codes of {bits} bits fill no whole words", "pack 32 at a time")
+        raise CheckpointError(f"{codes.shape[-1]} codes of {bits} bits do not fill whole words", "pack 32 at a time")
     if codes.size and int(codes.max()) >> bits:
         raise CheckpointError(f"code {int(codes.max())} does not fit in {bits} bits", "quantize it again")
     lanes = codes.astype(np.uint32).reshape(*codes.shape[:-1], codes.shape[-1] // 32, 32)
@@ -115,6 +115,6 @@ def unpack(words: Words, bits: int, num_in: int) -> "np.ndarray[Any, np.dtype[np
 
 def _check_format(bits: int, group_size: int) -> None:
     if bits not in BITS:
-        raise CheckpointError(f"{bits} bits per weight", "use " + ", ".join(map(str, BITS)))
+        raise CheckpointError(f"{bits} bits per weight are not supported", "use " + ", ".join(map(str, BITS)))
     if group_size not in GROUP_SIZES:
-        raise CheckpointError(f"groups of {group_size}", "use " + ", ".join(map(str, GROUP_SIZES)))
+        raise CheckpointError(f"groups of {group_size} are not supported", "use " + ", ".join(map(str, GROUP_SIZES)))

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights: for tests, for timing, and for trying the tools before a real model is there."""
+"""Checkpoints with random weights, for tests and timing."""
 
 import json
 import zlib
@@ -65,14 +65,14 @@ SHAPES = {"tiny": TINY, "9b": RELEASED}
 
 
 def cut_layers(config: SalaConfig, num_layers: int) -> SalaConfig:
-    """The same model with only its first layers."""
+    """Return the configuration with only its first layers."""
     if not 1 <= num_layers <= config.num_hidden_layers:
         raise InputError("layers", f"is {num_layers}", f"it must be from 1 to {config.num_hidden_layers}")
     return replace(config, num_hidden_layers=num_layers, mixer_types=config.mixer_types[:num_layers])
 
 
 def write_random(target: Path, config: SalaConfig, seed: int = 0) -> None:
-    """A complete checkpoint directory; one with a byte tokenizer and chat template if its vocabulary is that small."""
+    """Write a checkpoint directory; one with a byte-sized vocabulary gets a byte tokenizer and a chat template."""
     dtype = FILE_DTYPES[config.dtype]
     shapes = expected_tensors(config)
     specs = {name: (dtype, shape) for name, shape in shapes.items()}
@@ -93,12 +93,12 @@ def _weights(name: str, shape: tuple[int, ...], config: SalaConfig, seed: int) -
         values = rng.standard_normal(shape, np.float32)
         values *= spread(name, shape, config)
     if name == "lm_head.weight" and config.vocab_size == TINY.vocab_size:
-        values[~_readable_rows(config.vocab_size)] = 0  # so that a random model babbles in letters
+        values[~_readable_rows(config.vocab_size)] = 0  # so that a random model generates letters
     return as_bytes(encode(values, FILE_DTYPES[config.dtype]))
 
 
 def spread(name: str, shape: tuple[int, ...], config: SalaConfig) -> float:
-    """Standard deviation that keeps activations near one."""
+    """Return the standard deviation that keeps activations near one."""
     if name == "model.embed_tokens.weight":
         return 1.0 / config.scale_emb
     spread: float = shape[1] ** -0.5
@@ -112,7 +112,7 @@ def _readable_rows(vocab_size: int) -> "np.ndarray[tuple[int], np.dtype[np.bool_
 
 
 def write_byte_tokenizer(directory: Path) -> None:
-    """A tokenizer whose tokens are the 256 bytes and a few special tokens, and a plain chat template."""
+    """Write a tokenizer of the 256 bytes and a few special tokens, and a plain chat template."""
     unicode_of = _byte_alphabet()
     vocab = {unicode_of[byte]: byte for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -126,7 +126,7 @@ def write_byte_tokenizer(directory: Path) -> None:
 
 
 def _byte_alphabet() -> list[str]:
-    """The printable stand-in of every byte in byte-level tokenizers: itself if it is visible, else from U+0100 on."""
+    """Return the printable character of every byte in byte-level tokenizers: itself, or one from U+0100 on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(byte) if byte in visible else chr(next(spare)) for byte in range(256)]

@@ -1,7 +1,7 @@
-"""Safetensors, one file or many, opened without reading a weight.
+"""Read safetensors checkpoints of one or several files, memory-mapped.
 
-Opening parses the headers alone and checks them against the files: lengths, offsets, shapes, names. After that a tensor
-is a view of the memory-mapped file, read by the operating system when it is touched.
+Opening parses only the headers and checks them against the files: lengths, offsets, shapes, names. A tensor is a view
+of the mapped file, which the operating system reads when it is accessed.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _DAMAGED = "the file is damaged: download it again"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: bytes start…end of the file."""
+    """The location of a tensor: bytes start…end of a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """Bytes of a tensor, in C order and little-endian, and how to read them."""
+    """The bytes of a tensor, in C order and little-endian, with precision and shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,13 +65,13 @@ class Checkpoint:
         return iter(self.tensors)
 
     def read(self, name: str) -> RawTensor:
-        """A view of the mapped file; nothing is copied. Writing to it changes this process's memory, never the file."""
+        """Return a view of the mapped file without copying. Writing to it changes only this process's memory."""
         info = self.tensors[name]
         data = memoryview(self._map(info.file))[info.start : info.end]
         return RawTensor(info.dtype, info.shape, data)
 
     def forget(self, name: str, begin: int = 0, end: int | None = None) -> None:
-        """Let the operating system drop bytes of a tensor from memory; they can be read again."""
+        """Let the operating system drop bytes of a tensor from memory; they are read again when accessed."""
         info = self.tensors[name]
         stop = info.end if end is None else info.start + end
         first = -(-(info.start + begin) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -82,12 +82,12 @@ class Checkpoint:
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
             with file.open("rb") as handle:
-                # copy-on-write, so that a buffer is writable as frameworks want it, and the file is safe
+                # copy-on-write: frameworks want writable buffers, and the file must not change
                 self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
 
     def fingerprint(self) -> str:
-        """Tells checkpoints apart without reading them whole: names, shapes, and samples of every tensor."""
+        """Return a hash of names, shapes and samples of every tensor, without reading the whole checkpoint."""
         digest = hashlib.sha256()
         for name, info in sorted(self.tensors.items()):
             digest.update(f"{name} {info.dtype} {info.shape} ".encode())
@@ -97,7 +97,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Let go of the files; a view that is still in use keeps its own mapped."""
+        """Close the files; a view that is still in use keeps its file mapped."""
         self._maps = {}
 
     def __enter__(self) -> "Checkpoint":
@@ -154,7 +154,7 @@ def _read_index(file: Path) -> dict[str, str]:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """The file of that plain name; a link may lead to the blobs of a hub cache and nowhere else outside."""
+    """Return the file of that plain name; a link may lead outside only to the blobs of a hub cache."""
     if not name or name in (".", "..") or Path(name).name != name or "\\" in name or "\0" in name:
         raise CheckpointError(
             f"{directory}: the index names {name!r}, which leads out of the directory",
@@ -173,7 +173,7 @@ def _inside(directory: Path, name: str) -> Path:
 
 
 def read_tensors(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, RawTensor]:
-    """Tensors of one file, read into memory."""
+    """Read tensors of one file into memory."""
     out = {}
     with file.open("rb") as handle:
         for name, info in infos.items():
@@ -185,7 +185,7 @@ def read_tensors(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, RawTe
 
 
 def read_file_header(file: Path) -> tuple[dict[str, str], dict[str, TensorInfo]]:
-    """Metadata and tensors of one safetensors file, checked against the file's size."""
+    """Return metadata and tensors of one safetensors file, checked against the file's size."""
     try:
         with file.open("rb") as handle:
             file_size = handle.seek(0, 2)
@@ -194,7 +194,7 @@ def read_file_header(file: Path) -> tuple[dict[str, str], dict[str, TensorInfo]]
             if file_size < 8 or header_size > file_size - 8:
                 raise CheckpointError(f"{file} is truncated: its header does not fit in {file_size:,} bytes", _DAMAGED)
             if header_size > MAX_HEADER_BYTES:
-                raise CheckpointError(f"{file} has a header of {header_size:,} bytes", "this is no safetensors file")
+                raise CheckpointError(f"{file} has a header of {header_size:,} bytes", "this is not a safetensors file")
             header = handle.read(header_size)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
@@ -206,7 +206,7 @@ def read_file_header(file: Path) -> tuple[dict[str, str], dict[str, TensorInfo]]
 
 
 class _DuplicateName(Exception):
-    """A header that says two things about one tensor."""
+    """A header names a tensor twice."""
 
 
 def _parse_header(file: Path, header: bytes) -> dict[str, Any]:
@@ -221,11 +221,11 @@ def _parse_header(file: Path, header: bytes) -> dict[str, Any]:
     except _DuplicateName:
         raise CheckpointError(f"{file} names a tensor twice", _DAMAGED) from None
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{file} has a header that is not JSON", "this is no safetensors file") from None
+        raise CheckpointError(f"{file} has a header that is not JSON", "this is not a safetensors file") from None
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{file} has a header that is no JSON object", "this is no safetensors file")
+        raise CheckpointError(f"{file} has a header that is not a JSON object", "this is not a safetensors file")
     if not isinstance(entries.get("__metadata__", {}), dict):
-        raise CheckpointError(f"{file} has metadata that is no JSON object", "this is no safetensors file")
+        raise CheckpointError(f"{file} has metadata that is not a JSON object", "this is not a safetensors file")
     return entries
 
 
@@ -252,7 +252,7 @@ def _tensor_info(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
 
 
 def _check_layout(file: Path, tensors: Mapping[str, TensorInfo], base: int, file_size: int) -> None:
-    """Tensors follow each other without gap or overlap, and fill the file."""
+    """Raise CheckpointError unless tensors fill the file without gap or overlap."""
     at = base
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if info.start < at:

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: shards with an index, one tensor in memory at a time, visible only when complete."""
+"""Write checkpoints: shards with an index, one tensor in memory at a time, visible only when complete."""
 
 import json
 import os
@@ -24,7 +24,7 @@ Read = Callable[[str], bytes | memoryview]
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory that appears under its name only when the block ends well; an existing one is never touched."""
+    """Yield a directory that gets its name when the block succeeds; an existing one is never changed."""
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists already", "choose another directory, or remove it yourself")
     draft = target.parent / f".{target.name}.{secrets.token_hex(6)}.part"
@@ -41,7 +41,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def write_weights(directory: Path, specs: Mapping[str, Spec], read: Read, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write every tensor of `specs` into `directory`; `read(name)` gives its bytes when their turn comes."""
+    """Write every tensor of `specs` into `directory`; `read(name)` is called when its bytes are needed."""
     shards = plan_shards(specs, shard_bytes)
     if len(shards) == 1:
         write_file(directory / SINGLE_FILE, specs, read, {"format": "pt"})
@@ -57,7 +57,7 @@ def write_weights(directory: Path, specs: Mapping[str, Spec], read: Read, shard_
 
 
 def plan_shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
-    """Names in order, cut so that no shard passes the limit (a tensor larger than it stands alone)."""
+    """Return names in order, split so that no shard exceeds the limit; a larger tensor gets its own shard."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, spec in specs.items():
@@ -79,7 +79,7 @@ def spec_bytes(spec: Spec) -> int:
 
 
 def write_file(file: Path, specs: Mapping[str, Spec], read: Read, metadata: Mapping[str, str]) -> None:
-    """One safetensors file, synced to disk; it must not exist."""
+    """Write one safetensors file and sync it to disk; it must not exist."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, (dtype, shape) in specs.items():
@@ -100,7 +100,7 @@ def write_file(file: Path, specs: Mapping[str, Spec], read: Read, metadata: Mapp
 
 
 def publish(draft: Path, target: Path) -> None:
-    """Give a finished file its name, and never replace what is there already."""
+    """Give a finished file its name; raise FileExistsError rather than replace a file."""
     try:
         os.link(draft, target)
     except FileExistsError:

@@ -1,6 +1,6 @@
-"""The models directory: what is in it, what is being fetched into it, and how to get rid of it again.
+"""The models directory: list, find and delete models, and download them in the background.
 
-Nothing central can break: the directory is scanned every time, and what is known of a download lies in the model's own
+There is no central list: the directory is scanned every time, and the facts of a download lie in the model's own
 directory.
 """
 
@@ -42,7 +42,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@=-]{0,249}", re.ASCII)
 
 @dataclass(frozen=True)
 class Entry:
-    """A model. `is_ours`: it lies in the models directory."""
+    """A model; `is_ours` if it lies in the models directory."""
 
     id: str
     path: Path
@@ -63,7 +63,7 @@ class Partial:
 
 
 class Library:
-    """The models of a directory, and others that were named by their path."""
+    """The models of a directory, of the Hugging Face cache, and others that were registered by path."""
 
     def __init__(self, directory: Path, extra: Sequence[Path] = ()) -> None:
         self.directory = Path(directory).expanduser()
@@ -75,7 +75,7 @@ class Library:
             self.register(path)
 
     def register(self, path: Path) -> str:
-        """Make a model from elsewhere known; its id."""
+        """Add a model that lies elsewhere and return its id."""
         found = Path(path).expanduser().resolve()
         if self._is_ours(found):
             return self._id_of(found.name)
@@ -101,14 +101,14 @@ class Library:
         return entries + [entry for entry in cached if entry is not None and entry.id not in known]
 
     def find(self, model_id: str) -> Entry | None:
-        """A model by its id; one of a hub also by its repository."""
+        """Return a model by its id, or by its repository if it came from a hub."""
         if model_id in self._extra:
             return self._describe(model_id, self._extra[model_id], False)
         path = self._path_of(model_id)
         return self._cached(model_id) if path is None else self._describe(self._id_of(path.name), path, True)
 
     def _cached(self, model_id: str) -> Entry | None:
-        """A model of the Hugging Face cache, by its repository or the directory name that it would have here."""
+        """Return a model of the Hugging Face cache, by its repository or the id that it has here."""
         with contextlib.suppress(InputError):
             repo_id = check_repo_id(model_id.replace("--", "/", 1))
             if path := find_cached(repo_id):
@@ -117,15 +117,15 @@ class Library:
         return None
 
     def partials(self) -> tuple[Partial, ...]:
-        """Downloads that wait to be taken up again."""
-        room = self.directory / PARTIAL
-        if room.is_symlink() or not room.is_dir():
+        """Return the downloads that can be resumed."""
+        place = self.directory / PARTIAL
+        if place.is_symlink() or not place.is_dir():
             return ()
-        paths = [path for path in sorted(room.iterdir()) if "@" in path.name and path.is_dir()]
+        paths = [path for path in sorted(place.iterdir()) if "@" in path.name and path.is_dir()]
         return tuple(Partial(path.name.partition("@")[0].replace("--", "/", 1), _size(path)) for path in paths)
 
     def delete(self, model_id: str) -> None:
-        """Remove a model of the models directory, or what is left of its download; forget one from elsewhere."""
+        """Remove a model of the models directory and its unfinished downloads; only unregister one from elsewhere."""
         if self._extra.pop(model_id, None) is not None:
             return
         folder = self._folder_of(model_id)
@@ -136,14 +136,14 @@ class Library:
                 f"remove it with: hf cache rm model/{model_id.replace('--', '/', 1)}",
             )
         if folder is None or (path is None and not find_partials(self.directory, folder)):
-            raise ModelNotFound(f"there is no model {model_id[:100]!r}", "see what there is: sala list")
+            raise ModelNotFound(f"there is no model {model_id[:100]!r}", "see `sala list`")
         with hold(self.directory, folder):
             for place in (*([] if path is None else [path]), *find_partials(self.directory, folder)):
                 self._remove(place)
             self._sweep()
 
     def _remove(self, path: Path) -> None:
-        """It is gone from sight at once; a crash leaves only rubbish that the next delete takes along."""
+        """Rename the directory first: it disappears at once, and after a crash the next delete removes the rest."""
         trash = self.directory / f"{TRASH}{secrets.token_hex(8)}"
         try:
             path.rename(trash)
@@ -159,7 +159,7 @@ class Library:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _is_ours(self, path: Path) -> bool:
-        """A true child of the models directory, with a name that is an id; a link is not one."""
+        """Return whether the path is a directory in the models directory whose name is an id, and not a link."""
         if not _ID.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
             return False
         found = path.resolve()
@@ -179,7 +179,7 @@ class Library:
         return EMBEDDED if folder == self._embedded else folder
 
     def _folder_of(self, model_id: str) -> str | None:
-        """The directory's name that an id stands for; None if no model can have that id."""
+        """Return the directory name of an id; None if no model can have that id."""
         if model_id == EMBEDDED:
             return self._embedded
         with contextlib.suppress(InputError):
@@ -211,7 +211,7 @@ class Library:
 
 
 def embedded_folder() -> str | None:
-    """The name of the embedded model's directory; None if this installation has no embedded model."""
+    """Return the directory name of the embedded model; None if this installation has no embedded model."""
     try:
         return f"{EMBEDDED}-{json.loads((overlay_dir() / 'base.json').read_text())['version']}"
     except (SalaError, OSError, ValueError, KeyError):
@@ -233,7 +233,7 @@ def _size(path: Path) -> int:
 
 
 def _quantization(path: Path) -> dict[str, Any] | None:
-    """As config.json has it, without the matrices that differ from the rest."""
+    """Return the quantization table of config.json without its entries for single modules."""
     try:
         with (path / "config.json").open("rb") as handle:
             config = json.loads(handle.read(MAX_CONFIG_BYTES))
@@ -246,7 +246,7 @@ def _quantization(path: Path) -> dict[str, Any] | None:
 
 
 def _read_registry(path: Path, is_ours: bool) -> dict[str, Any]:
-    """What is known of a model's download; a file that makes no sense is put aside and made anew from what is there."""
+    """Return the facts of a model's download; an invalid file is moved aside and rebuilt from the model's files."""
     file = path / REGISTRY
     guess = _guess(path)
     try:
@@ -257,7 +257,7 @@ def _read_registry(path: Path, is_ours: bool) -> dict[str, Any]:
         return guess
     except (ValueError, InputError, RecursionError):
         if is_ours:
-            with contextlib.suppress(OSError):  # a models directory that cannot be written serves all the same
+            with contextlib.suppress(OSError):  # a read-only models directory can be used too
                 file.replace(path / (REGISTRY + ".bad"))
                 write_registry(path, **guess)
         return guess
@@ -290,7 +290,7 @@ def _guess(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """A download as it stands at one moment."""
+    """The state of a download at one moment."""
 
     id: str
     repo_id: str
@@ -316,7 +316,7 @@ class Job:
 
 @dataclass
 class _Task:
-    """A job that runs."""
+    """A download with its thread."""
 
     id: str
     repo_id: str
@@ -331,18 +331,18 @@ class _Task:
 
 
 class Downloads:
-    """Downloads in the background, a few at a time, one of each model."""
+    """Background downloads: a few at a time, and one per model."""
 
     def __init__(self, library: Library, hub_url: str | None = None, max_running: int = MAX_RUNNING) -> None:
         self._library = library
         self._hub_url = hub_url
-        self._room = threading.Semaphore(max_running)
+        self._slots = threading.Semaphore(max_running)
         self._lock = threading.Lock()
         self._tasks: dict[str, _Task] = {}
         self._is_closed = False
 
     def start(self, repo_id: str, revision: str | None = None) -> Job:
-        """Begin, or join the download of that model which is under way."""
+        """Start a download, or return the one of this model that is running."""
         folder = folder_name(repo_id)
         if revision is not None:
             check_revision(revision)
@@ -353,7 +353,7 @@ class Downloads:
             if task := self._active(folder):
                 return _freeze(task)
             if self._library.find(repo_id) is not None:
-                raise AlreadyThere(f"{repo_id} is there already", "delete it first to fetch it anew")
+                raise AlreadyThere(f"{repo_id} is there already", "delete it first to download it again")
             if sum(not _freeze(task).is_over for task in self._tasks.values()) >= MAX_WAITING:
                 raise Busy("too many downloads are waiting", "wait for some of them to end")
             task = _Task(f"dl-{secrets.token_hex(8)}", repo_id, revision, time.time())
@@ -373,14 +373,14 @@ class Downloads:
             return [_freeze(task) for task in self._tasks.values()]
 
     def find_active(self, model_id: str) -> Job | None:
-        """The job that is bringing this model, if there is one."""
+        """Return the running download of this model, if there is one."""
         with contextlib.suppress(InputError), self._lock:
             task = self._active(folder_name(model_id) if "/" in model_id else model_id)
             return None if task is None else _freeze(task)
         return None
 
     def cancel(self, job_id: str) -> Job | None:
-        """Stop a job; what has arrived stays, so that starting it again goes on from there."""
+        """Stop a job; files that have arrived stay, so that a new job resumes."""
         with self._lock:
             task = self._tasks.get(job_id)
         if task is None:
@@ -391,7 +391,7 @@ class Downloads:
         return self.get(job_id)
 
     def close(self) -> None:
-        """Stop everything; it can be taken up again."""
+        """Stop all downloads; they can be resumed."""
         with self._lock:
             self._is_closed = True
             tasks = list(self._tasks.values())
@@ -415,18 +415,18 @@ class Downloads:
     def _run(self, task: _Task, hub: Hub) -> None:
         status, error = "failed", None
         try:
-            while not self._room.acquire(timeout=0.1):
+            while not self._slots.acquire(timeout=0.1):
                 task.stop.check()
             try:
                 self._pull(task, hub)
             finally:
-                self._room.release()
+                self._slots.release()
             status = "done"
         except Cancelled:
             status = "cancelled"
         except SalaError as problem:
             error = str(problem)
-        except Exception as problem:  # a job that fails must say so, whatever it was
+        except Exception as problem:  # whatever happened, the job must report it
             error = f"it failed unexpectedly ({type(problem).__name__})"
         with self._lock:
             task.status, task.error = status, error

@@ -1,11 +1,11 @@
-"""SGLang has SALA in its tree; this plug-in puts right what is wrong there and runs it where there is no GPU.
+"""SGLang implements SALA itself; this plug-in fixes an error there and runs the model without a GPU.
 
 SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). Two hooks:
 
 - Under tensor parallelism SGLang 0.5.23 normalises the output of a lightning layer over the heads of one rank instead
-  of all heads, and answers other tokens. The hook adds the squares up over the ranks. Whether it is needed is read
-  from SGLang's source, so that it steps aside as soon as SGLang does it by itself.
-- The linear-attention kernel is Triton, which needs a GPU. Where there is none this project's reference computes.
+  of all heads, and generates other tokens. The hook sums the squares over the ranks. Whether it is needed is read
+  from SGLang's source, so that it does nothing once SGLang is fixed.
+- The linear-attention kernel is Triton, which needs a GPU. Without one, sala's reference is used.
 """
 
 import ast
@@ -37,7 +37,7 @@ class Norm(Enum):
 
 @functools.cache
 def register() -> None:
-    """Called by SGLang in every process; once is enough."""
+    """Register with SGLang, which calls this in every process."""
     import torch
 
     norm = read_norm(_find_source(MODEL))
@@ -52,7 +52,7 @@ def register() -> None:
 
 
 def _keep_config() -> None:
-    """In SGLang's processes the model's name means SGLang's configuration: `import sala` has put ours there."""
+    """Keep SGLang's configuration under the model's name, also where `sala.register()` was called before."""
     from sglang.srt.configs.minicpm import MiniCPMHybridConfig
     from transformers import AutoConfig
 
@@ -66,7 +66,7 @@ def _hook(target: str, hook: Callable[..., Any]) -> None:
 
 
 def _find_source(module: str) -> str:
-    """A module's source, without importing it; nothing if it has none."""
+    """Return a module's source without importing it; an empty string if there is none."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -75,7 +75,7 @@ def _find_source(module: str) -> str:
 
 
 def read_norm(source: str) -> Norm:
-    """Only the fault as it is known counts: whatever looks different is left alone."""
+    """Recognize the known error only: any other source is left alone."""
     classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef) and node.name == MIXER]
     if not classes:
         return Norm.ABSENT
@@ -91,7 +91,7 @@ def read_norm(source: str) -> Norm:
 
 
 def build_mixer(original: Callable[..., None], mixer: Any, *args: Any, **kwargs: Any) -> None:
-    """Around the constructor of SGLang's lightning layer: its norm sees all heads."""
+    """Wrap the constructor of SGLang's lightning layer so that its norm spans all heads."""
     original(mixer, *args, **kwargs)
     num_ranks = mixer.total_num_heads // mixer.num_heads
     if num_ranks == 1 or not mixer.use_output_norm:
@@ -102,7 +102,7 @@ def build_mixer(original: Callable[..., None], mixer: Any, *args: Any, **kwargs:
 
 
 def make_norm(norm: Any, eps: float, num_ranks: int, add_up: "Callable[[Tensor], Tensor]") -> Any:
-    """A module in the place of `norm`, with the very same weight: SGLang has told it how to load itself."""
+    """Return a replacement of `norm` with the same weight, which carries SGLang's weight loader."""
     from torch import nn
 
     from sala.backends.torch.ops.dense import rms_norm_share
@@ -132,9 +132,9 @@ def run_segments(
     track_state_indices: "Tensor | None" = None,
     softmax_scale: float | None = None,
 ) -> "Tensor":
-    """Around SGLang's kernel: q, k, v [T, H, D] packed, s [slots, H, D, D] advanced in place → [T, H, D].
+    """Wrap SGLang's kernel: q, k, v [T, H, D] packed, s [slots, H, D, D] advanced in place → [T, H, D].
 
-    A slot below zero is padding. Drafts and kept states ask for more than the reference gives.
+    A negative slot is padding. The reference supports neither drafts nor cached states.
     """
     import torch
 
@@ -144,7 +144,7 @@ def run_segments(
         wanted = (caches, cache_indices, track_lens, track_state_indices, softmax_scale)
         return original(q, k, v, s, decay_scales, meta, *wanted)
     if caches is not None or track_lens is not None or meta.mask is not None:
-        raise NotImplementedError("without a GPU there is neither speculation nor a prefix cache of states")
+        raise NotImplementedError("speculation and a prefix cache of states need a GPU")
     lengths: list[int] = meta.q_offsets.diff().tolist()
     is_used = meta.s_offsets >= 0
     slots = meta.s_offsets.clamp(min=0).long()

@@ -16,7 +16,7 @@ from sala.config import SparseConfig
 from sala.errors import ConfigError, MissingExtra, install_command
 from sala.plugins import vllm
 from sala.plugins.vllm.dispatch import advance_states
-from sala.plugins.vllm.memory import Layout, Row, plan_step
+from sala.plugins.vllm.memory import BlockLayout, RequestRow, plan_step
 from sala.plugins.vllm.regime import SPARSE_KEY, block_keys
 from tests.integrations.vllm_rows import CONFIG, SMALL, STEPS, Blocks, compare
 
@@ -43,7 +43,7 @@ def test_one_minor_version(version: str, is_known: bool) -> None:
 
 
 def test_released_layout() -> None:
-    layout = Layout(SparseConfig(), num_groups=2, head_dim=128)
+    layout = BlockLayout(SparseConfig(), num_groups=2, head_dim=128)
     assert layout.page_rows == 136  # 64 keys, 64 values, 4 + 1 pooled keys, 3 to spare
     assert layout.block_tokens == 512
     assert layout.token_bytes(2) == 1088  # 1024 of keys and values, 40 of pooled keys
@@ -55,7 +55,7 @@ def test_released_layout() -> None:
 )
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_blocks_are_whole_tiles(kernel: int, stride: int, block: int, groups: int) -> None:
-    layout = Layout(SparseConfig(kernel, stride, block_size=block), groups, 48)
+    layout = BlockLayout(SparseConfig(kernel, stride, block_size=block), groups, 48)
     rows = groups * layout.page_rows * (layout.block_tokens // block)
     assert rows % block == 0
     assert layout.page_rows >= 2 * block + block // stride + block // (4 * stride)
@@ -64,7 +64,7 @@ def test_blocks_are_whole_tiles(kernel: int, stride: int, block: int, groups: in
 
 def test_a_shape_that_fills_no_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="head_dim 3"):
-        Layout(SparseConfig(), 1, 3).token_bytes(2)
+        BlockLayout(SparseConfig(), 1, 3).token_bytes(2)
 
 
 def test_steps_give_what_the_engine_gives() -> None:
@@ -77,7 +77,7 @@ def test_pooled_keys_are_kept_step_by_step() -> None:
     blocks, start, written = Blocks(1), 0, 0
     keys = torch.randn(203, CONFIG.num_key_value_heads, CONFIG.head_dim)
     for length in (1, 30, 64, 77, 1, 1, 1, 28):
-        step = plan_step([Row(0, start, length, 0)], blocks.tables, 64, SMALL)
+        step = plan_step([RequestRow(0, start, length, 0)], blocks.tables, 64, SMALL)
         part = keys[start : start + length]
         blocks.pages.append(step, part, part)
         start += length
@@ -92,7 +92,7 @@ def test_pooled_keys_are_kept_step_by_step() -> None:
 
 
 def test_a_step_without_tokens() -> None:
-    step = plan_step([Row(0, 5, 0, 0)], torch.zeros(1, 4, dtype=torch.int32), 64, SMALL)
+    step = plan_step([RequestRow(0, 5, 0, 0)], torch.zeros(1, 4, dtype=torch.int32), 64, SMALL)
     assert (step.rows, step.num_tokens, step.fine.sources.shape, step.coarse.homes.shape) == ((), 0, (0, 8), (0,))
 
 
@@ -106,9 +106,9 @@ def test_states_advance_in_their_slots() -> None:
     outputs = []
     for mine, theirs in ((slice(0, 13), slice(40, 59)), (slice(13, 39), None), (slice(39, 40), slice(59, 60))):
         parts = [part for part in (mine, theirs) if part is not None]
-        rows = [Row(0, mine.start, mine.stop - mine.start, 0)]
+        rows = [RequestRow(0, mine.start, mine.stop - mine.start, 0)]
         if theirs is not None:
-            rows.append(Row(1, theirs.start - 40, theirs.stop - theirs.start, 0))
+            rows.append(RequestRow(1, theirs.start - 40, theirs.stop - theirs.start, 0))
         slots = torch.tensor([4, 1][: len(rows)])
         packed = (torch.cat([x[part] for part in parts]) for x in (q, k, v))
         outputs.append(advance_states(*packed, states, slots, rows, slopes, scale, has_kernels=False))

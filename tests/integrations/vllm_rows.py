@@ -12,7 +12,7 @@ from sala.backends.torch.ops.table import REFERENCE
 from sala.checkpoint.random import TINY
 from sala.config import SparseConfig
 from sala.plugins.vllm.dispatch import attend
-from sala.plugins.vllm.memory import Layout, Pages, Row, plan_step
+from sala.plugins.vllm.memory import BlockLayout, Pages, RequestRow, plan_step
 
 SMALL = SparseConfig(kernel_size=8, kernel_stride=4, block_size=16, window_size=32, topk=4, dense_len=128)
 CONFIG = replace(TINY, sparse_config=SMALL)
@@ -32,14 +32,14 @@ class Blocks:
     """A cache as vLLM allocates it, with blocks in disorder."""
 
     def __init__(self, num_requests: int, block_tokens: int = 64, num_blocks: int = 5) -> None:
-        self.layout = Layout(SMALL, CONFIG.num_key_value_heads, CONFIG.head_dim)
+        self.layout = BlockLayout(SMALL, CONFIG.num_key_value_heads, CONFIG.head_dim)
         width = self.layout.token_bytes(4) // 4
         self.cache = torch.zeros(1 + num_requests * num_blocks, 1, block_tokens, width)
         order = 1 + torch.randperm(num_requests * num_blocks, generator=torch.Generator().manual_seed(1))
         self.tables = order.view(num_requests, num_blocks).int()
         self.pages = Pages(self.cache, self.layout, block_tokens)
 
-    def mix(self, rows: list[Row], q: Tensor, k: Tensor, v: Tensor, has_kernels: bool) -> Tensor:
+    def mix(self, rows: list[RequestRow], q: Tensor, k: Tensor, v: Tensor, has_kernels: bool) -> Tensor:
         step = plan_step(rows, self.tables, self.pages.block_tokens, SMALL)
         self.pages.append(step, k, v)
         return attend(self.pages, step, q, CONFIG.head_dim**-0.5, has_kernels)
@@ -55,7 +55,7 @@ class Own:
             pool.zero_()
         self.mixer = SparseMixer(CONFIG)
 
-    def mix(self, rows: list[Row], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, rows: list[RequestRow], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         lengths = [row.length for row in rows]
         outputs = []
         for row, *parts in zip(rows, q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
@@ -70,7 +70,7 @@ def compare(steps: list[list[tuple[int, int]]], most_by_kernels: int = 0) -> flo
     torch.manual_seed(0)
     blocks, own, starts, worst = Blocks(len(PROMPTS)), Own(len(PROMPTS)), [0] * len(PROMPTS), 0.0
     for step in steps:
-        rows = [Row(i, starts[i], count, SMALL.sparse_from(PROMPTS[i])) for i, count in step]
+        rows = [RequestRow(i, starts[i], count, SMALL.sparse_from(PROMPTS[i])) for i, count in step]
         heads, groups, dim = CONFIG.num_attention_heads, CONFIG.num_key_value_heads, CONFIG.head_dim
         total = sum(row.length for row in rows)
         q, k, v = (torch.randn(total, count, dim) for count in (heads, groups, groups))

@@ -5,7 +5,7 @@ import torch
 
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged
 from sala.plugins.vllm.dispatch import advance_states
-from sala.plugins.vllm.memory import Row
+from sala.plugins.vllm.memory import RequestRow
 from tests.integrations.vllm_rows import compare
 
 # Long ones by the reference: the interpreter is slow. Then rows of one token, of both regimes, alone and beside longer.
@@ -23,7 +23,7 @@ def test_states_advance_by_kernels(device: torch.device) -> None:
     q, k, v = torch.randn(3, sum(lengths), 4, 16, device=device)
     states = torch.randn(7, 4, 16, 16, device=device)
     slopes, scale, slots = decay_slopes(4, device), 0.25, torch.tensor([5, 0, 2, 3], device=device)
-    rows = [Row(i, 8 if i < 3 else 0, length, 0) for i, length in enumerate(lengths)]
+    rows = [RequestRow(i, 8 if i < 3 else 0, length, 0) for i, length in enumerate(lengths)]
     past = states[slots]
     past[3] = 0
     want, after = lightning_ragged(q, k, v, past, lengths, slopes, scale)

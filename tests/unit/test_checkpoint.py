@@ -76,7 +76,7 @@ BAD_FILES: dict[str, Callable[[Path], None]] = {
     "header does not fit": lambda f: write_raw(f, {"a": entry()}, b"", length=10**9),
     "a header of": lambda f: (f.write_bytes(struct.pack("<Q", 101 << 20)), f.open("ab").truncate(110 << 20)),
     "is not JSON": lambda f: write_raw(f, b"{nonsense"),
-    "no JSON object": lambda f: write_raw(f, [1]),
+    "not a JSON object": lambda f: write_raw(f, [1]),
     "malformed": lambda f: write_raw(f, {"a": 3}),
     "unknown precision": lambda f: write_raw(f, {"a": entry("F7")}, b"\0" * 8),
     "impossible shape": lambda f: write_raw(f, {"a": entry(shape=[-2])}, b"\0" * 8),

@@ -161,8 +161,8 @@ def set_to(value: float) -> Callable[[foreign.Array], foreign.Array]:
 Change = Callable[[foreign.Array], foreign.Array] | str | None  # None: left out; a string: another precision
 ORDERED = foreign.gptq_case(order=True)
 WRONG_TENSORS: list[tuple[foreign.Case, str, Change, str]] = [
-    (foreign.gptq_case(), "scales", set_to(np.nan), "scales has an infinite value, or no number"),
-    (foreign.gptq_case(), "scales", set_to(np.inf), "scales has an infinite value, or no number"),
+    (foreign.gptq_case(), "scales", set_to(np.nan), "scales has a value that is not finite"),
+    (foreign.gptq_case(), "scales", set_to(np.inf), "scales has a value that is not finite"),
     (foreign.gptq_case(), "scales", lambda x: x[:-1], "scales is [7, 128], config.json says [8, 128]"),
     (foreign.gptq_case(), "qweight", lambda x: x[:-1], "qweight is [31, 128]"),
     (foreign.gptq_case(), "qweight", lambda x: x.T, "qweight is [128, 32]"),
@@ -171,17 +171,17 @@ WRONG_TENSORS: list[tuple[foreign.Case, str, Change, str]] = [
     (foreign.gptq_case(), "qzeros", lambda x: x + np.uint32(1), "qzeros are not all 8"),
     (foreign.gptq_case(), "qzeros", lambda x: x + np.uint32(0x11111111), "qzeros are not all 8"),  # of gptq_v2
     (ORDERED, "g_idx", None, "lacks tensor model.layers.1.mlp.down_proj.g_idx"),
-    (ORDERED, "g_idx", set_to(8), "g_idx does not share 256 inputs"),
-    (ORDERED, "g_idx", set_to(-1), "g_idx does not share 256 inputs"),
-    (ORDERED, "g_idx", lambda x: np.zeros_like(x), "g_idx does not share 256 inputs"),
-    (foreign.awq_case(), "scales", set_to(np.nan), "scales has an infinite value, or no number"),
+    (ORDERED, "g_idx", set_to(8), "g_idx does not divide 256 inputs"),
+    (ORDERED, "g_idx", set_to(-1), "g_idx does not divide 256 inputs"),
+    (ORDERED, "g_idx", lambda x: np.zeros_like(x), "g_idx does not divide 256 inputs"),
+    (foreign.awq_case(), "scales", set_to(np.nan), "scales has a value that is not finite"),
     (foreign.awq_case(), "qweight", lambda x: x[:, :-1], "qweight is [256, 15]"),
     (foreign.awq_case(), "qzeros", lambda x: x[:-1], "qzeros is [3, 16]"),
     (foreign.packed_case(), "weight_shape", set_to(99), "weight_shape is not [128, 256]"),
-    (foreign.packed_case(), "weight_scale", set_to(np.nan), "weight_scale has an infinite value"),
+    (foreign.packed_case(), "weight_scale", set_to(np.nan), "weight_scale has a value that is not finite"),
     (foreign.packed_case(), "weight_packed", lambda x: x[:-1], "weight_packed is [127, 32]"),
     (foreign.packed_case(sym=False), "weight_zero_point", None, "weight_zero_point"),
-    (foreign.fp8_case("block"), "weight_scale", set_to(np.nan), "weight_scale has an infinite value"),
+    (foreign.fp8_case("block"), "weight_scale", set_to(np.nan), "weight_scale has a value that is not finite"),
     (foreign.fp8_case("block"), "weight_scale", lambda x: x[:, :1], "weight_scale is [1, 1]"),
     (foreign.fp8_case("row"), "weight_scale", lambda x: x[:-1], "weight_scale is [127, 1]"),
     (foreign.fp8_case("tensor"), "weight_scale", None, "lacks tensor model.layers.1.mlp.down_proj.weight_scale"),
@@ -219,9 +219,9 @@ def test_checkpoints_that_contradict_their_table(tmp_path: Path) -> None:
     tensors, plain = foreign.make(foreign.gptq_case())
     whole = {name: ("F32", value.numpy()) for name, value in plain.items()}
     wrong: dict[str, tuple[foreign.Tensors, dict[str, Any], str]] = {
-        "plain": (whole, GPTQ, "no tensor is"),
+        "plain": (whole, GPTQ, "no tensor has that format"),
         "layout": (tensors, AWQ | {"group_size": 32}, "unexpected tensor model.layers.0.self_attn.q_proj.g_idx"),
-        "method": (tensors, FP8, "no tensor is"),
+        "method": (tensors, FP8, "no tensor has that format"),
         "bits": (tensors, GPTQ | {"bits": 8}, "qweight"),
         "groups": (tensors, GPTQ | {"group_size": 64}, "qzeros"),
         "divide": (tensors, GPTQ | {"group_size": 96}, "has no groups of 96"),

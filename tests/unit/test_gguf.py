@@ -223,7 +223,7 @@ def test_tokenizers_that_are_refused(tmp_path: Path, change: dict[str, Any]) -> 
 @pytest.mark.parametrize("length", [0, 3, 100, 5000])
 def test_damaged_files(file: Path, tmp_path: Path, length: int) -> None:
     (tmp_path / "m.gguf").write_bytes(file.read_bytes()[:length])
-    with pytest.raises(CheckpointError, match="no GGUF file"):
+    with pytest.raises(CheckpointError, match="not a GGUF file"):
         GGUF(tmp_path / "m.gguf")
 
 
@@ -231,5 +231,5 @@ def test_what_is_missing(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ModelNotFound):
         GGUF(tmp_path / "nothing.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(MissingExtra, match=r"minicpm-sala\[train\]"):
+    with pytest.raises(MissingExtra, match=r"\[train\]"):
         GGUF(file)

@@ -1,4 +1,4 @@
-"""The past of a batch that transformers generates from: our pages and states, with the door that `generate` knows."""
+"""The KV cache of a batch: sala's pages and states behind the interface that `generate` expects."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.plugins.transformers.layout import CachedRows
 
-_FIRST_PAGES = 4  # per row; then twice as many whenever they are full
+_FIRST_PAGES = 4  # per row; doubled whenever they are full
 
 
 class SalaCache(Cache):
-    """Every row of the batch has a run of pages and a slot of its own; runs double in length when one is full.
+    """Every row of the batch has its own run of pages and its own slot; runs double in length when one is full.
 
     `get_seq_length` counts columns of the batch, padding included, as transformers does; a row counts its tokens.
     Rows cannot be shortened: a recurrent state holds no earlier one.
@@ -27,7 +27,7 @@ class SalaCache(Cache):
     def __init__(self, config: SalaConfig, prompt_lens: Sequence[int] | None = None) -> None:
         super().__init__(layers=[])
         self.config = config
-        self.prompt_lens = prompt_lens  # where the whole prompt is known before its first piece comes
+        self.prompt_lens = prompt_lens  # if the prompts' lengths are known before their first chunk
         self.num_columns = 0
         self.row_pages = 0
         self.lengths: list[int] = []
@@ -35,7 +35,7 @@ class SalaCache(Cache):
         self.hybrid: HybridCache | None = None
 
     def advance(self, counts: Sequence[int], dtype: torch.dtype, devices: Sequence[torch.device]) -> CachedRows:
-        """Make room for so many new tokens per row → the rows, as the model takes them. Devices are the layers'."""
+        """Reserve space for this many new tokens per row and return the rows for the model."""
         if self.hybrid is None:
             self._start(len(counts), dtype, devices)
         if len(counts) != len(self.lengths):
@@ -58,13 +58,13 @@ class SalaCache(Cache):
         return Span(start, count, row, self.sparse_from[row], 0, pages, device)
 
     def past_of(self, layer: int) -> KVPages | Tensor:
-        """Where a layer's past lies, once there is one."""
+        """Return the cache of a layer; raise RuntimeError if it is empty."""
         if self.hybrid is None:
             raise RuntimeError("the cache is empty")
         return self.hybrid.pages[layer] if layer in self.hybrid.pages else self.hybrid.states[layer]
 
     def __getitem__(self, layer: int) -> tuple[Tensor, ...]:
-        """Keys and values [kv heads, tokens, D] of a sparse layer, row after row; or the states of another layer."""
+        """Return keys and values [kv heads, tokens, D] of a sparse layer, row by row, or a lightning layer's states."""
         past = self.past_of(layer)
         if isinstance(past, Tensor):
             return (past,)
@@ -73,13 +73,13 @@ class SalaCache(Cache):
         return torch.cat(keys, 1), torch.cat(values, 1)
 
     def expect(self, prompt_lens: Sequence[int]) -> None:
-        """The prompt will have so many tokens, those that are here already included."""
+        """Announce the total number of prompt tokens, including those in the cache."""
         self.prompt_lens = list(prompt_lens)
 
     def _regime(self, row: int, count: int) -> int:
-        """First position that follows the sparse rule: as the prompt's length says, as far as it is known by now.
+        """Return the first position with sparse attention, by the prompt's length as far as it is known.
 
-        What is already computed stays. Below the agreement bound that makes no difference.
+        Rows that are already computed keep their regime; below the agreement bound both regimes agree.
         """
         sparse, length = self.config.sparse_config, self.lengths[row]
         known = self.prompt_lens[row] if self.prompt_lens is not None else 0
@@ -109,7 +109,7 @@ class SalaCache(Cache):
         self.row_pages = wanted
 
     def select(self, rows: Tensor) -> None:
-        """The batch becomes these rows of itself; a row may come several times."""
+        """Replace the batch by these rows of it; a row may occur several times."""
         indices = rows.tolist()
         if self.hybrid is None:
             return
@@ -134,7 +134,7 @@ class SalaCache(Cache):
 
     def crop(self, *_: Any, **__: Any) -> None:
         raise InputError(
-            "past_key_values", "cannot be shortened: its states hold no earlier ones", "compute the prompt again"
+            "past_key_values", "cannot be shortened: states cannot be rolled back", "compute the prompt again"
         )
 
     def reset(self) -> None:
@@ -193,7 +193,7 @@ class SalaCache(Cache):
 
 
 def _copy_rows(pages: KVPages, rows: Tensor, num_before: int, num_after: int) -> None:
-    """Runs of `num_before` pages become runs of `num_after`: those of `rows`, in this order."""
+    """Copy the runs of `rows`, in this order, from `num_before` to `num_after` pages each."""
     for name in ("k", "v", "k1", "k2"):
         old = getattr(pages, name)
         num_heads, _, per_page, dim = old.shape

@@ -1,4 +1,4 @@
-"""SalaConfig as transformers wants a configuration: mutable, with defaults, saved beside the weights."""
+"""SalaConfig as a configuration of transformers: mutable, with defaults, saved beside the weights."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -26,13 +26,13 @@ _RELEASED: dict[str, Any] = {
 }
 _FIELDS = tuple(item.name for item in fields(SalaConfig) if item.name not in ("dtype", "model_type", "quantization"))
 
-# How a linear's weights may be spread over devices. Mixers see all heads: their norms and selections span them, so
-# outputs of their projections are gathered, and only memory is shared there; the MLP shares its work too.
+# How a linear's weights are sharded over devices. Norms and block selection of mixers span all heads, so the outputs of
+# their projections are gathered and only memory is divided there; the work of the MLP is divided too.
 _PLAN_NAMES = {4: ("colwise_rep", "rowwise_rep"), 5: ("colwise_gather_output", "rowwise_split_input")}
 
 
 def tensor_plan(major: int) -> dict[str, str]:
-    """Module → how its weights are spread, in the words of this major version of transformers."""
+    """Return the sharding of every module, in the terms of this major version of transformers."""
     gathered, split = _PLAN_NAMES[min(max(major, 4), 5)]
     plan = {f"layers.*.self_attn.{name}": gathered for name in MIXER_LINEARS if name != "o_proj"}
     plan["layers.*.self_attn.o_proj"] = split
@@ -73,14 +73,14 @@ class SalaHfConfig(PretrainedConfig):
         rope = _check_rope(values.pop("rope_parameters", None)) | _check_rope(values.pop("rope_scaling", None))
         own.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
         self.quantization = table or copy
-        self.auto_map = values.pop("auto_map", None) or {}  # TRL asks for it
+        self.auto_map = values.pop("auto_map", None) or {}  # TRL reads it
         self.use_cache = values.pop("use_cache", True)
         self.initializer_range = values.pop("initializer_range", 0.02)
         tokens = self._take_fields(own, types)
         super().__init__(**{**tokens, **values})
 
     def _take_fields(self, own: dict[str, Any], types: list[str] | None) -> dict[str, Any]:
-        """Set the fields of the model → those that the parent class sets itself."""
+        """Set the fields of the model and return those that the parent class sets."""
         shape = {**_RELEASED, **own} if not own.keys() & {"vocab_size", "hidden_size"} else dict(own)
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
             shape.setdefault(name, _RELEASED[name])
@@ -97,7 +97,7 @@ class SalaHfConfig(PretrainedConfig):
         return cls(**{**config.to_dict(), **values})
 
     def to_sala(self) -> SalaConfig:
-        """What the model is built from; a value that cannot be computed with is refused by name."""
+        """Return the SalaConfig; raise ConfigError for a value that is not supported."""
         _check_rope(getattr(self, "rope_scaling", None))
         values: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
         if values["eos_token_id"] is None:
@@ -108,7 +108,7 @@ class SalaHfConfig(PretrainedConfig):
 
     @property
     def logits_scaling(self) -> float:
-        """What hidden states are divided by before the head: TRL applies the head itself, and looks here."""
+        """The divisor of hidden states before the head, for TRL, which applies the head itself."""
         return self.hidden_size / self.dim_model_base
 
     def quant_config(self) -> QuantConfig | None:
@@ -123,7 +123,7 @@ class SalaHfConfig(PretrainedConfig):
         return values
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """For `config.json`: every field of the model is written, also one that equals a default of transformers."""
+        """Return the content of `config.json` with all fields of the model, also those that equal a default."""
         values: dict[str, Any] = super().to_diff_dict()
         values |= {name: getattr(self, name) for name in _FIELDS}
         for name in ("quantization", "auto_map"):
@@ -135,7 +135,7 @@ class SalaHfConfig(PretrainedConfig):
 
 
 def _complete(values: dict[str, Any]) -> dict[str, Any]:
-    """All fields. Values that no model can have are refused when one is built, as transformers does it, not before."""
+    """Return all fields; invalid values raise when a model is built, as in transformers, not before."""
     try:
         parsed = SalaConfig.from_dict(values)
     except ConfigError:
@@ -149,7 +149,7 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_rope(table: dict[str, Any] | None) -> dict[str, Any]:
-    """RoPE as it is, in either spelling; anything else is refused."""
+    """Return the RoPE table; raise ConfigError if it has scaling."""
     table = table or {}
     kind = table.get("rope_type", table.get("type", "default"))
     if kind != "default":
@@ -165,5 +165,5 @@ def _mixers_for(num_layers: int, types: list[str] | None) -> list[str]:
 
 
 def _plain(ids: Sequence[int]) -> list[int] | int | None:
-    """One id as a number, as most programs expect it."""
+    """Return a single id as a number, as most programs expect."""
     return list(ids) if len(ids) > 1 else ids[0] if ids else None

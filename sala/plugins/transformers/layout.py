@@ -1,4 +1,4 @@
-"""Where the tokens are in a padded or packed batch, and which of them belong together."""
+"""The positions of tokens in a padded or packed batch, and the sequences that they form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from sala.errors import InputError
 
 
 class WholeRows(Sequences):
-    """Whole sequences that follow a layer to its device."""
+    """Whole sequences that move to the device of each layer."""
 
     __slots__ = ()
 
@@ -28,7 +28,7 @@ class WholeRows(Sequences):
 
 
 class CachedRows(Batch):
-    """Rows with a past that follow a layer to its device."""
+    """Rows with a KV cache that move to the device of each layer."""
 
     def to(self, device: Any, **_: Any) -> "CachedRows":
         place = torch.device(device)
@@ -39,8 +39,8 @@ class CachedRows(Batch):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """`places` [T] are the tokens among the B * n flattened ones, or None if all are; `counts` says how many per row.
+class BatchLayout:
+    """`places` [T] are the indices of the tokens among B * n, or None if there is no padding; `counts` is per row.
 
     `lengths` are those of the sequences, which are the rows unless several are packed into one.
     """
@@ -56,20 +56,25 @@ class Layout:
         return flat if self.places is None else flat[self.places]
 
     def unpack(self, x: Tensor) -> Tensor:
-        """[T, …] → [B, n, …], zeros where there is no token."""
+        """[T, …] → [B, n, …], with zeros for padding."""
         if self.places is not None:
             empty = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
             x = empty.index_copy(0, self.places, x)
         return x.unflatten(0, self.shape)
 
     def whole(self, device: torch.device) -> WholeRows:
-        """As the model takes whole sequences; every one counts its positions from 0."""
+        """Return the whole sequences as the model takes them; positions of each start at 0."""
         positions = torch.cat([torch.arange(length, device=device) for length in self.lengths])
         return WholeRows(positions, positions, self.lengths, select_ops())
 
 
-def find_layout(shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor | None = None) -> Layout:
-    """`attention_mask` [B, n or more; the last n count] of ones and zeros; `position_ids` that restart separate."""
+def find_layout(
+    shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor | None = None
+) -> BatchLayout:
+    """Return the layout of a batch.
+
+    `attention_mask` [B, n or more; the last n count] is ones and zeros; `position_ids` that restart separate sequences.
+    """
     num_rows, num_columns = shape
     mask = _newest(attention_mask, shape)
     is_full = mask is None or bool(mask.all())
@@ -80,7 +85,7 @@ def find_layout(shape: tuple[int, int], attention_mask: Tensor | None, position_
         starts = position_ids.expand(shape) == 0 if position_ids.dim() == 2 else None
         if starts is not None and bool(starts[:, 1:].any()):
             lengths = _split(starts, places, counts)
-    return Layout(shape, places, counts, lengths)
+    return BatchLayout(shape, places, counts, lengths)
 
 
 def _newest(mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
@@ -96,7 +101,7 @@ def _newest(mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
 
 
 def _split(starts: Tensor, places: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
-    """Lengths of the sequences when a position of 0 begins a new one; so does every row."""
+    """Return the lengths of the sequences; a position of 0 starts a new one, and so does every row."""
     flags = starts.flatten() if places is None else starts.flatten()[places]
     begins, total = set(flags.nonzero().squeeze(1).tolist()), sum(counts)
     at = 0

@@ -22,14 +22,14 @@ from sala.backends.torch.model import Layer, RMSNorm
 from sala.errors import InputError
 from sala.plugins.transformers.cache import SalaCache
 from sala.plugins.transformers.config import SalaHfConfig, major_version
-from sala.plugins.transformers.layout import Layout, find_layout
+from sala.plugins.transformers.layout import BatchLayout, find_layout
 
-_CHUNK = 4096  # columns of a prompt that go through the layers at once, where there is a cache
+_CHUNK = 4096  # columns of a prompt per forward pass with a cache
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 class SalaLayer(GradientCheckpointingLayer, Layer):
-    """A layer under a name that wrappers (FSDP, device maps) can be told, and with transformers' checkpointing."""
+    """A layer with a name for wrappers (FSDP, device maps) and with transformers' gradient checkpointing."""
 
 
 class SalaPreTrainedModel(PreTrainedModel):
@@ -40,12 +40,12 @@ class SalaPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_attention_backend = False
-    _is_stateful = True  # states cannot go back: no assisted generation
+    _is_stateful = True  # states cannot be rolled back: no assisted generation
     _can_compile_fullgraph = False
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        """As always; a quantized checkpoint of a layout that sala reads is dequantized."""
+        """Load a checkpoint; a quantized one in a format that sala reads is dequantized."""
         if kwargs.get("state_dict") is None and pretrained_model_name_or_path is not None:
             from sala.plugins.transformers.quantized import from_quantized, peek
 
@@ -126,18 +126,16 @@ class SalaDecoder(SalaPreTrainedModel):
             return past
         if isinstance(past, Cache) and not past.get_seq_length():
             return SalaCache(self.sala_config)
-        raise InputError(
-            "past_key_values", f"is a {type(past).__name__}", "give back what this model returned, or nothing"
-        )
+        raise InputError("past_key_values", f"is a {type(past).__name__}", "pass what this model returned, or None")
 
-    def _run_whole(self, embeds: Tensor, layout: Layout, states: list[Tensor] | None) -> Tensor:
+    def _run_whole(self, embeds: Tensor, layout: BatchLayout, states: list[Tensor] | None) -> Tensor:
         """embeds [B, n, hidden] → normed hidden states, of whole sequences."""
         x = layout.pack(embeds) * self.sala_config.scale_emb
         batch = layout.whole(x.device)
         for layer in self.layers:
             if states is not None:
                 states.append(layout.unpack(x))
-                x = layout.pack(states[-1])  # so that gradients pass through what is shown
+                x = layout.pack(states[-1])  # so that gradients pass through the returned states
             x = layer(x, batch)
         x = layout.unpack(self.norm(x))
         if states is not None:
@@ -147,7 +145,7 @@ class SalaDecoder(SalaPreTrainedModel):
     def _run_cached(
         self, embeds: Tensor, attention_mask: Tensor | None, cache: SalaCache, states: list[Tensor] | None
     ) -> Tensor:
-        """embeds [B, n, hidden] → normed hidden states; the cache grows. A long prompt goes through in pieces."""
+        """embeds [B, n, hidden] → normed hidden states; extends the cache. A long prompt is processed in chunks."""
         layout = find_layout(tuple(embeds.shape[:2]), attention_mask)  # type: ignore[arg-type]
         if not cache.num_columns and cache.prompt_lens is None:
             cache.expect(layout.counts)
@@ -163,8 +161,8 @@ class SalaDecoder(SalaPreTrainedModel):
             states.extend(joined)
         return joined[-1]
 
-    def _run_piece(self, embeds: Tensor, layout: Layout, cache: SalaCache, keeps_states: bool) -> list[Tensor]:
-        """→ hidden states of every layer if they are kept, and the normed ones."""
+    def _run_piece(self, embeds: Tensor, layout: BatchLayout, cache: SalaCache, keeps_states: bool) -> list[Tensor]:
+        """Return the hidden states of every layer, if they are kept, and the normed ones."""
         batch = cache.advance(layout.counts, embeds.dtype, [_device_of(layer, embeds.device) for layer in self.layers])
         cache.num_columns += embeds.shape[1]
         x = layout.pack(embeds) * self.sala_config.scale_emb
@@ -179,7 +177,7 @@ class SalaDecoder(SalaPreTrainedModel):
 
 
 def _device_of(layer: nn.Module, default: torch.device) -> torch.device:
-    """Where a layer computes: its hook says so if its weights are elsewhere in between."""
+    """Return the device of a layer; an offloading hook knows it if the weights are elsewhere."""
     place = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
     if place is None:
         parameter = next(layer.parameters(), None)
@@ -188,7 +186,7 @@ def _device_of(layer: nn.Module, default: torch.device) -> torch.device:
 
 
 class SalaForCausalLM(SalaPreTrainedModel, GenerationMixin):
-    """The decoder and its head. `loss_rows`: the loss is taken so many rows at a time, and no logits are returned."""
+    """The decoder and its head. With `loss_rows` the loss is computed in chunks and no logits are returned."""
 
     _tied_weights_keys: Any = _TIED if major_version() >= 5 else list(_TIED)
     _tp_plan = {"lm_head": "colwise_gather_output" if major_version() >= 5 else "colwise_rep"}  # noqa: RUF012
@@ -234,7 +232,7 @@ class SalaForCausalLM(SalaPreTrainedModel, GenerationMixin):
         token_type_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """`token_type_ids`, which some tokenizers give to every model, are not looked at."""
+        """Return logits and loss; `token_type_ids`, which some tokenizers return, are ignored."""
         if use_cache is None and labels is not None:
             use_cache = False
         outputs = self.model(
@@ -267,7 +265,7 @@ class SalaForCausalLM(SalaPreTrainedModel, GenerationMixin):
         return self.lm_head(hidden / self.model.sala_config.logit_divisor)
 
     def _tiled_loss(self, hidden: Tensor, labels: Tensor, num_rows: int, num_items: Tensor | int | None) -> Tensor:
-        """The mean over the labels that count, or their sum over `num_items`; logits exist for a few rows at a time."""
+        """Return the mean loss, or the sum divided by `num_items`; logits exist for a few rows at a time."""
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten().to(hidden.device)
         places = (targets != -100).nonzero().squeeze(1)
         rows, targets = hidden.flatten(0, 1)[places], targets[places]
@@ -283,10 +281,10 @@ class SalaForCausalLM(SalaPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """`generate` gets our cache, which is told how long the prompts are: they decide between dense and sparse."""
+        """Give `generate` a SalaCache that knows the prompt lengths, which decide between dense and sparse."""
         past, implementation = model_kwargs.get("past_key_values"), generation_config.cache_implementation
         if implementation not in (None, "dynamic", "dynamic_full"):
-            raise InputError("cache_implementation", f"is {implementation!r}", "this model has a cache of its own")
+            raise InputError("cache_implementation", f"is {implementation!r}", "this model has its own cache")
         if generation_config.use_cache is False and past is None:
             return
         past = self.model._find_cache(past, True)

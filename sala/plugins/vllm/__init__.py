@@ -1,7 +1,7 @@
-"""SALA in vLLM 0.32: `vllm serve` and `vllm.LLM` take a SALA checkpoint once this package is installed beside vLLM.
+"""SALA in vLLM 0.32: `vllm serve` and `vllm.LLM` load SALA checkpoints where this package is installed beside vLLM.
 
-vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It makes known the
-configuration, the model and the attention backend; nothing of the model is imported before vLLM wants it.
+vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It registers the
+configuration, the model and the attention backend; the model itself is imported when vLLM needs it.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def register() -> None:
-    """Called by vLLM in every process; once is enough."""
+    """Register with vLLM, which calls this in every process."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtra("vllm", "vllm")
     from vllm.version import __version__
 
-    if not fits(__version__):  # other models must go on to run there
+    if not fits(__version__):  # other models must still run there
         log.warning("SALA is not registered: vLLM is %s, and the plug-in needs %s", __version__, VERSION)
         return
     from vllm import ModelRegistry
@@ -40,7 +40,7 @@ def register() -> None:
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:SalaForCausalLM")
     if BACKEND not in AttentionBackendEnum.__members__:
         register_backend(BACKEND, f"{__name__}.sparse.SparseBackend")
-    if _OP not in CompilationConfig._attention_ops:  # compiled graphs are cut where a layer looks at its past
+    if _OP not in CompilationConfig._attention_ops:  # compiled graphs are split where a layer reads its cache
         CompilationConfig._attention_ops.append(_OP)
 
 

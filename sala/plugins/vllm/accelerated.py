@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.kernels import attention, block_selection, decode_attention, lightning
-from sala.plugins.vllm.memory import Pages, Row, Step
+from sala.plugins.vllm.memory import Pages, RequestRow, StepMetadata
 
 
 def advance(
@@ -33,7 +33,7 @@ def advance(
     return output, states
 
 
-def attend(pages: Pages, step: Step, q: Tensor, scale: float) -> Tensor:
+def attend(pages: Pages, step: StepMetadata, q: Tensor, scale: float) -> Tensor:
     """Return the same as `Pages.attend`."""
     lengths = [row.length for row in step.rows]
     short = [index for index, length in enumerate(lengths) if length == 1]
@@ -55,7 +55,7 @@ def _rows_at(short: Sequence[int], lengths: Sequence[int], device: torch.device)
     return begins.to(device, non_blocking=True)
 
 
-def _attend_long(pages: Pages, step: Step, row: Row, q: Tensor, scale: float) -> Tensor:
+def _attend_long(pages: Pages, step: StepMetadata, row: RequestRow, q: Tensor, scale: float) -> Tensor:
     keys, values = pages.keys_and_values
     blocks = pages.blocks_of(step, row)
     table = pages.tile_table(blocks)
@@ -72,7 +72,7 @@ def _attend_long(pages: Pages, step: Step, row: Row, q: Tensor, scale: float) ->
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_short(pages: Pages, step: Step, rows: Sequence[Row], q: Tensor, scale: float) -> Tensor:
+def _attend_short(pages: Pages, step: StepMetadata, rows: Sequence[RequestRow], q: Tensor, scale: float) -> Tensor:
     """One token of each row: q [S, H, D] → [S, H, D]."""
     sparse, groups = pages.layout.sparse, pages.layout.num_groups
     keys, values = pages.keys_and_values

@@ -1,4 +1,4 @@
-"""The configuration as vLLM reads it."""
+"""The configuration for vLLM."""
 
 # mypy: disable-error-code="import-not-found, misc, no-untyped-call"
 
@@ -8,10 +8,10 @@ from sala.plugins.transformers.config import SalaHfConfig
 
 
 class VllmSalaConfig(SalaHfConfig):
-    """vLLM looks for a quantized checkpoint's table under its usual name.
+    """Keeps a quantization table under its usual name, where vLLM looks for it.
 
-    `rswa_window` asks vLLM to tell attention backends how long the prompt of each request is, which decides whether
-    it is dense or sparse. vLLM has that for another kind of attention; no layer of ours reads the number itself.
+    `rswa_window` makes vLLM pass the prompt length of each request to attention backends, which decides whether it is
+    dense or sparse. vLLM has it for another kind of attention; SALA's layers do not use the number itself.
     """
 
     rswa_window = 1
@@ -24,7 +24,7 @@ class VllmSalaConfig(SalaHfConfig):
 
 
 def register_config() -> None:
-    """For vLLM's own table of configurations, which it prefers to that of transformers; and for the tokenizer."""
+    """Register the configuration in vLLM's table, which precedes that of transformers, and the tokenizer."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sala.backends.torch.kernels import triton_kernels
 from sala.backends.torch.ops.lightning import lightning_ragged
-from sala.plugins.vllm.memory import Pages, Row, Step
+from sala.plugins.vllm.memory import Pages, RequestRow, StepMetadata
 
 
-def attend(pages: Pages, step: Step, q: Tensor, scale: float, has_kernels: bool | None = None) -> Tensor:
+def attend(pages: Pages, step: StepMetadata, q: Tensor, scale: float, has_kernels: bool | None = None) -> Tensor:
     """Return the attention of q [T, H, D], whose keys and values are appended: [T, H, D]."""
     if has_kernels is None:
         has_kernels = can_use_kernels(q) and pages.layout.sparse.block_size % 16 == 0
@@ -26,8 +26,8 @@ def attend(pages: Pages, step: Step, q: Tensor, scale: float, has_kernels: bool 
 
 
 def advance_states(
-    q: Tensor, k: Tensor, v: Tensor, states: Tensor, slots: Tensor, rows: Sequence[Row], slopes: Tensor, scale: float,
-    has_kernels: bool | None = None,
+    q: Tensor, k: Tensor, v: Tensor, states: Tensor, slots: Tensor, rows: Sequence[RequestRow], slopes: Tensor,
+    scale: float, has_kernels: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Packed rows q, k, v [T, H, D]; states [P, H, D, D] in fp32, that of rows[i] at slots[i] → [T, H, D] in q's dtype.
 

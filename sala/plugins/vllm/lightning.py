@@ -1,4 +1,4 @@
-"""The lightning layer in vLLM: its state in fp32, one matrix per head, lies in vLLM's blocks like a Mamba state."""
+"""The lightning layer in vLLM: its fp32 state, one matrix per head, is stored in vLLM's blocks like a Mamba state."""
 
 # mypy: disable-error-code="import-not-found, misc, no-any-return, untyped-decorator"
 
@@ -35,7 +35,7 @@ from sala.backends.torch.ops.dense import apply_rope, rms_norm, rms_norm_share
 from sala.backends.torch.ops.lightning import decay_slopes
 from sala.config import SalaConfig
 from sala.plugins.vllm.dispatch import advance_states
-from sala.plugins.vllm.memory import Row
+from sala.plugins.vllm.memory import RequestRow
 
 STATE_DTYPE = torch.float32
 
@@ -48,11 +48,11 @@ class LightningBackend(LinearAttentionBackend):
 
 @dataclass
 class LightningMetadata(LinearAttentionMetadata):
-    rows: tuple[Row, ...] = ()
+    rows: tuple[RequestRow, ...] = ()
 
 
 class LightningBuilder(LinearAttentionMetadataBuilder):
-    """vLLM's metadata, and the rows as the host knows them: no layer has to ask the device."""
+    """Builds vLLM's metadata plus the rows as the host knows them, so that no layer waits for the device."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
 
@@ -63,14 +63,14 @@ class LightningBuilder(LinearAttentionMetadataBuilder):
         return LightningMetadata(**vars(usual), rows=read_rows(common_attn_metadata))
 
 
-def read_rows(metadata: CommonAttentionMetadata) -> tuple[Row, ...]:
-    """The requests of a step that have tokens in it. Without drafts, the host's lengths are exact."""
+def read_rows(metadata: CommonAttentionMetadata) -> tuple[RequestRow, ...]:
+    """Return the requests that have tokens in a step. Without drafts, the host's lengths are exact."""
     edges = metadata.query_start_loc_cpu.tolist()
     ends = metadata.seq_lens_cpu_upper_bound
     ends = (metadata.seq_lens if ends is None else ends).tolist()
     lengths = [end - begin for begin, end in pairwise(edges)]
     rows = zip(range(len(lengths)), ends, lengths, strict=False)
-    return tuple(Row(index, end - length, length, 0) for index, end, length in rows if length > 0)
+    return tuple(RequestRow(index, end - length, length, 0) for index, end, length in rows if length > 0)
 
 
 def state_shape(config: SalaConfig, num_ranks: int) -> tuple[tuple[int, int, int], ...]:
@@ -137,7 +137,7 @@ class LightningMixer(nn.Module, MambaBase):
         return q, k, v
 
     def normalize(self, o: Tensor) -> Tensor:
-        """One norm over the heads of all ranks."""
+        """Normalize over the heads of all ranks."""
         if self.o_norm is None:
             return o
         weight, eps = self.o_norm.weight, self.o_norm.eps
@@ -148,7 +148,7 @@ class LightningMixer(nn.Module, MambaBase):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> None:
         metadata: Any = get_forward_context().attn_metadata
         metadata = metadata.get(self.prefix) if isinstance(metadata, dict) else None
-        if metadata is None or not metadata.rows:  # vLLM looks how much memory a step takes
+        if metadata is None or not metadata.rows:  # vLLM measures the memory of a step
             output.zero_()
             return
         rows = metadata.rows
@@ -159,7 +159,7 @@ class LightningMixer(nn.Module, MambaBase):
         q, k, v = q[:count], k[:count], v[:count]
         output[:count] = advance_states(q, k, v, self.kv_cache[0], slots.long(), rows, self.slopes, self.head_dim**-0.5)
 
-    # what vLLM asks of a layer with a state
+    # vLLM's interface of layers with a state
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:

@@ -1,12 +1,12 @@
-"""What SALA's layers keep in vLLM's blocks, as plain tensors: pages of the sparse layers, states of the lightning ones.
+"""The contents of vLLM's blocks as plain tensors: pages of the sparse layers, states of the lightning layers.
 
-vLLM hands out blocks of many tokens, and knows nothing of what is in them. A block of a sparse layer is N pages:
+vLLM allocates blocks of many tokens and does not interpret them. A block of a sparse layer is N pages:
 
     keys [G, N, B, D]    values [G, N, B, D]    k1 [G, N, B / stride, D]    k2 [G, N, B / 4 stride, D]    spare rows
 
-The pooled keys lie beside the keys that they end in, so whoever shares or frees a block shares or frees them too. The
-spare rows make a block a whole number of tiles [B, D]: keys and values of all blocks are tiles of one tensor, and the
-kernels of this project find a page by the number of its tile.
+Pooled keys lie in the page where their window ends, so they are shared and freed with their block. The spare rows make
+a block a whole number of tiles [B, D]: keys and values of all blocks are tiles of one tensor, and sala's kernels
+address a page by the number of its tile.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -25,8 +25,8 @@ from sala.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a block of a sparse layer is filled, for `num_groups` kv heads (those of this rank)."""
+class BlockLayout:
+    """The layout of a block of a sparse layer for the `num_groups` kv heads of this rank."""
 
     sparse: SparseConfig
     num_groups: int
@@ -37,17 +37,17 @@ class Layout:
         """Rows [D] of one page and kv head: keys, values, pooled keys, spare."""
         block, stride = self.sparse.block_size, self.sparse.kernel_stride
         pooled = block // stride + block // (4 * stride)
-        room = 1 << (pooled - 1).bit_length()
-        return 2 * block + (room if block % room == 0 else -(-pooled // block) * block)
+        space = 1 << (pooled - 1).bit_length()
+        return 2 * block + (space if block % space == 0 else -(-pooled // block) * block)
 
     @property
     def block_tokens(self) -> int:
-        """vLLM's blocks must have a multiple of so many tokens: then they are whole tiles."""
+        """The number of tokens that vLLM's blocks must be a multiple of, so that they are whole tiles."""
         block = self.sparse.block_size
         return block * (block // math.gcd(block, self.page_rows))
 
     def token_bytes(self, element_size: int) -> int:
-        """Bytes per token, all kv heads, everything included."""
+        """Return the bytes per token of all kv heads, pooled keys and spare rows included."""
         size, rest = divmod(self.page_rows * self.head_dim * element_size, self.sparse.block_size)
         if rest or size % element_size:
             raise ConfigError(
@@ -58,13 +58,13 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Row:
+class RequestRow:
     """The tokens of one request in this step: positions start … end - 1, row `index` of the block tables."""
 
     index: int
     start: int
     length: int
-    sparse_from: int  # first position under the sparse rule
+    sparse_from: int  # first position with sparse attention
 
     @property
     def end(self) -> int:
@@ -73,18 +73,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Pooling:
-    """Windows that this step completes: the slots of their keys [m, kernel], and of the last one [m]."""
+    """The windows that a step completes: the slots of their keys [m, kernel], and of the last one [m]."""
 
     sources: Tensor
     homes: Tensor
 
 
 @dataclass(frozen=True)
-class Step:
-    """What all sparse layers share in one step. A slot is a token's place: block * tokens per block + offset."""
+class StepMetadata:
+    """Metadata of a step that all sparse layers share. A token's slot is block * tokens per block + offset."""
 
-    rows: tuple[Row, ...]
-    tables: Tensor  # [requests, blocks], as vLLM gives them
+    rows: tuple[RequestRow, ...]
+    tables: Tensor  # [requests, blocks], from vLLM
     slots: Tensor  # [T]
     fine: Pooling
     coarse: Pooling
@@ -94,12 +94,12 @@ class Step:
         return self.slots.shape[0]
 
 
-def plan_step(rows: Sequence[Row], tables: Tensor, block_tokens: int, sparse: SparseConfig) -> Step:
+def plan_step(rows: Sequence[RequestRow], tables: Tensor, block_tokens: int, sparse: SparseConfig) -> StepMetadata:
     rows = tuple(row for row in rows if row.length)
     at = [torch.arange(row.start, row.end) for row in rows]
     slots = _slots(rows, at, tables, block_tokens)
     kernel, stride = sparse.kernel_size, sparse.kernel_stride
-    return Step(
+    return StepMetadata(
         rows,
         tables,
         slots,
@@ -108,10 +108,10 @@ def plan_step(rows: Sequence[Row], tables: Tensor, block_tokens: int, sparse: Sp
     )
 
 
-def _plan_pooling(rows: Sequence[Row], tables: Tensor, block_tokens: int, kernel: int, stride: int) -> Pooling:
+def _plan_pooling(rows: Sequence[RequestRow], tables: Tensor, block_tokens: int, kernel: int, stride: int) -> Pooling:
     ends = []
     for row in rows:
-        first = max(row.start // stride, kernel // stride - 1)  # the window that ends here first
+        first = max(row.start // stride, kernel // stride - 1)  # the first window that ends here
         ends.append(torch.arange(first, max(first, row.end // stride)) * stride + stride - 1)
     window = torch.arange(1 - kernel, 1)
     keys = [(last[:, None] + window).flatten() for last in ends]
@@ -119,8 +119,8 @@ def _plan_pooling(rows: Sequence[Row], tables: Tensor, block_tokens: int, kernel
     return Pooling(sources, sources[:, -1])
 
 
-def _slots(rows: Sequence[Row], positions: Sequence[Tensor], tables: Tensor, block_tokens: int) -> Tensor:
-    """positions[i] of rows[i] → their slots, in one line. Only where to look goes to the device."""
+def _slots(rows: Sequence[RequestRow], positions: Sequence[Tensor], tables: Tensor, block_tokens: int) -> Tensor:
+    """Return the slots of positions[i] of rows[i], concatenated; only indices are copied to the device."""
     counts = torch.tensor([len(some) for some in positions], dtype=torch.long)
     index = torch.tensor([row.index for row in rows], dtype=torch.long).repeat_interleave(counts)
     at = torch.cat(list(positions)) if positions else index
@@ -131,11 +131,11 @@ def _slots(rows: Sequence[Row], positions: Sequence[Tensor], tables: Tensor, blo
 class Pages:
     """One sparse layer's view of its cache: any contiguous tensor whose first dimension is vLLM's blocks."""
 
-    def __init__(self, cache: Tensor, layout: Layout, block_tokens: int) -> None:
+    def __init__(self, cache: Tensor, layout: BlockLayout, block_tokens: int) -> None:
         self.layout, self.block_tokens = layout, block_tokens
         sparse, groups, dim = layout.sparse, layout.num_groups, layout.head_dim
         self.num_pages = block_tokens // sparse.block_size  # per block
-        self.num_tiles = groups * self.num_pages  # of keys, and as many of values
+        self.num_tiles = groups * self.num_pages  # tiles of keys, and as many of values
         blocks = cache.view(cache.shape[0], -1)
         self.tiles = blocks.view(-1, sparse.block_size, dim)
         self.stride = self.tiles.shape[0] // cache.shape[0]
@@ -148,22 +148,22 @@ class Pages:
 
     @property
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """Pools [G, P, B, D] for the kernels: a page's number is that of its tile, which may lie far behind."""
+        """Return pools [G, P, B, D] for the kernels; a page's number is the number of its tile."""
         shape = (self.layout.num_groups, self.num_pages, *self.tiles.shape[1:])
         return self.tiles[: self.num_tiles].view(shape), self.tiles[self.num_tiles : 2 * self.num_tiles].view(shape)
 
     def tile_table(self, blocks: Tensor) -> Tensor:
-        """blocks [..., n] of vLLM → tiles [..., n * N] of the first kv head's keys, page by page."""
+        """Return the tiles [..., n * N] of the first kv head's keys in vLLM's blocks [..., n], page by page."""
         page = torch.arange(self.num_pages, device=blocks.device)
         return (blocks.long()[..., None] * self.stride + page).flatten(-2)
 
     def _places(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """slots → block, page in it, row in the page."""
+        """Split slots into block, page in the block, and row in the page."""
         offset = slots % self.block_tokens
         block_size = self.layout.sparse.block_size
         return slots // self.block_tokens, offset // block_size, offset % block_size
 
-    def append(self, step: Step, k: Tensor, v: Tensor) -> None:
+    def append(self, step: StepMetadata, k: Tensor, v: Tensor) -> None:
         """Write k, v [T, G, D] and pool the windows that they complete."""
         block, page, row = self._places(step.slots)
         tile = (block * self.stride + page)[:, None] + self.groups
@@ -185,20 +185,20 @@ class Pages:
         target[block, :, page, row // stride] = pooled
 
     def pooled(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Pooled keys of these blocks, k1 and k2 as pools [G, P, rows, D]: a copy, a small part of the cache."""
+        """Return copies of the pooled keys of these blocks, k1 and k2, as pools [G, P, rows, D]."""
         k1, k2 = (pool[blocks].transpose(0, 1).flatten(1, 2).contiguous() for pool in (self.k1, self.k2))
         return k1, k2
 
-    def attend(self, step: Step, q: Tensor, scale: float) -> Tensor:
+    def attend(self, step: StepMetadata, q: Tensor, scale: float) -> Tensor:
         """Return the attention of q [T, H, D], whose keys and values are appended, by the reference: [T, H, D]."""
         pieces = q.split([row.length for row in step.rows])
         outputs = [self._attend(step, row, piece, scale) for row, piece in zip(step.rows, pieces, strict=True)]
         return torch.cat(outputs)
 
-    def blocks_of(self, step: Step, row: Row) -> Tensor:
+    def blocks_of(self, step: StepMetadata, row: RequestRow) -> Tensor:
         return step.tables[row.index, : -(-row.end // self.block_tokens)].long()
 
-    def _attend(self, step: Step, row: Row, q: Tensor, scale: float) -> Tensor:
+    def _attend(self, step: StepMetadata, row: RequestRow, q: Tensor, scale: float) -> Tensor:
         """Attend one row; its regime may change inside it."""
         blocks = self.blocks_of(step, row)
         table = self.tile_table(blocks)
@@ -212,13 +212,15 @@ class Pages:
         return torch.cat(outputs)
 
     def _read(self, table: Tensor, length: int) -> Tensor:
-        """The first `length` rows of the tiles in `table`, [G, length, D]."""
+        """Return the first `length` rows of the tiles in `table`, [G, length, D]."""
         table = table[: -(-length // self.layout.sparse.block_size)]
         return self.tiles[self.groups[:, None] + table].flatten(1, 2)[:, :length]
 
-    def _attend_sparse(self, row: Row, q: Tensor, start: int, blocks: Tensor, table: Tensor, scale: float) -> Tensor:
+    def _attend_sparse(
+        self, row: RequestRow, q: Tensor, start: int, blocks: Tensor, table: Tensor, scale: float
+    ) -> Tensor:
         sparse = self.layout.sparse
-        unused = sparse.kernel_size // sparse.kernel_stride - 1  # rows whose window would begin before the sequence
+        unused = sparse.kernel_size // sparse.kernel_stride - 1  # rows whose window would start before the sequence
         strides = (sparse.kernel_stride, 4 * sparse.kernel_stride)
         k1, k2 = (
             pool.flatten(1, 2)[:, unused : max(unused, row.end // stride)]

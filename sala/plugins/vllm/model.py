@@ -1,7 +1,7 @@
-"""The model as vLLM runs it: its parallel linears around this project's norms, rotations, states and selection.
+"""The model for vLLM: vLLM's parallel linears with sala's norms, rotary embedding, states and block selection.
 
-Weights have the released names; q, k and v are one matrix here, and so are the MLP's gate and up. Ranks share heads
-(tensor parallel) or layers (pipeline parallel).
+Weights have the released names; q, k and v are one matrix here, and so are the MLP's gate and up. Ranks divide
+heads (tensor parallel) or layers (pipeline parallel).
 """
 
 # mypy: disable-error-code="import-not-found, misc, no-any-return, untyped-decorator"
@@ -182,7 +182,7 @@ class SalaForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsLoRA, Supports
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
 
-    # the states of the lightning layers, before there is a model
+    # the states of the lightning layers, which vLLM asks for before it builds the model
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
@@ -198,7 +198,7 @@ class SalaForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsLoRA, Supports
 
 
 def read_config(vllm_config: VllmConfig) -> SalaConfig:
-    """A checkpoint in MLX's layout is refused here: vLLM would take its codes for weights."""
+    """Return the configuration; raise ConfigError for MLX's layout, whose codes vLLM would take for weights."""
     hf_config = vllm_config.model_config.hf_config
     if hf_config.quantization is not None and getattr(hf_config, "quantization_config", None) is None:
         raise ConfigError(
@@ -209,9 +209,9 @@ def read_config(vllm_config: VllmConfig) -> SalaConfig:
 
 
 def check_options(vllm_config: VllmConfig) -> None:
-    """What would be computed wrongly is refused before a weight is read."""
+    """Raise ConfigError for options with which results would be wrong."""
     if vllm_config.speculative_config is not None:
-        raise ConfigError("states cannot take back a rejected draft in vLLM", "leave out --speculative-config")
+        raise ConfigError("states cannot roll back a rejected draft in vLLM", "leave out --speculative-config")
     kept, dtype = vllm_config.cache_config.cache_dtype, str(vllm_config.model_config.dtype).removeprefix("torch.")
     if kept not in ("auto", dtype):
         raise ConfigError(

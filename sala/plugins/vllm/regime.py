@@ -1,7 +1,7 @@
-"""Which prompts may share a prefix: those of one regime, or any as far as dense and sparse rows agree.
+"""Keep prefixes of dense and sparse prompts apart in vLLM's prefix cache where they differ.
 
 A prompt of dense_len tokens or more is sparse from its first row, a shorter one dense. Rows below the agreement bound
-are the same in both; behind it, a block of a sparse prompt gets a key of its own in vLLM's prefix cache.
+are equal in both regimes; beyond it, a block of a sparse prompt gets its own key in vLLM's prefix cache.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -18,16 +18,16 @@ class Request(Protocol):
 
 
 def block_keys(request: Request, end: int, sparse: SparseConfig) -> tuple[tuple[str, str], ...]:
-    """What to add to the hash of a request's block that ends before token `end`."""
+    """Return the extra keys for the hash of a request's block that ends before token `end`."""
     is_apart = end > sparse.agreement_len and sparse.sparse_from(request.num_prompt_tokens) == 0
     return (SPARSE_KEY,) if is_apart else ()
 
 
-_known: list[SparseConfig] = []  # of the model that this process schedules
+_known: list[SparseConfig] = []  # the geometry of the model that this process schedules
 
 
 def keep_apart(sparse: SparseConfig) -> None:
-    """From now on vLLM's block hashes tell the regimes apart. Again, for another model: its geometry holds."""
+    """Make vLLM's block hashes distinguish the regimes; a later call replaces the geometry."""
     from vllm.v1.core import kv_cache_utils
 
     is_first = not _known

@@ -1,4 +1,4 @@
-"""The sparse layer in vLLM: InfLLM-v2 as an attention backend whose pages hold the pooled keys beside the keys."""
+"""The sparse layer in vLLM: InfLLM-v2 as an attention backend whose pages also hold pooled keys."""
 
 # mypy: disable-error-code="import-not-found, misc, no-any-return"
 
@@ -33,13 +33,13 @@ from sala.config import SalaConfig, SparseConfig
 from sala.plugins.vllm import BACKEND
 from sala.plugins.vllm.dispatch import attend
 from sala.plugins.vllm.lightning import read_rows
-from sala.plugins.vllm.memory import Layout, Pages, Step, plan_step
+from sala.plugins.vllm.memory import BlockLayout, Pages, StepMetadata, plan_step
 from sala.plugins.vllm.regime import keep_apart
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseSpec(FullAttentionSpec):
-    """Full attention, as far as blocks go; each token takes a little more, for the pooled keys."""
+    """Full attention as far as blocks are concerned, with more bytes per token for the pooled keys."""
 
     sparse: SparseConfig = field(default_factory=SparseConfig)
 
@@ -49,14 +49,14 @@ class SparseSpec(FullAttentionSpec):
 
 
 class SparseManager(FullAttentionManager):
-    """Hands out blocks; the scheduler makes one before the first request comes."""
+    """Allocates blocks; the scheduler creates it before the first request."""
 
     def __init__(self, kv_cache_spec: SparseSpec, **options: Any) -> None:
         super().__init__(kv_cache_spec, **options)
         keep_apart(kv_cache_spec.sparse)
 
 
-KVCacheSpecRegistry._ensure_registered()  # an entry of ours alone would pass for the whole table
+KVCacheSpecRegistry._ensure_registered()  # otherwise our entry alone would pass for the whole table
 KVCacheSpecRegistry.register(SparseSpec, SparseManager, uniform_type_base_spec=FullAttentionSpec)
 
 
@@ -79,7 +79,7 @@ class SparseBackend(AttentionBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        return [MultipleOf(Layout(cls.sparse, 1, 1).block_tokens)]
+        return [MultipleOf(BlockLayout(cls.sparse, 1, 1).block_tokens)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -87,20 +87,20 @@ class SparseBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> SparseSpec:
-        """A page as one piece of memory that only we can read."""
-        layout = Layout(cls.sparse, spec.num_kv_heads, spec.head_size)
+        """Return a spec whose pages are opaque to vLLM."""
+        layout = BlockLayout(cls.sparse, spec.num_kv_heads, spec.head_size)
         size = layout.token_bytes(spec.dtype.itemsize)
         return replace_as(spec, SparseSpec, num_head_slots=1, state_content_bytes=size, sparse=cls.sparse)
 
 
 @functools.cache
 def backend_for(sparse: SparseConfig) -> type[SparseBackend]:
-    """vLLM asks classes, not objects, how large a page is: a class per geometry."""
+    """Return a class per geometry: vLLM asks classes, not objects, for the size of a page."""
     return type("SparseBackend", (SparseBackend,), {"sparse": sparse})
 
 
-class SparseBuilder(AttentionMetadataBuilder[Step]):
-    """Metadata of a step; CUDA graphs are cut here, since rows of many lengths and both regimes come together."""
+class SparseBuilder(AttentionMetadataBuilder[StepMetadata]):
+    """Builds the metadata of a step; CUDA graphs are split here, since a batch mixes lengths and regimes."""
 
     def __init__(
         self, kv_cache_spec: SparseSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -110,7 +110,7 @@ class SparseBuilder(AttentionMetadataBuilder[Step]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Step:
+    ) -> StepMetadata:
         rows, prompts = read_rows(common_attn_metadata), common_attn_metadata.rswa_prefix_lens
         lengths = None if prompts is None else prompts.tolist()
         rows = tuple(
@@ -120,7 +120,7 @@ class SparseBuilder(AttentionMetadataBuilder[Step]):
         return plan_step(rows, common_attn_metadata.block_table_tensor, self.block_tokens, self.sparse)
 
 
-class SparseImpl(AttentionImpl[Step]):
+class SparseImpl(AttentionImpl[StepMetadata]):
     def __init__(
         self,
         num_heads: int,
@@ -133,7 +133,7 @@ class SparseImpl(AttentionImpl[Step]):
     ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads or num_heads
-        self.layout = Layout(sparse, self.num_kv_heads, head_size)
+        self.layout = BlockLayout(sparse, self.num_kv_heads, head_size)
         self.kv_cache_dtype = "auto"
         self.pages: Pages | None = None
 
@@ -144,13 +144,13 @@ class SparseImpl(AttentionImpl[Step]):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Step | None,
+        attn_metadata: StepMetadata | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query [T, H, D], key and value [T, G, D] → output [T, H, D]; rows behind the step's tokens are padding."""
-        if attn_metadata is None or not attn_metadata.rows:  # vLLM looks how much memory a step takes
+        """query [T, H, D], key and value [T, G, D] → output [T, H, D]; rows after the step's tokens are padding."""
+        if attn_metadata is None or not attn_metadata.rows:  # vLLM measures the memory of a step
             return output.zero_()
         if self.pages is None or self.pages.tiles.data_ptr() != kv_cache.data_ptr():
             self.pages = Pages(kv_cache, self.layout, kv_cache.shape[2])
@@ -188,12 +188,12 @@ class SparseMixer(nn.Module):
             self.o_gate = ColumnParallelLinear(hidden, width, bias=False, quant_config=quant, prefix=f"{prefix}.o_gate")
         self.q_norm = RMSNorm(dim, eps) if config.attn_qk_norm else None
         self.k_norm = RMSNorm(dim, eps) if config.attn_qk_norm else None
-        # Blocks are selected by all heads of a group: where ranks share one, each of them looks with all its heads.
+        # All heads of a group select blocks together: where ranks share a group, each computes with all of its heads.
         shared = max(1, num_ranks // groups)
         self.group, self.own = rank // shared * shared, rank % shared
-        self.num_looking = shared * self.num_heads
+        self.num_query_heads = shared * self.num_heads
         self.attn = Attention(
-            self.num_looking,
+            self.num_query_heads,
             dim,
             dim**-0.5,
             num_kv_heads=self.num_kv_heads,
@@ -207,12 +207,12 @@ class SparseMixer(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
         """x [T, hidden], normed → [T, hidden]."""
         q, k, v = self.project(x, positions, angles)
-        if self.num_looking == self.num_heads:
+        if self.num_query_heads == self.num_heads:
             o = self.attn(q.flatten(1), k.flatten(1), v.flatten(1))
         else:
             heads = tensor_model_parallel_all_gather(q.contiguous(), dim=1)
             first = self.group * self.num_heads
-            heads = heads[:, first : first + self.num_looking].contiguous()
+            heads = heads[:, first : first + self.num_query_heads].contiguous()
             width = self.num_heads * self.head_dim
             o = self.attn(heads.flatten(1), k.flatten(1), v.flatten(1))[:, self.own * width : (self.own + 1) * width]
         if self.o_gate is not None:
