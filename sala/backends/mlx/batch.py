@@ -10,25 +10,15 @@ import mlx.core as mx
 import numpy as np
 
 from sala.backends.mlx.ops.table import REFERENCE, Ops
+from sala.backends.rows import RowSpan
 from sala.protocol import Plan, Row
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True)
-class Span:
-    """One row: `length` tokens at positions `start`…, its pages and its slot."""
-
-    start: int
-    length: int
-    slot: int
-    sparse_from: int
-    num_drafts: int
-    pages: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
+class Span(RowSpan):
+    """One row, with its page table."""
 
     @cached_property
     def numbers(self) -> Numbers:

@@ -42,21 +42,43 @@ def angles_of(batch: Batch, dim: int, theta: float) -> tuple[mx.array, mx.array]
     return batch.angles[dim, theta]
 
 
-class LightningMixer(Module):
-    """Linear attention with a fixed decay per head: the state is one matrix per head, of constant size."""
+class Mixer(Module):
+    """The projections that both mixers have: queries, keys and values, normed and rotated, and the output."""
+
+    def __init__(
+        self, config: SalaConfig, num_heads: int, num_kv_heads: int, dim: int, has_norm: bool, has_rope: bool
+    ) -> None:
+        super().__init__()
+        hidden, width, kv_width = config.hidden_size, num_heads * dim, num_kv_heads * dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, dim
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if has_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if has_norm else None
+        self.q_proj = linear(hidden, width, config.attention_bias)
+        self.k_proj = linear(hidden, kv_width, config.attention_bias)
+        self.v_proj = linear(hidden, kv_width, config.attention_bias)
+        self.o_proj = linear(width, hidden)
+        self.rope_theta = config.rope_theta if has_rope else None
+
+    def project(self, x: mx.array, batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
+        """x [T, hidden] → q [T, H, D], k and v [T, G, D]."""
+        q = self.q_proj(x).reshape(-1, self.num_heads, self.head_dim)
+        k = self.k_proj(x).reshape(-1, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).reshape(-1, self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope_theta is not None:
+            angles = angles_of(batch, self.head_dim, self.rope_theta)
+            q, k = apply_rope(q, *angles), apply_rope(k, *angles)
+        return q, k, v
+
+
+class LightningMixer(Mixer):
+    """Linear attention with a fixed decay per head, whose state is one matrix of constant size."""
 
     def __init__(self, config: SalaConfig) -> None:
-        super().__init__()
-        hidden, dim = config.hidden_size, config.lightning_head_dim
-        self.num_heads, self.num_kv_heads, self.head_dim = config.lightning_nh, config.lightning_nkv, dim
-        self.rope_theta = config.rope_theta if config.lightning_use_rope else None
-        width, has_bias = self.num_heads * dim, config.attention_bias
-        self.q_proj = linear(hidden, width, has_bias)
-        self.k_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
-        self.v_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
-        self.o_proj = linear(width, hidden)
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
+        heads, kv_heads, dim = config.lightning_nh, config.lightning_nkv, config.lightning_head_dim
+        super().__init__(config, heads, kv_heads, dim, config.qk_norm, config.lightning_use_rope)
+        width, hidden = heads * dim, config.hidden_size
         self.o_norm = RMSNorm(width, config.rms_norm_eps) if config.use_output_norm else None
         self.z_proj = linear(hidden, width) if config.use_output_gate else None
         self._slopes = decay_slopes(self.num_heads)  # the underscore keeps it out of the parameters
@@ -76,14 +98,7 @@ class LightningMixer(Module):
 
     def project(self, x: mx.array, batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
         """x [T, hidden] → q, k, v [T, H, D]."""
-        q = self.q_proj(x).reshape(-1, self.num_heads, self.head_dim)
-        k = self.k_proj(x).reshape(-1, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(-1, self.num_kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope_theta is not None:
-            cos, sin = angles_of(batch, self.head_dim, self.rope_theta)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k, v = super().project(x, batch)
         if self.num_kv_heads != self.num_heads:
             shared = self.num_heads // self.num_kv_heads
             k, v = mx.repeat(k, shared, axis=1), mx.repeat(v, shared, axis=1)
@@ -99,28 +114,15 @@ class LightningMixer(Module):
                 states[span.slot] = state
 
 
-class SparseMixer(Module):
+class SparseMixer(Mixer):
     """InfLLM-v2: exact softmax attention over the few blocks that a query selects; dense while the context is short."""
 
     def __init__(self, config: SalaConfig) -> None:
-        super().__init__()
-        hidden, dim = config.hidden_size, config.head_dim
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            dim,
-        )
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        super().__init__(config, heads, kv_heads, dim, config.attn_qk_norm, config.attn_use_rope)
         self.sparse = config.sparse_config
-        self.rope_theta = config.rope_theta if config.attn_use_rope else None
         self.log_base = config.attn_log_base
-        width, has_bias = self.num_heads * dim, config.attention_bias
-        self.q_proj = linear(hidden, width, has_bias)
-        self.k_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
-        self.v_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
-        self.o_proj = linear(width, hidden)
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.attn_qk_norm else None
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.attn_qk_norm else None
-        self.o_gate = linear(hidden, width) if config.attn_use_output_gate else None
+        self.o_gate = linear(config.hidden_size, heads * dim) if config.attn_use_output_gate else None
 
     def __call__(self, x: mx.array, batch: Batch, pages: KVPages) -> mx.array:
         q, k, v = self.project(x, batch)
@@ -133,14 +135,7 @@ class SparseMixer(Module):
 
     def project(self, x: mx.array, batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
         """x [T, hidden] → q [T, H, D], k and v [T, G, D]."""
-        q = self.q_proj(x).reshape(-1, self.num_heads, self.head_dim)
-        k = self.k_proj(x).reshape(-1, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(-1, self.num_kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope_theta is not None:
-            cos, sin = angles_of(batch, self.head_dim, self.rope_theta)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k, v = super().project(x, batch)
         if self.log_base is not None:
             q = grow_queries(q, batch.positions, self.log_base)
         return q, k, v

@@ -8,25 +8,16 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from sala.backends.rows import RowSpan
 from sala.backends.torch.ops.table import REFERENCE, Ops
 from sala.protocol import Plan, Row
 
 
 @dataclass(frozen=True)
-class Span:
-    """One row: `length` tokens at positions `start`…, its pages and its slot."""
+class Span(RowSpan):
+    """One row, with its page table."""
 
-    start: int
-    length: int
-    slot: int
-    sparse_from: int
-    num_drafts: int
-    pages: tuple[int, ...]
     device: torch.device
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
 
     @cached_property
     def table(self) -> Tensor:

@@ -51,22 +51,44 @@ def angles_of(batch: Batch | Sequences, dim: int, theta: float) -> tuple[Tensor,
     return batch.angles[dim, theta]
 
 
-class LightningMixer(nn.Module):
+class Mixer(nn.Module):
+    """The projections that both mixers have: queries, keys and values, normed and rotated, and the output."""
+
+    def __init__(
+        self, config: SalaConfig, num_heads: int, num_kv_heads: int, dim: int, has_norm: bool, has_rope: bool
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, dim
+        self.rope_theta = config.rope_theta if has_rope else None
+        hidden, has_bias = config.hidden_size, config.attention_bias
+        self.q_proj = linear(hidden, num_heads * dim, has_bias)
+        self.k_proj = linear(hidden, num_kv_heads * dim, has_bias)
+        self.v_proj = linear(hidden, num_kv_heads * dim, has_bias)
+        self.o_proj = linear(num_heads * dim, hidden)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if has_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if has_norm else None
+
+    def project(self, x: Tensor, batch: Batch | Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, hidden] → q [T, H, D], k and v [T, G, D]."""
+        q = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
+        k = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope_theta is not None:
+            cos, sin = angles_of(batch, self.head_dim, self.rope_theta)
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        return q, k, v
+
+
+class LightningMixer(Mixer):
     """Linear attention with a fixed decay per head: the state is one matrix per head, of constant size."""
 
     def __init__(self, config: SalaConfig) -> None:
-        super().__init__()
-        hidden, dim = config.hidden_size, config.lightning_head_dim
-        self.num_heads, self.num_kv_heads, self.head_dim = config.lightning_nh, config.lightning_nkv, dim
-        self.rope_theta = config.rope_theta if config.lightning_use_rope else None
+        heads, kv_heads, dim = config.lightning_nh, config.lightning_nkv, config.lightning_head_dim
+        super().__init__(config, heads, kv_heads, dim, config.qk_norm, config.lightning_use_rope)
         self.scan: Callable[..., Tensor] | None = None  # replaces `lightning_whole` in training, where it is set
-        width, has_bias = self.num_heads * dim, config.attention_bias
-        self.q_proj = linear(hidden, width, has_bias)
-        self.k_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
-        self.v_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
-        self.o_proj = linear(width, hidden)
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
+        hidden, width = config.hidden_size, heads * dim
         self.o_norm = RMSNorm(width, config.rms_norm_eps) if config.use_output_norm else None
         self.z_proj = linear(hidden, width) if config.use_output_gate else None
 
@@ -91,14 +113,7 @@ class LightningMixer(nn.Module):
 
     def project(self, x: Tensor, batch: Batch | Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden] → q, k, v [T, H, D]."""
-        q = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
-        k = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope_theta is not None:
-            cos, sin = angles_of(batch, self.head_dim, self.rope_theta)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k, v = super().project(x, batch)
         if self.num_kv_heads != self.num_heads:
             shared = self.num_heads // self.num_kv_heads
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
@@ -120,29 +135,16 @@ class LightningMixer(nn.Module):
                 states[span.slot] = state
 
 
-class SparseMixer(nn.Module):
+class SparseMixer(Mixer):
     """InfLLM-v2: exact softmax attention over the few blocks that a query selects; dense while the context is short."""
 
     def __init__(self, config: SalaConfig) -> None:
-        super().__init__()
-        hidden, dim = config.hidden_size, config.head_dim
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            dim,
-        )
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        super().__init__(config, heads, kv_heads, dim, config.attn_qk_norm, config.attn_use_rope)
         self.sparse = config.sparse_config
         self.listener: Callable[[Tensor, Tensor], None] | None = None  # called with queries and keys of whole sequences
-        self.rope_theta = config.rope_theta if config.attn_use_rope else None
         self.log_base = config.attn_log_base
-        width, has_bias = self.num_heads * dim, config.attention_bias
-        self.q_proj = linear(hidden, width, has_bias)
-        self.k_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
-        self.v_proj = linear(hidden, self.num_kv_heads * dim, has_bias)
-        self.o_proj = linear(width, hidden)
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.attn_qk_norm else None
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.attn_qk_norm else None
-        self.o_gate = linear(hidden, width) if config.attn_use_output_gate else None
+        self.o_gate = linear(config.hidden_size, heads * dim) if config.attn_use_output_gate else None
 
     def forward(self, x: Tensor, batch: Batch | Sequences, pages: KVPages | None) -> Tensor:
         q, k, v = self.project(x, batch)
@@ -159,14 +161,7 @@ class SparseMixer(nn.Module):
 
     def project(self, x: Tensor, batch: Batch | Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden] → q [T, H, D], k and v [T, G, D]."""
-        q = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
-        k = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope_theta is not None:
-            cos, sin = angles_of(batch, self.head_dim, self.rope_theta)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k, v = super().project(x, batch)
         if self.log_base is not None:
             q = grow_queries(q, batch.positions, self.log_base)
         return q, k, v

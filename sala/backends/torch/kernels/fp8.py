@@ -71,20 +71,9 @@ def _store_row(x, codes_ptr, scales_ptr, row, column, is_here, WIDTH: tl.constex
 
 @triton.jit
 def _norm_kernel(
-    x_ptr,
-    delta_ptr,
-    weight_ptr,
-    sum_ptr,
-    codes_ptr,
-    scales_ptr,
-    x_row,
-    delta_row,
-    scale,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-):
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, codes_ptr, scales_ptr, x_row, delta_row, scale, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr,
+):  # fmt: skip
     """`fused._rms_norm_kernel` with results in FP8."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -344,35 +344,15 @@ def lightning_decode(
 ) -> Tensor:
     """A token each: q, k, v [S, H, D], states [P, H, D, D] fp32 advanced at slots [S] (-1: none) → [S, H, D]."""
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device) if output is None else output
-    _step(
-        q[:, None],
-        k[:, None],
-        v[:, None],
-        states,
-        slots,
-        None,
-        slopes,
-        scale,
-        output,
-        heads,
-        keeps_state=False,
-        dependents_first=dependents_first,
-    )
+    q, k, v = (x[:, None] for x in (q, k, v))
+    _step(q, k, v, states, slots, None, slopes, scale, output, heads, False, dependents_first)
     return output
 
 
 def lightning_verify(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    states: Tensor,
-    slots: Tensor,
-    slopes: Tensor,
-    scale: float,
-    output: Tensor | None = None,
-    heads: Heads | None = None,
-    dependents_first: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, states: Tensor, slots: Tensor, slopes: Tensor, scale: float,
+    output: Tensor | None = None, heads: Heads | None = None, dependents_first: bool = False,
+) -> Tensor:  # fmt: skip
     """n tokens each: q, k, v [S, n, H, D] → output [S, n, H, D], as decoding would return; states stay unchanged."""
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device) if output is None else output
     _step(

@@ -123,20 +123,10 @@ def _linear_kernel(
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    x_row,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PREFETCH_STEPS: tl.constexpr,
-    IS_SWAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x_ptr, weight_ptr, out_ptr, x_row,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, PREFETCH_STEPS: tl.constexpr, IS_SWAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """COLUMNS of the gate and of the up projection, whose weights lie N rows further: out [ROWS, N]."""
     STEPS: tl.constexpr = (K + DEPTH - 1) // DEPTH
     dtype: tl.constexpr = out_ptr.dtype.element_ty
