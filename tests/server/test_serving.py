@@ -186,7 +186,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
         (["--host", "203.0.113.7", "--api-key", "k"], 1, "203.0.113.7 is not an address of this machine"),
         (["--engine", "sglang"], 2, "port is 0; choose one"),
         (["--port", "x"], 2, "--port is 'x'"),
-        (["--config", "/nowhere.toml"], 1, "/nowhere.toml cannot be read"),
+        (["--config", "/nowhere.toml"], 2, "/nowhere.toml cannot be read"),
         (["--models-dir", "/dev/null"], 1, "cannot be used: is a file"),
     ],
 )
