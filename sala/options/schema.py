@@ -12,14 +12,25 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 from urllib.parse import urlsplit
 
 import pydantic.dataclasses
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from sala.errors import InputError, UnknownOption
+from sala.errors import ConfigError, InputError, UnknownOption
 
 UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
 SWITCH_WORDS = {
@@ -223,6 +234,7 @@ Hosts = Annotated[
 PREFIX = "SALA_"
 T = TypeVar("T")
 REQUIRED: Any = ...  # the default of an option that must be given
+FILE_CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False)  # `__pydantic_config__` of classes that `validate` reads
 _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _BUILT_IN: dict[Any, Kind] = {int: WHOLE, float: NUMBER, bool: SWITCH}
 
@@ -327,9 +339,9 @@ def variable_name(name: str) -> str:
 
 
 @functools.cache
-def table(cls: type) -> dict[str, Option]:
+def table(cls: Any) -> dict[str, Option]:
     """Return the options of a class by name, in the order of their declaration."""
-    found: dict[str, FieldInfo] = cls.__pydantic_fields__  # type: ignore[attr-defined]
+    found: dict[str, FieldInfo] = cls.__pydantic_fields__
     return {name: _describe(name, info) for name, info in found.items()}
 
 
@@ -397,10 +409,45 @@ def _show_number(number: float) -> str:
     return f"{number:g}" if isinstance(number, float) else str(number)
 
 
+@functools.cache
+def _adapter(cls: Any) -> "TypeAdapter[Any]":
+    return TypeAdapter(cls)
+
+
+def validate(cls: type[T], values: Any, where: str) -> T:
+    """Create a dataclass from a table of a file; a ConfigError names the field that is wrong."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} is {short(values)}", "it must be an object")
+    try:
+        return cast(T, _adapter(cast(Any, cls)).validate_python(values))
+    except ValidationError as error:
+        raise _locate(cls, error, where) from None
+
+
+def _locate(cls: type, error: ValidationError, where: str) -> ConfigError:
+    first = _first(error)
+    hints = get_type_hints(cls, include_extras=True)
+    *outer, name = [part for part in first["loc"] if isinstance(part, str)]
+    for part in outer:
+        where, hints = f"{where}: {part}", get_type_hints(hints[part], include_extras=True)
+    if name not in hints:
+        hint = suggest(name, hints, "remove it, or update this package if the model is newer")
+        return ConfigError(f"{where}: {short(name)} is not a field of this model", hint)
+    inner, metadata = _unwrap(hints[name], ())
+    kind = next((item for item in metadata if isinstance(item, Kind)), None)
+    kind = kind or _BUILT_IN.get(inner, Kind("", "it must be an object"))
+    problem = "is missing" if first["type"] == "missing" or first["input"] is None else f"is {short(first['input'])}"
+    return ConfigError(f"{where}: {name} {problem}", kind.rule or _word_rule(kind, (), metadata))
+
+
+def _first(error: ValidationError) -> Any:
+    found = error.errors(include_url=False)
+    return next((one for one in found if one["type"] != "missing"), found[0])
+
+
 def _explain(cls: type, error: ValidationError) -> Exception:
     """Turn the first problem that pydantic found into an error with a remedy."""
-    found = error.errors(include_url=False)
-    first = next((one for one in found if one["type"] != "missing"), found[0])
+    first = _first(error)
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InputError):
         return cause

@@ -14,6 +14,12 @@
 #include <cfloat>
 #include <cmath>
 #include <thread>
+#ifdef __linux__
+#include <climits>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if defined(_OPENMP)
 #include <omp.h>
 #else
@@ -63,23 +69,35 @@ struct Step {
 
 struct Range { int64_t begin, end; };
 
-// Spins, because phases are short, but not for long: the awaited thread may need this processor.
+// Spins at first, because phases are short, then sleeps: the awaited thread may need this processor, and the system
+// moves it here only when nothing runs here.
 class Barrier {
   public:
     void wait(int64_t count) {
-        const int64_t now = phase.load();
+        const int32_t now = phase.load();
         if (arrived.fetch_add(1) + 1 == count) {
             arrived.store(0);
             phase.store(now + 1);
+            if (sleepers.load()) wake();
             return;
         }
-        for (int tries = 0; phase.load(std::memory_order_acquire) == now;)
-            if (tries < 4000) tries++;
-            else std::this_thread::yield();
+        for (int tries = 0; tries < 4000; tries++)
+            if (phase.load(std::memory_order_acquire) != now) return;
+        sleepers.fetch_add(1);
+        while (phase.load() == now) sleep(now);
+        sleepers.fetch_sub(1);
     }
 
   private:
-    std::atomic<int64_t> arrived{0}, phase{0};
+#ifdef __linux__
+    void sleep(int32_t now) { syscall(SYS_futex, &phase, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0); }
+    void wake() { syscall(SYS_futex, &phase, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+#else
+    void sleep(int32_t) { std::this_thread::yield(); }
+    void wake() {}
+#endif
+    std::atomic<int64_t> arrived{0};
+    std::atomic<int32_t> phase{0}, sleepers{0};
 };
 
 struct Team {
