@@ -55,7 +55,7 @@ def serve_here(settings: Settings) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise MissingExtra(str(error.name), "server") from None
-    from sala.server.http.serving import serve as run
+    from sala.server.serving import serve as run
 
     for name in ("api_key", "admin_key"):  # processes that we start need no keys
         os.environ.pop(variable_name(name), None)

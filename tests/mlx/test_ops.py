@@ -140,14 +140,19 @@ def test_fused_or_not_it_is_the_same(dtype: mx.Dtype) -> None:
     for n in (1, 5):
         a, b = (mx.array(normal(n, 4, 8, seed=i)).astype(dtype) for i in range(2))
         cos, sin = (mx.array(normal(n, 1, 8, seed=i)) for i in range(2, 4))
-        arguments = {"silu_gate": (a, b), "sigmoid_gate": (a, b), "add_scaled": (a, b, 0.247), "turn": (a, b, cos, sin)}
+        arguments = {
+            "silu_gate": (a, b),
+            "sigmoid_gate": (a, b),
+            "add_scaled": (a, b, 0.247),
+            "rotate": (a, b, cos, sin),
+        }
         for name, given in arguments.items():
             want, got = getattr(fused, name)(*given), compiled[name](*given)
-            for one, other in zip(want, got, strict=True) if name == "turn" else [(want, got)]:
+            for one, other in zip(want, got, strict=True) if name == "rotate" else [(want, got)]:
                 assert one.dtype == other.dtype == dtype
                 np.testing.assert_allclose(
                     np.array(one.astype(mx.float32)), np.array(other.astype(mx.float32)), atol=1e-2, rtol=0
                 )
 
 
-FUSED = ("silu_gate", "sigmoid_gate", "add_scaled", "turn")
+FUSED = ("silu_gate", "sigmoid_gate", "add_scaled", "rotate")

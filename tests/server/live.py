@@ -18,7 +18,7 @@ from sala.server.admin import docs, health, metrics
 from sala.server.app import add_guards
 from sala.server.http.errors import add_handlers
 from sala.server.http.security import need_admin_key, need_key
-from sala.server.http.serving import Server, make_server, open_socket
+from sala.server.serving import Server, make_server, open_socket
 from sala.server.settings import Settings
 
 IDLE = ServiceStatus(0, 0, 0, 10, 0, 4, 0, 0, heartbeat_s=0.1, is_alive=True)

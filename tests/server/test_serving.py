@@ -18,7 +18,7 @@ import pytest
 
 from sala import cli
 from sala.errors import SalaError
-from sala.server.http.serving import OneLine, as_user_error, greet, has_died, open_socket, prepare_models_dir
+from sala.server.serving import OneLine, as_user_error, greet, has_died, open_socket, prepare_models_dir
 from sala.server.settings import Settings
 from tests.server.live import FakeRuntime, is_closed, make_app, read_answer, request, serving, wait_until
 

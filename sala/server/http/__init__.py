@@ -1,1 +1,1 @@
-"""The HTTP layer: connections, limits, security, errors, server-sent events, the web page."""
+"""The HTTP layer: connections, request bodies, security, errors, server-sent events, the web page."""
