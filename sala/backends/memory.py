@@ -9,7 +9,7 @@ from sala.config import SalaConfig
 from sala.quantization_config import LINEARS
 
 RUNTIME_BYTES = 21 << 20  # workspaces of the libraries, measured on a CPU: the same at every length
-EDGE_BITS = 8  # at least, of embedding and head: fewer cost too much quality
+EDGE_BITS = 8  # at least, of embedding and head
 USABLE = 0.9  # of a machine's memory; the rest is left to the system
 
 

@@ -185,7 +185,7 @@ WRONG_TENSORS: list[tuple[foreign.Case, str, Change, str]] = [
     (foreign.fp8_case("block"), "weight_scale", lambda x: x[:, :1], "weight_scale is [1, 1]"),
     (foreign.fp8_case("row"), "weight_scale", lambda x: x[:-1], "weight_scale is [127, 1]"),
     (foreign.fp8_case("tensor"), "weight_scale", None, "lacks tensor model.layers.1.mlp.down_proj.weight_scale"),
-    (foreign.fp8_case("tensor"), "weight", set_to(0x7F), "weight has a value that is no number"),
+    (foreign.fp8_case("tensor"), "weight", set_to(0x7F), "weight has a value that is not a number"),
     (foreign.fp8_case("tensor"), "weight", "F8_E5M2", "weight is stored as F8_E5M2"),
 ]
 

@@ -104,7 +104,7 @@ def expand_fp8(checkpoint: Checkpoint, name: str, block: tuple[int, int] | None,
         end = min(begin + step, num_out)
         if (codes[begin:end] & 0x7F).max() == 0x7F:
             raise CheckpointError(
-                f"{checkpoint.path}: {name}.weight has a value that is no number", "download it again"
+                f"{checkpoint.path}: {name}.weight has a value that is not a number", "download it again"
             )
         rows = decode_e4m3(codes[begin:end]) * scales[np.arange(begin, end) // height][:, columns]
         pieces.append(mx.array(rows).astype(dtype))

@@ -189,8 +189,8 @@ class Layer(Module):
         self.mlp = MLP(config)
         self.residual_scale = config.residual_scale
 
-    def __call__(self, x: mx.array, batch: Batch, past: KVPages | list[mx.array]) -> mx.array:
-        x = add_scaled(x, self.self_attn(self.input_layernorm(x), batch, past), self.residual_scale)
+    def __call__(self, x: mx.array, batch: Batch, cache: KVPages | list[mx.array]) -> mx.array:
+        x = add_scaled(x, self.self_attn(self.input_layernorm(x), batch, cache), self.residual_scale)
         return add_scaled(x, self.mlp(self.post_attention_layernorm(x)), self.residual_scale)
 
 
@@ -218,8 +218,8 @@ class SalaModel(Module):
         """
         x = self.model.embed_tokens(batch.tokens) * self.config.scale_emb
         for index, layer in enumerate(self.model.layers[:num_layers]):
-            past = cache.pages[index] if index in cache.pages else cache.states[index]
-            x = layer(x, batch, past)
+            held = cache.pages[index] if index in cache.pages else cache.states[index]
+            x = layer(x, batch, held)
         return self.model.norm(x)
 
     def logits(self, hidden: mx.array) -> mx.array:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from sala.backends.torch.kernels import native
 from sala.backends.torch.quantized_linear import DECODE_ROWS
 
-_MANY_ROWS = 40  # from here on, casting the weights pays; measured on AVX2 and AVX-512 machines
-_PIECE = 1 << 22  # weights cast at a time: as many as the processor's cache holds
+_MANY_ROWS = 40  # from here on, casting the weights costs less than torch's own conversion
+_PIECE = 1 << 22  # weights cast at a time, to bound memory
 _HALF = (torch.bfloat16, torch.float16)
 
 

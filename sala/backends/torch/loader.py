@@ -149,7 +149,7 @@ def expand_fp8(
         end = min(begin + step, num_out)
         if (codes[begin:end] & 0x7F).max() == 0x7F:
             raise CheckpointError(
-                f"{checkpoint.path}: {name}.weight has a value that is no number", "download it again"
+                f"{checkpoint.path}: {name}.weight has a value that is not a number", "download it again"
             )
         rows = decode_e4m3(codes[begin:end])
         own = scales[torch.arange(begin, end) // height]

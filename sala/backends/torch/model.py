@@ -235,8 +235,8 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
         self.residual_scale = config.residual_scale
 
-    def forward(self, x: Tensor, batch: Batch | Sequences, past: KVPages | Tensor | None = None) -> Tensor:
-        x = x + self.scaled(self.self_attn(self.input_layernorm(x), batch, past))
+    def forward(self, x: Tensor, batch: Batch | Sequences, cache: KVPages | Tensor | None = None) -> Tensor:
+        x = x + self.scaled(self.self_attn(self.input_layernorm(x), batch, cache))
         return x + self.scaled(self.mlp(self.post_attention_layernorm(x)))
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -277,8 +277,8 @@ class SalaModel(nn.Module):
         x = self.model.embed_tokens(batch.tokens) * self.config.scale_emb
         for index, layer in enumerate(self.model.layers[:num_layers]):
             if cache is not None:
-                past = cache.pages[index] if index in cache.pages else cache.states[index]
-                x = layer(x, batch, past)
+                held = cache.pages[index] if index in cache.pages else cache.states[index]
+                x = layer(x, batch, held)
             elif self.is_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, batch, use_reentrant=False)
             else:

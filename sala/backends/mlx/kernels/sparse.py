@@ -11,7 +11,7 @@ TILE = 32
 WANTED = 64  # threadgroups that keep a GPU busy: the work of a few queries is cut into pieces
 MAX_DIM = 128
 MAX_HEADS = 16  # of a group: a thread keeps the scores of all of them in registers
-LEAST_WINDOWS = 512  # of a piece of the log-sum-exp: shorter ones cost more to join than they save
+LEAST_WINDOWS = 512  # of a piece of the log-sum-exp
 
 
 def can_run(q: mx.array, groups: int) -> bool:

@@ -231,17 +231,17 @@ def _packed(shapes: Shapes, bits: int) -> KernelCase:
         hidden, wide = -(-shapes.config.hidden_size // 32) * 32, 2 * shapes.config.intermediate_size
         weight = random_affine(bits, wide, hidden, 32, shapes.device)
         held, x = weight.for_gpu(shapes.dtype, shapes.device), shapes.random(linear.MAX_ROWS + 1, hidden)
-        index, few = torch.tensor([3], device=shapes.device), x[:ROWS]
+        index, decode = torch.tensor([3], device=shapes.device), x[:ROWS]
 
         def kernel() -> list[Tensor]:
-            products = [packed.linear(few, held), packed.split_linear(few, held).sum(0)]
-            products += [packed.linear_silu_mul(few, held), packed.product(x, held)]
+            products = [packed.linear(decode, held), packed.split_linear(decode, held).sum(0)]
+            products += [packed.linear_silu_mul(decode, held), packed.product(x, held)]
             return [*products, packed.expand(held, index)]
 
         def twin() -> list[Tensor]:
             wanted = F.linear(x.float(), weight.rows(slice(None)))
-            few = wanted[:ROWS]
-            return [few, few, fused.silu_mul(few), wanted, weight.rows(slice(3, 4))]
+            decode = wanted[:ROWS]
+            return [decode, decode, fused.silu_mul(decode), wanted, weight.rows(slice(3, 4))]
 
         return [Work(kernel, twin)]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from sala.backends.torch.kernels import native
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # the page types that attend.cpp reads
-_WIDEST_HEAD = 256  # attend.cpp keeps a query of that many numbers on its stack
+_WIDEST_HEAD = 256  # that attend.cpp takes
 
 
 def can_attend(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:

@@ -164,7 +164,7 @@ static void store_columns(float* state, const float* from, int64_t dim) {
 
 // ---- one step
 
-static const int64_t KEYS = 256;         // in a piece of attention, at least: shorter ones cost more than they gain
+static const int64_t KEYS = 256;         // in a piece of attention, at least
 static const int64_t MOST_PIECES = 256;  // of one query's attention
 static const int64_t WINDOWS = 256;      // scored at a time
 

@@ -272,9 +272,9 @@ def _qk_block(
         low_sin = tl.load(sin_ptr + dim, mask=has_dim, other=0.0)[None, :]
         high_cos = tl.load(cos_ptr + MIDDLE + dim, mask=has_dim, other=0.0)[None, :]
         high_sin = tl.load(sin_ptr + MIDDLE + dim, mask=has_dim, other=0.0)[None, :]
-        turned = (low * low_cos - high * low_sin).to(dtype).to(tl.float32)
+        rotated = (low * low_cos - high * low_sin).to(dtype).to(tl.float32)
         high = (high * high_cos + low * high_sin).to(dtype).to(tl.float32)
-        low = turned
+        low = rotated
     if HAS_GROWTH:
         growth = tl.load(growth_ptr)
         low = low * growth

@@ -18,7 +18,7 @@ from sala.backends.torch.kernels.pdl import can_use_pdl, pdl_launch_dependents, 
 
 MIN_ROWS, MAX_ROWS = 32, 128  # of a tile: with more, reading the weight is no longer the limit
 PROGRAMS = 128  # about as many as a large GPU has multiprocessors
-MIN_PART = 256  # of K: shorter parts spend more on starting than on reading
+MIN_PART = 256  # of K, at least
 MAX_SPLITS = 8  # the norm that adds up the parts reads them all
 MAX_PREFETCHED = 1  # tiles that a program prefetches before the kernel ahead of it has ended
 

@@ -23,12 +23,12 @@ from sala.backends.torch.kernels.packed_unpack import _halves
 from sala.backends.torch.kernels.packed_weight import WORDS, PackedWeight, block_size
 from sala.backends.torch.kernels.pdl import can_use_pdl, prefetch
 
-MIN_TILE, MAX_TILE = 16, 64  # rows of a program: tensor cores need 16, more than 64 spill
+MIN_TILE, MAX_TILE = 16, 64  # rows of a program; tensor cores need 16
 PROGRAMS = 512  # about four for every multiprocessor of a large GPU: one unpacks while the others wait for memory
-MIN_PART = 512  # of K: shorter parts spend more on starting than on reading
+MIN_PART = 512  # of K, at least
 MAX_SPLITS = 8  # the kernel that adds up the parts reads them all
 PROCESSORS = 132  # of an H200, on which the depth of pipelines was measured
-MAX_STAGES = 8  # deeper pipelines gained nothing on an H200
+MAX_STAGES = 8  # of the pipeline
 MAX_PREFETCHED = 2  # blocks that a program prefetches before the kernel ahead of it has ended
 MAX_EXPANDED = 1 << 26  # weights that `product` expands at a time
 SMALL_SHARED = 128 << 10  # bytes: consumer GPUs have less than this much shared memory per program

@@ -136,10 +136,10 @@ def _top_kernel(
             if count <= CANDIDATES:
                 tl.debug_barrier()
                 slot2 = tl.arange(0, CANDIDATES)
-                few = tl.load(spare + slot2, mask=slot2 < count, other=0)
-                value = tl.load(row + few, mask=slot2 < count, other=0.0)
+                candidate = tl.load(spare + slot2, mask=slot2 < count, other=0)
+                value = tl.load(row + candidate, mask=slot2 < count, other=0.0)
                 value = tl.where(slot2 < count, value.to(tl.int32, bitcast=True), -1)
-                _pick(value, few, row, out, floor, top, INIT, high, PICK, CANDIDATES, True)
+                _pick(value, candidate, row, out, floor, top, INIT, high, PICK, CANDIDATES, True)
             else:
                 _pick(held, ids, row, out, floor, top, INIT, high, PICK, SIZE, HELD)
 
