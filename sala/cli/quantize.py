@@ -65,15 +65,15 @@ def quantize(
     config = replace(SalaConfig.load(path), quantization=None)
     plan = plan_modules(config, wanted)
     with ProgressBar() as bar:
-        text = _text(path, calibration, options.device, bar)
+        text = _text(path, calibration, options, bar)
         if report and is_result(output, config, plan):
             s.note(f"{output} is complete; measuring it")
         else:
             with _resumable(output):
                 quantize_model(path, output, wanted, text, where, requantize, bar)
         if report:
-            measured = _text(path, report_text, options.device, bar) if report_text else text
-            _report(path, output, measured.held_out(report_tokens, 1024), where, needles, bar)
+            measured = _text(path, report_text, options, bar) if report_text else text
+            _report(path, output, measured.held_out(report_tokens, 1024), options, needles, bar)
     width = count_bits(plan, expected_tensors(config), 8 * ELEMENT_BYTES[config.dtype])
     s.note(f"ready: {output}, {width:.2f} bits per weight ({describe(plan)})")
 
@@ -91,21 +91,23 @@ def _resumable(output: Path) -> Iterator[None]:
         raise
 
 
-def _text(model: Path, file: Path | None, device: str, bar: ProgressBar) -> "CalibrationText":
+def _text(model: Path, file: Path | None, options: Options, bar: ProgressBar) -> "CalibrationText":
     from sala.lab.quantize.texts import FileText, SampledText
 
     if file is not None:
         return FileText(file.expanduser(), model)
-    return SampledText(model, device, lambda done, total: bar("writing", done, total))
+    return SampledText(model, options.device, lambda done, total: bar("writing", done, total), options)
 
 
-def _report(original: Path, quantized: Path, tokens: Any, device: Any, num_needles: int, bar: ProgressBar) -> None:
+def _report(original: Path, quantized: Path, tokens: Any, options: Options, num_needles: int, bar: ProgressBar) -> None:
+    from sala.backends.torch.loader import pick_device
     from sala.cli.tables import print_record
     from sala.lab.quantize.report import NAME, measure, to_record
     from sala.lab.report.comparison import save
 
+    device = pick_device(options.device)
     try:
-        results = measure(original, quantized, tokens, device, num_needles, note=bar)
+        results = measure(original, quantized, tokens, device, num_needles, note=bar, options=options)
     except KeyboardInterrupt:
         s.note(f"stopped; {quantized} is complete, and the same command measures it again")
         raise

@@ -91,14 +91,15 @@ def from_file(file: Path | None, cls: type, *others: type) -> list[Given]:
         if name not in known:
             raise InputError(origin, "is not an option", suggest(name, known, "remove it"))
         if name in rows:
-            is_path = isinstance(value, str) and rows[name].kind is PATH and getattr(cls, "has_relative_paths", False)
-            given.append(Given(name, file.parent / Path(value).expanduser() if is_path else value, origin))
+            is_path = rows[name].kind is PATH and isinstance(value, str) and not value.startswith("~")
+            is_relative = is_path and getattr(cls, "has_relative_paths", False)
+            given.append(Given(name, file.parent / value if is_relative else value, origin))
     return given
 
 
 def show(values: Any) -> list[str]:
     """Return options as lines of a TOML file; what is not set is a comment, and keys are masked."""
-    return [_show(row, getattr(values, row.name)) for row in table(type(values)).values()]
+    return [_show(row, getattr(values, row.name)) for row in table(values.__class__).values()]
 
 
 def _show(row: Option, value: Any) -> str:

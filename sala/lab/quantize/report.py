@@ -22,6 +22,7 @@ from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec, scor
 from sala.lab.report.comparison import comparison, pair
 from sala.lab.report.record import Record
 from sala.llm import LLM
+from sala.options import Options
 from sala.text.tokenizer import Tokenizer
 
 WHO = ("original", "quantized")
@@ -43,8 +44,10 @@ def measure(
     num_needles: int = 20,
     lengths: Sequence[int] = NEEDLE_LENGTHS,
     note: Note = lambda *_: None,
+    options: Options | None = None,
 ) -> Values:
     """Return what each model makes of held-out tokens [S, n], and how much the two differ."""
+    loading = options or Options(device=str(device))
     paths = dict(zip(WHO, (original, quantized), strict=True))
     total = 2 * (len(tokens) + num_needles * len(lengths))
     steps = count(1)
@@ -54,19 +57,23 @@ def measure(
 
     hidden, heads = {}, {}
     for who, path in paths.items():
-        hidden[who], heads[who] = read_hidden(path, tokens, device, step)
+        hidden[who], heads[who] = read_hidden(path, tokens, device, step, loading.kernels)
     out: Values = {"tokens": tokens.numel(), **compare(hidden, heads, tokens)}
     del hidden, heads
     out |= {who: out[who] | {"bytes": _size(path)} for who, path in paths.items()}
     for who, path in paths.items():
-        out[who]["needle"] = _recall(path, tokens, device, num_needles, lengths, step)
+        out[who]["needle"] = _recall(path, tokens, loading, num_needles, lengths, step)
     note("measuring", total, total)
     return out
 
 
 @torch.inference_mode()
 def read_hidden(
-    path: Path, tokens: Tensor, device: torch.device, step: Callable[[], None] = lambda: None
+    path: Path,
+    tokens: Tensor,
+    device: torch.device,
+    step: Callable[[], None] = lambda: None,
+    kernels: str = "auto",
 ) -> tuple[Tensor, Head]:
     """Return hidden states [S, n, hidden] on the CPU, and the head that turns them into logits."""
     config = SalaConfig.load(path)
@@ -75,7 +82,7 @@ def read_hidden(
         model = load_model(checkpoint, config, dtype, device)
     rows = []
     for row in tokens:
-        rows.append(model(whole(row[None].to(device), ops=select_ops())).float().cpu())
+        rows.append(model(whole(row[None].to(device), ops=select_ops(kernels))).float().cpu())
         step()
     model.model.layers = nn.ModuleList()  # only the head is still needed
     gc.collect()
@@ -107,7 +114,12 @@ def compare(hidden: dict[str, Tensor], heads: dict[str, Head], tokens: Tensor) -
 
 
 def _recall(
-    path: Path, tokens: Tensor, device: torch.device, trials: int, lengths: Sequence[int], step: Callable[[], None]
+    path: Path,
+    tokens: Tensor,
+    options: Options,
+    trials: int,
+    lengths: Sequence[int],
+    step: Callable[[], None],
 ) -> dict[str, float] | None:
     """Return the share of needles found by length, None without a tokenizer. The haystack is the measured text."""
     if not trials or not (path / "tokenizer.json").is_file():
@@ -117,7 +129,7 @@ def _recall(
     text = [tokenizer.decode(row) for row in tokens.tolist()]
     maker = NeedleMaker(encode, {"train": [], "test": text}, seed=7)
     out = {}
-    with LLM(path, device=str(device), ctx=max(lengths) + 64, max_batch=4, snapshots=0) as llm:
+    with LLM(path, options=options, ctx=max(lengths) + 64, max_batch=4, snapshots=0) as llm:
         for length in lengths:
             spec = NeedleSpec(length - NUM_ANSWERED, split="test")
             cases = [maker.make(spec, index) for index in range(trials)]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sala.config import SalaConfig
 from sala.errors import InputError
+from sala.options import Options
 from sala.text.tokenizer import Tokenizer
 
 HELD_OUT = 0.2  # share of a file that is reserved for measuring
@@ -75,6 +76,7 @@ class SampledText:
     model: Path
     device: str = "auto"
     note: Callable[[int, int], None] = lambda *_: None
+    options: Options = field(default_factory=Options)  # of the model that writes
 
     @property
     def key(self) -> str:
@@ -93,7 +95,8 @@ class SampledText:
 
         count = max(1, num_tokens // length)
         rng = np.random.default_rng(seed)
-        with LLM(self.model, device=self.device, ctx=length + 64, max_batch=16, snapshots=0) as llm:
+        changes = {"device": self.device, "ctx": length + 64, "max_batch": 16, "snapshots": 0}
+        with LLM(self.model, options=self.options, **changes) as llm:
             config = llm.config
             head = [] if config.bos_token_id is None else [config.bos_token_id]
             first = rng.integers(0, config.vocab_size, count).tolist()
