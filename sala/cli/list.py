@@ -65,7 +65,8 @@ def _print(entries: "Sequence[Entry]") -> None:
     for entry in entries:
         when = datetime.fromtimestamp(entry.downloaded_at).strftime("%Y-%m-%d %H:%M") if entry.downloaded_at else "–"
         origin = entry.repo_id or ("–" if entry.size_bytes else "not assembled yet: sala setup")
-        cells = (entry.id, size(entry.size_bytes), describe(entry.quantization), when, origin)
+        weight = size(entry.size_bytes) if entry.size_bytes else "–"
+        cells = (entry.id, weight, describe(entry.quantization), when, origin)
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table)
 

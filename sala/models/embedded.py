@@ -85,11 +85,10 @@ def _raise_not_found(name: str, folder: str) -> NoReturn:
     with contextlib.suppress(OSError):
         known += [child.name for child in models_dir().iterdir() if not child.name.startswith(".")]
     close = difflib.get_close_matches(folder.lower(), [each.lower() for each in known], 1)
-    hints = [f"did you mean {each}?" for each in known if each.lower() in close]
+    hint = "".join(f"did you mean {each}? Otherwise " for each in known if each.lower() in close)
     if "--" in folder:
-        hints.append(f"download it with `sala pull {folder.replace('--', '/', 1)}`")
-    hints.append("see `sala list`, or give a directory that holds a checkpoint")
-    raise ModelNotFound(f"there is no model {name!r}", "; ".join(hints))
+        hint += f"download it with `sala pull {folder.replace('--', '/', 1)}`, "
+    raise ModelNotFound(f"there is no model {name!r}", f"{hint}see `sala list`, or give a directory with a checkpoint")
 
 
 def find_base(path: Path, adapter: str | Path | None, note: Note = lambda _: None) -> tuple[Path, Path | None]:

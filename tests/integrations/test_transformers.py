@@ -275,6 +275,20 @@ def test_quantized_checkpoints_load_dequantized(kind: str, tmp_path: Path) -> No
     assert SalaConfig.load(tmp_path / "plain").quantization is None
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gradients_through_packed_matrices_on_a_gpu(tmp_path: Path) -> None:
+    packed = write_quantized("affine", tmp_path)
+    ids = torch.tensor([prompt(40)], device="cuda")
+    gradients = []
+    for is_packed in (True, False):
+        model = load(packed, "bfloat16", "cuda", packed=is_packed)
+        embeds = model.model.embed_tokens(ids).detach().requires_grad_(True)
+        model(inputs_embeds=embeds, labels=ids).loss.backward()
+        assert embeds.grad is not None
+        gradients.append(embeds.grad.float().flatten())
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.99
+
+
 @pytest.mark.parametrize("kind", ["affine", "gptq"])
 def test_lora_beside_packed_matrices(tmp_path: Path, kind: str) -> None:
     """PEFT's adapters get the gradients that they get beside the same matrices dequantized, and learn."""
