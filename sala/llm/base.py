@@ -73,6 +73,9 @@ class BaseLLM:
             tier = DiskTier(store, self.engine.hybrid, self._executor, self.config.sparse_config.agreement_len)
             self.engine.before, self.engine.after = tier.fetch, tier.keep
 
+    def __reduce__(self) -> Any:
+        return self.service.__reduce__()  # raises: a loaded model cannot be pickled
+
     def open_store(self, directory: str | Path, max_bytes: int | None = None) -> SessionStore:
         """Return the sessions in a directory, as far as they belong to this model."""
         return SessionStore(Path(directory).expanduser(), self.fingerprint(), max_bytes, warnings.warn)

@@ -1,7 +1,7 @@
-"""Many requests from a file, in OpenAI's batch format: one JSON object per line in, one per line out.
+"""Batch inference in OpenAI's batch format: one JSON object per line in, one per line out.
 
-Answers are written as they come, to `OUT.part`, and the file gets its name when all are there. After a kill, the same
-command goes on where it stopped: lines already answered are not computed again.
+Answers are written to `OUT.part` as they complete; the file gets its name when all of them are there. After a kill, the
+same command resumes: lines that are answered already are not computed again.
 """
 
 import json
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Tally:
-    """How a batch went."""
+    """Counts of a batch."""
 
     done: int = 0
     failed: int = 0
@@ -42,7 +42,7 @@ class Tally:
 
 
 def run_batch(llm: LLM, source: Path, target: Path, on_progress: Progress | None = None) -> Tally:
-    """Answer every line of `source` into `target`."""
+    """Answer every line of `source` and write the answers to `target`. Return the counts."""
     if target.exists() or target.is_symlink():
         raise InputError("output", f"{target} exists already", "choose another file")
     if not source.is_file():
@@ -54,7 +54,7 @@ def run_batch(llm: LLM, source: Path, target: Path, on_progress: Progress | None
     with part.open("a", encoding="utf-8") as out:
         calls = _calls(source, answered, tally, out)
         for (custom_id, url), result in llm.many(calls):
-            _write(out, _answer(custom_id, result, url))
+            _write(out, _answer(custom_id, result, url, llm.path.name))
             tally.done += isinstance(result, Completion)
             tally.failed += not isinstance(result, Completion)
             if on_progress is not None:
@@ -66,7 +66,7 @@ def run_batch(llm: LLM, source: Path, target: Path, on_progress: Progress | None
 
 
 def _resume(part: Path) -> set[str]:
-    """The ids in an unfinished output; half a line at its end is cut off."""
+    """Return the ids in an unfinished output; half a line at its end is cut off."""
     if not part.is_file():
         return set()
     answered, good = set(), 0
@@ -177,26 +177,30 @@ def _format(value: Any) -> dict[str, Any]:
     raise InputError("response_format", f"is {value!r}"[:200], "use text, json_object or json_schema with a schema")
 
 
-def _answer(custom_id: str, result: Completion | Exception, url: str = URLS[0]) -> dict[str, Any]:
+def _answer(custom_id: str, result: Completion | Exception, url: str = URLS[0], model: str = "") -> dict[str, Any]:
     line: dict[str, Any] = {"id": f"batch_req_{secrets.token_hex(8)}", "custom_id": custom_id}
     if isinstance(result, Completion):
-        line["response"] = {"status_code": 200, "request_id": f"req_{secrets.token_hex(8)}", "body": _body(result, url)}
+        line["response"] = {
+            "status_code": 200,
+            "request_id": f"req_{secrets.token_hex(8)}",
+            "body": _body(result, url, model),
+        }
         line["error"] = None
         return line
-    is_theirs = isinstance(result, InputError | ContextTooLong)
+    is_client_error = isinstance(result, InputError | ContextTooLong)
     code = "context_length_exceeded" if isinstance(result, ContextTooLong) else "invalid_request_error"
     error = {
         "message": str(result) or type(result).__name__,
-        "type": "invalid_request_error" if is_theirs else "server_error",
+        "type": "invalid_request_error" if is_client_error else "server_error",
         "param": getattr(result, "field", None),
-        "code": code if is_theirs else "server_error",
+        "code": code if is_client_error else "server_error",
     }
-    line["response"] = {"status_code": 400 if is_theirs else 500, "request_id": None, "body": {"error": error}}
+    line["response"] = {"status_code": 400 if is_client_error else 500, "request_id": None, "body": {"error": error}}
     line["error"] = {"code": error["code"], "message": error["message"]}
     return line
 
 
-def _body(result: Completion, url: str) -> dict[str, Any]:
+def _body(result: Completion, url: str, model: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
     if result.reasoning:
         message["reasoning_content"] = result.reasoning
@@ -206,14 +210,14 @@ def _body(result: Completion, url: str) -> dict[str, Any]:
             for c in result.tool_calls
         ]
     is_chat = url == URLS[0]
-    said = {"message": message} if is_chat else {"text": result.text}
-    choice = {"index": 0, **said, "logprobs": None, "finish_reason": result.finish_reason}
+    content = {"message": message} if is_chat else {"text": result.text}
+    choice = {"index": 0, **content, "logprobs": None, "finish_reason": result.finish_reason}
     usage = result.usage
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
-        "model": "sala",
+        "model": model,
         "choices": [choice],
         "usage": {
             "prompt_tokens": usage.prompt_tokens,

@@ -21,7 +21,7 @@ from sala.cli import run as run_cli
 from sala.engine.requests import Call
 from sala.engine.stream import Completion, Event
 from sala.lab.bench import measure
-from sala.lab.eval.harness import Examinee, Wish
+from sala.lab.eval.harness import Generation, HarnessModel
 from sala.lab.eval.runner import answer as run_case
 from sala.lab.eval.tasks.case import Case, Solution
 from sala.llm import LLM, AsyncLLM
@@ -307,6 +307,7 @@ def test_batch(llm: LLM, query: Query, wanted: list[Answer], tmp_path: Path) -> 
     tally = run_batch(llm, source, target)
     line = json.loads(target.read_text())
     assert (tally.done, line["error"]) == (1, None)
+    assert line["response"]["body"]["model"] == llm.path.name
     assert from_body(line["response"]["body"], 1) == wanted
 
 
@@ -347,10 +348,10 @@ def test_evaluation(llm: LLM, query: Query, wanted: list[Answer]) -> None:
     """The lm-eval adapter's object and the runner take a rendered conversation."""
     if query.n > 1 or query.tools or "json_schema" in query.settings:
         pytest.skip("evaluations do not ask for it")
-    examinee = Examinee(llm)
-    examinee.is_chat = True
+    harness = HarnessModel(llm)
+    harness.is_chat = True
     text = llm.tokenizer.render_chat(query.messages, add_generation_prompt=True)
-    assert examinee.write([Wish(text, query.sampling)]) == [wanted[0].text]
+    assert harness.write([Generation(text, query.sampling)]) == [wanted[0].text]
     if not query.sampling.stop and not wanted[0].reasoning:
         ids = np.array(llm.encode_chat(query.messages))
         done = run_case(llm, Case(ids, "", query.sampling.max_tokens, Solution(("",))))
@@ -385,7 +386,7 @@ def test_raw_prompts(
         _check_completions(server, query, wanted)
         if query.n == 1:
             assert from_events(list(llm.stream("once", query.sampling))) == wanted[0]
-            assert Examinee(llm).write([Wish("once", query.sampling)]) == [wanted[0].text]
+            assert HarnessModel(llm).write([Generation("once", query.sampling)]) == [wanted[0].text]
             source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
             body = {**query.body(), "prompt": "once"}
             del body["messages"]

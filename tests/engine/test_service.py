@@ -240,7 +240,7 @@ def test_a_dead_engine(tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pyte
 def test_pickle_and_fork(tiny: Path) -> None:
     model = LLM(tiny, device="cpu", ctx=256)
     with pytest.raises(TypeError, match="load it in the process that uses it"):
-        pickle.dumps(model.service)
+        pickle.dumps(model)
     model.generate("hello", **GREEDY)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
