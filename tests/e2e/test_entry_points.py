@@ -351,7 +351,7 @@ def test_evaluation(llm: LLM, query: Query, wanted: list[Answer]) -> None:
     harness = HarnessModel(llm)
     harness.is_chat = True
     text = llm.tokenizer.render_chat(query.messages, add_generation_prompt=True)
-    assert harness.write([Generation(text, query.sampling)]) == [wanted[0].text]
+    assert harness.generate([Generation(text, query.sampling)]) == [wanted[0].text]
     if not query.sampling.stop and not wanted[0].reasoning:
         ids = np.array(llm.encode_chat(query.messages))
         done = run_case(llm, Case(ids, "", query.sampling.max_tokens, Solution(("",))))
@@ -386,7 +386,7 @@ def test_raw_prompts(
         _check_completions(server, query, wanted)
         if query.n == 1:
             assert from_events(list(llm.stream("once", query.sampling))) == wanted[0]
-            assert HarnessModel(llm).write([Generation("once", query.sampling)]) == [wanted[0].text]
+            assert HarnessModel(llm).generate([Generation("once", query.sampling)]) == [wanted[0].text]
             source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
             body = {**query.body(), "prompt": "once"}
             del body["messages"]
