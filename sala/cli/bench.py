@@ -270,21 +270,20 @@ def _measure_kernels(where: "torch.device", lengths: Sequence[int]) -> tuple[str
 
 def _time_all(cases: Sequence["KernelCase"], roofline: "Roofline") -> list["KernelResult"]:
     """Measure one kernel after another; a failure is a result, and the rest goes on."""
-    from rich.console import Console
-
+    from sala.cli.progress import ProgressBar
     from sala.lab.bench.roofline import measure
 
-    console = Console(stderr=True)
     results = []
-    for index, one in enumerate(cases):
-        name, turn = f"{one.name}, {one.size}", f"({index + 1} of {len(cases)})"
-        with console.status(f"{name} {turn}"):
+    with ProgressBar(is_kept=False, is_quiet=True) as bar:
+        for index, one in enumerate(cases):
+            name, turn = f"{one.name}, {one.size}", f"({index + 1} of {len(cases)})"
+            bar("measuring", index, len(cases), name)
             found = measure(one, roofline)
-        results.append(found)
-        if found.ms is None:
-            s.note(f"{name}: failed: {found.error} {turn}")
-        else:
-            s.note(f"{name}: {_ms(found.ms)} ms, {found.share:.0%} of the roofline {turn}")
+            results.append(found)
+            if found.ms is None:
+                bar.print(f"{name}: failed: {found.error} {turn}")
+            else:
+                bar.print(f"{name}: {_ms(found.ms)} ms, {found.share:.0%} of the roofline {turn}")
     return results
 
 
@@ -294,25 +293,24 @@ def _ms(value: float) -> str:
 
 def _measure_all(counts: Sequence[int], measure: Callable[[int], T], name: Callable[[int], str]) -> list[T]:
     """Measure the smallest first; where one does not fit into memory, larger ones are left out."""
-    from rich.console import Console
+    from sala.cli.progress import ProgressBar
 
-    console = Console(stderr=True)
     results: list[T] = []
-    for index, count in enumerate(counts):
-        try:
-            with console.status(f"{name(count)} ({index + 1} of {len(counts)})"):
-                results.append(measure(count))
-        except (SalaError, MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
-                raise
-            if not results:
-                raise SalaError(f"{name(count)}: {_reason(error)}") from None
-            s.note(f"{name(count)} and above left out: {_reason(error)}")
-            break
-        prefill, decode = results[-1].prefill_per_second, results[-1].decode_per_second
-        s.note(
-            f"{name(count)}: prefill {prefill:,.0f} tok/s, decode {decode:,.1f} tok/s ({index + 1} of {len(counts)})"
-        )
+    with ProgressBar(is_kept=False, is_quiet=True) as bar:
+        for index, count in enumerate(counts):
+            bar("measuring", index, len(counts), name(count))
+            try:
+                found = measure(count)
+            except (SalaError, MemoryError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
+                    raise
+                if not results:
+                    raise SalaError(f"{name(count)}: {_reason(error)}") from None
+                bar.print(f"{name(count)} and above left out: {_reason(error)}")
+                break
+            results.append(found)
+            speeds = f"prefill {found.prefill_per_second:,.0f} tok/s, decode {found.decode_per_second:,.1f} tok/s"
+            bar.print(f"{name(count)}: {speeds} ({index + 1} of {len(counts)})")
     return results
 
 

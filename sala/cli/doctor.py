@@ -93,25 +93,16 @@ def machine() -> dict[str, Any]:
 
     import psutil
 
+    from sala.lab.report.record import processor
+
     memory = psutil.virtual_memory()
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor(),
         "threads": os.cpu_count(),
         "memory": int(memory.total),
         "memory_free": int(memory.available),
     }
-
-
-def _processor() -> str:
-    import platform
-
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def gpus() -> list[dict[str, Any]]:

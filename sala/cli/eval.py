@@ -75,10 +75,10 @@ def needle(
     facts |= {"preset": preset, "keys": keys, "values": values}
     jobs = suite.needle(counts, places, trials, preset, keys, _kinds(values))
     settings = {**facts, "lengths": counts, "depths": places, "trials": trials}
-    rows = run.cases(jobs, settings, facts, _tell_needle)
-    cells = summarise(rows, ("length", "depth"))
-    run.save(cells, settings, f"needles found: {run.title(trials)}")
-    _print_grid(cells, f"needles found: {run.title(trials)}")
+    cells = summarise(run.cases(jobs, settings, facts, _tell_needle), ("length", "depth"))
+    title = f"needles found: {run.title(trials)}"
+    run.save(cells, settings, title)
+    _print_grid(cells, title)
 
 
 @eval.command()
@@ -114,8 +114,7 @@ def ruler(
     facts |= {"questions": _digest(questions)}
     jobs = suite.ruler(chosen, counts, trials, per_text, passages)
     settings = {**facts, "tasks": chosen, "lengths": counts, "trials": trials, "per_text": per_text}
-    rows = run.cases(jobs, settings, facts, _tell_ruler)
-    cells = summarise(rows, ("task", "length"))
+    cells = summarise(run.cases(jobs, settings, facts, _tell_ruler), ("task", "length"))
     run.save(cells, settings, f"long-context tasks: {run.title(trials)}")
     _print_tasks(cells, f"scores: {run.title(trials)}")
 

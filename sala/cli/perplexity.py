@@ -41,11 +41,12 @@ def perplexity(
     from sala.cli.outputs import output_file, plot_file, resumable
     from sala.cli.progress import ProgressBar
     from sala.lab.eval import perplexity as work
+    from sala.lab.eval.documents import read_documents
     from sala.lab.report.record import Log, Record
 
     counts = read_counts(lengths, "lengths")
     _check(stride, tokens, counts)
-    documents = work.read_documents(file.expanduser())
+    documents = read_documents(file.expanduser())
     path = s.find_model(options.model)
     record_file = output_file(output, f"perplexity-{path.name}.json", ".json")
     if record_file.absolute() == file.absolute():

@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 
 from sala.cli.perplexity import perplexity
 from sala.errors import InputError
-from sala.lab.eval.perplexity import TokenizedText, Window, choose_lengths, cut, measure, read_documents, to_text
+from sala.lab.eval.documents import read_documents
+from sala.lab.eval.perplexity import TokenizedText, Window, choose_lengths, cut, measure, to_text
 from sala.lab.report.page import read_runs
 from sala.lab.report.record import Log, Record
 from sala.llm import LLM

@@ -5,13 +5,11 @@ one. With a stride below the length windows overlap, and only the new tokens of 
 """
 
 import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sala.engine.cache import as_bytes
@@ -22,7 +20,6 @@ from sala.lab.report.record import Log, key_of
 if TYPE_CHECKING:
     from sala.llm import LLM
 
-MAX_BYTES = 1 << 30
 Note = Callable[[str, int, int], None]  # stage, tokens done, total
 
 
@@ -45,33 +42,6 @@ class TokenizedText:
     @property
     def digest(self) -> str:
         return hashlib.sha256(as_bytes(self.ids)).hexdigest()[:16]
-
-
-def read_documents(file: Path) -> list[str]:
-    """Return a text file, or the "text" of every line of a .jsonl file; raise InputError with a bad line's number."""
-    try:
-        if file.stat().st_size > MAX_BYTES:
-            raise InputError("file", f"{file} is larger than {MAX_BYTES >> 20} MiB", "give a part of it")
-        content = file.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise InputError("file", f"{file} cannot be read: {error.strerror}", "give a text or a .jsonl file") from None
-    except UnicodeDecodeError as error:
-        raise InputError("file", f"{file} is not UTF-8 text (byte {error.start})", "convert it to text first") from None
-    if file.suffix not in (".jsonl", ".ndjson"):
-        return [content]
-    lines = enumerate(content.split("\n"), 1)
-    return [_text_of(line, f"{file}, line {number},") for number, line in lines if line.strip()]
-
-
-def _text_of(line: str, where: str) -> str:
-    try:
-        record: Any = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise InputError("file", f"{where} has no text", 'each line must be an object with a "text"')
-    return text
 
 
 def to_text(llm: "LLM", name: str, documents: Sequence[str], max_tokens: int | None = None) -> TokenizedText:

@@ -1,11 +1,10 @@
 """Texts to calibrate with and to measure on: a file, or text that the model generates."""
 
 import hashlib
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,13 +12,14 @@ from torch import Tensor
 
 from sala.config import SalaConfig
 from sala.errors import InputError
+from sala.lab.eval.documents import LINES, read_bytes, read_documents
 from sala.options import Options
 from sala.text.tokenizer import Tokenizer
 
 HELD_OUT = 0.2  # share of a file that is reserved for measuring
 MAX_HELD_OUT = 65536  # tokens
 MIN_TOKENS = 256
-MAX_BYTES = 1 << 30
+FIELD = "calibration"  # in error messages
 _SEED = 20
 
 
@@ -42,17 +42,17 @@ class FileText:
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(_read(self.file)).hexdigest()
+        return hashlib.sha256(read_bytes(self.file, FIELD)).hexdigest()
 
     def tokens(self) -> list[int]:
         if self._tokens is None:
             tokenizer, config = Tokenizer.load(self.model), SalaConfig.load(self.model)
             ends = list(config.eos_token_id[:1])
-            texts = list(read_documents(self.file))
+            texts = read_documents(self.file, FIELD, (*LINES, ".json"))
             self._tokens = [token for ids in tokenizer.encode_many(texts) for token in [*ids, *ends]]
             if len(self._tokens) < MIN_TOKENS:
                 message = f"{self.file} has {len(self._tokens)} tokens"
-                raise InputError("calibration", message, f"give at least {MIN_TOKENS}; some ten thousand are better")
+                raise InputError(FIELD, message, f"give at least {MIN_TOKENS}; some ten thousand are better")
         return self._tokens
 
     def pieces(self, num_tokens: int, length: int) -> Tensor:
@@ -123,37 +123,3 @@ def cut(tokens: list[int], length: int) -> Tensor:
     length = min(length, len(tokens))
     count = len(tokens) // length if length else 0
     return torch.tensor(tokens[: count * length], dtype=torch.long).view(count, length)
-
-
-def read_documents(file: Path) -> Iterator[str]:
-    """Yield the texts of a file; raise InputError with the number of a bad line."""
-    try:
-        content = _read(file).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError("calibration", f"{file} is not UTF-8 text (byte {error.start})", "convert it first") from None
-    if file.suffix not in (".jsonl", ".json"):
-        yield content
-        return
-    for number, line in enumerate(content.splitlines(), 1):
-        if line.strip():
-            yield _text_of(line, f"{file}, line {number},")
-
-
-def _text_of(line: str, where: str) -> str:
-    try:
-        record: Any = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise InputError("calibration", f"{where} has no text", 'each line must be an object with a "text"')
-    return text
-
-
-def _read(file: Path) -> bytes:
-    try:
-        if file.stat().st_size > MAX_BYTES:
-            raise InputError("calibration", f"{file} is larger than {MAX_BYTES >> 20} MiB", "give a part of it")
-        return file.read_bytes()
-    except OSError as error:
-        raise InputError("calibration", f"{file} cannot be read: {error.strerror}") from None

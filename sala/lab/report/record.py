@@ -34,7 +34,7 @@ def machine() -> dict[str, Any]:
 
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor(),
         "threads": os.cpu_count(),
         "memory": int(psutil.virtual_memory().total),
         "gpus": _gpus(),
@@ -211,7 +211,8 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of the CPU."""
     import platform
 
     try:
