@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from sala.engine.loop import Histogram, RequestStatistics
 
@@ -83,7 +82,7 @@ class RequestMetrics(Collector):
 
 
 def _histogram(name: str, words: str, histogram: Histogram) -> Metric:
-    bounds = [*(floatToGoString(bound) for bound in histogram.bounds), "+Inf"]
+    bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
     buckets = list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
     return HistogramMetricFamily(name, words, buckets=buckets, sum_value=histogram.total)
 

@@ -10,8 +10,8 @@ from starlette.responses import Response
 from sala.engine.stream import StreamItem
 from sala.server.api import answers
 from sala.server.api.anthropic_schema import (
+    AnthropicMessage,
     CountRequest,
-    InputMessage,
     MessageObject,
     MessagesError,
     MessagesRequest,
@@ -115,7 +115,7 @@ def as_messages(body: CountRequest) -> Iterator[dict[str, Any]]:
             yield from _as_inputs(message)
 
 
-def _as_turn(message: InputMessage) -> dict[str, Any]:
+def _as_turn(message: AnthropicMessage) -> dict[str, Any]:
     """Return reasoning, text and calls of the assistant as one message."""
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
@@ -128,7 +128,7 @@ def _as_turn(message: InputMessage) -> dict[str, Any]:
     return {**turn, "tool_calls": calls} if calls else turn
 
 
-def _as_inputs(message: InputMessage) -> Iterator[dict[str, Any]]:
+def _as_inputs(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
     """Yield tool results as messages of their own, and adjacent texts as one message."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}

@@ -32,7 +32,7 @@ class ToolUse(Strict):
     input: dict[str, Any]
 
 
-Text = Annotated[
+TextOrBlocks = Annotated[
     Annotated[str, Tag("~text")] | Annotated[list[TextBlock], FIRST_ONLY, Tag("~list")],
     union({str: "~text", list: "~list"}, "a string or a list of text blocks"),
 ]
@@ -49,7 +49,7 @@ class ToolResult(Strict):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Text = ""
+    content: TextOrBlocks = ""
     is_error: bool | None = Field(None, description="Accepted and not used: the content must say so.")
 
 
@@ -72,15 +72,15 @@ def _block_kind(value: Any) -> str | None:
     return f"~{kind}" if kind in ("tool_use", "tool_result") else "~text"
 
 
-Block = Annotated[
+ContentBlock = Annotated[
     Annotated[TextBlock, Tag("~text")]
     | Annotated[ToolUse, Tag("~tool_use")]
     | Annotated[ToolResult, Tag("~tool_result")]
     | Annotated[ThinkingBlock, Tag("~thought")],
     discriminate(_block_kind, "a block"),
 ]
-Content = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[Block], FIRST_ONLY, Tag("~list")],
+AnthropicContent = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[list[ContentBlock], FIRST_ONLY, Tag("~list")],
     union({str: "~text", list: "~list"}, "a string or a list of blocks"),
 ]
 OTHERS: dict[str, tuple[type[Strict], ...]] = {
@@ -90,12 +90,12 @@ OTHERS: dict[str, tuple[type[Strict], ...]] = {
 }
 
 
-class InputMessage(Strict):
+class AnthropicMessage(Strict):
     role: Literal["user", "assistant", "system"]
-    content: Content
+    content: AnthropicContent
 
     @model_validator(mode="after")
-    def _check_blocks(self) -> "InputMessage":
+    def _check_blocks(self) -> "AnthropicMessage":
         if any(isinstance(block, OTHERS[self.role]) for block in self.content):
             raise problem("holds blocks that this role cannot have", "content")
         return self
@@ -112,7 +112,7 @@ class CustomTool(Strict):
     input_schema: Parameters
 
 
-class ToolChoice(Strict):
+class AnthropicToolChoice(Strict):
     """`any` and `tool` are enforced: the answer consists of calls only."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -120,7 +120,7 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = Field(None, description="If true, only the first call is returned.")
 
     @model_validator(mode="after")
-    def _check_name(self) -> "ToolChoice":
+    def _check_name(self) -> "AnthropicToolChoice":
         if self.type == "tool" and self.name is None:
             raise problem("is required with type tool", "name", "missing")
         return self
@@ -158,12 +158,12 @@ class CountRequest(Strict):
     ignored = CACHED | {"context_management", "diagnostics", "speed"}
 
     model: str | None = Field(None, description="The model to use; by default the server's default model.")
-    messages: Annotated[list[InputMessage], MinLen(1), FIRST_ONLY] = Field(
+    messages: Annotated[list[AnthropicMessage], MinLen(1), FIRST_ONLY] = Field(
         json_schema_extra={"example": [{"role": "user", "content": "Hello"}]}
     )
-    system: Text | None = None
+    system: TextOrBlocks | None = None
     tools: Annotated[list[CustomTool], MaxLen(MAX_TOOLS), FIRST_ONLY] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = Field(None, description="By default, the server's setting.")
     output_config: OutputConfig | None = None
 

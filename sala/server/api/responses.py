@@ -19,7 +19,7 @@ from sala.server.api.responses_schema import (
     CallOutput,
     FunctionChoice,
     InputItem,
-    InputMessage,
+    MessageItem,
     ReasoningItem,
     ResponseObject,
     ResponseRequest,
@@ -92,7 +92,7 @@ def as_messages(body: ResponseRequest) -> Iterator[dict[str, Any]]:
             turn = {}
         if isinstance(item, CallOutput):
             yield {"role": "tool", "tool_call_id": item.call_id, "content": join(item.output)}
-        elif isinstance(item, InputMessage) and item.role != "assistant":
+        elif isinstance(item, MessageItem) and item.role != "assistant":
             yield {"role": "user" if item.role == "user" else "system", "content": join(item.content)}
         else:
             turn = {"role": "assistant"}
@@ -105,14 +105,14 @@ def _belongs(item: InputItem, turn: dict[str, Any]) -> bool:
     """Return whether the assistant's turn continues with this item: reasoning, then text, then calls."""
     if isinstance(item, CallItem):
         return bool(turn)
-    is_speech = isinstance(item, InputMessage) and item.role == "assistant"
+    is_speech = isinstance(item, MessageItem) and item.role == "assistant"
     return bool(turn) and is_speech and "content" not in turn and "tool_calls" not in turn
 
 
 def _add_to_turn(turn: dict[str, Any], item: InputItem) -> None:
     if isinstance(item, ReasoningItem):
         turn["reasoning_content"] = join(item.content or [])
-    elif isinstance(item, InputMessage):
+    elif isinstance(item, MessageItem):
         turn["content"] = join(item.content)
     elif isinstance(item, CallItem):
         call = as_call(item.call_id, item.name, json.loads(item.arguments or "{}"))

@@ -28,7 +28,7 @@ class Part(Strict):
         return {"type": "refusal", "text": data.get("refusal")} if is_refusal else data
 
 
-Text = Annotated[
+TextOrParts = Annotated[
     Annotated[str, Tag("~text")] | Annotated[list[Part], FIRST_ONLY, Tag("~list")],
     union({str: "~text", list: "~list"}, "a string or a list of text parts"),
 ]
@@ -38,12 +38,12 @@ def join(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class InputMessage(Strict):
+class MessageItem(Strict):
     ignored = MARKS
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text
+    content: TextOrParts
 
 
 class CallItem(Strict):
@@ -75,7 +75,7 @@ class CallOutput(Strict):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Text
+    output: TextOrParts
 
 
 class ReasoningItem(Strict):
@@ -105,7 +105,7 @@ def _item_kind(value: Any) -> str | None:
 
 
 InputItem = Annotated[
-    Annotated[InputMessage, Tag("~message")]
+    Annotated[MessageItem, Tag("~message")]
     | Annotated[CallItem, Tag("~function_call")]
     | Annotated[CallOutput, Tag("~function_call_output")]
     | Annotated[ReasoningItem, Tag("~reasoning")]

@@ -101,12 +101,16 @@ def test_an_answer_streams_and_is_found_again(page: Any, shoot: Callable[[Any, s
     expect(page.locator(".prose table tbody tr")).to_have_count(3)
     expect(page.locator(".prose pre code")).to_contain_text("def length")
     expect(page.locator(".prose a")).to_have_attribute("rel", re.compile("noopener"))
+    expect(page.locator(".prose pre .hljs-keyword").first).to_have_text("def")
+    expect(page.locator(".prose .katex")).to_have_count(4)
+    expect(page.locator(".prose .math-display .katex-display")).to_have_count(1)
+    expect(page.locator(".prose")).to_contain_text("costs $5 to $6 per km")
     expect(page.locator(".stats")).to_contain_text("41.3 tok/s")
     expect(page.locator("#context-text")).to_contain_text("of 1.05M tokens")
     page.reload()
     expect(page.locator(".prose .level-2")).to_have_text("Three long rivers")
     expect(page.locator(".chat-row.is-current a")).to_have_text("Which rivers are the longest? Please think first.")
-    page.locator("#scroller").evaluate("node => node.scrollTop = 0")
+    page.locator("#scroller").evaluate("node => node.scrollTop = 640")
     shoot(page, "light")
     page.locator("#theme").click()
     page.locator("#theme").click()
@@ -200,7 +204,9 @@ def test_markup_of_the_model_stays_text(page: Any) -> None:
     expect(prose).to_contain_text("<script>window.hacked = 1</script>")
     expect(prose).to_contain_text('<iframe srcdoc="<script>parent.hacked=5</script>">')
     assert page.evaluate("window.hacked") is None
-    assert prose.locator("script, img, iframe, b").count() == 0
+    assert prose.locator("script, img, iframe, b, style, svg image, math mtext script").count() == 0
+    names = prose.evaluate("node => [...node.querySelectorAll('*')].flatMap((one) => one.getAttributeNames())")
+    assert [name for name in names if name.startswith("on")] == []
     for link in prose.locator("a").all():
         assert (link.get_attribute("href") or "").startswith("https://")
     _send(page, "<img src=x onerror='window.hacked=7'> short")
@@ -209,6 +215,55 @@ def test_markup_of_the_model_stays_text(page: Any) -> None:
     page.reload()
     expect(page.locator(".chat-row a")).to_have_count(1)
     assert page.evaluate("window.hacked") is None
+
+
+GROWING = """\
+1. one
+  - child
+
+2. two
+
+Text with **bold**, $a_1$ and `code`.
+
+```python
+def f(): return 1
+```
+
+> quote
+> - item
+
+| a | b |
+|---|---|
+| 1 | $x$ |
+
+\\[ x^2 \\]
+
+- [x] done
+- last
+"""
+
+
+def test_a_growing_answer_ends_as_if_shown_at_once(page: Any) -> None:
+    """And blocks that did not change keep their nodes, so that nothing flickers while an answer streams."""
+    grown, whole, num_kept = page.evaluate(
+        """async (text) => {
+            const { MarkdownView } = await import("/web/markdown.js");
+            const [growing, whole] = [document.createElement("div"), document.createElement("div")];
+            const view = new MarkdownView(growing);
+            let early = null;
+            for (let end = 1; end <= text.length; end += 1) {
+                view.update(text.slice(0, end));
+                if (text.slice(0, end).endsWith("> quote")) early = [...growing.children].slice(0, 3);
+            }
+            new MarkdownView(whole).update(text);
+            const kept = early.filter((node) => node.isConnected || growing.contains(node)).length;
+            return [growing.innerHTML, whole.innerHTML, kept];
+        }""",
+        GROWING,
+    )
+    assert grown == whole
+    assert whole.count('class="katex"') == 3
+    assert num_kept == 3
 
 
 def test_failures_are_told_in_plain_words(page: Any, shoot: Callable[[Any, str], None]) -> None:
