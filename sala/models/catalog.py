@@ -11,7 +11,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -295,11 +295,11 @@ class Job:
     id: str
     repo_id: str
     revision: str | None
-    status: str  # queued, running, done, failed, cancelled
-    files: dict[str, tuple[int, int]]  # done, total
-    error: str | None
-    skipped: tuple[str, ...]
     created_at: float
+    status: str = "queued"  # queued, running, done, failed, cancelled
+    files: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # done, total
+    error: str | None = None
+    skipped: tuple[str, ...] = ()
 
     @property
     def done_bytes(self) -> int:
@@ -316,16 +316,9 @@ class Job:
 
 @dataclass
 class _Task:
-    """A download with its thread."""
+    """A download with its thread; the job is replaced under the lock."""
 
-    id: str
-    repo_id: str
-    revision: str | None
-    created_at: float
-    status: str = "queued"
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    error: str | None = None
-    skipped: list[str] = field(default_factory=list)
+    job: Job
     stop: Stop = field(default_factory=Stop)
     thread: threading.Thread | None = None
 
@@ -350,33 +343,32 @@ class Downloads:
         with self._lock:
             if self._is_closed:
                 raise Busy("the server is closing")
-            if task := self._active(folder):
-                return _freeze(task)
+            if job := self._active(folder):
+                return job
             if self._library.find(repo_id) is not None:
                 raise AlreadyThere(f"{repo_id} is there already", "delete it first to download it again")
-            if sum(not _freeze(task).is_over for task in self._tasks.values()) >= MAX_WAITING:
+            if sum(not task.job.is_over for task in self._tasks.values()) >= MAX_WAITING:
                 raise Busy("too many downloads are waiting", "wait for some of them to end")
-            task = _Task(f"dl-{secrets.token_hex(8)}", repo_id, revision, time.time())
-            task.thread = threading.Thread(target=self._run, args=(task, hub), name=task.id, daemon=True)
-            self._tasks[task.id] = task
+            task = _Task(Job(f"dl-{secrets.token_hex(8)}", repo_id, revision, time.time()))
+            task.thread = threading.Thread(target=self._run, args=(task, hub), name=task.job.id, daemon=True)
+            self._tasks[task.job.id] = task
             self._forget()
             task.thread.start()
-            return _freeze(task)
+            return task.job
 
     def get(self, job_id: str) -> Job | None:
         with self._lock:
             task = self._tasks.get(job_id)
-            return None if task is None else _freeze(task)
+            return None if task is None else task.job
 
     def list(self) -> list[Job]:
         with self._lock:
-            return [_freeze(task) for task in self._tasks.values()]
+            return [task.job for task in self._tasks.values()]
 
     def find_active(self, model_id: str) -> Job | None:
         """Return the running download of this model, if there is one."""
         with contextlib.suppress(InputError), self._lock:
-            task = self._active(folder_name(model_id) if "/" in model_id else model_id)
-            return None if task is None else _freeze(task)
+            return self._active(folder_name(model_id) if "/" in model_id else model_id)
         return None
 
     def cancel(self, job_id: str) -> Job | None:
@@ -401,14 +393,12 @@ class Downloads:
             if task.thread is not None:
                 task.thread.join(2.0)
 
-    def _active(self, folder: str) -> _Task | None:
-        for task in self._tasks.values():
-            if not _freeze(task).is_over and folder_name(task.repo_id).casefold() == folder.casefold():
-                return task
-        return None
+    def _active(self, folder: str) -> Job | None:
+        jobs = (task.job for task in self._tasks.values() if not task.job.is_over)
+        return next((job for job in jobs if folder_name(job.repo_id).casefold() == folder.casefold()), None)
 
     def _forget(self) -> None:
-        over = [job_id for job_id, task in self._tasks.items() if _freeze(task).is_over]
+        over = [job_id for job_id, task in self._tasks.items() if task.job.is_over]
         for job_id in over[: max(0, len(over) - MAX_FINISHED)]:
             del self._tasks[job_id]
 
@@ -428,22 +418,20 @@ class Downloads:
             error = str(problem)
         except Exception as problem:  # whatever happened, the job must report it
             error = f"it failed unexpectedly ({type(problem).__name__})"
+        self._update(task, status=status, error=error)
+
+    def _update(self, task: _Task, **changes: Any) -> None:
         with self._lock:
-            task.status, task.error = status, error
+            task.job = replace(task.job, **changes)
 
     def _pull(self, task: _Task, hub: Hub) -> None:
         def progress(file: str, done: int, total: int) -> None:
             with self._lock:
-                task.files[file] = (done, total)
+                task.job = replace(task.job, files={**task.job.files, file: (done, total)})
 
-        with self._lock:
-            task.stop.check()
-            task.status = "running"
-        pull(self._library.directory, task.repo_id, task.revision, hub, progress, task.skipped.append, task.stop)
-
-
-def _freeze(task: _Task) -> Job:
-    return Job(
-        task.id, task.repo_id, task.revision, task.status, dict(task.files), task.error, tuple(task.skipped),
-        task.created_at,
-    )  # fmt: skip
+        task.stop.check()
+        self._update(task, status="running")
+        pull(
+            self._library.directory, task.job.repo_id, task.job.revision, hub, progress,
+            lambda text: self._update(task, skipped=(*task.job.skipped, text)), task.stop,
+        )  # fmt: skip

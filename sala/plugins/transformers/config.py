@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from sala.checkpoint.dtypes import FILE_DTYPES
 from sala.config import MIXERS, RELEASED_NAMES, SalaConfig
 from sala.errors import ConfigError
 from sala.plugins.transformers.names import ARCHITECTURE, LAYER_TYPES
@@ -103,7 +104,7 @@ class SalaHfConfig(PretrainedConfig):
         if values["eos_token_id"] is None:
             values["eos_token_id"] = []
         dtype = str(getattr(self, "dtype", None) or "bfloat16").removeprefix("torch.")
-        values["dtype"] = dtype if dtype in ("bfloat16", "float16", "float32") else "float32"
+        values["dtype"] = dtype if dtype in FILE_DTYPES else "float32"
         return SalaConfig.from_dict(values)
 
     @property
