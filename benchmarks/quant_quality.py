@@ -5,7 +5,7 @@
 TEXT is measured on, and must have nothing in common with FILE. Every entry quantizes the model as the command does,
 a quantized one from its expanded weights, and compares it with the original on TEXT: perplexity, the divergence (KL)
 from the original, and how often the first choices agree. What is in the output already is not measured again.
-`fp8 products` is what SALA_PREFILL=fp8 does to a prompt, by its definition: it needs triton, but no GPU.
+`fp8 products` is what `--prefill fp8` does to a prompt, by its definition: it needs triton, but no GPU.
 """
 
 import argparse
