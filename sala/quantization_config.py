@@ -3,7 +3,7 @@
     "quantization": {"group_size": 64, "bits": 4, "model.embed_tokens": {"group_size": 64, "bits": 8}, "lm_head": false}
 
 The first two hold for every module that has scales in the checkpoint; the others are for one module each.
-A table with a `quant_method` is of another program: its `Layout` says how the matrices lie in the file.
+A table with a `quant_method` was written by another program: its `Layout` says how the matrices are stored.
 """
 
 import json
@@ -46,12 +46,12 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How another program wrote the matrices, by its table in `config.json`."""
+    """How another program stored the matrices, by its table in `config.json`."""
 
     kind: Kind
     bits: int
     group_size: int | None = None  # None: a row is one group
-    is_symmetric: bool = False  # every zero point is the middle of the codes
+    is_symmetric: bool = False  # every zero point is the middle code
     has_order: bool = False  # the inputs of a group need not be neighbours
     is_zero_less_one: bool = False  # zero points are stored less one
     block: tuple[int, int] | None = None  # of one FP8 scale; None: a scale for a matrix or a row
@@ -59,11 +59,11 @@ class Layout:
     table: str = "{}"  # as it was read, in JSON
 
     def is_spared(self, module: str) -> bool:
-        """Patterns (`re:…`) are not looked at: which tensors there are says it too."""
+        """Return whether a module is left as it was. Patterns (`re:…`) are ignored: the tensors show it too."""
         return any(f".{name}." in f".{module}." for name in self.spared)
 
     def describe(self) -> str:
-        """For people: the method, bits and groups."""
+        """Return the method, bits and groups in words."""
         if self.kind == "fp8":
             scales = "matrix or row" if self.block is None else f"block of {self.block[0]}x{self.block[1]}"
             return f"{_TITLES[self.kind]}, a scale per {scales}"
@@ -85,23 +85,23 @@ class QuantConfig:
 
     @classmethod
     def of_modules(cls, modules: "Mapping[str, Groups]") -> "QuantConfig":
-        """From the groups of every quantized module: the most frequent ones hold for all, the rest by name."""
+        """Create a table from the groups of every module: the most frequent ones hold for all, others by name."""
         values = list(modules.values())
         common = max(set(values), key=lambda groups: (values.count(groups), groups.bits, groups.group_size))
         own = tuple((name, groups) for name, groups in modules.items() if groups != common)
         return cls(common.bits, common.group_size, own)
 
     def of(self, module: str) -> Groups | None:
-        """How a module is quantized, if it is: whether it has scales decides, where nothing is said of it."""
+        """Return how a module is quantized; None if the table says that it is not."""
         return dict(self.overrides).get(module, Groups(self.bits, self.group_size))
 
     def check_modules(self, mixers: Sequence[str], where: str) -> None:
-        """Refuse an override whose name is no matrix of a model with these mixers."""
+        """Refuse an override that does not name a matrix of a model with these mixers."""
         known = matrix_modules(mixers)
         for name, _ in self.overrides:
             if name not in known:
                 raise ConfigError(
-                    f"{where}: {name[:100]!r} is no module of this model", "name one like model.layers.0.mlp.up_proj"
+                    f"{where}: {name[:100]!r} is not a module of this model", "name one like model.layers.0.mlp.up_proj"
                 )
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class QuantConfig:
     @classmethod
     def from_dict(cls, table: Any, where: str) -> "QuantConfig":
         if isinstance(table, dict) and "quant_method" in table:
-            return _parse_foreign(table, where)
+            return _parse_external(table, where)
         own = _parse_groups(table, where, may_have_more=True)
         named = {name: value for name, value in table.items() if name not in ("bits", "group_size", "mode")}
         for name, value in named.items():
@@ -130,7 +130,7 @@ class QuantConfig:
 
 
 def matrix_modules(mixers: Sequence[str]) -> set[str]:
-    """Names of the modules whose weight is a matrix: those that can be quantized."""
+    """Return the names of the modules that can be quantized: those whose weight is a matrix."""
     names = {"model.embed_tokens", "lm_head"}
     for index, mixer in enumerate(mixers):
         names |= {f"model.layers.{index}.self_attn.{name}" for name in LINEARS_BY_MIXER[mixer]}
@@ -157,7 +157,7 @@ def _choice(table: Mapping[str, Any], name: str, allowed: Sequence[int], where: 
     return value
 
 
-# Fields of other programs without influence on the numbers: how the codes were found, and who runs them how.
+# Fields of other programs that do not change the numbers: how the codes were found, and how they are run.
 _NOTES = {
     "act_group_aware", "auto_forward_data_parallel", "backend", "batch_size", "block_name_to_quantize",
     "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "dequantize", "do_fuse", "exllama_config",
@@ -172,7 +172,7 @@ _MAX_BLOCK = 1 << 16
 
 
 class _Table:
-    """Takes fields out of a table of another program one by one; what is left at the end is unknown."""
+    """Takes fields from a table of another program one by one; what is left at the end is unknown."""
 
     def __init__(self, table: Any, where: str) -> None:
         if not isinstance(table, dict):
@@ -184,7 +184,7 @@ class _Table:
         return ConfigError(f"{self.where}: {name[:100]} {problem[:200]}", remedy)
 
     def take(self, *names: str) -> Any:
-        """The first of these fields that is set; None if none is."""
+        """Return the first of these fields that is set; None if none is."""
         values = [self.fields.pop(name, None) for name in names]
         return next((value for value in values if value is not None), None)
 
@@ -205,7 +205,7 @@ class _Table:
         return default if value is None else value
 
     def empty(self, *names: str) -> None:
-        """Refuse what is set, but would have to be computed with."""
+        """Refuse fields that are set and would change the computation."""
         for name in names:
             if self.take(name):
                 raise self.fail(name, "is set", "a checkpoint without it can be read")
@@ -251,7 +251,7 @@ class _Table:
                 raise self.fail(repr(str(name)), "is not known", "remove it if the weights do not depend on it")
 
 
-def _parse_foreign(table: dict[str, Any], where: str) -> QuantConfig:
+def _parse_external(table: dict[str, Any], where: str) -> QuantConfig:
     method = table["quant_method"]
     parse = _METHODS.get(method) if isinstance(method, str) else None
     if parse is None:
@@ -266,7 +266,7 @@ def _parse_foreign(table: dict[str, Any], where: str) -> QuantConfig:
 
 
 def split_group(size: int) -> int | None:
-    """The largest group size of ours that divides another; None if none does."""
+    """Return the largest of our group sizes that divides another; None if none does."""
     return next((group for group in reversed(GROUP_SIZES) if size % group == 0), None)
 
 

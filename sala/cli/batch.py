@@ -1,4 +1,4 @@
-"""`sala batch`: a file of requests in OpenAI's batch format."""
+"""`sala batch`: answer a file of requests in OpenAI's batch format."""
 
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from sala.errors import InputError
 def batch(
     *,
     source: Annotated[Path, typer.Argument(help="JSONL file of requests.", metavar="IN.jsonl")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the answers go; must not exist.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File of the answers; must not exist.")],
     options: s.Loading,
     verbose: s.Verbose = False,
 ) -> None:

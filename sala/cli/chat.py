@@ -1,4 +1,4 @@
-"""`sala chat`: a conversation in the terminal, on a live cache: every turn computes only what is new."""
+"""`sala chat`: a conversation in the terminal. The KV cache stays: every turn computes only what is new."""
 
 import json
 import signal
@@ -26,13 +26,13 @@ HELP = """\
 /regen         answer the last question again
 /read FILE     put a text file before your next message
 /set           show the settings; /set NAME VALUE changes one (temperature, top_p, max_tokens, system, …)
-/show          the model and how full the context is
+/show          show the model and how full the context is
 /save FILE     write the conversation to a file; /load FILE reads one
 /bye           leave (also: quit, exit, Ctrl-D)
 \"\"\"            begins and ends a message of several lines; Ctrl-C stops the answer"""
 WORDS = {"clear": "/clear", "quit": "/bye", "exit": "/bye"}
 FORMAT = "sala-chat-1"
-QUOTED = "\0"  # marks a message that stood between triple quotes
+QUOTED = "\0"  # marks a message that was written between triple quotes
 
 
 @s.derived
@@ -51,7 +51,7 @@ def chat(
 
 
 class Interrupt:
-    """Ctrl-C while it is active sets `is_set`, so that a step can be finished; a second one stops at once."""
+    """While active, the first Ctrl-C sets `is_set`, so that a step can be finished; a second one stops at once."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -70,6 +70,8 @@ class Interrupt:
 
 
 class Conversation:
+    """The messages so far, and the commands that change them."""
+
     def __init__(self, llm: "LLM", sampling: Any, system: str | None, no_think: bool) -> None:
         self.llm = llm
         self.sampling = sampling
@@ -103,7 +105,7 @@ class Conversation:
                 s.note(f"that went wrong ({type(error).__name__}: {error}); the conversation is kept")
 
     def command(self, line: str) -> bool:
-        """Carry out a command; False to leave."""
+        """Run a command; return False to leave."""
         name, _, rest = line.partition(" ")
         if name in ("/bye", "/exit", "/quit"):
             return False
@@ -118,7 +120,7 @@ class Conversation:
             "/load": self.load,
         }
         if name not in commands:
-            s.note(f"{name} is no command; /help lists them")
+            s.note(f"{name} is not a command; /help lists them")
         else:
             commands[name](rest.strip())
         return True
@@ -129,9 +131,9 @@ class Conversation:
         try:
             self.answer()
         except BaseException as error:
-            self.messages.pop()  # the question has no answer: it can be asked again
+            self.messages.pop()  # without an answer the question can be asked again
             if isinstance(error, ContextTooLong):
-                self.attached = []  # or no question would ever fit again
+                self.attached = []  # otherwise no question would ever fit again
             raise
         self.attached = []
 
@@ -150,7 +152,7 @@ class Conversation:
             try:
                 completion = show_answer(_until(events, interrupt, shown), self.no_think)
             except _Stopped:
-                raise SalaError("stopped before the answer began", "what was read is kept") from None
+                raise SalaError("stopped before the answer began", "the cached part of the prompt is kept") from None
         if completion is None:
             print("\n(stopped)")
             self.messages.append(_partial_message(shown))
@@ -234,12 +236,12 @@ class Conversation:
         except (ValueError, KeyError, RecursionError):
             is_ours = False
         if not is_ours:
-            raise InputError("/load", f"{name} is no saved conversation", "use a file that /save wrote")
+            raise InputError("/load", f"{name} is not a saved conversation", "use a file that /save wrote")
         if data["messages"]:
             check_messages(data["messages"])
         if not isinstance(data.get("system"), str | None):
-            raise InputError("/load", f"{name} has a system prompt that is no text", "use a file that /save wrote")
-        # tokens of a stranger might say something else than the text: it is encoded again
+            raise InputError("/load", f"{name} has a system prompt that is not text", "use a file that /save wrote")
+        # the token ids of a file may not match its text, so the text is encoded again
         self.messages = [{key: value for key, value in m.items() if key != "token_ids"} for m in data["messages"]]
         self.system, self.last = data.get("system"), None
         s.note(f"({len(self.messages)} messages loaded)")
@@ -258,7 +260,7 @@ def _parse_setting(name: str, value: str) -> Any:
 
 
 def _partial_message(shown: list[Any]) -> dict[str, Any]:
-    """What was shown before the answer was stopped, with its tokens if nothing was taken out of them."""
+    """Return what was shown before the answer was stopped, with its tokens if nothing was removed from them."""
     text = reasoning = ""
     for event in shown:
         text, reasoning = text + event.delta.text, reasoning + event.delta.reasoning
@@ -284,7 +286,7 @@ def _until(events: Any, interrupt: Interrupt, shown: list[Any]) -> Any:
 
 
 def _reader() -> Callable[[], str]:
-    """Reads one message: with history and editing at a terminal, plainly from a pipe."""
+    """Return a function that reads one message: with history and editing at a terminal, plainly from a pipe."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return _multi_line(input)
     from prompt_toolkit import PromptSession

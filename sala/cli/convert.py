@@ -1,4 +1,4 @@
-"""`sala convert`: a dense model becomes a hybrid."""
+"""`sala convert`: turn a dense model into a hybrid."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +13,13 @@ from sala.options import Options
 def convert(
     *,
     source: Annotated[Path, typer.Argument(help="A Llama- or Qwen-style model: a directory, or a .gguf file.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the hybrid goes; must not exist.")],
-    recipe: Annotated[Path, typer.Option("--recipe", "-r", help="The stages to go through, in TOML.")],
-    work: Annotated[Path | None, typer.Option(help="Working directory; OUTPUT.run unless given.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the hybrid; must not exist.")],
+    recipe: Annotated[Path, typer.Option("--recipe", "-r", help="Recipe of the stages, in TOML.")],
+    work: Annotated[Path | None, typer.Option(help="Working directory; by default OUTPUT.run.")] = None,
     options: Annotated[Options, s.Use(only=("device", "threads"))],
-    minutes: Annotated[float | None, typer.Option(help="Stop after so long, to go on another time.", min=0)] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after so many minutes, to resume another time.", min=0)
+    ] = None,
 ) -> None:
     from sala.cli.progress import training_bar
     from sala.lab.train.convert import convert as run

@@ -1,4 +1,4 @@
-"""`sala export`: a directory that transformers loads with `trust_remote_code=True`."""
+"""`sala export`: write a directory that transformers loads with `trust_remote_code=True`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,8 +13,8 @@ from sala.options import Options
 @s.derived
 def export(
     *,
-    model: Annotated[str, typer.Argument(help="Checkpoint directory, or the name of a model that is here.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the directory goes; must not exist.")],
+    model: Annotated[str, typer.Argument(help="Checkpoint directory, or the name of a local model.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write; must not exist.")],
     options: Annotated[Options, s.Use(only=("adapter", "dtype"))],
 ) -> None:
     from sala.models.embedded import find_base

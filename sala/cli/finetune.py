@@ -1,4 +1,4 @@
-"""`sala finetune`: a model learns from examples. Every option is a flag, and a key of a TOML file."""
+"""`sala finetune`: fine-tune a model on examples. Every option is a flag and a key of a TOML file."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`sala fuse`: a model and its adapter as one model."""
+"""`sala fuse`: merge an adapter into its model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,10 +13,12 @@ from sala.options import Options
 @s.derived
 def fuse(
     *,
-    model: Annotated[str, typer.Argument(help="Checkpoint directory, or the name of a model that is here.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the merged model goes; must not exist.")],
+    model: Annotated[str, typer.Argument(help="Checkpoint directory, or the name of a local model.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the merged model; must not exist.")],
     options: Annotated[Options, s.Use(only=("adapter", "dtype"))],
-    whole: Annotated[bool, typer.Option("--whole", help="Dequantize what the adapter does not touch, too.")] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Dequantize the weights that the adapter leaves alone, too.")
+    ] = False,
 ) -> None:
     from sala.checkpoint.lora_merge import fuse as merge
     from sala.models.embedded import find_base

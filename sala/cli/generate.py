@@ -92,9 +92,9 @@ def _gather(prompt: str | None, files: list[str]) -> str:
 
 
 def show_answer(events: "Iterator[Event]", no_think: bool) -> "Completion | None":
-    """Write the answer as it comes; None if the stream ended early.
+    """Write the answer as it arrives; return its completion, or None if the stream ended early.
 
-    Reasoning stands between its tags, dimmed where there are colours.
+    Reasoning is written between its tags, dimmed where the terminal has colours.
     """
     completion: Completion | None = None
     dim, plain = ("\033[2m", "\033[0m") if s.uses_colour(sys.stdout) else ("", "")

@@ -1,4 +1,4 @@
-"""`sala init`: a checkpoint with random weights."""
+"""`sala init`: write a checkpoint with random weights."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +9,7 @@ from sala.cli import flags as s
 
 
 def init(
-    directory: Annotated[Path, typer.Argument(help="Where to write it; must not exist.")],
+    directory: Annotated[Path, typer.Argument(help="Directory to write; must not exist.")],
     shape: Annotated[str, typer.Option(help="tiny (a few MB) or 9b (the released shapes).")] = "tiny",
     layers: Annotated[int | None, typer.Option(help="Only this many layers.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights.", min=0)] = 0,
@@ -21,4 +21,4 @@ def init(
         raise InputError("shape", f"is {shape!r}", "use " + " or ".join(SHAPES))
     config = SHAPES[shape] if layers is None else cut_layers(SHAPES[shape], layers)
     write_random(directory, config, seed)
-    s.note(f"wrote {directory}: random weights, so what it says means nothing")
+    s.note(f"wrote {directory}: random weights, so its answers mean nothing")

@@ -1,4 +1,4 @@
-"""`sala ps`: what a running server has loaded and is doing."""
+"""`sala ps`: list what a running server has loaded and is doing."""
 
 import json
 from typing import Annotated, Any
@@ -29,7 +29,7 @@ def ps(
 
 
 def ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
-    """The models of a server."""
+    """Return the models of a server."""
     import http.client
     import urllib.error
     import urllib.request
@@ -39,7 +39,7 @@ def ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         request = urllib.request.Request(url.rstrip("/") + "/v1/models", headers=headers)  # noqa: S310
-        opener = urllib.request.OpenerDirector()  # follows no redirect: it would carry the key along
+        opener = urllib.request.OpenerDirector()  # no redirects: they would receive the key
         for handler in (urllib.request.ProxyHandler({}), urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()):
             opener.add_handler(handler)
         with opener.open(request, timeout=10) as response:
@@ -50,13 +50,13 @@ def ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
             f"no server answers at {url}: {getattr(reason, 'strerror', None) or reason}", "start one: sala serve"
         ) from None
     if status in (401, 403):
-        raise SalaError(f"the server at {url} wants a key", "set SALA_API_KEY")
+        raise SalaError(f"the server at {url} requires a key", "set SALA_API_KEY")
     try:
         models = json.loads(body)["data"]
         if status != 200 or not all(isinstance(model, dict) for model in models):
             raise ValueError
     except (ValueError, KeyError, TypeError):
-        raise SalaError(f"what answers at {url} is no sala server (status {status})") from None
+        raise SalaError(f"{url} is not a sala server (status {status})", "check the address") from None
     return models  # type: ignore[no-any-return]
 
 

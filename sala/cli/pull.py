@@ -1,13 +1,12 @@
 """`sala pull`: download a model from a hub into the models directory."""
 
 import re
-import sys
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sala.cli import flags as s
+from sala.cli.progress import ProgressBar
 
 if TYPE_CHECKING:
     from sala.models.catalog import Entry, Library
@@ -28,10 +27,10 @@ def pull(
 
     repo_id, revision = parse_repo(repo)
     library = Library(models_dir())
-    bar = DownloadBar(repo_id)
     try:
-        with bar:
-            path = fetch(library.directory, repo_id, revision, Hub(hub), bar, s.note)
+        with ProgressBar("B", is_kept=False, is_quiet=True) as bar:
+            progress = DownloadProgress(repo_id, bar)
+            path = fetch(library.directory, repo_id, revision, Hub(hub), progress, s.note)
     except AlreadyThere:
         entry = _find_there(library, repo_id, revision)
         s.note(f"{repo_id} is there already: {entry.path}")
@@ -59,27 +58,14 @@ def _find_there(library: "Library", repo_id: str, revision: str | None) -> "Entr
     return entry
 
 
-class DownloadBar:
+class DownloadProgress:
     """All files as one bar on a terminal; elsewhere one line at the beginning."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, bar: ProgressBar) -> None:
+        self._name, self._bar = name, bar
         self._files: dict[str, tuple[int, int]] = {}
         self._there = 0  # bytes that an earlier download left
-        self._has_bar = sys.stderr.isatty()
         self._is_told = False
-
-    def __enter__(self) -> "DownloadBar":
-        if self._has_bar:
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-            from rich.progress import TransferSpeedColumn as Speed
-
-            columns = (TextColumn("{task.fields[file]}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._progress.add_task("pull", total=None, file=self._name)
-            self._progress.start()
-        return self
 
     def __call__(self, file: str, done: int, total: int) -> None:
         is_new = file not in self._files
@@ -87,24 +73,18 @@ class DownloadBar:
         if is_new:
             self._there += done
             return
+        size = sum(total for _, total in self._files.values())
         if not self._is_told:
             self._is_told = True
-            self._tell(sum(total for _, total in self._files.values()))
-        if self._has_bar:
-            self._progress.update(self._task, completed=sum(done for done, _ in self._files.values()), file=file)
+            self._tell(size)
+        self._bar(self._name, sum(done for done, _ in self._files.values()), size)
 
     def _tell(self, size: int) -> None:
         """Say how much there is to download; bytes that are there already do not count for the speed."""
-        if self._has_bar:
-            self._progress.update(self._task, completed=self._there, total=size)
+        if self._bar.is_shown:
+            self._bar(self._name, self._there, size)
             return
         from sala.cli.show import size as show_size
 
         there = f", {show_size(self._there)} of it there" if self._there else ""
         s.note(f"downloading {self._name}: {show_size(size)} in {len(self._files)} files{there}")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._has_bar:
-            self._progress.stop()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @s.derived
 def quantize(
     *,
-    model: Annotated[str, typer.Argument(help="Checkpoint directory, or the name of a model that is here.")],
+    model: Annotated[str, typer.Argument(help="Checkpoint directory, or the name of a local model.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the quantized model; must not exist.")],
     bits: Annotated[int, typer.Option(help="Bits per weight: 8 or 4.")] = 4,
     group_size: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 64,

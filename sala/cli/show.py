@@ -1,4 +1,4 @@
-"""`sala show`: what a checkpoint is, from its headers alone; no weight is read."""
+"""`sala show`: describe a checkpoint from its headers alone; no weight is read."""
 
 import json
 from collections import Counter
@@ -109,7 +109,7 @@ def _print(path: str, facts: dict[str, Any], config: "SalaConfig") -> None:
 
 
 def open_console() -> "Console":
-    """For tables: whoever reads them in a pipe wants whole lines."""
+    """Return a console for tables; in a pipe their lines are not wrapped."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -1,4 +1,4 @@
-"""`sala train`: the stages of a recipe on a checkpoint."""
+"""`sala train`: run the stages of a recipe on a checkpoint."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,14 +12,16 @@ from sala.options import Options
 @s.derived
 def train(
     *,
-    recipe: Annotated[Path, typer.Argument(help="The stages to go through, in TOML.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the result goes; must not exist.")],
+    recipe: Annotated[Path, typer.Argument(help="Recipe of the stages, in TOML.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the result; must not exist.")],
     teacher: Annotated[
-        Path | None, typer.Option(help="Whom stages of kind distil learn from: a checkpoint or a dense model.")
+        Path | None, typer.Option(help="Teacher of stages of kind distil: a checkpoint or a dense model.")
     ] = None,
-    work: Annotated[Path | None, typer.Option(help="Working directory; OUTPUT.run unless given.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Working directory; by default OUTPUT.run.")] = None,
     options: Annotated[Options, s.Use(only=("model", "device", "threads"))],
-    minutes: Annotated[float | None, typer.Option(help="Stop after so long, to go on another time.", min=0)] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after so many minutes, to resume another time.", min=0)
+    ] = None,
 ) -> None:
     from sala.cli.progress import training_bar
     from sala.lab.train.convert import train_model

@@ -214,6 +214,11 @@ Endpoint = Annotated[
     str, BeforeValidator(_read_endpoint), Kind("HOST:PORT", "write it as HOST:PORT, such as 10.0.0.1:29500")
 ]
 Url = Annotated[str, BeforeValidator(_read_url), Kind("URL", "write it as https://example.org")]
+HubUrl = Annotated[
+    str,
+    BeforeValidator(lambda value: value if value == "modelscope" else _read_url(value)),
+    Kind("URL", "write it as https://example.org, or modelscope"),
+]
 Stops = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     BeforeValidator(_read_list),

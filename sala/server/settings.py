@@ -20,10 +20,10 @@ from sala.options.schema import (
     Endpoint,
     File,
     Hosts,
+    HubUrl,
     LoopGuard,
     Origins,
     Secret,
-    Url,
     is_ip,
     option,
     options,
@@ -105,7 +105,9 @@ class Settings(Options):
         "Listen beyond this machine without a key: anyone there can use it.",
         off="--refuse-remote-without-key",
     )
-    hub_url: Url = _access("https://huggingface.co", "Hub that models are downloaded from.")
+    hub_url: HubUrl = _access(
+        "https://huggingface.co", "Hub that models are downloaded from: an address, or modelscope."
+    )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], spelling()] = _access(
         "info", "Level of messages on stderr."
     )

@@ -117,7 +117,7 @@ def test_commands(terminal: Terminal, tmp_path: Path) -> None:
     terminal.expect("4 messages")
     assert terminal.turn("go on")["prompt"] > 300
     terminal.send(f"/load {tmp_path / 'doc.txt'}")
-    terminal.expect("no saved conversation")
+    terminal.expect("not a saved conversation")
     terminal.send('"""two')
     terminal.expect(r"\.[^\n]*?\x1b\[\?25h")
     lines = terminal.turn('lines"""')
