@@ -78,6 +78,7 @@ class DownloadProgress:
             self._is_told = True
             self._tell(size)
         self._bar(self._name, sum(done for done, _ in self._files.values()), size)
+        self._bar.rename(self._name, file)
 
     def _tell(self, size: int) -> None:
         """Say how much there is to download; bytes that are there already do not count for the speed."""
