@@ -93,14 +93,14 @@ class MlxExecutor:
             self._prebuilt = replace(prebuilt, rows=tuple(rows))
         return Result(sampled)
 
-    def build(self, plan: Plan, batch: Batch, cache: HybridCache) -> "Step":
+    def build(self, plan: Plan, batch: Batch, cache: HybridCache) -> "BuiltStep":
         """Build the step of a plan without computing it; the cache becomes what it will be afterwards."""
         hidden = self.model(batch, cache)
         sampling = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
         if not sampling:
-            return Step(batch, None)
+            return BuiltStep(batch, None)
         places = [(plan.rows[index], number) for index in sampling for number in range(plan.rows[index].num_drafts + 1)]
-        return Step(batch, sample_all(self.model.logits(take(hidden, batch.sampled_rows(sampling))), places))
+        return BuiltStep(batch, sample_all(self.model.logits(take(hidden, batch.sampled_rows(sampling))), places))
 
     def build_next(self, plan: Plan, tokens: mx.array) -> "Prebuilt | None":
         """Build the next step of sequences that simply continue, from tokens [S] that are not computed yet."""
@@ -112,7 +112,7 @@ class MlxExecutor:
         batch, cache = pack(Plan(rows), self.ops, tokens), self.cache.fork()
         return Prebuilt(rows, cache, self.build(Plan(rows), batch, cache), threading.get_ident())
 
-    def adopt(self, plan: Plan) -> "Step | None":
+    def adopt(self, plan: Plan) -> "BuiltStep | None":
         """Return the prebuilt step if it belongs to this plan; otherwise drop it, because it refers to the pools."""
         prebuilt, self._prebuilt = self._prebuilt, None
         if prebuilt is None or prebuilt.rows != plan.rows or prebuilt.thread != threading.get_ident():
@@ -242,7 +242,7 @@ class MlxExecutor:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BuiltStep:
     """The step of a plan: its batch, and the tokens to be sampled, if any."""
 
     batch: Batch
@@ -255,7 +255,7 @@ class Prebuilt:
 
     rows: tuple[Row, ...]
     cache: HybridCache
-    step: Step
+    step: BuiltStep
     thread: int  # the only thread in which MLX can compute it
 
 

@@ -23,7 +23,7 @@ class HalfLinear(nn.Linear):
     """x [..., in] → [..., out] in the precision of x; sums are fp32."""
 
     kernel: native.Kernel
-    native: native.Weight
+    native: native.WeightStruct
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -74,10 +74,10 @@ def can_be_half(linear: nn.Linear) -> bool:
     return is_near and weight.dtype in _HALF and not linear.in_features % native.LANES
 
 
-def native_weight(linear: nn.Linear) -> native.Weight:
+def native_weight(linear: nn.Linear) -> native.WeightStruct:
     """Return the struct that describes a plain matrix to the kernel."""
     weight = linear.weight
-    return native.Weight(
+    return native.WeightStruct(
         codes=weight.data_ptr(),
         num_out=linear.out_features,
         num_in=linear.in_features,

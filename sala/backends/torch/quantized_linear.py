@@ -203,11 +203,11 @@ def _pieces(weight: AffineWeight) -> list[tuple[int, int]]:
     return [(begin, min(begin + step, weight.num_out)) for begin in range(0, weight.num_out, step)]
 
 
-def _native_weight(weight: AffineWeight) -> native.Weight:
+def _native_weight(weight: AffineWeight) -> native.WeightStruct:
     for tensor in (weight.codes, weight.scales, weight.biases):
         assert tensor.is_contiguous()
     assert weight.scales.dtype == weight.biases.dtype
-    return native.Weight(
+    return native.WeightStruct(
         weight.codes.data_ptr(),
         weight.scales.data_ptr(),
         weight.biases.data_ptr(),

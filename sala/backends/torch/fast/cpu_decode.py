@@ -36,8 +36,8 @@ class CpuDecode:
         config, sparse = model.config, model.config.sparse_config
         self.slopes = decay_slopes(config.lightning_nh)
         self.decay = torch.exp(-self.slopes)
-        self.layers = (native.Layer * config.num_hidden_layers)(*map(self.describe, model.model.layers))
-        self.struct = native.Model(
+        self.layers = (native.LayerStruct * config.num_hidden_layers)(*map(self.describe, model.model.layers))
+        self.struct = native.ModelStruct(
             layers=self.layers,
             norm=self.floats(model.model.norm.weight),
             hidden=config.hidden_size,
@@ -50,7 +50,7 @@ class CpuDecode:
             window_blocks=sparse.num_window_blocks,
             num_selected=sparse.num_selected,
         )
-        self.caches: tuple[HybridCache, ctypes.Array[native.LayerCache]] | None = None
+        self.caches: tuple[HybridCache, ctypes.Array[native.CacheStruct]] | None = None
 
     def floats(self, tensor: Tensor | None) -> int | None:
         """Return the address of an fp32 copy of a small tensor."""
@@ -62,23 +62,23 @@ class CpuDecode:
     def norm(self, norm: RMSNorm | None) -> int | None:
         return None if norm is None else self.floats(norm.weight)
 
-    def weight(self, linear: nn.Module | None) -> native.Weight:
+    def weight(self, linear: nn.Module | None) -> native.WeightStruct:
         if linear is None:
-            return native.Weight()
+            return native.WeightStruct()
         if isinstance(linear, AffineLinear):
-            weight = native.Weight.from_buffer_copy(linear.native)
+            weight = native.WeightStruct.from_buffer_copy(linear.native)
         else:
             assert isinstance(linear, nn.Linear)
             weight = native_weight(linear)
         weight.addend = self.floats(linear.bias)
         return weight
 
-    def describe(self, layer: nn.Module) -> native.Layer:
+    def describe(self, layer: nn.Module) -> native.LayerStruct:
         assert isinstance(layer, ModelLayer)
         mixer, mlp = layer.self_attn, layer.mlp
         is_lightning = isinstance(mixer, LightningMixer)
         assert isinstance(mixer, LightningMixer | SparseMixer)
-        return native.Layer(
+        return native.LayerStruct(
             q=self.weight(mixer.q_proj),
             k=self.weight(mixer.k_proj),
             v=self.weight(mixer.v_proj),
@@ -107,10 +107,10 @@ class CpuDecode:
         config = self.model.config
         count = config.num_hidden_layers if num_layers is None else min(num_layers, config.num_hidden_layers)
         x = (self.model.model.embed_tokens(batch.tokens).float() * config.scale_emb).contiguous()
-        step = native.Step(
-            spans=(native.Span * len(batch.spans))(
+        step = native.StepStruct(
+            spans=(native.SpanStruct * len(batch.spans))(
                 *(
-                    native.Span(s.start, s.length, s.slot, s.sparse_from, s.num_drafts, s.table.data_ptr())
+                    native.SpanStruct(s.start, s.length, s.slot, s.sparse_from, s.num_drafts, s.table.data_ptr())
                     for s in batch.spans
                 )
             ),
@@ -140,11 +140,11 @@ class CpuDecode:
             return self.model.logits(hidden.to(head.weight.dtype))
         return head.forward(hidden.float() / self.model.config.logit_divisor)  # fp32 up to the logits
 
-    def caches_of(self, cache: HybridCache) -> "ctypes.Array[native.LayerCache]":
+    def caches_of(self, cache: HybridCache) -> "ctypes.Array[native.CacheStruct]":
         """Return the addresses of the cache; remembered, because nearly every step uses the same cache."""
         if self.caches is None or self.caches[0] is not cache:
             layers = range(self.model.config.num_hidden_layers)
-            self.caches = (cache, (native.LayerCache * len(layers))(*(_layer_cache(cache, layer) for layer in layers)))
+            self.caches = (cache, (native.CacheStruct * len(layers))(*(_layer_cache(cache, layer) for layer in layers)))
             for pages in cache.pages.values():
                 self.struct.num_pages = pages.k.shape[1]
                 self.struct.page_type = native.element_type(pages.k.dtype)
@@ -188,8 +188,10 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _layer_cache(cache: HybridCache, layer: int) -> native.LayerCache:
+def _layer_cache(cache: HybridCache, layer: int) -> native.CacheStruct:
     if layer in cache.pages:
         pages = cache.pages[layer]
-        return native.LayerCache(k=_address(pages.k), v=_address(pages.v), k1=_address(pages.k1), k2=_address(pages.k2))
-    return native.LayerCache(states=_address(cache.states.get(layer)))
+        return native.CacheStruct(
+            k=_address(pages.k), v=_address(pages.v), k1=_address(pages.k1), k2=_address(pages.k2)
+        )
+    return native.CacheStruct(states=_address(cache.states.get(layer)))

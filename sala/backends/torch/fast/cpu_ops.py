@@ -39,7 +39,7 @@ def attend(
     table, selected, positions = (x.long().contiguous() for x in (table, selected, positions))
     queries = q.float().contiguous()
     out = torch.empty_like(queries)
-    attention = native.Attention(
+    attention = native.AttentionStruct(
         *(x.data_ptr() for x in (queries, k_pages, v_pages, table, selected, positions, out)),
         num_queries=q.shape[0],
         num_heads=q.shape[1],

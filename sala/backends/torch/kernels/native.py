@@ -31,7 +31,7 @@ _FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-w")
 _SPECIAL = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())  # tried in this order until one works
 
 
-class Weight(ctypes.Structure):
+class WeightStruct(ctypes.Structure):
     """The struct of affine.h; its owner must keep the tensors alive."""
 
     _fields_ = (
@@ -41,19 +41,19 @@ class Weight(ctypes.Structure):
     )
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """This and the following structs are those of decode.cpp."""
 
     _fields_ = (
-        *((name, Weight) for name in ("q", "k", "v", "o", "gate", "mlp_gate", "mlp_up", "mlp_down")),
+        *((name, WeightStruct) for name in ("q", "k", "v", "o", "gate", "mlp_gate", "mlp_up", "mlp_down")),
         *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "o_norm", "decay")),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim")),
     )
 
 
-class Model(ctypes.Structure):
+class ModelStruct(ctypes.Structure):
     _fields_ = (
-        ("layers", ctypes.POINTER(Layer)),
+        ("layers", ctypes.POINTER(LayerStruct)),
         ("norm", ctypes.c_void_p),
         ("hidden", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("eps", "residual_scale")),
@@ -62,21 +62,21 @@ class Model(ctypes.Structure):
     )
 
 
-class LayerCache(ctypes.Structure):
+class CacheStruct(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("states", "k", "v", "k1", "k2"))
 
 
-class Span(ctypes.Structure):
+class SpanStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("start", "length", "slot", "sparse_from", "num_drafts")),
         ("pages", ctypes.c_void_p),
     )
 
 
-class Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     _fields_ = (
-        ("spans", ctypes.POINTER(Span)),
-        ("caches", ctypes.POINTER(LayerCache)),
+        ("spans", ctypes.POINTER(SpanStruct)),
+        ("caches", ctypes.POINTER(CacheStruct)),
         ("x", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("lightning_cos", "lightning_sin", "sparse_cos", "sparse_sin")),
         *((name, ctypes.c_void_p) for name in ("growth", "kept_k", "kept_v")),
@@ -84,7 +84,7 @@ class Step(ctypes.Structure):
     )
 
 
-class Attention(ctypes.Structure):
+class AttentionStruct(ctypes.Structure):
     """The struct of attend.cpp."""
 
     _fields_ = (
