@@ -20,7 +20,7 @@ from sala.options import Options
 if TYPE_CHECKING:
     from sala.cli.progress import EvaluationProgress
     from sala.lab.eval.suite import Suite
-    from sala.lab.report.record import Log, Record, Row
+    from sala.lab.report.record import Log, Record, ResultRow
     from sala.llm import LLM
 
 eval = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -216,8 +216,8 @@ class _Run:
         jobs: Sequence[Any],
         settings: dict[str, Any],
         facts: dict[str, Any],
-        describe: "Callable[[Row], str]",
-    ) -> "list[Row]":
+        describe: "Callable[[ResultRow], str]",
+    ) -> "list[ResultRow]":
         from sala.lab.eval.runner import run_cases
 
         with self._logged(jobs, settings, facts, describe) as (log, progress):
@@ -225,7 +225,7 @@ class _Run:
 
     def problems(
         self, tasks: Sequence[Any], max_tokens: int, settings: dict[str, Any], facts: dict[str, Any]
-    ) -> "list[Row]":
+    ) -> "list[ResultRow]":
         from sala.lab.eval.runner import run_problems
 
         with self._logged(tasks, settings, facts, _tell_problem) as (log, progress):
@@ -233,7 +233,11 @@ class _Run:
 
     @contextmanager
     def _logged(
-        self, jobs: Sequence[Any], settings: dict[str, Any], facts: dict[str, Any], describe: "Callable[[Row], str]"
+        self,
+        jobs: Sequence[Any],
+        settings: dict[str, Any],
+        facts: dict[str, Any],
+        describe: "Callable[[ResultRow], str]",
     ) -> "Iterator[tuple[Log, EvaluationProgress]]":
         """Open the log of the run. After Ctrl-C say how many cases it has and how to continue."""
         from sala.cli.progress import EvaluationProgress
@@ -267,7 +271,7 @@ class _Run:
                     "output", f"{file} exists and belongs to something else", "choose another name, or --force"
                 )
 
-    def save(self, results: "list[Row]", settings: dict[str, Any], title: str = "") -> "Record":
+    def save(self, results: "list[ResultRow]", settings: dict[str, Any], title: str = "") -> "Record":
         """Write the record, the table and the picture."""
         from sala.lab.eval.summary import write_csv
         from sala.lab.report.kinds import plot_record
@@ -339,7 +343,7 @@ def _digest(file: Path | None) -> str | None:
     return None if file is None else f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
 
 
-def speeds(row: "Row") -> str:
+def speeds(row: "ResultRow") -> str:
     """Return the prefill and decode speed of one case."""
     parts = []
     for name in ("prefill", "decode"):
@@ -348,23 +352,23 @@ def speeds(row: "Row") -> str:
     return ", ".join(parts)
 
 
-def _tell_needle(row: "Row") -> str:
+def _tell_needle(row: "ResultRow") -> str:
     found = "found" if row["is_exact"] else f"missed ({row['score']:.0%} of it)"
     return f"{row['length']:,} tokens, depth {row['depth']:g} %: {found}, {speeds(row)}"
 
 
-def _tell_ruler(row: "Row") -> str:
+def _tell_ruler(row: "ResultRow") -> str:
     return f"{row['task']}, {row['length']:,} tokens: {row['score']:.0%}, {speeds(row)}"
 
 
-def _tell_problem(row: "Row") -> str:
+def _tell_problem(row: "ResultRow") -> str:
     words = ("is_correct", "right"), ("is_answered", "wrong"), ("is_stuck", "stuck in reasoning")
     what = next((word for name, word in words if row[name]), "no answer")
     budget = "" if row["budget"] is None else f", budget {row['budget']}"
     return f"{row['task']} {row['number']}{budget}: {what}, {row['completion_tokens']} tokens"
 
 
-def _print_grid(cells: "list[Row]", title: str) -> None:
+def _print_grid(cells: "list[ResultRow]", title: str) -> None:
     from sala.lab.report.charts import length_label
     from sala.lab.report.kinds import ratio_text
 
@@ -379,7 +383,7 @@ def _print_grid(cells: "list[Row]", title: str) -> None:
     print_table(title, headings, rows, [False] * len(headings))
 
 
-def _print_tasks(cells: "list[Row]", title: str) -> None:
+def _print_tasks(cells: "list[ResultRow]", title: str) -> None:
     from sala.lab.report.charts import length_label
 
     lengths = sorted({cell["length"] for cell in cells})
@@ -391,7 +395,7 @@ def _print_tasks(cells: "list[Row]", title: str) -> None:
     print_table(title, ["task", *map(length_label, lengths)], rows, [True, *(False for _ in lengths)])
 
 
-def _mean_speeds(cells: "list[Row]") -> list[str]:
+def _mean_speeds(cells: "list[ResultRow]") -> list[str]:
     out = []
     for name in ("prefill_per_second", "decode_per_second"):
         known = [cell[name] for cell in cells if cell[name] is not None]

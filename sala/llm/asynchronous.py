@@ -9,17 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from sala.engine.requests import Call, Prompt, PromptScoring, Submission, Tools
 from sala.engine.store.sessions import SessionStore
 from sala.engine.stream import Completion, Event, PromptScores, StreamItem
-from sala.llm.base import (
-    MAX_WAITING,
-    BaseLLM,
-    OnProgress,
-    arrange,
-    first_completion,
-    merge,
-    perplexity,
-    report,
-    report_start,
-)
+from sala.llm import base
 from sala.protocol import SampledToken, Sampling
 from sala.text.template import Message
 
@@ -27,7 +17,7 @@ if TYPE_CHECKING:
     import numpy
 
 
-class AsyncLLM(BaseLLM):
+class AsyncLLM(base.BaseLLM):
     """LLM for asyncio: the same methods as coroutines and asynchronous iterators, for any number of tasks at a time.
 
     >>> llm = await AsyncLLM.load("path/to/MiniCPM-SALA")
@@ -51,13 +41,13 @@ class AsyncLLM(BaseLLM):
         sampling: Sampling | None = None,
         *,
         n: int = 1,
-        on_progress: OnProgress | None = None,
+        on_progress: base.OnProgress | None = None,
         **settings: Any,
     ) -> Any:
         """Continue a text or token ids → Completion; a list for several prompts, and for several answers (`n` > 1)."""
-        merged = merge(sampling, settings)
+        merged = base.merge(sampling, settings)
         items = self._read(lambda: self._generation(prompt, merged, n, on_progress), on_progress)
-        return arrange([item async for item in items], prompt, n)
+        return base.arrange([item async for item in items], prompt, n)
 
     def stream(
         self,
@@ -65,11 +55,11 @@ class AsyncLLM(BaseLLM):
         sampling: Sampling | None = None,
         *,
         is_chat: bool = False,
-        on_progress: OnProgress | None = None,
+        on_progress: base.OnProgress | None = None,
         **settings: Any,
     ) -> AsyncIterator[Event]:
         """Like `generate` for one prompt, piece by piece; the last event carries the completion."""
-        return self._stream(Call(None, merge(sampling, settings), prompt=prompt, is_chat=is_chat), on_progress)
+        return self._stream(Call(None, base.merge(sampling, settings), prompt=prompt, is_chat=is_chat), on_progress)
 
     async def chat(
         self,
@@ -77,16 +67,16 @@ class AsyncLLM(BaseLLM):
         sampling: Sampling | None = None,
         *,
         tools: Tools | None = None,
-        on_progress: OnProgress | None = None,
+        on_progress: base.OnProgress | None = None,
         **settings: Any,
     ) -> Completion:
         """Answer a conversation in the form `[{"role": "user", "content": "..."}, …]`."""
-        call = Call(None, merge(sampling, settings), messages=messages, tools=tools)
+        call = Call(None, base.merge(sampling, settings), messages=messages, tools=tools)
         return await self.answer(call, on_progress)
 
-    async def answer(self, call: Call, on_progress: OnProgress | None = None) -> Completion:
+    async def answer(self, call: Call, on_progress: base.OnProgress | None = None) -> Completion:
         """Answer one call, whatever it asks for; of several answers (`n` > 1) return the first."""
-        return first_completion([item async for item in self._stream(call, on_progress, is_streamed=False)])
+        return base.first_completion([item async for item in self._stream(call, on_progress, is_streamed=False)])
 
     def stream_chat(
         self,
@@ -94,14 +84,14 @@ class AsyncLLM(BaseLLM):
         sampling: Sampling | None = None,
         *,
         tools: Tools | None = None,
-        on_progress: OnProgress | None = None,
+        on_progress: base.OnProgress | None = None,
         **settings: Any,
     ) -> AsyncIterator[Event]:
         """Like `chat`, piece by piece; the last event carries the completion."""
-        return self._stream(Call(None, merge(sampling, settings), messages=messages, tools=tools), on_progress)
+        return self._stream(Call(None, base.merge(sampling, settings), messages=messages, tools=tools), on_progress)
 
     async def many(
-        self, calls: Iterable[Call] | AsyncIterable[Call], max_waiting: int = MAX_WAITING
+        self, calls: Iterable[Call] | AsyncIterable[Call], max_waiting: int = base.MAX_WAITING
     ) -> AsyncIterator[tuple[Any, Completion | Exception]]:
         """Answer a stream of calls, as many at a time as fit; yields (key, completion or error) as they complete."""
 
@@ -127,10 +117,10 @@ class AsyncLLM(BaseLLM):
 
     async def perplexity(self, text: Prompt, chunk: int | None = None) -> float:
         """Return exp of the mean negative log-likelihood of every token after the first."""
-        return perplexity(await self.score(text, chunk=chunk))
+        return base.perplexity(await self.score(text, chunk=chunk))
 
     async def save_session(
-        self, store: SessionStore, name: str, prompt: Prompt, on_progress: OnProgress | None = None
+        self, store: SessionStore, name: str, prompt: Prompt, on_progress: base.OnProgress | None = None
     ) -> int:
         """Compute a prompt and save its KV cache under a name; returns its number of tokens."""
         store.check_new(name)
@@ -158,7 +148,7 @@ class AsyncLLM(BaseLLM):
         await self.close()
 
     async def _stream(
-        self, call: Call, on_progress: OnProgress | None, is_streamed: bool = True
+        self, call: Call, on_progress: base.OnProgress | None, is_streamed: bool = True
     ) -> AsyncIterator[Event]:
         wants_progress = on_progress is not None
         items = self._read(
@@ -174,12 +164,12 @@ class AsyncLLM(BaseLLM):
         return [part async for item in items if isinstance(item, PromptScores) for part in item.parts]
 
     async def _read(
-        self, prepare: Callable[[], Submission], on_progress: OnProgress | None = None
+        self, prepare: Callable[[], Submission], on_progress: base.OnProgress | None = None
     ) -> AsyncGenerator[StreamItem]:
         async with await self.service.open(prepare) as stream:
-            report_start(stream.handle.submission, on_progress)
+            base.report_start(stream.handle.submission, on_progress)
             async for item in stream:
-                if not report(item, on_progress):
+                if not base.report(item, on_progress):
                     yield item
 
 

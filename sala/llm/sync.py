@@ -6,17 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 from sala.engine.requests import Call, Prompt, PromptScoring, Submission, Tools
 from sala.engine.store.sessions import SessionStore
 from sala.engine.stream import Completion, Event, PromptScores, StreamItem
-from sala.llm.base import (
-    MAX_WAITING,
-    BaseLLM,
-    OnProgress,
-    arrange,
-    first_completion,
-    merge,
-    perplexity,
-    report,
-    report_start,
-)
+from sala.llm import base
 from sala.protocol import SampledToken, Sampling
 from sala.text.template import Message
 
@@ -24,7 +14,7 @@ if TYPE_CHECKING:
     import numpy
 
 
-class LLM(BaseLLM):
+class LLM(base.BaseLLM):
     """Loads a checkpoint directory, or without one the embedded model, and answers prompts, one or many at a time.
 
     >>> llm = LLM("path/to/MiniCPM-SALA")
@@ -39,7 +29,7 @@ class LLM(BaseLLM):
         sampling: Sampling | None = None,
         *,
         n: int = 1,
-        on_progress: OnProgress | None = None,
+        on_progress: base.OnProgress | None = None,
         **settings: Any,
     ) -> Any:
         """Continue a text or token ids → Completion; a list for several prompts, and for several answers (`n` > 1).
@@ -48,8 +38,8 @@ class LLM(BaseLLM):
         special tokens that it spells out stay text (encode with `tokenizer.encode(..., parse_special=True)` otherwise).
         Several prompts run together; several answers share the prefill of their prompt.
         """
-        submission = self._generation(prompt, merge(sampling, settings), n, on_progress)
-        return arrange(self._read(submission, on_progress), prompt, n)
+        submission = self._generation(prompt, base.merge(sampling, settings), n, on_progress)
+        return base.arrange(self._read(submission, on_progress), prompt, n)
 
     def stream(
         self,
@@ -57,14 +47,14 @@ class LLM(BaseLLM):
         sampling: Sampling | None = None,
         *,
         is_chat: bool = False,
-        on_progress: OnProgress | None = None,
+        on_progress: base.OnProgress | None = None,
         **settings: Any,
     ) -> Iterator[Event]:
         """Like `generate` for one prompt, piece by piece; the last event carries the completion.
 
         With `is_chat` the prompt is a rendered conversation: reasoning is taken out of the answer.
         """
-        return self._stream(Call(None, merge(sampling, settings), prompt=prompt, is_chat=is_chat), on_progress)
+        return self._stream(Call(None, base.merge(sampling, settings), prompt=prompt, is_chat=is_chat), on_progress)
 
     def chat(
         self,
@@ -72,7 +62,7 @@ class LLM(BaseLLM):
         sampling: Sampling | None = None,
         *,
         tools: Tools | None = None,
-        on_progress: OnProgress | None = None,
+        on_progress: base.OnProgress | None = None,
         **settings: Any,
     ) -> Completion:
         """Answer a conversation in the form `[{"role": "user", "content": "..."}, …]`.
@@ -80,12 +70,12 @@ class LLM(BaseLLM):
         A conversation that continues an earlier one computes only what is new. Only with `tools` are tool calls taken
         out of the answer.
         """
-        return self.answer(Call(None, merge(sampling, settings), messages=messages, tools=tools), on_progress)
+        return self.answer(Call(None, base.merge(sampling, settings), messages=messages, tools=tools), on_progress)
 
-    def answer(self, call: Call, on_progress: OnProgress | None = None) -> Completion:
+    def answer(self, call: Call, on_progress: base.OnProgress | None = None) -> Completion:
         """Answer one call, whatever it asks for; of several answers (`n` > 1) return the first."""
         submission = self.inputs.submit(call, is_streamed=False, wants_progress=on_progress is not None)
-        return first_completion(self._read(submission, on_progress))
+        return base.first_completion(self._read(submission, on_progress))
 
     def stream_chat(
         self,
@@ -93,14 +83,14 @@ class LLM(BaseLLM):
         sampling: Sampling | None = None,
         *,
         tools: Tools | None = None,
-        on_progress: OnProgress | None = None,
+        on_progress: base.OnProgress | None = None,
         **settings: Any,
     ) -> Iterator[Event]:
         """Like `chat`, piece by piece; the last event carries the completion."""
-        return self._stream(Call(None, merge(sampling, settings), messages=messages, tools=tools), on_progress)
+        return self._stream(Call(None, base.merge(sampling, settings), messages=messages, tools=tools), on_progress)
 
     def many(
-        self, calls: Iterable[Call], max_waiting: int = MAX_WAITING
+        self, calls: Iterable[Call], max_waiting: int = base.MAX_WAITING
     ) -> Iterator[tuple[Any, Completion | Exception]]:
         """Answer a stream of calls, as many at a time as fit; yields (key, completion or error) as they complete.
 
@@ -127,7 +117,7 @@ class LLM(BaseLLM):
         """Return the log-probability of every token of the prompt after the first, with `top` alternatives."""
         return [token for part in self.score_parts(self.token_scoring(prompt, top, chunk)) for token in part]
 
-    def score_parts(self, scoring: PromptScoring, on_progress: OnProgress | None = None) -> list[Any]:
+    def score_parts(self, scoring: PromptScoring, on_progress: base.OnProgress | None = None) -> list[Any]:
         """Score a prompt and return what its `reduce` made of every chunk."""
         submission = Submission(scores=[scoring], wants_progress=on_progress is not None)
         items = self._read(submission, on_progress)
@@ -135,15 +125,15 @@ class LLM(BaseLLM):
 
     def perplexity(self, text: Prompt, chunk: int | None = None) -> float:
         """Return exp of the mean negative log-likelihood of every token after the first."""
-        return perplexity(self.score(text, chunk=chunk))
+        return base.perplexity(self.score(text, chunk=chunk))
 
     def save_session(
-        self, store: SessionStore, name: str, prompt: Prompt, on_progress: OnProgress | None = None
+        self, store: SessionStore, name: str, prompt: Prompt, on_progress: base.OnProgress | None = None
     ) -> int:
         """Compute a prompt and save its KV cache under a name; returns its number of tokens."""
         store.check_new(name)
         ids = self.encode(prompt)
-        first_completion(self._stream(self._session_call(ids), on_progress))
+        base.first_completion(self._stream(self._session_call(ids), on_progress))
         return self.service.execute(self._save, store, name, ids).result()
 
     def load_session(self, store: SessionStore, name: str) -> list[int]:
@@ -164,14 +154,14 @@ class LLM(BaseLLM):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _stream(self, call: Call, on_progress: OnProgress | None) -> Iterator[Event]:
+    def _stream(self, call: Call, on_progress: base.OnProgress | None) -> Iterator[Event]:
         submission = self.inputs.submit(call, wants_progress=on_progress is not None)
         return (item for item in self._read(submission, on_progress) if isinstance(item, Event))
 
-    def _read(self, submission: Submission, on_progress: OnProgress | None = None) -> Iterator[StreamItem]:
+    def _read(self, submission: Submission, on_progress: base.OnProgress | None = None) -> Iterator[StreamItem]:
         """Queue the request when the first item is asked for; leaving early cancels it."""
         with self.service.submit(submission) as stream:
-            report_start(submission, on_progress)
+            base.report_start(submission, on_progress)
             for item in stream:
-                if not report(item, on_progress):
+                if not base.report(item, on_progress):
                     yield item

@@ -113,6 +113,10 @@ def test_install_lines_name_this_checkout_or_packages_that_exist() -> None:
                 assert word in ELSEWHERE, f"{file.name}: {line} names {word}"
 
 
+def test_the_package_is_typed() -> None:
+    assert (ROOT / "sala" / "py.typed").is_file()
+
+
 def test_every_dependency_is_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = {normal(line): line for line in lines if line and not line.startswith("#")}

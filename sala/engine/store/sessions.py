@@ -17,7 +17,7 @@ from pathlib import Path
 from sala.checkpoint.reader import read_file_header, read_tensors
 from sala.checkpoint.writer import publish, write_file
 from sala.engine.cache import TOKEN_BYTES, Hybrid, Snapshot
-from sala.errors import CheckpointError, InputError, SalaError
+from sala.errors import CheckpointError, InputError, SalaError, writing
 from sala.protocol import Blob, Executor
 
 FORMAT = "sala-session-1"
@@ -106,7 +106,8 @@ class SessionStore:
             "sparse_from": str(snapshot.sparse_from),
         }
         metadata["checksum"] = _checksum(metadata, blobs)
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with writing(path):
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft = self._directory / f".{name}.{secrets.token_hex(6)}.part"
         try:
             specs = {key: (blob.dtype, blob.shape) for key, blob in blobs.items()}

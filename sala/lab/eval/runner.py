@@ -16,7 +16,7 @@ from sala.errors import InputError
 from sala.lab.eval.tasks.case import Case
 from sala.lab.eval.tasks.haystack import Ids
 from sala.lab.eval.tasks.reasoning import ReasoningProblem, judge
-from sala.lab.report.record import Log, Row, key_of
+from sala.lab.report.record import Log, ResultRow, key_of
 from sala.llm import LLM
 from sala.protocol import Sampling
 
@@ -51,7 +51,7 @@ class Callbacks(Protocol):
     def advance(self, num_tokens: int) -> None:
         """`num_tokens` of the prompts of all cases are done."""
 
-    def tell(self, row: Row) -> None:
+    def tell(self, row: ResultRow) -> None:
         """A case is done."""
 
 
@@ -66,7 +66,7 @@ def check_lengths(lengths: Sequence[int], max_tokens: int, name: str = "lengths"
 
 def run_cases(
     llm: LLM, jobs: Sequence[CaseJob], log: Log, settings: Mapping[str, Any], callbacks: Callbacks | None = None
-) -> list[Row]:
+) -> list[ResultRow]:
     """Return one row per job, in their order. Jobs that share their text should be adjacent."""
     check_lengths([job.num_tokens for job in jobs], llm.ctx)
     keys = [key_of(settings, job.labels) for job in jobs]
@@ -124,7 +124,7 @@ def _warm(llm: LLM) -> None:
     llm.generate(ids, temperature=0, max_tokens=2, ignore_eos=True)
 
 
-def to_row(case: Case, completion: Completion) -> Row:
+def to_row(case: Case, completion: Completion) -> ResultRow:
     """Return the result of a case as plain values."""
     score = case.solution.score(completion.text)
     timings, usage = completion.timings, completion.usage
@@ -152,7 +152,7 @@ def run_problems(
     log: Log,
     settings: Mapping[str, Any],
     callbacks: Callbacks | None = None,
-) -> list[Row]:
+) -> list[ResultRow]:
     """Return one row per problem, in their order; problems run in batches."""
     keys = [key_of(settings, task.labels) for task in tasks]
     pending = {key: task for key, task in zip(keys, tasks, strict=True) if log.find(key) is None}
@@ -177,7 +177,7 @@ def run_problems(
     return [row for row in map(log.find, keys) if row is not None]
 
 
-def _verdict(problem: ReasoningProblem, completion: Completion) -> Row:
+def _verdict(problem: ReasoningProblem, completion: Completion) -> ResultRow:
     verdict = judge(problem, completion.text, completion.reasoning)
     return {
         "is_answered": verdict.is_answered,

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sala.lab.report.record import Row, write_atomically
+from sala.lab.report.record import ResultRow, write_atomically
 
 
-def summarise(rows: Sequence[Row], by: Sequence[str]) -> list[Row]:
+def summarise(rows: Sequence[ResultRow], by: Sequence[str]) -> list[ResultRow]:
     """Return a row per cell: the share of exact answers, the mean score, and the speeds of all its cases together."""
     return [
         {
@@ -25,7 +25,7 @@ def summarise(rows: Sequence[Row], by: Sequence[str]) -> list[Row]:
     ]
 
 
-def summarise_reasoning(rows: Sequence[Row]) -> list[Row]:
+def summarise_reasoning(rows: Sequence[ResultRow]) -> list[ResultRow]:
     """Return the shares answered, correct and stuck by kind and budget, and for all kinds together."""
     whole = [{**row, "task": "all"} for row in rows]
     return [
@@ -42,7 +42,7 @@ def summarise_reasoning(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
+def write_csv(rows: Sequence[ResultRow], path: Path) -> None:
     out = io.StringIO(newline="")
     if rows:
         writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
@@ -51,9 +51,9 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
     write_atomically(path, out.getvalue().encode())
 
 
-def _groups(rows: Sequence[Row], by: Sequence[str]) -> list[tuple[tuple[Any, ...], list[Row]]]:
+def _groups(rows: Sequence[ResultRow], by: Sequence[str]) -> list[tuple[tuple[Any, ...], list[ResultRow]]]:
     """Return the groups in order of first appearance."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[ResultRow]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in by), []).append(row)
     return list(groups.items())
@@ -64,7 +64,7 @@ def _mean(values: Iterable[float]) -> float:
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 
-def _speed(rows: Sequence[Row], part: str) -> float | None:
+def _speed(rows: Sequence[ResultRow], part: str) -> float | None:
     """Return tokens per second; None if nothing was computed."""
     seconds = sum(row[f"{part}_s"] for row in rows)
     tokens = sum(row[f"{part}_n"] for row in rows)

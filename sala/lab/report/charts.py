@@ -1,4 +1,4 @@
-"""All charts, drawn with matplotlib in one style: files for papers (PDF, SVG, PNG) and inline SVG for the report page.
+"""All charts, plotted with matplotlib in one style: PDF, SVG and PNG files, and inline SVG for the report page.
 
 Colours are safe for colour-blind readers: the palette of Okabe and Ito for lines and bars, cividis for heat maps.
 """
@@ -72,14 +72,14 @@ class Lines:
     def size(self) -> tuple[float, float]:
         return 3.7, 2.7
 
-    def draw(self, axes: Any) -> None:
+    def plot_on(self, axes: Any) -> None:
         shown = [one for one in self.series if one.points]
         colours = iter(COLOURS * len(shown))
         for one in shown:
             xs, ys = zip(*one.points, strict=True)
             style = {"color": GREY, "linestyle": "--"} if one.is_faint else {"color": next(colours)}
-            drawn = axes.errorbar(xs, ys, yerr=one.errors or None, capsize=2, linewidth=1.5, **style)
-            drawn.lines[0].set(gid="series", marker="o" if self.has_markers else "")
+            line = axes.errorbar(xs, ys, yerr=one.errors or None, capsize=2, linewidth=1.5, **style)
+            line.lines[0].set(gid="series", marker="o" if self.has_markers else "")
         values = [y for one in shown for _, y in one.points]
         values += [y + error for one in shown for (_, y), error in zip(one.points, one.errors, strict=False)]
         if self.is_log and values and min(values) > 0:
@@ -123,7 +123,7 @@ class HeatMap:
     def size(self) -> tuple[float, float]:
         return max(4.0, 2.2 + 0.7 * len(self.columns)), max(2.2, 1.2 + 0.36 * len(self.rows))
 
-    def draw(self, axes: Any) -> None:
+    def plot_on(self, axes: Any) -> None:
         filled = [[float("nan") if value is None else value for value in line] for line in self.values]
         mesh = axes.pcolormesh(filled, cmap="cividis", vmin=0, vmax=1, edgecolors="white", linewidth=1)
         axes.invert_yaxis()
@@ -156,7 +156,7 @@ class Bars:
     def size(self) -> tuple[float, float]:
         return (7.0, 0.9 + 0.26 * len(self.names)) if self.x_name else (2.3, 2.7)
 
-    def draw(self, axes: Any) -> None:
+    def plot_on(self, axes: Any) -> None:
         names, most = [_legible(name) for name in self.names], max([*self.values, 1e-9])
         if not self.x_name:
             colours = [GREY, *COLOURS][: len(names)]
@@ -230,7 +230,7 @@ def _save(charts: Sequence[Chart], kind: str, title: str = "", has_titles: bool 
         figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
         for at, chart in enumerate(charts, 1):
             axes = figure.add_subplot(num_rows, num_columns, at)
-            chart.draw(axes)
+            chart.plot_on(axes)
             if has_titles and not (title and isinstance(chart, HeatMap)):
                 axes.set_title(chart.title)
         if title:

@@ -6,15 +6,17 @@ from typing import Any
 
 from sala.errors import MissingExtra
 from sala.lab.report.kinds import plot_record, table_of
-from sala.lab.report.record import Record, Row, write_atomically
+from sala.lab.report.record import Record, ResultRow, write_atomically
 
 
-def pair(measure: str, before: float | None, after: float | None, on: str | int | None = None, unit: str = "") -> Row:
+def pair(
+    measure: str, before: float | None, after: float | None, on: str | int | None = None, unit: str = ""
+) -> ResultRow:
     """Return a row of a comparison. `on` is a text, a task or a length; the unit "share" is shown in percent."""
     return {"measure": measure, "on": on, "before": before, "after": after, "unit": unit}
 
 
-def comparison(model: str, before: str, after: str, settings: Mapping[str, Any], results: list[Row]) -> Record:
+def comparison(model: str, before: str, after: str, settings: Mapping[str, Any], results: list[ResultRow]) -> Record:
     """Return the record of a comparison; `before` and `after` are the headings of the two models."""
     return Record("comparison", model, {"names": {"before": before, "after": after}, **settings}, results)
 

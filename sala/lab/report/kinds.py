@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from sala.lab.report.charts import Bars, Chart, HeatMap, Lines, Series, length_label, plot
-from sala.lab.report.record import Record, Row
+from sala.lab.report.record import Record, ResultRow
 
 MAX_NUMBER = 1e30
 MANY = 20  # trials from which on a share says more than a count
@@ -53,7 +53,7 @@ def interval(share: float, trials: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _interval(row: Row) -> str | None:
+def _interval(row: ResultRow) -> str | None:
     trials, share = row.get("trials"), row.get("exact")
     if not (is_number(trials) and is_number(share) and trials >= 1 and 0 <= share <= 1):
         return None
@@ -69,7 +69,7 @@ class Column:
     """
 
     name: str
-    key: str | Callable[[Row], Any]
+    key: str | Callable[[ResultRow], Any]
     show: str | Callable[[Any], str]
     is_bar: bool = False
     is_left: bool = False
@@ -79,10 +79,10 @@ class Column:
         """Whether the value, if there is one, must be a number."""
         return isinstance(self.key, str) and (isinstance(self.show, str) or self.show in (_length, _gib))
 
-    def value(self, row: Row) -> Any:
+    def value(self, row: ResultRow) -> Any:
         return row.get(self.key) if isinstance(self.key, str) else self.key(row)
 
-    def text(self, row: Row) -> str:
+    def text(self, row: ResultRow) -> str:
         """Return the value as it is shown; nothing if there is none."""
         value = self.value(row)
         if value is None:
@@ -90,7 +90,7 @@ class Column:
         return self.show.format(value) if isinstance(self.show, str) else self.show(value)
 
 
-def _text(name: str, key: str | Callable[[Row], Any], show: Callable[[Any], str] = str) -> Column:
+def _text(name: str, key: str | Callable[[ResultRow], Any], show: Callable[[Any], str] = str) -> Column:
     return Column(name, key, show, is_left=True)
 
 
@@ -127,7 +127,7 @@ def _names(runs: Sequence[Record]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} ({minute(run.date)})" for name, run in pairs]
 
 
-def _points(rows: Sequence[Row], x: str, y: str, scale: float = 1) -> list[tuple[float, float]]:
+def _points(rows: Sequence[ResultRow], x: str, y: str, scale: float = 1) -> list[tuple[float, float]]:
     return sorted((float(row[x]), row[y] * scale) for row in rows if is_number(row.get(y)) and row[x] > 0)
 
 
@@ -185,7 +185,7 @@ def _plot_against(runs: Sequence[Record]) -> list[Chart]:
 
 
 def _plot_needle(runs: Sequence[Record]) -> list[Chart]:
-    def text(row: Row) -> str:
+    def text(row: ResultRow) -> str:
         trials = row.get("trials")
         return ratio_text(row["exact"], int(trials)) if is_number(trials) and trials >= 1 else f"{row['exact']:.0%}"
 
@@ -207,7 +207,7 @@ def _map(
     title: str,
     down: str,
     key: str,
-    text: Callable[[Row], str],
+    text: Callable[[ResultRow], str],
     show: Callable[[Any], str],
     row_name: str = "",
 ) -> HeatMap:
@@ -238,25 +238,25 @@ def _plot_kernels(runs: Sequence[Record]) -> list[Chart]:
     return charts
 
 
-def _kernel(row: Row) -> str:
+def _kernel(row: ResultRow) -> str:
     return f"{row['name']}, {row['size']}"
 
 
-def _peer(row: Row) -> str | None:
+def _peer(row: ResultRow) -> str | None:
     return row.get("error") or None if row.get("ratio") is None else f"{row['ratio']:.3g} x {row.get('peer')}"
 
 
-def _milliseconds(row: Row) -> str:
+def _milliseconds(row: ResultRow) -> str:
     value = row.get("ms")
     if not is_number(value):
         return "failed"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _quantity(key: str) -> Callable[[Row], str | None]:
+def _quantity(key: str) -> Callable[[ResultRow], str | None]:
     """Return a function that shows the value of a comparison in its unit."""
 
-    def show(row: Row) -> str | None:
+    def show(row: ResultRow) -> str | None:
         value, unit = row.get(key), row.get("unit", "")
         if not is_number(value):
             return None
@@ -265,7 +265,7 @@ def _quantity(key: str) -> Callable[[Row], str | None]:
     return show
 
 
-def _difference(row: Row) -> str | None:
+def _difference(row: ResultRow) -> str | None:
     before, after = (row.get(key) for key in SIDES)
     if not (is_number(before) and is_number(after)):
         return None
@@ -279,7 +279,7 @@ def _plot_comparison(runs: Sequence[Record]) -> list[Chart]:
     charts: list[Chart] = []
     for run in runs:
         names = [heading(key, run) for key in SIDES]
-        by_length: dict[str, list[Row]] = {}
+        by_length: dict[str, list[ResultRow]] = {}
         for row in run.results:
             values = [value for key in SIDES if is_number(value := row.get(key))]
             if is_number(row.get("on")):

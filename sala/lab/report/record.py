@@ -23,7 +23,7 @@ KINDS = (
 )  # fmt: skip
 MAX_BYTES = 64 << 20
 REMEDY = "give the JSON files of runs; leave this one out, or run it again"
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 
 
 def machine() -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Record:
     kind: str
     model: str
     settings: dict[str, Any]
-    results: list[Row] = field(default_factory=list)
+    results: list[ResultRow] = field(default_factory=list)
     plots: list[str] = field(default_factory=list)  # paths of pictures, relative to the record
     machine: dict[str, Any] = field(default_factory=machine)
     versions: dict[str, str] = field(default_factory=versions)
@@ -158,15 +158,15 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, ResultRow] = {}
         self._size = 0
         if path.is_file():
             self._load()
 
-    def find(self, key: str) -> Row | None:
+    def find(self, key: str) -> ResultRow | None:
         return self._rows.get(key)
 
-    def append(self, key: str, row: Row) -> None:
+    def append(self, key: str, row: ResultRow) -> None:
         """Add a row; it is on disk when this returns."""
         line = (json.dumps({"key": key, **row}, ensure_ascii=False) + "\n").encode()
         with self._path.open("r+b" if self._path.exists() else "xb") as file:

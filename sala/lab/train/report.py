@@ -16,7 +16,7 @@ from sala.lab.eval.tasks.choice import Accuracy, ChoiceTask, accuracy, read_task
 from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec, ValueChoice
 from sala.lab.eval.tasks.needle import score as find
 from sala.lab.report.comparison import comparison, pair, save, write_markdown
-from sala.lab.report.record import Row
+from sala.lab.report.record import ResultRow
 from sala.lab.train.data import read_documents
 from sala.lab.train.models import load_for_training
 from sala.lab.train.recipe import Source
@@ -164,7 +164,7 @@ def _known(config: SalaConfig, lengths: Sequence[int], more: int = 0) -> list[in
     return sorted(length for length in set(lengths) if length + more <= config.max_position_embeddings)
 
 
-def to_rows(results: Mapping[str, Any]) -> list[Row]:
+def to_rows(results: Mapping[str, Any]) -> list[ResultRow]:
     """Return the measurements of both models side by side."""
     source, hybrid = (results[who] for who in WHO)
     rows = [pair("parameters", source["parameters"], hybrid["parameters"])]
