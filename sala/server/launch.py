@@ -41,7 +41,7 @@ REMEDIES = {  # for settings that other engines do not take
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchCommand:
     """A command with its environment variables, secret variables, and secrets that it reads from a file."""
 
     command: tuple[str, ...]
@@ -84,7 +84,9 @@ class LaunchRequest:
         return [word for pair in words for word in pair]
 
 
-def plan(settings: Settings, given: Collection[str], more: Sequence[str], environment: Mapping[str, str]) -> Launch:
+def plan(
+    settings: Settings, given: Collection[str], more: Sequence[str], environment: Mapping[str, str]
+) -> LaunchCommand:
     """Return what to start. Checks all settings; `given` names those that are set, `more` are flags for the engine."""
     engine = ENGINES[settings.engine]
     if more and not more[0].startswith("-"):
@@ -102,7 +104,7 @@ def plan(settings: Settings, given: Collection[str], more: Sequence[str], enviro
     if importlib.util.find_spec(settings.engine) is None:
         raise MissingExtra(settings.engine, settings.engine)
     _check_plugin(settings.engine, environment)
-    return Launch((*launch.command, *more), launch.variables, launch.secrets, launch.key_file)
+    return LaunchCommand((*launch.command, *more), launch.variables, launch.secrets, launch.key_file)
 
 
 def check_own(given: Collection[str], more: Sequence[str]) -> None:
@@ -176,7 +178,7 @@ def _divisors(config: SalaConfig) -> str:
     return ", ".join(map(str, fits))
 
 
-def _check_more(launch: Launch, more: Sequence[str]) -> None:
+def _check_more(launch: LaunchCommand, more: Sequence[str]) -> None:
     """Refuse flags that `sala serve` sets itself: a second value would bypass the checks."""
     ours = {word for word in launch.command if word.startswith("--")} | {"--config", *KEPT}
     for word in more:
@@ -194,7 +196,7 @@ def _check_plugin(engine: str, environment: Mapping[str, str]) -> None:
         raise InputError(variable, f"is {allowed[:60]!r}", "add sala to it: SALA runs there through its plug-in")
 
 
-def plan_vllm(asked: LaunchRequest) -> Launch:
+def plan_vllm(asked: LaunchRequest) -> LaunchCommand:
     """Return the command for vLLM. A node without a server needs `vllm serve`, which we run as a module."""
     settings, path = asked.settings, asked.path
     if settings.device != "auto":
@@ -221,10 +223,10 @@ def plan_vllm(asked: LaunchRequest) -> Launch:
         flags += ["--allowed-origins", json.dumps(settings.cors_origins)]
     variables = {"VLLM_LOGGING_LEVEL": settings.log_level.upper()} if "log_level" in asked.given else {}
     secrets = {} if settings.api_key is None else {"VLLM_API_KEY": settings.api_key}
-    return Launch((sys.executable, *start, *flags), variables, secrets)
+    return LaunchCommand((sys.executable, *start, *flags), variables, secrets)
 
 
-def plan_sglang(asked: LaunchRequest) -> Launch:
+def plan_sglang(asked: LaunchRequest) -> LaunchCommand:
     """Return the command for SGLang. On a CPU or with another attention backend it is dense: exact to `dense_len`."""
     settings, path, config = asked.settings, asked.path, asked.config
     if settings.device not in ("auto", "cpu", "cuda"):
@@ -249,7 +251,7 @@ def plan_sglang(asked: LaunchRequest) -> Launch:
         flags += ["--node-rank", str(settings.node_rank), "--dist-init-addr", str(settings.master)]
     keys = {"api-key": settings.api_key, "admin-api-key": settings.admin_key}
     held = {name: key for name, key in keys.items() if key is not None}
-    return Launch((sys.executable, *start, *flags), key_file=held)
+    return LaunchCommand((sys.executable, *start, *flags), key_file=held)
 
 
 def is_dense_in_sglang(asked: LaunchRequest) -> bool:
@@ -321,14 +323,14 @@ def _write_keys(keys: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Engine:
+class ExternalEngine:
     takes: frozenset[str]  # settings that are passed on in addition to the common ones
-    plan: Callable[[LaunchRequest], Launch]
+    plan: Callable[[LaunchRequest], LaunchCommand]
 
 
 ENGINES = {
-    "vllm": Engine(frozenset({"pp", "cache_memory", "cors_origins"}), plan_vllm),
-    "sglang": Engine(frozenset({"admin_key", "max_queue"}), plan_sglang),
+    "vllm": ExternalEngine(frozenset({"pp", "cache_memory", "cors_origins"}), plan_vllm),
+    "sglang": ExternalEngine(frozenset({"admin_key", "max_queue"}), plan_sglang),
 }
 # Flags, under all their names, that would change where an engine listens, who may call it and how it is distributed.
 KEPT = frozenset(

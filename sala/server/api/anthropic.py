@@ -23,7 +23,7 @@ from sala.server.api.anthropic_schema import (
     join,
 )
 from sala.server.api.blocks import Block, BlockChange, BlockReply
-from sala.server.api.chat import Conversation, as_call, count_tokens
+from sala.server.api.chat import ChatInput, as_call, count_tokens
 from sala.server.api.chat_schema import ChosenFunction, ToolChoice
 from sala.server.http.body import StrictRoute
 from sala.server.http.errors import ALWAYS, ApiError, anthropic_envelope
@@ -66,14 +66,14 @@ async def count_message_tokens(body: CountRequest, request: Request) -> dict[str
     return {"input_tokens": await count_tokens(request, body.model, lambda: read_conversation(body), FIELDS)}
 
 
-def read_conversation(body: CountRequest) -> Conversation:
+def read_conversation(body: CountRequest) -> ChatInput:
     choice, thinking, output = body.tool_choice, body.thinking, body.output_config
     sampling: dict[str, Any] = {}
     if isinstance(body, MessagesRequest):
         sampling = {name: getattr(body, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         sampling["stop"] = tuple(body.stop_sequences) if body.stop_sequences else None
     is_disabled = thinking is not None and thinking.type == "disabled"
-    return Conversation(
+    return ChatInput(
         messages=list(as_messages(body)),
         sampling=sampling,
         tools=[
@@ -152,7 +152,7 @@ class MessageReply(BlockReply[MessagesRequest]):
     fields = FIELDS
     ping = encode_named(PING)
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> ChatInput:
         return read_conversation(self.body)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from sala.engine.requests import InputProcessor, Submission
 from sala.engine.stream import Completion, Event, StreamItem
 from sala.server.api.answers import AnswerProgress, B, Reply
-from sala.server.api.chat import Conversation
+from sala.server.api.chat import ChatInput
 from sala.server.http.sse import encode_named
 from sala.text.tools import ToolCall
 
@@ -36,7 +36,7 @@ class BlockChange:
 class Blocks:
     """Splits one answer into blocks while it grows."""
 
-    def __init__(self, conversation: Conversation, shows_reasoning: bool) -> None:
+    def __init__(self, conversation: ChatInput, shows_reasoning: bool) -> None:
         self._has_tools = conversation.offered_tools is not None
         self._is_single = conversation.is_single
         self._shows_reasoning = shows_reasoning
@@ -110,7 +110,7 @@ class BlockReply(Reply[B]):
     done = b""
 
     @abstractmethod
-    def conversation(self) -> Conversation:
+    def conversation(self) -> ChatInput:
         """Translate the body."""
 
     @property

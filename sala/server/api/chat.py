@@ -61,7 +61,7 @@ async def count_input_tokens(body: ChatRequest, request: Request) -> dict[str, i
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatInput:
     """A conversation to answer, whichever API it came through: messages and tools as chat templates expect them.
 
     - tool_choice: auto, none, required, or a function: the only one that may be called, and must be
@@ -123,7 +123,7 @@ class Conversation:
 
 
 async def count_tokens(
-    request: Request, model_id: str | None, read: Callable[[], Conversation], fields: Mapping[str, str]
+    request: Request, model_id: str | None, read: Callable[[], ChatInput], fields: Mapping[str, str]
 ) -> int:
     """Return the length of the prompt of the conversation that `read` returns; it may be longer than the context."""
     model: LoadedModel = await until_gone(request, request.app.state.runtime.get(model_id))
@@ -131,10 +131,10 @@ async def count_tokens(
         return len(await until_gone(request, model.service.call(lambda: read().encode(model.llm.inputs))))
 
 
-def read_chat(body: ChatRequest) -> Conversation:
+def read_chat(body: ChatRequest) -> ChatInput:
     kwargs = body.chat_template_kwargs
     thinking = None if kwargs is None else kwargs.enable_thinking
-    return Conversation(
+    return ChatInput(
         messages=as_messages(body.messages),
         sampling={
             **read_sampling(body),

@@ -258,7 +258,7 @@ def check_tools(names: list[str], is_forced: bool, function: str | None) -> None
         raise problem("names a function that is not in tools", "tool_choice")
 
 
-class Usage(BaseModel):
+class UsageObject(BaseModel):
     class PromptDetails(BaseModel):
         cached_tokens: int
 
@@ -329,5 +329,5 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageObject
     timings: TimingsObject

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le, MaxLen, MinLen
 from pydantic import BaseModel, Field, Tag, model_validator
 
-from sala.server.api.chat_schema import MAX_ANSWERS, MAX_INT, GenerationRequest, TimingsObject, Usage
+from sala.server.api.chat_schema import MAX_ANSWERS, MAX_INT, GenerationRequest, TimingsObject, UsageObject
 from sala.server.http.body import FIRST_ONLY, discriminate, problem
 
 MAX_PROMPTS = 128
@@ -73,5 +73,5 @@ class TextCompletion(BaseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: UsageObject
     timings: TimingsObject | None = None

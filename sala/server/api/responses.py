@@ -12,7 +12,7 @@ from starlette.responses import Response
 from sala.engine.stream import StreamItem
 from sala.server.api import answers
 from sala.server.api.blocks import Block, BlockChange, BlockReply
-from sala.server.api.chat import Conversation, as_call
+from sala.server.api.chat import ChatInput, as_call
 from sala.server.api.chat_schema import ChosenFunction, ToolChoice
 from sala.server.api.responses_schema import (
     CallItem,
@@ -46,11 +46,11 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     return await answers.answer(request, body, ResponseReply)
 
 
-def read_conversation(body: ResponseRequest) -> Conversation:
+def read_conversation(body: ResponseRequest) -> ChatInput:
     choice: Any = body.tool_choice or "auto"
     if isinstance(choice, FunctionChoice):
         choice = ToolChoice(type="function", function=ChosenFunction(name=choice.name))
-    return Conversation(
+    return ChatInput(
         messages=list(as_messages(body)),
         sampling={"max_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p},
         tools=[
@@ -127,7 +127,7 @@ class ResponseReply(BlockReply[ResponseRequest]):
         "grammar": "tools", "max_tokens": "max_output_tokens", "think_budget": "reasoning.effort",
     }  # fmt: skip
 
-    def conversation(self) -> Conversation:
+    def conversation(self) -> ChatInput:
         self._id = f"resp_{secrets.token_hex(16)}"
         self._created = int(time.time())
         self._item_ids: dict[int, str] = {}

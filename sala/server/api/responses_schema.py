@@ -13,7 +13,7 @@ NOT_STORED = "this server stores nothing; send the whole conversation as input"
 MARKS = frozenset({"id", "status", "phase"})  # fields of answered items that are not used when they are sent back
 
 
-class Part(Strict):
+class ContentPart(Strict):
     ignored = frozenset({"annotations", "logprobs"})
     types = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
     remedy = TEXT_ONLY
@@ -29,12 +29,12 @@ class Part(Strict):
 
 
 TextOrParts = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[Part], FIRST_ONLY, Tag("~list")],
+    Annotated[str, Tag("~text")] | Annotated[list[ContentPart], FIRST_ONLY, Tag("~list")],
     union({str: "~text", list: "~list"}, "a string or a list of text parts"),
 ]
 
 
-def join(content: str | list[Part]) -> str:
+def join(content: str | list[ContentPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
@@ -84,7 +84,7 @@ class ReasoningItem(Strict):
     ignored = MARKS | {"encrypted_content", "summary"}
 
     type: Literal["reasoning"]
-    content: list[Part] | None = None
+    content: list[ContentPart] | None = None
 
 
 class ItemReference(Strict):

@@ -1,5 +1,5 @@
-// Shows /openapi.json: operations by tag, what they take and give, and a curl line for each.
-// Text only ever becomes text (textContent): nothing of the schema is read as HTML.
+// Shows /openapi.json: operations by tag, their parameters and responses, and a curl command for each.
+// Everything is inserted as text (textContent): nothing of the schema is parsed as HTML.
 "use strict";
 
 const METHODS = ["get", "post", "put", "patch", "delete"];
@@ -15,7 +15,7 @@ function make(name, attributes = {}, ...children) {
   return element;
 }
 
-// Words with `code` in them, and blank lines between paragraphs.
+// Text with `code` spans and blank lines between paragraphs.
 function prose(text) {
   return (text || "").split(/\n\s*\n/).filter(Boolean).map((paragraph) =>
     make("p", {}, ...paragraph.split("`").map((part, index) => (index % 2 ? make("code", {}, part) : part))));
@@ -51,7 +51,7 @@ function bounds(node) {
   return [node, ...variants(node)].flatMap((one) => Object.entries(signs).filter(([key]) => one[key] !== undefined).map(([key, sign]) => `${sign} ${one[key]}`));
 }
 
-// The objects inside a type, through lists and alternatives.
+// The objects in a type, including those in lists and alternatives.
 function objectsIn(node, depth = 0) {
   node = resolve(node);
   if (depth > MAX_DEPTH) return [];
@@ -76,7 +76,7 @@ function listFields(node, depth = 0) {
   return make("dl", {}, ...Object.entries(node.properties || {}).flatMap(([name, child]) => describeField(name, child, needed.has(name), depth)));
 }
 
-// A smallest value that fits: what is required, and examples and defaults where they are given.
+// A minimal valid value: required fields, with examples and defaults where there are any.
 function example(node, depth = 0) {
   node = resolve(node);
   if (node.example !== undefined) return node.example;
@@ -140,7 +140,7 @@ function showResponses(operation) {
     }
     return [make("dt", {}, status, " ", make("span", { class: "type" }, kinds)), body];
   });
-  return [make("h3", {}, "Answers"), make("dl", {}, ...rows)];
+  return [make("h3", {}, "Responses"), make("dl", {}, ...rows)];
 }
 
 function showOperation(method, path, operation) {
@@ -172,7 +172,7 @@ function showAll() {
   openLinked();
 }
 
-// What follows the # of the address names an operation to show.
+// The fragment of the URL names the operation to show.
 function openLinked() {
   const box = find(decodeURIComponent(location.hash.slice(1)));
   if (!box || !box.classList.contains("operation")) return;
