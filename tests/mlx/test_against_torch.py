@@ -13,7 +13,7 @@ from sala.backends.mlx import executor as mlx_executor
 from sala.backends.mlx import sampler as mlx_sampler
 from sala.backends.mlx.loader import decode_e4m3
 from sala.backends.mlx.quantized_linear import AffineEmbedding, AffineLinear
-from sala.backends.sampling import keep_agreed
+from sala.backends.rows import keep_agreed
 from sala.backends.torch import executor as torch_executor
 from sala.backends.torch import sampler as torch_sampler
 from sala.checkpoint.random import TINY, write_random

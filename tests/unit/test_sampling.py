@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sala.backends.sampling import uniform
+from sala.backends.rows import uniform
 from sala.backends.torch.sampler import adjust, filters, sample
 from sala.errors import InputError
 from sala.protocol import Row, Sampling

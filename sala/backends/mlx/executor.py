@@ -23,7 +23,7 @@ from sala.backends.mlx.loader import load_model, pick_device, pick_dtype
 from sala.backends.mlx.model import SalaModel
 from sala.backends.mlx.ops.table import REFERENCE, Ops
 from sala.backends.mlx.sampler import Samples, sample_all
-from sala.backends.sampling import keep_agreed
+from sala.backends.rows import keep_agreed
 from sala.checkpoint.dtypes import dtypes_by_file_name
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from sala.backends.sampling import GREEDY_BELOW, is_adjusted, point_of, sampling_of
+from sala.backends.rows import GREEDY_BELOW, is_adjusted, point_of, sampling_of
 from sala.protocol import Row, SampledToken, Sampling
 
 _ID_BITS = 32  # of a sorting key; the rest is the probability

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sala.backends.sampling import GREEDY_BELOW, is_adjusted, keep_agreed, point_of, sampling_of
+from sala.backends.rows import GREEDY_BELOW, is_adjusted, keep_agreed, point_of, sampling_of
 from sala.protocol import Row, SampledToken, Sampling
 
 
