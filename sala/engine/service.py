@@ -35,7 +35,6 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,11 +44,10 @@ from typing import Any, Generic, Self, TypeVar
 from sala.engine.engine import Engine
 from sala.engine.loop import EngineLoop, EngineTask, Observer, RequestHandle
 from sala.engine.requests import Submission
-from sala.engine.stream import Completion, Event, StreamItem
+from sala.engine.stream import WAIT_S, Completion, Event, Inbox, StreamItem, call_soon
 from sala.errors import EngineClosed, EngineDead, QueueFull, SlowReader
 
 EVENT_BYTES = 64  # what an event weighs besides its text
-WAIT_S = 1.0  # longest uninterruptible wait of a synchronous reader
 CLOSE_S = 60.0  # longest wait for the step in progress when a service is closed
 EXIT_S = 10.0  # the same when the interpreter exits
 NUM_PREPARERS = 2
@@ -70,65 +68,6 @@ class ServiceStatus:
     num_preemptions: int
     heartbeat_s: float  # seconds since the engine thread last went round its loop
     is_alive: bool
-
-
-class Inbox(Generic[T]):
-    """A queue from the engine thread to one reader, synchronous or asynchronous. A reader is woken only if it waits."""
-
-    def __init__(self) -> None:
-        self._entries: deque[T] = deque()
-        self._wake: Callable[[], object] | None = None  # set by a reader that waits
-
-    def put(self, *entries: T) -> None:
-        self._entries.extend(entries)
-        self.notify()
-
-    def notify(self) -> None:
-        wake, self._wake = self._wake, None
-        if wake is not None:
-            wake()
-
-    def wait(self, is_ready: Callable[[], object], timeout: float | None = None) -> None:
-        """Block until `is_ready`, which a `put` or `notify` must bring about. Raises TimeoutError."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not is_ready():
-            lock = threading.Lock()
-            lock.acquire()
-            self._wake = lock.release
-            if is_ready():  # it happened before the writer could know of us
-                return
-            left = WAIT_S if deadline is None else min(WAIT_S, deadline - time.monotonic())
-            if left <= 0:
-                raise TimeoutError
-            lock.acquire(timeout=left)
-
-    async def await_(self, is_ready: Callable[[], object], timeout: float | None = None) -> None:
-        """Like `wait`, without blocking the event loop."""
-        loop = asyncio.get_running_loop()
-        while not is_ready():
-            event = asyncio.Event()
-            self._wake = lambda event=event: _call_soon(loop, event.set)
-            if is_ready():
-                return
-            async with asyncio.timeout(timeout):
-                await event.wait()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def take(self) -> T | None:
-        return self._entries.popleft() if self._entries else None
-
-    def clear(self) -> None:
-        self._entries.clear()
-
-    def get(self) -> T:
-        self.wait(lambda: self._entries)
-        return self._entries.popleft()
-
-    async def aget(self) -> T:
-        await self.await_(lambda: self._entries)
-        return self._entries.popleft()
 
 
 class Stream:
@@ -208,7 +147,7 @@ class Stream:
             self.handle.is_cancelled = True
             error = SlowReader()
             if self._event_loop is not None:
-                _call_soon(self._event_loop, self.overflowed.set)
+                call_soon(self._event_loop, self.overflowed.set)
         self._error = error
         self._is_over = is_over or error is not None
         if self._is_over:
@@ -224,13 +163,6 @@ def _weight(item: StreamItem) -> int:
         return 0  # there are few of them
     num_rivals = sum(len(sampled.top_logprobs) for sampled in item.sampled)
     return EVENT_BYTES * (1 + num_rivals) + len(item.delta.text) + len(item.delta.reasoning)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
-    try:
-        loop.call_soon_threadsafe(function)
-    except RuntimeError:  # the loop is closed: nothing waits on it any more
-        return
 
 
 class EngineService:

@@ -3,16 +3,22 @@
 `AnswerState` is the one place where sampled tokens become events; `text.answer` turns them into text for it.
 """
 
+import asyncio
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from sala.engine.cache import Request, SequenceState
 from sala.engine.engine import Update
 from sala.protocol import SampledToken
 from sala.text.answer import Answer, Delta
 from sala.text.tools import ToolCall
+
+WAIT_S = 1.0  # longest uninterruptible wait of a synchronous reader
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,73 @@ class PromptScores:
 
 
 StreamItem = Event | PromptProgress | PromptScores
+
+
+class Inbox(Generic[T]):
+    """A queue from the engine thread to one reader, synchronous or asynchronous. A reader is woken only if it waits."""
+
+    def __init__(self) -> None:
+        self._entries: deque[T] = deque()
+        self._wake: Callable[[], object] | None = None  # set by a reader that waits
+
+    def put(self, *entries: T) -> None:
+        self._entries.extend(entries)
+        self.notify()
+
+    def notify(self) -> None:
+        wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
+
+    def wait(self, is_ready: Callable[[], object], timeout: float | None = None) -> None:
+        """Block until `is_ready`, which a `put` or `notify` must bring about. Raises TimeoutError."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not is_ready():
+            lock = threading.Lock()
+            lock.acquire()
+            self._wake = lock.release
+            if is_ready():  # it happened before the writer could know of us
+                return
+            left = WAIT_S if deadline is None else min(WAIT_S, deadline - time.monotonic())
+            if left <= 0:
+                raise TimeoutError
+            lock.acquire(timeout=left)
+
+    async def await_(self, is_ready: Callable[[], object], timeout: float | None = None) -> None:
+        """Like `wait`, without blocking the event loop."""
+        loop = asyncio.get_running_loop()
+        while not is_ready():
+            event = asyncio.Event()
+            self._wake = lambda event=event: call_soon(loop, event.set)
+            if is_ready():
+                return
+            async with asyncio.timeout(timeout):
+                await event.wait()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def take(self) -> T | None:
+        return self._entries.popleft() if self._entries else None
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def get(self) -> T:
+        self.wait(lambda: self._entries)
+        return self._entries.popleft()
+
+    async def aget(self) -> T:
+        await self.await_(lambda: self._entries)
+        return self._entries.popleft()
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    """Call a function on an event loop, from any thread."""
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:  # the loop is closed: nothing waits on it any more
+        return
 
 
 class AnswerState:

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from sala.engine.requests import Call, Submission
-from sala.engine.service import EngineService, Inbox
-from sala.engine.stream import Event, PromptProgress
+from sala.engine.service import EngineService
+from sala.engine.stream import Event, Inbox, PromptProgress
 from sala.errors import CacheTooSmall, EngineClosed, EngineDead, InputError
 from sala.llm import LLM, AsyncLLM
 from sala.protocol import Sampling
