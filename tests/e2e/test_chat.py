@@ -104,7 +104,7 @@ def test_commands(terminal: Terminal, tmp_path: Path) -> None:
     terminal.send("/show")
     terminal.expect("2 sparse, 2 lightning")
     terminal.send("/nonsense")
-    terminal.expect("no command")
+    terminal.expect("not a command")
     saved = tmp_path / "chat.json"
     terminal.send(f"/save {saved}")
     terminal.expect("saved")
