@@ -15,10 +15,10 @@ LAYERS = {
     "Lab": ("lab",),
     "Plug-ins": ("plugins",),
     "Serving": ("server", "models"),
-    "Core": ("", "engine", "text", "backends", "checkpoint"),
+    "Core": ("", "options", "llm", "engine", "text", "backends", "checkpoint"),
 }
 INTRODUCTIONS = {
-    "Command line": "Reads flags and files, prints results. One module per command; heavy imports happen inside the command.",
+    "Command line": "Reads flags and files, prints results. Each command has a module and imports what it needs.",
     "Lab": "For researchers. Nothing below imports it.",
     "Plug-ins": "The model inside other engines and libraries.",
     "Serving": "The HTTP server and the models it offers.",
@@ -34,7 +34,7 @@ def summary(file: Path) -> str:
 
 
 def packages(name: str) -> list[Path]:
-    """Return a top-level package and its subpackages; the empty name is the root, whose subpackages are listed elsewhere."""
+    """Return a top-level package and its subpackages; the empty name is the root alone."""
     top = ROOT / "sala" / name
     if not name:
         return [top]
