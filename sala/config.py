@@ -56,7 +56,7 @@ _IGNORED = {
     "use_cache",
 }
 # Ours, for models that were converted from others; the released model has none of them.
-_OWN_FIELDS = ("attn_qk_norm", "attn_log_base")
+_OWN_FIELDS = ("attn_qk_norm", "attn_log_base", "trained_length")
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_VOCAB = 1 << 24
 _WHERE = "config.json"
@@ -127,6 +127,8 @@ class SalaConfig:
 
     Three more serve models converted from others: `attention_bias` (on q, k and v, as Qwen2 has it), `attn_qk_norm`
     (in the sparse layers, as Qwen3 has it) and `attn_log_base` a: queries at position t grow by log(t + a) / log(a).
+    `trained_length` is the longest sequence of the training, where it is known and less than max_position_embeddings:
+    longer prompts are accepted, with a warning.
     """
 
     __pydantic_config__ = FILE_CONFIG
@@ -146,6 +148,7 @@ class SalaConfig:
     rms_norm_eps: Annotated[float, Field(strict=True, ge=1e-12, le=1.0)] = 1e-6
     rope_theta: Theta = 10000.0
     max_position_embeddings: Annotated[int, Field(strict=True, ge=1, le=1 << 40)] = 524288
+    trained_length: Annotated[int, Field(strict=True, ge=1, le=1 << 40)] | None = None
     scale_emb: Factor = 12.0
     scale_depth: Factor = 1.4
     dim_model_base: Size = 256

@@ -270,6 +270,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="ask only every so many-th everyday question")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--teacher-max", type=int, default=8192, help="longest needle asked of the teacher")
+    parser.add_argument(
+        "--student-only", action="store_true", help="everyday, development and reading: do not ask the teacher again"
+    )
     options = parser.parse_args()
     parts = options.parts.split(",")
     if unknown := set(parts) - set(PARTS):
@@ -312,6 +315,8 @@ def main() -> None:
     if sets or "reading" in parts:
         ctx = 8192 if "reading" in parts else 2048
         paths = {"teacher": options.teacher, "student": options.student}
+        if options.student_only:
+            del paths["teacher"]
         engines = {
             who: LLM(path, device=str(device), dtype="float32", ctx=ctx, max_batch=16, cache_memory=4 << 30)
             for who, path in paths.items()

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sala.cli import flags as s
-from sala.cli.generate import read_schema, show_answer, statistics
+from sala.cli.generate import read_schema, show_answer, statistics, warn_if_untrained
 from sala.cli.progress import prefill_bar
 from sala.errors import ContextTooLong, InputError, SalaError
 from sala.options import Sampling
@@ -46,7 +46,8 @@ def chat(
 ) -> None:
     sampling = read_schema(sampling)
     llm = s.load(options, verbose)
-    s.note(f"{llm.path.name}, context {llm.ctx:,} tokens. /help shows what you can do, /bye leaves.")
+    trained = f" (trained on up to {llm.config.trained_length:,})" if llm.config.trained_length else ""
+    s.note(f"{llm.path.name}, context {llm.ctx:,} tokens{trained}. /help shows what you can do, /bye leaves.")
     Conversation(llm, sampling, system, no_think).run(_reader())
 
 
@@ -159,6 +160,7 @@ class Conversation:
             return
         print()
         s.note(statistics(completion, time.perf_counter() - began))
+        warn_if_untrained(self.llm.config, completion.usage.prompt_tokens)
         self.messages.append(completion.as_message())
         self.last = completion
         off_because = self.llm.engine.speculation.off_because

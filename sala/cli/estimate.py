@@ -16,6 +16,7 @@ from sala.backends.memory import (
 )
 from sala.backends.memory import estimate as compute
 from sala.cli import flags as s
+from sala.cli.generate import warn_if_untrained
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.options import Options
@@ -97,6 +98,7 @@ def _show_parts(
         return
     print(f"{batch} sequence(s) of {ctx:,} tokens" + (f", each of {tp} GPUs" if tp > 1 else ""))
     _print_parts(parts, free, f"; the longest context that does: {most:,} tokens")
+    warn_if_untrained(config, ctx)
 
 
 def _print_parts(parts: dict[str, int], free: int, more: str = "") -> None:

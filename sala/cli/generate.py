@@ -14,6 +14,7 @@ from sala.errors import InputError, SalaError
 from sala.options import Sampling
 
 if TYPE_CHECKING:
+    from sala.config import SalaConfig
     from sala.engine.stream import Completion, Event
 
 
@@ -58,6 +59,7 @@ def generate(
     else:
         print()
     s.note(statistics(completion, time.perf_counter() - began))
+    warn_if_untrained(llm.config, completion.usage.prompt_tokens)
     if options.speculate != "off":
         s.note(f"[{llm.engine.speculation.summary()}]")
 
@@ -123,6 +125,12 @@ def statistics(completion: "Completion", seconds: float) -> str:
         f" | answer {usage.completion_tokens:,} tokens, {timings.predicted_per_second:,.1f} tok/s"
         f" | total {seconds:.2f} s | {completion.finish_reason}]"
     )
+
+
+def warn_if_untrained(config: "SalaConfig", num_tokens: int) -> None:
+    """Say so if a sequence is longer than all that the model was trained on."""
+    if config.trained_length is not None and num_tokens > config.trained_length:
+        s.note(f"(this model was trained on up to {config.trained_length:,} tokens; beyond that it may miss facts)")
 
 
 def _as_json(completion: "Completion", no_think: bool) -> dict[str, Any]:

@@ -64,6 +64,7 @@ def describe(config: "SalaConfig", checkpoint: "Checkpoint") -> dict[str, Any]:
         "block_size": sparse.block_size,
         "dense_below": sparse.dense_len,
         "max_position_embeddings": config.max_position_embeddings,
+        "trained_length": config.trained_length,
         "state_bytes": state,
         "cache_bytes": {name: cache_bytes(config, length, element) + state for name, length in LENGTHS.items()},
     }
@@ -97,7 +98,7 @@ def _print(path: str, facts: dict[str, Any], config: "SalaConfig") -> None:
         ("sparse heads", f"{q} query, {kv} key/value, of {dim}"),
         ("lightning heads", f"{lq} query, {lkv} key/value, of {ldim}"),
         ("a query sees", f"{blocks}; everything while there are fewer than {facts['dense_below']:,} tokens"),
-        ("trained context", f"{facts['max_position_embeddings']:,} tokens"),
+        ("trained context", f"{facts['trained_length'] or facts['max_position_embeddings']:,} tokens"),
     ]
     for name, count in facts["cache_bytes"].items():
         rows.append((f"memory at {name}", f"{size(count)} cache + {weights} weights"))

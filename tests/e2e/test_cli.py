@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +132,23 @@ def test_show(tiny: Path) -> None:
     assert facts["parameters"] == 739776
     assert facts["state_bytes"] == 2 * 8 * 16 * 16 * 4
     assert facts["cache_bytes"]["1M"] - facts["state_bytes"] == (1 << 20) * 2 * (2 * 128 + 10)
+
+
+def test_a_prompt_longer_than_the_training_is_answered_with_a_warning(tiny: Path, tmp_path: Path) -> None:
+    model = tmp_path / "short"
+    shutil.copytree(tiny, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "trained_length": 30}))
+    asked = ["generate", "--raw", "-m", str(model), "-n", "5", "-t", "0"]
+    short, long = sala(*asked, "a" * 29), sala(*asked, "a" * 30)  # and BOS
+    assert (short.returncode, long.returncode) == (0, 0)
+    assert "trained on up to" not in short.stderr
+    assert "trained on up to 30 tokens" in long.stderr
+    assert long.stdout == sala(*[str(tiny) if part == str(model) else part for part in asked], "a" * 30).stdout
+    assert "trained context 30 tokens" in " ".join(sala("show", str(model)).stdout.split())
+    assert "trained on up to 30)" in sala("chat", "-m", str(model), stdin="/bye\n").stderr
+    estimated = sala("estimate", str(model), "--ctx", "31")
+    assert "trained on up to 30 tokens" in estimated.stderr
 
 
 def test_show_knows_the_release() -> None:

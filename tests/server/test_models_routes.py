@@ -23,7 +23,7 @@ from tests.server.test_library import make
 
 CARD = {
     "id", "object", "created", "owned_by", "path", "loaded", "repo_id", "revision", "quantization", "size_bytes",
-    "downloaded_at", "context_length", "requests",
+    "downloaded_at", "context_length", "trained_length", "requests",
 }  # fmt: skip
 
 
@@ -39,7 +39,8 @@ class FakeRuntime:
         if entry is None:
             raise ApiError(404, "there is no such model", param="model", code="model_not_found")
         status = SimpleNamespace(running=1, waiting=2)
-        model = SimpleNamespace(id=entry.id, path=entry.path, llm=SimpleNamespace(ctx=4096), loaded_at=1.0)
+        llm = SimpleNamespace(ctx=4096, config=SimpleNamespace(trained_length=2048))
+        model = SimpleNamespace(id=entry.id, path=entry.path, llm=llm, loaded_at=1.0)
         model.service = SimpleNamespace(status=lambda: status)
         self.loaded[entry.id] = model
         return model
@@ -208,7 +209,7 @@ def test_load_and_unload(server: Server) -> None:
     assert answer.status_code == 200
     card = answer.json()
     assert set(card) == CARD
-    assert (card["loaded"], card["context_length"]) == (True, 4096)
+    assert (card["loaded"], card["context_length"], card["trained_length"]) == (True, 4096, 2048)
     assert card["requests"] == {"running": 1, "waiting": 2}
     assert server.get("/models").json()["data"][0]["loaded"]
     loaded = server.client.delete("/models/own")

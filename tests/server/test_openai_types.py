@@ -41,7 +41,7 @@ OURS = {
     "ResponseFunctionCallArgumentsDoneEvent": {"name"},  # needed by the document that OpenAI publishes
     "Model": {
         "path", "loaded", "repo_id", "revision", "quantization", "size_bytes", "downloaded_at", "context_length",
-        "requests",
+        "trained_length", "requests",
     },
     "ModelDeleted": {"note"},
     "ErrorObject": {"n_prompt_tokens", "n_ctx"},

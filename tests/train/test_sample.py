@@ -69,6 +69,18 @@ def test_the_marks_are_those_of_the_template(tokenizer: Tokenizer) -> None:
     assert whole_talk == [*first, *said, EOS, *marks.turn(said, EOS)]
 
 
+def test_composed_prompts_are_what_the_template_makes_of_them(tokenizer: Tokenizer) -> None:
+    turns = ["Hi", "Two\nlines, and a tab:\t1", " spaces around ", "Größe: 12 °C?", "user\n", "1. one\n\n2. two\n"]
+    openings = make_openings(
+        [Prompts(path="prompts.jsonl")], [], 6, tokenizer, 1, (EOS,), 1, [[turn] for turn in turns]
+    )
+    wanted = {
+        tuple(tokenizer.encode_chat([{"role": "user", "content": turn}], add_generation_prompt=True)) for turn in turns
+    }
+    assert {opening.tokens for opening in openings} == wanted
+    assert {opening.writes for opening in openings} == {"answer"}
+
+
 def test_the_teacher_asks_and_answers_itself(model: SalaModel) -> None:
     opening = Opening(MARKS.opening, 0.8, writes="question", num_asked=1)
     written = writer(model, 4).write([opening] * 12)

@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,14 @@ def test_every_tensor_of_the_release() -> None:
 def test_written_and_read_again() -> None:
     config = SalaConfig.load(DATA / "released")
     assert SalaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_the_trained_length_is_written_only_where_it_is_known() -> None:
+    config = SalaConfig.load(DATA / "released")
+    assert config.trained_length is None
+    assert "trained_length" not in config.to_dict()
+    shorter = replace(config, trained_length=32768)
+    assert SalaConfig.from_dict(shorter.to_dict()) == shorter
 
 
 def test_it_is_frozen() -> None:
@@ -142,6 +151,7 @@ WRONG = [
     ("attention_bias", 1),
     ("attn_qk_norm", "yes"),
     ("attn_log_base", 1.0),
+    ("trained_length", 0),
     ("attn_use_rope", "no"),
     ("lightning_scale", "2/d"),
     ("dtype", "int4"),

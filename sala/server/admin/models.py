@@ -48,6 +48,7 @@ class ModelCard(BaseModel):
     size_bytes: int
     downloaded_at: float | None
     context_length: int | None = Field(description="The longest sequence in tokens; null unless it is loaded.")
+    trained_length: int | None = Field(description="The longest sequence of its training; null unless known.")
     requests: Requests | None = Field(description="Its requests; null unless it is loaded.")
 
 
@@ -192,7 +193,7 @@ async def unload_model(request: Request, body: ModelRequest) -> Any:
         raise ApiError(404, "that model is not loaded", param="model", code="model_not_loaded")
     card = _loaded_card(model, True) if entry is None else _card(entry, None, True)
     await runtime.unload(model.id)
-    return {**card, "loaded": False, "context_length": None, "requests": None}
+    return {**card, **_state(None)}
 
 
 @router.get(
@@ -333,10 +334,11 @@ def _loaded_card(model: "LoadedModel", is_admin: bool) -> dict[str, Any]:
 
 def _state(model: "LoadedModel | None") -> dict[str, Any]:
     if model is None:
-        return {"loaded": False, "context_length": None, "requests": None}
+        return {"loaded": False, "context_length": None, "trained_length": None, "requests": None}
     status = model.service.status()
     requests = {"running": status.running, "waiting": status.waiting}
-    return {"loaded": True, "context_length": model.llm.ctx, "requests": requests}
+    trained = model.llm.config.trained_length
+    return {"loaded": True, "context_length": model.llm.ctx, "trained_length": trained, "requests": requests}
 
 
 def _show(job: Job) -> dict[str, Any]:

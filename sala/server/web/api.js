@@ -21,7 +21,7 @@ export class Failure extends Error {
 export async function listModels() {
   const response = await call("v1/models");
   const answer = await readJson(response);
-  return (answer.data ?? []).map((model) => ({ id: model.id, isLoaded: model.loaded === true, context: model.context_length ?? null }));
+  return (answer.data ?? []).map((model) => ({ id: model.id, isLoaded: model.loaded === true, context: model.context_length ?? null, trained: model.trained_length ?? null }));
 }
 
 // The number of tokens of a text as a message; null if the server does not say.

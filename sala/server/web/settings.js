@@ -152,7 +152,8 @@ export class SettingsPanel {
 
 function noteOf(model) {
   if (!model) return "Models appear here when the server answers.";
-  const context = model.context ? `Reads up to ${formatCount(model.context)} tokens. ` : "";
+  const trained = model.trained ? ` (trained on up to ${formatCount(model.trained)})` : "";
+  const context = model.context ? `Reads up to ${formatCount(model.context)} tokens${trained}. ` : "";
   return model.isLoaded ? `${context}It is loaded.` : `${context}It is loaded when it is first asked.`;
 }
 

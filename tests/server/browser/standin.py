@@ -107,7 +107,10 @@ def create_standin(key: str | None = None) -> FastAPI:
         return JSONResponse(
             {
                 "object": "list",
-                "data": [{**card, "id": name, "loaded": loaded, "context_length": CONTEXT} for name, loaded in names],
+                "data": [
+                    {**card, "id": name, "loaded": loaded, "context_length": CONTEXT, "trained_length": 32768}
+                    for name, loaded in names
+                ],
             }
         )
 
