@@ -347,6 +347,7 @@ def test_settings_are_sent_and_kept(page: Any, server: tuple[str, Any], shoot: C
     page.get_by_role("radio", name="On", exact=True).check()
     page.get_by_label("Maximum thinking tokens").fill("64")
     page.locator("#set-model").select_option("smol-sala")
+    expect(page.locator("#model-note")).to_contain_text("tokens (trained on up to 32,768).")
     page.wait_for_timeout(300)
     shoot(page, "settings")
     page.get_by_role("button", name="Done").click()
