@@ -1,4 +1,4 @@
-"""Records a real run of the command line as a picture: python docs/figures/make_terminal.py"""
+"""Record a real run of the command line as a picture: python docs/figures/make_terminal.py"""
 
 import os
 import re
@@ -14,9 +14,9 @@ from rich.text import Text
 HERE = Path(__file__).parent
 WIDTH = 100
 COMMANDS = [
-    "sala init try-me",
-    "sala show try-me",
-    'sala generate -m try-me -n 60 --seed 7 "What do you know about rivers?"',
+    "sala show smol-sala",
+    'sala generate "What is the capital of France?" --temperature 0',
+    "sala estimate --shape 9b --ctx 1M",
 ]
 
 
