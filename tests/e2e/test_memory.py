@@ -112,5 +112,5 @@ def test_the_estimate_is_what_is_used(middling: Path, length: int) -> None:
     command = [sys.executable, "-c", ESTIMATE, str(middling), str(length)]
     measured = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     parameters = count_parameters(expected_tensors(config))
-    expected = estimate(config, parameters, length, element_bytes=4, chunk=256, snapshots=1).total
+    expected = estimate(config, parameters, length, element_bytes=4, chunk=256, num_snapshots=1).total
     assert expected == pytest.approx(measured, rel=0.10)
