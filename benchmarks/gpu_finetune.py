@@ -37,9 +37,10 @@ from sala.config import SalaConfig
 from sala.lab.finetune.dialogues import Example
 from sala.lab.finetune.frozen import FrozenLinear
 from sala.lab.finetune.options import FinetuneOptions
-from sala.lab.finetune.rows import Rows
-from sala.lab.finetune.run import Ears, estimate_for, make_trainer, training_arguments
-from sala.lab.finetune.subject import LINEARS, add_adapter, find_targets
+from sala.lab.finetune.rows import ExampleRows
+from sala.lab.finetune.run import make_trainer
+from sala.lab.finetune.target import LINEARS, add_adapter, find_targets
+from sala.lab.finetune.training import FinetuneCallbacks, estimate_for, training_arguments
 from sala.plugins.transformers.loading import adopt
 
 HERE = Path(__file__).parent
@@ -66,10 +67,10 @@ class Clock(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
-def random_rows(config: SalaConfig, length: int, count: int) -> Rows:
+def random_rows(config: SalaConfig, length: int, count: int) -> ExampleRows:
     rng = np.random.default_rng(0)
     learn = np.arange(length) > 0
-    return Rows([(Example(rng.integers(0, config.vocab_size, length), learn, 1),) for _ in range(count)])
+    return ExampleRows([(Example(rng.integers(0, config.vocab_size, length), learn, 1),) for _ in range(count)])
 
 
 def random_frozen(shape: torch.Size, name: str, config: SalaConfig, device: torch.device) -> FrozenLinear:
@@ -137,7 +138,7 @@ def measure(method: str, length: int, config: SalaConfig, device: torch.device, 
     model = open_model(config, options, device)
     held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     clock = Clock(device)
-    trainer = make_trainer(model, arguments, rows, None, options, Ears(), clock)
+    trainer = make_trainer(model, arguments, rows, None, options, FinetuneCallbacks(), clock)
     trainer.train()
     spent = clock.ends[-1] - clock.ends[warm - 1]
     return {

@@ -32,11 +32,11 @@ from sala.lab.eval.tasks.choice import read_tasks
 from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, score
 from sala.lab.eval.tasks.questions import accuracy, questions
 from sala.lab.eval.tasks.rules import RuledQuestion, is_met, read_questions
+from sala.lab.train.documents import has_loop
 from sala.lab.train.models import load_for_training
-from sala.lab.train.needles import wrap_of
+from sala.lab.train.needles import chat_wrap
 from sala.lab.train.report import NUM_ANSWERED, choice_accuracy, needle_cases, to_tokens
 from sala.lab.train.score import perplexity
-from sala.lab.train.written import has_loop
 from sala.llm import LLM
 from sala.text.tokenizer import Tokenizer
 
@@ -328,7 +328,7 @@ def main() -> None:
             results["reading"] = reading(engines, haystack, 4096)
     save()
     if "typed" in parts:
-        typed = NeedleMaker(encode, {"train": [], "test": haystack}, seed=11, wrap=wrap_of(tokenizer), unopened=1.0)
+        typed = NeedleMaker(encode, {"train": [], "test": haystack}, seed=11, wrap=chat_wrap(tokenizer), unopened=1.0)
         lengths = [int(length) for length in options.lengths.split(",")]
         dtype = "bfloat16" if device.type == "cuda" else "float32"
         llm = LLM(options.student, device=str(device), ctx=max(lengths), dtype=dtype, max_batch=16)

@@ -11,17 +11,18 @@ def finetune(*, options: Annotated[FinetuneOptions, Use(arguments=("model",))]) 
     from sala.cli.progress import training_bar
     from sala.errors import InputError
     from sala.lab.finetune.dialogues import BadData
-    from sala.lab.finetune.run import Ears, finetune, is_first_process
+    from sala.lab.finetune.run import finetune
+    from sala.lab.finetune.training import FinetuneCallbacks, is_main_process
 
     try:
         with training_bar() as on_news:
-            ears = Ears(say=note, progress=lambda news: on_news("finetune", news))
-            finetune(options, ears if is_first_process() else Ears())
+            callbacks = FinetuneCallbacks(message=note, progress=lambda news: on_news("finetune", news))
+            finetune(options, callbacks if is_main_process() else FinetuneCallbacks())
     except BadData as error:
-        if is_first_process():
+        if is_main_process():
             note(error.message)
         raise InputError("data", f"has {len(error.problems):,} bad records", error.remedy) from None
-    if is_first_process():
+    if is_main_process():
         note(_next(options))
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sala import LLM
-from sala.lab.finetune.dialogues import Reading, load_examples
+from sala.lab.finetune.dialogues import ReaderOptions, load_examples
 from sala.text.tokenizer import Tokenizer
 from tests.clients.conftest import Environment
 from tests.integrations.conftest import EXAMPLES, PROGRAMS, history
@@ -59,7 +59,7 @@ def test_deepspeed_files_are_what_their_names_say(file: Path) -> None:
 
 
 def test_the_examples_data_can_be_learnt_from(tiny: Path) -> None:
-    reading = Reading(Tokenizer.load(tiny), 1024, frozenset({257, 259}), 259)
+    reading = ReaderOptions(Tokenizer.load(tiny), 1024, frozenset({257, 259}), 259)
     examples, problems = load_examples(EXAMPLES / "data" / "dialogues.jsonl", reading)
     assert 20 <= len(examples) <= 50
     assert not problems

@@ -11,7 +11,7 @@ import pytest
 
 from sala import LLM
 from sala.errors import MissingExtra, install_command
-from sala.lab.finetune.dialogues import BadData, Reading
+from sala.lab.finetune.dialogues import BadData, ReaderOptions
 from sala.lab.finetune.options import FinetuneOptions
 from sala.lab.finetune.preference import load_preferences
 from sala.lab.finetune.run import need_libraries
@@ -27,11 +27,11 @@ ASKED = [USER]
 
 
 @pytest.fixture(scope="module")
-def reading(tiny: Path) -> Reading:
-    return Reading(Tokenizer.load(tiny), 1024, frozenset({257, 259}), 259)
+def reading(tiny: Path) -> ReaderOptions:
+    return ReaderOptions(Tokenizer.load(tiny), 1024, frozenset({257, 259}), 259)
 
 
-def read(tmp_path: Path, reading: Reading, objective: str, *records: Any) -> list[dict[str, Any]]:
+def read(tmp_path: Path, reading: ReaderOptions, objective: str, *records: Any) -> list[dict[str, Any]]:
     file = tmp_path / "data.jsonl"
     file.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
     return [one.row for one in load_preferences(file, reading, objective=objective)[0]]
@@ -52,7 +52,7 @@ def read(tmp_path: Path, reading: Reading, objective: str, *records: Any) -> lis
     ],
     ids=["messages", "prompt", "texts", "whole", "sharegpt"],
 )
-def test_pairs_come_in_many_shapes(tmp_path: Path, reading: Reading, record: dict[str, Any]) -> None:
+def test_pairs_come_in_many_shapes(tmp_path: Path, reading: ReaderOptions, record: dict[str, Any]) -> None:
     assert read(tmp_path, reading, "dpo", record) == [{"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]}]
 
 
@@ -69,7 +69,7 @@ def test_pairs_come_in_many_shapes(tmp_path: Path, reading: Reading, record: dic
     ],
     ids=["messages", "texts", "prompt", "sharegpt"],
 )
-def test_marks_come_in_many_shapes(tmp_path: Path, reading: Reading, record: dict[str, Any]) -> None:
+def test_marks_come_in_many_shapes(tmp_path: Path, reading: ReaderOptions, record: dict[str, Any]) -> None:
     assert read(tmp_path, reading, "kto", record) == [{"prompt": ASKED, "completion": [BAD], "label": False}]
 
 
@@ -91,7 +91,7 @@ def test_marks_come_in_many_shapes(tmp_path: Path, reading: Reading, record: dic
         ("kto", {"messages": ASKED, "label": True}, "prompt is missing"),
     ],
 )
-def test_bad_lines_are_named(tmp_path: Path, reading: Reading, objective: str, record: Any, words: str) -> None:
+def test_bad_lines_are_named(tmp_path: Path, reading: ReaderOptions, objective: str, record: Any, words: str) -> None:
     fine = {
         "dpo": {"messages": ASKED, "chosen": GOOD, "rejected": BAD},
         "kto": {"messages": [USER, GOOD], "label": True},
@@ -101,7 +101,7 @@ def test_bad_lines_are_named(tmp_path: Path, reading: Reading, objective: str, r
     assert [problem.line for problem in caught.value.problems] == [2]
 
 
-def test_our_own_files_are_fine(reading: Reading) -> None:
+def test_our_own_files_are_fine(reading: ReaderOptions) -> None:
     pairs, _ = load_preferences(DATA / "preferences.jsonl", reading, objective="dpo")
     marks, _ = load_preferences(DATA / "feedback.jsonl", reading, objective="kto")
     assert 20 <= len(pairs) <= 50

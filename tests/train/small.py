@@ -14,11 +14,11 @@ from sala.backends.torch.model import SalaModel
 from sala.checkpoint.random import TINY, write_random
 from sala.config import SparseConfig
 from sala.lab.train import loop
-from sala.lab.train.data import Line, LineRows, Mixture, Row
+from sala.lab.train.data import Mixture, StreamRows, TokenStream, TrainingRow
 from sala.lab.train.loop import Group, OutOfTime, Progress, train
 from sala.lab.train.models import load_for_training
 from sala.lab.train.objectives import Align, Distil, NextToken
-from sala.lab.train.processes import gather, is_first, leave
+from sala.lab.train.processes import destroy_process, gather_parameters, is_main_process
 from sala.lab.train.recipe import Source, TrainStage
 
 SMALL = replace(
@@ -44,17 +44,17 @@ def small_model(directory: Path, seed: int = 0, **changes: object) -> SalaModel:
     return load_for_training(path, torch.device("cpu"))
 
 
-def rows_of(seed: int, length: int = 32) -> Callable[[int], Row]:
+def rows_of(seed: int, length: int = 32) -> Callable[[int], TrainingRow]:
     """Documents of many lengths; every third token belongs to an answer."""
     rng = np.random.default_rng(seed)
     ends = np.cumsum(rng.integers(1, 50, 60))
     tokens = rng.integers(0, 256, ends[-1]).astype(np.uint32)
-    line = LineRows(Line(tokens, rng.random(ends[-1]) > 0.2, ends), length, seed)
+    line = StreamRows(TokenStream(tokens, rng.random(ends[-1]) > 0.2, ends), length, seed)
 
-    def make(index: int) -> Row:
+    def make(index: int) -> TrainingRow:
         row = line(index)
         answer = np.arange(length) % 3 == 0
-        return Row(row.tokens, row.learn & ~answer, answer, row.lengths)
+        return TrainingRow(row.tokens, row.learn & ~answer, answer, row.lengths)
 
     return make
 
@@ -89,8 +89,10 @@ def learn(
     teacher: SalaModel | None = None,
 ) -> list[dict[str, float]]:
     stage = stage or small_stage()
-    is_choosing = stage.choice_weight > 0
-    objective = NextToken(model, is_choosing) if teacher is None else Distil(model, teacher, None, is_choosing)
+    has_selection_loss = stage.choice_weight > 0
+    objective = (
+        NextToken(model, has_selection_loss) if teacher is None else Distil(model, teacher, None, has_selection_loss)
+    )
     model.requires_grad_(True)
     names = [name for name, _ in objective.named_parameters()]
     groups = [
@@ -143,8 +145,8 @@ def run_all(models: Path, directory: Path, is_sharded: bool) -> None:
         except OutOfTime:
             model = run_kind(kind, models, directory / kind)
         assert any(isinstance(weight, DTensor) for weight in model.parameters()) == is_sharded
-        gather(model)
-        if is_first():
+        gather_parameters(model)
+        if is_main_process():
             torch.save(dict(model.named_parameters()), directory / f"{kind}.pt")
 
 
@@ -161,7 +163,7 @@ def main() -> None:
     if is_sharded:
         shard_on_cpu()
     run_all(models, directory, is_sharded)
-    leave()
+    destroy_process()
 
 
 if __name__ == "__main__":

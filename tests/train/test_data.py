@@ -11,7 +11,16 @@ import pytest
 
 from sala.errors import InputError
 from sala.lab.eval.tasks.needle import NeedleMaker
-from sala.lab.train.data import Line, LineRows, Mixture, Row, encode_dialogue, line_of, read_documents, tokenise
+from sala.lab.train.data import (
+    Mixture,
+    StreamRows,
+    TokenStream,
+    TrainingRow,
+    encode_dialogue,
+    load_stream,
+    read_documents,
+    tokenize,
+)
 from sala.lab.train.loop import collate
 from sala.lab.train.needles import NeedleRows
 from sala.lab.train.objectives import _targets
@@ -29,13 +38,13 @@ def tokenizer(tiny: Path) -> Tokenizer:
 def marked(source: int):
     """Rows that say which source made them, and as which of its rows."""
 
-    def make(index: int) -> Row:
-        return Row(np.array([source, index]), np.ones(2, np.bool_), np.zeros(2, np.bool_), (2,))
+    def make(index: int) -> TrainingRow:
+        return TrainingRow(np.array([source, index]), np.ones(2, np.bool_), np.zeros(2, np.bool_), (2,))
 
     return make
 
 
-def names(rows: list[Row]) -> list[tuple[int, ...]]:
+def names(rows: list[TrainingRow]) -> list[tuple[int, ...]]:
     return [tuple(row.tokens.tolist()) for row in rows]
 
 
@@ -76,8 +85,8 @@ def test_processes_share_the_rows(world: int) -> None:
 
 
 def test_an_epoch_holds_every_row_once() -> None:
-    line = Line(np.arange(103).astype(np.uint32), np.ones(103, np.bool_), np.array([103]))
-    rows = LineRows(line, 10, seed=1)
+    line = TokenStream(np.arange(103).astype(np.uint32), np.ones(103, np.bool_), np.array([103]))
+    rows = StreamRows(line, 10, seed=1)
     epochs = [[int(rows(epoch * 10 + i).tokens[0]) for i in range(10)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(0, 100, 10)) for epoch in epochs)
     assert epochs[0] != epochs[1]
@@ -86,7 +95,7 @@ def test_an_epoch_holds_every_row_once() -> None:
 
 def test_documents_inside_a_row() -> None:
     ends = np.array([3, 10, 11, 20, 34])
-    line = Line(np.arange(34).astype(np.uint32), np.ones(34, np.bool_), ends)
+    line = TokenStream(np.arange(34).astype(np.uint32), np.ones(34, np.bool_), ends)
     assert line.row(0, 10).lengths == (3, 7)
     assert line.row(1, 10).lengths == (1, 9)
     assert line.row(2, 10).lengths == (10,)
@@ -95,7 +104,7 @@ def test_documents_inside_a_row() -> None:
 
 
 def test_no_document_predicts_the_next_one() -> None:
-    line = Line(np.arange(20).astype(np.uint32), np.arange(20) != 5, np.array([3, 10, 14, 20]))
+    line = TokenStream(np.arange(20).astype(np.uint32), np.arange(20) != 5, np.array([3, 10, 14, 20]))
     rows = [line.row(0, 10), line.row(1, 10)]
     packed = collate(rows, "documents")
     assert packed["lengths"].tolist() == [3, 7, 4, 6]
@@ -139,7 +148,7 @@ def test_texts_end_with_a_mark(tokenizer: Tokenizer, tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"body": "one"}, "", {"body": "two </s>"}, {"body": "three"}])
     heard = []
     source = Source(path="a.jsonl", field="body", max_documents=2)
-    line = tokenise(source, tokenizer, EOS, tmp_path, lambda name, count: heard.append((name, count)))
+    line = tokenize(source, tokenizer, EOS, tmp_path, lambda name, count: heard.append((name, count)))
     assert bytes(line.tokens[:3].tolist()) == b"one"
     assert line.tokens[3] == EOS
     assert line.tokens.tolist().count(EOS) == 2
@@ -151,7 +160,7 @@ def test_texts_end_with_a_mark(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 def test_a_chat_source(tokenizer: Tokenizer, tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"messages": MESSAGES}, {"messages": MESSAGES[1:3]}])
-    line = tokenise(Source(kind="chat", path="a.jsonl"), tokenizer, EOS, tmp_path, lambda *_: None)
+    line = tokenize(Source(kind="chat", path="a.jsonl"), tokenizer, EOS, tmp_path, lambda *_: None)
     ids, mask = encode_dialogue(MESSAGES, tokenizer)
     assert line.tokens[: len(ids)].tolist() == ids
     assert line.learn[: len(ids)].tolist() == mask
@@ -187,7 +196,7 @@ def test_a_missing_file_and_an_empty_one(tokenizer: Tokenizer, tmp_path: Path) -
         list(read_documents(Source(path="none.jsonl"), tmp_path))
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(InputError, match="holds no documents"):
-        tokenise(Source(path="empty.jsonl"), tokenizer, EOS, tmp_path, lambda *_: None)
+        tokenize(Source(path="empty.jsonl"), tokenizer, EOS, tmp_path, lambda *_: None)
 
 
 def test_tokens_are_kept_until_the_file_changes(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -195,8 +204,8 @@ def test_tokens_are_kept_until_the_file_changes(tokenizer: Tokenizer, tmp_path: 
     write_lines(file, [{"text": "one"}])
     heard: list[int] = []
 
-    def read(eos: int = EOS) -> Line:
-        return line_of(
+    def read(eos: int = EOS) -> TokenStream:
+        return load_stream(
             Source(path="a.jsonl"), tokenizer, eos, tmp_path, tmp_path / "tokens", lambda *_: heard.append(1)
         )
 

@@ -23,10 +23,11 @@ from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
 from sala.lab.finetune.dialogues import BadData
 from sala.lab.finetune.frozen import FrozenLinear
-from sala.lab.finetune.optimizers import NarrowAdamW, round_randomly
+from sala.lab.finetune.optimizers import Bf16AdamW, round_stochastically
 from sala.lab.finetune.options import FinetuneOptions, read_options
-from sala.lab.finetune.run import Ears, Stopped, finetune, last_checkpoint
-from sala.lab.finetune.subject import load_subject
+from sala.lab.finetune.run import finetune
+from sala.lab.finetune.target import load_target
+from sala.lab.finetune.training import FinetuneCallbacks, Stopped, last_checkpoint
 from sala.lab.quantize.pipeline import quantize_model
 from sala.lab.quantize.plan import QuantizeSettings
 from sala.lab.train.loop import Diverged
@@ -92,8 +93,8 @@ def test_it_learns(room: Path, tmp_path: Path, method: str) -> None:
     steps: list[int] = []
     model = room / ("packed" if method == "qlora" else "model")
     changes = {"method": method, "model": str(model), "eval": room / "eval.jsonl", "eval_every": 5}
-    ears = Ears(said.append, lambda news: steps.append(news.step))
-    finetune(options_of(room, tmp_path / "out", **changes), ears)
+    callbacks = FinetuneCallbacks(said.append, lambda news: steps.append(news.step))
+    finetune(options_of(room, tmp_path / "out", **changes), callbacks)
     assert losses(tmp_path / "out")[-1] < 0.7 * losses(tmp_path / "out")[0]
     assert losses(tmp_path / "out", "eval")[-1] < 0.7 * losses(tmp_path / "out", "eval")[0]
     assert steps[-1] == max(steps)
@@ -161,7 +162,7 @@ def test_bad_data_is_told_before_anything_is_loaded(room: Path, tmp_path: Path) 
     assert not (tmp_path / "out.run").exists()
     said: list[str] = []
     changes = {"train": tmp_path / "bad.jsonl", "skip_bad": True, "steps": 1}
-    finetune(options_of(room, tmp_path / "out", **changes), Ears(said.append))
+    finetune(options_of(room, tmp_path / "out", **changes), FinetuneCallbacks(said.append))
     assert any("1 bad records left out (lines 1)" in line for line in said)
 
 
@@ -212,7 +213,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(room: Path, tmp_pat
     assert process.returncode == -signal.SIGKILL, told
     assert not (tmp_path / "cut").exists()
     said: list[str] = []
-    finetune(options_of(room, tmp_path / "cut", resume=True), Ears(said.append))
+    finetune(options_of(room, tmp_path / "cut", resume=True), FinetuneCallbacks(said.append))
     assert any("going on from checkpoint-" in line for line in said)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     one, two = (read_adapter(tmp_path / name, CONFIG).fingerprint for name in ("cut", "whole"))
@@ -227,7 +228,9 @@ def test_an_interrupt_saves(room: Path, tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Stopped, match="after update 4; the same command with --resume goes on"):
-        finetune(options_of(room, tmp_path / "out", save_every=100, method="full"), Ears(progress=interrupt))
+        finetune(
+            options_of(room, tmp_path / "out", save_every=100, method="full"), FinetuneCallbacks(progress=interrupt)
+        )
     assert signal.getsignal(signal.SIGINT) is before
     assert str(last_checkpoint(tmp_path / "out.run")).endswith("checkpoint-4")
     finetune(options_of(room, tmp_path / "out", save_every=100, method="full", resume=True))
@@ -237,7 +240,7 @@ def test_an_interrupt_saves(room: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_only_as_it_began(room: Path, tmp_path: Path) -> None:
-    ears = Ears()
+    callbacks = FinetuneCallbacks()
 
     class Impatient(Exception):
         """Stands in for a kill."""
@@ -247,11 +250,11 @@ def test_a_run_goes_on_only_as_it_began(room: Path, tmp_path: Path) -> None:
             raise Impatient
 
     with pytest.raises(Impatient):
-        finetune(options_of(room, tmp_path / "out"), Ears(progress=give_up))
+        finetune(options_of(room, tmp_path / "out"), FinetuneCallbacks(progress=give_up))
     (tmp_path / "out.run" / "checkpoint-9").mkdir()  # as a kill while it was written leaves it
     with pytest.raises(InputError, match=r"lr was 0\.02"):
-        finetune(options_of(room, tmp_path / "out", resume=True, lr=1.0), ears)
-    finetune(options_of(room, tmp_path / "out", resume=True), ears)
+        finetune(options_of(room, tmp_path / "out", resume=True, lr=1.0), callbacks)
+    finetune(options_of(room, tmp_path / "out", resume=True), callbacks)
     assert len(losses(tmp_path / "out")) == 9
 
 
@@ -289,8 +292,8 @@ def test_options_are_checked(changes: dict[str, Any], words: str) -> None:
 
 def test_targets_must_exist(room: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="'lm_head'"):
-        load_subject(room / "model", options_of(room, tmp_path, targets="lm_head"), torch.device("cpu"))
-    tuned = load_subject(room / "model", options_of(room, tmp_path, targets="z_proj,o_gate"), torch.device("cpu"))
+        load_target(room / "model", options_of(room, tmp_path, targets="lm_head"), torch.device("cpu"))
+    tuned = load_target(room / "model", options_of(room, tmp_path, targets="z_proj,o_gate"), torch.device("cpu"))
     learning = [name for name, parameter in tuned.named_parameters() if parameter.requires_grad]
     assert learning
     assert all("z_proj.lora" in name or "o_gate.lora" in name for name in learning)
@@ -315,7 +318,7 @@ def test_gradients_flow_through_frozen_linears(bits: int) -> None:
 
 def test_a_quantized_base_keeps_its_codes(room: Path, tmp_path: Path) -> None:
     options = options_of(room, tmp_path, method="qlora", model=str(room / "packed"))
-    model = load_subject(room / "packed", options, torch.device("cpu"))
+    model = load_target(room / "packed", options, torch.device("cpu"))
     name = "model.layers.1.self_attn.z_proj"
     base = model.get_submodule(f"base_model.model.{name}.base_layer")
     with Checkpoint(room / "packed") as checkpoint:
@@ -326,7 +329,7 @@ def test_a_quantized_base_keeps_its_codes(room: Path, tmp_path: Path) -> None:
 def test_narrow_memory_follows_adamw() -> None:
     """In fp32 it is AdamW; in bf16 it stays near it where rounding to nearest would stand still."""
     start = torch.linspace(-1, 1, 64)
-    models = {"wide": torch.optim.AdamW, "own": NarrowAdamW, "narrow": NarrowAdamW}
+    models = {"wide": torch.optim.AdamW, "own": Bf16AdamW, "narrow": Bf16AdamW}
     ends = {}
     for name, kind in models.items():
         weight = torch.nn.Parameter(start.clone().to(torch.bfloat16 if name == "narrow" else torch.float32))
@@ -344,11 +347,11 @@ def test_narrow_memory_follows_adamw() -> None:
 def test_random_rounding_keeps_the_mean() -> None:
     torch.manual_seed(0)
     values = torch.full((20000,), 1.0 + 2**-10)  # an eighth of the way to the next bf16
-    rounded = round_randomly(values, torch.bfloat16).float()
+    rounded = round_stochastically(values, torch.bfloat16).float()
     assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
     assert rounded.mean() == pytest.approx(1.0 + 2**-10, abs=2e-4)
     assert torch.equal(
-        round_randomly(torch.tensor([torch.inf, 0.0]), torch.bfloat16).float(), torch.tensor([torch.inf, 0.0])
+        round_stochastically(torch.tensor([torch.inf, 0.0]), torch.bfloat16).float(), torch.tensor([torch.inf, 0.0])
     )
 
 
@@ -358,7 +361,7 @@ def test_bases_of_other_programs_keep_their_codes(tmp_path: Path, name: str) -> 
     cases = {"gptq": gptq_case(order=True), "awq": awq_case(), "compressed": packed_case(8, 64, False)}
     plain = write(tmp_path / "base", cases[name])
     options = options_of(tmp_path, tmp_path / "o", method="qlora", model=str(tmp_path / "base"))
-    model = load_subject(tmp_path / "base", options, torch.device("cpu"))
+    model = load_target(tmp_path / "base", options, torch.device("cpu"))
     linears = {
         place.removeprefix("base_model.model.").removesuffix(".base_layer"): module
         for place, module in model.named_modules()

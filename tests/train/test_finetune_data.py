@@ -11,12 +11,12 @@ from sala.errors import InputError, TemplateError
 from sala.lab.finetune.dialogues import (
     BadData,
     Example,
-    Reading,
+    ReaderOptions,
     load_examples,
     pack,
     read_examples,
     read_records,
-    split_off,
+    split_examples,
 )
 from sala.lab.finetune.rows import collate
 from sala.text.tokenizer import Tokenizer
@@ -38,8 +38,8 @@ def tokenizer(tiny: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def reading(tokenizer: Tokenizer) -> Reading:
-    return Reading(tokenizer, 256, STOPS, 257)
+def reading(tokenizer: Tokenizer) -> ReaderOptions:
+    return ReaderOptions(tokenizer, 256, STOPS, 257)
 
 
 def learnt(example: Example, tokenizer: Tokenizer) -> str:
@@ -52,7 +52,7 @@ def write(path: Path, *records: Any) -> Path:
 
 
 def test_the_end_of_every_answer_is_learnt_and_nothing_after_it(
-    tokenizer: Tokenizer, reading: Reading, tmp_path: Path
+    tokenizer: Tokenizer, reading: ReaderOptions, tmp_path: Path
 ) -> None:
     examples, problems = read_examples(write(tmp_path / "a.jsonl", {"messages": TALK}), reading)
     assert not problems
@@ -60,7 +60,9 @@ def test_the_end_of_every_answer_is_learnt_and_nothing_after_it(
     assert learnt(examples[0], tokenizer) == "Hello!<|im_end|>So long.<|im_end|>"
 
 
-def test_what_comes_after_the_last_answer_is_left_out(tokenizer: Tokenizer, reading: Reading, tmp_path: Path) -> None:
+def test_what_comes_after_the_last_answer_is_left_out(
+    tokenizer: Tokenizer, reading: ReaderOptions, tmp_path: Path
+) -> None:
     examples, _ = read_examples(write(tmp_path / "a.jsonl", {"messages": TALK[:4]}), reading)
     assert learnt(examples[0], tokenizer) == "Hello!<|im_end|>"
     assert "Bye" not in tokenizer.decode(examples[0].tokens.tolist())
@@ -81,7 +83,7 @@ def test_answers_that_are_shown_otherwise_later_are_learnt_one_by_one(tiny: Path
     tokenizer = with_template(tiny, FORGETFUL)
     talk = [{**one, "content": f"hm|{one['content']}"} if one["role"] == "assistant" else one for one in TALK]
     examples, problems = read_examples(
-        write(tmp_path / "a.jsonl", {"messages": talk}), Reading(tokenizer, 256, STOPS, 257)
+        write(tmp_path / "a.jsonl", {"messages": talk}), ReaderOptions(tokenizer, 256, STOPS, 257)
     )
     assert not problems
     assert [learnt(one, tokenizer) for one in examples] == ["hm|Hello!<|im_end|>", "hm|So long.<|im_end|>"]
@@ -103,13 +105,13 @@ def test_a_token_that_is_half_the_answers_is_learnt(tokenizer: Tokenizer) -> Non
     assert ids[: len(prompt)] == prompt
 
 
-def test_what_people_write_stays_text(tokenizer: Tokenizer, reading: Reading, tmp_path: Path) -> None:
+def test_what_people_write_stays_text(tokenizer: Tokenizer, reading: ReaderOptions, tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "<|im_end|>\n"}]
     examples, _ = read_examples(write(tmp_path / "a.jsonl", {"messages": talk}), reading)
     assert int(examples[0].learn[examples[0].tokens == 259].sum()) == 1
 
 
-def test_texts(tokenizer: Tokenizer, reading: Reading, tmp_path: Path) -> None:
+def test_texts(tokenizer: Tokenizer, reading: ReaderOptions, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 600)
     examples, problems = read_examples(tmp_path / "a.txt", reading)
     assert not problems
@@ -121,7 +123,7 @@ def test_texts(tokenizer: Tokenizer, reading: Reading, tmp_path: Path) -> None:
     assert np.concatenate([one.tokens for one in again]).tolist() == joined.tolist()
 
 
-def test_a_list_is_read_like_lines(reading: Reading, tmp_path: Path) -> None:
+def test_a_list_is_read_like_lines(reading: ReaderOptions, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([GOOD, {"messages": []}, GOOD], indent=2))
     examples, problems = read_examples(tmp_path / "a.json", reading)
     first, second = (one.line for one in examples)
@@ -154,33 +156,33 @@ def test_a_list_is_read_like_lines(reading: Reading, tmp_path: Path) -> None:
         ({"text": 7}, "type int"),
     ],
 )
-def test_bad_records_are_told_by_line(reading: Reading, tmp_path: Path, record: Any, words: str) -> None:
+def test_bad_records_are_told_by_line(reading: ReaderOptions, tmp_path: Path, record: Any, words: str) -> None:
     path = write(tmp_path / "a.jsonl", GOOD, "", record, GOOD)
     with pytest.raises(BadData, match=words) as caught:
         load_examples(path, reading)
     assert [problem.line for problem in caught.value.problems] == [3]
     assert f"{path}, line 3: " in str(caught.value)
-    examples, problems = load_examples(path, reading, skips_bad=True)
+    examples, problems = load_examples(path, reading, skip_bad=True)
     assert ([one.line for one in examples], len(problems)) == ([1, 4], 1)
 
 
-def test_many_problems_are_counted(reading: Reading, tmp_path: Path) -> None:
+def test_many_problems_are_counted(reading: ReaderOptions, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *["{"] * 25)
     with pytest.raises(BadData, match="and 5 more"):
-        load_examples(path, reading, skips_bad=True)  # nothing is left
+        load_examples(path, reading, skip_bad=True)  # nothing is left
     with pytest.raises(BadData, match="empty"):
         load_examples(write(tmp_path / "b.jsonl"), reading)
 
 
 @pytest.mark.parametrize("tail", ["", "{\n", '{"text": "x"}\n', '{"text": "x"} {}]'])
-def test_a_list_that_breaks_off(reading: Reading, tmp_path: Path, tail: str) -> None:
+def test_a_list_that_breaks_off(reading: ReaderOptions, tmp_path: Path, tail: str) -> None:
     (tmp_path / "a.json").write_text("[" + json.dumps(GOOD) + ",\n" + tail)
     records = list(read_records(tmp_path / "a.json"))
     assert records[0] == (1, GOOD)
     assert "list is not closed" in records[-1][1].text or "not JSON" in records[-1][1].text  # type: ignore[union-attr]
 
 
-def test_files_that_are_none(reading: Reading, tmp_path: Path) -> None:
+def test_files_that_are_none(reading: ReaderOptions, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe")
     for name in ("a.jsonl", "missing.jsonl"):
         with pytest.raises(InputError, match=name):
@@ -188,7 +190,7 @@ def test_files_that_are_none(reading: Reading, tmp_path: Path) -> None:
 
 
 def test_cutting(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    reading = Reading(tokenizer, 40, STOPS, 257, may_cut=True)
+    reading = ReaderOptions(tokenizer, 40, STOPS, 257, cut_long=True)
     long = [TALK[1], {"role": "assistant", "content": "y" * 300}]
     late = [{"role": "user", "content": "x" * 300}, TALK[2]]
     examples, problems = read_examples(write(tmp_path / "a.jsonl", {"messages": long}, {"messages": late}), reading)
@@ -220,9 +222,9 @@ def test_packed_examples_lie_one_after_another() -> None:
 
 def test_examples_held_out() -> None:
     examples = [example(3, line // 2) for line in range(20)]
-    train, held = split_off(examples, 0.3, 1)
+    train, held = split_examples(examples, 0.3, 1)
     assert (len(train), len(held)) == (14, 6)
     assert not {one.line for one in train} & {one.line for one in held}
-    assert [one.line for one in split_off(examples, 0.3, 1)[1]] == [one.line for one in held]
+    assert [one.line for one in split_examples(examples, 0.3, 1)[1]] == [one.line for one in held]
     with pytest.raises(InputError, match="at least two"):
-        split_off(examples[:2], 0.5, 1)
+        split_examples(examples[:2], 0.5, 1)

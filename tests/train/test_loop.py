@@ -13,10 +13,10 @@ import torch
 
 from sala.errors import InputError
 from sala.lab.train import loop
-from sala.lab.train.data import Line, LineRows, Mixture, Row
-from sala.lab.train.loop import Diverged, OutOfTime, Progress, clear_state, collate
+from sala.lab.train.data import Mixture, StreamRows, TokenStream, TrainingRow
+from sala.lab.train.loop import Diverged, OutOfTime, Progress, collate
 from sala.lab.train.objectives import Distil, NextToken
-from sala.lab.train.score import score_rows, write_greedy
+from sala.lab.train.score import generate_greedy, score_rows
 from tests.train.small import learn, rows_of, small_mixture, small_model, small_stage
 
 EXACT = {"rtol": 0, "atol": 0}
@@ -120,7 +120,6 @@ def test_a_finished_run_does_nothing_more(models: Path, tmp_path: Path) -> None:
     done = small_model(models)
     assert learn(done, tmp_path) == log
     check_same(done, model)
-    clear_state(tmp_path)
     assert logged(tmp_path) == log
 
 
@@ -230,16 +229,16 @@ def test_greedy_writing_equals_reading(models: Path) -> None:
     """What is written token by token is what reading it says, dense or sparse."""
     model = small_model(models)
     contexts = [list(range(1, 6)), list(range(9, 37)), [7]]
-    written = write_greedy(model, contexts, 4, ends=(-1,))
+    written = generate_greedy(model, contexts, 4, ends=(-1,))
     scores = score_rows(model, list(zip(contexts, written, strict=True)))
     assert all(len(ids) == 4 for ids in written)
     assert all(score.is_greedy for score in scores)
-    stopped = write_greedy(model, contexts, 4, ends=(written[0][1],))
+    stopped = generate_greedy(model, contexts, 4, ends=(written[0][1],))
     assert stopped[0] == written[0][: written[0].index(written[0][1]) + 1]
 
 
 def test_errors_of_the_data_reach_the_caller(models: Path, tmp_path: Path) -> None:
-    def broken(index: int) -> Row:
+    def broken(index: int) -> TrainingRow:
         raise InputError("data", "is broken", "mend it")
 
     with pytest.raises(InputError, match="broken"):
@@ -247,6 +246,6 @@ def test_errors_of_the_data_reach_the_caller(models: Path, tmp_path: Path) -> No
 
 
 def test_too_few_tokens() -> None:
-    line = Line(np.zeros(10, np.uint32), np.ones(10, np.bool_), np.array([10]))
+    line = TokenStream(np.zeros(10, np.uint32), np.ones(10, np.bool_), np.array([10]))
     with pytest.raises(InputError, match="make no row of 32"):
-        LineRows(line, 32, 0)
+        StreamRows(line, 32, 0)

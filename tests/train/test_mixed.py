@@ -16,28 +16,40 @@ from sala.checkpoint.random import TINY, write_random
 from sala.config import SparseConfig
 from sala.lab.train.adapters import round_to_codes
 from sala.lab.train.data import MicroBatch
+from sala.lab.train.fast_paths import FastPaths, check_head, check_scan
 from sala.lab.train.halo.source import dense_config
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid
 from sala.lab.train.latent import Latents
 from sala.lab.train.losses import LossWeights, head_loss
 from sala.lab.train.mixed import (
-    FastPaths,
     MixedDistil,
     MixedOptions,
     MixedRun,
     PreparedBatch,
-    check_head,
-    check_scan,
     prepare,
 )
 from sala.lab.train.models import load_for_training
-from sala.lab.train.overlays import TeacherBase, overlay_tensors, storage_of, student_of
+from sala.lab.train.overlays import TeacherBase, load_overlay, overlay_storage, overlay_tensors
 from tests.train.dense import CONFIG
 
 PACKING = OverlayPacking(bits=4, gate_bits=5, group_size=32, rank=6)
 SPARSE = SparseConfig(kernel_size=4, kernel_stride=2, block_size=8, window_size=8, topk=2, dense_len=64)
 ROWS = ("tokens", "teacher_weight", "truth_weight", "answer")
 CPU = torch.device("cpu")
+
+
+def overlay_tensors(model: SalaModel) -> dict[str, Any]:
+    """Return the hybrid's tensors under the names of an ordinary checkpoint, changes added, for `pack_overlay`."""
+    out = {}
+    for name, value in model.named_parameters():
+        if ".mlp." in name:
+            continue
+        out[name] = value.detach().float().cpu().numpy()
+    for index, layer in enumerate(model.model.layers):
+        for name in MLP_LINEARS:
+            module = getattr(layer.mlp, name)
+            out[f"model.layers.{index}.mlp.{name}.weight"] = module.weight.detach().float().cpu().numpy()
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +92,10 @@ def batch_of(seed: int, rows: int = 3, length: int = 20, kind: str = "dialogue")
 
 def learner(overlay: Path, teacher: SalaModel, rank: int = 8) -> tuple[SalaModel, Latents]:
     base = TeacherBase.of(teacher)
-    student = student_of(overlay, teacher, base, rank, seed=0)
+    student = load_overlay(overlay, teacher, base, rank, seed=0)
     for name, value in student.named_parameters():
         value.requires_grad_(not name.endswith(("embed_tokens.weight", "lm_head.weight", "base.weight")))
-    return student, Latents(student, storage_of(student, base, PACKING), (0.9, 0.95))
+    return student, Latents(student, overlay_storage(student, base, PACKING), (0.9, 0.95))
 
 
 def hidden_of(model: SalaModel, tokens: Tensor) -> Tensor:
@@ -93,7 +105,7 @@ def hidden_of(model: SalaModel, tokens: Tensor) -> Tensor:
 def test_a_packed_hybrid_is_the_assembled_one(overlay: Path, teacher: SalaModel, tmp_path: Path) -> None:
     target = tmp_path / "whole"
     target.mkdir()
-    student = student_of(overlay, teacher, TeacherBase.of(teacher), 6, seed=0)
+    student = load_overlay(overlay, teacher, TeacherBase.of(teacher), 6, seed=0)
     config = assemble(target, replace(student.config), TeacherBase.of(teacher), overlay)
     (target / "config.json").write_text(json.dumps(config.to_dict()))
     whole_model = load_for_training(target, CPU)
@@ -105,7 +117,7 @@ def test_a_packed_hybrid_is_the_assembled_one(overlay: Path, teacher: SalaModel,
 
 def test_a_higher_rank_begins_with_the_same_model(overlay: Path, teacher: SalaModel) -> None:
     tokens = torch.arange(40).view(2, 20)
-    models = [student_of(overlay, teacher, TeacherBase.of(teacher), rank, seed=0) for rank in (6, 12)]
+    models = [load_overlay(overlay, teacher, TeacherBase.of(teacher), rank, seed=0) for rank in (6, 12)]
     with torch.no_grad():
         found, wanted = (hidden_of(model, tokens) for model in models)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -116,7 +128,7 @@ def test_the_model_computes_with_what_will_be_stored(overlay: Path, teacher: Sal
     for stack in latents.stacks:
         stack.latent.data += torch.randn_like(stack.latent) * 0.01
     latents.use_latent()
-    storage = storage_of(student, TeacherBase.of(teacher), PACKING)
+    storage = overlay_storage(student, TeacherBase.of(teacher), PACKING)
     parameters, seen = dict(student.named_parameters()), set()
     for stack in latents.stacks:
         for index, name in enumerate(stack.names):
@@ -140,7 +152,7 @@ def test_what_is_packed_is_what_was_computed_with(overlay: Path, teacher: SalaMo
         wanted = hidden_of(student, tokens)
         latents.use_mean(is_rounded=False)
         write_packed(student, overlay_tensors(student), teacher, tmp_path / "new")
-        again = student_of(tmp_path / "new", teacher, TeacherBase.of(teacher), 6, seed=0)
+        again = load_overlay(tmp_path / "new", teacher, TeacherBase.of(teacher), 6, seed=0)
         found = hidden_of(again, tokens)
     assert (found - wanted).norm() < 5e-3 * wanted.norm()  # the factors of the MLPs are rounded to 8 bits
 

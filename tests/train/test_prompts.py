@@ -8,8 +8,8 @@ import pytest
 
 from sala.errors import ConfigError
 from sala.lab.eval.tasks.rules import read_questions
+from sala.lab.train.documents import HeldOut
 from sala.lab.train.halo.prompts import PromptTable, read_held_out
-from sala.lab.train.written import HeldOut
 
 MODEL = Path(__file__).parents[2] / "models" / "smol-sala"
 HELD_OUT = [MODEL / "everyday.jsonl", MODEL / "development.jsonl"]

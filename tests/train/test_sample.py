@@ -8,25 +8,25 @@ import torch
 
 from sala.backends.torch.batch import whole
 from sala.backends.torch.model import SalaModel
-from sala.lab.train.halo.sample import Marks, Opening, Writer, make_openings, write_samples
-from sala.lab.train.halo.source import import_dense
-from sala.lab.train.models import load_for_training
-from sala.lab.train.recipe import Prompts, SampleStage
-from sala.lab.train.written import (
+from sala.lab.train.documents import (
     ANSWER,
     ASKED,
     GIVEN,
     TEXT,
     DialogueRows,
     DialogueWeights,
+    Documents,
     HeldOut,
-    Written,
-    filtered,
+    filter_documents,
     has_loop,
     loop_start,
-    to_line,
+    to_stream,
     weigh_dialogue,
 )
+from sala.lab.train.halo.sample import Marks, Opening, Writer, make_openings, write_samples
+from sala.lab.train.halo.source import import_dense
+from sala.lab.train.models import load_for_training
+from sala.lab.train.recipe import Prompts, SampleStage
 from sala.text.tokenizer import Tokenizer
 from tests.train.dense import write_dense_model
 
@@ -167,7 +167,7 @@ GOOD = list(range(20, 40))
 
 
 def test_filters() -> None:
-    written = Written.of(
+    written = Documents.of(
         [
             document((GIVEN, [9, 9]), (ANSWER, GOOD)),
             document((GIVEN, [9, 9]), (ANSWER, GOOD), is_ended=False),
@@ -179,7 +179,7 @@ def test_filters() -> None:
             document((GIVEN, [9]), (TEXT, list(range(10)))),
         ]
     )
-    kept = filtered(written)
+    kept = filter_documents(written)
     assert [len(kept.document(at)[0]) for at in range(len(kept))] == [22, 44, 1 + 80 + 16]
     assert kept.is_ended.tolist() == [True, True, False]
     assert has_loop(LOOP)
@@ -188,17 +188,17 @@ def test_filters() -> None:
 
 
 def test_written_documents_on_disk(tmp_path: Path) -> None:
-    written = Written.of([document((GIVEN, [1]), (ANSWER, [2, 3])), document((TEXT, [4, 5]), is_ended=False)])
+    written = Documents.of([document((GIVEN, [1]), (ANSWER, [2, 3])), document((TEXT, [4, 5]), is_ended=False)])
     written.save(tmp_path / "samples.npz")
-    again = Written.load(tmp_path / "samples.npz")
+    again = Documents.load(tmp_path / "samples.npz")
     assert again.rows() == [[1, 2, 3], [4, 5]]
     assert again.is_text().tolist() == [False, True]
     assert again.is_ended.tolist() == [True, False]
 
 
 def test_the_end_of_a_text_is_learnt_only_where_it_is_true() -> None:
-    written = Written.of([document((TEXT, [5, 6, 2])), document((TEXT, [7, 8]), is_ended=False)])
-    line = to_line(written, 0)
+    written = Documents.of([document((TEXT, [5, 6, 2])), document((TEXT, [7, 8]), is_ended=False)])
+    line = to_stream(written, 0)
     assert line.tokens.tolist() == [5, 6, 0, 7, 8, 0]
     assert line.learn.tolist() == [True, True, True, True, True, False]
     assert line.ends.tolist() == [3, 6]
@@ -218,7 +218,7 @@ def test_weights_of_a_dialogue() -> None:
 
 def test_dialogues_go_to_the_rows_that_they_fit() -> None:
     sizes = [5, 9, 16, 17, 30]
-    written = Written.of([document((GIVEN, [1]), (ANSWER, list(range(2, size + 1)))) for size in sizes])
+    written = Documents.of([document((GIVEN, [1]), (ANSWER, list(range(2, size + 1)))) for size in sizes])
     short, long = DialogueRows(written, 16, 0, 1), DialogueRows(written, 32, 0, 1, shortest=16)
     epoch = [int(row.answer.sum()) + 1 for row in (short(at) for at in range(3))]
     assert sorted(epoch) == [5, 9, 16]

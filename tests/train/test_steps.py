@@ -9,26 +9,26 @@ import torch
 
 from sala.errors import InputError
 from sala.lab.eval.tasks.needle import NeedleMaker
-from sala.lab.train.data import Row
+from sala.lab.train.data import TrainingRow
+from sala.lab.train.documents import WeightedRow
 from sala.lab.train.halo.source import import_dense
 from sala.lab.train.models import load_for_training
-from sala.lab.train.needles import NeedleRows, wrap_of
+from sala.lab.train.needles import NeedleRows, chat_wrap
 from sala.lab.train.probe import Probe, read_cases
 from sala.lab.train.reading import ReadingRows, ReadingTable
-from sala.lab.train.steps import MixedSteps, Part, needle_row, text_row
-from sala.lab.train.written import WeightedRow
+from sala.lab.train.steps import MixedSteps, StepPart, needle_row, text_row
 from sala.text.tokenizer import Tokenizer
 from tests.train.dense import write_dense_model
 
 
-def part(name: int, rows: int, length: int, is_sparse: bool = False) -> Part:
+def part(name: int, rows: int, length: int, is_sparse: bool = False) -> StepPart:
     def make(index: int) -> WeightedRow:
         weight = np.ones(length, np.float32)
         weight[0] = 0
         answer = np.zeros(length, np.bool_)
         return WeightedRow(np.full(length, name * 1000 + index), weight, weight * 0, answer, str(name))
 
-    return Part(make, rows, length, is_sparse)
+    return StepPart(make, rows, length, is_sparse)
 
 
 def test_every_step_has_the_same_shapes() -> None:
@@ -61,18 +61,18 @@ def test_processes_share_the_rows_of_a_step() -> None:
 
 def test_weights_of_text_and_needles() -> None:
     learn = np.array([True, True, False, True])
-    text = text_row(Row(np.arange(4), learn, np.zeros(4, np.bool_), (4,), 0.3))
+    text = text_row(TrainingRow(np.arange(4), learn, np.zeros(4, np.bool_), (4,), 0.3))
     assert text.teacher_weight.tolist() == pytest.approx([0, 0.7, 0, 0.7])
     assert text.truth_weight.tolist() == pytest.approx([0, 0.3, 0, 0.3])
     answer = np.array([False, False, True, False])
-    needle = needle_row(Row(np.arange(4), learn, answer, (4,)), 1.5)
+    needle = needle_row(TrainingRow(np.arange(4), learn, answer, (4,)), 1.5)
     assert needle.teacher_weight.tolist() == [0, 1, 0, 1]
     assert needle.truth_weight.tolist() == [0, 0, 6, 0]
 
 
 def test_needles_in_the_tokenizers_own_template(tiny: Path) -> None:
     tokenizer = Tokenizer.load(tiny)
-    wrap = wrap_of(tokenizer)
+    wrap = chat_wrap(tokenizer)
     talk = [{"role": role, "content": text} for role, text in (("user", "A"), ("assistant", "B"), ("user", "C"))]
     text = tokenizer.render_chat(talk, add_generation_prompt=True)
     end = text[text.index("B") + 1 :]
@@ -100,13 +100,13 @@ def test_questions_on_passages(tiny: Path) -> None:
     def encode(said: str) -> list[int]:
         return tokenizer.encode(said, bos=False, parse_special=True)
 
-    rows = ReadingRows(table, documents, encode, wrap_of(tokenizer), 259, 6000, 2, 3, 5)
+    rows = ReadingRows(table, documents, encode, chat_wrap(tokenizer), 259, 6000, 2, 3, 5)
     for index in range(6):
         row = rows(index)
         text = tokenizer.decode(row.tokens.tolist(), skip_special=False)
         first = np.flatnonzero(row.answer)
         answers = tokenizer.decode(row.tokens[first].tolist()).rstrip(".").split(".")
-        assert text.startswith(wrap_of(tokenizer).before)
+        assert text.startswith(chat_wrap(tokenizer).before)
         assert "{" not in text
         assert all(any(word in text[: text.index("assistant\n")] for word in answer.split()) for answer in answers)
         assert (row.tokens[first[-1]] == 259).all()

@@ -14,7 +14,7 @@ from sala.cli import run
 from sala.config import SalaConfig
 from sala.lab.finetune.frozen import FrozenLinear
 from sala.lab.finetune.options import FinetuneOptions
-from sala.lab.finetune.subject import load_subject
+from sala.lab.finetune.target import load_target
 
 GIB = 1 << 30
 PARAMETERS = 9_477_203_968
@@ -52,7 +52,7 @@ def test_activations_grow_with_the_tokens(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_weights_are_those_of_the_model(tiny: Path, tmp_path: Path, method: str) -> None:
     options = FinetuneOptions(model="m", train=tmp_path / "t", output=tmp_path / "o", method=method, rank=3)
-    model = load_subject(tiny, options, torch.device("cpu"))
+    model = load_target(tiny, options, torch.device("cpu"))
     config = SalaConfig.load(tiny)
     needed = estimate_tuning(config, expected_tensors(config), Tuning(method=method, rank=3, element_bytes=4))
     own = [buffer for module in model.modules() if isinstance(module, FrozenLinear) for buffer in module.buffers()]

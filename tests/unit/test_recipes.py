@@ -77,7 +77,7 @@ def test_a_small_recipe_trains(tiny: Path, tmp_path: Path) -> None:
         text = text.replace(old, new)
     (tmp_path / "recipe.toml").write_text(text)
     (tmp_path / "data").mkdir()
-    lines = [json.dumps({"text": f"Line {number} of a text that repeats itself."}) for number in range(60)]
+    lines = [json.dumps({"text": f"TokenStream {number} of a text that repeats itself."}) for number in range(60)]
     (tmp_path / "data" / "text.jsonl").write_text("\n".join(lines))
     arguments = [
         "train",

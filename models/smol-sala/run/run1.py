@@ -27,15 +27,17 @@ from sala.backends.torch.model import SalaModel
 from sala.checkpoint.overlay import OverlayPacking, assemble, pack_overlay, write_overlay
 from sala.config import SalaConfig, SparseConfig
 from sala.lab.train.data import MicroBatch
+from sala.lab.train.fast_paths import FastPaths
 from sala.lab.train.halo.source import TOKENIZER_FILES, dense_config, import_dense
 from sala.lab.train.halo.transfer import to_hybrid
 from sala.lab.train.latent import Latents
 from sala.lab.train.loop import OutOfTime, Progress
-from sala.lab.train.mixed import FastPaths, MixedDistil, MixedOptions, prepare
+from sala.lab.train.mixed import MixedDistil, MixedOptions, prepare
 from sala.lab.train.models import load_for_training
-from sala.lab.train.overlays import TeacherBase, storage_of
-from sala.lab.train.pipeline import Run, run_recipe
+from sala.lab.train.overlays import TeacherBase, overlay_storage
+from sala.lab.train.pipeline import run_recipe
 from sala.lab.train.recipe import MixStage, Recipe, SampleStage, load_recipe
+from sala.lab.train.recipe_run import RecipeRun
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parent
@@ -174,7 +176,7 @@ def run(options: argparse.Namespace) -> None:
         say(f"{stage} {news}")
 
     torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs as it is
-    place = Run(recipe, base, work / "stages", work / "teacher", device_of(options), note, deadline)
+    place = RecipeRun(recipe, base, work / "stages", work / "teacher", device_of(options), note, deadline)
     try:
         final = run_recipe(place, work / "start")
         say(f"DONE {final}")
@@ -237,7 +239,7 @@ def served(work: Path, out: Path) -> None:
 
 def answers(work: Path, out: Path, options: argparse.Namespace) -> None:
     """Greedy answers to the probe's questions."""
-    from sala.lab.train.score import write_greedy
+    from sala.lab.train.score import generate_greedy
     from sala.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(work / "served")
@@ -247,7 +249,7 @@ def answers(work: Path, out: Path, options: argparse.Namespace) -> None:
     told = []
     for question in asked:
         ids = tokenizer.encode_chat([{"role": "user", "content": question}], add_generation_prompt=True)
-        found = write_greedy(model, [ids], limit, [2])[0]
+        found = generate_greedy(model, [ids], limit, [2])[0]
         told.append({"question": question, "answer": tokenizer.decode(found)})
     (out / "answers.json").write_text(json.dumps(told, indent=1))
     say("answers: " + json.dumps(told)[:3000])
@@ -301,7 +303,7 @@ def random_pair(device: torch.device) -> tuple[SalaModel, SalaModel, Latents]:
     for name, value in student.named_parameters():
         value.requires_grad_(".self_attn." in name or name.endswith((".up", ".down")) or "layernorm" in name)
     base = TeacherBase.of(teacher)
-    return teacher, student, Latents(student, storage_of(student, base, OverlayPacking()), (0.9, 0.95))
+    return teacher, student, Latents(student, overlay_storage(student, base, OverlayPacking()), (0.9, 0.95))
 
 
 def random_batch(rows: int, length: int, seed: int) -> Any:

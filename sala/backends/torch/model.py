@@ -142,7 +142,7 @@ class SparseMixer(Mixer):
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         super().__init__(config, heads, kv_heads, dim, config.attn_qk_norm, config.attn_use_rope)
         self.sparse = config.sparse_config
-        self.listener: Callable[[Tensor, Tensor], None] | None = None  # called with queries and keys of whole sequences
+        self.observer: Callable[[Tensor, Tensor], None] | None = None  # called with queries and keys of whole sequences
         self.log_base = config.attn_log_base
         self.o_gate = linear(config.hidden_size, heads * dim) if config.attn_use_output_gate else None
 
@@ -168,8 +168,8 @@ class SparseMixer(Mixer):
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], ops: Ops) -> Tensor:
         """Whole sequences; each is dense or sparse on all its rows, depending on its length."""
-        if self.listener is not None:
-            self.listener(q, k)
+        if self.observer is not None:
+            self.observer(q, k)
         scale = self.head_dim**-0.5
         if all(length < self.sparse.dense_len for length in lengths):
             return whole_attention(q, k, v, lengths, scale)

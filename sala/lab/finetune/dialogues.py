@@ -1,8 +1,8 @@
-"""Examples to learn from: conversations or plain texts in a file, checked line by line before anything is trained.
+"""Training examples: conversations or plain texts in a file, checked line by line before the training starts.
 
-A file is a JSON list or has a JSON object per line: {"messages": [{"role": …, "content": …}, …]}, with "tools" beside
-if there are any, or {"text": …}. Any other file is one plain text. Of a conversation only what the assistant says is
-learnt, with the end of each of its turns; of a text, everything.
+A file is a JSON list or has a JSON object per line: {"messages": [{"role": …, "content": …}, …]}, optionally with
+"tools", or {"text": …}. Any other file is one plain text. In a conversation the loss covers the assistant's messages,
+including the end of each turn; in a text, every token.
 """
 
 import json
@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,14 +20,14 @@ from sala.text.tokenizer import Tokenizer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 ROLES = ("system", "user", "assistant", "tool")
-FIELDS = ("messages", "text", "tools")
-SHOWN = 20  # problems that are told one by one
+SHOWN = 20  # problems listed in an error message
 _NOTE_EVERY = 100
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """tokens [n] and which of them are learnt; the first is never: nothing comes before it."""
+    """Tokens [n] and the mask of those with a loss; the first token, which nothing predicts, has none."""
 
     tokens: Array
     learn: Array
@@ -44,31 +44,60 @@ class Problem:
 
 
 class BadData(SalaError):
-    """Lines that cannot be learnt from, told all at once."""
+    """Raised for a file with bad lines; lists all of them."""
 
     def __init__(self, path: Path, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        told = [f"{path}, line {problem.line}: {problem.text}" for problem in problems[:SHOWN]]
+        listed = [f"{path}, line {problem.line}: {problem.text}" for problem in problems[:SHOWN]]
         rest = f"\nand {len(problems) - SHOWN:,} more" if len(problems) > SHOWN else ""
-        super().__init__("\n".join(told) + rest, "mend these lines, or go on without them: --skip-bad")
+        super().__init__("\n".join(listed) + rest, "correct these lines, or leave them out: --skip-bad")
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How examples are read: `eos` ends a text, `stop_ids` end a turn; what is too long is cut if `may_cut`."""
+class ReaderOptions:
+    """How examples are encoded: `eos` ends a text, `stop_ids` end a turn; `cut_long` truncates long conversations."""
 
     tokenizer: Tokenizer
     max_length: int
     stop_ids: frozenset[int]
     eos: int
-    may_cut: bool = False
+    cut_long: bool = False
 
 
 def read_examples(
-    path: Path, reading: Reading, note: Callable[[int], None] = lambda count: None
+    path: Path, reader: ReaderOptions, note: Callable[[int], None] = lambda count: None
 ) -> tuple[list[Example], list[Problem]]:
-    """All examples of a file, and what is wrong with the others. `note` hears how many records are read."""
-    examples: list[Example] = []
+    """Return the examples of a file and its bad records; `note` is called with the number of records read."""
+    return _parse_records(path, lambda record, line: _examples(record, line, reader), note)
+
+
+def load_examples(
+    path: Path, reader: ReaderOptions, skip_bad: bool = False, note: Callable[[int], None] = lambda count: None
+) -> tuple[list[Example], list[Problem]]:
+    """Return the examples of a file and its bad records; raise BadData as `load_records` does."""
+    return load_records(path, lambda record, line: _examples(record, line, reader), skip_bad, note)
+
+
+def load_records(
+    path: Path,
+    parse: Callable[[dict[str, Any], int], list[_T]],
+    skip_bad: bool = False,
+    note: Callable[[int], None] = lambda count: None,
+) -> tuple[list[_T], list[Problem]]:
+    """Return what `parse` makes of the records of a file, and the bad records.
+
+    Raise BadData if there are bad records, unless `skip_bad` and some records are good.
+    """
+    found, problems = _parse_records(path, parse, note)
+    if problems and not (skip_bad and found):
+        raise BadData(path, problems)
+    return found, problems
+
+
+def _parse_records(
+    path: Path, parse: Callable[[dict[str, Any], int], list[_T]], note: Callable[[int], None]
+) -> tuple[list[_T], list[Problem]]:
+    found: list[_T] = []
     problems: list[Problem] = []
     for number, (line, record) in enumerate(read_records(path)):
         if number % _NOTE_EVERY == 0:
@@ -77,26 +106,16 @@ def read_examples(
             problems.append(record)
             continue
         try:
-            examples += _examples(record, line, reading)
+            found += parse(record, line)
         except SalaError as error:
             problems.append(Problem(line, str(error)))
-    if not examples and not problems:
+    if not found and not problems:
         problems.append(Problem(1, "the file is empty"))
-    return examples, problems
-
-
-def load_examples(
-    path: Path, reading: Reading, skips_bad: bool = False, note: Callable[[int], None] = lambda count: None
-) -> tuple[list[Example], list[Problem]]:
-    """Like `read_examples`, but bad lines are an error unless they may be skipped; without any example it always is."""
-    examples, problems = read_examples(path, reading, note)
-    if problems and not (skips_bad and examples):
-        raise BadData(path, problems)
-    return examples, problems
+    return found, problems
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
-    """(line, record) for every record of a file; what cannot be parsed is a problem in its place."""
+    """Yield (line, record) for every record of a file; one that cannot be parsed is yielded as a Problem."""
     text = _read_text(path)
     start = text.lstrip()[:1]
     if path.suffix not in (".json", ".jsonl") and start not in ("{", "["):
@@ -108,20 +127,20 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
         if isinstance(value, Problem | dict):
             yield line, value
         else:
-            yield line, Problem(line, f"is no JSON object but {type(value).__name__}")
+            yield line, Problem(line, f"is not a JSON object but {type(value).__name__}")
 
 
 def _read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise InputError("data", f"{path} cannot be read: {error.strerror}", "name a file that can be") from None
+        raise InputError("data", f"{path} cannot be read: {error.strerror}", "give a readable file") from None
     except UnicodeDecodeError as error:
         raise InputError("data", f"{path} is not UTF-8 text (byte {error.start})", "convert it to UTF-8") from None
 
 
 def _is_list(text: str) -> bool:
-    """Whether it is one list for all, and not a list on every line."""
+    """Return whether the file is a single list, not a list per line."""
     first = text.lstrip().split("\n", 1)[0].strip()
     try:
         return not isinstance(json.loads(first), list) or first == text.strip()
@@ -139,7 +158,7 @@ def _read_lines(text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _read_list(text: str) -> Iterator[tuple[int, Any]]:
-    """The elements of a list, each with the line it begins at; after a broken one nothing can be read."""
+    """Yield the elements of a list, each with its first line; stop at the first element that is not valid JSON."""
     decoder = json.JSONDecoder()
     at = _skip(text, text.index("[") + 1)
     line, counted = 1, 0
@@ -150,7 +169,7 @@ def _read_list(text: str) -> Iterator[tuple[int, Any]]:
             value, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             place = error.lineno if isinstance(error, json.JSONDecodeError) else line
-            yield line, Problem(line, f"is not JSON: {_why(error)} (line {place}); what follows cannot be read")
+            yield line, Problem(line, f"is not JSON: {_why(error)} (line {place}); the rest cannot be read")
             return
         yield line, value
         at = _skip(text, end)
@@ -158,7 +177,7 @@ def _read_list(text: str) -> Iterator[tuple[int, Any]]:
             at = _skip(text, at + 1)
         elif at >= len(text) or text[at] != "]":
             line += text.count("\n", counted, at)
-            yield line, Problem(line, "the list is not closed, or a comma is missing; what follows cannot be read")
+            yield line, Problem(line, "the list is not closed, or a comma is missing; the rest cannot be read")
             return
     if at >= len(text):
         yield line, Problem(line, "the list is not closed")
@@ -174,21 +193,21 @@ def _why(error: Exception) -> str:
     return error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
 
 
-def _examples(record: Mapping[str, Any], line: int, reading: Reading) -> list[Example]:
+def _examples(record: Mapping[str, Any], line: int, reader: ReaderOptions) -> list[Example]:
     if ("messages" in record) == ("text" in record):
         known = "both messages and text" if "text" in record else f"neither messages nor text, but {_names(record)}"
         raise InputError("record", f"has {known}", 'give {"messages": […]} or {"text": "…"}')
     if "text" in record:
-        return _text_examples(record["text"], line, reading)
+        return _text_examples(record["text"], line, reader)
     messages, tools = record["messages"], record.get("tools")
     check_dialogue(messages, tools)
     options = {} if tools is None else {"tools": tools}
-    pairs = reading.tokenizer.encode_answers(messages, reading.stop_ids, **options)
-    return [_chat_example(ids, marks, line, reading) for ids, marks in pairs]
+    pairs = reader.tokenizer.encode_answers(messages, reader.stop_ids, **options)
+    return [_chat_example(ids, marks, line, reader) for ids, marks in pairs]
 
 
 def check_dialogue(messages: Any, tools: Any = None) -> None:
-    """Refuse a conversation from which nothing could be learnt, or not what was meant."""
+    """Raise InputError for a conversation that is malformed or has no answer to learn."""
     check_messages(messages)
     check_tools(tools)
     for index, message in enumerate(messages):
@@ -202,34 +221,34 @@ def check_dialogue(messages: Any, tools: Any = None) -> None:
             raise InputError(f"messages[{index}].role", "is system", "a system message can only be the first")
         if role == "assistant" and index and messages[index - 1]["role"] == "assistant":
             raise InputError(
-                f"messages[{index}].role", "is assistant twice in a row", "join them, or put the user between"
+                f"messages[{index}].role", "is assistant twice in a row", "join them, or put a user message between"
             )
     if not any(message["role"] == "assistant" for message in messages):
-        raise InputError("messages", "have no answer of the assistant", "there is nothing to learn")
+        raise InputError("messages", "contain no assistant message, so there is nothing to learn", "add an answer")
 
 
-def _chat_example(ids: list[int], marks: list[bool], line: int, reading: Reading) -> Example:
-    if len(ids) > reading.max_length:
-        if not reading.may_cut:
+def _chat_example(ids: list[int], marks: list[bool], line: int, reader: ReaderOptions) -> Example:
+    if len(ids) > reader.max_length:
+        if not reader.cut_long:
             raise InputError(
                 "conversation",
                 f"has {len(ids):,} tokens",
-                f"raise --max-length ({reading.max_length:,}), or --cut-long",
+                f"raise --max-length ({reader.max_length:,}), or --cut-long",
             )
-        ids, marks = ids[: reading.max_length], marks[: reading.max_length]
+        ids, marks = ids[: reader.max_length], marks[: reader.max_length]
         if not any(marks[1:]):
-            raise InputError("conversation", "has no answer left when it is cut", "raise --max-length")
+            raise InputError("conversation", "has no answer left after truncation", "raise --max-length")
     return _example(ids, marks, line)
 
 
-def _text_examples(text: Any, line: int, reading: Reading) -> list[Example]:
-    """A text of any length: pieces of the length that is learnt at a time."""
+def _text_examples(text: Any, line: int, reader: ReaderOptions) -> list[Example]:
+    """Split a text of any length into examples of at most `max_length` tokens."""
     if not isinstance(text, str) or not text.strip():
         raise InputError(
             "text", "is empty" if isinstance(text, str) else f"is of type {type(text).__name__}", "give text"
         )
-    ids = [*reading.tokenizer.encode(text), reading.eos]
-    pieces = [ids[at : at + reading.max_length] for at in range(0, len(ids), reading.max_length)]
+    ids = [*reader.tokenizer.encode(text), reader.eos]
+    pieces = [ids[at : at + reader.max_length] for at in range(0, len(ids), reader.max_length)]
     return [_example(piece, [True] * len(piece), line) for piece in pieces if len(piece) > 1]
 
 
@@ -244,7 +263,7 @@ def _names(record: Mapping[str, Any]) -> str:
 
 
 def pack(examples: Sequence[Example], max_length: int) -> list[tuple[Example, ...]]:
-    """Examples put together into rows of at most `max_length` tokens: long ones first, each where it fits tightest."""
+    """Pack examples into rows of at most `max_length` tokens: best-fit decreasing."""
     order = sorted(range(len(examples)), key=lambda index: (-len(examples[index]), index))
     rows: list[list[Example]] = []
     free: list[tuple[int, int]] = []  # (tokens left, row), sorted
@@ -263,10 +282,10 @@ def pack(examples: Sequence[Example], max_length: int) -> list[tuple[Example, ..
     return [tuple(row) for row in rows]
 
 
-def split_off(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Examples to learn from and, drawn by the seed, a share to measure on; both hold at least one.
+def split_examples(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """Return the examples to train on and a random share to evaluate on; both are non-empty.
 
-    What came from one line stays together.
+    Examples of the same line stay together. Raise InputError if there are fewer than two lines.
     """
     lines = sorted({example.line for example in examples})
     if len(lines) < 2:

@@ -1,7 +1,7 @@
-"""Linears of few bits that gradients flow through and that do not learn: the base of QLoRA.
+"""Frozen quantized linears that pass gradients through: the base model of QLoRA.
 
-The weights are expanded for every product, forwards and again backwards, and never kept. peft puts its adapters around
-them as around any linear.
+The weights are dequantized for every product, in the forward and again in the backward pass, and never kept. peft wraps
+adapters around these linears as around any other.
 """
 
 from functools import cache
@@ -15,9 +15,9 @@ from sala.backends.torch.quantized_linear import AffineWeight
 
 
 class FrozenLinear(nn.Linear):
-    """x [..., in] → [..., out] in x's precision. The matrix is no parameter: no optimizer and no checkpoint sees it."""
+    """Map x [..., in] to [..., out] in x's dtype. The matrix is a non-persistent buffer, not a parameter."""
 
-    qweight: Tensor  # the codes, under the name by which peft finds a device
+    qweight: Tensor  # the codes; peft looks for this name to find the device
     scales: Tensor
     biases: Tensor
     order: Tensor | None
@@ -31,29 +31,29 @@ class FrozenLinear(nn.Linear):
         self.register_buffer("qweight", weight.codes, persistent=False)
         self.register_buffer("scales", weight.scales, persistent=False)
         self.register_buffer("biases", weight.biases, persistent=False)
-        self.register_buffer("order", order, persistent=False)  # the input of every column, where they are mixed
+        self.register_buffer("order", order, persistent=False)  # the input of each column, if the columns are permuted
 
     def forward(self, x: Tensor) -> Tensor:
         columns = x if self.order is None else x[..., self.order]
-        y: Tensor = _Product.apply(columns, self)
+        y: Tensor = _FrozenProduct.apply(columns, self)
         return y if self.bias is None else y + self.bias
 
     def expand(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [out, in], columns as they are stored."""
+        """Return the dequantized matrix [out, in] with its columns in stored order."""
         expand = _expand_function(self.qweight.device.type)
         return expand(self.qweight, self.scales, self.biases, self.bits, self.group_size, dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FrozenLinear":
-        """Moved to a device, and never to another precision: `.to(dtype)` would round the scales."""
+        """Move to another device; raise TypeError on a change of dtype, which would round the scales."""
         kept = {name: getattr(self, name).dtype for name in ("scales", "biases")}
         super()._apply(fn, recurse)
         for name, dtype in kept.items():
             if getattr(self, name).dtype != dtype:
-                raise TypeError("a frozen linear cannot change its precision; convert the model before it is packed")
+                raise TypeError("a frozen linear cannot change its dtype; convert the model before packing it")
         return self
 
 
-class _Product(torch.autograd.Function):
+class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: FrozenLinear) -> Tensor:
         ctx.linear = linear
@@ -72,7 +72,7 @@ def _expand(codes: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size
 def _expand_nibbles(
     codes: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int, dtype: torch.dtype
 ) -> Tensor:
-    """The same for 4 bits, in a form that compiles into one pass over the memory."""
+    """Dequantize as `_expand` does; the form for 4 bits compiles into a single pass over the memory."""
     if bits != 4:
         return _expand(codes, scales, biases, bits, group_size, dtype)
     shifts = torch.arange(0, 32, 4, device=codes.device, dtype=torch.int32)

@@ -1,7 +1,6 @@
-"""AdamW whose memory has 16 bits: for full fine-tuning where fp32 copies of everything do not fit.
+"""AdamW with 16-bit state, for full fine-tuning where fp32 copies do not fit.
 
-Weights of 16 bits cannot take small steps: rounded to nearest, they would stay where they are. Here they are rounded up
-or down at random, so that on the average nothing is lost.
+Small updates of 16-bit weights would be lost in rounding to nearest. Stochastic rounding preserves them on average.
 """
 
 from collections.abc import Iterable
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-_PIECE = 1 << 26  # weights updated at a time: what is computed in fp32 stays small
+_PIECE = 1 << 26  # weights updated at a time, to bound the fp32 temporaries
 
 
-class NarrowAdamW(Optimizer):
-    """Both moments in the weights' own precision; the arithmetic is fp32."""
+class Bf16AdamW(Optimizer):
+    """Keep both moments in the dtype of the weights; compute in fp32."""
 
     def __init__(
         self,
@@ -51,17 +50,17 @@ class NarrowAdamW(Optimizer):
             change = (new_mean / (1 - first**count)).div_((new_square / (1 - second**count)).sqrt_().add_(group["eps"]))
             value = weight.float().mul_(1 - lr * group["weight_decay"]).sub_(change, alpha=lr)
             for target, new in ((mean, new_mean), (square, new_square), (weight, value)):
-                target.copy_(round_randomly(new, target.dtype))
+                target.copy_(round_stochastically(new, target.dtype))
 
 
 def _flat(tensor: Any) -> Tensor:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a process's own shard
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # the shard of this process
     flat: Tensor = local.view(-1)
     return flat
 
 
-def round_randomly(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 → bf16, up or down with the probability that keeps the mean; other precisions to nearest."""
+def round_stochastically(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round fp32 values to bf16 such that the expected value is exact; round to nearest for other dtypes."""
     if dtype != torch.bfloat16:
         return values.to(dtype)
     bits = values.view(torch.int32)

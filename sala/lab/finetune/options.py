@@ -31,14 +31,14 @@ Share = Annotated[float, Field(ge=0.0, le=0.9)]
 
 @options
 class FinetuneOptions:
-    """How a model is fine-tuned. What a run needs to resume is in `output`.run until it ends."""
+    """How a model is fine-tuned. The state of an unfinished run is in `output`.run."""
 
     has_variables: ClassVar = False
     has_relative_paths: ClassVar = True  # those of a TOML file are relative to its directory
 
     model: Text = _tune(REQUIRED, "Checkpoint directory, or the name of a local model.")
     train: File = _tune(REQUIRED, "Examples: JSON or JSONL with messages or text, or a plain text.")
-    output: File = _tune(REQUIRED, "Where the adapter or the model goes; must not exist.", flags=("-o",))
+    output: File = _tune(REQUIRED, "Directory for the adapter or the model; must not exist.", flags=("-o",))
     eval: File | None = _tune(None, "Examples to evaluate on.")
     eval_share: Share = _tune(0.0, "Share of the training examples to evaluate on instead.")
     method: Annotated[Method, spelling()] = _tune("lora", "full (all weights), lora, or qlora (lora on 4-bit weights).")
@@ -103,16 +103,16 @@ class FinetuneOptions:
 
     @property
     def work(self) -> Path:
-        """Where the run lies while it is not over."""
+        """Return the directory of the unfinished run."""
         return self.output.with_name(self.output.name + ".run")
 
-    def lasting(self) -> dict[str, Any]:
-        """What must not change when a run goes on, as JSON can hold it."""
+    def persistent(self) -> dict[str, Any]:
+        """Return the options that must not change when a run is resumed, as JSON values."""
         left_out = ("resume", "device", "deepspeed", "log_every", "skip_bad")
         values = {name: value for name, value in asdict(self).items() if name not in left_out}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 def read_options(file: Path | None, flags: Mapping[str, Any]) -> FinetuneOptions:
-    """Combine a TOML file and flags, which beat it; `None` among them is one that was not given."""
+    """Return the options of a TOML file and of flags, which take precedence; a flag that is None was not given."""
     return build(FinetuneOptions, [from_file(file, FinetuneOptions), from_flags(FinetuneOptions, flags)])

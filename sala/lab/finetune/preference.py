@@ -1,6 +1,6 @@
-"""Preferences: which of two answers is better (DPO), or whether an answer is good (KTO). TRL trains, on our model.
+"""Preference training: which of two answers is better (DPO), or whether an answer is good (KTO), trained by TRL.
 
-A file is read as `dialogues` reads it. Its records have the fields of TRL or of LLaMA-Factory:
+Files are read as in `dialogues`. Records have the fields of TRL or of LLaMA-Factory:
 
 DPO  {"messages": […], "chosen": {…}, "rejected": {…}} or {"prompt": …, "chosen": …, "rejected": …}; without a prompt,
      `chosen` and `rejected` are whole conversations that are the same up to the answer
@@ -20,87 +20,75 @@ import torch
 
 from sala.backends.torch.loader import pick_device
 from sala.config import SalaConfig
-from sala.errors import InputError, SalaError
-from sala.lab.finetune.dialogues import BadData, Problem, Reading, check_dialogue, read_records
+from sala.errors import InputError
+from sala.lab.finetune.dialogues import Problem, ReaderOptions, check_dialogue, load_records
 from sala.lab.finetune.options import FinetuneOptions
-from sala.lab.finetune.run import (
-    Ears,
+from sala.lab.finetune.training import (
+    FinetuneCallbacks,
+    build_trainer,
     describe_memory,
     estimate_for,
-    find_home,
-    finish,
+    loading_device,
     read_data,
     train_to_end,
     training_arguments,
+    write_outputs,
 )
 
 Message = dict[str, Any]
-Row = dict[str, Any]
-_NOTE_EVERY = 100
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # as LLaMA-Factory's data may call them
+Record = dict[str, Any]
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # LLaMA-Factory's names
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """`row` is what TRL takes: lists of messages, and a label if it is one answer."""
+    """A record in TRL's format (`row`): lists of messages and, for a single answer, a label."""
 
-    row: Row
+    row: Record
     line: int
 
 
 def load_preferences(
     path: Path,
-    reading: Reading,
-    skips_bad: bool = False,
+    reader: ReaderOptions,
+    skip_bad: bool = False,
     note: Callable[[int], None] = lambda count: None,
     *,
     objective: str,
 ) -> tuple[list[Preference], list[Problem]]:
-    """All preferences of a file, and what is wrong with the others: an error unless they may be skipped."""
-    found: list[Preference] = []
-    problems: list[Problem] = []
-    for number, (line, record) in enumerate(read_records(path)):
-        if number % _NOTE_EVERY == 0:
-            note(number)
-        if isinstance(record, Problem):
-            problems.append(record)
-            continue
-        try:
-            found.append(Preference(_read(record, objective, reading), line))
-        except SalaError as error:
-            problems.append(Problem(line, str(error)))
-    if not found and not problems:
-        problems.append(Problem(1, "the file is empty"))
-    if problems and not (skips_bad and found):
-        raise BadData(path, problems)
-    return found, problems
+    """Return the preferences of a file and its bad records; raise BadData if there are any, unless `skip_bad`."""
+
+    def parse(record: Record, line: int) -> list[Preference]:
+        return [Preference(_read(record, objective, reader), line)]
+
+    return load_records(path, parse, skip_bad, note)
 
 
-def _read(record: Mapping[str, Any], objective: str, reading: Reading) -> Row:
+def _read(record: Mapping[str, Any], objective: str, reader: ReaderOptions) -> Record:
     prompt, answers, rest = _SHAPES[objective](record)
     tools = record.get("tools")
     if not prompt:
         raise InputError("prompt", "is missing", f"give {_EXAMPLES[objective]}")
     for name, answer in answers.items():
         if not answer or answer[0].get("role") != "assistant":
-            raise InputError(name, "is no answer of the assistant", f"give {_EXAMPLES[objective]}")
+            raise InputError(name, "is not an assistant's answer", f"give {_EXAMPLES[objective]}")
         check_dialogue([*prompt, *answer], tools)
-        _check_text([*prompt, *answer], tools, reading)
+        _check_text([*prompt, *answer], tools, reader)
     return {"prompt": prompt, **answers, **rest, **({} if tools is None else {"tools": json.dumps(tools)})}
 
 
-def _read_pair(record: Mapping[str, Any]) -> tuple[list[Message], dict[str, list[Message]], Row]:
+def _read_pair(record: Mapping[str, Any]) -> tuple[list[Message], dict[str, list[Message]], Record]:
     prompt = _turns(_first(record, "messages", "conversations", "prompt"), "user")
     chosen, rejected = (_turns(record.get(name), "assistant") for name in ("chosen", "rejected"))
     if not prompt:
         count = _count_same(chosen, rejected)
         prompt, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
     if chosen == rejected:
-        raise InputError("chosen", "and rejected are the same", "there is nothing to prefer")
+        raise InputError("chosen", "and rejected are the same", "give two different answers")
     return prompt, {"chosen": chosen, "rejected": rejected}, {}
 
 
-def _read_mark(record: Mapping[str, Any]) -> tuple[list[Message], dict[str, list[Message]], Row]:
+def _read_mark(record: Mapping[str, Any]) -> tuple[list[Message], dict[str, list[Message]], Record]:
     label = _first(record, "label", "kto_tag")
     if not isinstance(label, bool):
         raise InputError("label", "is missing" if label is None else f"is {label!r}", "give true (good) or false (bad)")
@@ -111,7 +99,7 @@ def _read_mark(record: Mapping[str, Any]) -> tuple[list[Message], dict[str, list
     return prompt, {"completion": answer}, {"label": label}
 
 
-_SHAPES: dict[str, Callable[[Mapping[str, Any]], tuple[list[Message], dict[str, list[Message]], Row]]]
+_SHAPES: dict[str, Callable[[Mapping[str, Any]], tuple[list[Message], dict[str, list[Message]], Record]]]
 _SHAPES = {"dpo": _read_pair, "kto": _read_mark}
 _EXAMPLES = {
     "dpo": '{"messages": […], "chosen": {…}, "rejected": {…}}',
@@ -124,7 +112,7 @@ def _first(record: Mapping[str, Any], *names: str) -> Any:
 
 
 def _turns(value: Any, role: str) -> list[Message]:
-    """A text, a message or a list of messages → messages; a text is `role`'s."""
+    """Return a text (as a message of `role`), a message or a list of messages as a list of messages."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -148,46 +136,49 @@ def _count_same(one: Sequence[Message], other: Sequence[Message]) -> int:
     return next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
-def _check_text(messages: Sequence[Message], tools: Any, reading: Reading) -> None:
-    """TRL encodes these messages itself: it must find them short enough, and no control token where text is meant."""
-    tokenizer = reading.tokenizer
+def _check_text(messages: Sequence[Message], tools: Any, reader: ReaderOptions) -> None:
+    """Raise InputError if TRL, which encodes the messages itself, would cut them or read text as control tokens."""
+    tokenizer = reader.tokenizer
     options = {} if tools is None else {"tools": tools}
     ids = tokenizer.encode_chat(messages, add_generation_prompt=False, **options)
-    if len(ids) > reading.max_length and not reading.may_cut:
+    if len(ids) > reader.max_length and not reader.cut_long:
         raise InputError(
-            "conversation", f"has {len(ids):,} tokens", f"raise --max-length ({reading.max_length:,}), or --cut-long"
+            "conversation", f"has {len(ids):,} tokens", f"raise --max-length ({reader.max_length:,}), or --cut-long"
         )
     text = tokenizer.render_chat(messages, add_generation_prompt=False, **options)
     if tokenizer.encode(text, bos=False, parse_special=True) != ids:
-        raise InputError("conversation", "spells a control token of the model", "write it differently")
+        raise InputError("conversation", "contains the text of a control token", "write it differently")
 
 
-def learn_preferences(options: FinetuneOptions, path: Path, config: SalaConfig, ears: Ears) -> Path:
+def train_preferences(options: FinetuneOptions, path: Path, config: SalaConfig, callbacks: FinetuneCallbacks) -> Path:
     """Run to the end, and return the directory of the result."""
-    from sala.lab.finetune.subject import load_base
-    from sala.lab.finetune.trainer import Interruption
+    from sala.lab.finetune.target import load_base
+    from sala.lab.finetune.trainer import InterruptCallback
 
     if options.objective == "kto" and options.batch < 2:
-        ears.say("kto compares the answers of a batch: it takes 2 at a time")
+        callbacks.message("kto compares the answers of a batch: using --batch 2")
         options = replace(options, batch=2)
-    train, held = read_data(options, path, config, ears, partial(load_preferences, objective=options.objective))
+    train, held = read_data(options, path, config, callbacks, partial(load_preferences, objective=options.objective))
     device = pick_device(options.device)
-    ears.say(f"{len(train):,} preferences" + (f"; {len(held):,} held out" if held else ""))
-    twofold = replace(options, batch=2 * options.batch)  # both answers, or one and the estimate of a KL divergence
-    for line in describe_memory(estimate_for(twofold, config, device), device):
-        ears.say(line)
+    callbacks.message(f"{len(train):,} preferences" + (f"; {len(held):,} held out" if held else ""))
+    doubled = replace(options, batch=2 * options.batch)  # two answers, or an answer and its KL estimate
+    for line in describe_memory(estimate_for(doubled, config, device), device):
+        callbacks.message(line)
     arguments = _arguments(options, device, train, bool(held))
-    with Interruption(arguments.device, ears.say) as interruption:
-        model = load_base(path, options, find_home(arguments, device))
-        trainer = _make_trainer(model, arguments, train, held, options, path, ears, interruption)
-        train_to_end(trainer, options, interruption, ears)
-    finish(trainer, options, path, len(train), len(held), ears)
+    with InterruptCallback(arguments.device, callbacks.message) as interrupt:
+        model = load_base(path, options, loading_device(arguments, device))
+        trainer = _make_trainer(model, arguments, train, held, options, path, callbacks, interrupt)
+        train_to_end(trainer, options, interrupt, callbacks)
+    write_outputs(trainer, options, path, len(train), len(held), callbacks)
     return options.output
 
 
 def _arguments(options: FinetuneOptions, device: torch.device, train: list[Preference], has_eval: bool) -> Any:
-    """The reference is the model with its adapter off. Where all weights learn it says what it has to say before
-    they do, so that there is never a second model in memory."""
+    """Return TRL's arguments.
+
+    The reference model is the model without its adapter. In full fine-tuning its log-probabilities are computed before
+    the training, so that there is never a second model in memory.
+    """
     import trl
 
     return training_arguments(
@@ -199,7 +190,7 @@ def _arguments(options: FinetuneOptions, device: torch.device, train: list[Prefe
         beta=options.beta,
         max_length=options.max_length,
         precompute_ref_log_probs=not options.has_adapter,
-        **(_weigh(train) if options.objective == "kto" else {}),
+        **(_class_weights(train) if options.objective == "kto" else {}),
     )
 
 
@@ -210,51 +201,44 @@ def _make_trainer(
     held: list[Preference],
     options: FinetuneOptions,
     path: Path,
-    ears: Ears,
-    *callbacks: Any,
+    callbacks: FinetuneCallbacks,
+    *more: Any,
 ) -> Any:
     import trl
     from transformers import AutoTokenizer
-    from transformers.trainer_callback import PrinterCallback
 
-    from sala.lab.finetune.subject import adapter_settings, find_targets
-    from sala.lab.finetune.trainer import Bulletin
+    from sala.lab.finetune.target import adapter_settings, find_targets
     from sala.plugins.transformers import register
 
     register()
     targets = find_targets(options.targets, SalaConfig.load(path)) if options.has_adapter else []
-    trainer = _watched(getattr(trl, _TRAINERS[options.objective][1]))(
-        model=model,
-        args=arguments,
-        train_dataset=_table(train),
-        eval_dataset=_table(held) if held else None,
-        processing_class=AutoTokenizer.from_pretrained(path),
-        peft_config=adapter_settings(options, targets) if options.has_adapter else None,
-        callbacks=[Bulletin(ears.progress), *callbacks],
-        has_narrow_memory=options.optimizer == "adamw-bf16",
-        remedy=f"the last good checkpoint is in {options.work}; try a lower --lr in another run",
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    kind = _trainer_class(getattr(trl, _TRAINERS[options.objective][1]))
+    settings = {
+        "train_dataset": _table(train),
+        "eval_dataset": _table(held) if held else None,
+        "processing_class": AutoTokenizer.from_pretrained(path),
+        "peft_config": adapter_settings(options, targets) if options.has_adapter else None,
+    }
+    return build_trainer(kind, model, arguments, options, callbacks, *more, **settings)
 
 
 _TRAINERS = {"dpo": ("DPOConfig", "DPOTrainer"), "kto": ("KTOConfig", "KTOTrainer")}
 
 
-def _watched(kind: Any) -> Any:
-    """TRL's trainer with the manners of ours."""
+def _trainer_class(kind: Any) -> Any:
+    """Return a subclass of TRL's trainer that also behaves as FinetuneTrainer."""
     from sala.lab.finetune.trainer import FinetuneTrainer
 
     class PreferenceTrainer(FinetuneTrainer, kind):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
-            self.model_accepts_loss_kwargs = False  # these losses are means over answers, not over tokens
+            self.model_accepts_loss_kwargs = False  # these losses average over answers, not over tokens
 
     return PreferenceTrainer
 
 
-def _weigh(train: Sequence[Preference]) -> dict[str, float]:
-    """kto: the rarer kind of answer counts for more, so that both kinds count the same."""
+def _class_weights(train: Sequence[Preference]) -> dict[str, float]:
+    """Return weights for KTO that balance good and bad answers."""
     good = sum(one.row["label"] for one in train)
     bad = len(train) - good
     if not good or not bad or good == bad:

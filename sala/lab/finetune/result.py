@@ -1,4 +1,4 @@
-"""What a run leaves: an adapter in peft's form or a whole checkpoint, its losses and a picture of them."""
+"""The outputs of a run: an adapter in peft's format or a whole checkpoint, its losses and a plot of them."""
 
 import json
 from collections.abc import Mapping
@@ -17,14 +17,15 @@ from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import copy_companions, new_directory, write_file, write_text, write_weights
 from sala.config import SalaConfig
 from sala.lab.finetune.options import FinetuneOptions
-from sala.lab.finetune.subject import QK_PARTS
+from sala.lab.finetune.target import QK_PARTS
 from sala.lab.train.plots import plot_losses
+from sala.lab.train.state import tensor_bytes
 
 LOSSES_FILE, PLOT_FILE = "losses.json", "losses.png"
 
 
 def read_log(history: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Steps with their losses, from the Trainer's history."""
+    """Return the steps with their losses from the Trainer's history."""
     names = {"loss": "loss", "eval_loss": "eval", "learning_rate": "rate", "grad_norm": "norm"}
     rows = []
     for entry in history:
@@ -42,19 +43,19 @@ def write_result(
     log: list[dict[str, float]],
     facts: Mapping[str, Any],
 ) -> None:
-    """Complete or not at all. `tensors` are the adapter's, with peft's `settings`, or without any the model's."""
+    """Write the output directory atomically: an adapter if peft's `settings` are given, else a model."""
     with new_directory(options.output) as draft:
         if settings is None:
             _write_model(tensors, draft, path, options)
         else:
             _write_adapter(tensors, settings, draft, path, options)
-        table = {"options": options.lasting(), **facts, "losses": log}
+        table = {"options": options.persistent(), **facts, "losses": log}
         write_text(draft / LOSSES_FILE, json.dumps(table, indent=1) + "\n")
         plot_losses(log, draft / PLOT_FILE, f"{path.name}, {options.method}")
 
 
 def _write_model(tensors: Mapping[str, Tensor], draft: Path, path: Path, options: FinetuneOptions) -> None:
-    """In the precision of the original; with `restore_qk`, its queries and keys."""
+    """Write a checkpoint in the source's dtype; with `restore_qk`, keep the source's queries and keys."""
     source = SalaConfig.load(path)
     config = replace(source, quantization=None)
     dtype = DTYPES[config.dtype]
@@ -63,14 +64,13 @@ def _write_model(tensors: Mapping[str, Tensor], draft: Path, path: Path, options
     with Checkpoint(path) as checkpoint:
 
         def read(name: str) -> memoryview:
-            place, _, leaf = name.rpartition(".")
-            if options.restore_qk and is_qk(name):
-                is_matrix = leaf == "weight" and len(shapes[name]) == 2
-                cpu = torch.device("cpu")
-                if is_matrix:
-                    return _bytes(read_weight(checkpoint, source, place, dtype, cpu), dtype)
-                return _bytes(read_tensor(checkpoint, name, dtype, cpu), dtype)
-            return _bytes(tensors[name], dtype)
+            if not (options.restore_qk and is_qk(name)):
+                return tensor_bytes(tensors[name], dtype)
+            module, _, leaf = name.rpartition(".")
+            cpu = torch.device("cpu")
+            if leaf == "weight" and len(shapes[name]) == 2:
+                return tensor_bytes(read_weight(checkpoint, source, module, dtype, cpu), dtype)
+            return tensor_bytes(read_tensor(checkpoint, name, dtype, cpu), dtype)
 
         write_weights(draft, specs, read)
     write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
@@ -78,17 +78,17 @@ def _write_model(tensors: Mapping[str, Tensor], draft: Path, path: Path, options
 
 
 def is_qk(name: str) -> bool:
-    """Whether a tensor belongs to the queries or keys of a mixer."""
+    """Return whether a tensor belongs to the queries or keys of a mixer."""
     return any(part in QK_PARTS for part in name.split("."))
 
 
 def _write_adapter(
     tensors: Mapping[str, Tensor], settings: Any, draft: Path, path: Path, options: FinetuneOptions
 ) -> None:
-    """With `restore_qk`, what was learnt for queries and keys is left out."""
+    """Write an adapter in peft's format; with `restore_qk`, leave out its changes of queries and keys."""
     kept = {name: tensor for name, tensor in tensors.items() if not (options.restore_qk and is_qk(name))}
     specs = {name: ("F32", tuple(tensor.shape)) for name, tensor in kept.items()}
-    write_file(draft / WEIGHTS_FILE, specs, lambda name: _bytes(kept[name], torch.float32), {"format": "pt"})
+    write_file(draft / WEIGHTS_FILE, specs, lambda name: tensor_bytes(kept[name]), {"format": "pt"})
     table = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.to_dict().items()}
     targets = [name for name in table["target_modules"] if not (options.restore_qk and name in QK_PARTS)]
     table |= {
@@ -100,18 +100,13 @@ def _write_adapter(
 
 
 def _name_of(model: str, path: Path) -> str:
-    """How the base is found again: by the name it was asked for, or by its place."""
+    """Return how to find the base model again: by its name, or by its path."""
     return model if not Path(model).expanduser().exists() else str(path.absolute())
 
 
 def adapter_tensors(model: Any, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The adapter as peft would save it; `whole` is the state of a model that was spread over processes."""
+    """Return the adapter as peft saves it; `whole` is the gathered state dict of a sharded model."""
     from peft import get_peft_model_state_dict
 
     found = get_peft_model_state_dict(model, state_dict=whole, save_embedding_layers=False)
     return {name if name.startswith(PREFIX) else PREFIX + name: tensor for name, tensor in found.items()}
-
-
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> memoryview:
-    plain = tensor.detach().to("cpu", dtype).contiguous().view(-1)
-    return plain.view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Rows of examples as the Trainer feeds them: several examples lie one after another, and do not see each other."""
+"""Rows of examples for the Trainer: a row holds one or more examples, which do not attend to each other."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from sala.lab.finetune.dialogues import Example
 IGNORED = -100
 
 
-class Rows(Dataset[tuple[Example, ...]]):
+class ExampleRows(Dataset[tuple[Example, ...]]):
     def __init__(self, rows: Sequence[tuple[Example, ...]]) -> None:
         self.rows = rows
 
@@ -26,12 +26,12 @@ class Rows(Dataset[tuple[Example, ...]]):
         return sum(len(example) for row in self.rows for example in row)
 
     @property
-    def num_learnt(self) -> int:
+    def num_learned(self) -> int:
         return sum(int(example.learn.sum()) for row in self.rows for example in row)
 
 
 def collate(rows: Sequence[tuple[Example, ...]], pad_id: int = 0) -> dict[str, Tensor]:
-    """A batch of the longest row's length; positions count from 0 in every example."""
+    """Return a batch padded to the longest row; positions start at 0 in every example."""
     width = max(sum(len(example) for example in row) for row in rows)
     shape = (len(rows), width)
     batch = {
@@ -43,12 +43,12 @@ def collate(rows: Sequence[tuple[Example, ...]], pad_id: int = 0) -> dict[str, T
     for number, row in enumerate(rows):
         at = 0
         for example in row:
-            place = slice(at, at + len(example))
+            span = slice(at, at + len(example))
             tokens = torch.from_numpy(example.tokens)
-            batch["input_ids"][number, place] = tokens
-            batch["attention_mask"][number, place] = 1
-            batch["position_ids"][number, place] = torch.arange(len(example))
-            batch["labels"][number, place] = torch.where(torch.from_numpy(example.learn), tokens, IGNORED)
+            batch["input_ids"][number, span] = tokens
+            batch["attention_mask"][number, span] = 1
+            batch["position_ids"][number, span] = torch.arange(len(example))
+            batch["labels"][number, span] = torch.where(torch.from_numpy(example.learn), tokens, IGNORED)
             at += len(example)
         if at < width:
             batch["position_ids"][number, at:] = torch.arange(width - at)

@@ -1,4 +1,4 @@
-"""transformers' Trainer with our manners: it stops at the first loss that is no number, and says where it is."""
+"""A transformers Trainer that stops at the first non-finite loss, reports its progress and can be interrupted."""
 
 import math
 import signal
@@ -10,34 +10,34 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
-from sala.lab.finetune.optimizers import NarrowAdamW
+from sala.lab.finetune.optimizers import Bf16AdamW
 from sala.lab.train.loop import Diverged, Progress
-from sala.lab.train.processes import agree
+from sala.lab.train.processes import any_process
 
 Note = Callable[[Progress], None]
 
 
 class FinetuneTrainer(Trainer):
-    """`remedy` is what to do when the run diverges."""
+    """Raise Diverged with `remedy` at the first loss or gradient that is not finite."""
 
-    def __init__(self, *arguments: Any, has_narrow_memory: bool = False, remedy: str = "", **named: Any) -> None:
+    def __init__(self, *arguments: Any, has_bf16_state: bool = False, remedy: str = "", **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._has_narrow_memory, self._remedy = has_narrow_memory, remedy
+        self._has_bf16_state, self._remedy = has_bf16_state, remedy
         self._clip = self.accelerator.clip_grad_norm_
         self.accelerator.clip_grad_norm_ = self._clip_checked
         self.model_accepts_loss_kwargs = True  # the loss is divided by the labels of the whole update
 
     def create_optimizer(self, *arguments: Any, **named: Any) -> Any:
-        if self._has_narrow_memory and self.optimizer is None:
+        if self._has_bf16_state and self.optimizer is None:
             assert self.model is not None
-            learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            self.optimizer = NarrowAdamW(learning, lr=self.args.learning_rate, weight_decay=self.args.weight_decay)
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.optimizer = Bf16AdamW(trained, lr=self.args.learning_rate, weight_decay=self.args.weight_decay)
             return self.optimizer
         return super().create_optimizer(*arguments, **named)
 
     def training_step(self, *arguments: Any, **named: Any) -> Tensor:
         loss: Tensor = super().training_step(*arguments, **named)
-        if agree(not bool(loss.isfinite()), loss.device):
+        if any_process(not bool(loss.isfinite()), loss.device):
             raise self._diverged("loss")
         return loss
 
@@ -48,11 +48,11 @@ class FinetuneTrainer(Trainer):
         return norm
 
     def _diverged(self, what: str) -> Diverged:
-        return Diverged(f"the {what} is no number in update {self.state.global_step + 1}", self._remedy)
+        return Diverged(f"the {what} is not finite in update {self.state.global_step + 1}", self._remedy)
 
 
-class Bulletin(TrainerCallback):
-    """Tells the losses; the last ones of every kind stay in sight."""
+class ProgressCallback(TrainerCallback):
+    """Report the latest value of every metric."""
 
     def __init__(self, note: Note) -> None:
         self._note = note
@@ -68,20 +68,23 @@ class Bulletin(TrainerCallback):
             self._note(Progress(state.global_step, state.max_steps, dict(self._values)))
 
 
-class Interruption(TrainerCallback):
-    """The first Ctrl-C (or a polite kill) lets the update end and saves; the second stops at once. Use as a context."""
+class InterruptCallback(TrainerCallback):
+    """A context manager that, on the first SIGINT or SIGTERM, saves after the current update and stops.
+
+    A second signal stops at once.
+    """
 
     def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
-        self.is_asked = False
+        self.is_requested = False
         self.is_stopped = False
         self._device, self._note = device, note
         self._old: dict[int, Any] = {}
 
-    def __enter__(self) -> "Interruption":
+    def __enter__(self) -> "InterruptCallback":
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
-                self._old[number] = signal.signal(number, self._ask)
-            except ValueError:  # not in the main thread: whoever runs us handles it
+                self._old[number] = signal.signal(number, self._on_signal)
+            except ValueError:  # outside the main thread the caller handles signals
                 break
         return self
 
@@ -89,14 +92,14 @@ class Interruption(TrainerCallback):
         for number, old in self._old.items():
             signal.signal(number, old)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_requested:
             raise KeyboardInterrupt
-        self.is_asked = True
-        self._note("stopping after this update; once more stops at once")
+        self.is_requested = True
+        self._note("stopping after this update; interrupt again to stop at once")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        if agree(self.is_asked, self._device) and state.global_step < state.max_steps:
+        if any_process(self.is_requested, self._device) and state.global_step < state.max_steps:
             self.is_stopped = True
             control.should_save = control.should_training_stop = True
         return control

@@ -19,10 +19,10 @@ class LowRank(nn.Module):
         self.down = nn.Parameter(start.to(base.weight.device))
         self.up = nn.Parameter(torch.zeros(num_out, rank, device=base.weight.device))
         if change is not None and change.abs().max() > 0:
-            self.take_over(change)
+            self.load_change(change)
 
     @torch.no_grad()
-    def take_over(self, change: Tensor) -> None:
+    def load_change(self, change: Tensor) -> None:
         left, sizes, right = torch.linalg.svd(change.double(), full_matrices=False)
         rank = self.down.shape[0]
         # balanced so that both halves learn at like speeds: down keeps the size it begins with, up holds the rest
@@ -31,10 +31,10 @@ class LowRank(nn.Module):
         self.up.copy_(left[:, :rank] * sizes[:rank] / length)
 
     @torch.no_grad()
-    def take_factors(self, up: Tensor, down: Tensor) -> None:
+    def load_factors(self, up: Tensor, down: Tensor) -> None:
         """Begin with a known change up [out, r] @ down [r, in]; components beyond r begin at zero."""
         rank = min(down.shape[0], self.down.shape[0])
-        sizes = down[:rank].norm(dim=1).clamp(min=1e-12)  # balanced as in `take_over`
+        sizes = down[:rank].norm(dim=1).clamp(min=1e-12)  # balanced as in `load_change`
         length = self.down.norm(dim=1).mean()
         self.down[:rank] = (down[:rank] / sizes[:, None] * length).to(self.down)
         self.up[:, :rank] = (up[:, :rank] * sizes / length).to(self.up)

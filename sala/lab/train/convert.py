@@ -8,21 +8,22 @@ from sala.checkpoint.writer import new_directory
 from sala.config import read_json_object
 from sala.errors import CheckpointError, ModelNotFound
 from sala.lab.train.halo.source import import_dense
-from sala.lab.train.pipeline import Note, Run, run_recipe
-from sala.lab.train.processes import is_first, join, leave, wait
+from sala.lab.train.pipeline import run_recipe
+from sala.lab.train.processes import barrier, destroy_process, init_process, is_main_process
 from sala.lab.train.recipe import load_recipe
-from sala.lab.train.report import report_of_recipe
+from sala.lab.train.recipe_run import Note, RecipeRun
+from sala.lab.train.report import write_recipe_report
 
 
 def convert(
     source: Path, output: Path, recipe: Path, work: Path, device: str, note: Note, minutes: float | None = None
 ) -> None:
-    """Run the recipe on a dense source. What is in `work` already is not done again."""
+    """RecipeRun the recipe on a dense source. What is in `work` already is not done again."""
     teacher = work / "teacher"
     run = _begin(output, recipe, work, teacher, device, note, minutes)
-    if is_first():
+    if is_main_process():
         import_dense(source, teacher)
-    wait()
+    barrier()
     _run(run, teacher, output)
 
 
@@ -36,39 +37,39 @@ def train_model(
     minutes: float | None = None,
     teacher: Path | None = None,
 ) -> None:
-    """Run the recipe on a checkpoint of ours. A teacher may be another one, or a dense model."""
+    """RecipeRun the recipe on a checkpoint of ours. A teacher may be another one, or a dense model."""
     _check_ours(model)
     is_foreign = teacher is not None and not _is_ours(teacher)
     run = _begin(output, recipe, work, work / "teacher" if is_foreign else teacher, device, note, minutes)
-    if teacher is not None and is_foreign and is_first():
+    if teacher is not None and is_foreign and is_main_process():
         import_dense(teacher, work / "teacher")
-    wait()
+    barrier()
     _run(run, model, output)
 
 
 def _begin(
     output: Path, recipe: Path, work: Path, teacher: Path | None, device: str, note: Note, minutes: float | None
-) -> Run:
+) -> RecipeRun:
     began = time.monotonic()
     if output.exists():
         raise CheckpointError(f"{output} exists already", "choose another directory, or remove it yourself")
     stages = load_recipe(recipe)
     work.mkdir(parents=True, exist_ok=True)
     deadline = None if minutes is None else began + 60 * minutes
-    here = join(device)
-    return Run(stages, recipe.parent, work, teacher, here, note if is_first() else _silent, deadline)
+    here = init_process(device)
+    return RecipeRun(stages, recipe.parent, work, teacher, here, note if is_main_process() else _silent, deadline)
 
 
-def _run(run: Run, start: Path, output: Path) -> None:
+def _run(run: RecipeRun, start: Path, output: Path) -> None:
     final = run_recipe(run, start)
-    if is_first():
-        report_of_recipe(run, start, final)
+    if is_main_process():
+        write_recipe_report(run, start, final)
         with new_directory(output) as draft:
             for file in final.iterdir():
                 shutil.copy2(file, draft / file.name)
         run.note("recipe", f"wrote {output}")
-    wait()
-    leave()
+    barrier()
+    destroy_process()
 
 
 def _check_ours(model: Path) -> None:

@@ -21,11 +21,10 @@ from sala.text.tokenizer import Tokenizer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _BATCH = 256  # documents tokenised at a time
-_MAX_KEYS_LEN = 256  # a row holds at most one hidden fact per so many tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrainingRow:
     """tokens [n], and which of them are learnt and which belong to an answer; where documents end in it.
 
     `truth` is how much the text itself counts where a teacher's opinion is learnt too.
@@ -72,7 +71,7 @@ StepSource = Callable[[int], list[MicroBatch]]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TokenStream:
     """All tokens of a source after each other; `learn` marks those with a loss, `ends` is where documents end."""
 
     tokens: Array
@@ -86,11 +85,11 @@ class Line:
         draft.rename(file)
 
     @classmethod
-    def load(cls, file: Path) -> "Line":
+    def load(cls, file: Path) -> "TokenStream":
         with np.load(file, allow_pickle=False) as arrays:
             return cls(arrays["tokens"], arrays["learn"], arrays["ends"])
 
-    def row(self, index: int, length: int) -> Row:
+    def row(self, index: int, length: int) -> TrainingRow:
         """The index-th piece of `length` tokens; what is left at the end of the line is never used."""
         begin = index * length
         piece = slice(begin, begin + length)
@@ -98,7 +97,7 @@ class Line:
         edges = [begin, *inner.tolist(), begin + length]
         lengths = tuple(after - before for before, after in pairwise(edges) if after > before)
         learn = self.learn[piece]
-        return Row(self.tokens[piece].astype(np.int64), learn, np.zeros(length, np.bool_), lengths)
+        return TrainingRow(self.tokens[piece].astype(np.int64), learn, np.zeros(length, np.bool_), lengths)
 
 
 def read_documents(source: Source, base: Path) -> Iterator[Any]:
@@ -147,7 +146,9 @@ def _from_hub(source: Source) -> Iterator[Any]:
         yield _field(record, source, f"{source.dataset}, record {number}")
 
 
-def tokenise(source: Source, tokenizer: Tokenizer, eos: int, base: Path, note: Callable[[str, int], None]) -> Line:
+def tokenize(
+    source: Source, tokenizer: Tokenizer, eos: int, base: Path, note: Callable[[str, int], None]
+) -> TokenStream:
     """A source as one line of tokens. `note` hears how many documents are done."""
     pieces: list[Array] = []
     learn: list[Array] = []
@@ -176,7 +177,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, eos: int, base: Path, note: C
     if not pieces:
         raise InputError("data", f"{source.path or source.dataset} holds no documents")
     ends = np.cumsum([len(piece) for piece in pieces])
-    return Line(np.concatenate(pieces), np.concatenate(learn), ends)
+    return TokenStream(np.concatenate(pieces), np.concatenate(learn), ends)
 
 
 def encode_dialogue(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
@@ -189,32 +190,32 @@ def encode_dialogue(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) ->
     return conversations[0]
 
 
-def line_of(
+def load_stream(
     source: Source, tokenizer: Tokenizer, eos: int, base: Path, cache: Path, note: Callable[[str, int], None]
-) -> Line:
+) -> TokenStream:
     """The tokenised source, from the cache where an earlier run left it."""
     stamp = (base / source.path).stat() if source.path and (base / source.path).is_file() else None
     key = repr((source, eos, tokenizer.fingerprint, stamp and (stamp.st_size, stamp.st_mtime_ns)))
     file = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.npz"
     if file.is_file():
-        return Line.load(file)
-    line = tokenise(source, tokenizer, eos, base, note)
+        return TokenStream.load(file)
+    line = tokenize(source, tokenizer, eos, base, note)
     cache.mkdir(parents=True, exist_ok=True)
     line.save(file)
     return line
 
 
-class LineRows:
+class StreamRows:
     """Rows of one line, each once per epoch, in an order that differs every time."""
 
-    def __init__(self, line: Line, length: int, seed: int, truth: float = 0.0) -> None:
+    def __init__(self, line: TokenStream, length: int, seed: int, truth: float = 0.0) -> None:
         self.line, self.length, self.seed, self.truth = line, length, seed, truth
         self.count = len(line.tokens) // length
         if not self.count:
             raise InputError("data", f"{len(line.tokens):,} tokens make no row of {length:,}", "lower seq_len")
         self._epoch, self._order = -1, np.arange(0)
 
-    def __call__(self, index: int) -> Row:
+    def __call__(self, index: int) -> TrainingRow:
         epoch, place = divmod(index, self.count)
         if epoch != self._epoch:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
@@ -225,7 +226,7 @@ class LineRows:
 class Mixture:
     """Rows from several sources in given shares; row number i is the same whoever asks, and whenever."""
 
-    def __init__(self, makers: Sequence[Callable[[int], Row]], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, makers: Sequence[Callable[[int], TrainingRow]], weights: Sequence[float], seed: int) -> None:
         self.makers, self.seed = list(makers), seed
         self.shares = np.cumsum(np.asarray(weights, np.float64)) / np.sum(weights)
         self._drawn = [0] * len(self.makers)
@@ -243,7 +244,7 @@ class Mixture:
         spread = (number * 0.6180339887498949 + self.seed * 0.324717957) % 1.0  # even shares in every short stretch
         return min(int(np.searchsorted(self.shares, spread, "right")), len(self.makers) - 1)
 
-    def rows(self, first: int, count: int, rank: int = 0, world: int = 1) -> list[Row]:
+    def rows(self, first: int, count: int, rank: int = 0, world: int = 1) -> list[TrainingRow]:
         """Rows first … first + count - 1, of which this process takes its part."""
         self.seek(first)
         out = []

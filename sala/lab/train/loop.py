@@ -7,7 +7,6 @@ memory are written as safetensors, and only while losses and gradients are numbe
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sala.errors import InputError, MissingExtra, SalaError
-from sala.lab.train.data import Mixture, Row
+from sala.lab.train.data import Mixture, TrainingRow
 from sala.lab.train.objectives import Objective, counts
-from sala.lab.train.processes import agree
+from sala.lab.train.processes import any_process
 from sala.lab.train.recipe import Learning
 from sala.lab.train.state import load_state, save_state
 
@@ -79,8 +78,8 @@ def train(
     wrapped, optimizer = accelerator.prepare(objective, optimizer)
     first = load_state(directory, wrapped, optimizer)
     log = _Log(directory / "metrics.jsonl", first, is_writer=accelerator.is_main_process)
-    steps = _Steps(stage, mixture, accelerator.process_index, accelerator.num_processes)
-    feed = _feed(steps, first, accelerator.device)
+    steps = _StepRows(stage, mixture, accelerator.process_index, accelerator.num_processes)
+    feed = _prefetch(steps, first, accelerator.device)
     last_save = first
     for step in range(first, stage.num_steps):
         rate = stage.rate.rate(step)
@@ -88,12 +87,12 @@ def train(
             group["lr"] = rate * scale
         parts = [collate(rows, stage.packing) for rows in next(feed)]
         sums, totals, norm = _update(accelerator, wrapped, objective, optimizer, parts, stage)
-        is_late = deadline is not None and agree(time.monotonic() > deadline, accelerator.device)
+        is_late = deadline is not None and any_process(time.monotonic() > deadline, accelerator.device)
         is_last = step + 1 == stage.num_steps
         is_due = (step + 1) % stage.save_every == 0 or is_last or is_late
         if (step + 1) % LOG_EVERY == 0 or step == 0 or is_due:
             values = _values(objective, sums, totals, norm, rate)
-            _refuse_nan(values, step, last_save, directory)
+            _check_finite(values, step, last_save, directory)
             log.add(step + 1, values)
             note(Progress(step + 1, stage.num_steps, values))
         if is_due:
@@ -160,7 +159,7 @@ def _values(objective: Objective, sums: Tensor, totals: Tensor, norm: Tensor, ra
     return named | {"norm": float(norm), "rate": rate}
 
 
-def _refuse_nan(values: Mapping[str, float], step: int, last_save: int, directory: Path) -> None:
+def _check_finite(values: Mapping[str, float], step: int, last_save: int, directory: Path) -> None:
     bad = [name for name, value in values.items() if not math.isfinite(value)]
     if bad:
         kept = f"the state of step {last_save} is kept" if last_save else "nothing was saved yet"
@@ -170,20 +169,20 @@ def _refuse_nan(values: Mapping[str, float], step: int, last_save: int, director
         )
 
 
-class _Steps(Dataset[list[list[Row]]]):
+class _StepRows(Dataset[list[list[TrainingRow]]]):
     """The rows of each step, in the parts that are computed at once."""
 
     def __init__(self, stage: Learning, mixture: Mixture, rank: int, world: int) -> None:
         self.stage, self.mixture, self.rank, self.world = stage, mixture, rank, world
 
-    def __getitem__(self, step: int) -> list[list[Row]]:
+    def __getitem__(self, step: int) -> list[list[TrainingRow]]:
         count = self.stage.batch_rows
         rows = self.mixture.rows(step * count, count, self.rank, self.world)
         size = min(self.stage.micro_rows or len(rows), len(rows))
         return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
-def _feed(steps: _Steps, first: int, device: torch.device) -> Iterator[list[list[Row]]]:
+def _prefetch(steps: _StepRows, first: int, device: torch.device) -> Iterator[list[list[TrainingRow]]]:
     """Beside a GPU other processes prepare the rows of coming steps, so that it never waits for them."""
     num_workers = min(8, (os.cpu_count() or 1) // 2) if device.type == "cuda" else 0
     return iter(
@@ -191,18 +190,18 @@ def _feed(steps: _Steps, first: int, device: torch.device) -> Iterator[list[list
             steps,
             batch_size=None,
             sampler=range(first, steps.stage.num_steps),
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             num_workers=num_workers,
             multiprocessing_context="fork" if num_workers else None,
         )
     )
 
 
-def _as_it_is(rows: list[list[Row]]) -> list[list[Row]]:
+def _identity(rows: list[list[TrainingRow]]) -> list[list[TrainingRow]]:
     return rows
 
 
-def collate(rows: Sequence[Row], packing: str) -> dict[str, Tensor]:
+def collate(rows: Sequence[TrainingRow], packing: str) -> dict[str, Tensor]:
     out = {
         "tokens": torch.from_numpy(np.stack([row.tokens for row in rows])),
         "learn": torch.from_numpy(np.stack([row.learn for row in rows])),
@@ -232,8 +231,3 @@ class _Log:
         if self.is_writer:
             with self.file.open("a") as handle:
                 handle.write(json.dumps(self.entries[-1]) + "\n")
-
-
-def clear_state(directory: Path) -> None:
-    """A finished stage needs its log alone."""
-    shutil.rmtree(directory / "state", ignore_errors=True)

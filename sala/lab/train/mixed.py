@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from sala.backends.torch.batch import whole
 from sala.backends.torch.fast.dispatch import select_ops
-from sala.backends.torch.model import LightningMixer, SalaModel, SparseMixer
-from sala.backends.torch.ops.lightning import decay_slopes, lightning_whole
-from sala.lab.train.choosing import Listener, count_queries
+from sala.backends.torch.model import SalaModel, SparseMixer
+from sala.lab.train.block_selection_loss import BlockSelectionLoss, count_queries
 from sala.lab.train.data import MicroBatch, StepSource
+from sala.lab.train.fast_paths import FastPaths, compile_layers, set_scan, uncompiled_sparse_layers
 from sala.lab.train.latent import Latents, load_latents, mean_decay, save_latents
 from sala.lab.train.loop import Diverged
 from sala.lab.train.losses import LossWeights, head_loss
@@ -81,26 +81,6 @@ class MixedOptions:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
         fall = (done - (1 - self.decay_share)) / self.decay_share if self.decay_share else 0.0
         return self.lr + (self.final_lr - self.lr) * min(max(fall, 0.0), 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class FastPaths:
-    """Switches of what is faster than the plain formulas; with all of them off nothing but PyTorch's own is used."""
-
-    has_scan: bool = False  # the Triton kernel for lightning layers
-    has_narrow_head: bool = False  # head and loss with products in bf16
-    is_compiled: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        return not (self.has_scan or self.has_narrow_head)
-
-    @classmethod
-    def on(cls, device: torch.device) -> "FastPaths":
-        """Return the paths that give the right numbers on this device."""
-        if device.type != "cuda":
-            return cls()
-        return cls(_is_right(check_scan, device), _is_right(check_head, device), True)
 
 
 class PreparedBatch(NamedTuple):
@@ -167,7 +147,7 @@ class MixedDistil:
     def __init__(self, student: SalaModel, teacher: SalaModel, options: MixedOptions, fast: FastPaths) -> None:
         self.student, self.teacher, self.options = student, teacher, options
         self.device = teacher.lm_head.weight.device
-        self.listener = Listener(student) if options.choice_weight else None
+        self.selection_loss = BlockSelectionLoss(student) if options.choice_weight else None
         self._set_paths(fast)
         if fast.is_compiled:
             compile_layers(student, teacher)
@@ -186,15 +166,19 @@ class MixedDistil:
     def __call__(self, part: PreparedBatch, total: int) -> tuple[Tensor, Tensor]:
         """Return the loss as a share of a step of `total` tokens, and the sums of KL, cross-entropy and choice [3]."""
         is_sparse = self._is_sparse(part.tokens.shape[1])
-        is_choosing = is_sparse and self.listener is not None
-        with self._precision(), _sparse_layers_as_they_are(self.student) if is_sparse else nullcontext():
+        has_selection_loss = is_sparse and self.selection_loss is not None
+        with self._precision(), uncompiled_sparse_layers(self.student) if is_sparse else nullcontext():
             with torch.no_grad():
                 wanted = self._teacher_hidden(part).index_select(0, part.at)
-            if is_choosing:
-                assert self.listener is not None
-                self.listener.begin(part.tokens, part.is_answer)
+            if has_selection_loss:
+                assert self.selection_loss is not None
+                self.selection_loss.begin(part.tokens, part.is_answer)
             hidden = self.student(whole(part.tokens, ops=select_ops())) / self.student.config.logit_divisor
-            choice = self.listener.end() if is_choosing and self.listener is not None else hidden.new_zeros(())
+            choice = (
+                self.selection_loss.end()
+                if has_selection_loss and self.selection_loss is not None
+                else hidden.new_zeros(())
+            )
         with torch.autocast(self.device.type, enabled=False):
             weights = LossWeights(part.teacher_weight / total, part.truth_weight / total)
             loss, sums = head_loss(
@@ -205,7 +189,7 @@ class MixedDistil:
                 (wanted, self.teacher_head),
                 self.options.tile_rows,
             )
-        if is_choosing:
+        if has_selection_loss:
             loss = loss + choice * (self.options.choice_weight / count_queries(*part.tokens.shape))
         return loss, torch.cat((sums, choice.detach()[None].float()))
 
@@ -220,17 +204,17 @@ class MixedDistil:
         """Return the teacher's last hidden states [B * n, h]; what it read before comes from the cache."""
         known = self.cache.get(part.keys)
         if known is None:
-            hidden = self._ask_teacher(part.tokens)
+            hidden = self._run_teacher(part.tokens)
             self.cache.put(part.keys, hidden.view(*part.tokens.shape, -1))
             return hidden
         fresh = [index for index, key in enumerate(part.keys) if not key]
         rows = known
         if fresh:
-            asked = self._ask_teacher(part.tokens[fresh]).view(len(fresh), part.tokens.shape[1], -1)
+            asked = self._run_teacher(part.tokens[fresh]).view(len(fresh), part.tokens.shape[1], -1)
             rows = [asked[fresh.index(at)] if at in fresh else known.pop(0) for at in range(len(part.keys))]
         return torch.cat(rows)
 
-    def _ask_teacher(self, tokens: Tensor) -> Tensor:
+    def _run_teacher(self, tokens: Tensor) -> Tensor:
         """It reads no further back than its window."""
         window = self.options.teacher_window
         if tokens.shape[1] > window:
@@ -300,8 +284,8 @@ class MixedRun:
         self.directory.mkdir(parents=True, exist_ok=True)
         started, before = time.monotonic(), self.elapsed
         if self.probe is not None and self.step == 0:
-            self._look()
-        feed = _feed(self.source, self.step, self.options, self.objective.device)
+            self._measure()
+        feed = _prefetch(self.source, self.step, self.options, self.objective.device)
         skipped, logged, began = 0, self.step, time.monotonic()
         while self.done < 1:
             parts = next(feed)
@@ -321,14 +305,14 @@ class MixedRun:
                 self._log(value, rate, speed)
                 logged, began = self.step, time.monotonic()
             if self.probe is not None and self.step % self.options.probe_every == 0:
-                self._look()
+                self._measure()
                 began = time.monotonic()
             self.elapsed = before + time.monotonic() - started
             if deadline is not None and time.monotonic() > deadline and self.done < 1:
                 self.save()
                 return False
         if self.probe is not None:
-            self._look()
+            self._measure()
         self.save()
         return True
 
@@ -369,7 +353,7 @@ class MixedRun:
         self.note(" ".join(shown))
 
     @torch.no_grad()
-    def _look(self) -> None:
+    def _measure(self) -> None:
         """Measure the running mean with the probe, and keep it if it is the best so far."""
         assert self.probe is not None
         began = time.monotonic()
@@ -389,90 +373,7 @@ class MixedRun:
             self.best = (loss, [stack.mean.clone() for stack in self.latents.stacks])
 
 
-def set_scan(student: SalaModel, is_fast: bool) -> None:
-    """Let the lightning layers compute whole sequences with the training kernel, or with the formula."""
-    for layer in student.model.layers:
-        if isinstance(layer.self_attn, LightningMixer):
-            layer.self_attn.scan = fast_scan if is_fast else None
-
-
-def fast_scan(q: Tensor, k: Tensor, v: Tensor, lengths: Any, slopes: Tensor, scale: float) -> Tensor:
-    """As `lightning_whole`, in bf16 with fp32 states; sequences must have one length."""
-    from sala.backends.torch.kernels.lightning_scan import lightning_scan
-
-    if len(set(lengths)) > 1:
-        return lightning_whole(q, k, v, lengths, slopes, scale)
-    q, k, v = (x.to(torch.bfloat16).contiguous() for x in (q, k, v))
-    return lightning_scan(q, k, v, slopes, lengths[0], scale)
-
-
-def compile_layers(student: SalaModel, teacher: SalaModel) -> None:
-    decay_slopes(student.config.lightning_nh, student.lm_head.weight.device)  # constants to the compiler
-    for layer in [*student.model.layers, *teacher.model.layers]:
-        layer.compile(dynamic=False)
-
-
-@contextmanager
-def _sparse_layers_as_they_are(student: SalaModel) -> Iterator[None]:
-    """Sparse attention is compiled by itself: inside a compiled layer its gradients were once not numbers."""
-    layers: list[Any] = [layer for layer in student.model.layers if isinstance(layer.self_attn, SparseMixer)]
-    kept = [layer._compiled_call_impl for layer in layers]
-    for layer in layers:
-        layer._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for layer, compiled in zip(layers, kept, strict=True):
-            layer._compiled_call_impl = compiled
-
-
-def _is_right(check: Callable[[torch.device], float], device: torch.device) -> bool:
-    """Whether a fast path runs and is within bf16's rounding of the plain one."""
-    try:
-        error = check(device)
-    except Exception as problem:
-        print(f"{check.__name__} failed, the plain path is used: {problem!r}"[:500])
-        return False
-    print(f"{check.__name__}: relative error {error:.2e}")
-    return error < 2e-2
-
-
-def check_scan(device: torch.device) -> float:
-    """The largest relative error of the scan kernel's output and gradients against the formula in fp64."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(2 * 300, 9, 64, generator=generator).to(device, torch.bfloat16) for _ in range(4)]
-    slopes = decay_slopes(9, device)
-    outputs = []
-    for dtype, function in ((torch.bfloat16, fast_scan), (torch.float64, lightning_whole)):
-        q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in inputs[:3])
-        out = function(q, k, v, (300, 300), slopes, 0.125)
-        out.backward(inputs[3].to(out.dtype))
-        outputs.append([out.detach(), q.grad, k.grad, v.grad])
-    return max(_distance(a, b) for a, b in zip(*outputs, strict=True))
-
-
-def check_head(device: torch.device) -> float:
-    """The relative error of loss and gradient with products in bf16 against fp32."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, wanted, head = (
-        torch.randn(n, 64, generator=generator).to(device, torch.bfloat16) for n in (256, 256, 1024)
-    )
-    labels = torch.arange(256, device=device)
-    weights = LossWeights(torch.ones(256, device=device), torch.full((256,), 0.25, device=device))
-    outputs = []
-    for dtype in (torch.bfloat16, torch.float32):
-        rows = hidden.to(dtype, copy=True).requires_grad_()
-        loss, _ = head_loss(rows, head.to(dtype), labels, weights, (wanted.to(dtype), head.to(dtype)), 256)
-        loss.backward()
-        outputs.append([loss.detach(), rows.grad])
-    return max(_distance(a, b) for a, b in zip(*outputs, strict=True))
-
-
-def _distance(found: Any, wanted: Any) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
-class _Steps(Dataset[list[PreparedBatch]]):
+class _PreparedSteps(Dataset[list[PreparedBatch]]):
     def __init__(self, source: StepSource, tile_rows: int) -> None:
         self.source, self.tile_rows = source, tile_rows
 
@@ -480,15 +381,17 @@ class _Steps(Dataset[list[PreparedBatch]]):
         return [prepare(batch, self.tile_rows) for batch in self.source(step)]
 
 
-def _feed(source: StepSource, first: int, options: MixedOptions, device: torch.device) -> Iterator[list[PreparedBatch]]:
+def _prefetch(
+    source: StepSource, first: int, options: MixedOptions, device: torch.device
+) -> Iterator[list[PreparedBatch]]:
     """Beside a GPU other processes prepare coming steps, so that it never waits for them."""
     num_workers = min(12, max(1, (os.cpu_count() or 2) - 2)) if device.type == "cuda" else 0
     return iter(
         DataLoader(
-            _Steps(source, options.tile_rows),
+            _PreparedSteps(source, options.tile_rows),
             batch_size=None,
             sampler=range(first, options.steps or first + 1_000_000),
-            collate_fn=_unchanged,
+            collate_fn=_identity,
             num_workers=num_workers,
             prefetch_factor=4 if num_workers else None,
             pin_memory=device.type == "cuda",
@@ -497,5 +400,5 @@ def _feed(source: StepSource, first: int, options: MixedOptions, device: torch.d
     )
 
 
-def _unchanged(parts: list[PreparedBatch]) -> list[PreparedBatch]:
+def _identity(parts: list[PreparedBatch]) -> list[PreparedBatch]:
     return parts

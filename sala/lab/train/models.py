@@ -1,13 +1,12 @@
-"""Models between disk and training: loaded in fp32 to learn, written as ordinary checkpoints."""
+"""Load models for training in fp32, and write them as ordinary checkpoints."""
 
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sala.backends.torch.loader import load_model
 from sala.backends.torch.model import SalaModel
@@ -16,37 +15,37 @@ from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import new_directory, write_text, write_weights
 from sala.config import SalaConfig
+from sala.lab.train.state import tensor_bytes
 
 
 def load_for_training(directory: Path, device: torch.device) -> SalaModel:
-    """In fp32, with its own memory, nothing learning yet."""
+    """Return a model in fp32 that owns its memory; no parameter requires gradients yet."""
     config = SalaConfig.load(directory)
     with Checkpoint(directory) as checkpoint:
         model = load_model(checkpoint, config, torch.float32, device, is_expanded=True)
         own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, tensor in own.items():
-        place, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(place), leaf, nn.Parameter(tensor, requires_grad=False))
+        set_parameter(model, name, nn.Parameter(tensor, requires_grad=False))
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.config = replace(config, quantization=None)
     return model
 
 
+def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, parameter)
+
+
 def save_model(
     model: SalaModel, target: Path, tokenizer_from: Path, dtype: str, copy: Callable[[Path, Path], None]
 ) -> None:
-    """A complete checkpoint; `copy` brings the tokenizer's files along."""
+    """Write a complete checkpoint; `copy` adds the tokenizer's files."""
     config = replace(model.config, dtype=dtype)
     tensors = dict(model.named_parameters())
     kind = dtypes_by_name(torch)[dtype]
     specs = {name: (FILE_DTYPES[dtype], shape) for name, shape in expected_tensors(config).items()}
     with new_directory(target) as draft:
-        write_weights(draft, specs, lambda name: _bytes(tensors[name], kind))
+        write_weights(draft, specs, lambda name: tensor_bytes(tensors[name], kind))
         write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
         copy(tokenizer_from, draft)
-
-
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> memoryview:
-    plain = tensor.detach().to("cpu", dtype).contiguous().view(-1)
-    return plain.view(torch.uint8).numpy().data if plain.numel() else np.empty(0, np.uint8).data

@@ -6,11 +6,11 @@ import numpy as np
 
 from sala.errors import InputError
 from sala.lab.eval.tasks.needle import NeedleDialogue, NeedleMaker, NeedleSpec, Wrap
-from sala.lab.train.data import Row
+from sala.lab.train.data import TrainingRow
 from sala.text.tokenizer import Tokenizer
 
 
-def wrap_of(tokenizer: Tokenizer) -> Wrap:
+def chat_wrap(tokenizer: Tokenizer) -> Wrap:
     """Return what the tokenizer's own chat template writes around a user's messages, its system turn included."""
 
     def text(*said: str) -> str:
@@ -24,7 +24,7 @@ def wrap_of(tokenizer: Tokenizer) -> Wrap:
 
 
 class NeedleRows:
-    """Row number i hides up to `max_keys` facts on each of up to `max_topics` topics in real text, and asks some.
+    """Row i hides up to `max_keys` facts on each of up to `max_topics` topics in real text, and asks for some of them.
 
     With several makers, rows take turns with them: their wraps may differ.
     """
@@ -44,7 +44,7 @@ class NeedleRows:
         if length < 256:
             raise InputError("seq_len", f"is {length}", "needle rows need at least 256 tokens")
 
-    def __call__(self, index: int) -> Row:
+    def __call__(self, index: int) -> TrainingRow:
         rng = np.random.default_rng([self.seed, index])
         num_keys = int(rng.integers(1, self.max_keys + 1))
         num_questions = int(rng.integers(1, num_keys + 1))
@@ -57,7 +57,7 @@ class NeedleRows:
         answer[: len(dialogue.is_answer)] = dialogue.is_answer
         learn[: len(dialogue.token_ids)] = True
         learn[answer] = False  # a teacher may be wrong about them; they have a loss of their own
-        return Row(ids, learn, answer, (self.length,))
+        return TrainingRow(ids, learn, answer, (self.length,))
 
     def _fit(self, num_keys: int, num_questions: int, num_topics: int, index: int) -> NeedleDialogue:
         """As many facts and questions as the row has room for."""

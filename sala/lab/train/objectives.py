@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from sala.backends.torch.batch import whole
 from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.model import SalaModel
-from sala.lab.train.choosing import Listener, count_queries
+from sala.lab.train.block_selection_loss import BlockSelectionLoss, count_queries
 from sala.lab.train.losses import LossWeights, head_loss
 
 # tokens [B, n] long; learn, answer [B, n] bool; truth [B]; lengths [documents], or absent
-Rows = Mapping[str, Tensor]
+RowBatch = Mapping[str, Tensor]
 
 
 class Objective(nn.Module):
@@ -32,22 +32,22 @@ class NextToken(Objective):
 
     terms: tuple[str, ...] = ("loss", "answer")
 
-    def __init__(self, model: SalaModel, is_choosing: bool = False) -> None:
+    def __init__(self, model: SalaModel, has_selection_loss: bool = False) -> None:
         super().__init__()
         self.student = model
-        self.listener = Listener(model) if is_choosing else None
-        if is_choosing:
+        self.selection_loss = BlockSelectionLoss(model) if has_selection_loss else None
+        if has_selection_loss:
             self.terms = (*self.terms, "choice")
 
-    def forward(self, rows: Rows, scales: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: RowBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
         return self.learn(rows, scales, None)
 
-    def learn(self, rows: Rows, scales: Tensor, teacher: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        if self.listener is None:
+    def learn(self, rows: RowBatch, scales: Tensor, teacher: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        if self.selection_loss is None:
             return _loss(self.student, _hidden(self.student, rows), rows, scales, teacher)
-        self.listener.begin(rows["tokens"], _targets(rows)[1].view_as(rows["tokens"]))
+        self.selection_loss.begin(rows["tokens"], _targets(rows)[1].view_as(rows["tokens"]))
         hidden = _hidden(self.student, rows)
-        choice = self.listener.end()
+        choice = self.selection_loss.end()
         loss, sums = _loss(self.student, hidden, rows, scales, teacher)
         return loss + choice * scales[2], torch.cat((sums, choice.detach()[None]))
 
@@ -55,7 +55,7 @@ class NextToken(Objective):
 class Distil(NextToken):
     """Kullback-Leibler divergence from a teacher's next-token distribution, and cross-entropy of answers.
 
-    Rows with a `truth` learn from a mixture: that share of the text's own next token, the rest of the teacher.
+    RowBatch with a `truth` learn from a mixture: that share of the text's own next token, the rest of the teacher.
 
     The teacher reads no further back than `window` tokens, if set: it may know no longer texts.
     """
@@ -63,13 +63,13 @@ class Distil(NextToken):
     terms = ("kl", "answer")
 
     def __init__(
-        self, student: SalaModel, teacher: SalaModel, window: int | None = None, is_choosing: bool = False
+        self, student: SalaModel, teacher: SalaModel, window: int | None = None, has_selection_loss: bool = False
     ) -> None:
-        super().__init__(student, is_choosing)
+        super().__init__(student, has_selection_loss)
         self.window = window
         self._teacher = [teacher]  # in a list: no part of what is trained, saved or spread
 
-    def forward(self, rows: Rows, scales: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: RowBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
         teacher, tokens = self._teacher[0], rows["tokens"]
         with torch.no_grad():
             windows = tokens
@@ -94,7 +94,7 @@ class Align(Objective):
         self._teacher = [teacher]
         self.layer_errors: dict[int, Tensor] = {}
 
-    def forward(self, rows: Rows, scales: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: RowBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
         teacher = self._teacher[0]
         batch = whole(rows["tokens"], _lengths(rows), select_ops())
         with torch.no_grad():
@@ -117,26 +117,26 @@ class Align(Objective):
         return mean * count * scales[0], (mean * count).detach()[None]
 
 
-def counts(objective: nn.Module, rows: Rows) -> list[int]:
+def counts(objective: nn.Module, rows: RowBatch) -> list[int]:
     """How many rows of the head, or tokens, each term of the objective averages over."""
     if isinstance(objective, Align):
         return [rows["tokens"].numel()]
     first, second = _targets(rows)
     found = [int(first.sum()), int(second.sum())]
-    if isinstance(objective, NextToken) and objective.listener is not None:
+    if isinstance(objective, NextToken) and objective.selection_loss is not None:
         found.append(count_queries(*rows["tokens"].shape))
     return found
 
 
-def _lengths(rows: Rows) -> tuple[int, ...] | None:
+def _lengths(rows: RowBatch) -> tuple[int, ...] | None:
     return tuple(rows["lengths"].tolist()) if "lengths" in rows else None
 
 
-def _hidden(model: SalaModel, rows: Rows) -> Tensor:
+def _hidden(model: SalaModel, rows: RowBatch) -> Tensor:
     return model(whole(rows["tokens"], _lengths(rows), select_ops())) / model.config.logit_divisor
 
 
-def _targets(rows: Rows) -> tuple[Tensor, Tensor]:
+def _targets(rows: RowBatch) -> tuple[Tensor, Tensor]:
     """Which positions predict a token to learn, and which one of an answer, [B * n]; a row's last predicts nothing."""
     learn, answer = (torch.roll(rows[name], -1, 1) for name in ("learn", "answer"))
     if "lengths" in rows:
@@ -150,7 +150,7 @@ def _targets(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _loss(
-    model: SalaModel, hidden: Tensor, rows: Rows, scales: Tensor, teacher: tuple[Tensor, Tensor] | None
+    model: SalaModel, hidden: Tensor, rows: RowBatch, scales: Tensor, teacher: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     learn, answer = _targets(rows)
     labels = torch.roll(rows["tokens"].flatten(), -1)
@@ -163,7 +163,7 @@ def _loss(
         return head_loss(hidden.to(wide), head, labels, weights, teacher)
 
 
-def _truth(rows: Rows) -> Tensor | None:
+def _truth(rows: RowBatch) -> Tensor | None:
     """The share of the truth in each position's target, [B * n]; None where the teacher alone counts."""
     if "truth" not in rows:
         return None

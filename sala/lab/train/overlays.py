@@ -42,13 +42,13 @@ class TeacherBase:
 def load_student(start: Path, teacher: SalaModel, base: TeacherBase, rank: int, seed: int) -> SalaModel:
     """Load a hybrid whose MLPs learn as changes of the teacher's: from an overlay, or from an ordinary checkpoint."""
     if any(start.glob("overlay-*.safetensors")):
-        return student_of(start, teacher, base, rank, seed)
+        return load_overlay(start, teacher, base, rank, seed)
     model = load_for_training(start, teacher.lm_head.weight.device)
     add_low_rank(model, teacher, rank, seed)
     return model
 
 
-def student_of(overlay: Path, teacher: SalaModel, base: TeacherBase, rank: int, seed: int) -> SalaModel:
+def load_overlay(overlay: Path, teacher: SalaModel, base: TeacherBase, rank: int, seed: int) -> SalaModel:
     """Build the hybrid of an overlay on the teacher's device: MLPs are the teacher's with low-rank changes.
 
     Embedding and head are the teacher's own tensors. A change of a lower rank grows: its new components begin at zero.
@@ -77,7 +77,7 @@ def student_of(overlay: Path, teacher: SalaModel, base: TeacherBase, rank: int, 
             changed = LowRank(teacher.get_submodule(module), rank, generator)  # type: ignore[arg-type]
             if f"{module}.up" in modules:
                 up, down = (torch.from_numpy(dequantize(modules[f"{module}.{half}"])) for half in ("up", "down"))
-                changed.take_factors(up.T.to(device), down.to(device))
+                changed.load_factors(up.T.to(device), down.to(device))
             setattr(layer.mlp, name, changed)
     missing = [name for name, value in model.named_parameters() if value.is_meta]
     if missing:
@@ -90,7 +90,7 @@ def _put(model: nn.Module, name: str, value: Tensor, device: torch.device) -> No
     setattr(model.get_submodule(place), leaf, nn.Parameter(value.to(device, torch.float32), requires_grad=False))
 
 
-def storage_of(model: SalaModel, base: TeacherBase, packing: OverlayPacking) -> dict[str, Storage]:
+def overlay_storage(model: SalaModel, base: TeacherBase, packing: OverlayPacking) -> dict[str, Storage]:
     """How the mixers of a hybrid will be stored, by parameter name."""
     out = {}
     for name, value in model.named_parameters():
@@ -102,18 +102,4 @@ def storage_of(model: SalaModel, base: TeacherBase, packing: OverlayPacking) -> 
         else:
             origin = torch.from_numpy(np.ascontiguousarray(base_matrix(model.config, base, module)))
             out[name] = Storage(packing.bits, packing.group_size, origin.to(value.device))
-    return out
-
-
-def overlay_tensors(model: SalaModel) -> dict[str, Any]:
-    """Return the hybrid's tensors under the names of an ordinary checkpoint, changes added, for `pack_overlay`."""
-    out = {}
-    for name, value in model.named_parameters():
-        if ".mlp." in name:
-            continue
-        out[name] = value.detach().float().cpu().numpy()
-    for index, layer in enumerate(model.model.layers):
-        for name in MLP_LINEARS:
-            module = getattr(layer.mlp, name)
-            out[f"model.layers.{index}.mlp.{name}.weight"] = module.weight.detach().float().cpu().numpy()
     return out

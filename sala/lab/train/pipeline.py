@@ -4,7 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from sala.errors import InputError, SalaError
 from sala.lab.eval.tasks.choice import read_tasks
 from sala.lab.train import adapters
 from sala.lab.train import probe as probing
-from sala.lab.train.choosing import least_length
+from sala.lab.train.block_selection_loss import min_length
 from sala.lab.train.halo.sample import write_samples
-from sala.lab.train.halo.select import Probe, choose_layers, measure_layers, needle_pairs
+from sala.lab.train.halo.select import LayerProbe, measure_layers, needle_pairs, select_layers
 from sala.lab.train.halo.source import ALWAYS_DENSE, copy_tokenizer
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid, to_sparse
 from sala.lab.train.latent import Latents
@@ -31,50 +31,27 @@ from sala.lab.train.loop import Group, OutOfTime, Progress, train
 from sala.lab.train.mixed import FastPaths, MixedDistil, MixedOptions, MixedRun
 from sala.lab.train.models import load_for_training, save_model
 from sala.lab.train.objectives import Align, Distil, NextToken, Objective
-from sala.lab.train.overlays import TeacherBase, load_student, storage_of
+from sala.lab.train.overlays import TeacherBase, load_student, overlay_storage
 from sala.lab.train.plots import plot_log
-from sala.lab.train.processes import agree, gather, is_first, wait
+from sala.lab.train.processes import any_process, barrier, gather_parameters, is_main_process
 from sala.lab.train.recipe import (
     AlignStage,
     DistilStage,
     Learning,
     MixStage,
-    Recipe,
     SampleStage,
     SelectStage,
     Stage,
     TrainStage,
 )
+from sala.lab.train.recipe_run import RecipeRun
 from sala.lab.train.sources import mixed_steps, mixture, needle_makers
 from sala.text.tokenizer import Tokenizer
 
 NOTE_EVERY = 5.0  # seconds between two notes of a stage that writes
-Note = Callable[[str, Progress | str], None]  # stage, and how far it is or what it says
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Where a recipe runs: `base` is where its data paths begin, `work` is its own directory."""
-
-    recipe: Recipe
-    base: Path
-    work: Path
-    teacher: Path | None
-    device: torch.device
-    note: Note
-    deadline: float | None = None
-
-    def directory(self, stage: Stage) -> Path:
-        index = self.recipe.stages.index(stage)
-        return self.work / f"{index + 1:02}-{stage.name}"
-
-    def load_teacher(self) -> SalaModel:
-        if self.teacher is None:
-            raise InputError("recipe", "has a stage that needs a teacher", "name one: --teacher DIR")
-        return load_for_training(self.teacher, self.device)
-
-
-def run_recipe(run: Run, start: Path) -> Path:
+def run_recipe(run: RecipeRun, start: Path) -> Path:
     """From the checkpoint `start` through all stages → the last stage's checkpoint."""
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64
@@ -82,12 +59,12 @@ def run_recipe(run: Run, start: Path) -> Path:
     for stage in run.recipe.stages:
         directory = run.directory(stage)
         is_sampling = isinstance(stage, SampleStage)
-        if is_first():
+        if is_main_process():
             _claim(directory, stage)
-        wait()
+        barrier()
         produced = directory / ("samples.npz" if is_sampling else "model")
         is_done = produced.exists()
-        if agree(run.deadline is not None and time.monotonic() > run.deadline, run.device):
+        if any_process(run.deadline is not None and time.monotonic() > run.deadline, run.device):
             raise OutOfTime(f"time is over before stage {stage.name}", "run it again to go on")
         if not is_done:
             began = time.monotonic()
@@ -111,13 +88,13 @@ def _claim(directory: Path, stage: Stage) -> None:
         )
 
 
-def _sample(run: Run, stage: SampleStage, directory: Path, start: Path) -> None:
-    if is_first():
+def _sample(run: RecipeRun, stage: SampleStage, directory: Path, start: Path) -> None:
+    if is_main_process():
         _write_samples(run, stage, directory)
-    wait()
+    barrier()
 
 
-def _write_samples(run: Run, stage: SampleStage, directory: Path) -> None:
+def _write_samples(run: RecipeRun, stage: SampleStage, directory: Path) -> None:
     model = run.load_teacher()
     assert run.teacher is not None
     limits = [time.monotonic() + stage.seconds] if stage.seconds else []
@@ -135,7 +112,7 @@ def _write_samples(run: Run, stage: SampleStage, directory: Path) -> None:
     written.save(directory / "samples.npz")
 
 
-def _align(run: Run, stage: AlignStage, directory: Path, start: Path) -> None:
+def _align(run: RecipeRun, stage: AlignStage, directory: Path, start: Path) -> None:
     """All layers as lightning mixers of the teacher, or the sparse mixers of the hybrid so far."""
     teacher = run.load_teacher()
     generator = torch.Generator().manual_seed(run.recipe.seed)
@@ -160,18 +137,18 @@ def _align(run: Run, stage: AlignStage, directory: Path, start: Path) -> None:
     names = tuple(name for name, _ in objective.named_parameters())
     _learn(run, stage, directory, objective, [Group(names, 1.0)], start)
     errors = {str(index): float(error) for index, error in objective.layer_errors.items()}
-    if is_first():
+    if is_main_process():
         (directory / "errors.json").write_text(json.dumps(errors, indent=2) + "\n")
     _finish(student, directory, config, start)
 
 
-def _select(run: Run, stage: SelectStage, directory: Path, start: Path) -> None:
-    if is_first():
+def _select(run: RecipeRun, stage: SelectStage, directory: Path, start: Path) -> None:
+    if is_main_process():
         _choose(run, stage, directory, start)
-    wait()
+    barrier()
 
 
-def _choose(run: Run, stage: SelectStage, directory: Path, start: Path) -> None:
+def _choose(run: RecipeRun, stage: SelectStage, directory: Path, start: Path) -> None:
     """The hybrid's first form: attention kept where it counts, the aligned mixers elsewhere."""
     teacher, aligned = run.load_teacher(), load_for_training(start, run.device)
     num_layers = teacher.config.num_hidden_layers
@@ -185,7 +162,7 @@ def _choose(run: Run, stage: SelectStage, directory: Path, start: Path) -> None:
 
         with torch.autocast(run.device.type, torch.bfloat16, enabled=_is_mixed(run)):
             scores = measure_layers(teacher, mixers, probe, stage.epsilon, heard)
-        kept = choose_layers(scores, stage, num_layers)
+        kept = select_layers(scores, stage, num_layers)
         table = {str(index): asdict(score) for index, score in scores.items()}
         (directory / "layers.json").write_text(json.dumps({"kept": kept, "layers": table}, indent=2) + "\n")
     run.note(stage.name, f"attention stays in layers {', '.join(map(str, kept))}")
@@ -196,16 +173,16 @@ def _choose(run: Run, stage: SelectStage, directory: Path, start: Path) -> None:
     _save(student, directory, config, start)
 
 
-def _probe(run: Run, stage: SelectStage) -> Probe:
+def _probe(run: RecipeRun, stage: SelectStage) -> LayerProbe:
     assert run.teacher is not None
     tokenizer = Tokenizer.load(run.teacher)
     maker = needle_makers(run, tokenizer, stage.haystack)[0]
     tasks = tuple(tuple(read_tasks(run.base / task)[: stage.max_questions]) for task in stage.tasks)
     needles = needle_pairs(maker, stage.recall_len, stage.recall_rows)
-    return Probe(needles, tasks, partial(tokenizer.encode, bos=False))
+    return LayerProbe(needles, tasks, partial(tokenizer.encode, bos=False))
 
 
-def _train(run: Run, stage: TrainStage, directory: Path, start: Path) -> None:
+def _train(run: RecipeRun, stage: TrainStage, directory: Path, start: Path) -> None:
     student = load_for_training(start, run.device)
     config = student.config
     needs_teacher = isinstance(stage, DistilStage) or stage.mlp_rank
@@ -229,13 +206,13 @@ def _train(run: Run, stage: TrainStage, directory: Path, start: Path) -> None:
             for layer in student.model.layers
         ]
         _compile([*learning, *teaching], config, run.device)
-    is_choosing = stage.choice_weight > 0
-    if is_choosing and stage.seq_len < (least := least_length(stage.sparse or config.sparse_config)):
+    has_selection_loss = stage.choice_weight > 0
+    if has_selection_loss and stage.seq_len < (least := min_length(stage.sparse or config.sparse_config)):
         raise InputError("seq_len", f"is {stage.seq_len}, which leaves nothing to choose", f"give at least {least}")
-    objective: Objective = NextToken(student, is_choosing)
+    objective: Objective = NextToken(student, has_selection_loss)
     if isinstance(stage, DistilStage):
         assert teacher is not None
-        objective = Distil(student, teacher, stage.teacher_window, is_choosing)
+        objective = Distil(student, teacher, stage.teacher_window, has_selection_loss)
     _learn(run, stage, directory, objective, groups, start)
     if stage.bits:
         adapters.remove_rounding(student)
@@ -243,7 +220,7 @@ def _train(run: Run, stage: TrainStage, directory: Path, start: Path) -> None:
     _finish(student, directory, config, start)
 
 
-def _mix(run: Run, stage: MixStage, directory: Path, start: Path) -> None:
+def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
     """Train on one mixture, on one device; what is saved is the running mean, not yet rounded."""
     teacher = run.load_teacher()
     base = TeacherBase.of(teacher)
@@ -253,7 +230,7 @@ def _mix(run: Run, stage: MixStage, directory: Path, start: Path) -> None:
     if stage.sparse is not None:
         _set_geometry(student, stage.sparse)
     packing = OverlayPacking(stage.bits, stage.gate_bits, stage.group_size, stage.mlp_rank)
-    latents = Latents(student, storage_of(student, base, packing) if stage.bits else {}, stage.betas)
+    latents = Latents(student, overlay_storage(student, base, packing) if stage.bits else {}, stage.betas)
     options = MixedOptions.of(stage, run.device)
     fast = FastPaths.on(run.device) if _is_compiled(run) else FastPaths()
     objective = MixedDistil(student, teacher, options, fast)
@@ -274,7 +251,7 @@ def _mix(run: Run, stage: MixStage, directory: Path, start: Path) -> None:
 
 
 def _probe_of(
-    run: Run, stage: MixStage, teacher: SalaModel, student: SalaModel
+    run: RecipeRun, stage: MixStage, teacher: SalaModel, student: SalaModel
 ) -> Callable[[bool], Mapping[str, float]] | None:
     """Return what measures the student; at the ends of a run it also lets it answer greedily."""
     if not stage.probe:
@@ -317,7 +294,7 @@ def _part(name: str) -> str:
 
 
 def _learn(
-    run: Run, stage: Learning, directory: Path, objective: Objective, groups: Sequence[Group], start: Path
+    run: RecipeRun, stage: Learning, directory: Path, objective: Objective, groups: Sequence[Group], start: Path
 ) -> None:
     rows = mixture(run, stage, start)
     log = train(
@@ -330,16 +307,16 @@ def _learn(
         run.deadline,
         run.recipe.dtype,
     )
-    if is_first():
+    if is_main_process():
         plot_log(log, directory / "loss.png", stage.name)
 
 
 def _finish(student: SalaModel, directory: Path, config: SalaConfig, start: Path) -> None:
     """What all processes have learnt, written by one of them."""
-    gather(student)
-    if is_first():
+    gather_parameters(student)
+    if is_main_process():
         _save(student, directory, config, start)
-    wait()
+    barrier()
 
 
 def _save(student: SalaModel, directory: Path, config: SalaConfig, start: Path) -> None:
@@ -358,7 +335,7 @@ def _set_geometry(model: SalaModel, sparse: SparseConfig) -> None:
             layer.self_attn.sparse = sparse
 
 
-def _is_compiled(run: Run) -> bool:
+def _is_compiled(run: RecipeRun) -> bool:
     return run.recipe.is_compiled and run.device.type == "cuda"
 
 
@@ -368,11 +345,11 @@ def _compile(modules: Iterable[nn.Module], config: SalaConfig, device: torch.dev
         module.compile(dynamic=False)
 
 
-def _is_mixed(run: Run) -> bool:
+def _is_mixed(run: RecipeRun) -> bool:
     return run.device.type == "cuda" and run.recipe.dtype == "bfloat16"
 
 
-_STEPS: dict[type[Any], Callable[[Run, Any, Path, Path], None]] = {
+_STEPS: dict[type[Any], Callable[[RecipeRun, Any, Path, Path], None]] = {
     SampleStage: _sample,
     AlignStage: _align,
     SelectStage: _select,

@@ -17,8 +17,8 @@ from torch import Tensor
 from sala.backends.torch.batch import whole
 from sala.backends.torch.loader import pick_device
 from sala.backends.torch.model import SalaModel
+from sala.lab.train.documents import has_loop
 from sala.lab.train.models import load_for_training
-from sala.lab.train.written import has_loop
 
 _TILE = 1024  # positions whose scores of the vocabulary are in memory at a time
 

@@ -15,7 +15,7 @@ from sala.errors import MissingExtra
 PATIENCE = timedelta(days=2)  # the others wait while the first one writes text or measures layers
 
 
-def join(device: str) -> torch.device:
+def init_process(device: str) -> torch.device:
     """The device of this process, which joins the others if there are any."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return pick_device(device)
@@ -27,33 +27,33 @@ def join(device: str) -> torch.device:
     return here
 
 
-def leave() -> None:
+def destroy_process() -> None:
     """Part from the others: a process that ends while threads still wait for them is aborted."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
-def is_first() -> bool:
+def is_main_process() -> bool:
     return not _are_many() or distributed.get_rank() == 0
 
 
-def wait() -> None:
+def barrier() -> None:
     """Until every process is here."""
     if _are_many():
         distributed.barrier()
 
 
 @contextmanager
-def one_ahead() -> Iterator[None]:
+def main_process_first() -> Iterator[None]:
     """The first process goes through the block alone, the others after it: they find what it left on disk."""
-    if not is_first():
-        wait()
+    if not is_main_process():
+        barrier()
     yield
-    if is_first():
-        wait()
+    if is_main_process():
+        barrier()
 
 
-def agree(is_so: bool, device: torch.device) -> bool:
+def any_process(is_so: bool, device: torch.device) -> bool:
     """Whether it is so for any of the processes."""
     if not _are_many():
         return is_so
@@ -62,7 +62,7 @@ def agree(is_so: bool, device: torch.device) -> bool:
     return bool(flag > 0)
 
 
-def gather(model: nn.Module) -> None:
+def gather_parameters(model: nn.Module) -> None:
     """Weights that are spread over the processes become whole again, in every one of them; tied ones stay tied."""
     whole: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):

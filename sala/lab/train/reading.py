@@ -9,7 +9,7 @@ import numpy as np
 
 from sala.errors import ConfigError
 from sala.lab.eval.tasks.needle import Wrap
-from sala.lab.train.data import Row
+from sala.lab.train.data import TrainingRow
 from sala.lab.train.halo.prompts import PromptTable
 
 PARAGRAPH = "\n\n"
@@ -64,7 +64,7 @@ class ReadingTable:
 
 
 class ReadingRows:
-    """Row number i holds passages in other text, as far as the row has room, and asks about some of them."""
+    """TrainingRow number i holds passages in other text, as far as the row has room, and asks about some of them."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ReadingRows:
         self.length, self.max_alike, self.max_topics, self.seed = length, max_alike, max_topics, seed
         self.max_questions = max(1, min(6, length // 200))
 
-    def __call__(self, index: int) -> Row:
+    def __call__(self, index: int) -> TrainingRow:
         rng = np.random.default_rng([self.seed, index])
         num_topics = int(rng.integers(1, self.max_topics + 1))
         texts, questions = self.table.sample(num_topics, self.max_alike, rng)
@@ -126,11 +126,11 @@ class ReadingRows:
             out.insert(int(rng.integers(len(out) + 1)), passage)
         return out
 
-    def _row(self, ids: list[int], answer: list[bool]) -> Row:
+    def _row(self, ids: list[int], answer: list[bool]) -> TrainingRow:
         size = min(len(ids), self.length)
         tokens, is_answer = np.full(self.length, self.end, np.int64), np.zeros(self.length, np.bool_)
         tokens[:size], is_answer[:size] = ids[:size], answer[:size]
         learn = np.zeros(self.length, np.bool_)
         learn[:size] = True
         learn[is_answer] = False  # a teacher may be wrong about them
-        return Row(tokens, learn, is_answer, (self.length,))
+        return TrainingRow(tokens, learn, is_answer, (self.length,))

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +20,10 @@ from sala.lab.report.record import ResultRow
 from sala.lab.train.data import read_documents
 from sala.lab.train.models import load_for_training
 from sala.lab.train.recipe import Source
-from sala.lab.train.score import perplexity, score_rows, write_greedy
+from sala.lab.train.recipe_run import RecipeRun
+from sala.lab.train.score import generate_greedy, perplexity, score_rows
 from sala.llm import LLM
 from sala.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from sala.lab.train.pipeline import Run
 
 Encode = Callable[[str], list[int]]
 Values = dict[str, Any]
@@ -69,7 +67,7 @@ def write_report(
     note(f"wrote {out_dir / 'report.md'}")
 
 
-def report_of_recipe(run: "Run", start: Path, final: Path) -> None:
+def write_recipe_report(run: RecipeRun, start: Path, final: Path) -> None:
     """The report that a recipe asks for, in the run's own directory; one that is there already stays."""
     wanted, out = run.recipe.report, run.work / "report"
     if wanted is None or (out / "report.md").is_file():
@@ -137,7 +135,7 @@ def recall(model: SalaModel, tokenizer: Tokenizer, cases: Sequence[NeedleCase]) 
     values = [tokenizer.encode(f" {case.value}", bos=False) for case in cases]
     scores = score_rows(model, [(case.token_ids, value) for case, value in zip(cases, values, strict=True)])
     others = [case for case, score in zip(cases, scores, strict=True) if not score.is_greedy]
-    answers = write_greedy(model, [case.token_ids for case in others], NUM_ANSWERED, model.config.eos_token_id)
+    answers = generate_greedy(model, [case.token_ids for case in others], NUM_ANSWERED, model.config.eos_token_id)
     found = sum(find(case.value, tokenizer.decode(ids)) == 1 for case, ids in zip(others, answers, strict=True))
     return (len(cases) - len(others) + found) / len(cases)
 

@@ -78,7 +78,7 @@ def _score(logits: Tensor, labels: Tensor) -> Score:
 
 
 @torch.inference_mode()
-def write_greedy(
+def generate_greedy(
     model: SalaModel, contexts: Sequence[Sequence[int]], max_tokens: int, ends: Sequence[int]
 ) -> list[list[int]]:
     """What the model would write after each context, up to an end mark. Everything is read anew for every token."""

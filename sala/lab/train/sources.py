@@ -4,50 +4,44 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.lab.eval.tasks.needle import CHATML, NeedleMaker, Wrap
-from sala.lab.train.data import LineRows, Mixture, Row, line_of, read_documents
+from sala.lab.train.data import Mixture, StreamRows, TrainingRow, load_stream, read_documents
+from sala.lab.train.documents import DialogueRows, Documents, to_stream
 from sala.lab.train.halo.sample import TEXT_END
-from sala.lab.train.needles import NeedleRows, wrap_of
-from sala.lab.train.processes import one_ahead
+from sala.lab.train.needles import NeedleRows, chat_wrap
+from sala.lab.train.processes import main_process_first
 from sala.lab.train.reading import ReadingRows, ReadingTable
 from sala.lab.train.recipe import Learning, SampleStage, Source
-from sala.lab.train.steps import MixedSteps, Part, RowMaker, needle_row, text_row
-from sala.lab.train.written import DialogueRows, Written, to_line
+from sala.lab.train.recipe_run import RecipeRun
+from sala.lab.train.steps import MixedSteps, RowMaker, StepPart, needle_row, text_row
 from sala.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from sala.lab.train.pipeline import Run
 
 READING_EVERY = 3  # of the rows of a needle source with a table, every third asks about passages
 
 
-def is_mixed(stage: Learning) -> bool:
-    """Return whether every step of the stage mixes rows of several lengths."""
-    return any(source.rows for source in stage.data)
-
-
-def mixture(run: "Run", stage: Learning, start: Path) -> Mixture:
+def mixture(run: RecipeRun, stage: Learning, start: Path) -> Mixture:
     """Return rows of one length in the shares of the sources."""
     tokenizer = Tokenizer.load(start)
-    with one_ahead():
+    with main_process_first():
         makers = [_rows_of(run, stage, source, tokenizer, start) for source in stage.data]
     return Mixture(makers, [source.weight for source in stage.data], run.recipe.seed)
 
 
-def mixed_steps(run: "Run", stage: Learning, start: Path, rank: int = 0, world: int = 1) -> MixedSteps:
+def mixed_steps(run: RecipeRun, stage: Learning, start: Path, rank: int = 0, world: int = 1) -> MixedSteps:
     """Return steps with `rows` rows of every source; raises InputError if a source does not say how many."""
     tokenizer = Tokenizer.load(start)
     if not all(source.rows for source in stage.data):
         raise InputError("rows", "is missing in a source", "give it for all sources of a stage, or for none")
-    with one_ahead():
+    with main_process_first():
         parts = [
-            Part(_maker(run, stage, source, tokenizer, start), source.rows, _length(stage, source), source.is_sparse)
+            StepPart(
+                _maker(run, stage, source, tokenizer, start), source.rows, _length(stage, source), source.is_sparse
+            )
             for source in stage.data
         ]
     return MixedSteps(parts, rank, world)
@@ -57,7 +51,7 @@ def _length(stage: Learning, source: Source) -> int:
     return source.seq_len or stage.seq_len
 
 
-def _maker(run: "Run", stage: Learning, source: Source, tokenizer: Tokenizer, start: Path) -> RowMaker:
+def _maker(run: RecipeRun, stage: Learning, source: Source, tokenizer: Tokenizer, start: Path) -> RowMaker:
     length = _length(stage, source)
     seed = _seed(run, stage) * 31 + stage.data.index(source)
     if source.kind == "dialogues":
@@ -69,7 +63,7 @@ def _maker(run: "Run", stage: Learning, source: Source, tokenizer: Tokenizer, st
     return lambda index: text_row(rows(index))
 
 
-def _seed(run: "Run", stage: Learning) -> int:
+def _seed(run: RecipeRun, stage: Learning) -> int:
     return run.recipe.seed * 1009 + run.recipe.stages.index(stage)
 
 
@@ -78,12 +72,14 @@ def _eos(start: Path) -> int:
     return config.eos_token_id[0] if config.eos_token_id else 0
 
 
-def _rows_of(run: "Run", stage: Learning, source: Source, tokenizer: Tokenizer, start: Path) -> Callable[[int], Row]:
+def _rows_of(
+    run: RecipeRun, stage: Learning, source: Source, tokenizer: Tokenizer, start: Path
+) -> Callable[[int], TrainingRow]:
     eos, seed, length = _eos(start), _seed(run, stage), _length(stage, source)
     if source.kind == "reading":
         return _reading(run, source, tokenizer, length, eos, seed)
     if source.kind == "needle":
-        wraps = [CHATML, wrap_of(tokenizer)] if source.has_system else [CHATML]
+        wraps = [CHATML, chat_wrap(tokenizer)] if source.has_system else [CHATML]
         makers = needle_makers(run, tokenizer, source.path, source.max_documents, wraps)
         needles = NeedleRows(makers, length, source.num_keys, source.num_topics, eos, seed)
         if not source.table:
@@ -96,32 +92,32 @@ def _rows_of(run: "Run", stage: Learning, source: Source, tokenizer: Tokenizer, 
         written = _written(run, source)
         if source.rows:
             written = written.select(np.flatnonzero(written.is_text()).tolist())
-        return LineRows(to_line(written, end), length, seed, source.truth)
+        return StreamRows(to_stream(written, end), length, seed, source.truth)
     cache = run.work / "tokens"
-    line = line_of(
+    line = load_stream(
         source, tokenizer, end, run.base, cache, lambda name, n: run.note(stage.name, f"reading {name}: {n:,}")
     )
-    return LineRows(line, length, seed, source.truth)
+    return StreamRows(line, length, seed, source.truth)
 
 
-def _reading(run: "Run", source: Source, tokenizer: Tokenizer, length: int, end: int, seed: int) -> ReadingRows:
+def _reading(run: RecipeRun, source: Source, tokenizer: Tokenizer, length: int, end: int, seed: int) -> ReadingRows:
     table = ReadingTable.load(run.base / source.table, run.base / source.lists)
     documents = list(islice(read_documents(Source(path=source.path), run.base), source.max_documents))
     encode = partial(tokenizer.encode, bos=False, parse_special=True)
     return ReadingRows(
-        table, documents, encode, wrap_of(tokenizer), end, length, source.num_keys, source.num_topics, seed
+        table, documents, encode, chat_wrap(tokenizer), end, length, source.num_keys, source.num_topics, seed
     )
 
 
-def _written(run: "Run", source: Source) -> Written:
+def _written(run: RecipeRun, source: Source) -> Documents:
     sampling = next((s for s in run.recipe.stages if isinstance(s, SampleStage) and s.name == source.path), None)
     if sampling is None:
         raise InputError("path", f"is {source.path!r}", "samples name a stage of kind 'sample' before this one")
-    return Written.load(run.directory(sampling) / "samples.npz")
+    return Documents.load(run.directory(sampling) / "samples.npz")
 
 
 def needle_makers(
-    run: "Run", tokenizer: Tokenizer, path: str, limit: int | None = None, wraps: list[Wrap] | None = None
+    run: RecipeRun, tokenizer: Tokenizer, path: str, limit: int | None = None, wraps: list[Wrap] | None = None
 ) -> list[NeedleMaker]:
     """Return makers of needles in the texts of `path`, one for each way to write a user's message."""
     source = Source(path=path, max_documents=limit)

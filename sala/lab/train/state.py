@@ -1,4 +1,4 @@
-"""The state of a run on disk: weights that learn, the optimizer's memory, the step. No pickle; complete or absent."""
+"""The saved state of a training run: trained weights, optimizer state and step, written atomically without pickle."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,8 @@ _FILE = "state.safetensors"
 
 
 def save_state(directory: Path, step: int, model: Any, optimizer: Any, accelerator: Any) -> None:
-    """Write the state beside the old one, then replace it: a kill in between leaves one of the two."""
-    tensors = _gather(model, optimizer)  # on every process: sharded weights are collected
+    """Replace the saved state atomically; every process must call this."""
+    tensors = _gather(model, optimizer)  # a collective operation if the weights are sharded
     if accelerator.is_main_process:
         draft = directory / f".{_FILE}.part"
         draft.unlink(missing_ok=True)
@@ -27,7 +27,7 @@ def save_state(directory: Path, step: int, model: Any, optimizer: Any, accelerat
 
 
 def load_state(directory: Path, model: Any, optimizer: Any) -> int:
-    """Put a saved state into model and optimizer → the step it was saved at; 0 where there is none."""
+    """Load the saved state into model and optimizer, and return its step; 0 if there is none."""
     file = directory / _FILE
     if not file.is_file():
         return 0
@@ -48,7 +48,7 @@ def _gather(model: Any, optimizer: Any) -> dict[str, Tensor]:
 
     weights, memory = cast(Any, get_state_dict(model, _inner(optimizer), options=_options()))
     out = {f"weight.{name}": tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
-    for name, entries in memory.get("state", {}).items():  # whole tensors come to the first process alone
+    for name, entries in memory.get("state", {}).items():  # only the main process gets the full tensors
         out |= {f"memory.{kind}.{name}": torch.as_tensor(value) for kind, value in entries.items()}
     return out
 
@@ -74,11 +74,13 @@ def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    values = tensor.detach().float().contiguous().cpu()
-    return np.ascontiguousarray(values.numpy()).reshape(-1).view(np.uint8).data
+def tensor_bytes(tensor: Tensor, dtype: torch.dtype = torch.float32) -> memoryview:
+    """Return the values in `dtype`, as a safetensors file stores them."""
+    flat = tensor.detach().to("cpu", dtype).contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def tensor_of(raw: Any) -> Tensor:
+    """Return a copy of fp32 values that were read from a file."""
     values = np.frombuffer(raw.data, np.float32).reshape(raw.shape).copy()
     return torch.from_numpy(values)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from sala.errors import InputError
-from sala.lab.train.data import MicroBatch, Row
-from sala.lab.train.written import WeightedRow, stack
+from sala.lab.train.data import MicroBatch, TrainingRow
+from sala.lab.train.documents import WeightedRow, stack
 
 RowMaker = Callable[[int], WeightedRow]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepPart:
     """So many rows of one source in every step."""
 
     make: RowMaker
@@ -28,7 +28,7 @@ class MixedSteps:
     Of `world` processes each gets its share of every part's rows.
     """
 
-    def __init__(self, parts: Sequence[Part], rank: int = 0, world: int = 1) -> None:
+    def __init__(self, parts: Sequence[StepPart], rank: int = 0, world: int = 1) -> None:
         for part in parts:
             if part.rows % world:
                 raise InputError("rows", f"is {part.rows}", f"{world} processes must share them")
@@ -52,14 +52,14 @@ class MixedSteps:
         return out
 
 
-def text_row(row: Row) -> WeightedRow:
+def text_row(row: TrainingRow) -> WeightedRow:
     """Weigh a row of text: the teacher's distribution counts by 1 - truth, the text itself by truth."""
     learn = row.learn.astype(np.float32)
     learn[0] = 0
     return WeightedRow(row.tokens, learn * np.float32(1 - row.truth), learn * np.float32(row.truth), row.answer, "text")
 
 
-def needle_row(row: Row, answer_share: float) -> WeightedRow:
+def needle_row(row: TrainingRow, answer_share: float) -> WeightedRow:
     """Weigh a needle row: the haystack by the teacher, the answers by the truth, together `answer_share` per token."""
     teacher, truth = row.learn.astype(np.float32), row.answer.astype(np.float32)
     teacher[0] = 0

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from sala.errors import ConfigError
-from sala.lab.train.written import HeldOut
+from sala.lab.train.documents import HeldOut
 
 _SLOT = re.compile(r"\{(?:(\w+)=)?(?:(\d+)\*)?(\w+(?:\.\.\d+)?)\}")
 _AN = re.compile(r"\b([Aa]) (?=[aeioAEIO])")  # an apple; words with u have either
@@ -30,7 +30,7 @@ _TRIES = 40  # fruitless tries per prompt after which a kind is said to be exhau
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PromptKind:
     name: str
     weight: float
     templates: tuple[tuple[str, ...], ...]  # each a list of turns
@@ -45,7 +45,7 @@ class Prompt:
 class PromptTable:
     """Templates and lists; prompt number i of a seed is always the same."""
 
-    def __init__(self, lists: Mapping[str, Sequence[str]], kinds: Sequence[Kind]) -> None:
+    def __init__(self, lists: Mapping[str, Sequence[str]], kinds: Sequence[PromptKind]) -> None:
         self.lists, self.kinds = dict(lists), tuple(kinds)
 
     @classmethod
@@ -53,7 +53,7 @@ class PromptTable:
         """Read a table; raises ConfigError if a template names a list that is not there."""
         values = tomllib.loads(file.read_text(encoding="utf-8"))
         kinds = [
-            Kind(
+            PromptKind(
                 one["name"],
                 float(one.get("weight", 1)),
                 tuple((t,) if isinstance(t, str) else tuple(t) for t in one["templates"]),

@@ -18,10 +18,10 @@ import torch
 
 from sala.backends.torch.model import SalaModel
 from sala.errors import InputError
+from sala.lab.train.documents import ANSWER, ASKED, GIVEN, TEXT, Documents, HeldOut, filter_documents, runs
 from sala.lab.train.halo.prompts import read_held_out
-from sala.lab.train.halo.slots import Change, Slots
+from sala.lab.train.halo.slots import Slots, SlotUpdate
 from sala.lab.train.recipe import Prompts, SampleStage
-from sala.lab.train.written import ANSWER, ASKED, GIVEN, TEXT, HeldOut, Written, filtered, runs
 from sala.text.tokenizer import Tokenizer
 
 MIN_P = 0.05  # of answers; tokens less likely than this share of the likeliest are never sampled
@@ -173,13 +173,13 @@ class Writer:
         openings: Iterable[Opening],
         deadline: float | None = None,
         note: Callable[[int, int], None] = lambda rows, tokens: None,
-    ) -> Written:
+    ) -> Documents:
         """Write every opening on → documents in the openings' order; at the deadline dialogues must be complete."""
         waiting = deque(enumerate(openings))
         num_tokens = 0
         while waiting or any(row is not None for row in self.rows):
             changes = [self._begin(slot, *waiting.popleft()) for slot in self._idle(len(waiting))]
-            self.slots.change(changes)
+            self.slots.update(changes)
             self.slots.run(STEPS)
             num_tokens += self._collect()
             note(len(self.documents), num_tokens)
@@ -187,12 +187,12 @@ class Writer:
                 self._give_up()
                 break
         self.documents.sort(key=lambda document: document[0])
-        return Written.of([document[1:] for document in self.documents])
+        return Documents.of([document[1:] for document in self.documents])
 
     def _idle(self, limit: int) -> list[int]:
         return [slot for slot, row in enumerate(self.rows) if row is None][:limit]
 
-    def _begin(self, slot: int, number: int, opening: Opening) -> Change:
+    def _begin(self, slot: int, number: int, opening: Opening) -> SlotUpdate:
         given = len(self.marks.opening)
         tokens = opening.tokens[: self.length]
         is_chat = bool(given) and tokens[:given] == self.marks.opening
@@ -203,7 +203,7 @@ class Writer:
         self.rows[slot] = row
         return self._change(slot, row, 0, position, tokens)
 
-    def _change(self, slot: int, row: _Row, start: int, position: int, tokens: Sequence[int]) -> Change:
+    def _change(self, slot: int, row: _Row, start: int, position: int, tokens: Sequence[int]) -> SlotUpdate:
         row.begin = start + len(tokens)
         if row.writes == "question":
             limit, heat, min_p = row.begin + MAX_QUESTION, ASK_TEMPERATURE, ASK_MIN_P
@@ -211,7 +211,7 @@ class Writer:
             limit, heat, min_p = self.length, row.opening.temperature, TEXT_MIN_P
         else:
             limit, heat, min_p = row.begin + MAX_ANSWER, row.opening.temperature, MIN_P
-        return Change(slot, start, position, tokens, min(limit, self.length), heat, min_p)
+        return SlotUpdate(slot, start, position, tokens, min(limit, self.length), heat, min_p)
 
     def _collect(self) -> int:
         """Take what is done out of the slots, or let it go on with the next turn → how many tokens were written."""
@@ -231,7 +231,7 @@ class Writer:
                 self.rows[slot] = None
             else:
                 changes.append(change)
-        self.slots.change(changes)
+        self.slots.update(changes)
         return sum(len(document[1]) for document in self.documents[before:])
 
     def _give_up(self) -> None:
@@ -246,7 +246,7 @@ class Writer:
                 self._keep(row, ids, [*row.parts, (TEXT, len(ids) - row.begin)], is_ended=False)
         self.rows = [None] * len(self.rows)
 
-    def _go_on(self, slot: int, row: _Row, ids: list[int]) -> Change | None:
+    def _go_on(self, slot: int, row: _Row, ids: list[int]) -> SlotUpdate | None:
         """Return what comes next in this row; None if it is complete or worth nothing."""
         is_ended = ids[-1] in self.ends and len(ids) > row.begin
         size = len(ids) - row.begin
@@ -274,7 +274,7 @@ class Writer:
             row.writes = "question"
         return self._next(slot, row, ids, more)
 
-    def _next(self, slot: int, row: _Row, ids: list[int], tokens: Sequence[int]) -> Change | None:
+    def _next(self, slot: int, row: _Row, ids: list[int], tokens: Sequence[int]) -> SlotUpdate | None:
         if len(ids) + len(tokens) >= self.length:
             return None
         return self._change(slot, row, len(ids), len(ids) - 1, tokens)
@@ -315,7 +315,7 @@ def write_samples(
     seed: int,
     note: Callable[[int, int, int], None],
     deadline: float | None = None,
-) -> Written:
+) -> Documents:
     """Write what a `sample` stage asks for; dialogues are filtered, and none repeats a held-out question.
 
     `note` gets the number of rows written, that of all rows, and that of tokens. At the deadline what is done is kept.
@@ -334,14 +334,14 @@ def write_samples(
     del writer
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the slots' caches, which training needs
-    kept = filtered(written) if stage.is_filtered else written
+    kept = filter_documents(written) if stage.is_filtered else written
     if not stage.held_out:
         return kept
     held_out = read_held_out([base / path for path in stage.held_out])
     return kept.select(np.flatnonzero(~_repeats(kept, tokenizer, held_out)).tolist())
 
 
-def _repeats(written: Written, tokenizer: Tokenizer, held_out: HeldOut) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _repeats(written: Documents, tokenizer: Tokenizer, held_out: HeldOut) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Return for each document whether the teacher asked a held-out question in it."""
 
     def look(part: range) -> list[bool]:

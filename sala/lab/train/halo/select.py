@@ -28,7 +28,7 @@ class Importance:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class LayerProbe:
     """What is asked of every candidate: needle cases, and multiple-choice questions."""
 
     needles: Pairs
@@ -63,7 +63,7 @@ def needle_pairs(maker: NeedleMaker, length: int, count: int, num_keys: int = 2)
 def measure_layers(
     teacher: SalaModel,
     aligned: Mapping[int, nn.Module],
-    probe: Probe,
+    probe: LayerProbe,
     epsilon: float,
     note: Callable[[int, float, float], None],
 ) -> dict[int, Importance]:
@@ -88,7 +88,7 @@ def measure_layers(
     }
 
 
-def choose_layers(scores: Mapping[int, Importance], stage: SelectStage, num_layers: int) -> tuple[int, ...]:
+def select_layers(scores: Mapping[int, Importance], stage: SelectStage, num_layers: int) -> tuple[int, ...]:
     """The layers that keep attention: the ends if so wished, then the highest scores."""
     count = stage.num_layers or max(1, num_layers // 4)
     kept = {0, num_layers - 1} if stage.keep_ends else set()

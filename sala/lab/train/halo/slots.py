@@ -41,7 +41,7 @@ class _Shape(NamedTuple):
     scale: float  # of what a layer adds
 
 
-class Change(NamedTuple):
+class SlotUpdate(NamedTuple):
     """What a slot is to do next: `tokens` are put from `start` on, and decoding goes on at `position`."""
 
     slot: int
@@ -92,7 +92,7 @@ class Slots:
             self.attend = attend_rows
             self.before, self.after, self.pick = (torch.compile(f, dynamic=False) for f in (_before, _after, _pick))
 
-    def change(self, changes: Sequence[Change]) -> None:
+    def update(self, changes: Sequence[SlotUpdate]) -> None:
         """Give slots something to do."""
         if not changes:
             return
@@ -110,9 +110,6 @@ class Slots:
         self.position[slots], self.given[slots], self.limit[slots] = positions, starts + sizes, limits
         self.heat[slots], self.min_p[slots] = floats[:, :1], floats[:, 1:]
         self.is_active[slots] = True
-
-    def stop(self, slots: Sequence[int]) -> None:
-        self.is_active[torch.tensor(list(slots), device=self.device)] = False
 
     @torch.no_grad()
     def run(self, num_steps: int) -> None:

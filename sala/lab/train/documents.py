@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from sala.errors import InputError
-from sala.lab.train.data import Array, Line, MicroBatch
+from sala.lab.train.data import Array, MicroBatch, TokenStream
 
 GIVEN, ASKED, ANSWER, TEXT = range(4)  # roles: the template or a given prompt, a question, an answer, free text
 NGRAM = 8
@@ -17,7 +17,7 @@ MIN_TEXT = 64  # tokens; shorter free text is left out
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class Documents:
     """Documents one after another: tokens and their roles, where each document ends, whether it ended by itself."""
 
     tokens: Array
@@ -26,7 +26,7 @@ class Written:
     is_ended: Array
 
     @classmethod
-    def of(cls, documents: Sequence[tuple[Sequence[int] | Array, Sequence[int] | Array, bool]]) -> "Written":
+    def of(cls, documents: Sequence[tuple[Sequence[int] | Array, Sequence[int] | Array, bool]]) -> "Documents":
         """From (tokens, roles, is_ended) of each document."""
         sizes = [len(tokens) for tokens, _, _ in documents]
         flat = [np.array(tokens, np.uint32) for tokens, _, _ in documents]
@@ -39,7 +39,7 @@ class Written:
         )
 
     @classmethod
-    def join(cls, parts: Sequence["Written"]) -> "Written":
+    def join(cls, parts: Sequence["Documents"]) -> "Documents":
         return cls.of([part.document(at) for part in parts for at in range(len(part))])
 
     def __len__(self) -> int:
@@ -59,8 +59,8 @@ class Written:
     def rows(self) -> list[list[int]]:
         return [self.document(index)[0].tolist() for index in range(len(self))]
 
-    def select(self, indices: Iterable[int]) -> "Written":
-        return Written.of([self.document(index) for index in indices])
+    def select(self, indices: Iterable[int]) -> "Documents":
+        return Documents.of([self.document(index) for index in indices])
 
     def save(self, file: Path) -> None:
         draft = file.with_name(f".{file.name}.part")
@@ -69,7 +69,7 @@ class Written:
         draft.rename(file)
 
     @classmethod
-    def load(cls, file: Path) -> "Written":
+    def load(cls, file: Path) -> "Documents":
         with np.load(file, allow_pickle=False) as arrays:
             return cls(arrays["tokens"], arrays["roles"], arrays["ends"], arrays["is_ended"])
 
@@ -91,7 +91,7 @@ def loop_start(tokens: Sequence[int], size: int = NGRAM, times: int = 2) -> int:
     return len(tokens)
 
 
-def filtered(written: Written, least: int = 5, most: int = 300) -> Written:
+def filter_documents(written: Documents, least: int = 5, most: int = 300) -> Documents:
     """Keep dialogues whose answers end, have `least` to `most` tokens and do not loop; cut free text at a loop."""
     is_text, loops = written.is_text(), _loops(written)
     shortest, longest = _answer_sizes(written)
@@ -104,10 +104,10 @@ def filtered(written: Written, least: int = 5, most: int = 300) -> Written:
             tokens, roles, is_ended = tokens[:stop], roles[:stop], False
         if not is_text[index] or len(tokens) >= MIN_TEXT:
             kept.append((tokens, roles, is_ended))
-    return Written.of(kept)
+    return Documents.of(kept)
 
 
-def _loops(written: Written, times: int = 3) -> Array:
+def _loops(written: Documents, times: int = 3) -> Array:
     """Return for each document whether a run of 8 tokens that the teacher wrote occurs `times` times or more."""
     size = len(written.tokens)
     if size < NGRAM:
@@ -127,7 +127,7 @@ def _loops(written: Written, times: int = 3) -> Array:
     return out
 
 
-def _answer_sizes(written: Written) -> tuple[Array, Array]:
+def _answer_sizes(written: Documents) -> tuple[Array, Array]:
     """Return the sizes of the shortest and the longest answer of each document; 0 where it has none."""
     is_answer = (written.roles == ANSWER).astype(np.int8)
     begins = np.flatnonzero(np.diff(is_answer, prepend=0) == 1)
@@ -145,7 +145,7 @@ def runs(tokens: Array, roles: Array, role: int) -> list[list[int]]:
     return [tokens[begin:end].tolist() for begin, end in edges.reshape(-1, 2)]
 
 
-def words_of_text(text: str) -> list[str]:
+def words_in(text: str) -> list[str]:
     return re.findall(r"[a-z0-9]+", text.lower())
 
 
@@ -164,18 +164,18 @@ class HeldOut:
         self.whole: set[str] = set()
         self.avoid: dict[str, list[tuple[frozenset[str], int]]] = {}
         for text in texts:
-            words = words_of_text(text)
+            words = words_in(text)
             self.whole.add(_key(words))
             self.grams.update(self._grams(words))
         for keys, text in avoid:
-            wanted = frozenset(word for key in keys for word in words_of_text(key))
-            self.avoid.setdefault(max(wanted, key=len), []).append((wanted, 2 * len(words_of_text(text))))
+            wanted = frozenset(word for key in keys for word in words_in(key))
+            self.avoid.setdefault(max(wanted, key=len), []).append((wanted, 2 * len(words_in(text))))
 
     def _grams(self, words: Sequence[str]) -> Iterable[str]:
         return (_key(words[at : at + self.size]) for at in range(len(words) - self.size + 1))
 
     def __contains__(self, text: object) -> bool:
-        words = words_of_text(str(text))
+        words = words_in(str(text))
         if _key(words) in self.whole or any(gram in self.grams for gram in self._grams(words)):
             return True
         known = set(words)
@@ -187,7 +187,7 @@ def _key(words: Sequence[str]) -> str:
     return " ".join(words)
 
 
-def to_line(written: Written, end: int) -> Line:
+def to_stream(written: Documents, end: int) -> TokenStream:
     """Free text as one line. `end` follows every document, and is learnt only where the teacher ended by itself."""
     pieces, learn = [], []
     for index in range(len(written)):
@@ -196,7 +196,7 @@ def to_line(written: Written, end: int) -> Line:
         pieces.append(np.append(body, np.uint32(end)))
         learn.append(np.append(np.ones(len(body), np.bool_), is_ended))
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-    return Line(np.concatenate(pieces).astype(np.uint32), np.concatenate(learn), ends)
+    return TokenStream(np.concatenate(pieces).astype(np.uint32), np.concatenate(learn), ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class DialogueRows:
 
     def __init__(
         self,
-        written: Written,
+        written: Documents,
         length: int,
         pad: int,
         seed: int,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sala.config import SparseConfig
-from sala.lab.train.choosing import NUM_QUERIES, choice_loss, least_length, pick_queries
+from sala.lab.train.block_selection_loss import NUM_QUERIES, min_length, select_queries, selection_loss
 from sala.lab.train.data import Mixture
 from sala.lab.train.loop import OutOfTime, Progress, collate
 from sala.lab.train.objectives import Distil, NextToken, counts
@@ -23,7 +23,7 @@ def random_row(seed: int = 0, rows: int = 2) -> tuple[torch.Tensor, torch.Tensor
     q = torch.randn(rows, LENGTH, 4, 8, generator=generator)
     k = torch.randn(rows, LENGTH, 2, 8, generator=generator)
     tokens = torch.randint(0, 256, (rows, LENGTH), generator=generator)
-    return q, k, pick_queries(tokens, torch.zeros_like(tokens, dtype=torch.bool), SPARSE)
+    return q, k, select_queries(tokens, torch.zeros_like(tokens, dtype=torch.bool), SPARSE)
 
 
 def naive_loss(q: torch.Tensor, k: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ def test_loss_and_gradient_follow_the_definition() -> None:
     q, k, at = random_row()
     at = at[:, :5]
     grads = []
-    for measure in (lambda q, k: choice_loss(q, k, at, SPARSE), lambda q, k: naive_loss(q, k, at)):
+    for measure in (lambda q, k: selection_loss(q, k, at, SPARSE), lambda q, k: naive_loss(q, k, at)):
         ours = q.clone().requires_grad_(), k.clone().requires_grad_()
         loss = measure(*ours)
         loss.backward()
@@ -65,11 +65,11 @@ def test_queries_that_answer_come_first_and_all_have_a_choice() -> None:
     is_answer = torch.zeros(3, 400, dtype=torch.bool)
     is_answer[:, 390:395] = True
     is_answer[:, 3] = True  # too early: nothing to choose among
-    at = pick_queries(tokens, is_answer, SPARSE)
+    at = select_queries(tokens, is_answer, SPARSE)
     assert at.shape == (3, NUM_QUERIES)
     assert all({390, 391, 392, 393, 394} <= set(row) for row in at.tolist())
-    assert int(at.min()) >= least_length(SPARSE) - 1
-    torch.testing.assert_close(at, pick_queries(tokens, is_answer, SPARSE))
+    assert int(at.min()) >= min_length(SPARSE) - 1
+    torch.testing.assert_close(at, select_queries(tokens, is_answer, SPARSE))
 
 
 def test_it_teaches_the_choice() -> None:
@@ -83,7 +83,7 @@ def test_it_teaches_the_choice() -> None:
     losses = []
     for _ in range(60):
         q, k = ((x @ w).unflatten(-1, (4, 8)) for w in (w_q, w_k))
-        loss = choice_loss(q, k, at, SPARSE) / at.numel()
+        loss = selection_loss(q, k, at, SPARSE) / at.numel()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -100,15 +100,15 @@ def test_an_objective_with_choices_adds_its_term_and_nothing_else(tmp_path: Path
         if is_distilling
         else (lambda is_on: NextToken(model, is_on))
     )
-    plain, choosing = make(False), make(True)
-    assert choosing.terms == (*plain.terms, "choice")
-    assert len(counts(choosing, rows)) == 3
-    loss, sums = choosing(rows, torch.tensor([1.0, 0.5, 0.0]))
+    plain, objective = make(False), make(True)
+    assert objective.terms == (*plain.terms, "choice")
+    assert len(counts(objective, rows)) == 3
+    loss, sums = objective(rows, torch.tensor([1.0, 0.5, 0.0]))
     expected, shown = plain(rows, torch.tensor([1.0, 0.5]))
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(sums[:2], shown)
     assert sums[2] > 0
-    assert all(layer.self_attn.listener is None for layer in model.model.layers[::2])
+    assert all(layer.self_attn.observer is None for layer in model.model.layers[::2])
 
 
 def test_a_run_with_choices_lowers_their_loss_and_goes_on_after_a_stop(tmp_path: Path) -> None:

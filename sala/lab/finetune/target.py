@@ -1,7 +1,8 @@
-"""The model that is tuned: whole, with an adapter on plain weights, or with one on frozen weights of few bits."""
+"""Load the model to fine-tune: all weights trainable, or frozen (plain or quantized) weights with an adapter."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +26,36 @@ from sala.config import SalaConfig
 from sala.errors import InputError, MissingExtra
 from sala.lab.finetune.frozen import FrozenLinear
 from sala.lab.finetune.options import FinetuneOptions
-from sala.quantization_config import GROUP_SIZES, LINEARS
+from sala.lab.train.models import set_parameter
+from sala.quantization_config import GROUP_SIZES, LINEARS, matrix_modules
 
 QK_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 
-def load_subject(path: Path, options: FinetuneOptions, device: torch.device) -> Any:
-    """The model of transformers, ready for its Trainer: what learns has gradients, what does not is frozen."""
+def load_target(path: Path, options: FinetuneOptions, device: torch.device) -> Any:
+    """Return a transformers model ready for its Trainer; only the weights to train require gradients."""
     targets = find_targets(options.targets, SalaConfig.load(path)) if options.has_adapter else []
     model = load_base(path, options, device)
     return add_adapter(model, options, targets) if options.has_adapter else model
 
 
 def load_base(path: Path, options: FinetuneOptions, device: torch.device) -> Any:
-    """The model without an adapter."""
+    """Return the model without an adapter."""
     from sala.plugins.transformers.loading import adopt
 
     config = SalaConfig.load(path)
     dtype = training_dtype(options, config, device)
     torch.manual_seed(options.seed)
     with Checkpoint(path) as checkpoint:
-        put = packer(options, device) if options.method == "qlora" else None
-        model = adopt(_fill(checkpoint, config, dtype, device, put), path, dtype)
+        make_linear = frozen_linears(options, device) if options.method == "qlora" else None
+        model = adopt(_load(checkpoint, config, dtype, device, make_linear), path, dtype)
     model.loss_rows = options.loss_rows
     model.config.use_cache = False
     return model
 
 
 def training_dtype(options: FinetuneOptions, config: SalaConfig, device: torch.device) -> torch.dtype:
-    """As asked; else fp32 for what learns whole and for CPUs, and the checkpoint's own under an adapter on a GPU."""
+    """Return the requested dtype; by default fp32 for full fine-tuning and on CPUs, else the checkpoint's dtype."""
     if options.dtype != "auto":
         return pick_dtype(options.dtype, config)
     if options.method == "full":
@@ -62,9 +64,7 @@ def training_dtype(options: FinetuneOptions, config: SalaConfig, device: torch.d
 
 
 def find_targets(names: str, config: SalaConfig) -> list[str]:
-    """The linears that get an adapter, by their last name."""
-    from sala.quantization_config import LINEARS, matrix_modules
-
+    """Return the names of the linears that get an adapter; raise InputError for a name that the model lacks."""
     present = {name.rpartition(".")[2] for name in matrix_modules(config.mixers)}
     known = [name for name in LINEARS if name in present]
     if not config.use_output_gate:
@@ -74,23 +74,23 @@ def find_targets(names: str, config: SalaConfig) -> list[str]:
     if names == "all":
         return known
     chosen = [name.strip() for name in names.split(",") if name.strip()]
-    strange = [name for name in chosen if name not in known]
-    if strange or not chosen:
+    unknown = [name for name in chosen if name not in known]
+    if unknown or not chosen:
         raise InputError(
-            "targets", f"has {strange[0][:60]!r}" if strange else "is empty", "use all, or " + ", ".join(known)
+            "targets", f"has {unknown[0][:60]!r}" if unknown else "is empty", "use all, or " + ", ".join(known)
         )
     return chosen
 
 
 def add_adapter(model: Any, options: FinetuneOptions, targets: list[str]) -> Any:
-    settings = adapter_settings(options, targets)
+    settings = adapter_settings(options, targets)  # reports a missing peft
     from peft import get_peft_model
 
     return get_peft_model(model, settings)
 
 
 def adapter_settings(options: FinetuneOptions, targets: list[str]) -> Any:
-    """The adapter as peft describes it."""
+    """Return peft's configuration of the adapter; raise MissingExtra without peft."""
     try:
         from peft import LoraConfig
     except ImportError:
@@ -105,78 +105,70 @@ def adapter_settings(options: FinetuneOptions, targets: list[str]) -> Any:
     )
 
 
-Pack = Callable[[Checkpoint, SalaConfig, str, nn.Parameter | None, torch.dtype], nn.Module]
+MakeLinear = Callable[[Checkpoint, SalaConfig, str, nn.Parameter | None, torch.dtype], nn.Module]
 
 
-def _fill(
-    checkpoint: Checkpoint, config: SalaConfig, dtype: torch.dtype, device: torch.device, put: Pack | None
+def _load(
+    checkpoint: Checkpoint,
+    config: SalaConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_linear: MakeLinear | None,
 ) -> SalaModel:
-    """Our model with memory of its own; where there is a `put`, it makes the linears of the layers."""
+    """Return a model that owns its memory; `make_linear`, if given, makes the linears of the layers."""
     check_tensors(checkpoint, config)
     with torch.device("meta"):
         model = SalaModel(replace(config, quantization=None))
     for name, parameter in list(model.named_parameters()):
-        place, _, leaf = name.rpartition(".")
-        if put is not None and _is_packed(model, place) and leaf == "weight":
+        module_name, _, leaf = name.rpartition(".")
+        if make_linear is not None and _is_layer_linear(module_name) and leaf == "weight":
             continue
-        tensor = _read(checkpoint, config, place, leaf, parameter, dtype, device)
-        setattr(model.get_submodule(place), leaf, nn.Parameter(tensor.clone() if _is_mapped(tensor) else tensor))
-    if put is not None:
+        if leaf == "weight" and parameter.dim() == 2:
+            tensor = read_weight(checkpoint, config, module_name, dtype, device)
+        else:
+            tensor = read_tensor(checkpoint, name, dtype, device)
+        is_mapped = tensor.device.type == "cpu"  # its memory may be the file's
+        set_parameter(model, name, nn.Parameter(tensor.clone() if is_mapped else tensor))
+    if make_linear is not None:
         for name, module in list(model.named_modules()):
-            if _is_packed(model, name) and isinstance(module, nn.Linear):
-                model.set_submodule(name, put(checkpoint, config, name, module.bias, dtype))
+            if _is_layer_linear(name) and isinstance(module, nn.Linear):
+                model.set_submodule(name, make_linear(checkpoint, config, name, module.bias, dtype))
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
 
 
-def _is_packed(model: SalaModel, name: str) -> bool:
+def _is_layer_linear(name: str) -> bool:
     return name.startswith("model.layers.") and name.rpartition(".")[2] in LINEARS
 
 
-def _is_mapped(tensor: Tensor) -> bool:
-    """Whether its memory may be a file's."""
-    return tensor.device.type == "cpu"
+def frozen_linears(options: FinetuneOptions, device: torch.device) -> MakeLinear:
+    """Return a function that makes the frozen linears of QLoRA; a quantized base keeps its own codes.
 
-
-def _read(
-    checkpoint: Checkpoint,
-    config: SalaConfig,
-    place: str,
-    leaf: str,
-    parameter: Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    if leaf == "weight" and parameter.dim() == 2:
-        return read_weight(checkpoint, config, place, dtype, device)
-    return read_tensor(checkpoint, f"{place}.{leaf}", dtype, device)
-
-
-def packer(options: FinetuneOptions, device: torch.device) -> Pack:
-    """Makes the frozen linears of QLoRA. A base that is quantized already keeps its own codes."""
+    Raise InputError if NF4 is requested but not available.
+    """
     wants_nf4 = options.format == "nf4" or (options.format == "auto" and device.type == "cuda" and _has_bitsandbytes())
     if wants_nf4 and device.type != "cuda":
         raise InputError("format", "is nf4, which needs an NVIDIA GPU", "use sala")
     if options.format == "nf4" and not _has_bitsandbytes():
         raise InputError("format", "is nf4, which needs bitsandbytes", "run: pip install bitsandbytes; or use sala")
 
-    def put(
+    def make_linear(
         checkpoint: Checkpoint, config: SalaConfig, name: str, bias: nn.Parameter | None, dtype: torch.dtype
     ) -> nn.Module:
-        affine, order = _stored(checkpoint, config, name)
+        affine, order = _read_quantized(checkpoint, config, name)
         if affine is None and wants_nf4:
             return _nf4(read_weight(checkpoint, config, name, dtype, torch.device("cpu")), bias, dtype, device)
         if affine is None:
-            affine = _rounded(read_weight(checkpoint, config, name, torch.float32, torch.device("cpu")), options.bits)
+            affine = _quantize(read_weight(checkpoint, config, name, torch.float32, torch.device("cpu")), options.bits)
         parts = {part: getattr(affine, part).to(device, copy=True) for part in ("codes", "scales", "biases")}
         return FrozenLinear(replace(affine, **parts), bias, None if order is None else order.to(device))
 
-    return put
+    return make_linear
 
 
-def _stored(checkpoint: Checkpoint, config: SalaConfig, name: str) -> tuple[AffineWeight | None, Tensor | None]:
-    """A matrix as the checkpoint has it in few bits; None if it is plain, or FP8."""
+def _read_quantized(checkpoint: Checkpoint, config: SalaConfig, name: str) -> tuple[AffineWeight | None, Tensor | None]:
+    """Return a quantized matrix and its column order as the checkpoint stores them; None if it is plain or FP8."""
     layout = config.quantization.layout if config.quantization is not None else None
     shape = external_modules(checkpoint.tensors, config).get(name)
     if layout is not None and shape is not None:
@@ -185,22 +177,20 @@ def _stored(checkpoint: Checkpoint, config: SalaConfig, name: str) -> tuple[Affi
     return (None if groups is None else read_packed(checkpoint, name, groups)), None
 
 
-def _rounded(weight: Tensor, bits: int) -> AffineWeight:
-    """To the nearest codes, in the largest groups of at most 64 that fit."""
+def _quantize(weight: Tensor, bits: int) -> AffineWeight:
+    """Round to the nearest codes, in the largest groups of at most 64 that divide the columns."""
     size = max((size for size in GROUP_SIZES if size <= 64 and weight.shape[1] % size == 0), default=None)
     if size is None:
-        raise InputError("method", f"is qlora, but {weight.shape[1]} inputs make no groups", "use lora")
+        raise InputError("method", f"is qlora, but {weight.shape[1]} columns cannot be grouped", "use lora")
     return to_affine(quantize(weight.numpy(), bits, size, "F16"))
 
 
 def _has_bitsandbytes() -> bool:
-    from importlib.util import find_spec
-
     return find_spec("bitsandbytes") is not None
 
 
 def _nf4(weight: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A linear of bitsandbytes: four bits of a normal distribution, scales quantized again."""
+    """Return an NF4 linear of bitsandbytes with double quantization."""
     import bitsandbytes as bnb  # type: ignore[import-not-found,unused-ignore]
 
     linear = bnb.nn.Linear4bit(

@@ -18,7 +18,7 @@ from sala.config import SparseConfig
 NUM_QUERIES = 64  # of a row
 
 
-class Listener:
+class BlockSelectionLoss:
     """Hears the queries and keys of every sparse layer, and adds up what their choices would have cost."""
 
     def __init__(self, model: SalaModel) -> None:
@@ -29,14 +29,14 @@ class Listener:
     def begin(self, tokens: Tensor, is_answer: Tensor) -> None:
         """tokens and is_answer [B, n]: is the token after this one part of an answer?"""
         self._losses = []
-        self._at = pick_queries(tokens, is_answer, self._mixers[0].sparse)
+        self._at = select_queries(tokens, is_answer, self._mixers[0].sparse)
         for mixer in self._mixers:
-            mixer.listener = self._hear(mixer)
+            mixer.observer = self._hear(mixer)
 
     def end(self) -> Tensor:
         """The sum over rows and queries of the layers' mean loss."""
         for mixer in self._mixers:
-            mixer.listener = None
+            mixer.observer = None
         return torch.stack(self._losses).mean(0)
 
     def _hear(self, mixer: SparseMixer) -> Callable[[Tensor, Tensor], None]:
@@ -44,7 +44,7 @@ class Listener:
             assert self._at is not None
             q, k = (x.unflatten(0, (len(self._at), -1)) for x in (q, k))
             with torch.autocast(q.device.type, enabled=False):
-                self._losses.append(choice_loss(q, k, self._at, mixer.sparse))
+                self._losses.append(selection_loss(q, k, self._at, mixer.sparse))
 
         return hear
 
@@ -53,25 +53,25 @@ def count_queries(num_rows: int, length: int) -> int:
     return num_rows * min(NUM_QUERIES, length)
 
 
-def least_length(sparse: SparseConfig) -> int:
+def min_length(sparse: SparseConfig) -> int:
     """Tokens of a row whose last query has a choice."""
     forced = sparse.init_blocks + sparse.num_window_blocks + 1
     return max((forced + 1) * sparse.block_size, 4 * sparse.kernel_size)
 
 
-def pick_queries(tokens: Tensor, is_answer: Tensor, sparse: SparseConfig) -> Tensor:
+def select_queries(tokens: Tensor, is_answer: Tensor, sparse: SparseConfig) -> Tensor:
     """Positions [B, Q] of the queries that learn: those that answer, then any others that have a choice at all.
 
     Which others follows from the tokens themselves, so that a run that goes on picks the same.
     """
     position = torch.arange(tokens.shape[1], device=tokens.device)
     mixed = (tokens * 7919 + position * 104_729) % 65_537
-    has_choice = position >= least_length(sparse) - 1
+    has_choice = position >= min_length(sparse) - 1
     priority, at = ((mixed / 65_537 + is_answer) * has_choice).topk(min(NUM_QUERIES, tokens.shape[1]), dim=1)
     return torch.where(priority > 0, at, tokens.shape[1] - 1)  # where there are too few, the last one learns more
 
 
-def choice_loss(q: Tensor, k: Tensor, at: Tensor, sparse: SparseConfig) -> Tensor:
+def selection_loss(q: Tensor, k: Tensor, at: Tensor, sparse: SparseConfig) -> Tensor:
     """q [B, n, H, D], k [B, n, G, D], at [B, Q] → the loss, summed over rows and queries.
 
     It is the divergence of the normalised block scores from the attention that blocks get, as a share of all attention:
