@@ -76,9 +76,9 @@ def test_marks_come_in_many_shapes(tmp_path: Path, reading: ReaderOptions, recor
 @pytest.mark.parametrize(
     ("objective", "record", "words"),
     [
-        ("dpo", {"messages": ASKED, "chosen": GOOD, "rejected": GOOD}, "nothing to prefer"),
-        ("dpo", {"messages": ASKED, "chosen": GOOD}, "rejected is no answer"),
-        ("dpo", {"messages": ASKED, "chosen": USER, "rejected": BAD}, "chosen is no answer"),
+        ("dpo", {"messages": ASKED, "chosen": GOOD, "rejected": GOOD}, "are the same"),
+        ("dpo", {"messages": ASKED, "chosen": GOOD}, "rejected is not an assistant"),
+        ("dpo", {"messages": ASKED, "chosen": USER, "rejected": BAD}, "chosen is not an assistant"),
         ("dpo", {"chosen": "Hello", "rejected": "No"}, "prompt is missing"),
         ("dpo", {"messages": [GOOD], "chosen": GOOD, "rejected": BAD}, "twice in a row"),
         ("dpo", {"messages": ASKED, "chosen": {**GOOD, "content": " "}, "rejected": BAD}, "is empty"),

@@ -195,7 +195,7 @@ def test_a_missing_file_and_an_empty_one(tokenizer: Tokenizer, tmp_path: Path) -
     with pytest.raises(InputError, match="does not exist"):
         list(read_documents(Source(path="none.jsonl"), tmp_path))
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(InputError, match="holds no documents"):
+    with pytest.raises(InputError, match="has no documents"):
         tokenize(Source(path="empty.jsonl"), tokenizer, EOS, tmp_path, lambda *_: None)
 
 

@@ -182,10 +182,10 @@ def test_what_is_there_stays(room: Path, tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_stops_the_run(room: Path, tmp_path: Path) -> None:
     """Weights explode at this rate; what was saved before stays."""
     with pytest.raises(Diverged, match=r"no number in update \d+; the last good checkpoint is in .*out\.run"):
-        finetune(options_of(room, tmp_path / "out", method="full", lr=1e30, clip=1e30, save_every=1, warmup=0.0))
+        finetune(options_of(room, tmp_path / "out", method="full", lr=1e12, clip=1e12, save_every=1, warmup=0.0))
     assert last_checkpoint(tmp_path / "out.run") is not None
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckpointError, match="not over"):
+    with pytest.raises(CheckpointError, match="unfinished run"):
         finetune(options_of(room, tmp_path / "out"))
 
 
@@ -214,7 +214,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(room: Path, tmp_pat
     assert not (tmp_path / "cut").exists()
     said: list[str] = []
     finetune(options_of(room, tmp_path / "cut", resume=True), FinetuneCallbacks(said.append))
-    assert any("going on from checkpoint-" in line for line in said)
+    assert any("resuming from checkpoint-" in line for line in said)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     one, two = (read_adapter(tmp_path / name, CONFIG).fingerprint for name in ("cut", "whole"))
     assert one == two
@@ -227,7 +227,7 @@ def test_an_interrupt_saves(room: Path, tmp_path: Path) -> None:
         if news.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(Stopped, match="after update 4; the same command with --resume goes on"):
+    with pytest.raises(Stopped, match="after update 4; repeat the command with --resume"):
         finetune(
             options_of(room, tmp_path / "out", save_every=100, method="full"), FinetuneCallbacks(progress=interrupt)
         )
@@ -312,7 +312,7 @@ def test_gradients_flow_through_frozen_linears(bits: int) -> None:
     (grad,) = torch.autograd.grad(y.square().sum(), x)
     torch.testing.assert_close(grad, 2 * (x @ dense.T) @ dense)
     assert not linear.state_dict()
-    with pytest.raises(TypeError, match="precision"):
+    with pytest.raises(TypeError, match="dtype"):
         linear.half()
 
 

@@ -138,7 +138,7 @@ def test_a_list_is_read_like_lines(reading: ReaderOptions, tmp_path: Path) -> No
     ("record", "words"),
     [
         ("{broken", "not JSON"),
-        ("[1]", "no JSON object"),
+        ("[1]", "not a JSON object"),
         ({"prompt": "x"}, "neither messages nor text, but prompt"),
         ({"messages": TALK, "text": "x"}, "both"),
         ({"messages": []}, "at least one message"),
@@ -147,7 +147,7 @@ def test_a_list_is_read_like_lines(reading: ReaderOptions, tmp_path: Path) -> No
         ({"messages": [{"role": "user", "content": " "}, *TALK[2:3]]}, r"messages\[0\].content is empty"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]}, "content is empty"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "of type list"),
-        ({"messages": TALK[:2]}, "no answer of the assistant"),
+        ({"messages": TALK[:2]}, "no assistant message"),
         ({"messages": [*TALK[1:3], TALK[0]]}, "can only be the first"),
         ({"messages": [*TALK[1:3], TALK[2]]}, "twice in a row"),
         ({"messages": TALK[1:3], "tools": 3}, "tools"),

@@ -137,7 +137,7 @@ def test_a_loss_that_is_no_number_stops_the_run(models: Path, tmp_path: Path, mo
 
     monkeypatch.setattr(loop, "_update", poisoned)
     stage = small_stage(schedule="constant")
-    with pytest.raises(Diverged, match=r"loss is no number at step 8; the state of step 5 is kept") as caught:
+    with pytest.raises(Diverged, match=r"loss is not finite at step 8; the state of step 5 is kept") as caught:
         learn(small_model(models), tmp_path / "bad", stage)
     assert "lr" in caught.value.remedy
     assert [entry["step"] for entry in logged(tmp_path / "bad")] == list(range(1, 8))
@@ -247,5 +247,5 @@ def test_errors_of_the_data_reach_the_caller(models: Path, tmp_path: Path) -> No
 
 def test_too_few_tokens() -> None:
     line = TokenStream(np.zeros(10, np.uint32), np.ones(10, np.bool_), np.array([10]))
-    with pytest.raises(InputError, match="make no row of 32"):
+    with pytest.raises(InputError, match="fewer than a row.s 32"):
         StreamRows(line, 32, 0)

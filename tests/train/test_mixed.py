@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from sala.lab.train.mixed import (
     prepare,
 )
 from sala.lab.train.models import load_for_training
-from sala.lab.train.overlays import TeacherBase, load_overlay, overlay_storage, overlay_tensors
+from sala.lab.train.overlays import MLP_LINEARS, TeacherBase, load_overlay, overlay_storage
 from tests.train.dense import CONFIG
 
 PACKING = OverlayPacking(bits=4, gate_bits=5, group_size=32, rank=6)
@@ -286,7 +287,7 @@ def test_plain_paths_take_over_where_fast_ones_fail(
     overlay: Path, teacher: SalaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(overlay, teacher, tmp_path, steps=8)
-    run.objective.fast = FastPaths(has_narrow_head=True)
+    run.objective.fast = FastPaths(has_bf16_head=True)
     learn = MixedDistil.__call__
 
     def spoil(self: MixedDistil, part: PreparedBatch, total: int) -> tuple[Tensor, Tensor]:

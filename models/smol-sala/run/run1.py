@@ -265,7 +265,7 @@ def profile(options: argparse.Namespace) -> None:
     teacher, student, latents = random_pair(device)
     table: dict[str, Any] = {}
     shapes = [(1, 64), (2, 32)] if options.smoke else [(64, 256), (24, 512), (24, 1024), (1, 8192)]
-    plain = replace(FastPaths.on(device), has_scan=False, has_narrow_head=False)
+    plain = replace(FastPaths.on(device), has_scan=False, has_bf16_head=False)
     for name, fast in (("new", FastPaths.on(device)), ("old", plain)):
         torch._dynamo.reset()
         mixed = MixedOptions(steps=1, choice_weight=0.5, teacher_window=2048, tile_rows=64 if options.smoke else 2048)

@@ -1,1 +1,1 @@
-"""Making models: training recipes, and the conversion of dense models into hybrids."""
+"""Training recipes, and the conversion of dense models into hybrids."""

@@ -1,4 +1,4 @@
-"""What is put into a model's linears from outside while it trains: low-rank changes, and rounding to few bits."""
+"""Modules that replace a model's linears during training: low-rank changes, and quantization-aware linears."""
 
 import torch
 from torch import Tensor, nn
@@ -8,10 +8,10 @@ from sala.quantization_config import MIXER_LINEARS
 
 
 class LowRank(nn.Module):
-    """A frozen linear plus up(down(x)), of which only the two thin matrices learn."""
+    """A frozen linear plus up(down(x)); only the two low-rank matrices are trained."""
 
     def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator, change: Tensor | None = None) -> None:
-        """`change` [out, in] is what was learnt before; its largest `rank` components are taken over."""
+        """Start from the `rank` largest components of `change` [out, in], if given, else from zero."""
         super().__init__()
         self.base = base
         num_out, num_in = base.weight.shape
@@ -23,16 +23,17 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def load_change(self, change: Tensor) -> None:
+        """Start from the largest components of `change` [out, in]."""
         left, sizes, right = torch.linalg.svd(change.double(), full_matrices=False)
         rank = self.down.shape[0]
-        # balanced so that both halves learn at like speeds: down keeps the size it begins with, up holds the rest
+        # `down` keeps its initial norm and `up` holds the rest, so that both train at similar speeds
         length = self.down.norm(dim=1).mean().double()
         self.down.copy_(right[:rank] * length)
         self.up.copy_(left[:, :rank] * sizes[:rank] / length)
 
     @torch.no_grad()
     def load_factors(self, up: Tensor, down: Tensor) -> None:
-        """Begin with a known change up [out, r] @ down [r, in]; components beyond r begin at zero."""
+        """Start from the change up [out, r] @ down [r, in]; components beyond r start at zero."""
         rank = min(down.shape[0], self.down.shape[0])
         sizes = down[:rank].norm(dim=1).clamp(min=1e-12)  # balanced as in `load_change`
         length = self.down.norm(dim=1).mean()
@@ -48,7 +49,7 @@ class LowRank(nn.Module):
 
 
 class RoundedLinear(nn.Linear):
-    """A linear as it will be stored: its weight rounded to codes in groups, the gradient passed straight through."""
+    """A linear that computes with its quantized weight and passes the gradient straight through."""
 
     bits: int
     group_size: int
@@ -60,7 +61,7 @@ class RoundedLinear(nn.Linear):
 
 
 def round_to_codes(weight: Tensor, bits: int, group_size: int) -> Tensor:
-    """The weight after a way through the affine layout: packed and unpacked by the rule of `checkpoint.packing`."""
+    """Return the weight quantized and dequantized by the rule of `checkpoint.packing`."""
     groups = weight.float().unflatten(1, (-1, group_size))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     top = 2**bits - 1
@@ -71,13 +72,13 @@ def round_to_codes(weight: Tensor, bits: int, group_size: int) -> Tensor:
     zero = (edge / scale).round()
     scale = torch.where(zero != 0, edge / zero, scale)
     bias = torch.where(zero != 0, edge, 0.0)
-    codes = ((groups - bias) / scale).round().clamp(0, top)  # before the scale is rounded, as the layout's writer does
+    codes = ((groups - bias) / scale).round().clamp(0, top)  # before the scale is rounded, as in `packing.quantize`
     scale, bias = scale.half().float(), bias.half().float()
     return (codes * scale + bias).flatten(1).to(weight.dtype)
 
 
 def add_low_rank(model: SalaModel, origin: SalaModel, rank: int, seed: int) -> None:
-    """MLPs learn as low-rank changes of the origin's; what they differ by already is taken over."""
+    """Make the MLPs low-rank changes of the origin's MLPs, starting from their current difference."""
     generator = torch.Generator().manual_seed(seed)
     for layer, old in zip(model.model.layers, origin.model.layers, strict=True):
         for name in ("gate_proj", "up_proj", "down_proj"):
@@ -87,7 +88,7 @@ def add_low_rank(model: SalaModel, origin: SalaModel, rank: int, seed: int) -> N
 
 
 def merge_low_rank(model: SalaModel) -> None:
-    """Plain linears again, with the changes added."""
+    """Replace the low-rank modules by plain linears with the changes added."""
     for layer in model.model.layers:
         for name in ("gate_proj", "up_proj", "down_proj"):
             module = getattr(layer.mlp, name)
@@ -100,7 +101,7 @@ def merge_low_rank(model: SalaModel) -> None:
 
 def add_rounding(model: SalaModel, bits: int, group_size: int) -> None:
     for linear in mixer_linears(model):
-        linear.__class__ = RoundedLinear  # the same parameters, computed with differently
+        linear.__class__ = RoundedLinear  # keeps the parameters, changes the forward pass
         linear.bits, linear.group_size = bits, group_size  # type: ignore[assignment]
 
 

@@ -1,4 +1,4 @@
-"""From a model and a recipe to a trained checkpoint: the ways in for commands and scripts."""
+"""Entry points for commands and scripts: run a recipe on a model and write the trained checkpoint."""
 
 import shutil
 import time
@@ -18,7 +18,7 @@ from sala.lab.train.report import write_recipe_report
 def convert(
     source: Path, output: Path, recipe: Path, work: Path, device: str, note: Note, minutes: float | None = None
 ) -> None:
-    """RecipeRun the recipe on a dense source. What is in `work` already is not done again."""
+    """Run the recipe on a dense model; stages that are complete in `work` are skipped."""
     teacher = work / "teacher"
     run = _begin(output, recipe, work, teacher, device, note, minutes)
     if is_main_process():
@@ -37,11 +37,11 @@ def train_model(
     minutes: float | None = None,
     teacher: Path | None = None,
 ) -> None:
-    """RecipeRun the recipe on a checkpoint of ours. A teacher may be another one, or a dense model."""
-    _check_ours(model)
-    is_foreign = teacher is not None and not _is_ours(teacher)
-    run = _begin(output, recipe, work, work / "teacher" if is_foreign else teacher, device, note, minutes)
-    if teacher is not None and is_foreign and is_main_process():
+    """Run the recipe on a MiniCPM-SALA checkpoint. The teacher may be one as well, or a dense model."""
+    _check_sala(model)
+    is_external = teacher is not None and not _is_sala(teacher)
+    run = _begin(output, recipe, work, work / "teacher" if is_external else teacher, device, note, minutes)
+    if teacher is not None and is_external and is_main_process():
         import_dense(teacher, work / "teacher")
     barrier()
     _run(run, model, output)
@@ -56,8 +56,10 @@ def _begin(
     stages = load_recipe(recipe)
     work.mkdir(parents=True, exist_ok=True)
     deadline = None if minutes is None else began + 60 * minutes
-    here = init_process(device)
-    return RecipeRun(stages, recipe.parent, work, teacher, here, note if is_main_process() else _silent, deadline)
+    local_device = init_process(device)
+    return RecipeRun(
+        stages, recipe.parent, work, teacher, local_device, note if is_main_process() else _silent, deadline
+    )
 
 
 def _run(run: RecipeRun, start: Path, output: Path) -> None:
@@ -72,17 +74,17 @@ def _run(run: RecipeRun, start: Path, output: Path) -> None:
     destroy_process()
 
 
-def _check_ours(model: Path) -> None:
+def _check_sala(model: Path) -> None:
     if not (model / "config.json").is_file():
-        raise ModelNotFound(f"{model} holds no config.json", "give a checkpoint's directory")
-    if not _is_ours(model):
-        raise CheckpointError(f"{model} is no checkpoint of ours", "turn it into one first: sala convert")
+        raise ModelNotFound(f"{model} has no config.json", "give a checkpoint's directory")
+    if not _is_sala(model):
+        raise CheckpointError(f"{model} is not a MiniCPM-SALA checkpoint", "convert it first: sala convert")
 
 
-def _is_ours(model: Path) -> bool:
+def _is_sala(model: Path) -> bool:
     config = model / "config.json"
     return config.is_file() and read_json_object(config).get("model_type") == "minicpm_sala"
 
 
 def _silent(stage: str, news: object) -> None:
-    """What the other processes say: nothing."""
+    """Discard the notes of all processes but the main one."""

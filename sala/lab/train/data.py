@@ -1,7 +1,7 @@
-"""Rows of tokens for training, as a pure function of the step: any run can stop and go on with the same rows.
+"""Training rows as a pure function of the step number, so that a resumed run sees the same rows.
 
-Documents become one long line of tokens per source, with an end mark after each, cut into rows. Which row comes
-when is decided by seeded permutations, so nothing but the step's number must be remembered.
+The documents of a source are concatenated into one token stream, with an end token after each, and cut into rows.
+Seeded permutations order the rows, so the step number is the only state.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from sala.lab.train.recipe import Source
 from sala.text.tokenizer import Tokenizer
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_BATCH = 256  # documents tokenised at a time
+_BATCH = 256  # documents tokenized at a time
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """tokens [n], and which of them are learnt and which belong to an answer; where documents end in it.
+    """Tokens [n] with masks of those with a loss and of those in an answer; `lengths` of the documents in it.
 
-    `truth` is how much the text itself counts where a teacher's opinion is learnt too.
+    `truth` is the weight of the text's own tokens against the teacher's distribution.
     """
 
     tokens: Array
@@ -39,18 +39,18 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of one length that are computed at once: one dialogue, text or needle case per row, padded on the right.
+    """Rows of one length that run in one forward pass: a dialogue, text or needle case per row, padded on the right.
 
     tokens           [B, T] int64
-    teacher_weight   [B, T] float32, weight of KL(teacher || student) in the prediction of this token
+    teacher_weight   [B, T] float32, weight of KL(teacher || student) where this token is predicted
     truth_weight     [B, T] float32, weight of this token's cross-entropy
-    answer           [B, T] bool, tokens that an assistant wrote (the end of the turn included)
+    answer           [B, T] bool, tokens of the assistant's turns, their end tokens included
     kinds            of each row: "dialogue", "text" or "needle"
-    is_sparse        whether attention is sparse from `dense_len` on, or dense at every length
+    is_sparse        attention is sparse from `dense_len` on; else dense at every length
 
-    Weights belong to the token that is predicted: position t - 1 carries the loss of token t. The first token of a row
-    and the padding have no weight. The loss of a step is Σ (teacher_weight · KL + truth_weight · cross-entropy) over
-    all its micro-batches, divided by the sum of their `count`.
+    Weights belong to the predicted token: position t - 1 carries the loss of token t. The first token of a row and the
+    padding have no weight. The loss of a step is Σ (teacher_weight · KL + truth_weight · cross-entropy) over all its
+    micro-batches, divided by the sum of their `count`.
     """
 
     tokens: Array
@@ -66,13 +66,13 @@ class MicroBatch:
         return int(np.count_nonzero((self.teacher_weight != 0) | (self.truth_weight != 0)))
 
 
-# The micro-batches of a step, as a pure function of its number. Their shapes are the same in every step.
+# Returns the micro-batches of a step, as a pure function of its number. Every step has the same shapes.
 StepSource = Callable[[int], list[MicroBatch]]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """All tokens of a source after each other; `learn` marks those with a loss, `ends` is where documents end."""
+    """All tokens of a source, concatenated; `learn` marks those with a loss, `ends` are the ends of the documents."""
 
     tokens: Array
     learn: Array
@@ -90,7 +90,7 @@ class TokenStream:
             return cls(arrays["tokens"], arrays["learn"], arrays["ends"])
 
     def row(self, index: int, length: int) -> TrainingRow:
-        """The index-th piece of `length` tokens; what is left at the end of the line is never used."""
+        """Return the index-th piece of `length` tokens; the remainder of the stream is not used."""
         begin = index * length
         piece = slice(begin, begin + length)
         inner = self.ends[np.searchsorted(self.ends, begin, "right") : np.searchsorted(self.ends, begin + length)]
@@ -101,7 +101,7 @@ class TokenStream:
 
 
 def read_documents(source: Source, base: Path) -> Iterator[Any]:
-    """Texts, or lists of messages for a chat source; a bad line is named."""
+    """Yield texts, or lists of messages for a chat source; raise InputError that names a bad line."""
     if source.dataset:
         yield from _from_hub(source)
         return
@@ -124,7 +124,7 @@ def _parse(text: str, path: Path, number: int) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise InputError("data", f"{path}, line {number}, is no JSON object", "each line must be one")
+        raise InputError("data", f"{path}, line {number}, is not a JSON object", "write one object per line")
     return value
 
 
@@ -132,7 +132,7 @@ def _field(record: dict[str, Any], source: Source, where: str) -> Any:
     name = "messages" if source.kind == "chat" else source.field
     value = record.get(name)
     if not isinstance(value, list if source.kind == "chat" else str) or not value:
-        raise InputError("data", f"{where} has no {name}", "name the right field, or mend the line")
+        raise InputError("data", f"{where} has no {name}", "set field, or correct the line")
     return value
 
 
@@ -149,7 +149,7 @@ def _from_hub(source: Source) -> Iterator[Any]:
 def tokenize(
     source: Source, tokenizer: Tokenizer, eos: int, base: Path, note: Callable[[str, int], None]
 ) -> TokenStream:
-    """A source as one line of tokens. `note` hears how many documents are done."""
+    """Return a source as a token stream; `note` is called with the number of documents done."""
     pieces: list[Array] = []
     learn: list[Array] = []
     pending: list[str] = []
@@ -175,44 +175,49 @@ def tokenize(
             note(source.path or source.dataset, number)
     flush()
     if not pieces:
-        raise InputError("data", f"{source.path or source.dataset} holds no documents")
+        raise InputError("data", f"{source.path or source.dataset} has no documents", "give a source with text")
     ends = np.cumsum([len(piece) for piece in pieces])
     return TokenStream(np.concatenate(pieces), np.concatenate(learn), ends)
 
 
 def encode_dialogue(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Ids of a conversation and which of them the assistant wrote, the end of each of its turns included."""
+    """Return the ids of a conversation and the mask of the assistant's turns, their end tokens included.
+
+    Raise InputError if the assistant says nothing, or if the chat template drops parts of earlier turns.
+    """
     conversations = tokenizer.encode_answers(messages)
     if not conversations or not any(conversations[0][1]):
-        raise InputError("data", "holds a conversation without an answer of the assistant", "every one needs one")
+        raise InputError("data", "has a conversation without an assistant message", "add an answer to each")
     if len(conversations) > 1:
-        raise InputError("data", "holds a conversation that the chat template rewrites", "split it into several")
+        raise InputError("data", "has a conversation that the chat template rewrites", "split it into several")
     return conversations[0]
 
 
 def load_stream(
     source: Source, tokenizer: Tokenizer, eos: int, base: Path, cache: Path, note: Callable[[str, int], None]
 ) -> TokenStream:
-    """The tokenised source, from the cache where an earlier run left it."""
+    """Return the tokenized source, from `cache` if an earlier run wrote it there."""
     stamp = (base / source.path).stat() if source.path and (base / source.path).is_file() else None
     key = repr((source, eos, tokenizer.fingerprint, stamp and (stamp.st_size, stamp.st_mtime_ns)))
     file = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.npz"
     if file.is_file():
         return TokenStream.load(file)
-    line = tokenize(source, tokenizer, eos, base, note)
+    stream = tokenize(source, tokenizer, eos, base, note)
     cache.mkdir(parents=True, exist_ok=True)
-    line.save(file)
-    return line
+    stream.save(file)
+    return stream
 
 
 class StreamRows:
-    """Rows of one line, each once per epoch, in an order that differs every time."""
+    """Rows of one token stream, each once per epoch, in an order that differs between epochs."""
 
-    def __init__(self, line: TokenStream, length: int, seed: int, truth: float = 0.0) -> None:
-        self.line, self.length, self.seed, self.truth = line, length, seed, truth
-        self.count = len(line.tokens) // length
+    def __init__(self, stream: TokenStream, length: int, seed: int, truth: float = 0.0) -> None:
+        self.stream, self.length, self.seed, self.truth = stream, length, seed, truth
+        self.count = len(stream.tokens) // length
         if not self.count:
-            raise InputError("data", f"{len(line.tokens):,} tokens make no row of {length:,}", "lower seq_len")
+            raise InputError(
+                "data", f"has {len(stream.tokens):,} tokens, fewer than a row's {length:,}", "lower seq_len"
+            )
         self._epoch, self._order = -1, np.arange(0)
 
     def __call__(self, index: int) -> TrainingRow:
@@ -220,39 +225,41 @@ class StreamRows:
         if epoch != self._epoch:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
             self._epoch = epoch
-        return replace(self.line.row(int(self._order[place]), self.length), truth=self.truth)
+        return replace(self.stream.row(int(self._order[place]), self.length), truth=self.truth)
 
 
 class Mixture:
-    """Rows from several sources in given shares; row number i is the same whoever asks, and whenever."""
+    """Rows from several sources in given shares; row i depends on the seed only."""
 
     def __init__(self, makers: Sequence[Callable[[int], TrainingRow]], weights: Sequence[float], seed: int) -> None:
         self.makers, self.seed = list(makers), seed
         self.shares = np.cumsum(np.asarray(weights, np.float64)) / np.sum(weights)
-        self._drawn = [0] * len(self.makers)
+        self._taken = [0] * len(self.makers)
         self._next = 0
 
     def seek(self, number: int) -> None:
-        """Go to row `number`: how many rows each source has given before follows from the seed alone."""
+        """Continue at row `number`, after counting the rows that each source has contributed before it."""
         if number < self._next:
-            self._drawn, self._next = [0] * len(self.makers), 0
+            self._taken, self._next = [0] * len(self.makers), 0
         for at in range(self._next, number):
-            self._drawn[self._source(at)] += 1
+            self._taken[self._source(at)] += 1
         self._next = max(self._next, number)
 
     def _source(self, number: int) -> int:
-        spread = (number * 0.6180339887498949 + self.seed * 0.324717957) % 1.0  # even shares in every short stretch
+        spread = (
+            number * 0.6180339887498949 + self.seed * 0.324717957
+        ) % 1.0  # low-discrepancy: even shares in short runs
         return min(int(np.searchsorted(self.shares, spread, "right")), len(self.makers) - 1)
 
     def rows(self, first: int, count: int, rank: int = 0, world: int = 1) -> list[TrainingRow]:
-        """Rows first … first + count - 1, of which this process takes its part."""
+        """Return the share of this process in the rows first … first + count - 1."""
         self.seek(first)
         out = []
         share = count // world
         for at in range(first, first + count):
             source = self._source(at)
             if rank * share <= at - first < (rank + 1) * share:
-                out.append(self.makers[source](self._drawn[source]))
-            self._drawn[source] += 1
+                out.append(self.makers[source](self._taken[source]))
+            self._taken[source] += 1
         self._next = first + count
         return out

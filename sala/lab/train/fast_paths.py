@@ -15,33 +15,33 @@ from sala.lab.train.losses import LossWeights, head_loss
 
 @dataclass(frozen=True, slots=True)
 class FastPaths:
-    """Switches of what is faster than the plain formulas; with all of them off nothing but PyTorch's own is used."""
+    """Switches for the fast paths; with all of them off only PyTorch's own operations run, in eager mode."""
 
     has_scan: bool = False  # the Triton kernel for lightning layers
-    has_narrow_head: bool = False  # head and loss with products in bf16
+    has_bf16_head: bool = False  # matrix products of head and loss in bf16
     is_compiled: bool = False
 
     @property
     def is_plain(self) -> bool:
-        return not (self.has_scan or self.has_narrow_head)
+        return not (self.has_scan or self.has_bf16_head)
 
     @classmethod
     def on(cls, device: torch.device) -> "FastPaths":
-        """Return the paths that give the right numbers on this device."""
+        """Return the paths whose results are correct on this device."""
         if device.type != "cuda":
             return cls()
-        return cls(_is_right(check_scan, device), _is_right(check_head, device), True)
+        return cls(_is_accurate(check_scan, device), _is_accurate(check_head, device), True)
 
 
 def set_scan(student: SalaModel, is_fast: bool) -> None:
-    """Let the lightning layers compute whole sequences with the training kernel, or with the formula."""
+    """Make the lightning layers use the training kernel for whole sequences, or the plain formula."""
     for layer in student.model.layers:
         if isinstance(layer.self_attn, LightningMixer):
             layer.self_attn.scan = fast_scan if is_fast else None
 
 
 def fast_scan(q: Tensor, k: Tensor, v: Tensor, lengths: Any, slopes: Tensor, scale: float) -> Tensor:
-    """As `lightning_whole`, in bf16 with fp32 states; sequences must have one length."""
+    """Compute `lightning_whole` in bf16 with fp32 states; sequences of different lengths use the plain formula."""
     from sala.backends.torch.kernels.lightning_scan import lightning_scan
 
     if len(set(lengths)) > 1:
@@ -51,14 +51,16 @@ def fast_scan(q: Tensor, k: Tensor, v: Tensor, lengths: Any, slopes: Tensor, sca
 
 
 def compile_layers(student: SalaModel, teacher: SalaModel) -> None:
-    decay_slopes(student.config.lightning_nh, student.lm_head.weight.device)  # constants to the compiler
+    decay_slopes(
+        student.config.lightning_nh, student.lm_head.weight.device
+    )  # cached before compilation, they are constants
     for layer in [*student.model.layers, *teacher.model.layers]:
         layer.compile(dynamic=False)
 
 
 @contextmanager
 def uncompiled_sparse_layers(student: SalaModel) -> Iterator[None]:
-    """Sparse attention is compiled by itself: inside a compiled layer its gradients were once not numbers."""
+    """Run sparse layers uncompiled: inside a compiled layer the gradients of sparse attention became NaN."""
     layers: list[Any] = [layer for layer in student.model.layers if isinstance(layer.self_attn, SparseMixer)]
     kept = [layer._compiled_call_impl for layer in layers]
     for layer in layers:
@@ -70,19 +72,19 @@ def uncompiled_sparse_layers(student: SalaModel) -> Iterator[None]:
             layer._compiled_call_impl = compiled
 
 
-def _is_right(check: Callable[[torch.device], float], device: torch.device) -> bool:
-    """Whether a fast path runs and is within bf16's rounding of the plain one."""
+def _is_accurate(check: Callable[[torch.device], float], device: torch.device) -> bool:
+    """Return whether a fast path runs and differs from the plain one by bf16 rounding only."""
     try:
         error = check(device)
     except Exception as problem:
-        print(f"{check.__name__} failed, the plain path is used: {problem!r}"[:500])
+        print(f"{check.__name__} failed, using the plain path: {problem!r}"[:500])
         return False
     print(f"{check.__name__}: relative error {error:.2e}")
     return error < 2e-2
 
 
 def check_scan(device: torch.device) -> float:
-    """The largest relative error of the scan kernel's output and gradients against the formula in fp64."""
+    """Return the largest relative error of the scan kernel's output and gradients against the formula in fp64."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2 * 300, 9, 64, generator=generator).to(device, torch.bfloat16) for _ in range(4)]
     slopes = decay_slopes(9, device)
@@ -96,7 +98,7 @@ def check_scan(device: torch.device) -> float:
 
 
 def check_head(device: torch.device) -> float:
-    """The relative error of loss and gradient with products in bf16 against fp32."""
+    """Return the relative error of loss and gradient with products in bf16 against fp32."""
     generator = torch.Generator().manual_seed(0)
     hidden, wanted, head = (
         torch.randn(n, 64, generator=generator).to(device, torch.bfloat16) for n in (256, 256, 1024)

@@ -1,8 +1,8 @@
-"""Latent weights: fp32 values that an optimizer moves, while the model computes with what will be stored of them.
+"""Latent weights: fp32 values that the optimizer updates, while the model computes with their quantized form.
 
-Parameters of one shape that are stored alike lie in one tensor, a *stack*, so that rounding, clipping, the update and
-the running mean take a few kernels per step however many matrices there are. The model's parameters and their
-gradients are views of these stacks: nothing is copied.
+Parameters with the same shape and storage lie in one tensor, a *stack*, so that rounding, clipping, the update and the
+running mean take a few kernels per step, independently of the number of matrices. The model's parameters and gradients
+are views of these stacks: nothing is copied.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +24,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How a parameter will be stored: in `bits` (0: as it is) and groups, as the difference from `base` if given."""
+    """How a parameter is stored: in `bits` (0: unquantized) and groups, as the difference from `base` if given."""
 
     bits: int = 0
     group_size: int = 64
@@ -33,7 +33,7 @@ class Storage:
 
 @dataclass(slots=True)
 class Stack:
-    """N parameters of one shape: `latent` is learnt, `work` is computed with, `mean` is `latent`'s running mean."""
+    """N parameters of one shape: `latent` is trained, the model uses `work`, `mean` is the running mean of `latent`."""
 
     names: tuple[str, ...]
     latent: nn.Parameter
@@ -44,7 +44,7 @@ class Stack:
     group_size: int
 
     def store(self, values: Tensor) -> None:
-        """Let the model compute with `values` as they will be stored."""
+        """Make the model compute with the stored form of `values`."""
         if self.bits:
             _rounding(values.device.type)(self.work, values, self.base, self.bits, self.group_size)
         else:
@@ -52,17 +52,17 @@ class Stack:
 
 
 class Latents:
-    """The learning parameters of a model, their optimizer and their running mean.
+    """The trained parameters of a model, their optimizer and their running mean.
 
-    `storage` says for some names how they will be stored; the others are stored as they are. After construction the
-    parameters of `model` are views of the stacks, and hold what will be stored.
+    `storage` maps names to their storage; other parameters are not quantized. After construction the parameters of
+    `model` are views of the stacks and hold the stored form.
     """
 
     def __init__(self, model: nn.Module, storage: Mapping[str, Storage], betas: tuple[float, float]) -> None:
-        learning = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.stacks = [
-            _stack(learning, names, [storage.get(name, Storage()) for name in names])
-            for names in _alike(learning, storage)
+            _stack(trained, names, [storage.get(name, Storage()) for name in names])
+            for names in _group_by_storage(trained, storage)
         ]
         self.optimizer = torch.optim.AdamW(
             [stack.latent for stack in self.stacks],
@@ -74,15 +74,15 @@ class Latents:
 
     @torch.no_grad()
     def use_latent(self) -> None:
-        """Let the model compute with the current weights."""
+        """Make the model compute with the current weights."""
         for stack in self.stacks:
             stack.store(stack.latent)
 
     @torch.no_grad()
     def use_mean(self, is_rounded: bool = True) -> None:
-        """Let the model compute with the running mean, to measure it or, not rounded, to pack it.
+        """Make the model compute with the running mean, to measure it or, not rounded, to pack it.
 
-        `use_latent` goes back.
+        `use_latent` reverts this.
         """
         for stack in self.stacks:
             if is_rounded:
@@ -92,9 +92,9 @@ class Latents:
 
     @torch.no_grad()
     def update(self, rate: float, clip: float, decay: float) -> Tensor:
-        """Take one step of `rate` against the gradients, and return their norm before clipping.
+        """Take one optimizer step of `rate`, and return the norm of the gradients before clipping.
 
-        Where the norm is not finite nothing is learnt: the gradients are taken as zero.
+        If the norm is not finite, the gradients are replaced by zeros.
         """
         grads = [stack.latent.grad for stack in self.stacks]
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
@@ -115,7 +115,7 @@ class Latents:
         return norm
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that a run must remember, by name."""
+        """Return the state to save, by name."""
         out: dict[str, Tensor] = {}
         for index, stack in enumerate(self.stacks):
             state = self.optimizer.state.get(stack.latent, {})
@@ -125,7 +125,7 @@ class Latents:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Take over what `tensors` returned, of a run that had done `step` updates."""
+        """Restore what `tensors` returned after `step` updates."""
         for index, stack in enumerate(self.stacks):
             stack.latent.copy_(tensors[f"{index}.latent"])
             stack.mean.copy_(tensors[f"{index}.mean"])
@@ -138,7 +138,7 @@ class Latents:
 
 
 def save_latents(file: Path, latents: Latents, facts: Mapping[str, str]) -> None:
-    """Write the state beside the old one, then replace it: a kill in between leaves one of the two."""
+    """Replace the saved state atomically."""
     tensors = latents.tensors()
     draft = file.with_name(f".{file.name}.part")
     draft.unlink(missing_ok=True)
@@ -148,7 +148,7 @@ def save_latents(file: Path, latents: Latents, facts: Mapping[str, str]) -> None
 
 
 def load_latents(file: Path, latents: Latents) -> dict[str, str]:
-    """Read a state into `latents` and return the facts that were saved with it, `step` among them."""
+    """Load a saved state into `latents`, and return the facts saved with it, including `step`."""
     facts, infos = read_file_header(file)
     tensors = {name: tensor_of(raw) for name, raw in read_tensors(file, infos).items()}
     latents.load(tensors, int(facts["step"]))
@@ -156,34 +156,34 @@ def load_latents(file: Path, latents: Latents) -> dict[str, str]:
 
 
 def mean_decay(decay: float, step: int) -> float:
-    """The running mean's decay at a step: less at first, so that it forgets where the run began."""
+    """Return the decay of the running mean at a step: lower at first, so that it forgets the initial weights."""
     return min(decay, (1 + step) / (10 + step))
 
 
-def _alike(learning: Mapping[str, Tensor], storage: Mapping[str, Storage]) -> Iterable[tuple[str, ...]]:
-    """Names in groups of one shape, stored alike."""
+def _group_by_storage(trained: Mapping[str, Tensor], storage: Mapping[str, Storage]) -> Iterable[tuple[str, ...]]:
+    """Return groups of names with the same shape and storage."""
     groups: dict[Any, list[str]] = {}
-    for name, value in learning.items():
+    for name, value in trained.items():
         how = storage.get(name, Storage())
         key = (tuple(value.shape), how.bits, how.group_size, how.base is not None)
         groups.setdefault(key, []).append(name)
     return [tuple(names) for names in groups.values()]
 
 
-def _stack(learning: Mapping[str, Any], names: tuple[str, ...], storage: list[Storage]) -> Stack:
-    latent = nn.Parameter(torch.stack([learning[name].detach().float() for name in names]))
+def _stack(trained: Mapping[str, Any], names: tuple[str, ...], storage: list[Storage]) -> Stack:
+    latent = nn.Parameter(torch.stack([trained[name].detach().float() for name in names]))
     latent.grad = torch.zeros_like(latent)
     how = storage[0]
     base = None if how.base is None else torch.stack([s.base.to(latent) for s in storage if s.base is not None])
     work = torch.empty_like(latent.data)
     for index, name in enumerate(names):
-        learning[name].data = work[index]
-        learning[name].grad = latent.grad[index]
+        trained[name].data = work[index]
+        trained[name].grad = latent.grad[index]
     return Stack(names, latent, work, latent.detach().clone(), base, how.bits, how.group_size)
 
 
 def _round_into(work: Tensor, values: Tensor, base: Tensor | None, bits: int, group_size: int) -> None:
-    """work, values, base [N, out, in]: work becomes base + rounded(values - base)."""
+    """Set work to base + rounded(values - base); all are [N, out, in]."""
     flat = values if base is None else values - base
     rounded = round_to_codes(flat.flatten(0, 1), bits, group_size).view_as(values)
     work.copy_(rounded if base is None else base + rounded)

@@ -1,7 +1,7 @@
-"""The training loop: rows in, updates out; it can be killed at any moment and goes on as if it had not been.
+"""The training loop. A run that was killed resumes with identical results.
 
-Accelerate spreads it over devices and nodes (plain, or sharded with FSDP). What a run has learnt and its optimizer's
-memory are written as safetensors, and only while losses and gradients are numbers.
+Accelerate distributes it over devices and nodes (data-parallel, or sharded with FSDP). Weights and optimizer state are
+saved as safetensors, and only while losses and gradients are finite.
 """
 
 import json
@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,16 @@ LOG_EVERY = 10
 
 
 class Diverged(SalaError):
-    """A loss that is no number: the run stops, its last good state stays."""
+    """Raised for a loss or gradient that is not finite; the last good state is kept."""
 
 
 class OutOfTime(SalaError):
-    """The time given is over; what was reached is saved."""
+    """Raised when the deadline is reached; the state is saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that learn at `scale` times the stage's rate."""
+    """Parameters that train at `scale` times the stage's learning rate."""
 
     names: tuple[str, ...]
     scale: float
@@ -61,10 +62,13 @@ def train(
     deadline: float | None = None,
     dtype: str = "bfloat16",
 ) -> list[dict[str, float]]:
-    """Train the objective for the stage's steps → its log. `directory` holds the state and `metrics.jsonl`."""
+    """Train the objective for the stage's steps, and return the log.
+
+    `directory` holds the state and `metrics.jsonl`. Raise Diverged or OutOfTime as they say.
+    """
     accelerator = _accelerator(dtype, next(objective.parameters()).device, objective.units)
     if stage.batch_rows % accelerator.num_processes:
-        raise InputError("batch_rows", f"is {stage.batch_rows}", f"{accelerator.num_processes} processes must share it")
+        raise InputError("batch_rows", f"is {stage.batch_rows}", f"use a multiple of {accelerator.num_processes}")
     directory.mkdir(parents=True, exist_ok=True)
     named = dict(objective.named_parameters())
     rates = [group.scale for group in groups]
@@ -99,7 +103,7 @@ def train(
             save_state(directory, step + 1, wrapped, optimizer, accelerator)
             last_save = step + 1
         if is_late and not is_last:
-            raise OutOfTime(f"time is over after step {step + 1} of {stage.num_steps}", "run it again to go on")
+            raise OutOfTime(f"out of time after step {step + 1} of {stage.num_steps}", "run it again to resume")
     accelerator.unwrap_model(wrapped)
     return log.entries
 
@@ -112,7 +116,7 @@ def _accelerator(dtype: str, device: torch.device, units: Sequence[str]) -> Any:
     is_mixed = dtype == "bfloat16" and device.type == "cuda"
     accelerator = Accelerator(mixed_precision="bf16" if is_mixed else "no", cpu=device.type == "cpu")
     sharding = getattr(accelerator.state, "fsdp_plugin", None)
-    if sharding is not None:  # it is one for all stages, and remembers the units of the last
+    if sharding is not None:  # the plugin is shared by all stages and keeps the units of the previous one
         sharding.transformer_cls_names_to_wrap = list(units)
     return accelerator
 
@@ -125,13 +129,13 @@ def _update(
     parts: list[dict[str, Tensor]],
     stage: Learning,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step over the global batch → the terms' sums, their counts, the gradient's norm."""
+    """Take one step over the global batch, and return the sums of the terms, their counts and the gradient norm."""
     device, world = accelerator.device, accelerator.num_processes
     totals = torch.tensor([counts(objective, part) for part in parts], dtype=torch.float64).sum(0).to(device)
     totals = accelerator.reduce(totals.float(), "sum")
     extra = [getattr(stage, name, 0.0) for name in ("answer_weight", "choice_weight")]
     weights = torch.tensor([1.0, *extra][: len(totals)], device=device)
-    scales = weights / totals.clamp(min=1) * world  # processes average their gradients; we want the sum
+    scales = weights / totals.clamp(min=1) * world  # data parallelism averages the gradients; this restores the sum
     sums = torch.zeros_like(totals)
     for index, part in enumerate(parts):
         wrapped.train()
@@ -148,8 +152,6 @@ def _update(
 
 
 def _no_sync_unless(accelerator: Any, wrapped: Any, is_last: bool) -> Any:
-    from contextlib import nullcontext
-
     return nullcontext() if is_last else accelerator.no_sync(wrapped)
 
 
@@ -164,13 +166,13 @@ def _check_finite(values: Mapping[str, float], step: int, last_save: int, direct
     if bad:
         kept = f"the state of step {last_save} is kept" if last_save else "nothing was saved yet"
         raise Diverged(
-            f"{bad[0]} is no number at step {step + 1}; {kept}",
-            f"lower its rate (lr), remove {directory}, and run it again",
+            f"{bad[0]} is not finite at step {step + 1}; {kept}",
+            f"lower lr, remove {directory}, and run it again",
         )
 
 
 class _StepRows(Dataset[list[list[TrainingRow]]]):
-    """The rows of each step, in the parts that are computed at once."""
+    """The rows of each step, split into micro-batches."""
 
     def __init__(self, stage: Learning, mixture: Mixture, rank: int, world: int) -> None:
         self.stage, self.mixture, self.rank, self.world = stage, mixture, rank, world
@@ -183,21 +185,27 @@ class _StepRows(Dataset[list[list[TrainingRow]]]):
 
 
 def _prefetch(steps: _StepRows, first: int, device: torch.device) -> Iterator[list[list[TrainingRow]]]:
-    """Beside a GPU other processes prepare the rows of coming steps, so that it never waits for them."""
+    """Prepare the rows of the next steps in worker processes if training runs on a GPU."""
     num_workers = min(8, (os.cpu_count() or 1) // 2) if device.type == "cuda" else 0
+    return prefetch(steps, range(first, steps.stage.num_steps), num_workers)
+
+
+def prefetch(steps: Dataset[Any], numbers: range, num_workers: int, **more: Any) -> Iterator[Any]:
+    """Return an iterator over the given steps that `num_workers` processes prepare ahead."""
     return iter(
         DataLoader(
             steps,
             batch_size=None,
-            sampler=range(first, steps.stage.num_steps),
+            sampler=numbers,
             collate_fn=_identity,
             num_workers=num_workers,
             multiprocessing_context="fork" if num_workers else None,
+            **more,
         )
     )
 
 
-def _identity(rows: list[list[TrainingRow]]) -> list[list[TrainingRow]]:
+def _identity(rows: Any) -> Any:
     return rows
 
 
@@ -215,13 +223,13 @@ def collate(rows: Sequence[TrainingRow], packing: str) -> dict[str, Tensor]:
 
 
 class _Log:
-    """`metrics.jsonl`, cut back to where the saved state is when a run goes on."""
+    """`metrics.jsonl`, truncated to the step of the saved state when a run is resumed."""
 
     def __init__(self, file: Path, first: int, is_writer: bool) -> None:
         self.file, self.is_writer = file, is_writer
         self.entries: list[dict[str, float]] = []
         if is_writer and file.is_file():
-            lines = file.read_text().split("\n")[:-1]  # what a kill left of a line has no end
+            lines = file.read_text().split("\n")[:-1]  # a killed run may leave an incomplete last line
             self.entries = [entry for entry in map(json.loads, lines) if entry["step"] <= first]
         if is_writer:
             file.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries))

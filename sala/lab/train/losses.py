@@ -1,8 +1,8 @@
-"""Compute losses over a large vocabulary: the head and the loss together, one tile of rows at a time.
+"""Losses over a large vocabulary, with the head and the loss computed together for one tile of rows at a time.
 
-The logits of a whole batch would fill the memory several times over. Here a tile of rows gets its logits, its loss and
-its gradient at once, and only gradients of the hidden states (and of the head, if it learns) are kept. With hidden
-states and head in bf16 the matrix products run in bf16 and accumulate in fp32; softmax and loss are always in fp32.
+The logits of a whole batch would not fit into memory. Each tile computes its logits, loss and gradient at once, and
+keeps the gradients of the hidden states (and of the head, if it is trained) only. With hidden states and head in bf16
+the matrix products run in bf16 and accumulate in fp32; softmax and loss are always in fp32.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ TILE_ROWS = {"cuda": 8192, "cpu": 512}
 
 
 class LossWeights(NamedTuple):
-    """Weights of each row [T]: of the main loss, of the answer's, and the label's share in the main loss."""
+    """Per-row weights [T] of the main loss and of the answer loss, and the share of the label in the main loss."""
 
     main: Tensor
     answer: Tensor
@@ -34,12 +34,12 @@ def head_loss(
     teacher: tuple[Tensor, Tensor] | None = None,
     tile_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """hidden [T, h], head [V, h], labels [T] → the weighted loss, and without gradient two unweighted sums [2].
+    """Return the weighted loss of hidden [T, h], head [V, h], labels [T], and two unweighted sums [2] without gradient.
 
-    The main loss is the cross-entropy of the label, or with `teacher` (its hidden states, its head) the divergence
-    KL(teacher || student), into which the label's cross-entropy is mixed by its share; the answer's is always the
-    cross-entropy. The sums, of the divergence and of the answers, are over the rows that have a weight. On a GPU the
-    loss of a tile is compiled: a number of rows that is a multiple of `tile_rows` is compiled once.
+    The main loss is the cross-entropy of the label or, with `teacher` (its hidden states, its head), the divergence
+    KL(teacher || student) mixed with the label's cross-entropy by its share; the answer loss is always the
+    cross-entropy. The sums, of the divergence and of the answers, cover the rows with a weight. On a GPU the loss of a
+    tile is compiled, once if the number of rows is a multiple of `tile_rows`.
     """
     tile_rows = tile_rows or TILE_ROWS.get(hidden.device.type, TILE_ROWS["cpu"])
     return _HeadLoss.apply(hidden, head, labels, weights, teacher, tile_rows)
@@ -50,9 +50,8 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: LossWeights, teacher: Any, tile_rows: int
     ) -> Any:
-        learns_head = head.requires_grad
         grad_hidden = torch.empty_like(hidden)
-        grad_head = torch.zeros_like(head) if learns_head else None
+        grad_head = torch.zeros_like(head) if head.requires_grad else None
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss, sums = hidden.new_zeros((), dtype=wide), hidden.new_zeros(2, dtype=wide)
         compute = _tile_function(hidden.device.type)
@@ -77,7 +76,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, head: Tensor) -> Tensor:
-    """hidden [n, h], head [V, h] → [n, V] in at least fp32."""
+    """Return the logits [n, V] of hidden [n, h] and head [V, h] in at least fp32."""
     if hidden.dtype == torch.bfloat16 and hidden.is_cuda:
         return torch.mm(hidden, head.T, out_dtype=torch.float32)
     logits = hidden @ head.T
@@ -85,7 +84,7 @@ def _logits(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 def _tile(logits: Tensor, labels: Tensor, weights: LossWeights, wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return loss, unweighted sums and the gradient of one tile's logits [n, V]."""
+    """Return the loss, the unweighted sums and the gradient of a tile of logits [n, V]."""
     main, answer, truth = weights
     share = torch.zeros_like(main) if truth is None else truth.to(main.dtype)
     logp = logits.log_softmax(-1)

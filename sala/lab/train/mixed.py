@@ -1,9 +1,9 @@
-"""Training on one mixture to the last step: every update sees rows of several lengths and kinds.
+"""Distillation on a single mixture: every update sees rows of several lengths and kinds.
 
-A step's micro-batches have fixed shapes, so each shape is compiled once. The student computes with what will be stored
-of its weights (`latent.py`), learns a teacher's distribution and the text's own tokens by per-token weights, and its
-running mean is what a run delivers. A run is bounded by steps or by minutes, can stop at a deadline, and goes on from
-the saved state.
+The micro-batches of a step have fixed shapes, so each shape is compiled once. The student computes with its quantized
+weights (`latent.py`) and is trained on a teacher's distribution and on the text's own tokens by per-token weights. The
+result of a run is the running mean of the weights. A run is bounded by steps or by time, can stop at a deadline, and
+resumes from the saved state.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from sala.backends.torch.batch import whole
 from sala.backends.torch.fast.dispatch import select_ops
@@ -28,31 +28,31 @@ from sala.lab.train.block_selection_loss import BlockSelectionLoss, count_querie
 from sala.lab.train.data import MicroBatch, StepSource
 from sala.lab.train.fast_paths import FastPaths, compile_layers, set_scan, uncompiled_sparse_layers
 from sala.lab.train.latent import Latents, load_latents, mean_decay, save_latents
-from sala.lab.train.loop import Diverged
+from sala.lab.train.loop import Diverged, prefetch
 from sala.lab.train.losses import LossWeights, head_loss
 from sala.lab.train.recipe import MixStage
 
 STATE = "state.safetensors"
-MAX_SKIPPED = 3  # looks in a row at a gradient that is not finite
+MAX_SKIPPED = 3  # consecutive log entries with a non-finite gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedOptions:
-    """A run lasts `steps` updates or, if they are 0, `seconds`, those before a resumption included."""
+    """A run lasts `steps` updates or, if that is 0, `seconds` including the time before it was resumed."""
 
     steps: int = 0
     seconds: float = 0.0
     lr: float = 5e-4
     final_lr: float = 1e-4
     warmup_steps: int = 50
-    decay_share: float = 0.35  # of the run: the rate falls linearly to final_lr
+    decay_share: float = 0.35  # last share of the run, in which the rate falls linearly to final_lr
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     mean_decay: float = 0.998
     choice_weight: float = 0.5
     teacher_window: int = 2048
     tile_rows: int = 2048
-    cache_bytes: int = 0  # device memory for the teacher's hidden states of rows that come again
+    cache_bytes: int = 0  # device memory for the teacher's hidden states of repeated rows
     log_every: int = 20
     probe_every: int = 300
 
@@ -76,7 +76,7 @@ class MixedOptions:
         )
 
     def rate(self, step: int, done: float) -> float:
-        """The learning rate of update number `step`, when the share `done` of the run is over."""
+        """Return the learning rate of update `step`, after the share `done` of the run."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
         fall = (done - (1 - self.decay_share)) / self.decay_share if self.decay_share else 0.0
@@ -86,7 +86,7 @@ class MixedOptions:
 class PreparedBatch(NamedTuple):
     """A micro-batch as the objective takes it; `at` are the positions [P] whose next token has a loss.
 
-    P is a multiple of the loss's tile; the surplus has no weight.
+    P is padded to a multiple of the loss's tile; the padding has no weight.
     """
 
     tokens: Tensor  # [B, n]
@@ -94,8 +94,8 @@ class PreparedBatch(NamedTuple):
     labels: Tensor  # [P]
     teacher_weight: Tensor  # [P]
     truth_weight: Tensor  # [P]
-    is_answer: Tensor  # [B, n]: is the token after this one part of an answer?
-    keys: tuple[int, ...]  # one per row, the same whenever the row comes again; 0 if it never does
+    is_answer: Tensor  # [B, n]: whether the next token is part of an answer
+    keys: tuple[int, ...]  # a hash of each row for the teacher cache; 0 for rows that never repeat
     name: str  # kinds and length, for the log
     num_tokens: int
     num_teacher: int
@@ -107,7 +107,7 @@ class PreparedBatch(NamedTuple):
 
 
 def prepare(batch: MicroBatch, tile_rows: int) -> PreparedBatch:
-    """Find the positions with a loss."""
+    """Return the micro-batch with the positions that have a loss, padded to a multiple of `tile_rows`."""
     has_loss = (batch.teacher_weight != 0) | (batch.truth_weight != 0)
     has_loss[:, 0] = False
     target = np.flatnonzero(has_loss)
@@ -142,7 +142,7 @@ def _key(row: Any) -> int:
 
 
 class MixedDistil:
-    """Σ (teacher_weight · KL(teacher || student) + truth_weight · cross-entropy), and the choice of blocks."""
+    """Σ (teacher_weight · KL(teacher || student) + truth_weight · cross-entropy), plus the block-selection loss."""
 
     def __init__(self, student: SalaModel, teacher: SalaModel, options: MixedOptions, fast: FastPaths) -> None:
         self.student, self.teacher, self.options = student, teacher, options
@@ -154,31 +154,26 @@ class MixedDistil:
 
     def _set_paths(self, fast: FastPaths) -> None:
         self.fast = fast
-        dtype = torch.bfloat16 if fast.has_narrow_head else torch.float32
+        dtype = torch.bfloat16 if fast.has_bf16_head else torch.float32
         self.head, self.teacher_head = self.student.lm_head.weight.to(dtype), self.teacher.lm_head.weight.to(dtype)
         self.cache = TeacherCache(self.options.cache_bytes)
         set_scan(self.student, fast.has_scan)
 
     def use_plain_paths(self) -> None:
-        """Go on with PyTorch's own operations alone."""
-        self._set_paths(replace(self.fast, has_scan=False, has_narrow_head=False))
+        """Continue without the custom kernels."""
+        self._set_paths(replace(self.fast, has_scan=False, has_bf16_head=False))
 
     def __call__(self, part: PreparedBatch, total: int) -> tuple[Tensor, Tensor]:
-        """Return the loss as a share of a step of `total` tokens, and the sums of KL, cross-entropy and choice [3]."""
+        """Return the loss divided by the step's `total` tokens, and the sums of KL, cross-entropy and selection [3]."""
         is_sparse = self._is_sparse(part.tokens.shape[1])
-        has_selection_loss = is_sparse and self.selection_loss is not None
+        selection_loss = self.selection_loss if is_sparse else None
         with self._precision(), uncompiled_sparse_layers(self.student) if is_sparse else nullcontext():
             with torch.no_grad():
                 wanted = self._teacher_hidden(part).index_select(0, part.at)
-            if has_selection_loss:
-                assert self.selection_loss is not None
-                self.selection_loss.begin(part.tokens, part.is_answer)
+            if selection_loss is not None:
+                selection_loss.begin(part.tokens, part.is_answer)
             hidden = self.student(whole(part.tokens, ops=select_ops())) / self.student.config.logit_divisor
-            choice = (
-                self.selection_loss.end()
-                if has_selection_loss and self.selection_loss is not None
-                else hidden.new_zeros(())
-            )
+            selection = hidden.new_zeros(()) if selection_loss is None else selection_loss.end()
         with torch.autocast(self.device.type, enabled=False):
             weights = LossWeights(part.teacher_weight / total, part.truth_weight / total)
             loss, sums = head_loss(
@@ -189,9 +184,9 @@ class MixedDistil:
                 (wanted, self.teacher_head),
                 self.options.tile_rows,
             )
-        if has_selection_loss:
-            loss = loss + choice * (self.options.choice_weight / count_queries(*part.tokens.shape))
-        return loss, torch.cat((sums, choice.detach()[None].float()))
+        if selection_loss is not None:
+            loss = loss + selection * (self.options.choice_weight / count_queries(*part.tokens.shape))
+        return loss, torch.cat((sums, selection.detach()[None].float()))
 
     def _is_sparse(self, length: int) -> bool:
         mixers = [layer.self_attn for layer in self.student.model.layers]
@@ -201,7 +196,7 @@ class MixedDistil:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     def _teacher_hidden(self, part: PreparedBatch) -> Tensor:
-        """Return the teacher's last hidden states [B * n, h]; what it read before comes from the cache."""
+        """Return the teacher's last hidden states [B * n, h], from the cache where possible."""
         known = self.cache.get(part.keys)
         if known is None:
             hidden = self._run_teacher(part.tokens)
@@ -210,12 +205,12 @@ class MixedDistil:
         fresh = [index for index, key in enumerate(part.keys) if not key]
         rows = known
         if fresh:
-            asked = self._run_teacher(part.tokens[fresh]).view(len(fresh), part.tokens.shape[1], -1)
-            rows = [asked[fresh.index(at)] if at in fresh else known.pop(0) for at in range(len(part.keys))]
+            computed = self._run_teacher(part.tokens[fresh]).view(len(fresh), part.tokens.shape[1], -1)
+            rows = [computed[fresh.index(at)] if at in fresh else known.pop(0) for at in range(len(part.keys))]
         return torch.cat(rows)
 
     def _run_teacher(self, tokens: Tensor) -> Tensor:
-        """It reads no further back than its window."""
+        """Return the teacher's hidden states; rows longer than its window are split."""
         window = self.options.teacher_window
         if tokens.shape[1] > window:
             tokens = tokens.view(-1, window)
@@ -224,7 +219,7 @@ class MixedDistil:
 
 
 class TeacherCache:
-    """The teacher's hidden states of rows that come again, on the device: from the second epoch on it need not run."""
+    """The teacher's hidden states of repeated rows, on the device: later epochs need not run the teacher."""
 
     def __init__(self, max_bytes: int) -> None:
         self.left = max_bytes
@@ -236,7 +231,7 @@ class TeacherCache:
         return found if found and all(row is not None for row in found) else None  # type: ignore[return-value]
 
     def put(self, keys: tuple[int, ...], states: Tensor) -> None:
-        """Remember the rows of states [B, n, h] that are not known yet, as long as there is memory."""
+        """Store the new rows of states [B, n, h] as long as the memory lasts."""
         new = [index for index, key in enumerate(keys) if key and key not in self.rows]
         size = states[0].numel() * states.element_size()
         new = new[: max(0, self.left // size)]
@@ -247,7 +242,7 @@ class TeacherCache:
 
 @dataclass(slots=True)
 class MixedRun:
-    """One run: `directory` holds its state and `metrics.jsonl`."""
+    """A training run; `directory` holds its state and `metrics.jsonl`."""
 
     objective: MixedDistil
     latents: Latents
@@ -255,7 +250,7 @@ class MixedRun:
     directory: Path
     options: MixedOptions
     note: Callable[[str], None] = print
-    probe: Callable[[bool], Mapping[str, float]] | None = None  # told whether the run is at its end
+    probe: Callable[[bool], Mapping[str, float]] | None = None  # called with True at the end of the run
     step: int = 0
     elapsed: float = 0.0
     best: tuple[float, list[Tensor]] | None = None
@@ -264,15 +259,15 @@ class MixedRun:
 
     @property
     def done(self) -> float:
-        """The share of the run that is over."""
+        """Return the share of the run that is complete."""
         return self.step / self.options.steps if self.options.steps else self.elapsed / max(self.options.seconds, 1e-9)
 
     def resume(self) -> None:
-        """Go on from the saved state, if there is one."""
+        """Load the saved state, if there is one."""
         if (self.directory / STATE).is_file():
             facts = load_latents(self.directory / STATE, self.latents)
             self.step, self.elapsed = int(facts["step"]), float(facts["elapsed"])
-            self.note(f"going on from step {self.step}")
+            self.note(f"resuming from step {self.step}")
 
     def save(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -280,7 +275,7 @@ class MixedRun:
         save_latents(self.directory / STATE, self.latents, facts)
 
     def train(self, deadline: float | None = None) -> bool:
-        """Train to the end of the run, or to the deadline (by `time.monotonic`): then save, and return False."""
+        """Train and save, and return whether the run is complete; stop at the deadline (by `time.monotonic`)."""
         self.directory.mkdir(parents=True, exist_ok=True)
         started, before = time.monotonic(), self.elapsed
         if self.probe is not None and self.step == 0:
@@ -294,13 +289,7 @@ class MixedRun:
             self.step += 1
             if self.step % self.options.log_every == 0 or self.step <= 3:
                 value = float(norm)  # waits for the device
-                skipped = skipped + 1 if not np.isfinite(value) else 0
-                if skipped >= MAX_SKIPPED and self.objective.fast.is_plain:
-                    raise Diverged(f"no finite gradient at step {self.step}", "lower the rate; the saved state is kept")
-                if skipped >= MAX_SKIPPED:
-                    self.note("no finite gradient: going on without the fast paths")
-                    self.objective.use_plain_paths()
-                    skipped = 0
+                skipped = self._check_gradient(value, skipped)
                 speed = (time.monotonic() - began) / (self.step - logged)
                 self._log(value, rate, speed)
                 logged, began = self.step, time.monotonic()
@@ -315,6 +304,18 @@ class MixedRun:
             self._measure()
         self.save()
         return True
+
+    def _check_gradient(self, norm: float, skipped: int) -> int:
+        """Return the number of consecutive non-finite gradients; give up the fast paths, then raise Diverged."""
+        if np.isfinite(norm):
+            return 0
+        if skipped + 1 < MAX_SKIPPED:
+            return skipped + 1
+        if self.objective.fast.is_plain:
+            raise Diverged(f"the gradient is not finite at step {self.step}", "lower lr; the saved state is kept")
+        self.note("the gradient is not finite: continuing without the fast paths")
+        self.objective.use_plain_paths()
+        return 0
 
     def _update(self, parts: list[PreparedBatch], rate: float) -> Tensor:
         total = max(1, sum(part.num_tokens for part in parts))
@@ -354,14 +355,14 @@ class MixedRun:
 
     @torch.no_grad()
     def _measure(self) -> None:
-        """Measure the running mean with the probe, and keep it if it is the best so far."""
+        """Measure the running mean with the probe, and keep the best one."""
         assert self.probe is not None
         began = time.monotonic()
         self.latents.use_mean()
         try:
             with torch.compiler.set_stance("force_eager"), self.objective._precision():
                 values = dict(self.probe(self.done >= 1))
-        except Exception as error:  # a measurement must not end a run
+        except Exception as error:  # a failed measurement must not end the run
             self.note(f"the probe failed: {error!r}")
             values = {}
         self.latents.use_latent()
@@ -384,21 +385,12 @@ class _PreparedSteps(Dataset[list[PreparedBatch]]):
 def _prefetch(
     source: StepSource, first: int, options: MixedOptions, device: torch.device
 ) -> Iterator[list[PreparedBatch]]:
-    """Beside a GPU other processes prepare coming steps, so that it never waits for them."""
+    """Prepare the next steps in worker processes if training runs on a GPU."""
     num_workers = min(12, max(1, (os.cpu_count() or 2) - 2)) if device.type == "cuda" else 0
-    return iter(
-        DataLoader(
-            _PreparedSteps(source, options.tile_rows),
-            batch_size=None,
-            sampler=range(first, options.steps or first + 1_000_000),
-            collate_fn=_identity,
-            num_workers=num_workers,
-            prefetch_factor=4 if num_workers else None,
-            pin_memory=device.type == "cuda",
-            multiprocessing_context="fork" if num_workers else None,
-        )
+    return prefetch(
+        _PreparedSteps(source, options.tile_rows),
+        range(first, options.steps or first + 1_000_000),
+        num_workers,
+        prefetch_factor=4 if num_workers else None,
+        pin_memory=device.type == "cuda",
     )
-
-
-def _identity(parts: list[PreparedBatch]) -> list[PreparedBatch]:
-    return parts

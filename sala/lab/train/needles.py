@@ -1,4 +1,4 @@
-"""Training rows with hidden facts: a needle case, padded to the row's length."""
+"""Training rows that hide facts in text and ask for them, padded to the row length."""
 
 from collections.abc import Sequence
 
@@ -11,22 +11,22 @@ from sala.text.tokenizer import Tokenizer
 
 
 def chat_wrap(tokenizer: Tokenizer) -> Wrap:
-    """Return what the tokenizer's own chat template writes around a user's messages, its system turn included."""
+    """Return what the tokenizer's chat template puts around a user's messages, including its system turn."""
 
-    def text(*said: str) -> str:
-        messages = [{"role": ("user", "assistant")[at % 2], "content": one} for at, one in enumerate(said)]
+    def text(*contents: str) -> str:
+        messages = [{"role": ("user", "assistant")[at % 2], "content": one} for at, one in enumerate(contents)]
         return tokenizer.render_chat(messages, add_generation_prompt=True)
 
     before, _, after = text("QUESTION").partition("QUESTION")
     _, _, rest = text("FIRST", "ANSWER", "SECOND").partition("ANSWER")
     between = tokenizer.encode(rest.partition("SECOND")[0], bos=False, parse_special=True)
-    return Wrap(before, after, tokenizer.decode(between[1:], skip_special=False))  # an answer has its end mark itself
+    return Wrap(before, after, tokenizer.decode(between[1:], skip_special=False))  # the answer includes its end token
 
 
 class NeedleRows:
     """Row i hides up to `max_keys` facts on each of up to `max_topics` topics in real text, and asks for some of them.
 
-    With several makers, rows take turns with them: their wraps may differ.
+    Rows alternate between several makers, whose wraps may differ.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class NeedleRows:
         ids[: len(dialogue.token_ids)] = dialogue.token_ids
         answer[: len(dialogue.is_answer)] = dialogue.is_answer
         learn[: len(dialogue.token_ids)] = True
-        learn[answer] = False  # a teacher may be wrong about them; they have a loss of their own
+        learn[answer] = False  # the teacher may be wrong about answers; they have a loss of their own
         return TrainingRow(ids, learn, answer, (self.length,))
 
     def _fit(self, num_keys: int, num_questions: int, num_topics: int, index: int) -> NeedleDialogue:
-        """As many facts and questions as the row has room for."""
+        """Return a dialogue with as many facts and questions as fit into the row."""
         while True:
             spec = NeedleSpec(self.length, num_keys=num_keys, value="mixed", split="train")
             try:

@@ -1,7 +1,7 @@
-"""What a stage learns: next tokens, a teacher's distribution, or a teacher's mixers.
+"""Training objectives: next tokens, a teacher's distribution, or a teacher's mixers.
 
-Each objective is a module, so that Accelerate can spread it over devices. It takes a batch and the scales of its
-losses, and returns the loss with unscaled sums for the log.
+Each objective is a module, so that Accelerate can distribute it. It takes a batch and the scales of its losses, and
+returns the loss and the unscaled sums for the log.
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ RowBatch = Mapping[str, Tensor]
 
 
 class Objective(nn.Module):
-    """`terms` names its losses, `units` the classes of the modules that are sharded each as one."""
+    """`terms` names the losses, `units` the module classes that FSDP wraps as one unit."""
 
     terms: tuple[str, ...]
     units: tuple[str, ...] = ("Layer",)
 
 
 class NextToken(Objective):
-    """Cross-entropy of the tokens to learn; those of answers can weigh more. Sparse layers may learn to choose."""
+    """Cross-entropy of the tokens with a loss, extra weight for answers, and optionally the block-selection loss."""
 
     terms: tuple[str, ...] = ("loss", "answer")
 
@@ -55,9 +55,9 @@ class NextToken(Objective):
 class Distil(NextToken):
     """Kullback-Leibler divergence from a teacher's next-token distribution, and cross-entropy of answers.
 
-    RowBatch with a `truth` learn from a mixture: that share of the text's own next token, the rest of the teacher.
+    Rows with a `truth` have a mixed target: that share of the text's own next token, the rest from the teacher.
 
-    The teacher reads no further back than `window` tokens, if set: it may know no longer texts.
+    With `window` set, the teacher's context is limited to that many tokens.
     """
 
     terms = ("kl", "answer")
@@ -67,7 +67,7 @@ class Distil(NextToken):
     ) -> None:
         super().__init__(student, has_selection_loss)
         self.window = window
-        self._teacher = [teacher]  # in a list: no part of what is trained, saved or spread
+        self._teacher = [teacher]  # in a list, so that it is not registered as a submodule
 
     def forward(self, rows: RowBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
         teacher, tokens = self._teacher[0], rows["tokens"]
@@ -80,9 +80,9 @@ class Distil(NextToken):
 
 
 class Align(Objective):
-    """Each new mixer imitates its teacher's mixer on the teacher's own input; the layers learn apart from each other.
+    """Train each new mixer to match the teacher's mixer on the teacher's own input, layer by layer.
 
-    The loss of a layer is the mean squared error in units of the teacher's mean square.
+    The loss of a layer is the mean squared error relative to the teacher's mean square.
     """
 
     terms = ("error",)
@@ -118,7 +118,7 @@ class Align(Objective):
 
 
 def counts(objective: nn.Module, rows: RowBatch) -> list[int]:
-    """How many rows of the head, or tokens, each term of the objective averages over."""
+    """Return how many predictions (or tokens) each term of the objective averages over."""
     if isinstance(objective, Align):
         return [rows["tokens"].numel()]
     first, second = _targets(rows)
@@ -137,7 +137,7 @@ def _hidden(model: SalaModel, rows: RowBatch) -> Tensor:
 
 
 def _targets(rows: RowBatch) -> tuple[Tensor, Tensor]:
-    """Which positions predict a token to learn, and which one of an answer, [B * n]; a row's last predicts nothing."""
+    """Return masks [B * n] of the positions that predict a token with a loss, and of those that predict an answer."""
     learn, answer = (torch.roll(rows[name], -1, 1) for name in ("learn", "answer"))
     if "lengths" in rows:
         ends = rows["lengths"].cumsum(0) - 1
@@ -164,7 +164,7 @@ def _loss(
 
 
 def _truth(rows: RowBatch) -> Tensor | None:
-    """The share of the truth in each position's target, [B * n]; None where the teacher alone counts."""
+    """Return the share of the text's own token in each target [B * n]; None if only the teacher counts."""
     if "truth" not in rows:
         return None
     return rows["truth"].repeat_interleave(rows["tokens"].shape[1])

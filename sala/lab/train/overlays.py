@@ -1,4 +1,4 @@
-"""A hybrid that learns as an overlay of its teacher: built from one, and stored as one."""
+"""Hybrids that are trained and stored as overlays of their teacher."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from sala.config import SalaConfig
 from sala.errors import CheckpointError
 from sala.lab.train.adapters import LowRank, add_low_rank
 from sala.lab.train.latent import Storage
-from sala.lab.train.models import load_for_training
+from sala.lab.train.models import load_for_training, set_parameter
 from sala.quantization_config import MIXER_LINEARS
 
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -24,7 +24,7 @@ MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class TeacherBase:
-    """A teacher's tensors as the base of an overlay."""
+    """The teacher's tensors as the base of an overlay."""
 
     tensors: Mapping[str, Any]
 
@@ -40,7 +40,7 @@ class TeacherBase:
 
 
 def load_student(start: Path, teacher: SalaModel, base: TeacherBase, rank: int, seed: int) -> SalaModel:
-    """Load a hybrid whose MLPs learn as changes of the teacher's: from an overlay, or from an ordinary checkpoint."""
+    """Return a hybrid with the MLPs as changes of the teacher's, from an overlay or from an ordinary checkpoint."""
     if any(start.glob("overlay-*.safetensors")):
         return load_overlay(start, teacher, base, rank, seed)
     model = load_for_training(start, teacher.lm_head.weight.device)
@@ -49,9 +49,10 @@ def load_student(start: Path, teacher: SalaModel, base: TeacherBase, rank: int, 
 
 
 def load_overlay(overlay: Path, teacher: SalaModel, base: TeacherBase, rank: int, seed: int) -> SalaModel:
-    """Build the hybrid of an overlay on the teacher's device: MLPs are the teacher's with low-rank changes.
+    """Return the hybrid of an overlay on the teacher's device; its MLPs are the teacher's with low-rank changes.
 
-    Embedding and head are the teacher's own tensors. A change of a lower rank grows: its new components begin at zero.
+    Embedding and head are the teacher's own tensors. A stored change of lower rank is extended with zero components.
+    Raise CheckpointError if `overlay` is not the overlay of a whole model.
     """
     config = SalaConfig.load(overlay)
     if config.quantization is None:
@@ -86,12 +87,11 @@ def load_overlay(overlay: Path, teacher: SalaModel, base: TeacherBase, rank: int
 
 
 def _put(model: nn.Module, name: str, value: Tensor, device: torch.device) -> None:
-    place, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(place), leaf, nn.Parameter(value.to(device, torch.float32), requires_grad=False))
+    set_parameter(model, name, nn.Parameter(value.to(device, torch.float32), requires_grad=False))
 
 
 def overlay_storage(model: SalaModel, base: TeacherBase, packing: OverlayPacking) -> dict[str, Storage]:
-    """How the mixers of a hybrid will be stored, by parameter name."""
+    """Return how an overlay stores the mixers of a hybrid, by parameter name."""
     out = {}
     for name, value in model.named_parameters():
         module = name.removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""Pictures of a training run; without matplotlib there are none, and nothing else is missing."""
+"""Plots of a training run; without matplotlib they are left out."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ def plot_log(log: Log, file: Path, title: str) -> None:
 
 
 def plot_losses(log: Log, file: Path, title: str) -> bool:
-    """Plot the loss of training and, where measured, of held-out examples; return whether that was possible."""
+    """Plot the training loss and the evaluation loss, if any; return False without matplotlib or log entries."""
     names = {"training": "loss", "held out": "eval"}
     series = [Series(label, points) for label, name in names.items() if (points := _points(log, name))]
     return bool(log) and _plot([_over_steps("loss", "update", series)], file, title)

@@ -1,8 +1,8 @@
-"""A stored probe: how far a student is from its teacher on the teacher's own answers to prompts held out from training.
+"""Measure how far a student is from its teacher on the teacher's own answers to held-out prompts.
 
     python -m sala.lab.train.probe PROBE.json TEACHER STUDENT
 
-A probe file holds token ids, so it takes seconds on a GPU and judges every run on the same positions.
+A probe file holds token ids, so that a measurement takes seconds on a GPU and covers the same positions in every run.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from sala.backends.torch.model import SalaModel
 from sala.lab.train.documents import has_loop
 from sala.lab.train.models import load_for_training
 
-_TILE = 1024  # positions whose scores of the vocabulary are in memory at a time
+_TILE = 1024  # positions whose logits are in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeCase:
-    """A prompt, the greedy answer of the teacher (to its first repetition), and whether that ended by itself."""
+    """A prompt, the teacher's greedy answer (up to its first repetition), and whether it ended with an end token."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -38,10 +38,10 @@ def read_cases(file: Path) -> list[ProbeCase]:
 
 
 class Probe:
-    """Compares students with a teacher whose hidden states are computed once.
+    """Compare students with a teacher, whose hidden states are computed once.
 
-    Rows are padded to `length` and computed `rows` at a time, so that a compiled student sees a shape that it knows;
-    with `is_packed`, rows are as long as they are and follow each other, which is the least work.
+    Rows are padded to `length` and computed `rows` at a time, so that a compiled student sees a known shape; with
+    `is_packed`, unpadded rows are concatenated, which is less work.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Probe:
 
     @torch.no_grad()
     def _hidden(self, model: SalaModel) -> Tensor:
-        """Return the hidden states [P, hidden] from which the answers' tokens are predicted."""
+        """Return the hidden states [P, hidden] that predict the tokens of the answers."""
         if not self.is_packed:
             parts = [model(whole(part)).float() for part in self.tokens.split(self.rows)]
             return torch.cat(parts)[self.at] / model.config.logit_divisor
@@ -84,19 +84,19 @@ class Probe:
         return hidden[self.at] / model.config.logit_divisor
 
     def _unpack(self, packed: Tensor, is_real: Tensor) -> Tensor:
-        """Put packed hidden states where padded rows have them."""
+        """Return packed hidden states in the layout of padded rows."""
         out = packed.new_zeros((self.tokens.numel(), packed.shape[1]))
         out[: is_real.numel()][is_real.flatten().to(self.device)] = packed
         return out
 
     @torch.no_grad()
     def __call__(self, student: SalaModel) -> dict[str, float]:
-        """Return the divergence per token, that of first tokens, how often both agree, and the cross-entropy."""
+        """Return the mean divergence, that of first tokens, the top-1 agreement and the cross-entropy."""
         hidden, head = self._hidden(student), student.lm_head.weight.detach().float()
         kl, same, chosen = [], [], []
         for begin in range(0, len(self.at), _TILE):
             part = slice(begin, begin + _TILE)
-            with torch.autocast(self.device.type, enabled=False):  # scores in bf16 are too coarse to compare
+            with torch.autocast(self.device.type, enabled=False):  # bf16 logits are too coarse to compare
                 logp = (hidden[part] @ head.T).log_softmax(-1)
                 wanted = (self.wanted[part] @ self.teacher_head.float().T).log_softmax(-1)
             kl.append((wanted.exp() * (wanted - logp)).sum(-1))
@@ -114,7 +114,7 @@ class Probe:
     def ended(self, student: SalaModel, end: int, most: int = 160) -> float:
         """Return the share of prompts whose greedy answer ends within `most` tokens and does not loop.
 
-        Every step computes whole rows again: right for a student in training, which has no cache, on a GPU.
+        Every step recomputes whole rows, because a student in training has no KV cache.
         """
         num_cases = len(self.cases)
         length = -(-(max(len(case.prompt) for case in self.cases) + most) // 64) * 64
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("teacher", type=Path)
     parser.add_argument("student", type=Path)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--ended", action="store_true", help="let the student answer too (slow without a GPU)")
+    parser.add_argument("--ended", action="store_true", help="also generate the student's answers (slow without a GPU)")
     options = parser.parse_args()
     device = pick_device(options.device)
     probe = Probe(read_cases(options.probe), load_for_training(options.teacher, device), is_packed=True)

@@ -1,4 +1,4 @@
-"""Several processes on one recipe, as `accelerate launch` starts them: all train, the first one writes."""
+"""Several processes on one recipe, as `accelerate launch` starts them: all train, the main process writes."""
 
 import os
 from collections.abc import Iterator
@@ -11,24 +11,25 @@ from torch.distributed.tensor import DTensor
 
 from sala.backends.torch.loader import pick_device
 from sala.errors import MissingExtra
+from sala.lab.train.models import set_parameter
 
-PATIENCE = timedelta(days=2)  # the others wait while the first one writes text or measures layers
+TIMEOUT = timedelta(days=2)  # the others wait while the main process samples text or measures layers
 
 
 def init_process(device: str) -> torch.device:
-    """The device of this process, which joins the others if there are any."""
+    """Return the device of this process, after joining the process group if there is one."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return pick_device(device)
     try:
         from accelerate import PartialState
     except ImportError:
         raise MissingExtra("accelerate", "train") from None
-    here: torch.device = PartialState(cpu=device == "cpu", timeout=PATIENCE).device
-    return here
+    local_device: torch.device = PartialState(cpu=device == "cpu", timeout=TIMEOUT).device
+    return local_device
 
 
 def destroy_process() -> None:
-    """Part from the others: a process that ends while threads still wait for them is aborted."""
+    """Leave the process group; a process that exits without leaving is aborted."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
 
@@ -38,14 +39,14 @@ def is_main_process() -> bool:
 
 
 def barrier() -> None:
-    """Until every process is here."""
+    """Wait until every process has reached this call."""
     if _are_many():
         distributed.barrier()
 
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """The first process goes through the block alone, the others after it: they find what it left on disk."""
+    """Run the block in the main process first, then in the others, which find its files on disk."""
     if not is_main_process():
         barrier()
     yield
@@ -54,7 +55,7 @@ def main_process_first() -> Iterator[None]:
 
 
 def any_process(is_so: bool, device: torch.device) -> bool:
-    """Whether it is so for any of the processes."""
+    """Return whether `is_so` is true in any process."""
     if not _are_many():
         return is_so
     flag = torch.tensor(float(is_so), device=device)
@@ -63,14 +64,13 @@ def any_process(is_so: bool, device: torch.device) -> bool:
 
 
 def gather_parameters(model: nn.Module) -> None:
-    """Weights that are spread over the processes become whole again, in every one of them; tied ones stay tied."""
+    """Replace sharded parameters by whole ones in every process; tied parameters stay tied."""
     whole: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if isinstance(parameter, DTensor):
             if parameter not in whole:
                 whole[parameter] = nn.Parameter(DTensor.full_tensor(parameter).detach())
-            place, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(place), leaf, whole[parameter])
+            set_parameter(model, name, whole[parameter])
 
 
 def _are_many() -> bool:

@@ -1,4 +1,4 @@
-"""Learning rates over a run: a linear warm-up, then one of four ways to the end."""
+"""Learning-rate schedules: a linear warm-up, then one of four shapes."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ KINDS = ("constant", "cosine", "wsd", "exponential")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`wsd` (warm-up, stable, decay) keeps the peak and falls linearly over its last `decay_steps`."""
+    """A learning-rate schedule; `wsd` (warmup-stable-decay) falls linearly over the last `decay_steps`."""
 
     kind: str
     peak: float
@@ -18,7 +18,7 @@ class Schedule:
     decay_steps: int = 0
 
     def rate(self, step: int) -> float:
-        """The rate of step 0, 1, …; the warm-up begins above zero and reaches the peak at its end."""
+        """Return the rate of step 0, 1, …; the warm-up starts above zero and ends at the peak."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / (self.warmup_steps + 1)
         span = max(1, self.num_steps - 1 - self.warmup_steps)
