@@ -35,8 +35,8 @@ from sala.lab.eval.tasks.rules import RuledQuestion, is_met, read_questions
 from sala.lab.train.documents import has_loop
 from sala.lab.train.models import load_for_training
 from sala.lab.train.needles import chat_wrap
-from sala.lab.train.report import NUM_ANSWERED, choice_accuracy, needle_cases, to_tokens
-from sala.lab.train.score import perplexity
+from sala.lab.train.report import NUM_ANSWERED, needle_cases, to_tokens
+from sala.lab.train.score import choice_accuracy, perplexity
 from sala.llm import LLM
 from sala.text.tokenizer import Tokenizer
 

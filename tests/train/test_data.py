@@ -136,7 +136,7 @@ def test_chats_are_learnt_where_the_assistant_speaks(tokenizer: Tokenizer) -> No
 
 
 def test_a_chat_needs_an_answer(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InputError, match="without an answer"):
+    with pytest.raises(InputError, match="without an assistant message"):
         encode_dialogue(MESSAGES[:2], tokenizer)
 
 
@@ -178,8 +178,8 @@ def test_plain_and_compressed_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "bad", "said"),
     [
-        ("text", "no json", "line 3, is no JSON object"),
-        ("text", [1], "line 3, is no JSON object"),
+        ("text", "no json", "line 3, is not a JSON object"),
+        ("text", [1], "line 3, is not a JSON object"),
         ("text", {"txt": "a"}, "line 3 has no text"),
         ("text", {"text": 5}, "line 3 has no text"),
         ("chat", {"text": "a"}, "line 1 has no messages"),

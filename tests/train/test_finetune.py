@@ -181,7 +181,7 @@ def test_what_is_there_stays(room: Path, tmp_path: Path) -> None:
 
 def test_a_loss_that_is_no_number_stops_the_run(room: Path, tmp_path: Path) -> None:
     """Weights explode at this rate; what was saved before stays."""
-    with pytest.raises(Diverged, match=r"no number in update \d+; the last good checkpoint is in .*out\.run"):
+    with pytest.raises(Diverged, match=r"not finite in update \d+; the last good checkpoint is in .*out\.run"):
         finetune(options_of(room, tmp_path / "out", method="full", lr=1e12, clip=1e12, save_every=1, warmup=0.0))
     assert last_checkpoint(tmp_path / "out.run") is not None
     assert not (tmp_path / "out").exists()

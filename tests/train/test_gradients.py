@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sala.backends.torch.ops import attention, lightning, sparse
+from sala.backends.torch.ops import dense, lightning, sparse
 from sala.backends.torch.ops.dense import apply_rope, grow_queries, rms_norm, rope_angles
 from sala.checkpoint.packing import dequantize, quantize
 from sala.config import SparseConfig
@@ -116,11 +116,11 @@ def test_attention_is_a_softmax(lengths: list[int], heads: int, groups: int) -> 
     mask = causal(lengths).expand(heads, -1, -1)
     if total == 1:
         inputs[:2] = [x.detach() for x in inputs[:2]]  # one token: softmax of one score, no gradient but the value's
-        got = attention.whole_attention(*inputs, lengths, 0.3)
+        got = dense.whole_attention(*inputs, lengths, 0.3)
         torch.testing.assert_close(got, softmax_attention(*inputs, mask, 0.3))
         return
     same(
-        lambda q, k, v: attention.whole_attention(q, k, v, lengths, 0.3),
+        lambda q, k, v: dense.whole_attention(q, k, v, lengths, 0.3),
         lambda q, k, v: softmax_attention(q, k, v, mask, 0.3),
         inputs,
     )

@@ -43,7 +43,7 @@ def test_slots(tmp_path: Path) -> None:
 
 
 def test_a_missing_list_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="names the list 'pets'"):
+    with pytest.raises(ConfigError, match="names the unknown list 'pets'"):
         PromptTable.load(write_table(tmp_path, '[[kind]]\nname = "a"\ntemplates = ["A {pets}"]\n'))
 
 

@@ -52,9 +52,9 @@ def test_tokens_instead_of_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said", "remedy"),
     [
-        ("lr = 1", "learning = 1\nl_r = 2", "'learning' is not a key here", ""),
-        ("lr = 1", "batch_row = 2", "'batch_row' is not a key here", "did you mean batch_rows"),
-        ("path =", "paths =", "'paths' is not a key here", "did you mean path"),
+        ("lr = 1", "learning = 1\nl_r = 2", "'learning' is not a valid key", ""),
+        ("lr = 1", "batch_row = 2", "'batch_row' is not a valid key", "did you mean batch_rows"),
+        ("path =", "paths =", "'paths' is not a valid key", "did you mean path"),
         ("lr = 1", 'lr = "1e-3"', "lr is '1e-3'", "a number"),
         ("steps = 3", "steps = 3.5", "steps is 3.5", "whole number"),
         ("steps = 3", "steps = true", "steps is True", "whole number"),
@@ -67,15 +67,20 @@ def test_tokens_instead_of_steps(tmp_path: Path) -> None:
         ('kind = "train"', 'kind = "tain"', "kind is 'tain'", "'sample', 'align'"),
         ('name = "one"', "", "'name' is missing", ""),
         ("steps = 3", "", "neither steps nor tokens", ""),
-        ('name = "one"', 'name = "../one"', "names are letters", ""),
-        ("lr = 1", "micro_rows = 5", "no multiple of micro_rows 5", ""),
+        ('name = "one"', 'name = "../one"', "names consist of letters", ""),
+        ("lr = 1", "micro_rows = 5", "not a multiple of micro_rows 5", ""),
         ('[[stage.data]]\npath = "a.jsonl"', "", "'data' is missing", ""),
         ('[[stage.data]]\npath = "a.jsonl"', "data = []", "has no data", ""),
-        ("[[stage]]", "sed = 4\n[[stage]]", "'sed' is not a key here", "did you mean seed"),
-        ("[[stage]]", "[sparse]\nblok_size = 4\n[[stage]]", "'blok_size' is not a key here", "did you mean block_size"),
+        ("[[stage]]", "sed = 4\n[[stage]]", "'sed' is not a valid key", "did you mean seed"),
+        (
+            "[[stage]]",
+            "[sparse]\nblok_size = 4\n[[stage]]",
+            "'blok_size' is not a valid key",
+            "did you mean block_size",
+        ),
         (STAGE, "seed = 1", r"has no \[\[stage\]\]", ""),
-        (STAGE, "seed = ", "no valid TOML", ""),
-        (STAGE, STAGE * 2, "each once", ""),
+        (STAGE, "seed = ", "not valid TOML", ""),
+        (STAGE, STAGE * 2, "must be unique", ""),
     ],
 )
 def test_refused(tmp_path: Path, old: str, new: str, said: str, remedy: str) -> None:
@@ -95,9 +100,9 @@ def test_windows_of_the_teacher_fill_a_row(tmp_path: Path) -> None:
 
 def test_what_cannot_be_computed_is_refused(tmp_path: Path) -> None:
     distil = STAGE.replace('"train"', '"distil"').replace("lr = 1", "seq_len = 512\nteacher_window = 256\nlr = 1")
-    with pytest.raises(ConfigError, match="goes with packing 'stream'"):
+    with pytest.raises(ConfigError, match="needs packing = 'stream'"):
         read(tmp_path, distil.replace("lr = 1", 'packing = "documents"\nlr = 1'))
-    with pytest.raises(ConfigError, match="cannot begin or end at 0"):
+    with pytest.raises(ConfigError, match="cannot start or end at 0"):
         read(tmp_path, STAGE.replace("lr = 1", 'schedule = "exponential"\nfinal_lr = 0\nlr = 1'))
 
 
@@ -115,7 +120,7 @@ def test_a_geometry_of_its_own(tmp_path: Path) -> None:
     assert isinstance(stage, TrainStage)
     assert stage.sparse is not None
     assert (stage.sparse.topk, stage.sparse.dense_len, stage.sparse.block_size) == (3, 0, 64)
-    with pytest.raises(ConfigError, match="is_sparse is not"):
+    with pytest.raises(ConfigError, match="sparse needs is_sparse"):
         read(tmp_path, text.replace("is_sparse = true", ""))
 
 

@@ -55,7 +55,7 @@ def test_processes_share_the_rows_of_a_step() -> None:
     for index, batch in enumerate(whole):
         joined = np.concatenate([half[index].tokens for half in halves])
         assert sorted(joined[:, 0]) == sorted(batch.tokens[:, 0])
-    with pytest.raises(InputError, match="3 processes"):
+    with pytest.raises(InputError, match="multiple of 3"):
         MixedSteps(parts, 0, 3)
 
 

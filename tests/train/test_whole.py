@@ -14,7 +14,7 @@ from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.lab.train.models import load_for_training
 from sala.lab.train.score import perplexity, score_rows
-from sala.protocol import Options, TrainingRow
+from sala.protocol import Options, Row
 from tests.golden import CASES, DATA, Case
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def test_equals_the_cached_model(directory: Path, length: int) -> None:
     with Checkpoint(directory) as checkpoint:
         executor = open_executor(checkpoint, config, Options(ctx=1024, device="cpu", dtype="float32"))
         pages = tuple(range(executor.capacity.num_pages))
-        row = TrainingRow(tuple(tokens.tolist()), 0, pages, 0, config.sparse_config.sparse_from(length))
+        row = Row(tuple(tokens.tolist()), 0, pages, 0, config.sparse_config.sparse_from(length))
         expected = executor.logits(row)
     got = logits(load_for_training(directory, CPU), tokens)
     np.testing.assert_allclose(got, expected, atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""What a teacher wrote: documents whose tokens have roles, filters for them, and rows for training."""
+"""Documents that a teacher wrote, with a role for every token; filters for them, and training rows."""
 
 import re
 from collections import Counter
@@ -11,14 +11,14 @@ import numpy as np
 from sala.errors import InputError
 from sala.lab.train.data import Array, MicroBatch, TokenStream
 
-GIVEN, ASKED, ANSWER, TEXT = range(4)  # roles: the template or a given prompt, a question, an answer, free text
+GIVEN, ASKED, ANSWER, TEXT = range(4)  # roles: template or prompt, question by the teacher, answer, free text
 NGRAM = 8
-MIN_TEXT = 64  # tokens; shorter free text is left out
+MIN_TEXT = 64  # tokens; shorter free text is dropped
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Documents one after another: tokens and their roles, where each document ends, whether it ended by itself."""
+    """Concatenated documents: tokens and roles, the end of each document, and whether it has an end token."""
 
     tokens: Array
     roles: Array
@@ -27,7 +27,7 @@ class Documents:
 
     @classmethod
     def of(cls, documents: Sequence[tuple[Sequence[int] | Array, Sequence[int] | Array, bool]]) -> "Documents":
-        """From (tokens, roles, is_ended) of each document."""
+        """Return documents from (tokens, roles, is_ended) of each."""
         sizes = [len(tokens) for tokens, _, _ in documents]
         flat = [np.array(tokens, np.uint32) for tokens, _, _ in documents]
         roles = [np.array(marks, np.uint8) for _, marks, _ in documents]
@@ -75,13 +75,13 @@ class Documents:
 
 
 def has_loop(tokens: Sequence[int], size: int = NGRAM, times: int = 3) -> bool:
-    """Return whether some run of `size` tokens occurs `times` times or more."""
+    """Return whether an n-gram of `size` tokens occurs at least `times` times."""
     grams = Counter(tuple(tokens[at : at + size]) for at in range(len(tokens) - size + 1))
     return bool(grams) and max(grams.values()) >= times
 
 
 def loop_start(tokens: Sequence[int], size: int = NGRAM, times: int = 2) -> int:
-    """Return where the first run of `size` tokens begins that occurred `times` - 1 times before; else the length."""
+    """Return the position at which an n-gram of `size` tokens first occurs for the `times`-th time; else the length."""
     seen: Counter[tuple[int, ...]] = Counter()
     for at in range(len(tokens) - size + 1):
         gram = tuple(tokens[at : at + size])
@@ -108,7 +108,7 @@ def filter_documents(written: Documents, least: int = 5, most: int = 300) -> Doc
 
 
 def _loops(written: Documents, times: int = 3) -> Array:
-    """Return for each document whether a run of 8 tokens that the teacher wrote occurs `times` times or more."""
+    """Return for each document whether an n-gram that the teacher wrote occurs at least `times` times."""
     size = len(written.tokens)
     if size < NGRAM:
         return np.zeros(len(written), np.bool_)
@@ -117,18 +117,18 @@ def _loops(written: Documents, times: int = 3) -> Array:
     count = size - NGRAM + 1
     keys = document[:count].astype(np.uint64)
     is_whole = document[:count] == document[NGRAM - 1 :]
-    for offset in range(NGRAM):  # a hash of the run and its document; wrapping is wanted
+    for offset in range(NGRAM):  # a hash of the n-gram and its document; overflow is intended
         keys = keys * np.uint64(6364136223846793005) + written.tokens[offset : offset + count].astype(np.uint64)
         is_whole &= is_written[offset : offset + count]
-    places = np.flatnonzero(is_whole)
-    _, inverse, counts = np.unique(keys[places], return_inverse=True, return_counts=True)
+    starts = np.flatnonzero(is_whole)
+    _, inverse, counts = np.unique(keys[starts], return_inverse=True, return_counts=True)
     out = np.zeros(len(written), np.bool_)
-    out[document[places[counts[inverse] >= times]]] = True
+    out[document[starts[counts[inverse] >= times]]] = True
     return out
 
 
 def _answer_sizes(written: Documents) -> tuple[Array, Array]:
-    """Return the sizes of the shortest and the longest answer of each document; 0 where it has none."""
+    """Return the sizes of the shortest and the longest answer of each document; 0 without an answer."""
     is_answer = (written.roles == ANSWER).astype(np.int8)
     begins = np.flatnonzero(np.diff(is_answer, prepend=0) == 1)
     ends = np.flatnonzero(np.diff(is_answer, append=0) == -1) + 1
@@ -140,7 +140,7 @@ def _answer_sizes(written: Documents) -> tuple[Array, Array]:
 
 
 def runs(tokens: Array, roles: Array, role: int) -> list[list[int]]:
-    """Return the stretches of tokens that have a role."""
+    """Return the runs of consecutive tokens with a role."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], (roles == role).astype(np.int8), [0]))))
     return [tokens[begin:end].tolist() for begin, end in edges.reshape(-1, 2)]
 
@@ -150,10 +150,10 @@ def words_in(text: str) -> list[str]:
 
 
 class HeldOut:
-    """Texts that no training may see: finds their word 8-grams, and short ones as a whole, in other texts.
+    """Texts held out from training: `text in held_out` finds their word n-grams, or short ones as a whole.
 
-    `avoid` are the words that make a question what it is, its values among them: a text of at most twice its length
-    that has all of them asks the same.
+    `avoid` holds the characteristic words of questions, including their values: a text with all of them and at most
+    twice the length asks the same question.
     """
 
     def __init__(
@@ -188,11 +188,14 @@ def _key(words: Sequence[str]) -> str:
 
 
 def to_stream(written: Documents, end: int) -> TokenStream:
-    """Free text as one line. `end` follows every document, and is learnt only where the teacher ended by itself."""
+    """Return free text as a token stream with `end` after every document.
+
+    The end token has a loss only if the teacher wrote one.
+    """
     pieces, learn = [], []
     for index in range(len(written)):
         tokens, _, is_ended = written.document(index)
-        body = tokens[:-1] if is_ended else tokens  # its own end mark may be that of a turn
+        body = tokens[:-1] if is_ended else tokens  # its end token may be that of a turn
         pieces.append(np.append(body, np.uint32(end)))
         learn.append(np.append(np.ones(len(body), np.bool_), is_ended))
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
@@ -201,17 +204,17 @@ def to_stream(written: Documents, end: int) -> TokenStream:
 
 @dataclass(frozen=True, slots=True)
 class DialogueWeights:
-    """How much the tokens of a dialogue count. Of an answer, `truth` is the share of the token that was written."""
+    """Loss weights of the tokens of a dialogue; `truth` is the share of the written token in an answer's target."""
 
     given: float = 0.1
     question: float = 0.3
     truth: float = 0.25
-    first: float = 2.0  # factor of an answer's first tokens
+    first: float = 2.0  # factor for the first tokens of an answer
     num_first: int = 8
 
 
 class DialogueRows:
-    """Dialogues that fit into rows of `length` and not into shorter ones, one per row, in a new order every epoch."""
+    """Dialogues of `shortest` + 1 to `length` tokens, one per row, in a new order every epoch."""
 
     def __init__(
         self,
@@ -241,7 +244,7 @@ class DialogueRows:
 
 @dataclass(frozen=True, slots=True)
 class WeightedRow:
-    """One row of a micro-batch: see `MicroBatch`."""
+    """A row of a `MicroBatch`, which explains the fields."""
 
     tokens: Array
     teacher_weight: Array
@@ -253,7 +256,7 @@ class WeightedRow:
 def weigh_dialogue(
     tokens: Array, roles: Array, is_ended: bool, length: int, pad: int, weights: DialogueWeights
 ) -> WeightedRow:
-    """Pad a dialogue and weigh its tokens; an answer that did not end is learnt from the teacher alone."""
+    """Return a padded dialogue with weights; an answer without an end token gets the teacher's loss only."""
     size = len(tokens)
     out = np.full(length, pad, np.int64)
     out[:size] = tokens

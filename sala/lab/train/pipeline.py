@@ -1,4 +1,4 @@
-"""Runs a recipe's stages in order. Every stage leaves a checkpoint; a finished one is never done again."""
+"""Run the stages of a recipe in order. Every stage writes a checkpoint; complete stages are skipped."""
 
 import json
 import shutil
@@ -48,11 +48,14 @@ from sala.lab.train.recipe_run import RecipeRun
 from sala.lab.train.sources import mixed_steps, mixture, needle_makers
 from sala.text.tokenizer import Tokenizer
 
-NOTE_EVERY = 5.0  # seconds between two notes of a stage that writes
+NOTE_EVERY = 5.0  # seconds between progress notes of a sample stage
 
 
 def run_recipe(run: RecipeRun, start: Path) -> Path:
-    """From the checkpoint `start` through all stages → the last stage's checkpoint."""
+    """Run all stages from the checkpoint `start`, and return the checkpoint of the last stage.
+
+    Raise OutOfTime at the deadline.
+    """
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64
     model = start
@@ -65,10 +68,10 @@ def run_recipe(run: RecipeRun, start: Path) -> Path:
         produced = directory / ("samples.npz" if is_sampling else "model")
         is_done = produced.exists()
         if any_process(run.deadline is not None and time.monotonic() > run.deadline, run.device):
-            raise OutOfTime(f"time is over before stage {stage.name}", "run it again to go on")
+            raise OutOfTime(f"out of time before stage {stage.name}", "run it again to resume")
         if not is_done:
             began = time.monotonic()
-            _STEPS[type(stage)](run, stage, directory, model)
+            _STAGES[type(stage)](run, stage, directory, model)
             run.note(stage.name, f"done in {time.monotonic() - began:,.0f} s")
             torch.compiler.reset()
         model = model if is_sampling else produced
@@ -76,19 +79,20 @@ def run_recipe(run: RecipeRun, start: Path) -> Path:
 
 
 def _claim(directory: Path, stage: Stage) -> None:
-    """A stage's directory belongs to the stage as it was first run."""
+    """Record the stage in its directory; raise SalaError if it differs from the recorded one."""
     directory.mkdir(parents=True, exist_ok=True)
     file, text = directory / "stage.json", json.dumps(asdict(stage), indent=2) + "\n"
     if not file.exists():
         write_text(file, text)
     elif file.read_text() != text:
         raise SalaError(
-            f"stage {stage.name} of the recipe has changed since {directory} was begun",
+            f"stage {stage.name} of the recipe has changed since {directory} was created",
             "use another work directory, or remove this one yourself",
         )
 
 
 def _sample(run: RecipeRun, stage: SampleStage, directory: Path, start: Path) -> None:
+    """Let the teacher write training documents."""
     if is_main_process():
         _write_samples(run, stage, directory)
     barrier()
@@ -108,12 +112,12 @@ def _write_samples(run: RecipeRun, stage: SampleStage, directory: Path) -> None:
             run.note(stage.name, Progress(rows, count, {"rows": float(rows), "tokens": float(tokens)}))
 
     written = write_samples(model, Tokenizer.load(run.teacher), stage, run.base, run.recipe.seed, note, deadline)
-    run.note(stage.name, f"{len(written):,} documents, {len(written.tokens):,} tokens are kept")
+    run.note(stage.name, f"kept {len(written):,} documents with {len(written.tokens):,} tokens")
     written.save(directory / "samples.npz")
 
 
 def _align(run: RecipeRun, stage: AlignStage, directory: Path, start: Path) -> None:
-    """All layers as lightning mixers of the teacher, or the sparse mixers of the hybrid so far."""
+    """Align new mixers with the teacher's: lightning mixers for all layers, or the sparse mixers of the hybrid."""
     teacher = run.load_teacher()
     generator = torch.Generator().manual_seed(run.recipe.seed)
     mixers: dict[int, Any]
@@ -143,29 +147,30 @@ def _align(run: RecipeRun, stage: AlignStage, directory: Path, start: Path) -> N
 
 
 def _select(run: RecipeRun, stage: SelectStage, directory: Path, start: Path) -> None:
+    """Select the layers that keep attention."""
     if is_main_process():
-        _choose(run, stage, directory, start)
+        _build_hybrid(run, stage, directory, start)
     barrier()
 
 
-def _choose(run: RecipeRun, stage: SelectStage, directory: Path, start: Path) -> None:
-    """The hybrid's first form: attention kept where it counts, the aligned mixers elsewhere."""
+def _build_hybrid(run: RecipeRun, stage: SelectStage, directory: Path, start: Path) -> None:
+    """Write the initial hybrid: attention in the selected layers, the aligned mixers elsewhere."""
     teacher, aligned = run.load_teacher(), load_for_training(start, run.device)
     num_layers = teacher.config.num_hidden_layers
     kept = stage.layers
     if not kept:
         mixers: dict[int, Any] = {i: layer.self_attn for i, layer in enumerate(aligned.model.layers)}
-        probe = _probe(run, stage)
+        probe = _layer_probe(run, stage)
 
-        def heard(index: int, recall: float, sense: float) -> None:
+        def note(index: int, recall: float, sense: float) -> None:
             run.note(stage.name, Progress(index + 1, num_layers, {"recall": recall, "sense": sense}))
 
         with torch.autocast(run.device.type, torch.bfloat16, enabled=_is_mixed(run)):
-            scores = measure_layers(teacher, mixers, probe, stage.epsilon, heard)
+            scores = measure_layers(teacher, mixers, probe, stage.epsilon, note)
         kept = select_layers(scores, stage, num_layers)
         table = {str(index): asdict(score) for index, score in scores.items()}
         (directory / "layers.json").write_text(json.dumps({"kept": kept, "layers": table}, indent=2) + "\n")
-    run.note(stage.name, f"attention stays in layers {', '.join(map(str, kept))}")
+    run.note(stage.name, f"layers {', '.join(map(str, kept))} keep attention")
     config = hybrid_config(teacher.config, kept, run.recipe.sparse)
     student = to_hybrid(teacher, config, run.recipe.seed)
     for index in config.lightning_layers:
@@ -173,7 +178,7 @@ def _choose(run: RecipeRun, stage: SelectStage, directory: Path, start: Path) ->
     _save(student, directory, config, start)
 
 
-def _probe(run: RecipeRun, stage: SelectStage) -> LayerProbe:
+def _layer_probe(run: RecipeRun, stage: SelectStage) -> LayerProbe:
     assert run.teacher is not None
     tokenizer = Tokenizer.load(run.teacher)
     maker = needle_makers(run, tokenizer, stage.haystack)[0]
@@ -190,7 +195,7 @@ def _train(run: RecipeRun, stage: TrainStage, directory: Path, start: Path) -> N
     if stage.mlp_rank:
         assert teacher is not None
         adapters.add_low_rank(student, teacher, stage.mlp_rank, run.recipe.seed)
-    groups = _learning_groups(student, stage)
+    groups = _parameter_groups(student, stage)
     if stage.bits:
         adapters.add_rounding(student, stage.bits, stage.group_size)
     student.is_checkpointing = stage.checkpointing
@@ -199,16 +204,16 @@ def _train(run: RecipeRun, stage: TrainStage, directory: Path, start: Path) -> N
     elif stage.sparse is not None:
         _set_geometry(student, stage.sparse)
     if _is_compiled(run):
-        teaching = teacher.model.layers if teacher is not None and isinstance(stage, DistilStage) else ()
-        # sparse attention is compiled by itself: inside a compiled layer its gradients were once no numbers
-        learning: list[Any] = [
+        teacher_layers = teacher.model.layers if teacher is not None and isinstance(stage, DistilStage) else ()
+        # sparse attention is compiled separately: inside a compiled layer its gradients became NaN
+        student_layers: list[Any] = [
             layer.mlp if stage.is_sparse and isinstance(layer.self_attn, SparseMixer) else layer
             for layer in student.model.layers
         ]
-        _compile([*learning, *teaching], config, run.device)
+        _compile([*student_layers, *teacher_layers], config, run.device)
     has_selection_loss = stage.choice_weight > 0
     if has_selection_loss and stage.seq_len < (least := min_length(stage.sparse or config.sparse_config)):
-        raise InputError("seq_len", f"is {stage.seq_len}, which leaves nothing to choose", f"give at least {least}")
+        raise InputError("seq_len", f"is {stage.seq_len}, too short for block selection", f"give at least {least}")
     objective: Objective = NextToken(student, has_selection_loss)
     if isinstance(stage, DistilStage):
         assert teacher is not None
@@ -221,12 +226,12 @@ def _train(run: RecipeRun, stage: TrainStage, directory: Path, start: Path) -> N
 
 
 def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
-    """Train on one mixture, on one device; what is saved is the running mean, not yet rounded."""
+    """Train on one mixture, on one device, and save the running mean, not yet quantized."""
     teacher = run.load_teacher()
     base = TeacherBase.of(teacher)
     student = load_student(start, teacher, base, stage.mlp_rank, run.recipe.seed)
     config = replace(student.config, quantization=None)
-    _learning_groups(student, stage)
+    _parameter_groups(student, stage)
     if stage.sparse is not None:
         _set_geometry(student, stage.sparse)
     packing = OverlayPacking(stage.bits, stage.gate_bits, stage.group_size, stage.mlp_rank)
@@ -235,7 +240,7 @@ def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
     fast = FastPaths.on(run.device) if _is_compiled(run) else FastPaths()
     objective = MixedDistil(student, teacher, options, fast)
     steps = mixed_steps(run, stage, start)
-    probe = _probe_of(run, stage, teacher, student)
+    probe = _student_probe(run, stage, teacher, student)
     note = partial(run.note, stage.name)
     mixed = MixedRun(objective, latents, steps, directory, options, note, probe)
     mixed.resume()
@@ -247,13 +252,13 @@ def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
     student.config = config
     save_model(student, target, start, "float32", copy_tokenizer)
     if not is_done:
-        raise OutOfTime(f"time is over after step {mixed.step}", "run it again to go on")
+        raise OutOfTime(f"out of time after step {mixed.step}", "run it again to resume")
 
 
-def _probe_of(
+def _student_probe(
     run: RecipeRun, stage: MixStage, teacher: SalaModel, student: SalaModel
 ) -> Callable[[bool], Mapping[str, float]] | None:
-    """Return what measures the student; at the ends of a run it also lets it answer greedily."""
+    """Return a function that measures the student and, called with True, also its greedy answers."""
     if not stage.probe:
         return None
     with torch.compiler.set_stance("force_eager"):
@@ -267,17 +272,18 @@ def _probe_of(
     return measure
 
 
-def _learning_groups(student: SalaModel, stage: TrainStage) -> list[Group]:
-    """Marks what learns, and sorts it by learning rate; names are those of an objective that holds the student."""
+def _parameter_groups(student: SalaModel, stage: TrainStage) -> list[Group]:
+    """Make the stage's parameters trainable, and return them grouped by learning rate.
+
+    The names are those of an objective whose attribute `student` is the model.
+    """
     student.requires_grad_(False)
     groups: dict[float, list[str]] = {}
     attention = tuple(f"model.layers.{index}.self_attn." for index in student.config.sparse_layers)
     for name, parameter in student.named_parameters():
         part = _part(name)
         wanted = {"all", part, "attention"} if name.startswith(attention) else {"all", part}
-        if wanted.isdisjoint(stage.learns):
-            continue
-        if name.endswith("base.weight"):
+        if wanted.isdisjoint(stage.learns) or name.endswith("base.weight"):
             continue
         parameter.requires_grad_(True)
         scale = stage.mlp_lr_scale if part == "mlps" else 1.0
@@ -312,7 +318,7 @@ def _learn(
 
 
 def _finish(student: SalaModel, directory: Path, config: SalaConfig, start: Path) -> None:
-    """What all processes have learnt, written by one of them."""
+    """Gather the weights of all processes, and save them in the main process."""
     gather_parameters(student)
     if is_main_process():
         _save(student, directory, config, start)
@@ -325,7 +331,7 @@ def _save(student: SalaModel, directory: Path, config: SalaConfig, start: Path) 
 
 
 def _dense(model: SalaModel) -> None:
-    """Attention dense at every length, for stages before sparsity is switched on."""
+    """Make attention dense at every length, for stages without sparse attention."""
     _set_geometry(model, replace(model.config.sparse_config, dense_len=ALWAYS_DENSE))
 
 
@@ -340,7 +346,7 @@ def _is_compiled(run: RecipeRun) -> bool:
 
 
 def _compile(modules: Iterable[nn.Module], config: SalaConfig, device: torch.device) -> None:
-    decay_slopes(config.lightning_nh, device)  # made before, they are constants to the compiler
+    decay_slopes(config.lightning_nh, device)  # cached before compilation, they are constants
     for module in modules:
         module.compile(dynamic=False)
 
@@ -349,7 +355,7 @@ def _is_mixed(run: RecipeRun) -> bool:
     return run.device.type == "cuda" and run.recipe.dtype == "bfloat16"
 
 
-_STEPS: dict[type[Any], Callable[[RecipeRun, Any, Path, Path], None]] = {
+_STAGES: dict[type[Any], Callable[[RecipeRun, Any, Path, Path], None]] = {
     SampleStage: _sample,
     AlignStage: _align,
     SelectStage: _select,

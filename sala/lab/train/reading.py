@@ -1,4 +1,4 @@
-"""Training rows with real questions: composed passages with true answers, alone or hidden in other text."""
+"""Training rows with reading comprehension: composed passages with questions and answers, alone or in other text."""
 
 import tomllib
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from sala.lab.train.data import TrainingRow
 from sala.lab.train.halo.prompts import PromptTable
 
 PARAGRAPH = "\n\n"
-MIN_PIECE = 40  # characters of a paragraph of other text
+MIN_PIECE = 40  # characters; shorter paragraphs of other text are left out
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A passage's template, and pairs of question and answer; keyed ones say which of several alike is meant."""
+    """A passage template with (question, answer) pairs; `keyed` questions identify one of several similar passages."""
 
     text: str
     ask: tuple[tuple[str, str], ...]
@@ -28,22 +28,22 @@ class Passage:
 @dataclass(frozen=True, slots=True)
 class ReadingTable:
     passages: tuple[Passage, ...]
-    prompts: PromptTable  # whose lists fill the slots
+    prompts: PromptTable  # its lists fill the slots
 
     @classmethod
     def load(cls, file: Path, lists: Path) -> "ReadingTable":
-        """Read passages, and the lists of a table of prompts; raises ConfigError if a list is not there."""
+        """Read the passages and the lists of a prompt table; raise ConfigError if there are no passages."""
         values = tomllib.loads(file.read_text(encoding="utf-8"))
         passages = [
             Passage(one["text"], tuple(map(tuple, one["ask"])), tuple(map(tuple, one["keyed"])))
             for one in values.get("passage", [])
         ]
         if not passages:
-            raise ConfigError(f"{file} has no [[passage]]", "a table of passages needs at least one")
+            raise ConfigError(f"{file} has no [[passage]]", "add at least one")
         return cls(tuple(passages), PromptTable.load(lists))
 
     def sample(self, count: int, alike: int, rng: np.random.Generator) -> tuple[list[str], list[tuple[str, str]]]:
-        """Return up to `alike` passages of each of `count` templates, and questions with answers about them."""
+        """Return up to `alike` passages from each of `count` templates, and (question, answer) pairs about them."""
         texts, questions = [], []
         for at in rng.permutation(len(self.passages))[:count]:
             passage = self.passages[int(at)]
@@ -64,7 +64,7 @@ class ReadingTable:
 
 
 class ReadingRows:
-    """TrainingRow number i holds passages in other text, as far as the row has room, and asks about some of them."""
+    """Row i holds passages in other text that fills the row, and questions about some of them."""
 
     def __init__(
         self,
@@ -95,9 +95,9 @@ class ReadingRows:
         for piece in self._mixed(passages, self._other(room, rng), rng):
             ids += piece
         answer = [False] * len(ids)
-        for asked, answered in turns:
-            ids += [*asked, *answered]
-            answer += [False] * len(asked) + [True] * len(answered)
+        for question_ids, answer_ids in turns:
+            ids += [*question_ids, *answer_ids]
+            answer += [False] * len(question_ids) + [True] * len(answer_ids)
         return self._row(ids, answer)
 
     def _turn(self, at: int, question: str, answer: str) -> tuple[list[int], list[int]]:
@@ -107,7 +107,9 @@ class ReadingRows:
     def _other(self, room: int, rng: np.random.Generator) -> list[list[int]]:
         """Return paragraphs of other text of at most `room` tokens."""
         out: list[list[int]] = []
-        if not self.documents or (self.length <= 1024 and rng.random() < 0.5):  # short rows: often the passage alone
+        if not self.documents or (
+            self.length <= 1024 and rng.random() < 0.5
+        ):  # half of the short rows have no other text
             return out
         while room > 0:
             document = self.documents[int(rng.integers(len(self.documents)))]
@@ -132,5 +134,5 @@ class ReadingRows:
         tokens[:size], is_answer[:size] = ids[:size], answer[:size]
         learn = np.zeros(self.length, np.bool_)
         learn[:size] = True
-        learn[is_answer] = False  # a teacher may be wrong about them
+        learn[is_answer] = False  # the teacher may be wrong about answers
         return TrainingRow(tokens, learn, is_answer, (self.length,))

@@ -1,4 +1,4 @@
-"""Recipes: strict TOML. A recipe is a list of stages, run in order; a misspelt key is an error that names it."""
+"""Recipes: lists of stages in TOML, run in order. Unknown keys are errors."""
 
 import difflib
 import tomllib
@@ -16,15 +16,15 @@ _MAX_RECIPE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where rows come from.
+    """A source of training rows.
 
-    text: JSONL (`field` of each line), plain text, or a Hugging Face dataset; chat: `messages` of each line, loss on
-    the assistant's words alone; samples: the free text that a `sample` stage wrote; dialogues: the dialogues that it
-    wrote, one per row; needle: facts hidden in the texts of `path`; reading: passages of `table` hidden in them, with
-    questions on them.
+    text: JSONL (`field` of each line), plain text, or a Hugging Face dataset; chat: `messages` of each line, with a
+    loss on the assistant's messages only; samples: the free text of a `sample` stage; dialogues: the dialogues of a
+    `sample` stage, one per row; needle: facts hidden in the texts of `path`; reading: passages of `table` hidden in
+    these texts, with questions about them.
 
-    With `rows`, every step holds exactly so many rows of this source, of `seq_len` tokens: the stage then mixes rows
-    of several lengths in every step. Without it, rows are shared out by `weight`.
+    With `rows`, every step has exactly that many rows of this source, of `seq_len` tokens: the stage then mixes rows of
+    several lengths in every step. Without it, rows are distributed by `weight`.
     """
 
     kind: Literal["text", "chat", "samples", "dialogues", "needle", "reading"] = "text"
@@ -34,39 +34,39 @@ class Source:
     field: str = "text"
     weight: float = 1.0
     max_documents: int | None = None
-    num_keys: int = 4  # needle: at most so many hidden facts that are alike, of which some are asked for
-    num_topics: int = 1  # needle: at most so many such groups of facts in one row
-    truth: float = 0.0  # text, samples: the share of the text's own words in what a distil stage learns from a teacher
+    num_keys: int = 4  # needle: largest number of similar facts, some of which are asked for
+    num_topics: int = 1  # needle: largest number of such groups of facts in a row
+    truth: float = 0.0  # text, samples: share of the text's own tokens in the target of a distil stage
     table: str = ""  # reading, and a third of a needle source's rows: passages with questions and answers
-    lists: str = ""  # with table: the table of prompts whose lists fill the passages' slots
+    lists: str = ""  # with table: the prompt table whose lists fill the passages' slots
     rows: int = 0  # rows in every step
     seq_len: int = 0  # their length; 0: the stage's
-    shortest: int = 0  # dialogues: only those of more tokens
-    is_sparse: bool = False  # attention is sparse in these rows from dense_len on
-    answer_share: float = 1.2  # needle, with rows: weight of a row's answers, in units of its tokens
-    has_system: bool = False  # needle, with rows: half of the rows begin as the tokenizer's template does
+    shortest: int = 0  # dialogues: only those with more tokens than this
+    is_sparse: bool = False  # sparse attention in these rows from dense_len on
+    answer_share: float = 1.2  # needle, with rows: weight of a row's answers relative to its tokens
+    has_system: bool = False  # needle, with rows: half of the rows start with the chat template's system turn
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What the teacher is asked to write about: templates with {topic}, each filled from a list of topics.
+    """Prompts for the teacher: templates in which {topic} is replaced by a topic from a list.
 
-    An empty template of a chat lets the teacher write the user's turn too.
+    With an empty chat template the teacher also writes the user's turn.
     """
 
     weight: float = 1.0
     templates: tuple[str, ...] = ("",)
-    path: str = ""  # instead of templates: JSONL with the `turns` of the user, each line once before any comes again
+    path: str = ""  # instead of templates: JSONL with the `turns` of the user, every line used before any repeats
     is_chat: bool = True
     temperature: float = 0.7
-    temperatures: tuple[float, ...] = ()  # instead of temperature: one of these for each row; 0 is greedy
-    must_end: bool = False  # what has not ended when its row is full is left out
-    second_turns: float = 0.0  # share of the dialogues in which the teacher asks and answers once more
+    temperatures: tuple[float, ...] = ()  # instead of temperature: a random one of these for each row; 0 is greedy
+    must_end: bool = False  # leave out documents without an end token
+    second_turns: float = 0.0  # share of the dialogues in which the teacher writes another question and answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleStage:
-    """The teacher writes text: rows of `seq_len` tokens that begin with prompts."""
+    """Sample text from the teacher: rows of `seq_len` tokens that start with prompts."""
 
     name: str
     kind: Literal["sample"]
@@ -74,21 +74,21 @@ class SampleStage:
     topics: str = ""  # a file with a topic per line, for {topic} in templates
     num_rows: int = 1024
     seq_len: int = 512
-    batch_rows: int = 1024  # rows written at a time
-    seconds: int = 0  # above 0: stop after so long and keep what is done
+    batch_rows: int = 1024  # rows sampled at a time
+    seconds: int = 0  # above 0: stop after this time and keep the finished documents
     is_filtered: bool = False  # keep dialogues that end and do not loop, cut free text at a loop
-    held_out: tuple[str, ...] = ()  # JSONL files whose questions must not occur in what is kept
+    held_out: tuple[str, ...] = ()  # JSONL files whose questions must not occur in the kept documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectStage:
-    """Measures what recall and common sense lose when one layer loses attention; keeps attention where it pays."""
+    """Measure the loss of recall and common sense when a layer loses attention, and select the layers that keep it."""
 
     name: str
     kind: Literal["select"]
     num_layers: int | None = None  # None: a quarter
-    layers: tuple[int, ...] = ()  # set: no measuring, these
-    keep_ends: bool = True  # the first and the last layer always stay attention
+    layers: tuple[int, ...] = ()  # keep attention in these layers, without measuring
+    keep_ends: bool = True  # the first and the last layer always keep attention
     haystack: str = ""  # documents for the recall measure
     recall_len: int = 1024
     recall_rows: int = 64
@@ -99,16 +99,16 @@ class SelectStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """What every stage that trains can say."""
+    """The keys of every stage that trains."""
 
     name: str
     data: tuple[Source, ...]
     seq_len: int = 512
     batch_rows: int = 32
-    micro_rows: int | None = None  # rows computed at once on one device; None: all
+    micro_rows: int | None = None  # rows per forward pass on one device; None: all
     steps: int = 0
     tokens: int = 0  # instead of steps
-    packing: Literal["stream", "documents"] = "stream"  # documents: they do not see each other
+    packing: Literal["stream", "documents"] = "stream"  # documents: no attention across documents
     schedule: Literal["constant", "cosine", "wsd", "exponential"] = "cosine"
     lr: float = 1e-3
     final_lr: float = 1e-5
@@ -131,7 +131,7 @@ class Learning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignStage(Learning):
-    """New mixers imitate the teacher's, layer by layer: all as lightning, or the kept ones without positions."""
+    """Train new mixers to match the teacher's, layer by layer: all as lightning, or the kept ones without RoPE."""
 
     kind: Literal["align"]
     mixers: Literal["lightning", "sparse"] = "lightning"
@@ -139,24 +139,24 @@ class AlignStage(Learning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStage(Learning):
-    """All or some weights learn the next token."""
+    """Train all or some weights on the next token."""
 
     kind: Literal["train"]
     # attention: the mixers of sparse layers alone
     learns: tuple[Literal["all", "mixers", "attention", "mlps", "norms", "embeddings"], ...] = ("all",)
-    mlp_rank: int = 0  # above 0: MLPs learn as low-rank changes
+    mlp_rank: int = 0  # above 0: MLPs are trained as low-rank changes
     mlp_lr_scale: float = 1.0
-    bits: int = 0  # above 0: mixers learn while rounded to so many bits
+    bits: int = 0  # above 0: quantization-aware training of the mixers
     group_size: int = 64
     answer_weight: float = 0.0  # extra weight of the answers in needle rows
     is_sparse: bool = False  # sparse attention from dense_len on; false: dense at every length
-    sparse: SparseConfig | None = None  # another geometry while this stage runs: to learn choosing on short rows
-    choice_weight: float = 0.0  # above 0: scores of blocks learn what attention looks at
+    sparse: SparseConfig | None = None  # another geometry during this stage, to train block selection on short rows
+    choice_weight: float = 0.0  # weight of the block-selection loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistilStage(TrainStage):
-    """The same, but learning the teacher's distribution instead of the next token."""
+    """Train on the teacher's distribution instead of the next token."""
 
     kind: Literal["distil"]  # type: ignore[assignment]
     teacher_window: int | None = None
@@ -164,20 +164,20 @@ class DistilStage(TrainStage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixStage(DistilStage):
-    """Distils on one mixture: every step holds `rows` rows of each source, of several lengths.
+    """Distil on one mixture: every step has `rows` rows of each source, of several lengths.
 
-    Mixers are rounded as an overlay stores them: their difference from the teacher's matrices to `bits`, their gates
-    to `gate_bits`. The stage ends with the running mean of the weights. It lasts `steps`, or `seconds`.
+    Mixers are quantized as an overlay stores them: their difference from the teacher's matrices in `bits`, their gates
+    in `gate_bits`. The result is the running mean of the weights. The stage lasts `steps` or `seconds`.
     """
 
     kind: Literal["mix"]  # type: ignore[assignment]
     seconds: int = 0  # instead of steps: the schedule follows the clock
-    decay_share: float = 0.35  # of the stage: the rate falls from lr to final_lr
+    decay_share: float = 0.35  # last share of the stage, in which the rate falls from lr to final_lr
     gate_bits: int = 5
     mean_decay: float = 0.998
-    probe: str = ""  # stored questions and answers of the teacher, measured now and then
+    probe: str = ""  # a file of prompts and teacher answers for `Probe`, measured every `probe_every` steps
     probe_every: int = 300
-    cache_gb: int = 48  # memory of the device for the teacher's hidden states of rows that come again
+    cache_gb: int = 48  # device memory for the teacher's hidden states of repeated rows
 
 
 Stage = SampleStage | SelectStage | AlignStage | TrainStage | DistilStage | MixStage
@@ -193,7 +193,7 @@ STAGES: dict[str, type[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What to measure when all stages are done, on the result and on what it came from."""
+    """What to measure after the last stage, on the result and on the source model."""
 
     texts: tuple[str, ...] = ()  # files for perplexity
     tasks: tuple[str, ...] = ()  # files of multiple-choice questions
@@ -213,12 +213,13 @@ class Recipe:
 
 
 def load_recipe(path: Path) -> Recipe:
+    """Read a recipe; raise ConfigError that names a wrong or missing key."""
     try:
         values = tomllib.loads(read_small_file(path, _MAX_RECIPE_BYTES).decode())
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist", "give a recipe in TOML; docs/guides/convert.md shows one") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no valid TOML: {error}") from None
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
     values["stages"] = values.pop("stage", [])
     recipe: Recipe = _build(Recipe, values, str(path))
     _check(recipe, path)
@@ -227,43 +228,50 @@ def load_recipe(path: Path) -> Recipe:
 
 def _check(recipe: Recipe, path: Path) -> None:
     if not recipe.stages:
-        raise ConfigError(f"{path} has no [[stage]]", "a recipe needs at least one")
+        raise ConfigError(f"{path} has no [[stage]]", "add at least one")
     names = [stage.name for stage in recipe.stages]
     for stage in recipe.stages:
         where = f"{path}: stage {stage.name!r}"
         if not stage.name.replace("-", "").replace("_", "").isalnum() or names.count(stage.name) > 1:
-            raise ConfigError(f"{where}: names are letters, digits, - and _, and each once")
-        if not isinstance(stage, Learning):
-            continue
-        if not (stage.steps or stage.tokens or (isinstance(stage, MixStage) and stage.seconds)):
-            raise ConfigError(f"{where} says neither steps nor tokens", "add one of them")
-        if not stage.data:
-            raise ConfigError(f"{where} has no data", "add [[stage.data]] with a path, a dataset or kind = 'needle'")
-        if stage.micro_rows is not None and stage.batch_rows % stage.micro_rows:
-            raise ConfigError(f"{where}: batch_rows {stage.batch_rows} is no multiple of micro_rows {stage.micro_rows}")
-        window = stage.teacher_window if isinstance(stage, DistilStage) else None
-        if window is not None and (not window or (window < stage.seq_len and stage.seq_len % window)):
-            raise ConfigError(f"{where}: seq_len {stage.seq_len} is no multiple of teacher_window {window}")
-        if window and stage.packing == "documents":
-            raise ConfigError(f"{where}: teacher_window goes with packing 'stream' only", "leave one of them out")
-        if any(source.truth > 1 for source in stage.data):
-            raise ConfigError(f"{where}: truth is a share", "give a number from 0 to 1")
-        if isinstance(stage, MixStage):
-            if not all(source.rows for source in stage.data):
-                raise ConfigError(f"{where}: every source needs its number of rows", "give rows, for example 16")
-            if not stage.mlp_rank or not {"all", "embeddings"}.isdisjoint(stage.learns):
-                raise ConfigError(f"{where}: MLPs learn as low-rank changes, embeddings not", "set mlp_rank and learns")
-            continue
-        if isinstance(stage, TrainStage) and stage.sparse is not None and not stage.is_sparse:
-            raise ConfigError(f"{where}: sparse is given, but is_sparse is not", "set is_sparse = true")
-        if isinstance(stage, TrainStage) and stage.choice_weight and (not stage.is_sparse or stage.packing != "stream"):
-            raise ConfigError(f"{where}: choice_weight needs is_sparse = true and packing 'stream'")
-        if stage.schedule == "exponential" and not (stage.lr and stage.final_lr):
-            raise ConfigError(f"{where}: an exponential schedule cannot begin or end at 0", "raise lr and final_lr")
+            raise ConfigError(f"{where}: names consist of letters, digits, - and _, and must be unique", "rename it")
+        if isinstance(stage, Learning):
+            _check_learning(stage, where)
+
+
+def _check_learning(stage: Learning, where: str) -> None:
+    if not (stage.steps or stage.tokens or (isinstance(stage, MixStage) and stage.seconds)):
+        raise ConfigError(f"{where} sets neither steps nor tokens", "add one of them")
+    if not stage.data:
+        raise ConfigError(f"{where} has no data", "add [[stage.data]] with a path, a dataset or kind = 'needle'")
+    if stage.micro_rows is not None and stage.batch_rows % stage.micro_rows:
+        raise ConfigError(f"{where}: batch_rows {stage.batch_rows} is not a multiple of micro_rows {stage.micro_rows}")
+    window = stage.teacher_window if isinstance(stage, DistilStage) else None
+    if window is not None and (not window or (window < stage.seq_len and stage.seq_len % window)):
+        raise ConfigError(f"{where}: seq_len {stage.seq_len} is not a multiple of teacher_window {window}")
+    if window and stage.packing == "documents":
+        raise ConfigError(f"{where}: teacher_window needs packing = 'stream'", "leave one of them out")
+    if any(source.truth > 1 for source in stage.data):
+        raise ConfigError(f"{where}: truth is a share", "give a number from 0 to 1")
+    if isinstance(stage, MixStage):
+        _check_mix(stage, where)
+        return
+    if isinstance(stage, TrainStage) and stage.sparse is not None and not stage.is_sparse:
+        raise ConfigError(f"{where}: sparse needs is_sparse", "set is_sparse = true")
+    if isinstance(stage, TrainStage) and stage.choice_weight and (not stage.is_sparse or stage.packing != "stream"):
+        raise ConfigError(f"{where}: choice_weight needs is_sparse = true and packing = 'stream'")
+    if stage.schedule == "exponential" and not (stage.lr and stage.final_lr):
+        raise ConfigError(f"{where}: an exponential schedule cannot start or end at 0", "raise lr and final_lr")
+
+
+def _check_mix(stage: MixStage, where: str) -> None:
+    if not all(source.rows for source in stage.data):
+        raise ConfigError(f"{where}: every source needs rows", "set rows, for example 16")
+    if not stage.mlp_rank or not {"all", "embeddings"}.isdisjoint(stage.learns):
+        raise ConfigError(f"{where}: mix needs low-rank MLPs and frozen embeddings", "set mlp_rank and learns")
 
 
 def _build(kind: Any, values: Any, where: str) -> Any:
-    """A frozen dataclass from a TOML table, every value checked against its annotation."""
+    """Return a dataclass from a TOML table; raise ConfigError if a value does not match its annotation."""
     if not isinstance(values, dict):
         raise ConfigError(f"{where} must be a table")
     known = {item.name: item for item in fields(kind)}
@@ -271,7 +279,7 @@ def _build(kind: Any, values: Any, where: str) -> Any:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(known)
-            raise ConfigError(f"{where}: {name!r} is not a key here", hint)
+            raise ConfigError(f"{where}: {name!r} is not a valid key", hint)
     hints = get_type_hints(kind)
     out = {}
     for name, item in known.items():

@@ -1,4 +1,4 @@
-"""A hybrid beside the model it came from: perplexity, tasks, recall and speed by length. As JSON, tables, pictures."""
+"""Compare a hybrid with its source model: perplexity, tasks, recall and speed by length, as JSON, tables and plots."""
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from sala.backends.torch.model import SalaModel
 from sala.config import SalaConfig
 from sala.errors import InputError
-from sala.lab.eval.tasks.choice import Accuracy, ChoiceTask, accuracy, read_tasks, requests
+from sala.lab.eval.tasks.choice import read_tasks
 from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec, ValueChoice
 from sala.lab.eval.tasks.needle import score as find
 from sala.lab.report.comparison import comparison, pair, save, write_markdown
@@ -21,19 +21,18 @@ from sala.lab.train.data import read_documents
 from sala.lab.train.models import load_for_training
 from sala.lab.train.recipe import Source
 from sala.lab.train.recipe_run import RecipeRun
-from sala.lab.train.score import generate_greedy, perplexity, score_rows
+from sala.lab.train.score import choice_accuracy, generate_greedy, perplexity, score_rows
 from sala.llm import LLM
 from sala.text.tokenizer import Tokenizer
 
-Encode = Callable[[str], list[int]]
 Values = dict[str, Any]
 
-WHO = ("source", "hybrid")
-PIECE = 1024  # tokens that a perplexity looks back at most
+MODELS = ("source", "hybrid")
+PIECE = 1024  # context length for perplexity
 MAX_PIECES = 200
 MAX_QUESTIONS = 1000
-NUM_ANSWERED = 32  # tokens in which a needle's value must come
-NUM_DECODED = 32  # tokens written to measure the speed of decoding
+NUM_ANSWERED = 32  # answer tokens in which the value of a needle must occur
+NUM_DECODED = 32  # tokens generated to measure the decoding speed
 
 
 def write_report(
@@ -50,25 +49,25 @@ def write_report(
 ) -> None:
     """Measure both models and write report.json, report.md and, with matplotlib, report.png.
 
-    Needles are of the test split: their wordings, keys and documents occur in no training. Lengths beyond what a
-    model was made for are left out.
+    Needles come from the test split: their wordings, keys and documents do not occur in training data. Lengths beyond
+    a model's max_position_embeddings are left out.
     """
     results: Values = {}
-    for who, directory in zip(WHO, (source_dir, hybrid_dir), strict=True):
-        note(f"measuring the {who}")
-        results[who] = _measure(directory, texts, tasks, haystack, lengths, trials, device)
-        results[who]["speed"] = measure_speed(directory, lengths, device)
-        _release()
+    for name, directory in zip(MODELS, (source_dir, hybrid_dir), strict=True):
+        note(f"measuring the {name}")
+        results[name] = _measure(directory, texts, tasks, haystack, lengths, trials, device)
+        results[name]["speed"] = measure_speed(directory, lengths, device)
+        _free_memory()
     out_dir.mkdir(parents=True, exist_ok=True)
     settings = {"device": _device_name(device), "lengths": list(lengths), "trials": trials}
-    record = comparison(hybrid_dir.name, *WHO, settings, to_rows(results))
+    record = comparison(hybrid_dir.name, *MODELS, settings, to_rows(results))
     save(record, out_dir, "report")
     write_markdown(record, out_dir / "report.md", "The hybrid and its source")
     note(f"wrote {out_dir / 'report.md'}")
 
 
 def write_recipe_report(run: RecipeRun, start: Path, final: Path) -> None:
-    """The report that a recipe asks for, in the run's own directory; one that is there already stays."""
+    """Write the recipe's report to the run's directory, unless it exists."""
     wanted, out = run.recipe.report, run.work / "report"
     if wanted is None or (out / "report.md").is_file():
         return
@@ -112,26 +111,20 @@ def _text_perplexity(model: SalaModel, tokenizer: Tokenizer, path: Path) -> floa
 
 
 def to_tokens(documents: Iterable[str], tokenizer: Tokenizer, eos: int) -> list[int]:
-    """The documents as one line, an end mark after each."""
+    """Return the tokens of all documents, with an end token after each."""
     return [token for ids in tokenizer.encode_many(list(documents)) for token in [*ids, eos]]
-
-
-def choice_accuracy(model: SalaModel, tasks: Sequence[ChoiceTask], encode: Encode) -> Accuracy:
-    asked = [requests(task, encode) for task in tasks]
-    scores = iter(score_rows(model, [(r.context_ids, r.continuation_ids) for group in asked for r in group]))
-    return accuracy(tasks, [[next(scores).logprob for _ in group] for group in asked])
 
 
 def needle_cases(
     maker: NeedleMaker, length: int, num_keys: int, trials: int, value: ValueChoice = "mixed"
 ) -> list[NeedleCase]:
-    """Prompts with hidden facts of the test split; `length` holds prompt and answer."""
+    """Return needle prompts of the test split; prompt and answer fit into `length` tokens."""
     spec = NeedleSpec(length - NUM_ANSWERED, num_keys=num_keys, value=value, split="test")
     return [maker.make(spec, index) for index in range(trials)]
 
 
 def recall(model: SalaModel, tokenizer: Tokenizer, cases: Sequence[NeedleCase]) -> float:
-    """The share of needles found: the right value is in what the model answers, decoding greedily."""
+    """Return the share of needles whose value occurs in the model's greedy answer."""
     values = [tokenizer.encode(f" {case.value}", bos=False) for case in cases]
     scores = score_rows(model, [(case.token_ids, value) for case, value in zip(cases, values, strict=True)])
     others = [case for case, score in zip(cases, scores, strict=True) if not score.is_greedy]
@@ -141,7 +134,7 @@ def recall(model: SalaModel, tokenizer: Tokenizer, cases: Sequence[NeedleCase]) 
 
 
 def measure_speed(directory: Path, lengths: Sequence[int], device: torch.device) -> Values:
-    """Tokens per second of reading a prompt of each length, and of answering it; one sequence at a time."""
+    """Return the prefill and decode speeds in tokens per second for each prompt length, at batch size 1."""
     config = SalaConfig.load(directory)
     known = _known(config, lengths, NUM_DECODED)
     if not known:
@@ -164,7 +157,7 @@ def _known(config: SalaConfig, lengths: Sequence[int], more: int = 0) -> list[in
 
 def to_rows(results: Mapping[str, Any]) -> list[ResultRow]:
     """Return the measurements of both models side by side."""
-    source, hybrid = (results[who] for who in WHO)
+    source, hybrid = (results[name] for name in MODELS)
     rows = [pair("parameters", source["parameters"], hybrid["parameters"])]
     rows += [
         pair("perplexity", value, hybrid["perplexity"][name], name) for name, value in source["perplexity"].items()
@@ -184,8 +177,7 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _release() -> None:
-    """Make room for the next model."""
+def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
-"""Scores of given continuations under a model, many rows at once: for choosing layers and for reports."""
+"""Batched log-probabilities, greedy generation and perplexity, for layer selection and reports."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,37 +9,45 @@ from torch import Tensor
 from sala.backends.torch.batch import whole
 from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.model import SalaModel
+from sala.lab.eval.tasks.choice import Accuracy, ChoiceTask, accuracy, requests
 
 _TOKENS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one continuation: its log-probability, and which of its tokens were the model's first choice."""
+    """The log-probability of a continuation, and which of its tokens are the model's top-1 prediction."""
 
     logprob: float
     is_first: tuple[bool, ...]
 
     @property
     def is_greedy(self) -> bool:
-        """Whether greedy decoding would have written exactly this."""
+        """Return whether greedy decoding would generate exactly this continuation."""
         return all(self.is_first)
 
 
 @torch.inference_mode()
 def score_rows(model: SalaModel, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-    """(context, continuation) pairs of token ids → their scores. Padding on the right does not reach back."""
+    """Return the scores of (context, continuation) pairs of token ids."""
     scores: list[Score | None] = [None] * len(rows)
     dense_len = model.config.sparse_config.dense_len
     lengths = [_padded(len(context) + len(continuation), dense_len) for context, continuation in rows]
-    for same in _alike(sorted(range(len(rows)), key=lambda i: lengths[i]), lengths):
+    for same in _batches(sorted(range(len(rows)), key=lambda i: lengths[i]), lengths):
         for index, score in zip(same, _score_batch(model, [rows[i] for i in same], lengths[same[0]]), strict=True):
             scores[index] = score
     return [score for score in scores if score is not None]
 
 
-def _alike(order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of rows that are computed at once: neighbours of one length, not too many."""
+def choice_accuracy(model: SalaModel, tasks: Sequence[ChoiceTask], encode: Callable[[str], list[int]]) -> Accuracy:
+    """Return the accuracy on multiple-choice questions, by the likelihood of their answers."""
+    groups = [requests(task, encode) for task in tasks]
+    scores = iter(score_rows(model, [(r.context_ids, r.continuation_ids) for group in groups for r in group]))
+    return accuracy(tasks, [[next(scores).logprob for _ in group] for group in groups])
+
+
+def _batches(order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield batches of indices of rows with the same padded length, of bounded size."""
     while order:
         length = lengths[order[0]]
         same = [i for i in order[: max(1, _TOKENS_AT_ONCE // length)] if lengths[i] == length]
@@ -48,14 +56,14 @@ def _alike(order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _padded(length: int, dense_len: int) -> int:
-    """Rows are padded on the right, by an eighth at most, so that few shapes occur; a dense row stays dense."""
+    """Return the length to pad a row to: at most an eighth more, so that few shapes occur; dense rows stay dense."""
     step = max(64, 1 << max(0, length.bit_length() - 4))
     padded = -(-length // step) * step
     return dense_len - 1 if length < dense_len <= padded else padded
 
 
 def _score_batch(model: SalaModel, rows: Sequence[tuple[Sequence[int], Sequence[int]]], length: int) -> list[Score]:
-    hidden = _read(model, [[*context, *continuation] for context, continuation in rows], length)
+    hidden = _hidden_states(model, [[*context, *continuation] for context, continuation in rows], length)
     out = []
     for at, (context, continuation) in enumerate(rows):
         end = len(context) + len(continuation)
@@ -64,8 +72,8 @@ def _score_batch(model: SalaModel, rows: Sequence[tuple[Sequence[int], Sequence[
     return out
 
 
-def _read(model: SalaModel, rows: Sequence[Sequence[int]], length: int) -> Tensor:
-    """Hidden states [B, length, hidden] of rows that are padded on the right."""
+def _hidden_states(model: SalaModel, rows: Sequence[Sequence[int]], length: int) -> Tensor:
+    """Return the hidden states [B, length, hidden] of rows padded on the right."""
     tokens = torch.zeros(len(rows), length, dtype=torch.long)
     for at, row in enumerate(rows):
         tokens[at, : len(row)] = torch.tensor(row)
@@ -81,32 +89,32 @@ def _score(logits: Tensor, labels: Tensor) -> Score:
 def generate_greedy(
     model: SalaModel, contexts: Sequence[Sequence[int]], max_tokens: int, ends: Sequence[int]
 ) -> list[list[int]]:
-    """What the model would write after each context, up to an end mark. Everything is read anew for every token."""
-    written: list[list[int]] = [[] for _ in contexts]
+    """Return the greedy continuation of each context, up to an end token. Every token recomputes the whole row."""
+    outputs: list[list[int]] = [[] for _ in contexts]
     dense_len = model.config.sparse_config.dense_len
     lengths = [_padded(len(context) + max_tokens, dense_len) for context in contexts]
     open_rows = sorted(range(len(contexts)), key=lambda i: lengths[i])
     for _ in range(max_tokens):
-        for some in _alike(open_rows, lengths):
-            rows = [[*contexts[i], *written[i]] for i in some]
-            hidden = _read(model, rows, lengths[some[0]])
+        for batch in _batches(open_rows, lengths):
+            rows = [[*contexts[i], *outputs[i]] for i in batch]
+            hidden = _hidden_states(model, rows, lengths[batch[0]])
             last = torch.stack([hidden[at, len(row) - 1] for at, row in enumerate(rows)])
-            for i, token in zip(some, model.logits(last).argmax(-1).tolist(), strict=True):
-                written[i].append(token)
-        open_rows = [i for i in open_rows if written[i][-1] not in ends]
-    return written
+            for i, token in zip(batch, model.logits(last).argmax(-1).tolist(), strict=True):
+                outputs[i].append(token)
+        open_rows = [i for i in open_rows if outputs[i][-1] not in ends]
+    return outputs
 
 
 @torch.inference_mode()
 def perplexity(model: SalaModel, tokens: Sequence[int], length: int, rows_at_once: int = 16) -> float:
-    """exp of the mean loss over pieces of `length` tokens, the first of each unpredicted; the rest is left out."""
+    """Return the perplexity over pieces of `length` tokens; the first token of each and the remainder do not count."""
     device = model.model.norm.weight.device
     count = len(tokens) // length
     pieces = torch.tensor(tokens[: count * length]).view(count, length)
     total = 0.0
-    for some in pieces.split(max(1, min(rows_at_once, _TOKENS_AT_ONCE // length))):
-        hidden = model(whole(some.to(device), ops=select_ops())).view(*some.shape, -1)
-        for row, ids in zip(hidden, some.to(device), strict=True):
+    for batch in pieces.split(max(1, min(rows_at_once, _TOKENS_AT_ONCE // length))):
+        hidden = model(whole(batch.to(device), ops=select_ops())).view(*batch.shape, -1)
+        for row, ids in zip(hidden, batch.to(device), strict=True):
             for begin in range(0, length - 1, 1024):
                 end = min(begin + 1024, length - 1)
                 logp = model.logits(row[begin:end]).log_softmax(-1)

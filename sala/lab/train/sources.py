@@ -1,4 +1,4 @@
-"""The sources of a stage's rows: tokenised texts, what the teacher wrote, facts hidden in texts."""
+"""The rows of a stage from its sources: tokenized texts, the teacher's samples, facts and passages in texts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +21,7 @@ from sala.lab.train.recipe_run import RecipeRun
 from sala.lab.train.steps import MixedSteps, RowMaker, StepPart, needle_row, text_row
 from sala.text.tokenizer import Tokenizer
 
-READING_EVERY = 3  # of the rows of a needle source with a table, every third asks about passages
+READING_EVERY = 3  # every third row of a needle source with a table is a reading row
 
 
 def mixture(run: RecipeRun, stage: Learning, start: Path) -> Mixture:
@@ -33,7 +33,7 @@ def mixture(run: RecipeRun, stage: Learning, start: Path) -> Mixture:
 
 
 def mixed_steps(run: RecipeRun, stage: Learning, start: Path, rank: int = 0, world: int = 1) -> MixedSteps:
-    """Return steps with `rows` rows of every source; raises InputError if a source does not say how many."""
+    """Return steps with `rows` rows of every source; raise InputError if a source has no `rows`."""
     tokenizer = Tokenizer.load(start)
     if not all(source.rows for source in stage.data):
         raise InputError("rows", "is missing in a source", "give it for all sources of a stage, or for none")
@@ -112,14 +112,14 @@ def _reading(run: RecipeRun, source: Source, tokenizer: Tokenizer, length: int, 
 def _written(run: RecipeRun, source: Source) -> Documents:
     sampling = next((s for s in run.recipe.stages if isinstance(s, SampleStage) and s.name == source.path), None)
     if sampling is None:
-        raise InputError("path", f"is {source.path!r}", "samples name a stage of kind 'sample' before this one")
+        raise InputError("path", f"is {source.path!r}", "give the name of an earlier stage of kind 'sample'")
     return Documents.load(run.directory(sampling) / "samples.npz")
 
 
 def needle_makers(
     run: RecipeRun, tokenizer: Tokenizer, path: str, limit: int | None = None, wraps: list[Wrap] | None = None
 ) -> list[NeedleMaker]:
-    """Return makers of needles in the texts of `path`, one for each way to write a user's message."""
+    """Return a needle maker over the texts of `path` for each wrap."""
     source = Source(path=path, max_documents=limit)
     documents = list(islice(read_documents(source, run.base), source.max_documents))
     end = tokenizer.token_id("<|im_end|>")

@@ -1,4 +1,4 @@
-"""Steps that mix rows of several lengths and kinds: the same micro-batches of fixed shapes to the last step."""
+"""Steps that mix rows of several lengths and kinds in micro-batches of fixed shapes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ RowMaker = Callable[[int], WeightedRow]
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """So many rows of one source in every step."""
+    """The rows that one source contributes to every step."""
 
     make: RowMaker
     rows: int
@@ -23,15 +23,15 @@ class StepPart:
 
 
 class MixedSteps:
-    """The micro-batches of step number i: parts of the same length and regime are computed together.
+    """The micro-batches of step i: parts of the same length and regime share a micro-batch.
 
-    Of `world` processes each gets its share of every part's rows.
+    Each of the `world` processes gets its share of every part's rows. Raise InputError if they cannot be divided.
     """
 
     def __init__(self, parts: Sequence[StepPart], rank: int = 0, world: int = 1) -> None:
         for part in parts:
             if part.rows % world:
-                raise InputError("rows", f"is {part.rows}", f"{world} processes must share them")
+                raise InputError("rows", f"is {part.rows}", f"use a multiple of {world}, the number of processes")
         self.parts, self.rank, self.world = list(parts), rank, world
 
     @property
@@ -53,14 +53,17 @@ class MixedSteps:
 
 
 def text_row(row: TrainingRow) -> WeightedRow:
-    """Weigh a row of text: the teacher's distribution counts by 1 - truth, the text itself by truth."""
+    """Return a row of text with weights: 1 - truth for the teacher's distribution, truth for the text's tokens."""
     learn = row.learn.astype(np.float32)
     learn[0] = 0
     return WeightedRow(row.tokens, learn * np.float32(1 - row.truth), learn * np.float32(row.truth), row.answer, "text")
 
 
 def needle_row(row: TrainingRow, answer_share: float) -> WeightedRow:
-    """Weigh a needle row: the haystack by the teacher, the answers by the truth, together `answer_share` per token."""
+    """Return a needle row with weights: the haystack from the teacher, the answers from the text.
+
+    The weights of the answers add up to `answer_share` times the length of the row.
+    """
     teacher, truth = row.learn.astype(np.float32), row.answer.astype(np.float32)
     teacher[0] = 0
     count = int(row.answer.sum())

@@ -1,12 +1,12 @@
-"""Prompts of many kinds, composed from a table of templates and lists: thousands of wordings, each once.
+"""Compose distinct prompts of many kinds from a table of templates and lists.
 
 A table is TOML: `[lists]` with words and phrases, and `[[kind]]` tables with a `name`, a `weight` and `templates`.
-A template is a string, or a list of strings for several turns of the user. In braces stand
+A template is a string, or a list of strings for several turns of the user. Slots are written in braces:
 
-    {place}        an entry of the list `place`, itself filled in
-    {a=place}      the same, remembered as `a` for the rest of the prompt; {a} repeats it
-    {2..99}        a whole number; {n=2..99} remembers it
-    {3*fruit}      so many different entries, separated by commas; {n=3*fruit} remembers them
+    {place}        an entry of the list `place`, whose own slots are filled
+    {a=place}      the same, stored as `a` for the rest of the prompt; {a} repeats it
+    {2..99}        a whole number; {n=2..99} stores it
+    {3*fruit}      three different entries, separated by commas; {n=3*fruit} stores them
 
     python -m sala.lab.train.halo.prompts TABLE COUNT OUT.jsonl --seed 1 --held-out everyday.jsonl
 """
@@ -25,8 +25,8 @@ from sala.errors import ConfigError
 from sala.lab.train.documents import HeldOut
 
 _SLOT = re.compile(r"\{(?:(\w+)=)?(?:(\d+)\*)?(\w+(?:\.\.\d+)?)\}")
-_AN = re.compile(r"\b([Aa]) (?=[aeioAEIO])")  # an apple; words with u have either
-_TRIES = 40  # fruitless tries per prompt after which a kind is said to be exhausted
+_AN = re.compile(r"\b([Aa]) (?=[aeioAEIO])")  # "an apple"; words with u take either article
+_TRIES = 40  # attempts at a new prompt, after which it is skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class Prompt:
 
 
 class PromptTable:
-    """Templates and lists; prompt number i of a seed is always the same."""
+    """Templates and lists; the prompts are a function of the seed."""
 
     def __init__(self, lists: Mapping[str, Sequence[str]], kinds: Sequence[PromptKind]) -> None:
         self.lists, self.kinds = dict(lists), tuple(kinds)
 
     @classmethod
     def load(cls, file: Path) -> "PromptTable":
-        """Read a table; raises ConfigError if a template names a list that is not there."""
+        """Read a table; raise ConfigError if a template names an unknown list."""
         values = tomllib.loads(file.read_text(encoding="utf-8"))
         kinds = [
             PromptKind(
@@ -71,10 +71,10 @@ class PromptTable:
         for text in texts:
             for match in _SLOT.finditer(text):
                 if match[3] not in self.lists and match[3] not in remembered and ".." not in match[3]:
-                    raise ConfigError(f"{where}: {text!r} names the list {match[3]!r}, which is not there", "add it")
+                    raise ConfigError(f"{where}: {text!r} names the unknown list {match[3]!r}", "add it to [lists]")
 
     def prompts(self, count: int, seed: int, held_out: HeldOut | None = None) -> Iterator[Prompt]:
-        """Yield `count` different prompts in the shares of the kinds, none of which is held out."""
+        """Yield up to `count` distinct prompts in the shares of the kinds, none of them held out."""
         rng = np.random.default_rng(seed)
         shares = np.array([kind.weight for kind in self.kinds])
         seen: set[tuple[str, ...]] = set()
@@ -93,7 +93,7 @@ class PromptTable:
                     break
 
     def fill(self, text: str, names: dict[str, str], rng: np.random.Generator) -> str:
-        """Return the text with all slots filled; `names` are remembered values, and are added to."""
+        """Return the text with all slots filled; `names` holds the stored values and is updated."""
         return _AN.sub(r"\1n ", self._fill(text, names, rng))
 
     def _fill(self, text: str, names: dict[str, str], rng: np.random.Generator) -> str:
@@ -120,7 +120,7 @@ class PromptTable:
 
 
 def read_held_out(files: Sequence[Path]) -> HeldOut:
-    """Return the `turns` of JSONL files as texts that training must not see, with the words to `avoid`."""
+    """Return the `turns` of JSONL files, and their `avoid` words, as texts held out from training."""
     texts: list[str] = []
     avoid: list[tuple[list[str], str]] = []
     for file in files:

@@ -1,8 +1,8 @@
 # ruff: noqa: N803
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Attention of one new token per row over a contiguous cache whose rows differ in length.
+"""Decode attention of one new token per row over a contiguous KV cache whose rows differ in length.
 
-Lengths are read on the device, so that one captured graph serves every step.
+Lengths are read on the device, so that one CUDA graph serves every step.
 """
 
 import torch
@@ -14,7 +14,7 @@ BLOCK = 64  # cached tokens read at a time
 
 
 def attend_rows(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """q [R, H, D], keys and values [R, L, G, D], lengths [R] → [R, H, D]; row r sees its first lengths[r] tokens."""
+    """Return the attention [R, H, D] of q [R, H, D] over the first lengths[r] tokens of keys, values [R, L, G, D]."""
     num_rows, num_heads, dim = q.shape
     groups = keys.shape[2]
     out = torch.empty_like(q)
@@ -48,9 +48,9 @@ def _attend(
     row_stride,
     token_stride,
     group_stride,
-    HEADS: tl.constexpr,  # query heads of a group
+    HEADS: tl.constexpr,  # query heads per group
     DIM: tl.constexpr,
-    ROWS: tl.constexpr,  # the same, padded to what a matrix product needs
+    ROWS: tl.constexpr,  # HEADS, padded to the smallest size of tl.dot
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)

@@ -1,6 +1,6 @@
-"""A dense teacher writes training text: dialogues that it asks and answers itself, answers to given prompts, free text.
+"""Sample training documents from a dense teacher: whole dialogues, answers to given prompts, and free text.
 
-Distilling on the teacher's own words keeps what plain text erodes, above all its way of answering.
+Distilling on the teacher's own text preserves its behaviour, above all its style of answering, better than plain text.
 """
 
 import json
@@ -24,25 +24,25 @@ from sala.lab.train.halo.slots import Slots, SlotUpdate
 from sala.lab.train.recipe import Prompts, SampleStage
 from sala.text.tokenizer import Tokenizer
 
-MIN_P = 0.05  # of answers; tokens less likely than this share of the likeliest are never sampled
-ASK_TEMPERATURE, ASK_MIN_P = 1.0, 0.02  # of the users' turns that the teacher writes itself, which should differ
+MIN_P = 0.05  # for answers: tokens less likely than this share of the likeliest are never sampled
+ASK_TEMPERATURE, ASK_MIN_P = 1.0, 0.02  # for the users' turns that the teacher writes, which should vary
 TEXT_MIN_P = 0.02
 MAX_QUESTION, MAX_ANSWER = 120, 320  # tokens
 TEXT_END = "<|endoftext|>"  # ends free text where a tokenizer has it; turns end with the model's own end tokens
-MANY = 5000  # documents from which on several processes look through them
-STEPS = 8  # between two looks at which rows are done
+MANY = 5000  # documents from which on the held-out check uses several processes
+STEPS = 8  # decoding steps between two checks for finished rows
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a row begins and what the teacher is to write.
+    """The start of a row, and what the teacher writes after it.
 
-    tokens        what is given
-    temperature   of answers and of free text; 0 is greedy
-    must_end      leave the row out if its (first) answer does not end by itself
+    tokens        the given tokens
+    temperature   for answers and free text; 0 is greedy
+    must_end      drop the row if its (first) answer has no end token
     writes        "answer", "text", or "question": first the rest of the user's turn, then its answer
-    turns         further turns of the user, each with all marks from the end of the answer on
-    num_asked     further turns of the user that the teacher writes itself
+    turns         further turns of the user, each with the template's tokens after the previous answer
+    num_asked     further turns of the user that the teacher writes
     """
 
     tokens: tuple[int, ...]
@@ -55,11 +55,11 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The tokens of a chat template between what a user and an assistant say.
+    """The tokens of a chat template between the messages of a user and an assistant.
 
-    opening      up to where the user's first message begins
-    to_answer    after the mark that ends the user's turn, up to where the answer begins
-    to_question  after the mark that ends the answer, up to where the user's message begins
+    opening      before the user's first message
+    to_answer    from the end token of the user's turn to the answer
+    to_question  from the end token of the answer to the user's message
     """
 
     opening: tuple[int, ...] = ()
@@ -68,12 +68,12 @@ class Marks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, ends: Sequence[int]) -> "Marks":
-        """Read the marks off the template's own output; raises InputError if it has no end marks."""
+        """Derive the marks from the template's output; raise InputError if turns have no end token."""
 
-        def ids(*said: str) -> list[int]:
+        def ids(*contents: str) -> list[int]:
             roles = ("user", "assistant")
-            messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)]
-            return tokenizer.encode_chat(messages, add_generation_prompt=len(said) % 2 == 1)
+            messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(contents)]
+            return tokenizer.encode_chat(messages, add_generation_prompt=len(contents) % 2 == 1)
 
         one, other = ids("a"), ids("b")
         start = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
@@ -86,7 +86,7 @@ class Marks:
         return cls(tuple(one[:start]), tuple(one[end + 1 :]), tuple(three[second[1] + 1 : place]))
 
     def turn(self, text: Sequence[int], end: int) -> tuple[int, ...]:
-        """Return a whole further turn of the user, up to where its answer begins."""
+        """Return a complete further turn of the user, up to the answer."""
         return (*self.to_question, *text, end, *self.to_answer)
 
 
@@ -138,19 +138,19 @@ def _fill(template: str, topics: Sequence[str], rng: np.random.Generator) -> str
 
 @dataclass(slots=True)
 class _Row:
-    """An opening on its way: which roles its tokens have so far, and what is being written."""
+    """An opening in progress: the roles of its tokens so far, and what is being written."""
 
     opening: Opening
     number: int
     writes: str
-    begin: int  # where what is being written begins
+    begin: int  # start of the part being written
     parts: list[tuple[int, int]] = field(default_factory=list)  # role, and how many tokens
     turns: list[tuple[int, ...]] = field(default_factory=list)
     num_asked: int = 0
 
 
 class Writer:
-    """Turns openings into documents, as many at a time as there are slots."""
+    """Continue openings into documents, as many at a time as there are slots."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Writer:
         self.slots = Slots(model, num_slots, length, ends, dtype, seed)
         self.length, self.ends, self.marks = length, frozenset(ends), marks
         self.rows: list[_Row | None] = [None] * num_slots
-        self.has_opening = [False] * num_slots  # the cache of the slot begins with the template's opening
+        self.has_opening = [False] * num_slots  # the slot's KV cache starts with the template's opening
         self.documents: list[tuple[int, list[int], list[int], bool]] = []
 
     def write(
@@ -174,7 +174,7 @@ class Writer:
         deadline: float | None = None,
         note: Callable[[int, int], None] = lambda rows, tokens: None,
     ) -> Documents:
-        """Write every opening on → documents in the openings' order; at the deadline dialogues must be complete."""
+        """Return the continued openings in their order; at the deadline, drop incomplete dialogues."""
         waiting = deque(enumerate(openings))
         num_tokens = 0
         while waiting or any(row is not None for row in self.rows):
@@ -184,7 +184,7 @@ class Writer:
             num_tokens += self._collect()
             note(len(self.documents), num_tokens)
             if deadline is not None and time.monotonic() > deadline:
-                self._give_up()
+                self._keep_unfinished_text()
                 break
         self.documents.sort(key=lambda document: document[0])
         return Documents.of([document[1:] for document in self.documents])
@@ -214,7 +214,7 @@ class Writer:
         return SlotUpdate(slot, start, position, tokens, min(limit, self.length), heat, min_p)
 
     def _collect(self) -> int:
-        """Take what is done out of the slots, or let it go on with the next turn → how many tokens were written."""
+        """Collect finished rows, or start their next turn; return the number of tokens in new documents."""
         active = self.slots.is_active.tolist()
         done = [slot for slot, row in enumerate(self.rows) if row is not None and not active[slot]]
         if not done:
@@ -226,7 +226,7 @@ class Writer:
         for slot, ids, size in zip(done, tokens, sizes, strict=True):
             row = self.rows[slot]
             assert row is not None
-            change = self._go_on(slot, row, ids[:size].tolist())
+            change = self._continue(slot, row, ids[:size].tolist())
             if change is None:
                 self.rows[slot] = None
             else:
@@ -234,8 +234,8 @@ class Writer:
         self.slots.update(changes)
         return sum(len(document[1]) for document in self.documents[before:])
 
-    def _give_up(self) -> None:
-        """Keep what there is of free text, which need not end."""
+    def _keep_unfinished_text(self) -> None:
+        """Keep the free text so far, which needs no end."""
         slots = [slot for slot, row in enumerate(self.rows) if row is not None and row.writes == "text"]
         sizes = (self.slots.position + 1).tolist()
         for slot in slots:
@@ -246,8 +246,8 @@ class Writer:
                 self._keep(row, ids, [*row.parts, (TEXT, len(ids) - row.begin)], is_ended=False)
         self.rows = [None] * len(self.rows)
 
-    def _go_on(self, slot: int, row: _Row, ids: list[int]) -> SlotUpdate | None:
-        """Return what comes next in this row; None if it is complete or worth nothing."""
+    def _continue(self, slot: int, row: _Row, ids: list[int]) -> SlotUpdate | None:
+        """Return the next task of this row; None if it is complete or dropped."""
         is_ended = ids[-1] in self.ends and len(ids) > row.begin
         size = len(ids) - row.begin
         if row.writes == "text":
@@ -280,7 +280,7 @@ class Writer:
         return self._change(slot, row, len(ids), len(ids) - 1, tokens)
 
     def _keep(self, row: _Row, ids: list[int], parts: list[tuple[int, int]], is_ended: bool, least: int = 0) -> None:
-        """Record a document; one that ends in an unfinished second turn keeps the turns before it."""
+        """Record a document; an unfinished last turn is cut off."""
         roles = np.repeat([role for role, _ in parts], [size for _, size in parts]).tolist()
         has_answer = ANSWER in roles
         if not is_ended and roles.count(ANSWER) > parts[-1][1]:  # the last answer of several
@@ -299,9 +299,9 @@ class Writer:
 def write_rows(
     model: SalaModel, openings: Sequence[Opening], length: int, ends: Sequence[int], seed: int, dtype: torch.dtype
 ) -> list[list[int]]:
-    """Return every opening continued up to `length` tokens, or to the first end mark, which stays in.
+    """Return every opening continued up to `length` tokens, or up to and including the first end token.
 
-    Rows that must end and do not are left out.
+    Rows that must end and do not are dropped.
     """
     writer = Writer(model, min(len(openings), 4096), length, ends, Marks(), seed, dtype)
     return writer.write(openings).rows()
@@ -316,9 +316,10 @@ def write_samples(
     note: Callable[[int, int, int], None],
     deadline: float | None = None,
 ) -> Documents:
-    """Write what a `sample` stage asks for; dialogues are filtered, and none repeats a held-out question.
+    """Return the documents of a `sample` stage, filtered, and without held-out questions.
 
-    `note` gets the number of rows written, that of all rows, and that of tokens. At the deadline what is done is kept.
+    `note` is called with the number of finished rows, of all rows, and of tokens. At the deadline, finished documents
+    are kept.
     """
     config, device = model.config, model.model.norm.weight.device
     ends = tuple(dict.fromkeys((*config.eos_token_id, *_text_end(tokenizer))))
@@ -333,7 +334,7 @@ def write_samples(
     written = writer.write(openings, deadline, lambda rows, tokens: note(rows, len(openings), tokens))
     del writer
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the slots' caches, which training needs
+        torch.cuda.empty_cache()  # training needs the memory of the slots' KV caches
     kept = filter_documents(written) if stage.is_filtered else written
     if not stage.held_out:
         return kept
@@ -344,23 +345,23 @@ def write_samples(
 def _repeats(written: Documents, tokenizer: Tokenizer, held_out: HeldOut) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Return for each document whether the teacher asked a held-out question in it."""
 
-    def look(part: range) -> list[bool]:
-        found = (runs(*written.document(at)[:2], ASKED) for at in part)
-        return [any(tokenizer.decode(run) in held_out for run in asked) for asked in found]
+    def check(part: range) -> list[bool]:
+        questions = (runs(*written.document(at)[:2], ASKED) for at in part)
+        return [any(tokenizer.decode(run) in held_out for run in one) for one in questions]
 
     size = -(-len(written) // max(1, (os.cpu_count() or 1)))
     parts = [range(at, min(at + size, len(written))) for at in range(0, len(written), max(size, 1))]
-    return np.array(_in_processes(look, parts), np.bool_)
+    return np.array(_in_processes(check, parts), np.bool_)
 
 
-def _in_processes(look: Callable[[range], list[bool]], parts: Sequence[range]) -> list[bool]:
-    """Apply `look` to all parts, in processes of their own where there is much to do."""
+def _in_processes(check: Callable[[range], list[bool]], parts: Sequence[range]) -> list[bool]:
+    """Apply `check` to all parts, in separate processes if there are many documents."""
     if sum(map(len, parts)) < MANY or not hasattr(os, "fork"):
-        return [value for part in parts for value in look(part)]
+        return [value for part in parts for value in check(part)]
     context = multiprocessing.get_context("fork")
     pipes = [context.SimpleQueue() for _ in parts]
     processes = [
-        context.Process(target=lambda part=part, pipe=pipe: pipe.put(look(part)), daemon=True)
+        context.Process(target=lambda part=part, pipe=pipe: pipe.put(check(part)), daemon=True)
         for part, pipe in zip(parts, pipes, strict=True)
     ]
     for process in processes:

@@ -1,7 +1,7 @@
-"""Which layers keep attention: those whose loss costs recall and little else.
+"""Select the layers that keep attention: those that matter for recall more than for other abilities.
 
-Layer by layer, attention is replaced by its aligned lightning mixer, and two things are measured: R, how well the
-model recalls facts from its context, and C, how well it answers common-sense questions. A layer's score is
+For each layer, attention is replaced by the aligned lightning mixer, and two things are measured: R, how well the model
+recalls facts from its context, and C, how well it answers common-sense questions. The score of a layer is
 
     s_i = (max R - R_i) / (max C - C_i + epsilon)
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from sala.backends.torch.model import SalaModel
-from sala.lab.eval.tasks.choice import ChoiceTask, accuracy, requests
+from sala.lab.eval.tasks.choice import ChoiceTask
 from sala.lab.eval.tasks.needle import NeedleMaker, NeedleSpec
 from sala.lab.train.recipe import SelectStage
-from sala.lab.train.score import score_rows
+from sala.lab.train.score import choice_accuracy, score_rows
 
 Pairs = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -29,34 +29,31 @@ class Importance:
 
 @dataclass(frozen=True, slots=True)
 class LayerProbe:
-    """What is asked of every candidate: needle cases, and multiple-choice questions."""
+    """The measurements of every candidate: needle cases and multiple-choice questions."""
 
     needles: Pairs
     tasks: tuple[tuple[ChoiceTask, ...], ...]
     encode: Callable[[str], list[int]]
 
     def recall(self, model: SalaModel) -> float:
-        """Mean share of answer tokens that are the model's first choice."""
+        """Return the mean share of answer tokens that are the model's top-1 prediction."""
         scores = score_rows(model, self.needles)
         return sum(sum(score.is_first) / len(score.is_first) for score in scores) / len(scores)
 
     def sense(self, model: SalaModel) -> float:
-        """Mean accuracy over the tasks."""
+        """Return the mean accuracy over the tasks; 0 without tasks."""
         if not self.tasks:
             return 0.0
         return sum(self._accuracy(model, task) for task in self.tasks) / len(self.tasks)
 
     def _accuracy(self, model: SalaModel, questions: Sequence[ChoiceTask]) -> float:
-        asked = [requests(question, self.encode) for question in questions]
-        flat = iter(score_rows(model, [(r.context_ids, r.continuation_ids) for group in asked for r in group]))
-        scores = [[next(flat).logprob for _ in group] for group in asked]
-        found = accuracy(questions, scores)
+        found = choice_accuracy(model, questions, self.encode)
         return (found.acc + found.acc_norm) / 2
 
 
 def needle_pairs(maker: NeedleMaker, length: int, count: int, num_keys: int = 2) -> Pairs:
     spec = NeedleSpec(length, num_keys=num_keys, value="number", split="train")
-    cases = (maker.make(spec, 1_000_000 + index) for index in range(count))  # far from those used for training
+    cases = (maker.make(spec, 1_000_000 + index) for index in range(count))  # not used for training
     return [(case.token_ids, case.answer_ids) for case in cases]
 
 
@@ -67,7 +64,7 @@ def measure_layers(
     epsilon: float,
     note: Callable[[int, float, float], None],
 ) -> dict[int, Importance]:
-    """The importance of every layer for which there is an aligned mixer; the teacher is left as it was."""
+    """Return the importance of every layer with an aligned mixer; the teacher is unchanged afterwards."""
     recalls, senses = {}, {}
     for index, mixer in aligned.items():
         layer = teacher.model.layers[index]
@@ -89,7 +86,7 @@ def measure_layers(
 
 
 def select_layers(scores: Mapping[int, Importance], stage: SelectStage, num_layers: int) -> tuple[int, ...]:
-    """The layers that keep attention: the ends if so wished, then the highest scores."""
+    """Return the layers that keep attention: with `keep_ends` the first and the last, then the highest scores."""
     count = stage.num_layers or max(1, num_layers // 4)
     kept = {0, num_layers - 1} if stage.keep_ends else set()
     for index in sorted(scores, key=lambda i: -scores[i].score):

@@ -1,7 +1,7 @@
-"""A dense model that writes in thousands of slots at once, each at a position of its own.
+"""Sample from a dense model in thousands of slots at once, each at its own position (continuous batching).
 
-A slot that is done takes the next text at once, so that no row computes for nothing. All state lies on the device; on
-a GPU one step is a captured graph, and the host looks in only every few steps.
+A finished slot starts the next text at once, so that no row idles. All state lies on the device; on a GPU a step is a
+CUDA graph, and the host checks for finished rows only every few steps.
 """
 
 import math
@@ -16,11 +16,11 @@ from torch import Tensor
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.dense import apply_rope, rms_norm, rope_angles
 
-_NO_NOISE = 1e-3  # a temperature under this is greedy
+_MIN_TEMPERATURE = 1e-3  # sampling is greedy below this temperature
 
 
 class _LayerWeights(NamedTuple):
-    """Weights of a layer, those that read the same input side by side."""
+    """Weights of a layer; projections with the same input are concatenated."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -38,23 +38,23 @@ class _Shape(NamedTuple):
     groups: int
     dim: int
     eps: float
-    scale: float  # of what a layer adds
+    scale: float  # residual scale
 
 
 class SlotUpdate(NamedTuple):
-    """What a slot is to do next: `tokens` are put from `start` on, and decoding goes on at `position`."""
+    """A new task for a slot: `tokens` are written at `start`, and decoding continues at `position`."""
 
     slot: int
     start: int
     position: int
     tokens: Sequence[int]
-    limit: int  # the row is full with so many tokens
+    limit: int  # length at which the row is full
     temperature: float
     min_p: float
 
 
 class Slots:
-    """`num_slots` rows of at most `length` tokens. A row stops at an end mark that it wrote itself, or when full."""
+    """`num_slots` rows of at most `length` tokens. A row stops at an end token that it sampled, or when full."""
 
     def __init__(
         self, model: SalaModel, num_slots: int, length: int, ends: Sequence[int], dtype: torch.dtype, seed: int
@@ -69,7 +69,7 @@ class Slots:
             config.residual_scale,
         )
         self.layers = [_weights(layer, dtype) for layer in model.model.layers]
-        self.head = model.lm_head.weight.detach().float()  # scores rounded to bf16 would often tie
+        self.head = model.lm_head.weight.detach().float()  # bf16 logits would often tie
         cache = (num_slots, length, config.num_key_value_heads, config.head_dim)
         self.keys = [torch.zeros(cache, dtype=dtype, device=device) for _ in self.layers]
         self.values = [torch.zeros(cache, dtype=dtype, device=device) for _ in self.layers]
@@ -77,23 +77,25 @@ class Slots:
         whole: dict[str, Any] = {"dtype": torch.long, "device": device}
         self.position, self.given = torch.zeros(num_slots, **whole), torch.zeros(num_slots, **whole)
         self.limit = torch.full((num_slots,), length, **whole)
-        self.heat, self.min_p = torch.ones(num_slots, 1, device=device), torch.zeros(num_slots, 1, device=device)
+        self.temperature = torch.ones(num_slots, 1, device=device)
+        self.min_p = torch.zeros(num_slots, 1, device=device)
         self.is_active = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self.rows, self.ends = torch.arange(num_slots, device=device), torch.tensor(list(ends), **whole)
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.before: Callable[..., Any] = _before
-        self.after: Callable[..., Any] = _after
-        self.pick: Callable[..., Any] = _pick
+        self.project: Callable[..., Any] = _project
+        self.finish_layer: Callable[..., Any] = _finish_layer
+        self.sample: Callable[..., Any] = _sample
         self.attend: Callable[..., Tensor] = _attend_masked
-        self.graph: Any = None  # False: it cannot be captured
+        self.graph: Any = None  # False if it cannot be captured
         if device.type == "cuda":
             from sala.lab.train.halo.row_attention import attend_rows
 
             self.attend = attend_rows
-            self.before, self.after, self.pick = (torch.compile(f, dynamic=False) for f in (_before, _after, _pick))
+            functions = (_project, _finish_layer, _sample)
+            self.project, self.finish_layer, self.sample = (torch.compile(f, dynamic=False) for f in functions)
 
     def update(self, changes: Sequence[SlotUpdate]) -> None:
-        """Give slots something to do."""
+        """Start new tasks in slots."""
         if not changes:
             return
         width = max(len(change.tokens) for change in changes)
@@ -105,10 +107,10 @@ class Slots:
         slots, starts, positions, sizes, limits = table.unbind(1)
         column = torch.arange(width, device=self.device)
         is_token = column < sizes[:, None]
-        places = (starts[:, None] + column).clamp(max=self.length - 1)
-        self.tokens[slots[:, None].expand_as(places)[is_token], places[is_token]] = ids.to(self.device)[is_token]
+        targets = (starts[:, None] + column).clamp(max=self.length - 1)
+        self.tokens[slots[:, None].expand_as(targets)[is_token], targets[is_token]] = ids.to(self.device)[is_token]
         self.position[slots], self.given[slots], self.limit[slots] = positions, starts + sizes, limits
-        self.heat[slots], self.min_p[slots] = floats[:, :1], floats[:, 1:]
+        self.temperature[slots], self.min_p[slots] = floats[:, :1], floats[:, 1:]
         self.is_active[slots] = True
 
     @torch.no_grad()
@@ -122,7 +124,7 @@ class Slots:
                 self._step()
 
     def _capture(self) -> None:
-        """Compile and warm up without moving any row, then record one step."""
+        """Compile and warm up without advancing any row, then capture one step."""
         active = self.is_active.clone()
         self.is_active.zero_()
         stream = torch.cuda.Stream()
@@ -138,15 +140,15 @@ class Slots:
                 self._step()
             self.graph = graph
         except RuntimeError as error:
-            warnings.warn(f"steps are not captured, which is slower: {error}", stacklevel=2)
+            warnings.warn(f"no CUDA graph, which is slower: {error}", stacklevel=2)
             self.graph = False
         self.is_active.copy_(active)
 
     def _step(self) -> None:
-        """Read every row's next token and write the one after it, unless that is given."""
+        """Advance every active row by one token: a given one, or a sampled one."""
         logits = self._forward(self.tokens[self.rows, self.position])
         noise = torch.empty_like(logits).exponential_(generator=self.generator)
-        sampled = self.pick(logits, self.heat, self.min_p, noise)
+        sampled = self.sample(logits, self.temperature, self.min_p, noise)
         after = (self.position + 1).clamp(max=self.length - 1)
         known = self.tokens[self.rows, after]
         is_given = after < self.given
@@ -158,7 +160,7 @@ class Slots:
         self.is_active &= ~(is_end | is_full)
 
     def _forward(self, tokens: Tensor) -> Tensor:
-        """tokens [R] → logits [R, vocabulary] in fp32, the cache extended at each row's position."""
+        """Append tokens [R] to the KV cache at each row's position, and return the logits [R, vocabulary] in fp32."""
         model, shape = self.model, self.shape
         config = model.config
         theta = config.rope_theta if config.attn_use_rope else None
@@ -166,10 +168,10 @@ class Slots:
         x = model.model.embed_tokens(tokens).float() * config.scale_emb
         lengths = self.position + 1
         for weights, keys, values in zip(self.layers, self.keys, self.values, strict=True):
-            q, k, v = self.before(x, weights, *angles, shape)
+            q, k, v = self.project(x, weights, *angles, shape)
             keys[self.rows, self.position], values[self.rows, self.position] = k, v
             o = self.attend(q, keys, values, lengths)
-            x = self.after(x, o.flatten(1), weights, shape)
+            x = self.finish_layer(x, o.flatten(1), weights, shape)
         hidden = rms_norm(x, model.model.norm.weight, shape.eps) / config.logit_divisor
         return F.linear(hidden, self.head)
 
@@ -191,10 +193,10 @@ def _weights(layer: Any, dtype: torch.dtype) -> _LayerWeights:
     )
 
 
-def _before(
+def _project(
     x: Tensor, weights: _LayerWeights, cos: Tensor | None, sin: Tensor | None, shape: _Shape
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [R, hidden] in fp32 → q [R, H, D], k and v [R, G, D]."""
+    """Return q [R, H, D], k and v [R, G, D] of x [R, hidden] in fp32."""
     inner = rms_norm(x, weights.input_norm, shape.eps).to(weights.qkv.dtype)
     qkv = F.linear(inner, weights.qkv, weights.qkv_bias).unflatten(1, (-1, shape.dim))
     q, k, v = qkv.split([shape.heads, shape.groups, shape.groups], 1)
@@ -205,24 +207,25 @@ def _before(
     return q.to(inner.dtype).contiguous(), k.to(inner.dtype).contiguous(), v.contiguous()
 
 
-def _after(x: Tensor, o: Tensor, weights: _LayerWeights, shape: _Shape) -> Tensor:
+def _finish_layer(x: Tensor, o: Tensor, weights: _LayerWeights, shape: _Shape) -> Tensor:
+    """Return the output of the layer: output projection, MLP and residuals."""
     x = x + F.linear(o, weights.output).float() * shape.scale
     inner = rms_norm(x, weights.mlp_norm, shape.eps).to(weights.gate_up.dtype)
     gate, up = F.linear(inner, weights.gate_up).chunk(2, 1)
     return x + F.linear(F.silu(gate) * up, weights.down).float() * shape.scale
 
 
-def _pick(logits: Tensor, heat: Tensor, min_p: Tensor, noise: Tensor) -> Tensor:
-    """Sample by the Gumbel trick; tokens less likely than `min_p` times the likeliest are left out."""
-    is_greedy = heat < _NO_NOISE
-    scaled = logits / torch.where(is_greedy, 1.0, heat)
+def _sample(logits: Tensor, temperature: Tensor, min_p: Tensor, noise: Tensor) -> Tensor:
+    """Sample tokens with the Gumbel trick, from those at least `min_p` times as likely as the likeliest."""
+    is_greedy = temperature < _MIN_TEMPERATURE
+    scaled = logits / torch.where(is_greedy, 1.0, temperature)
     floor = scaled.amax(-1, keepdim=True) + min_p.clamp(min=math.exp(-80)).log()
     noisy = torch.where(is_greedy, scaled, scaled - noise.log())
     return noisy.masked_fill(scaled < floor, float("-inf")).argmax(-1)
 
 
 def _attend_masked(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """The same as `attend_rows` without a kernel."""
+    """Return what `attend_rows` does, without a custom kernel."""
     size = int(lengths.max())
     grouped = q.unflatten(1, (keys.shape[2], -1))
     mask = torch.arange(size, device=q.device) < lengths[:, None]

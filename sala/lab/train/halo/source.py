@@ -1,6 +1,6 @@
-"""A dense model as a special case of ours: every layer attention with positions, nothing gated, nothing sparse.
+"""Import a dense model as a special case of MiniCPM-SALA: RoPE attention in every layer, no gates, no sparsity.
 
-So the teacher runs on the same code as the student, and no second model has to be kept right.
+The teacher then runs on the same code as the student.
 """
 
 import json
@@ -24,25 +24,28 @@ from sala.quantization_config import Groups, QuantConfig
 
 ALWAYS_DENSE = 1 << 40
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
-_UNKNOWN_TENSORS = ("rotary_emb.inv_freq",)  # derived values that some writers store
+_IGNORED_TENSORS = ("rotary_emb.inv_freq",)  # derived values that some checkpoints store
 
 
 def import_dense(source: Path, target: Path) -> None:
-    """Write a Llama- or Qwen-style model (safetensors directory or GGUF file) as a dense checkpoint of ours."""
+    """Write a Llama- or Qwen-style model (safetensors directory or GGUF file) as a dense MiniCPM-SALA checkpoint.
+
+    Do nothing if `target` exists. Raise ModelNotFound or ConfigError if the model cannot be imported.
+    """
     if target.is_dir():
         return
     if source.is_file() and source.suffix == ".gguf":
         _import_gguf(GGUF(source), target)
         return
     if not (source / "config.json").is_file():
-        raise ModelNotFound(f"{source} holds no config.json", "give a model's directory, or a .gguf file")
+        raise ModelNotFound(f"{source} has no config.json", "give a model's directory, or a .gguf file")
     values = read_json_object(source / "config.json")
     if values.get("model_type") == "minicpm_sala":
-        _copy_ours(source, target)
+        _copy_dense(source, target)
         return
     config = dense_config(values)
     with Checkpoint(source) as checkpoint, new_directory(target) as draft:
-        known = {name: info for name, info in checkpoint.tensors.items() if not name.endswith(_UNKNOWN_TENSORS)}
+        known = {name: info for name, info in checkpoint.tensors.items() if not name.endswith(_IGNORED_TENSORS)}
         checkpoint.tensors = known
         check_tensors(checkpoint, config)
         specs = {name: (checkpoint.tensors[name].dtype, shape) for name, shape in expected_tensors(config).items()}
@@ -52,7 +55,7 @@ def import_dense(source: Path, target: Path) -> None:
 
 
 def _import_gguf(source: GGUF, target: Path) -> None:
-    """Quantized matrices stay as they are, code by code, where our layout can say the same."""
+    """Import a GGUF file; quantized matrices keep their codes if the affine layout can represent them."""
     config = dense_config(source.config())
     specs: dict[str, Spec] = {}
     packed: dict[str, Groups] = {}
@@ -79,7 +82,8 @@ def _gguf_bytes(source: GGUF, name: str) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _copy_ours(source: Path, target: Path) -> None:
+def _copy_dense(source: Path, target: Path) -> None:
+    """Copy a dense MiniCPM-SALA checkpoint; raise ConfigError for a hybrid."""
     config = SalaConfig.load(source)
     if config.lightning_layers or not config.attn_use_rope:
         raise ConfigError(f"{source} is a hybrid already", "give a dense model")
@@ -94,7 +98,10 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def dense_config(values: Mapping[str, Any]) -> SalaConfig:
-    """Our configuration of a Llama, Mistral, Qwen2 or Qwen3 model; what we cannot compute exactly is refused."""
+    """Return the configuration of a Llama, Mistral, Qwen2 or Qwen3 model.
+
+    Raise ConfigError for features that cannot be computed exactly.
+    """
     kind = values.get("model_type")
     if kind not in _KINDS:
         raise ConfigError(
@@ -144,9 +151,7 @@ def _rope_theta(values: Mapping[str, Any]) -> float:
     table = values.get("rope_parameters") or values.get("rope_scaling") or {}
     kind = table.get("rope_type", table.get("type", "default"))
     if kind != "default":
-        raise ConfigError(
-            f"config.json: RoPE is scaled ({kind!r})", "convert a model whose positions are not stretched"
-        )
+        raise ConfigError(f"config.json: RoPE is scaled ({kind!r})", "convert a model without RoPE scaling")
     return float(table.get("rope_theta") or values.get("rope_theta", 10000.0))
 
 

@@ -1,4 +1,4 @@
-"""Weights from a dense model's attention into new mixers; no training yet."""
+"""Initialize the mixers of a hybrid from a dense model's attention, before any training."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,7 +13,7 @@ GATE_SPREAD = 0.02
 
 
 def hybrid_config(dense: SalaConfig, attention: Iterable[int], sparse: SparseConfig) -> SalaConfig:
-    """The hybrid of a dense model: attention without positions in the given layers, lightning with them elsewhere."""
+    """Return the hybrid of a dense model: attention without RoPE in the given layers, lightning with RoPE elsewhere."""
     kept = set(attention)
     kinds = ("sparse" if index in kept else "lightning" for index in range(dense.num_hidden_layers))
     return replace(
@@ -34,7 +34,10 @@ def hybrid_config(dense: SalaConfig, attention: Iterable[int], sparse: SparseCon
 
 
 def to_lightning(source: SparseMixer, config: SalaConfig, generator: torch.Generator) -> LightningMixer:
-    """Copies q and o, repeats each kv head for the query heads that shared it; norms begin at one, gates at random."""
+    """Return a lightning mixer with the source's weights; each KV head is repeated for the query heads that share it.
+
+    Norms without a counterpart start at one, gates at random.
+    """
     mixer = LightningMixer(config)
     shared = source.num_heads // source.num_kv_heads
     with torch.no_grad():
@@ -55,7 +58,7 @@ def to_lightning(source: SparseMixer, config: SalaConfig, generator: torch.Gener
 
 
 def to_sparse(source: SparseMixer, config: SalaConfig, generator: torch.Generator) -> SparseMixer:
-    """The same attention without positions, behind a gate; a gate begins half open, so its output is doubled."""
+    """Return the same attention without RoPE and with a gate; the gate starts at 1/2, so the output is doubled."""
     mixer = SparseMixer(config)
     with torch.no_grad():
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -70,7 +73,7 @@ def to_sparse(source: SparseMixer, config: SalaConfig, generator: torch.Generato
 
 
 def to_hybrid(dense: SalaModel, config: SalaConfig, seed: int) -> SalaModel:
-    """A hybrid with the dense model's embeddings, norms and MLPs, and transferred mixers."""
+    """Return a hybrid with the dense model's embeddings, norms and MLPs, and transferred mixers."""
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         model = SalaModel(config)
