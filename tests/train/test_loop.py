@@ -247,5 +247,5 @@ def test_errors_of_the_data_reach_the_caller(models: Path, tmp_path: Path) -> No
 
 def test_too_few_tokens() -> None:
     line = TokenStream(np.zeros(10, np.uint32), np.ones(10, np.bool_), np.array([10]))
-    with pytest.raises(InputError, match="fewer than a row.s 32"):
+    with pytest.raises(InputError, match="fewer than a row's 32"):
         StreamRows(line, 32, 0)
