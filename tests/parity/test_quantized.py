@@ -164,7 +164,7 @@ def test_refusals(pair: tuple[Path, Path]) -> None:
         "config.json says": replace(MIXED, overrides=(*MIXED.overrides, (module, Groups(8, 32)))),
         "not quantized": replace(MIXED, overrides=(*MIXED.overrides, (module, None))),
         "says that it is quantized": replace(MIXED, overrides=(("model.layers.1.mlp.up_proj", Groups(4, 32)),)),
-        "silent": None,
+        "does not mention": None,
     }
     with Checkpoint(pair[0]) as checkpoint:
         check_tensors(checkpoint, config)
