@@ -54,7 +54,7 @@ def rows_of(seed: int, length: int = 32) -> Callable[[int], TrainingRow]:
     def make(index: int) -> TrainingRow:
         row = line(index)
         answer = np.arange(length) % 3 == 0
-        return TrainingRow(row.tokens, row.learn & ~answer, answer, row.lengths)
+        return TrainingRow(row.tokens, row.loss_mask & ~answer, answer, row.lengths)
 
     return make
 

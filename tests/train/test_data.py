@@ -154,7 +154,7 @@ def test_texts_end_with_a_mark(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert line.tokens.tolist().count(EOS) == 2
     assert bytes(line.tokens[4:12].tolist()) == b"two </s>"  # what people write stays text
     assert line.ends.tolist() == [4, 13]
-    assert line.learn.all()
+    assert line.loss_mask.all()
     assert heard == [("a.jsonl", 0)]
 
 
@@ -163,7 +163,7 @@ def test_a_chat_source(tokenizer: Tokenizer, tmp_path: Path) -> None:
     line = tokenize(Source(kind="chat", path="a.jsonl"), tokenizer, EOS, tmp_path, lambda *_: None)
     ids, mask = encode_dialogue(MESSAGES, tokenizer)
     assert line.tokens[: len(ids)].tolist() == ids
-    assert line.learn[: len(ids)].tolist() == mask
+    assert line.loss_mask[: len(ids)].tolist() == mask
     assert line.ends[0] == len(ids)
 
 
@@ -211,7 +211,7 @@ def test_tokens_are_kept_until_the_file_changes(tokenizer: Tokenizer, tmp_path: 
 
     first, again = read(), read()
     assert len(heard) == 1
-    for name in ("tokens", "learn", "ends"):
+    for name in ("tokens", "loss_mask", "ends"):
         assert np.array_equal(getattr(first, name), getattr(again, name))
     write_lines(file, [{"text": "two"}])
     os.utime(file, ns=(1, 1))
@@ -231,7 +231,7 @@ def test_needle_rows(tokenizer: Tokenizer) -> None:
         row = rows(index)
         assert row.lengths == (1200,) == row.tokens.shape
         assert row.answer.any()
-        assert not (row.answer & row.learn).any()
+        assert not (row.answer & row.loss_mask).any()
         told = tokenizer.decode(row.tokens[row.answer].tolist(), skip_special=False)
         assert told.rstrip().endswith("<|im_end|>")
         value = told.split("<|im_end|>")[0].split()[-1].rstrip(".")

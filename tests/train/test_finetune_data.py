@@ -43,7 +43,7 @@ def reading(tokenizer: Tokenizer) -> ReaderOptions:
 
 
 def learnt(example: Example, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(example.tokens[example.learn].tolist(), skip_special=False)
+    return tokenizer.decode(example.tokens[example.loss_mask].tolist(), skip_special=False)
 
 
 def write(path: Path, *records: Any) -> Path:
@@ -108,7 +108,7 @@ def test_a_token_that_is_half_the_answers_is_learnt(tokenizer: Tokenizer) -> Non
 def test_what_people_write_stays_text(tokenizer: Tokenizer, reading: ReaderOptions, tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "<|im_end|>\n"}]
     examples, _ = read_examples(write(tmp_path / "a.jsonl", {"messages": talk}), reading)
-    assert int(examples[0].learn[examples[0].tokens == 259].sum()) == 1
+    assert int(examples[0].loss_mask[examples[0].tokens == 259].sum()) == 1
 
 
 def test_texts(tokenizer: Tokenizer, reading: ReaderOptions, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_texts(tokenizer: Tokenizer, reading: ReaderOptions, tmp_path: Path) -> 
     assert [len(one) for one in examples] == [256, 256, 90]  # 600, a beginning and an end
     joined = np.concatenate([one.tokens for one in examples])
     assert (joined[0], joined[-1]) == (256, 257)
-    assert all(not one.learn[0] and one.learn[1:].all() for one in examples)
+    assert all(not one.loss_mask[0] and one.loss_mask[1:].all() for one in examples)
     again, _ = read_examples(write(tmp_path / "b.jsonl", {"text": "x" * 600}), reading)
     assert np.concatenate([one.tokens for one in again]).tolist() == joined.tolist()
 

@@ -196,7 +196,7 @@ def test_the_loss_is_the_mean_over_what_is_learnt(models: Path, tmp_path: Path) 
         with torch.no_grad():
             logits = model.logits(model(whole(tokens[None])))
         loss = cross_entropy(logits[:-1], tokens[1:], reduction="none")
-        learnt += loss[row.learn[1:]].tolist()
+        learnt += loss[row.loss_mask[1:]].tolist()
         answered += loss[row.answer[1:]].tolist()
     entry = learn(model, tmp_path, small_stage(steps=1))[0]
     assert entry["loss"] == pytest.approx(np.mean(learnt), rel=1e-5)

@@ -200,7 +200,7 @@ def test_the_end_of_a_text_is_learnt_only_where_it_is_true() -> None:
     written = Documents.of([document((TEXT, [5, 6, 2])), document((TEXT, [7, 8]), is_ended=False)])
     line = to_stream(written, 0)
     assert line.tokens.tolist() == [5, 6, 0, 7, 8, 0]
-    assert line.learn.tolist() == [True, True, True, True, True, False]
+    assert line.loss_mask.tolist() == [True, True, True, True, True, False]
     assert line.ends.tolist() == [3, 6]
 
 

@@ -110,7 +110,7 @@ def test_questions_on_passages(tiny: Path) -> None:
         assert "{" not in text
         assert all(any(word in text[: text.index("assistant\n")] for word in answer.split()) for answer in answers)
         assert (row.tokens[first[-1]] == 259).all()
-        assert not (row.learn & row.answer).any()
+        assert not (row.loss_mask & row.answer).any()
 
 
 def test_the_probe(tmp_path: Path) -> None:

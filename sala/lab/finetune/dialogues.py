@@ -30,7 +30,7 @@ class Example:
     """Tokens [n] and the mask of those with a loss; the first token, which nothing predicts, has none."""
 
     tokens: Array
-    learn: Array
+    loss_mask: Array
     line: int
 
     def __len__(self) -> int:
@@ -253,9 +253,9 @@ def _text_examples(text: Any, line: int, reader: ReaderOptions) -> list[Example]
 
 
 def _example(ids: Sequence[int], marks: Sequence[bool], line: int) -> Example:
-    learn = np.array(marks, np.bool_)
-    learn[0] = False
-    return Example(np.array(ids, np.int64), learn, line)
+    loss_mask = np.array(marks, np.bool_)
+    loss_mask[0] = False
+    return Example(np.array(ids, np.int64), loss_mask, line)
 
 
 def _names(record: Mapping[str, Any]) -> str:

@@ -45,46 +45,48 @@ class FinetuneOptions:
     objective: Annotated[Literal["sft", "dpo", "kto"], spelling()] = _tune(
         "sft", "sft (examples), dpo (pairs of answers) or kto (answers marked good or bad)."
     )
-    beta: Amount = _tune(0.1, "dpo, kto: how closely the model keeps to what it was.")
+    beta: Amount = _tune(0.1, "dpo, kto: strength of the penalty for diverging from the reference model.")
     max_length: Count = _tune(4096, "Tokens of a row; longer conversations are refused.", ge=8, le=_MOST)
-    epochs: Amount = _tune(3.0, "Times that every example is seen.")
-    steps: Positive | None = _tune(None, "Stop after so many updates instead.")
-    lr: Amount | None = _tune(None, "Peak learning rate; else 1e-5 for full, 2e-4 for LoRA; dpo, kto: 1e-6, 1e-5.")
+    epochs: Amount = _tune(3.0, "Passes over the examples.")
+    steps: Positive | None = _tune(None, "Number of updates, instead of epochs.")
+    lr: Amount | None = _tune(None, "Peak learning rate; default: 1e-5 for full, 2e-4 for LoRA; dpo, kto: 1e-6, 1e-5.")
     schedule: Annotated[Literal["cosine", "linear", "constant"], spelling()] = _tune(
-        "cosine", "How the rate falls after the warm-up."
+        "cosine", "Learning-rate schedule after the warm-up."
     )
-    warmup: float = _tune(0.03, "Share of the updates in which the rate rises.", ge=0.0, le=1.0)
-    weight_decay: Amount = _tune(0.0, "Pull of the weights towards zero.")
-    clip: Amount = _tune(1.0, "Largest norm of a gradient.")
-    batch: Positive = _tune(1, "Rows at a time on every device.")
-    accumulate: Positive = _tune(8, "Batches that make one update.")
+    warmup: float = _tune(0.03, "Share of the updates for the warm-up.", ge=0.0, le=1.0)
+    weight_decay: Amount = _tune(0.0, "Weight decay of the optimizer.")
+    clip: Amount = _tune(1.0, "Largest gradient norm; larger gradients are scaled down.")
+    batch: Positive = _tune(1, "Rows per device and forward pass.")
+    accumulate: Positive = _tune(8, "Gradient accumulation: batches per update.")
     optimizer: Annotated[Optimizer, spelling()] = _tune(
-        "adamw", "adamw-bf16 and adafactor keep less; adamw-8bit needs bitsandbytes."
+        "adamw", "adamw-bf16 and adafactor need less memory; adamw-8bit needs bitsandbytes."
     )
     rank: int = _tune(16, "Rank of the adapter.", ge=1, le=1024)
     alpha: Amount = _tune(32.0, "The weight of the adapter is alpha / rank.")
-    dropout: Share = _tune(0.05, "Share of the adapter's inputs that is left out.")
-    targets: Text = _tune("all", "Linears that get an adapter: all, or names with commas: q_proj,z_proj,up_proj.")
+    dropout: Share = _tune(0.05, "Dropout on the adapter's inputs.")
+    targets: Text = _tune("all", "Linears that get an adapter: all, or comma-separated names: q_proj,z_proj,up_proj.")
     bits: int = _tune(4, "Bits of a base that qlora quantizes itself: 2, 3, 4, 5, 6 or 8.", ge=2, le=8)
     format: Annotated[Literal["auto", "sala", "nf4"], spelling()] = _tune(
-        "auto", "Format of that base: sala (our own) or nf4 (bitsandbytes, NVIDIA GPUs)."
+        "auto", "Format of that base: sala (affine) or nf4 (bitsandbytes, NVIDIA GPUs)."
     )
     packing: bool = _tune(
         True, "Fill rows with several examples, which do not attend to each other.", off="--no-packing"
     )
-    checkpointing: bool = _tune(True, "Compute activations twice instead of keeping them.", off="--no-checkpointing")
-    restore_qk: bool = _tune(False, "Put the old query and key projections back at the end.")
+    checkpointing: bool = _tune(
+        True, "Recompute activations in the backward pass instead of storing them.", off="--no-checkpointing"
+    )
+    restore_qk: bool = _tune(False, "Restore the original query and key projections at the end.")
     loss_rows: Count = _tune(1024, "Tokens whose logits are in memory at a time.", ge=1, le=_MOST)
-    eval_every: Positive | None = _tune(None, "Updates between evaluations; else ten times in a run.")
-    save_every: Positive | None = _tune(None, "Updates between checkpoints; else ten times in a run.")
+    eval_every: Positive | None = _tune(None, "Updates between evaluations; default: a tenth of the run.")
+    save_every: Positive | None = _tune(None, "Updates between checkpoints; default: a tenth of the run.")
     log_every: Positive = _tune(1, "Updates between entries of the log.")
-    skip_bad: bool = _tune(False, "Leave bad lines out instead of stopping.")
-    cut_long: bool = _tune(False, "Cut conversations that are too long.")
-    seed: int = _tune(0, "Order of the examples, and the adapter's first weights.", ge=0, le=_MOST)
+    skip_bad: bool = _tune(False, "Skip bad lines instead of stopping.")
+    cut_long: bool = _tune(False, "Truncate conversations that are too long.")
+    seed: int = _tune(0, "Seed for the order of the examples and the adapter's initial weights.", ge=0, le=_MOST)
     device: Text = _tune("auto", "auto, cpu, cuda, cuda:N or mps.")
     dtype: Dtype = _tune("auto", "Precision of the weights in training.")
     deepspeed: File | None = _tune(None, "DeepSpeed's configuration.")
-    resume: bool = _tune(False, "Resume the run that was stopped.")
+    resume: bool = _tune(False, "Resume a stopped run.")
 
     def __post_init__(self) -> None:
         if self.eval is not None and self.eval_share:

@@ -27,7 +27,7 @@ class ExampleRows(Dataset[tuple[Example, ...]]):
 
     @property
     def num_learned(self) -> int:
-        return sum(int(example.learn.sum()) for row in self.rows for example in row)
+        return sum(int(example.loss_mask.sum()) for row in self.rows for example in row)
 
 
 def collate(rows: Sequence[tuple[Example, ...]], pad_id: int = 0) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ def collate(rows: Sequence[tuple[Example, ...]], pad_id: int = 0) -> dict[str, T
             batch["input_ids"][number, span] = tokens
             batch["attention_mask"][number, span] = 1
             batch["position_ids"][number, span] = torch.arange(len(example))
-            batch["labels"][number, span] = torch.where(torch.from_numpy(example.learn), tokens, IGNORED)
+            batch["labels"][number, span] = torch.where(torch.from_numpy(example.loss_mask), tokens, IGNORED)
             at += len(example)
         if at < width:
             batch["position_ids"][number, at:] = torch.arange(width - at)

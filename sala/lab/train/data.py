@@ -31,7 +31,7 @@ class TrainingRow:
     """
 
     tokens: Array
-    learn: Array
+    loss_mask: Array
     answer: Array
     lengths: tuple[int, ...]
     truth: float = 0.0
@@ -72,16 +72,16 @@ StepSource = Callable[[int], list[MicroBatch]]
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """All tokens of a source, concatenated; `learn` marks those with a loss, `ends` are the ends of the documents."""
+    """The concatenated documents of a source; `loss_mask` marks tokens with a loss, `ends` the ends of documents."""
 
     tokens: Array
-    learn: Array
+    loss_mask: Array
     ends: Array
 
     def save(self, file: Path) -> None:
         draft = file.with_name(f".{file.name}.part")
         with draft.open("wb") as handle:
-            np.savez(handle, tokens=self.tokens, learn=self.learn, ends=self.ends)
+            np.savez(handle, tokens=self.tokens, learn=self.loss_mask, ends=self.ends)
         draft.rename(file)
 
     @classmethod
@@ -96,8 +96,8 @@ class TokenStream:
         inner = self.ends[np.searchsorted(self.ends, begin, "right") : np.searchsorted(self.ends, begin + length)]
         edges = [begin, *inner.tolist(), begin + length]
         lengths = tuple(after - before for before, after in pairwise(edges) if after > before)
-        learn = self.learn[piece]
-        return TrainingRow(self.tokens[piece].astype(np.int64), learn, np.zeros(length, np.bool_), lengths)
+        loss_mask = self.loss_mask[piece]
+        return TrainingRow(self.tokens[piece].astype(np.int64), loss_mask, np.zeros(length, np.bool_), lengths)
 
 
 def read_documents(source: Source, base: Path) -> Iterator[Any]:
@@ -151,13 +151,13 @@ def tokenize(
 ) -> TokenStream:
     """Return a source as a token stream; `note` is called with the number of documents done."""
     pieces: list[Array] = []
-    learn: list[Array] = []
+    loss_mask: list[Array] = []
     pending: list[str] = []
 
     def flush() -> None:
         for ids in tokenizer.encode_many(pending):
             pieces.append(np.array([*ids, eos], np.uint32))
-            learn.append(np.ones(len(ids) + 1, np.bool_))
+            loss_mask.append(np.ones(len(ids) + 1, np.bool_))
         pending.clear()
 
     for number, document in enumerate(read_documents(source, base)):
@@ -166,7 +166,7 @@ def tokenize(
         if source.kind == "chat":
             ids, mask = encode_dialogue(document, tokenizer)
             pieces.append(np.array(ids, np.uint32))
-            learn.append(np.array(mask, np.bool_))
+            loss_mask.append(np.array(mask, np.bool_))
         else:
             pending.append(document)
             if len(pending) == _BATCH:
@@ -177,7 +177,7 @@ def tokenize(
     if not pieces:
         raise InputError("data", f"{source.path or source.dataset} has no documents", "give a source with text")
     ends = np.cumsum([len(piece) for piece in pieces])
-    return TokenStream(np.concatenate(pieces), np.concatenate(learn), ends)
+    return TokenStream(np.concatenate(pieces), np.concatenate(loss_mask), ends)
 
 
 def encode_dialogue(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:

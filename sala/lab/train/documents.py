@@ -91,14 +91,14 @@ def loop_start(tokens: Sequence[int], size: int = NGRAM, times: int = 2) -> int:
     return len(tokens)
 
 
-def filter_documents(written: Documents, least: int = 5, most: int = 300) -> Documents:
+def filter_documents(documents: Documents, least: int = 5, most: int = 300) -> Documents:
     """Keep dialogues whose answers end, have `least` to `most` tokens and do not loop; cut free text at a loop."""
-    is_text, loops = written.is_text(), _loops(written)
-    shortest, longest = _answer_sizes(written)
-    is_good = written.is_ended & (shortest >= least) & (longest <= most) & ~loops
+    is_text, loops = documents.is_text(), _loops(documents)
+    shortest, longest = _answer_sizes(documents)
+    is_good = documents.is_ended & (shortest >= least) & (longest <= most) & ~loops
     kept = []
     for index in np.flatnonzero(is_good | is_text).tolist():
-        tokens, roles, is_ended = written.document(index)
+        tokens, roles, is_ended = documents.document(index)
         if is_text[index] and loops[index]:
             stop = loop_start(tokens.tolist(), times=3)
             tokens, roles, is_ended = tokens[:stop], roles[:stop], False
@@ -107,33 +107,33 @@ def filter_documents(written: Documents, least: int = 5, most: int = 300) -> Doc
     return Documents.of(kept)
 
 
-def _loops(written: Documents, times: int = 3) -> Array:
+def _loops(documents: Documents, times: int = 3) -> Array:
     """Return for each document whether an n-gram that the teacher wrote occurs at least `times` times."""
-    size = len(written.tokens)
+    size = len(documents.tokens)
     if size < NGRAM:
-        return np.zeros(len(written), np.bool_)
-    document = np.repeat(np.arange(len(written)), np.diff(written.ends, prepend=0))
-    is_written = (written.roles == ANSWER) | (written.roles == TEXT)
+        return np.zeros(len(documents), np.bool_)
+    document = np.repeat(np.arange(len(documents)), np.diff(documents.ends, prepend=0))
+    is_written = (documents.roles == ANSWER) | (documents.roles == TEXT)
     count = size - NGRAM + 1
     keys = document[:count].astype(np.uint64)
     is_whole = document[:count] == document[NGRAM - 1 :]
     for offset in range(NGRAM):  # a hash of the n-gram and its document; overflow is intended
-        keys = keys * np.uint64(6364136223846793005) + written.tokens[offset : offset + count].astype(np.uint64)
+        keys = keys * np.uint64(6364136223846793005) + documents.tokens[offset : offset + count].astype(np.uint64)
         is_whole &= is_written[offset : offset + count]
     starts = np.flatnonzero(is_whole)
     _, inverse, counts = np.unique(keys[starts], return_inverse=True, return_counts=True)
-    out = np.zeros(len(written), np.bool_)
+    out = np.zeros(len(documents), np.bool_)
     out[document[starts[counts[inverse] >= times]]] = True
     return out
 
 
-def _answer_sizes(written: Documents) -> tuple[Array, Array]:
+def _answer_sizes(documents: Documents) -> tuple[Array, Array]:
     """Return the sizes of the shortest and the longest answer of each document; 0 without an answer."""
-    is_answer = (written.roles == ANSWER).astype(np.int8)
+    is_answer = (documents.roles == ANSWER).astype(np.int8)
     begins = np.flatnonzero(np.diff(is_answer, prepend=0) == 1)
     ends = np.flatnonzero(np.diff(is_answer, append=0) == -1) + 1
-    owner = np.searchsorted(written.ends, begins, "right")
-    shortest, longest = np.full(len(written), np.iinfo(np.int64).max), np.zeros(len(written), np.int64)
+    owner = np.searchsorted(documents.ends, begins, "right")
+    shortest, longest = np.full(len(documents), np.iinfo(np.int64).max), np.zeros(len(documents), np.int64)
     np.minimum.at(shortest, owner, ends - begins)
     np.maximum.at(longest, owner, ends - begins)
     return np.where(longest == 0, 0, shortest), longest
@@ -187,24 +187,24 @@ def _key(words: Sequence[str]) -> str:
     return " ".join(words)
 
 
-def to_stream(written: Documents, end: int) -> TokenStream:
+def to_stream(documents: Documents, end: int) -> TokenStream:
     """Return free text as a token stream with `end` after every document.
 
     The end token has a loss only if the teacher wrote one.
     """
-    pieces, learn = [], []
-    for index in range(len(written)):
-        tokens, _, is_ended = written.document(index)
+    pieces, loss_mask = [], []
+    for index in range(len(documents)):
+        tokens, _, is_ended = documents.document(index)
         body = tokens[:-1] if is_ended else tokens  # its end token may be that of a turn
         pieces.append(np.append(body, np.uint32(end)))
-        learn.append(np.append(np.ones(len(body), np.bool_), is_ended))
+        loss_mask.append(np.append(np.ones(len(body), np.bool_), is_ended))
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-    return TokenStream(np.concatenate(pieces).astype(np.uint32), np.concatenate(learn), ends)
+    return TokenStream(np.concatenate(pieces).astype(np.uint32), np.concatenate(loss_mask), ends)
 
 
 @dataclass(frozen=True, slots=True)
 class DialogueWeights:
-    """Loss weights of the tokens of a dialogue; `truth` is the share of the written token in an answer's target."""
+    """Loss weights of the tokens of a dialogue; `truth` is the share of the sampled token in an answer's target."""
 
     given: float = 0.1
     question: float = 0.3
@@ -218,18 +218,18 @@ class DialogueRows:
 
     def __init__(
         self,
-        written: Documents,
+        documents: Documents,
         length: int,
         pad: int,
         seed: int,
         shortest: int = 0,
         weights: DialogueWeights | None = None,
     ) -> None:
-        sizes = np.diff(written.ends, prepend=0)
-        self.chosen = np.flatnonzero(~written.is_text() & (sizes <= length) & (sizes > shortest))
+        sizes = np.diff(documents.ends, prepend=0)
+        self.chosen = np.flatnonzero(~documents.is_text() & (sizes <= length) & (sizes > shortest))
         if not len(self.chosen):
             raise InputError("data", f"no dialogue has {shortest + 1} to {length} tokens", "change the rows' seq_len")
-        self.written, self.length, self.pad, self.seed = written, length, pad, seed
+        self.documents, self.length, self.pad, self.seed = documents, length, pad, seed
         self.weights = weights or DialogueWeights()
         self._epoch, self._order = -1, np.arange(0)
 
@@ -238,7 +238,7 @@ class DialogueRows:
         if epoch != self._epoch:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.chosen)
             self._epoch = epoch
-        tokens, roles, is_ended = self.written.document(int(self._order[place]))
+        tokens, roles, is_ended = self.documents.document(int(self._order[place]))
         return weigh_dialogue(tokens, roles, is_ended, self.length, self.pad, self.weights)
 
 

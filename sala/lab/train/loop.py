@@ -212,7 +212,7 @@ def _identity(rows: Any) -> Any:
 def collate(rows: Sequence[TrainingRow], packing: str) -> dict[str, Tensor]:
     out = {
         "tokens": torch.from_numpy(np.stack([row.tokens for row in rows])),
-        "learn": torch.from_numpy(np.stack([row.learn for row in rows])),
+        "loss_mask": torch.from_numpy(np.stack([row.loss_mask for row in rows])),
         "answer": torch.from_numpy(np.stack([row.answer for row in rows])),
     }
     if any(row.truth for row in rows):

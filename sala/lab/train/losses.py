@@ -57,8 +57,10 @@ class _HeadLoss(torch.autograd.Function):
         compute = _tile_function(hidden.device.type)
         for begin in range(0, hidden.shape[0], tile_rows):
             rows = slice(begin, begin + tile_rows)
-            wanted = None if teacher is None else _logits(teacher[0][rows], teacher[1])
-            part, part_sums, grad = compute(_logits(hidden[rows], head), labels[rows], weights.part(rows), wanted)
+            teacher_logits = None if teacher is None else _logits(teacher[0][rows], teacher[1])
+            part, part_sums, grad = compute(
+                _logits(hidden[rows], head), labels[rows], weights.part(rows), teacher_logits
+            )
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ head
             if grad_head is not None:
@@ -83,26 +85,28 @@ def _logits(hidden: Tensor, head: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _tile(logits: Tensor, labels: Tensor, weights: LossWeights, wanted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _tile(
+    logits: Tensor, labels: Tensor, weights: LossWeights, teacher_logits: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss, the unweighted sums and the gradient of a tile of logits [n, V]."""
     main, answer, truth = weights
     share = torch.zeros_like(main) if truth is None else truth.to(main.dtype)
     logp = logits.log_softmax(-1)
-    chosen = -logp.gather(1, labels[:, None])[:, 0]
+    label_loss = -logp.gather(1, labels[:, None])[:, 0]
     column = torch.arange(logits.shape[1], device=logits.device)
     is_label = (column == labels[:, None]).to(logits.dtype)
     p = logp.exp()
-    if wanted is None:
-        shown = main_loss = chosen
+    if teacher_logits is None:
+        reported = main_loss = label_loss
         grad = (p - is_label) * (main + answer)[:, None]
     else:
-        wanted_logp = wanted.log_softmax(-1)
-        wanted_p = wanted_logp.exp()
-        shown = (wanted_p * (wanted_logp - logp)).sum(-1)
-        main_loss = shown * (1 - share) + chosen * share
-        grad = (p - wanted_p) * (main * (1 - share))[:, None] + (p - is_label) * (answer + main * share)[:, None]
-    sums = torch.stack(((shown * (main != 0)).sum(), (chosen * (answer != 0)).sum()))
-    return (main_loss * main + chosen * answer).sum(), sums, grad
+        teacher_logp = teacher_logits.log_softmax(-1)
+        teacher_p = teacher_logp.exp()
+        reported = (teacher_p * (teacher_logp - logp)).sum(-1)
+        main_loss = reported * (1 - share) + label_loss * share
+        grad = (p - teacher_p) * (main * (1 - share))[:, None] + (p - is_label) * (answer + main * share)[:, None]
+    sums = torch.stack(((reported * (main != 0)).sum(), (label_loss * (answer != 0)).sum()))
+    return (main_loss * main + label_loss * answer).sum(), sums, grad
 
 
 @cache

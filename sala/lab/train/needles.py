@@ -52,12 +52,12 @@ class NeedleRows:
         dialogue = self._fit(num_keys, num_questions, num_topics, index)
         ids = np.full(self.length, self.pad, np.int64)
         answer = np.zeros(self.length, np.bool_)
-        learn = np.zeros(self.length, np.bool_)
+        loss_mask = np.zeros(self.length, np.bool_)
         ids[: len(dialogue.token_ids)] = dialogue.token_ids
         answer[: len(dialogue.is_answer)] = dialogue.is_answer
-        learn[: len(dialogue.token_ids)] = True
-        learn[answer] = False  # the teacher may be wrong about answers; they have a loss of their own
-        return TrainingRow(ids, learn, answer, (self.length,))
+        loss_mask[: len(dialogue.token_ids)] = True
+        loss_mask[answer] = False  # the teacher may be wrong about answers; they have a loss of their own
+        return TrainingRow(ids, loss_mask, answer, (self.length,))
 
     def _fit(self, num_keys: int, num_questions: int, num_topics: int, index: int) -> NeedleDialogue:
         """Return a dialogue with as many facts and questions as fit into the row."""

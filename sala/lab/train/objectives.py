@@ -16,7 +16,7 @@ from sala.backends.torch.model import SalaModel
 from sala.lab.train.block_selection_loss import BlockSelectionLoss, count_queries
 from sala.lab.train.losses import LossWeights, head_loss
 
-# tokens [B, n] long; learn, answer [B, n] bool; truth [B]; lengths [documents], or absent
+# tokens [B, n] long; loss_mask, answer [B, n] bool; truth [B]; lengths [documents], or absent
 RowBatch = Mapping[str, Tensor]
 
 
@@ -40,16 +40,18 @@ class NextToken(Objective):
             self.terms = (*self.terms, "choice")
 
     def forward(self, rows: RowBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
-        return self.learn(rows, scales, None)
+        return self.compute_loss(rows, scales, None)
 
-    def learn(self, rows: RowBatch, scales: Tensor, teacher: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def compute_loss(
+        self, rows: RowBatch, scales: Tensor, teacher: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         if self.selection_loss is None:
             return _loss(self.student, _hidden(self.student, rows), rows, scales, teacher)
         self.selection_loss.begin(rows["tokens"], _targets(rows)[1].view_as(rows["tokens"]))
         hidden = _hidden(self.student, rows)
-        choice = self.selection_loss.end()
+        selection = self.selection_loss.end()
         loss, sums = _loss(self.student, hidden, rows, scales, teacher)
-        return loss + choice * scales[2], torch.cat((sums, choice.detach()[None]))
+        return loss + selection * scales[2], torch.cat((sums, selection.detach()[None]))
 
 
 class Distil(NextToken):
@@ -76,7 +78,7 @@ class Distil(NextToken):
             if self.window is not None and tokens.shape[1] > self.window:
                 windows = tokens.view(-1, self.window)
             wanted = teacher(whole(windows, _lengths(rows), select_ops())) / teacher.config.logit_divisor
-        return self.learn(rows, scales, (wanted, teacher.lm_head.weight))
+        return self.compute_loss(rows, scales, (wanted, teacher.lm_head.weight))
 
 
 class Align(Objective):
@@ -138,28 +140,28 @@ def _hidden(model: SalaModel, rows: RowBatch) -> Tensor:
 
 def _targets(rows: RowBatch) -> tuple[Tensor, Tensor]:
     """Return masks [B * n] of the positions that predict a token with a loss, and of those that predict an answer."""
-    learn, answer = (torch.roll(rows[name], -1, 1) for name in ("learn", "answer"))
+    loss_mask, answer = (torch.roll(rows[name], -1, 1) for name in ("loss_mask", "answer"))
     if "lengths" in rows:
         ends = rows["lengths"].cumsum(0) - 1
     else:
         batch, length = rows["tokens"].shape
-        ends = torch.arange(1, batch + 1, device=learn.device) * length - 1
-    learn, answer = learn.flatten(), answer.flatten()
-    learn[ends], answer[ends] = False, False
-    return learn, answer
+        ends = torch.arange(1, batch + 1, device=loss_mask.device) * length - 1
+    loss_mask, answer = loss_mask.flatten(), answer.flatten()
+    loss_mask[ends], answer[ends] = False, False
+    return loss_mask, answer
 
 
 def _loss(
     model: SalaModel, hidden: Tensor, rows: RowBatch, scales: Tensor, teacher: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    learn, answer = _targets(rows)
+    loss_mask, answer = _targets(rows)
     labels = torch.roll(rows["tokens"].flatten(), -1)
     with torch.autocast(hidden.device.type, enabled=False):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         head = model.lm_head.weight.to(wide)
         if teacher is not None:
             teacher = (teacher[0].to(wide), teacher[1].to(wide))
-        weights = LossWeights(learn * scales[0], answer * scales[1], _truth(rows))
+        weights = LossWeights(loss_mask * scales[0], answer * scales[1], _truth(rows))
         return head_loss(hidden.to(wide), head, labels, weights, teacher)
 
 

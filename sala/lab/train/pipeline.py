@@ -22,13 +22,14 @@ from sala.lab.eval.tasks.choice import read_tasks
 from sala.lab.train import adapters
 from sala.lab.train import probe as probing
 from sala.lab.train.block_selection_loss import min_length
+from sala.lab.train.fast_paths import FastPaths
 from sala.lab.train.halo.sample import write_samples
 from sala.lab.train.halo.select import LayerProbe, measure_layers, needle_pairs, select_layers
 from sala.lab.train.halo.source import ALWAYS_DENSE, copy_tokenizer
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid, to_sparse
 from sala.lab.train.latent import Latents
 from sala.lab.train.loop import Group, OutOfTime, Progress, train
-from sala.lab.train.mixed import FastPaths, MixedDistil, MixedOptions, MixedRun
+from sala.lab.train.mixed import MixedDistil, MixedOptions, MixedRun
 from sala.lab.train.models import load_for_training, save_model
 from sala.lab.train.objectives import Align, Distil, NextToken, Objective
 from sala.lab.train.overlays import TeacherBase, load_student, overlay_storage
@@ -111,9 +112,9 @@ def _write_samples(run: RecipeRun, stage: SampleStage, directory: Path) -> None:
             last = time.monotonic()
             run.note(stage.name, Progress(rows, count, {"rows": float(rows), "tokens": float(tokens)}))
 
-    written = write_samples(model, Tokenizer.load(run.teacher), stage, run.base, run.recipe.seed, note, deadline)
-    run.note(stage.name, f"kept {len(written):,} documents with {len(written.tokens):,} tokens")
-    written.save(directory / "samples.npz")
+    documents = write_samples(model, Tokenizer.load(run.teacher), stage, run.base, run.recipe.seed, note, deadline)
+    run.note(stage.name, f"kept {len(documents):,} documents with {len(documents.tokens):,} tokens")
+    documents.save(directory / "samples.npz")
 
 
 def _align(run: RecipeRun, stage: AlignStage, directory: Path, start: Path) -> None:

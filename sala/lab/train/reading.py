@@ -132,7 +132,7 @@ class ReadingRows:
         size = min(len(ids), self.length)
         tokens, is_answer = np.full(self.length, self.end, np.int64), np.zeros(self.length, np.bool_)
         tokens[:size], is_answer[:size] = ids[:size], answer[:size]
-        learn = np.zeros(self.length, np.bool_)
-        learn[:size] = True
-        learn[is_answer] = False  # the teacher may be wrong about answers
-        return TrainingRow(tokens, learn, is_answer, (self.length,))
+        loss_mask = np.zeros(self.length, np.bool_)
+        loss_mask[:size] = True
+        loss_mask[is_answer] = False  # the teacher may be wrong about answers
+        return TrainingRow(tokens, loss_mask, is_answer, (self.length,))

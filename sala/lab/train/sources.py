@@ -55,8 +55,8 @@ def _maker(run: RecipeRun, stage: Learning, source: Source, tokenizer: Tokenizer
     length = _length(stage, source)
     seed = _seed(run, stage) * 31 + stage.data.index(source)
     if source.kind == "dialogues":
-        written = _written(run, source)
-        return DialogueRows(written, length, _eos(start), seed, source.shortest)
+        documents = _documents(run, source)
+        return DialogueRows(documents, length, _eos(start), seed, source.shortest)
     rows = _rows_of(run, stage, source, tokenizer, start)
     if source.kind in ("needle", "reading"):
         return lambda index: needle_row(rows(index), source.answer_share)
@@ -89,10 +89,10 @@ def _rows_of(
     text_end = tokenizer.token_id(TEXT_END)
     end = eos if text_end is None or not source.rows else text_end
     if source.kind in ("samples", "dialogues"):
-        written = _written(run, source)
+        documents = _documents(run, source)
         if source.rows:
-            written = written.select(np.flatnonzero(written.is_text()).tolist())
-        return StreamRows(to_stream(written, end), length, seed, source.truth)
+            documents = documents.select(np.flatnonzero(documents.is_text()).tolist())
+        return StreamRows(to_stream(documents, end), length, seed, source.truth)
     cache = run.work / "tokens"
     line = load_stream(
         source, tokenizer, end, run.base, cache, lambda name, n: run.note(stage.name, f"reading {name}: {n:,}")
@@ -109,7 +109,7 @@ def _reading(run: RecipeRun, source: Source, tokenizer: Tokenizer, length: int, 
     )
 
 
-def _written(run: RecipeRun, source: Source) -> Documents:
+def _documents(run: RecipeRun, source: Source) -> Documents:
     sampling = next((s for s in run.recipe.stages if isinstance(s, SampleStage) and s.name == source.path), None)
     if sampling is None:
         raise InputError("path", f"is {source.path!r}", "give the name of an earlier stage of kind 'sample'")

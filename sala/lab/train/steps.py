@@ -54,9 +54,11 @@ class MixedSteps:
 
 def text_row(row: TrainingRow) -> WeightedRow:
     """Return a row of text with weights: 1 - truth for the teacher's distribution, truth for the text's tokens."""
-    learn = row.learn.astype(np.float32)
-    learn[0] = 0
-    return WeightedRow(row.tokens, learn * np.float32(1 - row.truth), learn * np.float32(row.truth), row.answer, "text")
+    loss_mask = row.loss_mask.astype(np.float32)
+    loss_mask[0] = 0
+    return WeightedRow(
+        row.tokens, loss_mask * np.float32(1 - row.truth), loss_mask * np.float32(row.truth), row.answer, "text"
+    )
 
 
 def needle_row(row: TrainingRow, answer_share: float) -> WeightedRow:
@@ -64,7 +66,7 @@ def needle_row(row: TrainingRow, answer_share: float) -> WeightedRow:
 
     The weights of the answers add up to `answer_share` times the length of the row.
     """
-    teacher, truth = row.learn.astype(np.float32), row.answer.astype(np.float32)
+    teacher, truth = row.loss_mask.astype(np.float32), row.answer.astype(np.float32)
     teacher[0] = 0
     count = int(row.answer.sum())
     if count:

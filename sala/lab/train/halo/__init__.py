@@ -1,1 +1,1 @@
-"""HALO: a dense model becomes a hybrid by aligning, choosing, distilling and tuning."""
+"""HALO: convert a dense model into a hybrid by alignment, layer selection, distillation and tuning."""

@@ -331,26 +331,26 @@ def write_samples(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     num_slots = min(stage.batch_rows, len(openings))
     writer = Writer(model, num_slots, stage.seq_len, ends, marks, seed, dtype)
-    written = writer.write(openings, deadline, lambda rows, tokens: note(rows, len(openings), tokens))
+    documents = writer.write(openings, deadline, lambda rows, tokens: note(rows, len(openings), tokens))
     del writer
     if device.type == "cuda":
         torch.cuda.empty_cache()  # training needs the memory of the slots' KV caches
-    kept = filter_documents(written) if stage.is_filtered else written
+    kept = filter_documents(documents) if stage.is_filtered else documents
     if not stage.held_out:
         return kept
     held_out = read_held_out([base / path for path in stage.held_out])
     return kept.select(np.flatnonzero(~_repeats(kept, tokenizer, held_out)).tolist())
 
 
-def _repeats(written: Documents, tokenizer: Tokenizer, held_out: HeldOut) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _repeats(documents: Documents, tokenizer: Tokenizer, held_out: HeldOut) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Return for each document whether the teacher asked a held-out question in it."""
 
     def check(part: range) -> list[bool]:
-        questions = (runs(*written.document(at)[:2], ASKED) for at in part)
+        questions = (runs(*documents.document(at)[:2], ASKED) for at in part)
         return [any(tokenizer.decode(run) in held_out for run in one) for one in questions]
 
-    size = -(-len(written) // max(1, (os.cpu_count() or 1)))
-    parts = [range(at, min(at + size, len(written))) for at in range(0, len(written), max(size, 1))]
+    size = -(-len(documents) // max(1, (os.cpu_count() or 1)))
+    parts = [range(at, min(at + size, len(documents))) for at in range(0, len(documents), max(size, 1))]
     return np.array(_in_processes(check, parts), np.bool_)
 
 
