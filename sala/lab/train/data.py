@@ -183,7 +183,7 @@ def tokenize(
 def encode_dialogue(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     """Return the ids of a conversation and the mask of the assistant's turns, their end tokens included.
 
-    Raise InputError if the assistant says nothing, or if the chat template drops parts of earlier turns.
+    Raise InputError if the assistant says nothing, or if the chat template rewrites earlier turns.
     """
     conversations = tokenizer.encode_answers(messages)
     if not conversations or not any(conversations[0][1]):
@@ -246,9 +246,8 @@ class Mixture:
         self._next = max(self._next, number)
 
     def _source(self, number: int) -> int:
-        spread = (
-            number * 0.6180339887498949 + self.seed * 0.324717957
-        ) % 1.0  # low-discrepancy: even shares in short runs
+        # a low-discrepancy sequence: the shares are even in short runs
+        spread = (number * 0.6180339887498949 + self.seed * 0.324717957) % 1.0
         return min(int(np.searchsorted(self.shares, spread, "right")), len(self.makers) - 1)
 
     def rows(self, first: int, count: int, rank: int = 0, world: int = 1) -> list[TrainingRow]:

@@ -51,9 +51,8 @@ def fast_scan(q: Tensor, k: Tensor, v: Tensor, lengths: Any, slopes: Tensor, sca
 
 
 def compile_layers(student: SalaModel, teacher: SalaModel) -> None:
-    decay_slopes(
-        student.config.lightning_nh, student.lm_head.weight.device
-    )  # cached before compilation, they are constants
+    # cached before compilation, the slopes are constants to the compiler
+    decay_slopes(student.config.lightning_nh, student.lm_head.weight.device)
     for layer in [*student.model.layers, *teacher.model.layers]:
         layer.compile(dynamic=False)
 

@@ -1,4 +1,4 @@
-"""The training loop. A run that was killed resumes with identical results.
+"""The training loop of a stage: a run that was killed resumes with identical results.
 
 Accelerate distributes it over devices and nodes (data-parallel, or sharded with FSDP). Weights and optimizer state are
 saved as safetensors, and only while losses and gradients are finite.
@@ -64,7 +64,7 @@ def train(
 ) -> list[dict[str, float]]:
     """Train the objective for the stage's steps, and return the log.
 
-    `directory` holds the state and `metrics.jsonl`. Raise Diverged or OutOfTime as they say.
+    `directory` holds the state and `metrics.jsonl`. Raise Diverged if a loss is not finite, OutOfTime at the deadline.
     """
     accelerator = _accelerator(dtype, next(objective.parameters()).device, objective.units)
     if stage.batch_rows % accelerator.num_processes:

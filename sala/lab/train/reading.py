@@ -107,9 +107,8 @@ class ReadingRows:
     def _other(self, room: int, rng: np.random.Generator) -> list[list[int]]:
         """Return paragraphs of other text of at most `room` tokens."""
         out: list[list[int]] = []
-        if not self.documents or (
-            self.length <= 1024 and rng.random() < 0.5
-        ):  # half of the short rows have no other text
+        # half of the short rows hold the passages alone
+        if not self.documents or (self.length <= 1024 and rng.random() < 0.5):
             return out
         while room > 0:
             document = self.documents[int(rng.integers(len(self.documents)))]

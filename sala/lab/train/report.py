@@ -1,7 +1,7 @@
 """Compare a hybrid with its source model: perplexity, tasks, recall and speed by length, as JSON, tables and plots."""
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from sala.lab.report.comparison import comparison, pair, save, write_markdown
 from sala.lab.report.record import ResultRow
 from sala.lab.train.data import read_documents
 from sala.lab.train.models import load_for_training
-from sala.lab.train.recipe import Source
+from sala.lab.train.recipe import Report, Source
 from sala.lab.train.recipe_run import RecipeRun
 from sala.lab.train.score import choice_accuracy, generate_greedy, perplexity, score_rows
 from sala.llm import LLM
@@ -35,58 +35,33 @@ NUM_ANSWERED = 32  # answer tokens in which the value of a needle must occur
 NUM_DECODED = 32  # tokens generated to measure the decoding speed
 
 
-def write_report(
-    source_dir: Path,
-    hybrid_dir: Path,
-    out_dir: Path,
-    texts: Sequence[Path],
-    tasks: Sequence[Path],
-    haystack: Path | None,
-    lengths: Sequence[int],
-    trials: int,
-    device: torch.device,
-    note: Callable[[str], None],
-) -> None:
-    """Measure both models and write report.json, report.md and, with matplotlib, report.png.
-
-    Needles come from the test split: their wordings, keys and documents do not occur in training data. Lengths beyond
-    a model's max_position_embeddings are left out.
-    """
-    results: Values = {}
-    for name, directory in zip(MODELS, (source_dir, hybrid_dir), strict=True):
-        note(f"measuring the {name}")
-        results[name] = _measure(directory, texts, tasks, haystack, lengths, trials, device)
-        results[name]["speed"] = measure_speed(directory, lengths, device)
-        _free_memory()
-    out_dir.mkdir(parents=True, exist_ok=True)
-    settings = {"device": _device_name(device), "lengths": list(lengths), "trials": trials}
-    record = comparison(hybrid_dir.name, *MODELS, settings, to_rows(results))
-    save(record, out_dir, "report")
-    write_markdown(record, out_dir / "report.md", "The hybrid and its source")
-    note(f"wrote {out_dir / 'report.md'}")
-
-
 def write_recipe_report(run: RecipeRun, start: Path, final: Path) -> None:
-    """Write the recipe's report to the run's directory, unless it exists."""
+    """Measure source and hybrid, and write report.json, report.md and, with matplotlib, report.png.
+
+    Do nothing if the recipe has no report, or if it is written already. Needles come from the test split: their
+    wordings, keys and documents do not occur in training data. Lengths beyond a model's max_position_embeddings are
+    left out.
+    """
     wanted, out = run.recipe.report, run.work / "report"
     if wanted is None or (out / "report.md").is_file():
         return
-    haystack = run.base / wanted.haystack if wanted.haystack else None
-    texts, tasks = ([run.base / name for name in names] for names in (wanted.texts, wanted.tasks))
-    note = partial(run.note, "report")
-    write_report(start, final, out, texts, tasks, haystack, wanted.lengths, wanted.trials, run.device, note)
+    results: Values = {}
+    for name, directory in zip(MODELS, (start, final), strict=True):
+        run.note("report", f"measuring the {name}")
+        results[name] = _measure(directory, wanted, run.base, run.device)
+        results[name]["speed"] = measure_speed(directory, wanted.lengths, run.device)
+        _free_memory()
+    out.mkdir(parents=True, exist_ok=True)
+    settings = {"device": _device_name(run.device), "lengths": list(wanted.lengths), "trials": wanted.trials}
+    record = comparison(final.name, *MODELS, settings, to_rows(results))
+    save(record, out, "report")
+    write_markdown(record, out / "report.md", "The hybrid and its source")
+    run.note("report", f"wrote {out / 'report.md'}")
 
 
 @torch.inference_mode()
-def _measure(
-    directory: Path,
-    texts: Sequence[Path],
-    tasks: Sequence[Path],
-    haystack: Path | None,
-    lengths: Sequence[int],
-    trials: int,
-    device: torch.device,
-) -> Values:
+def _measure(directory: Path, wanted: Report, base: Path, device: torch.device) -> Values:
+    texts, tasks = ([base / name for name in names] for names in (wanted.texts, wanted.tasks))
     model, tokenizer = load_for_training(directory, device), Tokenizer.load(directory)
     out: Values = {"parameters": sum(weight.numel() for weight in model.parameters())}
     out["perplexity"] = {path.name: _text_perplexity(model, tokenizer, path) for path in texts}
@@ -94,11 +69,11 @@ def _measure(
     found = {path.stem: choice_accuracy(model, read_tasks(path)[:MAX_QUESTIONS], plain) for path in tasks}
     out["tasks"] = {name: value._asdict() for name, value in found.items()}
     out["needle"] = {}
-    if haystack is not None:
+    if wanted.haystack:
         encode = partial(tokenizer.encode, bos=False, parse_special=True)
-        maker = NeedleMaker(encode, list(read_documents(Source(path=haystack.name), haystack.parent)), seed=11)
-        for length in _known(model.config, lengths):
-            out["needle"][str(length)] = recall(model, tokenizer, needle_cases(maker, length, 1, trials))
+        maker = NeedleMaker(encode, list(read_documents(Source(path=wanted.haystack), base)), seed=11)
+        for length in _known(model.config, wanted.lengths):
+            out["needle"][str(length)] = recall(model, tokenizer, needle_cases(maker, length, 1, wanted.trials))
     return out
 
 
