@@ -255,7 +255,7 @@ class Writer:
             return None
         if row.writes == "question":
             if not is_ended or size < 3:
-                self._keep(row, ids[: row.begin], row.parts, True, least=2)
+                self._keep_answered(row, ids[: row.begin])
                 return None
             row.parts += [(ASKED, size), (GIVEN, len(self.marks.to_answer))]
             row.writes = "answer"
@@ -279,21 +279,30 @@ class Writer:
             return None
         return self._change(slot, row, len(ids), len(ids) - 1, tokens)
 
-    def _keep(self, row: _Row, ids: list[int], parts: list[tuple[int, int]], is_ended: bool, least: int = 0) -> None:
-        """Record a document; an unfinished last turn is cut off."""
-        roles = np.repeat([role for role, _ in parts], [size for _, size in parts]).tolist()
-        has_answer = ANSWER in roles
-        if not is_ended and roles.count(ANSWER) > parts[-1][1]:  # the last answer of several
-            last = len(roles) - parts[-1][1]
-            cut = max(at for at in range(last) if roles[at] == ANSWER) + 1
+    def _keep(self, row: _Row, ids: list[int], parts: list[tuple[int, int]], is_ended: bool) -> None:
+        """Record a document; an unfinished last answer of several is cut off."""
+        roles = _roles(parts)
+        if not is_ended and roles.count(ANSWER) > parts[-1][1]:
+            cut = _after_last_answer(roles[: len(roles) - parts[-1][1]])
             ids, roles, is_ended = ids[:cut], roles[:cut], True
-        if least and has_answer:  # a further question did not end
-            cut = max(at for at, role in enumerate(roles) if role == ANSWER) + 1
-            ids, roles = ids[:cut], roles[:cut]
-        elif least:
-            return
         if is_ended or not row.opening.must_end:
             self.documents.append((row.number, ids, roles, is_ended))
+
+    def _keep_answered(self, row: _Row, ids: list[int]) -> None:
+        """Record a dialogue with an unfinished question up to its last answer; drop one without an answer."""
+        roles = _roles(row.parts)
+        if ANSWER in roles:
+            cut = _after_last_answer(roles)
+            self.documents.append((row.number, ids[:cut], roles[:cut], True))
+
+
+def _roles(parts: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the role of every token from (role, number of tokens) pairs."""
+    return [role for role, size in parts for _ in range(size)]
+
+
+def _after_last_answer(roles: Sequence[int]) -> int:
+    return max(at for at, role in enumerate(roles) if role == ANSWER) + 1
 
 
 def write_rows(
