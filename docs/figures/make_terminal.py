@@ -14,9 +14,9 @@ from rich.text import Text
 HERE = Path(__file__).parent
 WIDTH = 100
 COMMANDS = [
-    "sala show smol-sala",
     'sala generate "What is the capital of France?" --temperature 0',
-    "sala estimate --shape 9b --ctx 1M",
+    'sala generate "Who was Isaac Newton?" --temperature 0 -n 90',
+    "sala estimate --shape 9b --bits 4 --memory 24G --ctx 1M",
 ]
 
 
