@@ -56,27 +56,40 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base / "hybrid.run" / "report"
 
 
+def rows(report: Path) -> dict[tuple[str, str | int | None], tuple[float | None, float | None]]:
+    """Return the measures of the record: (measure, on) → (source, hybrid)."""
+    record = json.loads((report / "report.json").read_text())
+    assert record["settings"]["names"] == {"before": "source", "after": "hybrid"}
+    return {(row["measure"], row["on"]): (row["before"], row["after"]) for row in record["results"]}
+
+
 def test_both_models_are_measured(report: Path) -> None:
-    found = json.loads((report / "report.json").read_text())
-    for who in ("source", "hybrid"):
-        assert found[who]["perplexity"]["text.jsonl"] > 1
-        assert 0 <= found[who]["tasks"]["tasks"]["acc"] <= 1
-        assert 0 <= found[who]["needle"]["512"] <= 1
-        assert found[who]["speed"]["512"]["prefill"] > 0
-    assert found["hybrid"]["parameters"] > found["source"]["parameters"]
+    found = rows(report)
+    for which in (0, 1):
+        assert (found["perplexity", "text.jsonl"][which] or 0) > 1
+        assert 0 <= (found["accuracy", "tasks"][which] or 0) <= 1
+        assert found["needles found", 512][which] is not None
+        assert 0 <= (found["needles found", 512][which] or 0) <= 1
+        assert (found["prefill", 512][which] or 0) > 0
+    source, hybrid = found["parameters", None]
+    assert source is not None
+    assert hybrid is not None
+    assert hybrid > source
 
 
 def test_a_source_is_not_asked_beyond_its_length(report: Path) -> None:
-    found = json.loads((report / "report.json").read_text())
-    assert set(found["source"]["needle"]) == {"512"}  # it was made for 2,048 tokens
-    assert set(found["hybrid"]["needle"]) == set(found["hybrid"]["speed"]) == {"512", "2560"}
+    found = rows(report)
+    for measure in ("needles found", "prefill", "decode"):
+        assert {on for name, on in found if name == measure} == {512, 2560}
+        assert found[measure, 2560][0] is None  # it was made for 2,048 tokens
+        assert found[measure, 2560][1] is not None
+        assert found[measure, 512][0] is not None
 
 
 def test_tables_and_pictures(report: Path) -> None:
     text = (report / "report.md").read_text()
-    for title in ("Perplexity", "Multiple choice", "Needles found", "Reading", "Writing"):
-        assert f"## {title}" in text
-    assert "| 2,560 | – | " in text
+    for measure in ("perplexity", "accuracy", "needles found", "prefill", "decode"):
+        assert f"| {measure} | " in text
+    assert "| needles found | 2560 |  | " in text
     pytest.importorskip("matplotlib")
-    for name in ("recall.png", "speed.png"):
-        assert (report / name).read_bytes().startswith(b"\x89PNG")
+    assert (report / "report.png").read_bytes().startswith(b"\x89PNG")
