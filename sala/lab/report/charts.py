@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +21,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 VARIABLES = {INK: "--ink", LINE: "--line", GREY: "--faint", **{one: f"--c{at}" for at, one in enumerate(COLOURS)}}
 MAX_TICKS = 8
 DPI = 200
-STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "grid.color": LINE,
-    "legend.frameon": False,
-    "lines.markersize": 4,
-    "text.parse_math": False,  # names may contain a $
-    "svg.fonttype": "none",
-    "svg.hashsalt": "sala",
-    "pdf.fonttype": 42,
-}
+STYLE = files(__package__) / "charts.mplstyle"
 METADATA: dict[str, dict[str, None]] = {
     "svg": {"Date": None, "Creator": None, "Type": None, "Format": None},
     "pdf": {"CreationDate": None},
@@ -226,7 +208,7 @@ def _save(charts: Sequence[Chart], kind: str, title: str = "", has_titles: bool 
     num_rows = max(1, -(-len(charts) // num_columns))
     widths, heights = zip(*(one.size for one in charts), strict=True) if charts else ((4.0,), (2.0,))
     size = (sum(widths) if num_rows == 1 else max(widths) * num_columns, max(heights) * num_rows)
-    with matplotlib.rc_context(STYLE):
+    with as_file(STYLE) as style, matplotlib.rc_context(fname=style):
         figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
         for at, chart in enumerate(charts, 1):
             axes = figure.add_subplot(num_rows, num_columns, at)

@@ -1,32 +1,28 @@
 """Records of runs → one HTML page with charts, tables, machine, versions and settings.
 
-The page has no script, loads nothing, and is a single file.
+The page (`page.html`) has no script, loads nothing, and is a single file.
 """
 
 import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
+
 from sala.errors import InputError
-from sala.lab.report.charts import Chart, to_svg
+from sala.lab.report.charts import to_svg
 from sala.lab.report.kinds import KINDS, Column, RecordKind, heading, is_number, minute
-from sala.lab.report.record import Record, broken, read_json
+from sala.lab.report.record import Record, ResultRow, broken, read_json
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MAX_PICTURE = 8 << 20
 MAX_OPEN = 12  # rows of a table beyond which it is folded if a heat map shows them
 DASH = "–"
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<meta name="color-scheme" content="light dark"><title>{title}</title><style>{style}</style></head>
-<body><main>{body}</main></body></html>
-"""
 
 
 @dataclass(frozen=True)
@@ -98,34 +94,35 @@ def _picture(file: Path, name: Any) -> tuple[str, bytes] | None:
 
 def to_page(runs: Sequence[RunFile], title: str = "Evaluation", today: str = "", has_charts: bool = True) -> str:
     """Return the whole page; charts need matplotlib."""
-    parts = [f"<h1>{escape(title)}</h1>", _overview([run.record for run in runs])]
+    sections = []
     for name, kind in KINDS.items():
         chosen = [run for run in runs if run.record.kind == name]
+        charts = kind.charts([run.record for run in chosen]) if has_charts and chosen else []
         if chosen:
-            charts = kind.charts([run.record for run in chosen]) if has_charts else []
-            shown = "".join(map(_figure, charts))
-            tables = "".join(_run(kind, run) for run in chosen)
-            head = f'<h2 id="{name}">{escape(kind.title)}</h2><p>{escape(kind.about)}</p>'
-            parts.append(f'<section>{head}<div class="charts">{shown}</div>{tables}</section>')
-    made = f"<footer>Made {escape(today)} by sala.</footer>" if today else ""
-    style = (files(__package__) / "page.css").read_text(encoding="utf-8")
-    return PAGE.format(title=escape(title), style=style, body="".join(parts) + made)
-
-
-def _figure(chart: Chart) -> str:
-    width = round(120 * chart.size[0])
-    return f'<figure style="width:{width}px"><figcaption>{escape(chart.title)}</figcaption>{to_svg(chart)}</figure>'
-
-
-def _overview(records: Sequence[Record]) -> str:
-    rows = "".join(
-        f'<tr><td class="left"><a href="#{one.kind}">{escape(KINDS[one.kind].title)}</a></td>'
-        f'<td class="left">{escape(one.model)}</td><td class="left">{escape(_machine(one))}</td>'
-        f'<td class="left">{escape(minute(one.date))}</td><td class="left">{escape(_commit(one))}</td></tr>'
-        for one in records
+            sections.append((name, kind, charts, chosen))
+    return _template().render(
+        title=title,
+        style=Markup((files(__package__) / "page.css").read_text(encoding="utf-8")),  # noqa: S704 - our own file
+        overview=[(KINDS[run.record.kind], run.record) for run in runs],
+        sections=sections,
+        max_open=MAX_OPEN,
+        today=today,
     )
-    names = "".join(f'<th class="left">{name}</th>' for name in ("run", "model", "machine", "date", "version"))
-    return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def _template() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters |= {
+        "bar_width": _bar_width,
+        "base64": lambda data: base64.b64encode(data).decode(),
+        "fact": _fact,
+        "heading": heading,
+        "machine": _machine,
+        "minute": minute,
+        "svg": lambda chart: Markup(to_svg(chart)),  # noqa: S704 - texts are escaped by matplotlib
+        "version": _version,
+    }
+    return environment.from_string((files(__package__) / "page.html").read_text(encoding="utf-8"))
 
 
 def _machine(record: Record) -> str:
@@ -135,61 +132,18 @@ def _machine(record: Record) -> str:
     return str(record.machine.get("processor") or record.machine.get("system") or DASH)
 
 
-def _commit(record: Record) -> str:
+def _version(record: Record) -> str:
     version, commit = str(record.versions.get("sala", "")), record.commit
     return f"{version} {commit[:10]}{'+' if commit.endswith('+') else ''}" if commit else version or DASH
 
 
-def _run(kind: RecordKind, run: RunFile) -> str:
-    record = run.record
-    columns = kind.columns_of(record)
-    head = "".join(f"<th{_left(one)}>{escape(heading(one.name, record))}</th>" for one in columns)
-    body = "".join("<tr>" + "".join(_data(one, row) for one in columns) + "</tr>" for row in record.results)
-    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    if len(record.results) > MAX_OPEN and kind.is_mapped:
-        table = f"<details><summary>all {len(record.results):,} rows</summary>{table}</details>"
-    pictures = "".join(
-        f'<img alt="{escape(name)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
-        for name, data in run.pictures
-    )
-    plotted = f"<details><summary>pictures of this run</summary>{pictures}</details>" if pictures else ""
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in record.notes)
-    return (
-        f"<article><h3>{escape(record.model)} <small>{escape(minute(record.date))}</small></h3>{table}"
-        f"{notes}{plotted}{_facts(run)}</article>"
-    )
+def _bar_width(column: Column, row: ResultRow) -> str | None:
+    """Return the width of a share's bar in percent; None for other columns."""
+    value = column.value(row) if column.is_bar else None
+    return f"{100 * min(max(value, 0.0), 1.0):.1f}" if is_number(value) else None
 
 
-def _left(one: Column) -> str:
-    return ' class="left"' if one.is_left else ""
-
-
-def _data(one: Column, row: dict[str, Any]) -> str:
-    text = escape(one.text(row)) or DASH
-    if one.is_bar and is_number(one.value(row)):
-        width = 100 * min(max(one.value(row), 0.0), 1.0)
-        text = f'<span class="bar"><b style="width:{width:.1f}%"></b></span><span>{text}</span>'
-    return f"<td{_left(one)}>{text}</td>"
-
-
-def _facts(run: RunFile) -> str:
-    record = run.record
-    groups = {"settings": record.settings, "machine": record.machine, "versions": record.versions}
-    lines = [f"<dt>{name}</dt><dd>{_list(facts)}</dd>" for name, facts in groups.items() if facts]
-    where = f"<dt>record</dt><dd>{escape(run.file.name)}, {escape(record.date)}"
-    commit = f", commit {escape(record.commit)}" if record.commit else ""
-    return f"<dl>{''.join(lines)}{where}{commit}</dd></dl>"
-
-
-def _list(facts: dict[str, Any]) -> str:
-    return "; ".join(
-        f"{escape(str(key))} <b>{escape(_fact(key, value))}</b>"
-        for key, value in facts.items()
-        if value not in (None, [], "")
-    )
-
-
-def _fact(key: object, value: Any) -> str:
+def _fact(value: Any, key: object) -> str:
     if key == "memory" and is_number(value):
         return f"{value / 2**30:.1f} GiB"
     if isinstance(value, list):

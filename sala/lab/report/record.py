@@ -9,18 +9,18 @@ import json
 import os
 import secrets
 import subprocess
+import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from sala.errors import InputError, SalaError
 
-KINDS = (
-    "needle", "ruler", "reasoning", "perplexity", "harness",
-    "latency", "throughput", "against", "kernels", "comparison",
-)  # fmt: skip
+KIND_TABLES: dict[str, dict[str, Any]] = tomllib.loads((files(__package__) / "kinds.toml").read_text("utf-8"))
+KINDS = tuple(KIND_TABLES)
 MAX_BYTES = 64 << 20
 REMEDY = "give the JSON files of runs; leave this one out, or run it again"
 ResultRow = dict[str, Any]
