@@ -198,7 +198,7 @@ class _Run:
 
     def open(self, haystack: Path | None, seed: int, verbose: bool) -> tuple["Suite", dict[str, Any]]:
         """Load the model; return the suite of its cases, and the facts that identify them."""
-        from sala.lab.eval.sources import read_source
+        from sala.lab.eval.documents import read_source
         from sala.lab.eval.suite import Suite
         from sala.lab.eval.tasks.case import PromptWriter
 

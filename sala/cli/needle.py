@@ -30,8 +30,8 @@ def needle(
 ) -> None:
     from sala.cli.progress import prefill_bar
     from sala.config import SalaConfig
+    from sala.lab.eval.documents import read_source
     from sala.lab.eval.runner import answer, check_lengths, to_row
-    from sala.lab.eval.sources import read_source
     from sala.lab.eval.suite import Suite
     from sala.lab.eval.tasks.case import PromptWriter
 

@@ -12,7 +12,7 @@ import numpy as np
 from sala.engine.requests import Call
 from sala.engine.stream import Completion, Timings, Usage
 from sala.lab.eval.data import read_data
-from sala.lab.eval.tasks.chain import TELLINGS
+from sala.lab.eval.tasks.chain import tellings
 from sala.lab.eval.tasks.counting import real_words
 from sala.lab.eval.tasks.wordings import Wording, aurora, wordings
 from sala.lab.eval.tasks.words import words_of
@@ -92,7 +92,7 @@ def _count(prompt: str) -> str | None:
 
 
 def _follow(prompt: str) -> str | None:
-    for telling in TELLINGS:
+    for telling in tellings():
         asked = _pattern(telling.question, count=r"(?P<count>\d+)", value=r"(?P<value>\d+)").search(prompt)
         if asked is None:
             continue

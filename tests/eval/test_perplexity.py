@@ -121,8 +121,8 @@ def test_files(tmp_path: Path, llm: LLM) -> None:
     ("name", "content", "words"),
     [
         ("a.txt", b"\xff\xfe", "not UTF-8"),
-        ("a.jsonl", b'{"text": "x"}\n{"words": 1}', "line 2, has no text"),
-        ("a.jsonl", b"nonsense", "line 1, has no text"),
+        ("a.jsonl", b'{"text": "x"}\n{"words": 1}', ":2 cannot be used: .*text"),
+        ("a.jsonl", b"nonsense", ":1 cannot be used: .*text"),
         ("a.txt", None, "cannot be read"),
         ("", None, "cannot be read"),  # a directory
     ],

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, normalizers
 
 from sala.errors import InputError
+from sala.lab.eval.documents import read_source
 from sala.lab.eval.runner import CaseJob, run_cases, run_problems
-from sala.lab.eval.sources import read_source
 from sala.lab.eval.suite import KEY_SPECS, RULER, SHARING, Suite, reasoning_tasks
 from sala.lab.eval.tasks import reasoning
 from sala.lab.eval.tasks.case import Frame, PromptWriter, Solution

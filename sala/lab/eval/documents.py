@@ -1,14 +1,37 @@
-"""Text files and .jsonl files with a "text" per line."""
+"""The user's texts: text files, .jsonl files with an object per line, and directories to hide needles in."""
 
-import json
-from collections.abc import Iterator
+import hashlib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
+
+from pydantic import StringConstraints, TypeAdapter, ValidationError
 
 from sala.errors import InputError
+from sala.lab.eval.tasks.prose import write_documents
 
 MAX_BYTES = 1 << 30
+MAX_DIRECTORY = 256 << 20  # bytes of all files together
 LINES = (".jsonl", ".ndjson")  # suffixes of files with one document per line
+NotBlank = Annotated[str, StringConstraints(pattern=r"\S")]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TextLine:
+    text: str
+
+
+@dataclass(frozen=True)
+class HaystackSource:
+    """Documents, and a name that identifies them."""
+
+    name: str
+    documents: list[str]
+
+    @property
+    def num_chars(self) -> int:
+        return sum(map(len, self.documents))
 
 
 def read_bytes(file: Path, field: str = "file") -> bytes:
@@ -21,24 +44,65 @@ def read_bytes(file: Path, field: str = "file") -> bytes:
         raise InputError(field, f"{file} cannot be read: {error.strerror}", "give a text or a .jsonl file") from None
 
 
-def read_documents(file: Path, field: str = "file", suffixes: tuple[str, ...] = LINES) -> list[str]:
-    """Return a text file, or the "text" of each line; raise InputError about `field` with the number of a bad line."""
+def read_text(file: Path, field: str = "file") -> str:
     try:
-        content = read_bytes(file, field).decode("utf-8")
+        return read_bytes(file, field).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(field, f"{file} is not UTF-8 text (byte {error.start})", "convert it to text first") from None
-    return list(_texts(content, file, field)) if file.suffix in suffixes else [content]
 
 
-def _texts(content: str, file: Path, field: str) -> Iterator[str]:
-    for number, line in enumerate(content.split("\n"), 1):
+def read_documents(file: Path, field: str = "file", suffixes: tuple[str, ...] = LINES) -> list[str]:
+    """Return a text file, or the "text" of each line; raise InputError about `field` with the number of a bad line."""
+    if file.suffix not in suffixes:
+        return [read_text(file, field)]
+    return [line.text for line in read_lines(file, TextLine, field, 'each line must be an object with a "text"')]
+
+
+def read_lines(file: Path, kind: type[T], field: str, remedy: str) -> list[T]:
+    """Return the objects of a JSONL file as dataclasses; blank lines are skipped. Raise InputError about a bad line."""
+    adapter, found = TypeAdapter(kind), []
+    for number, line in enumerate(read_text(file, field).split("\n"), 1):
         if line.strip():
             try:
-                record: Any = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            text = record.get("text") if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                remedy = 'each line must be an object with a "text"'
-                raise InputError(field, f"{file}, line {number}, has no text", remedy)
-            yield text
+                found.append(adapter.validate_json(line, strict=True))
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_input=False)[0]
+                what = ": ".join([*map(str, first["loc"]), first["msg"]])
+                raise InputError(field, f"{file}:{number} cannot be used: {what}", remedy) from None
+    return found
+
+
+def read_source(path: Path | None) -> HaystackSource:
+    """Return a file, or all text files of a directory; without a path the built-in prose."""
+    if path is None:
+        return HaystackSource("prose", write_documents())
+    if not path.exists():
+        raise InputError("haystack", f"{path} does not exist", "give a file, or a directory with text files")
+    files = _files_in(path) if path.is_dir() else [path]
+    texts = [_as_text(read_bytes(file, "haystack")) for file in files]
+    if path.is_file() and texts == [None]:
+        raise InputError("haystack", f"{path} is not UTF-8 text", "convert it to text first")
+    documents = [text for text in texts if text]
+    if not documents:
+        raise InputError("haystack", f"{path} holds no text", "give a file, or a directory with text files (UTF-8)")
+    digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
+    return HaystackSource(f"{path.name} {digest[:12]}", documents)
+
+
+def _files_in(path: Path) -> list[Path]:
+    inner = (file for file in path.rglob("*") if file.is_file())
+    files = sorted(file for file in inner if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    total = sum(file.stat().st_size for file in files)
+    if total > MAX_DIRECTORY:
+        message = f"{path} holds {total / 2**20:,.0f} MiB, more than {MAX_DIRECTORY / 2**20:,.0f}"
+        raise InputError("haystack", message, "give a smaller directory")
+    return files
+
+
+def _as_text(data: bytes) -> str | None:
+    """Return the text of a file; None if it is binary."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    return None if "\0" in text else text.strip()

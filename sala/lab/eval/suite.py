@@ -5,8 +5,8 @@ from functools import cached_property, partial
 from typing import Protocol
 
 from sala.errors import InputError
+from sala.lab.eval.documents import HaystackSource
 from sala.lab.eval.runner import CaseJob, ProblemJob
-from sala.lab.eval.sources import HaystackSource
 from sala.lab.eval.tasks import reasoning
 from sala.lab.eval.tasks.case import Case, PromptWriter
 from sala.lab.eval.tasks.chain import ChainMaker

@@ -68,6 +68,24 @@ class Frame:
     opening: str = ""
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """Everything around a text, with a right answer; `num_tokens` suffice for any question about the same text."""
+
+    head: Ids
+    tail: Ids
+    answer: str
+    max_tokens: int  # of the model's answer
+    num_tokens: int
+
+    def remaining(self, num_tokens: int, pieces: Iterable[Ids], name: str) -> int:
+        """Return the tokens of a case that are left for other text than these pieces."""
+        return remaining(num_tokens, self.num_tokens + sum(map(len, pieces)), name)
+
+    def case(self, text: Ids, solution: Solution, **facts: Any) -> Case:
+        return Case(np.concatenate([self.head, text, self.tail]), self.answer, self.max_tokens, solution, facts)
+
+
 class PromptWriter:
     """Writes prompts for one model: `before` and `after` are what its chat format puts around the user's message.
 
@@ -94,17 +112,21 @@ class PromptWriter:
     def ids(self, text: str) -> Ids:
         return np.array(self.encode(text), np.int32)
 
-    def max_answer_tokens(self, answer: str) -> int:
-        """Return how many tokens to allow: a right answer and as much again."""
-        return 2 * len(self.encode(answer)) + SPARE
-
     def around(self, frame: Frame) -> tuple[Ids, Ids]:
         """Return everything before the text, and everything after it."""
         head = np.concatenate([self._before, self.ids(frame.before)])
-        return head, np.concatenate([self._after_text(frame.after), self.ids(frame.opening)])
+        return head, np.concatenate([self.ids(frame.after), self._after, self.ids(frame.opening)])
 
-    def _after_text(self, text: str) -> Ids:
-        return np.concatenate([self.ids(text), self._after])
+    def prompt(self, frames: Sequence[Frame], answers: Sequence[str], asked: int = 0) -> Prompt:
+        """Return the prompt with frame and answer `asked`, and space for all the others.
+
+        An answer may take twice as many tokens as the longest right one, and a few more.
+        """
+        around = [self.around(frame) for frame in frames]
+        head, tail = around[asked]
+        max_tokens = 2 * max(len(self.encode(answer)) for answer in answers) + SPARE
+        used = len(head) + max(len(end) for _, end in around) + max_tokens
+        return Prompt(head, tail, answers[asked], max_tokens, used)
 
 
 def remaining(num_tokens: int, used: int, name: str) -> int:

@@ -1,12 +1,14 @@
 """Multiple choice by likelihood, with the conventions of lm-eval: the likeliest choice is the answer."""
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import StringConstraints
 
 from sala.errors import InputError
+from sala.lab.eval.documents import read_lines
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -16,8 +18,12 @@ class ChoiceTask:
     """A context, its possible continuations (without the space before them), and the index of the right one."""
 
     context: str
-    choices: tuple[str, ...]
+    choices: tuple[Annotated[str, StringConstraints(min_length=1)], ...]
     gold: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.gold < len(self.choices):
+            raise ValueError("gold is not the index of a choice")
 
 
 class ChoiceRequest(NamedTuple):
@@ -36,7 +42,8 @@ class Accuracy(NamedTuple):
 
 def read_tasks(file: Path) -> list[ChoiceTask]:
     """Return the tasks of a JSONL file: an object with context, choices and gold per line; blank lines are skipped."""
-    return list(_parse(file))
+    remedy = 'each line is {"context": text, "choices": [texts], "gold": index}'
+    return read_lines(file, ChoiceTask, "tasks", remedy)
 
 
 def requests(task: ChoiceTask, encode: Encode, delimiter: str = " ") -> list[ChoiceRequest]:
@@ -68,23 +75,3 @@ def accuracy(tasks: Sequence[ChoiceTask], scores: Sequence[Sequence[float]]) -> 
 
 def _argmax(values: Sequence[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)
-
-
-def _parse(file: Path) -> Iterator[ChoiceTask]:
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            task = ChoiceTask(record["context"], tuple(record["choices"]), record["gold"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise _bad(file, number, f"cannot be read: {error!r}") from None
-        if not isinstance(task.context, str) or not all(isinstance(one, str) and one for one in task.choices):
-            raise _bad(file, number, "has a context or choice that is not text")
-        if type(task.gold) is not int or not 0 <= task.gold < len(task.choices):
-            raise _bad(file, number, "has a gold that is not the index of a choice")
-        yield task
-
-
-def _bad(file: Path, number: int, message: str) -> InputError:
-    return InputError(f"{file}:{number}", message, 'each line is {"context": text, "choices": [texts], "gold": index}')

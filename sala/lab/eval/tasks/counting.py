@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from sala.lab.eval.data import read_data
 from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution, join_ids, random, remaining
 from sala.lab.eval.tasks.haystack import Ids
 from sala.lab.eval.tasks.words import categories, sample_names, words_of
@@ -36,25 +37,20 @@ class CountingMaker:
         """Return a case of `num_tokens`, answer included; `question` is ignored, as there is only one."""
         self._ids = self._ids or [self._writer.ids(f" {word}") for word in self._words]
         rng = random(self._seed, self._task, num_tokens, number)
-        frame, spread, count = FORMS[self._task]
+        spread, count = SPREADS[self._task]
+        frame = Frame(*(part.format(count=count) for part in read_data("counting")[self._task]))
         order = rng.permutation(len(self._words))
         wanted = tuple(self._words[at] for at in order[:count])
-        answer = f" {', '.join(wanted)}."
-        head, tail = self._writer.around(frame)
-        max_tokens = self._writer.max_answer_tokens(answer)
-        budget = remaining(num_tokens, len(head) + len(tail) + max_tokens, f"{self._task} words")
+        name = f"{self._task} words"
+        prompt = self._writer.prompt([frame], [f" {', '.join(wanted)}."])
         ids = [self._ids[at] for at in order]
-        counts = spread(np.array([len(one) for one in ids]), budget)
+        counts = spread(np.array([len(one) for one in ids]), prompt.remaining(num_tokens, (), name))
         if counts[count - 1] <= counts[count:].max(initial=0):  # nothing stands out
-            remaining(num_tokens, num_tokens, f"{self._task} words")
+            remaining(num_tokens, num_tokens, name)
         shuffled = rng.permutation(np.repeat(np.arange(len(ids)), counts)).tolist()
-        return Case(
-            token_ids=np.concatenate([head, join_ids(ids[at] for at in shuffled), tail]),
-            answer=answer,
-            max_tokens=max_tokens,
-            solution=Solution(wanted, candidates=tuple(self._words)),
-            facts={"question": frame.after.strip(), "num_words": len(shuffled)},
-        )
+        solution = Solution(wanted, candidates=tuple(self._words))
+        text = join_ids(ids[at] for at in shuffled)
+        return prompt.case(text, solution, question=frame.after.strip(), num_words=len(shuffled))
 
 
 @cache
@@ -92,23 +88,7 @@ def spread_frequent(lengths: Counts, budget: int) -> Counts:
     return counts
 
 
-FORMS: dict[str, tuple[Frame, Spread, int]] = {
-    "common": (
-        Frame(
-            "Here is a list of words, in no order. Some of them come much more often than the rest.\n\n",
-            f"\n\nWhich {NUM_COMMON} words come most often in the list? Name them, separated by commas.",
-            f"The {NUM_COMMON} words that come most often are",
-        ),
-        spread_common,
-        NUM_COMMON,
-    ),
-    "frequent": (
-        Frame(
-            "This message is in a code: its words have no meaning, but some are used again and again.\n\n",
-            f"\n\nWhich {NUM_FREQUENT} words are used most often in the message? Name them, separated by commas.",
-            f"The {NUM_FREQUENT} words that are used most often are",
-        ),
-        spread_frequent,
-        NUM_FREQUENT,
-    ),
+SPREADS: dict[str, tuple[Spread, int]] = {
+    "common": (spread_common, NUM_COMMON),
+    "frequent": (spread_frequent, NUM_FREQUENT),
 }

@@ -5,14 +5,14 @@ training and for tests differs in everything that could be learnt by heart: word
 and the documents of the haystack (each belongs to one split, by its hash).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from sala.errors import InputError
-from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution, insert, random, remaining
+from sala.lab.eval.tasks.case import Case, Frame, Prompt, PromptWriter, Solution, insert, random, remaining
 from sala.lab.eval.tasks.case import score_value as score
 from sala.lab.eval.tasks.haystack import PARAGRAPH, Encode, Haystack, Ids, Stretch, by_piece
 from sala.lab.eval.tasks.wordings import Wording, aurora, compose, filler, frames, wordings
@@ -94,21 +94,32 @@ def fitting_wordings(
     return found
 
 
-def hide(
-    needles: Sequence[Ids], first: Ids, stretch: Stretch, depth: float | None, rng: np.random.Generator
-) -> tuple[Ids, list[float]]:
-    """Return the text with the needles in it, and their depths.
+class Needles(NamedTuple):
+    """Needles as token ids; `first` is the first needle as it reads when it opens the text."""
 
-    The first needle lies as near to `depth` as sentences allow, the others anywhere but at the very start. `first` is
-    the first needle as it reads when it opens the text.
-    """
-    anywhere = stretch.boundaries[1:] if len(stretch.boundaries) > 1 else stretch.boundaries
-    others = rng.choice(anywhere, size=len(needles) - 1).tolist()
-    wanted = rng.random() if depth is None else depth
-    nearest = int(np.argmin(np.abs(stretch.boundaries - wanted * len(stretch.tokens))))
-    places = [int(stretch.boundaries[nearest]), *others]
-    pieces = [first, *needles[1:]] if places[0] == 0 else needles
-    return insert(pieces, places, stretch.tokens), [at / max(1, len(stretch.tokens)) for at in places]
+    pieces: list[Ids]
+    first: Ids
+
+    @classmethod
+    def encode(cls, statements: Sequence[str], ids: Callable[[str], Ids]) -> "Needles":
+        return cls([ids(f" {statement}") for statement in statements], ids(statements[0] + PARAGRAPH))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.pieces)) + max(0, len(self.first) - len(self.pieces[0]))
+
+    def hide(self, stretch: Stretch, depth: float | None, rng: np.random.Generator) -> tuple[Ids, list[float]]:
+        """Return the text with the needles in it, and their depths.
+
+        The first needle lies as near to `depth` as sentences allow, the others anywhere but at the very start.
+        """
+        anywhere = stretch.boundaries[1:] if len(stretch.boundaries) > 1 else stretch.boundaries
+        others = rng.choice(anywhere, size=len(self.pieces) - 1).tolist()
+        wanted = rng.random() if depth is None else depth
+        nearest = int(np.argmin(np.abs(stretch.boundaries - wanted * len(stretch.tokens))))
+        places = [int(stretch.boundaries[nearest]), *others]
+        pieces = [self.first, *self.pieces[1:]] if places[0] == 0 else self.pieces
+        return insert(pieces, places, stretch.tokens), [at / max(1, len(stretch.tokens)) for at in places]
 
 
 # Evaluation: one or several questions about needles of one wording, in the model's own chat format.
@@ -131,24 +142,6 @@ class KeySpec:
             raise InputError("keys", f"are {self.num_keys}, of which {self.num_asked} are asked for", "hide more")
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """A story as token ids; `first` is the first needle as it reads when it opens the text."""
-
-    head: Ids
-    needles: list[Ids]
-    first: Ids
-    queries: list[NeedleQuestion]
-    tails: list[Ids]
-    max_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Everything but the head and the text, whichever query is asked."""
-        needles = sum(map(len, self.needles)) + max(0, len(self.first) - len(self.needles[0]))
-        return needles + max(map(len, self.tails)) + self.max_tokens
-
-
 class KeyMaker:
     """Makes cases, each determined by seed, spec, length and number. One text may serve several queries."""
 
@@ -169,22 +162,16 @@ class KeyMaker:
         frame = frames("test")[int(rng.integers(len(frames("test"))))]
         own = depth if self._spec.num_keys == 1 else None
         story = self._sample(frame, random(self._seed, self._spec, num_tokens, number, own))
-        parts = self._write(story)
-        used = len(parts.head) + max(parts.num_tokens, 0 if depth is None else self._reserve(frame))
+        queries = self._queries(story)
+        at = question % len(queries)
+        prompt, needles = self._write(story, at)
+        used = max(prompt.num_tokens + needles.num_tokens, 0 if depth is None else self._reserve(frame))
         stretch = self._haystack.cut(remaining(num_tokens, used, "needles"), rng)
-        text, depths = hide(parts.needles, parts.first, stretch, depth, rng)
-        at = question % len(parts.queries)
-        query = parts.queries[at]
-        return Case(
-            token_ids=np.concatenate([parts.head, text, parts.tails[at]]),
-            answer=query.answer,
-            max_tokens=parts.max_tokens,
-            solution=Solution(tuple(value for key in query.keys for value in story.values[key])),
-            facts={
-                "question": query.question,
-                "depth_found": round(depths[query.keys[0] * self._spec.num_values], 4),
-            },
-        )
+        text, depths = needles.hide(stretch, depth, rng)
+        keys = queries[at].keys
+        solution = Solution(tuple(value for key in keys for value in story.values[key]))
+        found_at = round(depths[keys[0] * self._spec.num_values], 4)
+        return prompt.case(text, solution, question=queries[at].question, depth_found=found_at)
 
     def _sample(self, frame: str, rng: np.random.Generator) -> Story:
         spec, count = self._spec, self._spec.num_keys * self._spec.num_values
@@ -198,24 +185,22 @@ class KeyMaker:
         values = [flat[at : at + spec.num_values] for at in range(0, len(flat), spec.num_values)]
         return Story(wording, keys, values, frame)
 
-    def _write(self, story: Story) -> _Parts:
-        writer, count = self._writer, self._spec.num_asked
-        queries = [story.ask(*range(at, at + count)) for at in range(0, len(story.keys) - count + 1, count)]
-        around = [writer.around(Frame(*story.framed(one.question), one.opening)) for one in queries]
-        return _Parts(
-            head=around[0][0],
-            needles=[writer.ids(f" {statement}") for statement in story.statements],
-            first=writer.ids(story.statements[0] + PARAGRAPH),
-            queries=queries,
-            tails=[tail for _, tail in around],
-            max_tokens=max(writer.max_answer_tokens(one.answer) for one in queries),
-        )
+    def _queries(self, story: Story) -> list[NeedleQuestion]:
+        count = self._spec.num_asked
+        return [story.ask(*range(at, at + count)) for at in range(0, len(story.keys) - count + 1, count)]
+
+    def _write(self, story: Story, asked: int = 0) -> tuple[Prompt, Needles]:
+        queries = self._queries(story)
+        frames = [Frame(*story.framed(one.question), one.opening) for one in queries]
+        prompt = self._writer.prompt(frames, [one.answer for one in queries], asked)
+        return prompt, Needles.encode(story.statements, self._writer.ids)
 
     def _reserve(self, frame: str) -> int:
         """Return a number of tokens that suffices for nearly every needle, so that all are left the same text."""
         if frame not in self._reserves:
             stories = [self._sample(frame, random(self._seed, "reserve", number)) for number in range(NUM_SAMPLES)]
-            self._reserves[frame] = max(self._write(story).num_tokens for story in stories)
+            written = map(self._write, stories)
+            self._reserves[frame] = max(prompt.num_tokens + needles.num_tokens for prompt, needles in written)
         return self._reserves[frame]
 
 
@@ -379,15 +364,14 @@ class NeedleMaker:
         before, after = story.framed(query.question)
         head, tail = self._ids(self._wrap.before + before), self._ids(after + self._wrap.after + query.opening)
         answer_ids = self._answer(query)
-        needles = [self._ids(f" {statement}") for statement in (*story.statements, *extra)]
-        first = self._ids(story.statements[0] + PARAGRAPH)
-        used = len(head) + len(tail) + len(answer_ids) + sum(map(len, needles)) + max(0, len(first) - len(needles[0]))
+        needles = Needles.encode([*story.statements, *extra], self._ids)
+        used = len(head) + len(tail) + len(answer_ids) + needles.num_tokens
         if used >= spec.num_tokens:
             message = f"is {spec.num_tokens}, and needles, question and answer alone take {used}"
             raise InputError("num_tokens", message, "raise it, or hide fewer needles (num_keys)")
         stretch = self._haystack(spec.split).cut(spec.num_tokens - used, rng)
         depth = rng.random() if spec.depth is None else spec.depth
-        text, depths = hide(needles, first, stretch, depth, rng)
+        text, depths = needles.hide(stretch, depth, rng)
         token_ids = np.concatenate([head, text, tail]).tolist()
         value = story.values[0][0]
         return NeedleCase(tuple(token_ids), query.answer, answer_ids, value, depths[0], query.question, story.keys[0])

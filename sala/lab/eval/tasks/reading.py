@@ -3,28 +3,30 @@
 The lives that are asked about have surnames that no other life has.
 """
 
-import json
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from sala.errors import InputError
 from sala.lab.eval.data import read_data
-from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution, join_ids, random, remaining
+from sala.lab.eval.documents import NotBlank, read_lines
+from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution, insert, join_ids, random
 from sala.lab.eval.tasks.haystack import PARAGRAPH, Haystack, Ids
 from sala.lab.eval.tasks.words import Split, in_split, words_of
 
 NUM_LIVES = 8000  # of the pool to hide others in; only as many as needed are made
 MAX_KNOWN = 1 << 18  # sentences whose ids are cached
 NUM_ASKED = 4  # lives that are asked about in one text
-FRAME = (
-    "Below are many short passages.\n\n",
-    "\n\nAnswer in a few words, from the passages only. {question}",
-    "Answer:",
-)
 FIELDS = ("town", "trade", "city", "animal", "instrument")
+
+
+def _frame(question: str) -> Frame:
+    before, after, opening = read_data("reading")["frame"]
+    return Frame(before, after.replace("{question}", question), opening)
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,9 @@ class Life:
 class UserPassage:
     """A text of the user, a question about it, and every answer that is accepted."""
 
-    text: str
-    question: str
-    answers: tuple[str, ...]
+    text: NotBlank
+    question: NotBlank
+    answers: Annotated[tuple[NotBlank, ...], Field(min_length=1)]
 
 
 class ReadingMaker:
@@ -61,23 +63,14 @@ class ReadingMaker:
         lives = _sample_asked(rng)
         asked = [lives[2 * at] for at in range(NUM_ASKED)]
         askings = [_ask(life, lives, at % 2 == 1, rng) for at, life in enumerate(asked)]
-        text, answer = askings[(number + question) % NUM_ASKED]
-        before, after, opening = FRAME
-        ends = [self._writer.around(Frame(before, after.replace("{question}", one), opening))[1] for one, _ in askings]
-        head, tail = self._writer.around(Frame(before, after.replace("{question}", text), opening))
+        selected = (number + question) % NUM_ASKED
+        frames, answers = [_frame(one) for one, _ in askings], [f" {answer}." for _, answer in askings]
+        prompt = self._writer.prompt(frames, answers, selected)
         pieces = [self._writer.ids(_tell(life, rng) + PARAGRAPH) for life in lives]
-        max_tokens = max(self._writer.max_answer_tokens(f" {one}.") for _, one in askings)
-        used = len(head) + max(map(len, ends)) + max_tokens + sum(map(len, pieces))
-        others = self._fill(remaining(num_tokens, used, "reading"), rng)
-        order = rng.permutation(len(others) + len(pieces)).tolist()
-        both = [*others, *pieces]
-        return Case(
-            token_ids=np.concatenate([head, join_ids(both[at] for at in order), tail]),
-            answer=f" {answer}.",
-            max_tokens=max_tokens,
-            solution=Solution((answer,)),
-            facts={"question": text, "num_passages": len(both)},
-        )
+        passages = [*self._fill(prompt.remaining(num_tokens, pieces, "reading"), rng), *pieces]
+        body = join_ids(passages[at] for at in rng.permutation(len(passages)).tolist())
+        text, answer = askings[selected]
+        return prompt.case(body, Solution((answer,)), question=text, num_passages=len(passages))
 
     def _fill(self, budget: int, rng: np.random.Generator) -> list[Ids]:
         """Return other lives in random order, as many as fit; the pool is repeated when it is used up."""
@@ -108,21 +101,15 @@ class PassageMaker:
         """Return a case about passage `number`; `question` is ignored, as each passage has one."""
         rng = random(self._seed, "passages", num_tokens, number)
         passage = self._passages[number % len(self._passages)]
-        before, after, opening = FRAME
-        head, tail = self._writer.around(Frame(before, after.replace("{question}", passage.question), opening))
+        prompt = self._writer.prompt([_frame(passage.question)], [f" {one}." for one in passage.answers])
         piece = self._writer.ids(PARAGRAPH + passage.text.strip() + PARAGRAPH)
-        max_tokens = max(self._writer.max_answer_tokens(f" {one}.") for one in passage.answers)
-        used = len(head) + len(tail) + len(piece) + max_tokens
-        stretch = self._others(passage).cut(remaining(num_tokens, used, "the text of a question"), rng)
+        budget = prompt.remaining(num_tokens, [piece], "the text of a question")
+        stretch = self._others(passage).cut(budget, rng)
         place = int(rng.choice(stretch.boundaries))
-        body = np.concatenate([stretch.tokens[:place], piece, stretch.tokens[place:]])
-        return Case(
-            token_ids=np.concatenate([head, body, tail]),
-            answer=f" {passage.answers[0]}.",
-            max_tokens=max_tokens,
-            solution=Solution(passage.answers, is_any=True),
-            facts={"question": passage.question, "depth_found": round(place / max(1, len(stretch.tokens)), 4)},
-        )
+        depth = round(place / max(1, len(stretch.tokens)), 4)
+        solution = Solution(passage.answers, is_any=True)
+        body = insert([piece], [place], stretch.tokens)
+        return prompt.case(body, solution, question=passage.question, depth_found=depth)
 
     def _others(self, passage: UserPassage) -> Haystack:
         others = [one.text for one in self._passages if one.text != passage.text]
@@ -131,23 +118,8 @@ class PassageMaker:
 
 def read_passages(file: Path) -> list[UserPassage]:
     """Return the passages of a JSONL file: an object with text, question and answers per line."""
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("questions", f"{file} cannot be read: {error}", "give a JSONL file") from None
-    passages = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            passages.append(UserPassage(entry["text"], entry["question"], tuple(entry["answers"])))
-            texts = (passages[-1].text, passages[-1].question, *passages[-1].answers)
-            if not passages[-1].answers or not all(isinstance(one, str) and one.strip() for one in texts):
-                raise ValueError("a text is missing")
-        except (ValueError, KeyError, TypeError) as error:
-            remedy = 'each line is {"text": "…", "question": "…", "answers": ["…"]}'
-            raise InputError("questions", f"{file}:{number} cannot be used: {error}", remedy) from None
+    remedy = 'each line is {"text": "…", "question": "…", "answers": ["…"]}'
+    passages = read_lines(file, UserPassage, "questions", remedy)
     if not passages:
         raise InputError("questions", f"{file} has none", "give at least one line")
     return passages
