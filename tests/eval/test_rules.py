@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sala.errors import InputError
-from sala.lab.eval.tasks.rules import RuledQuestion, is_met, list_items, read_questions
+from tests.smol_sala import rules as work
 
 
 @pytest.mark.parametrize(
@@ -25,18 +25,18 @@ from sala.lab.eval.tasks.rules import RuledQuestion, is_met, list_items, read_qu
     ],
 )
 def test_rules(rules: dict, right: str, wrong: str) -> None:
-    question = RuledQuestion("kind", ("?",), rules)
-    assert is_met(question, right)
-    assert not is_met(question, wrong)
+    question = work.RuledQuestion("kind", ("?",), rules)
+    assert work.is_met(question, right)
+    assert not work.is_met(question, wrong)
 
 
 def test_items_of_lists_in_several_forms() -> None:
-    assert list_items("- one\n- two\n\nThat is all.") == ["one", "two"]
-    assert list_items("The colours are: red, blue, and green.") == ["red", "blue", "green"]
-    assert list_items("apple\npear\nplum") == ["apple", "pear", "plum"]
+    assert work.list_items("- one\n- two\n\nThat is all.") == ["one", "two"]
+    assert work.list_items("The colours are: red, blue, and green.") == ["red", "blue", "green"]
+    assert work.list_items("apple\npear\nplum") == ["apple", "pear", "plum"]
 
 
 def test_an_unknown_rule_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"kind": "a", "turns": ["?"], "rules": {"al": ["x"]}}\n')
     with pytest.raises(InputError, match="line 1: al"):
-        read_questions(tmp_path / "a.jsonl")
+        work.read_questions(tmp_path / "a.jsonl")

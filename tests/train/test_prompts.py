@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from sala.errors import ConfigError
-from sala.lab.eval.tasks.rules import read_questions
 from sala.lab.train.documents import HeldOut
 from sala.lab.train.halo.prompts import PromptTable, read_held_out
+from tests.smol_sala import rules
 
 MODEL = Path(__file__).parents[2] / "models" / "smol-sala"
 HELD_OUT = [MODEL / "everyday.jsonl", MODEL / "development.jsonl"]
@@ -60,7 +60,7 @@ def test_prompts_are_many_different_and_determined_by_the_seed(table: PromptTabl
 
 def test_no_prompt_is_a_test_question(table: PromptTable) -> None:
     held_out = read_held_out(HELD_OUT)
-    questions = [question for file in HELD_OUT for question in read_questions(file)]
+    questions = [question for file in HELD_OUT for question in rules.read_questions(file)]
     plain = HeldOut([turn for question in questions for turn in question.turns if len(turn.split()) > 3])
     prompts = list(table.prompts(5000, 3, held_out))
     assert not any(turn in plain for prompt in prompts for turn in prompt.turns)
@@ -73,7 +73,7 @@ def test_no_prompt_is_a_test_question(table: PromptTable) -> None:
 
 
 def test_the_two_sets_of_questions_are_different() -> None:
-    test, development = (read_questions(file) for file in HELD_OUT)
+    test, development = (rules.read_questions(file) for file in HELD_OUT)
     assert len(test) == len(development) == 200
     assert set(Counter(question.kind for question in test).values()) == {20}
     assert Counter(q.kind for q in test) == Counter(q.kind for q in development)

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sala.errors import InputError
-from sala.lab.eval.tasks import choice, questions
+from sala.lab.eval.tasks import choice
 from sala.lab.eval.tasks.choice import ChoiceTask
+from tests.smol_sala import questions
 
 TASK = ChoiceTask("The sky is", ("blue", "a very hot soup"), 0)
 
@@ -95,7 +97,7 @@ def test_there_are_64_different_questions() -> None:
 
 
 @pytest.mark.parametrize("question", questions.questions(), ids=lambda question: question.accepted[0])
-def test_every_spelling_counts_and_other_answers_do_not(question: questions.Question) -> None:
+def test_every_spelling_counts_and_other_answers_do_not(question: Any) -> None:
     for answer in question.accepted:
         assert questions.score(question, f"Well, it is **{answer.upper()}**.") == 1
         assert questions.score(question, f"x{answer}") == 0

@@ -149,7 +149,7 @@ class RecordKind:
         self.texts: Sequence[str] = table.get("texts", ())
         self.map: Mapping[str, Any] | None = table.get("map")
         self._lines = table.get("lines", ())
-        self._plot = PLOTS.get(name, lambda _: [])
+        self._plot = PLOTS.get(name)
 
     def columns_of(self, record: Record) -> list[Column]:
         """Return the columns that have a value in some row."""
@@ -159,7 +159,7 @@ class RecordKind:
         """Return the charts that show all these runs together."""
         maps = [] if self.map is None else [_heat_map(run, name, **self.map) for name, run in _named(runs)]
         lines = _not_empty(_lines(runs, **one) for one in self._lines)
-        return [*maps, *lines, *self._plot(runs)]
+        return [*maps, *lines, *(self._plot(runs) if self._plot else ())]
 
 
 def heading(name: str, record: Record) -> str:

@@ -1,11 +1,11 @@
 """Simple questions that any working model answers: a quick check after a conversion or quantization."""
 
 import re
+import tomllib
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
-
-from sala.lab.eval.data import read_data
 
 
 class Question(NamedTuple):
@@ -17,7 +17,8 @@ class Question(NamedTuple):
 
 @cache
 def questions() -> tuple[Question, ...]:
-    return tuple(Question(text, tuple(accepted)) for text, accepted in read_data("questions").items())
+    listed = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    return tuple(Question(text, tuple(accepted)) for text, accepted in listed.items())
 
 
 def score(question: Question, text: str) -> float:
