@@ -37,9 +37,9 @@ from sala.config import SalaConfig
 from sala.lab.finetune.dialogues import Example
 from sala.lab.finetune.frozen import FrozenLinear
 from sala.lab.finetune.options import FinetuneOptions
-from sala.lab.finetune.rows import ExampleRows
+from sala.lab.finetune.rows import Row, collate
 from sala.lab.finetune.run import make_trainer
-from sala.lab.finetune.target import LINEARS, add_adapter, find_targets
+from sala.lab.finetune.target import LINEARS, adapter_settings
 from sala.lab.finetune.training import FinetuneCallbacks, estimate_for, training_arguments
 from sala.plugins.transformers.loading import adopt
 
@@ -67,10 +67,10 @@ class Clock(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
-def random_rows(config: SalaConfig, length: int, count: int) -> ExampleRows:
+def random_rows(config: SalaConfig, length: int, count: int) -> list[Row]:
     rng = np.random.default_rng(0)
     learn = np.arange(length) > 0
-    return ExampleRows([(Example(rng.integers(0, config.vocab_size, length), learn, 1),) for _ in range(count)])
+    return [(Example(rng.integers(0, config.vocab_size, length), learn, 1),) for _ in range(count)]
 
 
 def random_frozen(shape: torch.Size, name: str, config: SalaConfig, device: torch.device) -> FrozenLinear:
@@ -93,7 +93,11 @@ def open_model(config: SalaConfig, options: FinetuneOptions, device: torch.devic
     model = adopt(source, Path(), dtype)
     model.loss_rows = options.loss_rows
     model.config.use_cache = False
-    return add_adapter(model, options, find_targets("all", config)) if options.has_adapter else model
+    if not options.has_adapter:
+        return model
+    from peft import get_peft_model
+
+    return get_peft_model(model, adapter_settings(options, config))
 
 
 def frozen_model(config: SalaConfig, dtype: torch.dtype, device: torch.device, edges: dict[str, nn.Module]) -> Any:
@@ -138,7 +142,8 @@ def measure(method: str, length: int, config: SalaConfig, device: torch.device, 
     model = open_model(config, options, device)
     held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     clock = Clock(device)
-    trainer = make_trainer(model, arguments, rows, None, options, FinetuneCallbacks(), clock)
+    data = {"train_dataset": rows, "data_collator": collate}
+    trainer = make_trainer(model, arguments, options, FinetuneCallbacks(), clock, **data)
     trainer.train()
     spent = clock.ends[-1] - clock.ends[warm - 1]
     return {

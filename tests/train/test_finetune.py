@@ -24,13 +24,14 @@ from sala.errors import CheckpointError, InputError
 from sala.lab.finetune.dialogues import BadData
 from sala.lab.finetune.frozen import FrozenLinear
 from sala.lab.finetune.optimizers import Bf16AdamW, round_stochastically
-from sala.lab.finetune.options import FinetuneOptions, read_options
+from sala.lab.finetune.options import FinetuneOptions
 from sala.lab.finetune.run import finetune
 from sala.lab.finetune.target import load_target
 from sala.lab.finetune.training import FinetuneCallbacks, Stopped, last_checkpoint
 from sala.lab.quantize.pipeline import quantize_model
 from sala.lab.quantize.plan import QuantizeSettings
 from sala.lab.train.loop import Diverged
+from sala.options.sources import build, from_file, from_flags
 from tests.foreign import awq_case, gptq_case, packed_case, write
 from tests.train.small import SMALL
 
@@ -256,6 +257,10 @@ def test_a_run_goes_on_only_as_it_began(room: Path, tmp_path: Path) -> None:
         finetune(options_of(room, tmp_path / "out", resume=True, lr=1.0), callbacks)
     finetune(options_of(room, tmp_path / "out", resume=True), callbacks)
     assert len(losses(tmp_path / "out")) == 9
+
+
+def read_options(file: Path, flags: dict[str, Any]) -> FinetuneOptions:
+    return build(FinetuneOptions, [from_file(file, FinetuneOptions), from_flags(FinetuneOptions, flags)])
 
 
 def test_options_come_from_a_file_and_flags(tmp_path: Path) -> None:

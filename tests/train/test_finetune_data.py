@@ -11,14 +11,13 @@ from sala.errors import InputError, TemplateError
 from sala.lab.finetune.dialogues import (
     BadData,
     Example,
+    Problem,
     ReaderOptions,
     load_examples,
-    pack,
-    read_examples,
     read_records,
     split_examples,
 )
-from sala.lab.finetune.rows import collate
+from sala.lab.finetune.rows import collate, pack
 from sala.text.tokenizer import Tokenizer
 
 STOPS = frozenset({257, 259})
@@ -40,6 +39,14 @@ def tokenizer(tiny: Path) -> Tokenizer:
 @pytest.fixture
 def reading(tokenizer: Tokenizer) -> ReaderOptions:
     return ReaderOptions(tokenizer, 256, STOPS, 257)
+
+
+def read_examples(path: Path, reading: ReaderOptions) -> tuple[list[Example], list[Problem]]:
+    """What a file holds, good and bad, also where nothing is good."""
+    try:
+        return load_examples(path, reading, skip_bad=True)
+    except BadData as error:
+        return [], list(error.problems)
 
 
 def learnt(example: Example, tokenizer: Tokenizer) -> str:

@@ -37,9 +37,9 @@ def main() -> None:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         make = run.make_trainer
 
-        def make_sharded(*arguments: Any) -> Any:
+        def make_sharded(*arguments: Any, **named: Any) -> Any:
             shard_on_cpu()
-            trainer = make(*arguments)
+            trainer = make(*arguments, **named)
             assert trainer.is_fsdp_enabled
             return trainer
 

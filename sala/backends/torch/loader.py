@@ -121,6 +121,16 @@ def read_weight(
     return read_tensor(checkpoint, f"{name}.weight", dtype, device)
 
 
+def read_parameter(
+    checkpoint: Checkpoint, config: SalaConfig, name: str, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return a parameter of the plain model, whatever the format of its module; the tensors must have been checked."""
+    module, _, leaf = name.rpartition(".")
+    if leaf == "weight":
+        return read_weight(checkpoint, config, module, dtype, device)
+    return read_tensor(checkpoint, name, dtype, device)
+
+
 def read_external(
     checkpoint: Checkpoint, name: str, shape: tuple[int, ...], layout: Layout
 ) -> tuple[AffineWeight, Tensor | None]:

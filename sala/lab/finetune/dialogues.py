@@ -6,7 +6,6 @@ including the end of each turn; in a text, every token.
 """
 
 import json
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,12 +62,11 @@ class ReaderOptions:
     eos: int
     cut_long: bool = False
 
-
-def read_examples(
-    path: Path, reader: ReaderOptions, note: Callable[[int], None] = lambda count: None
-) -> tuple[list[Example], list[Problem]]:
-    """Return the examples of a file and its bad records; `note` is called with the number of records read."""
-    return _parse_records(path, lambda record, line: _examples(record, line, reader), note)
+    def check_length(self, count: int) -> None:
+        """Raise InputError for a conversation of too many tokens that must not be truncated."""
+        if count > self.max_length and not self.cut_long:
+            remedy = f"raise --max-length ({self.max_length:,}), or --cut-long"
+            raise InputError("conversation", f"has {count:,} tokens", remedy)
 
 
 def load_examples(
@@ -79,24 +77,12 @@ def load_examples(
 
 
 def load_records(
-    path: Path,
-    parse: Callable[[dict[str, Any], int], list[_T]],
-    skip_bad: bool = False,
-    note: Callable[[int], None] = lambda count: None,
+    path: Path, parse: Callable[[dict[str, Any], int], list[_T]], skip_bad: bool, note: Callable[[int], None]
 ) -> tuple[list[_T], list[Problem]]:
-    """Return what `parse` makes of the records of a file, and the bad records.
+    """Return what `parse` makes of the records of a file, and the bad records; `note` is called with their count.
 
     Raise BadData if there are bad records, unless `skip_bad` and some records are good.
     """
-    found, problems = _parse_records(path, parse, note)
-    if problems and not (skip_bad and found):
-        raise BadData(path, problems)
-    return found, problems
-
-
-def _parse_records(
-    path: Path, parse: Callable[[dict[str, Any], int], list[_T]], note: Callable[[int], None]
-) -> tuple[list[_T], list[Problem]]:
     found: list[_T] = []
     problems: list[Problem] = []
     for number, (line, record) in enumerate(read_records(path)):
@@ -111,6 +97,8 @@ def _parse_records(
             problems.append(Problem(line, str(error)))
     if not found and not problems:
         problems.append(Problem(1, "the file is empty"))
+    if problems and not (skip_bad and found):
+        raise BadData(path, problems)
     return found, problems
 
 
@@ -195,7 +183,8 @@ def _why(error: Exception) -> str:
 
 def _examples(record: Mapping[str, Any], line: int, reader: ReaderOptions) -> list[Example]:
     if ("messages" in record) == ("text" in record):
-        known = "both messages and text" if "text" in record else f"neither messages nor text, but {_names(record)}"
+        names = ", ".join(str(name)[:40] for name in list(record)[:8]) or "nothing"
+        known = "both messages and text" if "text" in record else f"neither messages nor text, but {names}"
         raise InputError("record", f"has {known}", 'give {"messages": […]} or {"text": "…"}')
     if "text" in record:
         return _text_examples(record["text"], line, reader)
@@ -212,29 +201,23 @@ def check_dialogue(messages: Any, tools: Any = None) -> None:
     check_tools(tools)
     for index, message in enumerate(messages):
         role, content = message["role"], message.get("content")
+        field = f"messages[{index}].role"
         if role not in ROLES:
-            raise InputError(f"messages[{index}].role", f"is {role[:40]!r}", "use " + ", ".join(ROLES))
+            raise InputError(field, f"is {role[:40]!r}", "use " + ", ".join(ROLES))
         has_calls = role == "assistant" and bool(message.get("tool_calls"))
         if not (content or "").strip() and not has_calls:
             raise InputError(f"messages[{index}].content", "is empty", "give text")
         if role == "system" and index:
-            raise InputError(f"messages[{index}].role", "is system", "a system message can only be the first")
+            raise InputError(field, "is system", "a system message can only be the first")
         if role == "assistant" and index and messages[index - 1]["role"] == "assistant":
-            raise InputError(
-                f"messages[{index}].role", "is assistant twice in a row", "join them, or put a user message between"
-            )
+            raise InputError(field, "is assistant twice in a row", "join them, or put a user message between")
     if not any(message["role"] == "assistant" for message in messages):
         raise InputError("messages", "contain no assistant message, so there is nothing to learn", "add an answer")
 
 
 def _chat_example(ids: list[int], marks: list[bool], line: int, reader: ReaderOptions) -> Example:
+    reader.check_length(len(ids))
     if len(ids) > reader.max_length:
-        if not reader.cut_long:
-            raise InputError(
-                "conversation",
-                f"has {len(ids):,} tokens",
-                f"raise --max-length ({reader.max_length:,}), or --cut-long",
-            )
         ids, marks = ids[: reader.max_length], marks[: reader.max_length]
         if not any(marks[1:]):
             raise InputError("conversation", "has no answer left after truncation", "raise --max-length")
@@ -244,9 +227,8 @@ def _chat_example(ids: list[int], marks: list[bool], line: int, reader: ReaderOp
 def _text_examples(text: Any, line: int, reader: ReaderOptions) -> list[Example]:
     """Split a text of any length into examples of at most `max_length` tokens."""
     if not isinstance(text, str) or not text.strip():
-        raise InputError(
-            "text", "is empty" if isinstance(text, str) else f"is of type {type(text).__name__}", "give text"
-        )
+        what = "is empty" if isinstance(text, str) else f"is of type {type(text).__name__}"
+        raise InputError("text", what, "give text")
     ids = [*reader.tokenizer.encode(text), reader.eos]
     pieces = [ids[at : at + reader.max_length] for at in range(0, len(ids), reader.max_length)]
     return [_example(piece, [True] * len(piece), line) for piece in pieces if len(piece) > 1]
@@ -256,30 +238,6 @@ def _example(ids: Sequence[int], marks: Sequence[bool], line: int) -> Example:
     loss_mask = np.array(marks, np.bool_)
     loss_mask[0] = False
     return Example(np.array(ids, np.int64), loss_mask, line)
-
-
-def _names(record: Mapping[str, Any]) -> str:
-    return ", ".join(str(name)[:40] for name in list(record)[:8]) or "nothing"
-
-
-def pack(examples: Sequence[Example], max_length: int) -> list[tuple[Example, ...]]:
-    """Pack examples into rows of at most `max_length` tokens: best-fit decreasing."""
-    order = sorted(range(len(examples)), key=lambda index: (-len(examples[index]), index))
-    rows: list[list[Example]] = []
-    free: list[tuple[int, int]] = []  # (tokens left, row), sorted
-    for index in order:
-        example = examples[index]
-        at = bisect_left(free, (len(example), -1))
-        if at == len(free):
-            rows.append([example])
-            left, row = max_length - len(example), len(rows) - 1
-        else:
-            left, row = free.pop(at)
-            rows[row].append(example)
-            left -= len(example)
-        if left:
-            insort(free, (left, row))
-    return [tuple(row) for row in rows]
 
 
 def split_examples(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:

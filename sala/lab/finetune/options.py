@@ -1,6 +1,5 @@
 """The options of a fine-tuning run: flags of `sala finetune`, keys of its TOML file, and arguments for scripts."""
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from pydantic import Field
 from sala.errors import InputError
 from sala.options import Dtype
 from sala.options.schema import REQUIRED, Count, File, Text, option, options, spelling
-from sala.options.sources import build, from_file, from_flags
 
 Method = Literal["full", "lora", "qlora"]
 Optimizer = Literal["adamw", "adamw-bf16", "adafactor", "adamw-8bit"]
@@ -113,8 +111,3 @@ class FinetuneOptions:
         left_out = ("resume", "device", "deepspeed", "log_every", "skip_bad")
         values = {name: value for name, value in asdict(self).items() if name not in left_out}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
-
-
-def read_options(file: Path | None, flags: Mapping[str, Any]) -> FinetuneOptions:
-    """Return the options of a TOML file and of flags, which take precedence; a flag that is None was not given."""
-    return build(FinetuneOptions, [from_file(file, FinetuneOptions), from_flags(FinetuneOptions, flags)])

@@ -11,29 +11,14 @@ A prompt or an answer is a text, a message or a list of messages.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from sala.backends.torch.loader import pick_device
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.lab.finetune.dialogues import Problem, ReaderOptions, check_dialogue, load_records
 from sala.lab.finetune.options import FinetuneOptions
-from sala.lab.finetune.training import (
-    FinetuneCallbacks,
-    build_trainer,
-    describe_memory,
-    estimate_for,
-    loading_device,
-    read_data,
-    train_to_end,
-    training_arguments,
-    write_outputs,
-)
 
 Message = dict[str, Any]
 Record = dict[str, Any]
@@ -81,7 +66,8 @@ def _read_pair(record: Mapping[str, Any]) -> tuple[list[Message], dict[str, list
     prompt = _turns(_first(record, "messages", "conversations", "prompt"), "user")
     chosen, rejected = (_turns(record.get(name), "assistant") for name in ("chosen", "rejected"))
     if not prompt:
-        count = _count_same(chosen, rejected)
+        pairs = list(zip(chosen, rejected, strict=False))
+        count = next((index for index, (one, other) in enumerate(pairs) if one != other), len(pairs))
         prompt, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
     if chosen == rejected:
         raise InputError("chosen", "and rejected are the same", "give two different answers")
@@ -119,21 +105,12 @@ def _turns(value: Any, role: str) -> list[Message]:
         return [{"role": role, "content": value}]
     turns = [value] if isinstance(value, Mapping) else value
     if not isinstance(turns, Sequence) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise InputError(
-            "messages", "must be a text, a message or a list of messages", 'e.g. [{"role": "user", "content": "Hello"}]'
-        )
-    return [_message(turn) for turn in turns]
-
-
-def _message(turn: Mapping[str, Any]) -> Message:
-    if "from" not in turn:
-        return dict(turn)
-    return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
-
-
-def _count_same(one: Sequence[Message], other: Sequence[Message]) -> int:
-    pairs = list(zip(one, other, strict=False))
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        example = '[{"role": "user", "content": "Hello"}]'
+        raise InputError("messages", "must be a text, a message or a list of messages", f"e.g. {example}")
+    return [
+        {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")} if "from" in turn else dict(turn)
+        for turn in turns
+    ]
 
 
 def _check_text(messages: Sequence[Message], tools: Any, reader: ReaderOptions) -> None:
@@ -141,88 +118,50 @@ def _check_text(messages: Sequence[Message], tools: Any, reader: ReaderOptions) 
     tokenizer = reader.tokenizer
     options = {} if tools is None else {"tools": tools}
     ids = tokenizer.encode_chat(messages, add_generation_prompt=False, **options)
-    if len(ids) > reader.max_length and not reader.cut_long:
-        raise InputError(
-            "conversation", f"has {len(ids):,} tokens", f"raise --max-length ({reader.max_length:,}), or --cut-long"
-        )
+    reader.check_length(len(ids))
     text = tokenizer.render_chat(messages, add_generation_prompt=False, **options)
     if tokenizer.encode(text, bos=False, parse_special=True) != ids:
         raise InputError("conversation", "contains the text of a control token", "write it differently")
 
 
-def train_preferences(options: FinetuneOptions, path: Path, config: SalaConfig, callbacks: FinetuneCallbacks) -> Path:
-    """Run to the end, and return the directory of the result."""
-    from sala.lab.finetune.target import load_base
-    from sala.lab.finetune.trainer import InterruptCallback
-
-    if options.objective == "kto" and options.batch < 2:
-        callbacks.message("kto compares the answers of a batch: using --batch 2")
-        options = replace(options, batch=2)
-    train, held = read_data(options, path, config, callbacks, partial(load_preferences, objective=options.objective))
-    device = pick_device(options.device)
-    callbacks.message(f"{len(train):,} preferences" + (f"; {len(held):,} held out" if held else ""))
-    doubled = replace(options, batch=2 * options.batch)  # two answers, or an answer and its KL estimate
-    for line in describe_memory(estimate_for(doubled, config, device), device):
-        callbacks.message(line)
-    arguments = _arguments(options, device, train, bool(held))
-    with InterruptCallback(arguments.device, callbacks.message) as interrupt:
-        model = load_base(path, options, loading_device(arguments, device))
-        trainer = _make_trainer(model, arguments, train, held, options, path, callbacks, interrupt)
-        train_to_end(trainer, options, interrupt, callbacks)
-    write_outputs(trainer, options, path, len(train), len(held), callbacks)
-    return options.output
+_TRAINERS = {"dpo": ("DPOConfig", "DPOTrainer"), "kto": ("KTOConfig", "KTOTrainer")}
 
 
-def _arguments(options: FinetuneOptions, device: torch.device, train: list[Preference], has_eval: bool) -> Any:
-    """Return TRL's arguments.
+def preference_arguments(options: FinetuneOptions, train: Sequence[Preference]) -> dict[str, Any]:
+    """Return TRL's class of arguments (`kind`) and what it takes beside those of every training.
 
     The reference model is the model without its adapter. In full fine-tuning its log-probabilities are computed before
     the training, so that there is never a second model in memory.
     """
     import trl
 
-    return training_arguments(
-        options,
-        device,
-        len(train),
-        has_eval,
-        getattr(trl, _TRAINERS[options.objective][0]),
-        beta=options.beta,
-        max_length=options.max_length,
-        precompute_ref_log_probs=not options.has_adapter,
+    return {
+        "kind": getattr(trl, _TRAINERS[options.objective][0]),
+        "beta": options.beta,
+        "max_length": options.max_length,
+        "precompute_ref_log_probs": not options.has_adapter,
         **(_class_weights(train) if options.objective == "kto" else {}),
-    )
+    }
 
 
-def _make_trainer(
-    model: Any,
-    arguments: Any,
-    train: list[Preference],
-    held: list[Preference],
-    options: FinetuneOptions,
-    path: Path,
-    callbacks: FinetuneCallbacks,
-    *more: Any,
-) -> Any:
+def preference_trainer(
+    options: FinetuneOptions, path: Path, train: Sequence[Preference], held: Sequence[Preference]
+) -> dict[str, Any]:
+    """Return the class of trainer (`kind`) and its data, tokenizer and adapter, which it adds to the model itself."""
     import trl
     from transformers import AutoTokenizer
 
-    from sala.lab.finetune.target import adapter_settings, find_targets
+    from sala.lab.finetune.target import adapter_settings
     from sala.plugins.transformers import register
 
     register()
-    targets = find_targets(options.targets, SalaConfig.load(path)) if options.has_adapter else []
-    kind = _trainer_class(getattr(trl, _TRAINERS[options.objective][1]))
-    settings = {
+    return {
+        "kind": _trainer_class(getattr(trl, _TRAINERS[options.objective][1])),
         "train_dataset": _table(train),
         "eval_dataset": _table(held) if held else None,
         "processing_class": AutoTokenizer.from_pretrained(path),
-        "peft_config": adapter_settings(options, targets) if options.has_adapter else None,
+        "peft_config": adapter_settings(options, SalaConfig.load(path)),
     }
-    return build_trainer(kind, model, arguments, options, callbacks, *more, **settings)
-
-
-_TRAINERS = {"dpo": ("DPOConfig", "DPOTrainer"), "kto": ("KTOConfig", "KTOTrainer")}
 
 
 def _trainer_class(kind: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sala.backends.torch.loader import DTYPES, read_tensor, read_weight
+from sala.backends.torch.loader import DTYPES, read_parameter
 from sala.checkpoint.dtypes import FILE_DTYPES
 from sala.checkpoint.lora import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from sala.checkpoint.names import expected_tensors
@@ -24,15 +24,16 @@ from sala.lab.train.state import tensor_bytes
 LOSSES_FILE, PLOT_FILE = "losses.json", "losses.png"
 
 
+def read_metrics(entry: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of an entry of the Trainer's log by our names."""
+    names = {"loss": "loss", "eval_loss": "eval", "learning_rate": "rate", "grad_norm": "norm"}
+    return {short: float(entry[name]) for name, short in names.items() if name in entry}
+
+
 def read_log(history: list[dict[str, float]]) -> list[dict[str, float]]:
     """Return the steps with their losses from the Trainer's history."""
-    names = {"loss": "loss", "eval_loss": "eval", "learning_rate": "rate", "grad_norm": "norm"}
-    rows = []
-    for entry in history:
-        row = {short: float(entry[name]) for name, short in names.items() if name in entry}
-        if "loss" in row or "eval" in row:
-            rows.append({"step": entry["step"], **row})
-    return rows
+    rows = [{"step": entry["step"], **read_metrics(entry)} for entry in history]
+    return [row for row in rows if "loss" in row or "eval" in row]
 
 
 def write_result(
@@ -59,18 +60,13 @@ def _write_model(tensors: Mapping[str, Tensor], draft: Path, path: Path, options
     source = SalaConfig.load(path)
     config = replace(source, quantization=None)
     dtype = DTYPES[config.dtype]
-    shapes = expected_tensors(config)
-    specs = {name: (FILE_DTYPES[config.dtype], shape) for name, shape in shapes.items()}
+    specs = {name: (FILE_DTYPES[config.dtype], shape) for name, shape in expected_tensors(config).items()}
     with Checkpoint(path) as checkpoint:
 
         def read(name: str) -> memoryview:
             if not (options.restore_qk and is_qk(name)):
                 return tensor_bytes(tensors[name], dtype)
-            module, _, leaf = name.rpartition(".")
-            cpu = torch.device("cpu")
-            if leaf == "weight" and len(shapes[name]) == 2:
-                return tensor_bytes(read_weight(checkpoint, source, module, dtype, cpu), dtype)
-            return tensor_bytes(read_tensor(checkpoint, name, dtype, cpu), dtype)
+            return tensor_bytes(read_parameter(checkpoint, source, name, dtype, torch.device("cpu")), dtype)
 
         write_weights(draft, specs, read)
     write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
@@ -91,17 +87,10 @@ def _write_adapter(
     write_file(draft / WEIGHTS_FILE, specs, lambda name: tensor_bytes(kept[name]), {"format": "pt"})
     table = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.to_dict().items()}
     targets = [name for name in table["target_modules"] if not (options.restore_qk and name in QK_PARTS)]
-    table |= {
-        "target_modules": targets,
-        "inference_mode": True,
-        "base_model_name_or_path": _name_of(options.model, path),
-    }
+    is_path = Path(options.model).expanduser().exists()  # else it is the name of a model
+    base = str(path.absolute()) if is_path else options.model
+    table |= {"target_modules": targets, "inference_mode": True, "base_model_name_or_path": base}
     write_text(draft / CONFIG_FILE, json.dumps(table, indent=2, default=str) + "\n")
-
-
-def _name_of(model: str, path: Path) -> str:
-    """Return how to find the base model again: by its name, or by its path."""
-    return model if not Path(model).expanduser().exists() else str(path.absolute())
 
 
 def adapter_tensors(model: Any, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

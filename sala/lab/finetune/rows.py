@@ -1,36 +1,43 @@
 """Rows of examples for the Trainer: a row holds one or more examples, which do not attend to each other."""
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from sala.lab.finetune.dialogues import Example
+from sala.lab.finetune.options import FinetuneOptions
 
 IGNORED = -100
+Row = tuple[Example, ...]
 
 
-class ExampleRows(Dataset[tuple[Example, ...]]):
-    def __init__(self, rows: Sequence[tuple[Example, ...]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> tuple[Example, ...]:
-        return self.rows[index]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(example) for row in self.rows for example in row)
-
-    @property
-    def num_learned(self) -> int:
-        return sum(int(example.loss_mask.sum()) for row in self.rows for example in row)
+def make_rows(examples: Sequence[Example], options: FinetuneOptions) -> list[Row]:
+    return pack(examples, options.max_length) if options.packing else [(example,) for example in examples]
 
 
-def collate(rows: Sequence[tuple[Example, ...]], pad_id: int = 0) -> dict[str, Tensor]:
+def pack(examples: Sequence[Example], max_length: int) -> list[Row]:
+    """Pack examples into rows of at most `max_length` tokens: best-fit decreasing."""
+    order = sorted(range(len(examples)), key=lambda index: (-len(examples[index]), index))
+    rows: list[list[Example]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    for index in order:
+        example = examples[index]
+        at = bisect_left(free, (len(example), -1))
+        if at == len(free):
+            rows.append([example])
+            left, row = max_length - len(example), len(rows) - 1
+        else:
+            left, row = free.pop(at)
+            rows[row].append(example)
+            left -= len(example)
+        if left:
+            insort(free, (left, row))
+    return [tuple(row) for row in rows]
+
+
+def collate(rows: Sequence[Row], pad_id: int = 0) -> dict[str, Tensor]:
     """Return a batch padded to the longest row; positions start at 0 in every example."""
     width = max(sum(len(example) for example in row) for row in rows)
     shape = (len(rows), width)

@@ -4,31 +4,32 @@ Errors in the options or the data are raised before the model is loaded. The Tra
 until the result is written; a stopped run resumes from them with the same numbers.
 """
 
+import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sala.backends.torch.loader import pick_device
 from sala.config import SalaConfig
 from sala.errors import InputError, MissingExtra
-from sala.lab.finetune.dialogues import Example, pack
 from sala.lab.finetune.options import FinetuneOptions
-from sala.lab.finetune.preference import train_preferences
-from sala.lab.finetune.rows import ExampleRows, collate
+from sala.lab.finetune.preference import preference_arguments, preference_trainer
+from sala.lab.finetune.result import adapter_tensors, read_log, write_result
+from sala.lab.finetune.rows import collate, make_rows
+from sala.lab.finetune.target import load_base, load_target
 from sala.lab.finetune.training import (
     FinetuneCallbacks,
-    build_trainer,
+    Stopped,
     check_outputs,
     describe_memory,
-    estimate_for,
     is_main_process,
+    is_sharded,
+    last_checkpoint,
     loading_device,
+    num_processes,
     read_data,
-    train_to_end,
     training_arguments,
-    write_outputs,
 )
 from sala.models.embedded import find_model
 
@@ -37,18 +38,34 @@ def finetune(options: FinetuneOptions, callbacks: FinetuneCallbacks | None = Non
     """Run to the end, and return the directory of the result."""
     callbacks = (callbacks or FinetuneCallbacks()) if is_main_process() else FinetuneCallbacks()
     need_libraries(options)
+    from sala.lab.finetune.trainer import InterruptCallback
+
     path = find_model(options.model, callbacks.message)
     config = SalaConfig.load(path)
     if is_main_process():
         check_outputs(options)
-    if options.objective != "sft":
-        return train_preferences(options, path, config, callbacks)
+    if options.objective == "kto" and options.batch < 2:
+        callbacks.message("kto compares the answers of a batch: using --batch 2")
+        options = replace(options, batch=2)
     train, held = read_data(options, path, config, callbacks)
     device = pick_device(options.device)
-    callbacks.message(describe_data(train, held, options))
-    for line in describe_memory(estimate_for(options, config, device), device):
+    is_sft = options.objective == "sft"
+    rows, held_rows = (make_rows(examples, options) if is_sft else examples for examples in (train, held))
+    for line in (_describe_data(options, train, rows, held), *describe_memory(options, config, device)):
         callbacks.message(line)
-    return _train_examples(options, path, train, held, device, callbacks)
+    more = {} if is_sft else preference_arguments(options, train)
+    arguments = training_arguments(options, device, len(rows), bool(held), **more)
+    if is_sft:
+        model = load_target(path, options, loading_device(arguments, device))
+        data = {"train_dataset": rows, "eval_dataset": held_rows or None, "data_collator": collate}
+    else:
+        model = load_base(path, options, loading_device(arguments, device))
+        data = preference_trainer(options, path, train, held)
+    with InterruptCallback(arguments.device, callbacks.message) as interrupt:
+        trainer = make_trainer(model, arguments, options, callbacks, interrupt, **data)
+        _train_to_end(trainer, options, interrupt, callbacks)
+    _write_outputs(trainer, options, path, len(train), len(held), callbacks)
+    return options.output
 
 
 def need_libraries(options: FinetuneOptions) -> None:
@@ -64,48 +81,66 @@ def need_libraries(options: FinetuneOptions) -> None:
         raise InputError("optimizer", "is adamw-8bit, which needs bitsandbytes", "run: pip install bitsandbytes")
 
 
-def rows_of(examples: list[Example], options: FinetuneOptions) -> ExampleRows:
-    return ExampleRows(pack(examples, options.max_length) if options.packing else [(example,) for example in examples])
-
-
-def describe_data(train: list[Example], held: list[Example], options: FinetuneOptions) -> str:
-    rows = rows_of(train, options)
-    text = f"{len(train):,} examples in {len(rows):,} rows, {rows.num_tokens:,} tokens, {rows.num_learned:,} learned"
+def _describe_data(options: FinetuneOptions, train: list[Any], rows: list[Any], held: list[Any]) -> str:
+    text = f"{len(train):,} preferences"
+    if options.objective == "sft":
+        num_tokens, num_learned = sum(map(len, train)), sum(int(one.loss_mask.sum()) for one in train)
+        text = f"{len(train):,} examples in {len(rows):,} rows, {num_tokens:,} tokens, {num_learned:,} learned"
     return f"{text}; {len(held):,} held out" if held else text
 
 
-def _train_examples(
-    options: FinetuneOptions,
-    path: Path,
-    train: list[Example],
-    held: list[Example],
-    device: torch.device,
-    callbacks: FinetuneCallbacks,
-) -> Path:
-    from sala.lab.finetune.target import load_target
-    from sala.lab.finetune.trainer import InterruptCallback
-
-    rows, held_rows = rows_of(train, options), rows_of(held, options) if held else None
-    arguments = training_arguments(options, device, len(rows), held_rows is not None)
-    model = load_target(path, options, loading_device(arguments, device))
-    with InterruptCallback(arguments.device, callbacks.message) as interrupt:
-        trainer = make_trainer(model, arguments, rows, held_rows, options, callbacks, interrupt)
-        train_to_end(trainer, options, interrupt, callbacks)
-    write_outputs(trainer, options, path, len(train), len(held), callbacks)
-    return options.output
-
-
 def make_trainer(
-    model: Any,
-    arguments: Any,
-    rows: ExampleRows,
-    held: ExampleRows | None,
-    options: FinetuneOptions,
-    callbacks: FinetuneCallbacks,
-    *more: Any,
+    model: Any, arguments: Any, options: FinetuneOptions, callbacks: FinetuneCallbacks, *more: Any, **named: Any
 ) -> Any:
-    """Return a Trainer of examples; `more` are further Trainer callbacks."""
-    from sala.lab.finetune.trainer import FinetuneTrainer
+    """Return a Trainer that reports its progress; `more` are further Trainer callbacks.
 
-    data = {"train_dataset": rows, "eval_dataset": held, "data_collator": collate}
-    return build_trainer(FinetuneTrainer, model, arguments, options, callbacks, *more, **data)
+    `named` are its data and, optionally, the `kind` of Trainer.
+    """
+    from transformers.trainer_callback import PrinterCallback
+
+    from sala.lab.finetune.trainer import FinetuneTrainer, ProgressCallback
+
+    trainer = named.pop("kind", FinetuneTrainer)(
+        model=model,
+        args=arguments,
+        callbacks=[ProgressCallback(callbacks.progress), *more],
+        has_bf16_state=options.optimizer == "adamw-bf16",
+        remedy=f"the last good checkpoint is in {options.work}; try a lower --lr in another run",
+        **named,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _train_to_end(trainer: Any, options: FinetuneOptions, interrupt: Any, callbacks: FinetuneCallbacks) -> None:
+    """Train, from the last checkpoint if the run is resumed, and evaluate at the end.
+
+    Raise Stopped if the run was interrupted.
+    """
+    last = last_checkpoint(options.work) if options.resume else None
+    if last is not None:
+        callbacks.message(f"resuming from {last.name}")
+    trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
+    state = trainer.state
+    if interrupt.is_stopped:
+        raise Stopped(f"stopped after update {state.global_step}", "repeat the command with --resume")
+    is_evaluated = any("eval_loss" in entry and entry["step"] == state.global_step for entry in state.log_history)
+    if trainer.eval_dataset is not None and not is_evaluated:
+        trainer.evaluate()
+
+
+def _write_outputs(
+    trainer: Any, options: FinetuneOptions, path: Path, num_train: int, num_held: int, callbacks: FinetuneCallbacks
+) -> None:
+    """Write the result and remove the work directory; every process must call this."""
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    is_whole = num_processes() == 1 and not is_sharded(trainer.args)
+    state = None if is_whole else trainer.accelerator.get_state_dict(trainer.model_wrapped)  # a collective operation
+    if is_main_process():
+        settings = model.peft_config["default"] if options.has_adapter else None
+        tensors = adapter_tensors(model, state) if options.has_adapter else (state or dict(model.named_parameters()))
+        facts = {"updates": trainer.state.global_step, "examples": num_train, "held_out": num_held}
+        write_result(tensors, settings, options, path, read_log(trainer.state.log_history), facts)
+        shutil.rmtree(options.work, ignore_errors=True)
+        callbacks.message(f"wrote {options.output}")
+    trainer.accelerator.wait_for_everyone()

@@ -9,21 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sala.backends.torch.loader import (
-    pick_dtype,
-    read_external,
-    read_packed,
-    read_tensor,
-    read_weight,
-    to_affine,
-)
+from sala.backends.torch.loader import pick_dtype, read_external, read_packed, read_parameter, read_weight, to_affine
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.quantized_linear import AffineWeight
 from sala.checkpoint.names import check_tensors, external_modules, quantized_modules
 from sala.checkpoint.packing import quantize
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.errors import InputError, MissingExtra
+from sala.errors import InputError
 from sala.lab.finetune.frozen import FrozenLinear
 from sala.lab.finetune.options import FinetuneOptions
 from sala.lab.train.models import set_parameter
@@ -34,9 +27,13 @@ QK_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 def load_target(path: Path, options: FinetuneOptions, device: torch.device) -> Any:
     """Return a transformers model ready for its Trainer; only the weights to train require gradients."""
-    targets = find_targets(options.targets, SalaConfig.load(path)) if options.has_adapter else []
+    settings = adapter_settings(options, SalaConfig.load(path))
     model = load_base(path, options, device)
-    return add_adapter(model, options, targets) if options.has_adapter else model
+    if settings is None:
+        return model
+    from peft import get_peft_model
+
+    return get_peft_model(model, settings)
 
 
 def load_base(path: Path, options: FinetuneOptions, device: torch.device) -> Any:
@@ -66,40 +63,29 @@ def training_dtype(options: FinetuneOptions, config: SalaConfig, device: torch.d
 def find_targets(names: str, config: SalaConfig) -> list[str]:
     """Return the names of the linears that get an adapter; raise InputError for a name that the model lacks."""
     present = {name.rpartition(".")[2] for name in matrix_modules(config.mixers)}
-    known = [name for name in LINEARS if name in present]
-    if not config.use_output_gate:
-        known = [name for name in known if name != "z_proj"]
-    if not config.attn_use_output_gate:
-        known = [name for name in known if name != "o_gate"]
+    absent = {"z_proj": not config.use_output_gate, "o_gate": not config.attn_use_output_gate}
+    known = [name for name in LINEARS if name in present and not absent.get(name)]
     if names == "all":
         return known
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
-        raise InputError(
-            "targets", f"has {unknown[0][:60]!r}" if unknown else "is empty", "use all, or " + ", ".join(known)
-        )
+        what = f"has {unknown[0][:60]!r}" if unknown else "is empty"
+        raise InputError("targets", what, "use all, or " + ", ".join(known))
     return chosen
 
 
-def add_adapter(model: Any, options: FinetuneOptions, targets: list[str]) -> Any:
-    settings = adapter_settings(options, targets)  # reports a missing peft
-    from peft import get_peft_model
+def adapter_settings(options: FinetuneOptions, config: SalaConfig) -> Any:
+    """Return peft's configuration of the adapter; None without an adapter."""
+    if not options.has_adapter:
+        return None
+    from peft import LoraConfig
 
-    return get_peft_model(model, settings)
-
-
-def adapter_settings(options: FinetuneOptions, targets: list[str]) -> Any:
-    """Return peft's configuration of the adapter; raise MissingExtra without peft."""
-    try:
-        from peft import LoraConfig
-    except ImportError:
-        raise MissingExtra("peft", "train") from None
     return LoraConfig(
         r=options.rank,
         lora_alpha=int(options.alpha) if options.alpha == int(options.alpha) else options.alpha,  # type: ignore[arg-type]
         lora_dropout=options.dropout,
-        target_modules=targets,
+        target_modules=find_targets(options.targets, config),
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -109,24 +95,17 @@ MakeLinear = Callable[[Checkpoint, SalaConfig, str, nn.Parameter | None, torch.d
 
 
 def _load(
-    checkpoint: Checkpoint,
-    config: SalaConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    make_linear: MakeLinear | None,
+    checkpoint: Checkpoint, config: SalaConfig, dtype: torch.dtype, device: torch.device, make_linear: MakeLinear | None
 ) -> SalaModel:
     """Return a model that owns its memory; `make_linear`, if given, makes the linears of the layers."""
     check_tensors(checkpoint, config)
     with torch.device("meta"):
         model = SalaModel(replace(config, quantization=None))
-    for name, parameter in list(model.named_parameters()):
+    for name in dict(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
         if make_linear is not None and _is_layer_linear(module_name) and leaf == "weight":
             continue
-        if leaf == "weight" and parameter.dim() == 2:
-            tensor = read_weight(checkpoint, config, module_name, dtype, device)
-        else:
-            tensor = read_tensor(checkpoint, name, dtype, device)
+        tensor = read_parameter(checkpoint, config, name, dtype, device)
         is_mapped = tensor.device.type == "cpu"  # its memory may be the file's
         set_parameter(model, name, nn.Parameter(tensor.clone() if is_mapped else tensor))
     if make_linear is not None:
@@ -147,10 +126,11 @@ def frozen_linears(options: FinetuneOptions, device: torch.device) -> MakeLinear
 
     Raise InputError if NF4 is requested but not available.
     """
-    wants_nf4 = options.format == "nf4" or (options.format == "auto" and device.type == "cuda" and _has_bitsandbytes())
+    has_bitsandbytes = find_spec("bitsandbytes") is not None
+    wants_nf4 = options.format == "nf4" or (options.format == "auto" and device.type == "cuda" and has_bitsandbytes)
     if wants_nf4 and device.type != "cuda":
         raise InputError("format", "is nf4, which needs an NVIDIA GPU", "use sala")
-    if options.format == "nf4" and not _has_bitsandbytes():
+    if wants_nf4 and not has_bitsandbytes:
         raise InputError("format", "is nf4, which needs bitsandbytes", "run: pip install bitsandbytes; or use sala")
 
     def make_linear(
@@ -183,10 +163,6 @@ def _quantize(weight: Tensor, bits: int) -> AffineWeight:
     if size is None:
         raise InputError("method", f"is qlora, but {weight.shape[1]} columns cannot be grouped", "use lora")
     return to_affine(quantize(weight.numpy(), bits, size, "F16"))
-
-
-def _has_bitsandbytes() -> bool:
-    return find_spec("bitsandbytes") is not None
 
 
 def _nf4(weight: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -11,10 +11,9 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from sala.lab.finetune.optimizers import Bf16AdamW
+from sala.lab.finetune.result import read_metrics
 from sala.lab.train.loop import Diverged, Progress
 from sala.lab.train.processes import any_process
-
-Note = Callable[[Progress], None]
 
 
 class FinetuneTrainer(Trainer):
@@ -54,15 +53,14 @@ class FinetuneTrainer(Trainer):
 class ProgressCallback(TrainerCallback):
     """Report the latest value of every metric."""
 
-    def __init__(self, note: Note) -> None:
+    def __init__(self, note: Callable[[Progress], None]) -> None:
         self._note = note
         self._values: dict[str, float] = {}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, float] | None = None, **_: Any) -> None:
         if not state.is_world_process_zero or logs is None:
             return
-        names = {"loss": "loss", "eval_loss": "eval", "learning_rate": "rate", "grad_norm": "norm"}
-        new = {short: float(logs[name]) for name, short in names.items() if name in logs}
+        new = read_metrics(logs)
         self._values |= {name: value for name, value in new.items() if math.isfinite(value)}
         if new:
             self._note(Progress(state.global_step, state.max_steps, dict(self._values)))

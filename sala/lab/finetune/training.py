@@ -1,12 +1,12 @@
-"""What every objective of fine-tuning shares: callbacks, data, memory estimate, the Trainer's arguments, the result."""
+"""The parts of a fine-tuning run: callbacks, work directory, data, memory estimate, the Trainer's arguments."""
 
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,16 @@ from sala.backends.memory import Tuning, TuningEstimate, estimate_tuning
 from sala.checkpoint.names import expected_tensors
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError, SalaError
-from sala.lab.finetune.dialogues import Problem, ReaderOptions, load_examples, split_examples
+from sala.lab.finetune.dialogues import ReaderOptions, load_examples, split_examples
 from sala.lab.finetune.options import FinetuneOptions
+from sala.lab.finetune.preference import load_preferences
+from sala.lab.finetune.target import find_targets, training_dtype
 from sala.lab.train.loop import Progress
 from sala.llm import read_stop_ids
 from sala.text.tokenizer import Tokenizer
 
-OPTIMIZERS = {"adafactor": "adafactor", "adamw-8bit": "adamw_bnb_8bit"}
+_OPTIMIZERS = {"adafactor": "adafactor", "adamw-8bit": "adamw_bnb_8bit"}
 _RECORD = "options.json"
-_STATE = "trainer_state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def last_checkpoint(work: Path) -> Path | None:
     found = []
     for path in work.glob("checkpoint-*"):
         try:
-            json.loads((path / _STATE).read_text())
+            json.loads((path / "trainer_state.json").read_text())
             found.append((int(path.name.rpartition("-")[2]), path))
         except (OSError, ValueError):
             continue
@@ -96,27 +97,36 @@ def last_checkpoint(work: Path) -> Path | None:
 
 
 def read_data(
-    options: FinetuneOptions, path: Path, config: SalaConfig, callbacks: FinetuneCallbacks, load: Any = load_examples
+    options: FinetuneOptions, path: Path, config: SalaConfig, callbacks: FinetuneCallbacks
 ) -> tuple[list[Any], list[Any]]:
-    """Return the examples to train on and to evaluate on; raise BadData if either file has bad lines."""
+    """Return the examples or preferences to train on and to evaluate on; raise BadData if a file has bad lines."""
     stops = read_stop_ids(path, config)
     tokenizer = Tokenizer.load(path)
+    load: Any = load_examples
+    if options.objective != "sft":
+        load = partial(load_preferences, objective=options.objective)
+
+    def read(file: Path) -> list[Any]:
+        found, problems = load(file, reader, options.skip_bad, callbacks.reading)
+        if problems:
+            lines = ", ".join(str(problem.line) for problem in problems[:10]) + (" …" if len(problems) > 10 else "")
+            callbacks.message(f"{file}: {len(problems):,} bad records left out (lines {lines})")
+        return found
+
     try:
-        reader = ReaderOptions(tokenizer, options.max_length, stops, _end_of_text(config, stops), options.cut_long)
-        train, problems = load(options.train, reader, options.skip_bad, callbacks.reading)
-        _report_skipped(options.train, problems, callbacks)
-        held: list[Any] = []
-        if options.eval is not None:
-            held, problems = load(options.eval, reader, options.skip_bad, callbacks.reading)
-            _report_skipped(options.eval, problems, callbacks)
-        elif options.eval_share:
-            train, held = split_examples(train, options.eval_share, options.seed)
+        ends = [*config.eos_token_id, *sorted(stops)]
+        if not ends:
+            raise InputError("model", "has no end token", "set eos_token_id in its config.json")
+        reader = ReaderOptions(tokenizer, options.max_length, stops, ends[0], options.cut_long)
+        train = read(options.train)
+        if options.eval_share:
+            return split_examples(train, options.eval_share, options.seed)
+        return train, [] if options.eval is None else read(options.eval)
     except SalaError:
         _remove_empty_work(options)
         raise
     finally:
         tokenizer.close()
-    return train, held
 
 
 def _remove_empty_work(options: FinetuneOptions) -> None:
@@ -127,27 +137,13 @@ def _remove_empty_work(options: FinetuneOptions) -> None:
             options.work.rmdir()  # fails unless it is empty
 
 
-def _end_of_text(config: SalaConfig, stops: frozenset[int]) -> int:
-    known = [*config.eos_token_id, *sorted(stops)]
-    if not known:
-        raise InputError("model", "has no end token", "set eos_token_id in its config.json")
-    return known[0]
-
-
-def _report_skipped(path: Path, problems: list[Problem], callbacks: FinetuneCallbacks) -> None:
-    if problems:
-        lines = ", ".join(str(problem.line) for problem in problems[:10]) + (" …" if len(problems) > 10 else "")
-        callbacks.message(f"{path}: {len(problems):,} bad records left out (lines {lines})")
-
-
 def estimate_for(options: FinetuneOptions, config: SalaConfig, device: torch.device) -> TuningEstimate:
-    from sala.lab.finetune.target import find_targets, training_dtype
-
     dtype = training_dtype(options, config, device)
+    rows = 1 if options.objective == "sft" else 2  # a preference is two answers, or an answer and its KL estimate
     tuning = Tuning(
         method=options.method,
         num_tokens=options.max_length,
-        batch=options.batch,
+        batch=rows * options.batch,
         rank=options.rank,
         targets=tuple(find_targets(options.targets, config)) if options.has_adapter else (),
         optimizer=options.optimizer,
@@ -160,32 +156,33 @@ def estimate_for(options: FinetuneOptions, config: SalaConfig, device: torch.dev
     return estimate_tuning(config, expected_tensors(config), tuning)
 
 
-def describe_memory(needed: TuningEstimate, device: torch.device) -> list[str]:
+def describe_memory(options: FinetuneOptions, config: SalaConfig, device: torch.device) -> list[str]:
     """Return the estimate as lines, with a warning if it exceeds the free memory.
 
     Tied weights are counted as if they were not tied.
     """
     from sala.backends.torch.executor import free_bytes
 
-    free = free_bytes(device)
-    parts = (
-        ("weights", needed.weights + needed.adapter),
-        ("gradients", needed.gradients),
-        ("optimizer", needed.optimizer),
-        ("activations", needed.activations + needed.loss),
-    )
-    lines = [f"memory {_size(needed.total)}: " + ", ".join(f"{name} {_size(count)}" for name, count in parts if count)]
+    def size(count: int) -> str:
+        return f"{count / 2**30:.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:.0f} MiB"
+
+    needed, free = estimate_for(options, config, device), free_bytes(device)
+    parts = {
+        "weights": needed.weights + needed.adapter,
+        "gradients": needed.gradients,
+        "optimizer": needed.optimizer,
+        "activations": needed.activations + needed.loss,
+    }
+    lines = [
+        f"memory {size(needed.total)}: " + ", ".join(f"{name} {size(count)}" for name, count in parts.items() if count)
+    ]
     if needed.total / num_processes() > free:
-        lines.append(f"this exceeds the {_size(free)} of free memory: see sala estimate --finetune")
+        lines.append(f"this exceeds the {size(free)} of free memory: see sala estimate --finetune")
     return lines
 
 
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:.0f} MiB"
-
-
 def training_arguments(
-    options: FinetuneOptions, device: torch.device, num_rows: int, has_eval: bool, kind: Any = None, **more: Any
+    options: FinetuneOptions, device: torch.device, num_rows: int, has_eval: bool = False, kind: Any = None, **more: Any
 ) -> Any:
     """Return TrainingArguments, or a subclass `kind` of it with the arguments `more`."""
     from transformers import TrainingArguments
@@ -194,7 +191,7 @@ def training_arguments(
     logging.set_verbosity_error()
     total = count_steps(options, num_rows)
     every = max(1, total // 10)
-    optimizer = OPTIMIZERS.get(options.optimizer, "adamw_torch_fused" if device.type == "cuda" else "adamw_torch")
+    optimizer = _OPTIMIZERS.get(options.optimizer, "adamw_torch_fused" if device.type == "cuda" else "adamw_torch")
     arguments = (kind or TrainingArguments)(
         output_dir=str(options.work),
         per_device_train_batch_size=options.batch,
@@ -255,79 +252,12 @@ def count_steps(options: FinetuneOptions, num_rows: int) -> int:
 
 def loading_device(arguments: Any, device: torch.device) -> torch.device:
     """Return the device to load the weights to; Accelerate moves sharded ones itself."""
-    if arguments.parallel_mode.value == "distributed" and not _is_sharded(arguments):
+    if arguments.parallel_mode.value == "distributed" and not is_sharded(arguments):
         return arguments.device
     return device if num_processes() == 1 else torch.device("cpu")
 
 
-def _is_sharded(arguments: Any) -> bool:
-    plugin = getattr(arguments, "fsdp_config", None)
+def is_sharded(arguments: Any) -> bool:
     is_fsdp = bool(arguments.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     is_deepspeed = bool(arguments.deepspeed) or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-    return is_fsdp or is_deepspeed or bool(plugin and plugin.get("version") and arguments.fsdp)
-
-
-def build_trainer(
-    kind: Any,
-    model: Any,
-    arguments: Any,
-    options: FinetuneOptions,
-    callbacks: FinetuneCallbacks,
-    *more: Any,
-    **named: Any,
-) -> Any:
-    """Return a `kind` of FinetuneTrainer that reports its progress; `more` are further Trainer callbacks."""
-    from transformers.trainer_callback import PrinterCallback
-
-    from sala.lab.finetune.trainer import ProgressCallback
-
-    trainer = kind(
-        model=model,
-        args=arguments,
-        callbacks=[ProgressCallback(callbacks.progress), *more],
-        has_bf16_state=options.optimizer == "adamw-bf16",
-        remedy=f"the last good checkpoint is in {options.work}; try a lower --lr in another run",
-        **named,
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def train_to_end(trainer: Any, options: FinetuneOptions, interrupt: Any, callbacks: FinetuneCallbacks) -> None:
-    """Train, from the last checkpoint if the run is resumed, and evaluate at the end.
-
-    Raise Stopped if the run was interrupted.
-    """
-    last = last_checkpoint(options.work) if options.resume else None
-    if last is not None:
-        callbacks.message(f"resuming from {last.name}")
-    trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
-    if interrupt.is_stopped:
-        raise Stopped(f"stopped after update {trainer.state.global_step}", "repeat the command with --resume")
-    if trainer.eval_dataset is not None and not _is_evaluated(trainer.state):
-        trainer.evaluate()
-
-
-def _is_evaluated(state: Any) -> bool:
-    """Return whether the final step has an evaluation loss."""
-    return any("eval_loss" in entry and entry["step"] == state.global_step for entry in state.log_history)
-
-
-def write_outputs(
-    trainer: Any, options: FinetuneOptions, path: Path, num_train: int, num_held: int, callbacks: FinetuneCallbacks
-) -> None:
-    """Write the result and remove the work directory; every process must call this."""
-    from sala.lab.finetune.result import adapter_tensors, read_log, write_result
-
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-    is_whole = num_processes() == 1 and not _is_sharded(trainer.args)
-    state = None if is_whole else trainer.accelerator.get_state_dict(trainer.model_wrapped)  # a collective operation
-    if is_main_process():
-        log = read_log(trainer.state.log_history)
-        settings = model.peft_config["default"] if options.has_adapter else None
-        tensors = adapter_tensors(model, state) if options.has_adapter else (state or dict(model.named_parameters()))
-        facts = {"updates": trainer.state.global_step, "examples": num_train, "held_out": num_held}
-        write_result(tensors, settings, options, path, log, facts)
-        shutil.rmtree(options.work, ignore_errors=True)
-        callbacks.message(f"wrote {options.output}")
-    trainer.accelerator.wait_for_everyone()
+    return is_fsdp or is_deepspeed
