@@ -157,8 +157,10 @@ if moment == "layer":
     note = lambda stage, done, total: die() if (stage, done) == ("quantizing", 2) else None
 else:
     note = lambda *_: None
-    saved = draft.WorkDirectory.save_activations
-    draft.WorkDirectory.save_activations = lambda self, index, x: die() if index == 2 else saved(self, index, x)
+    saved = draft.WorkDirectory.save_tensor
+    def save(self, name, x, dtype, about=None):
+        die() if about == {"layer": "2"} else saved(self, name, x, dtype, about)
+    draft.WorkDirectory.save_tensor = save
 settings = QuantizeSettings(4, 64, method, num_tokens=1024, length=128)
 pipeline.quantize_model(Path(model), Path(target), settings, FileText(Path(text), Path(model)), note=note)
 """

@@ -12,12 +12,10 @@ from sala.backends.torch.model import Layer
 from sala.checkpoint.packing import Packed, dequantize, quantize
 from sala.checkpoint.random import TINY
 from sala.errors import CheckpointError
-from sala.lab.quantize.awq import fold_scales
-from sala.lab.quantize.calibrate import sum_hessian, summarise_site
-from sala.lab.quantize.gptq import BLOCK, InputStatistics, inverse_factor, order_columns, round_columns
+from sala.lab.quantize.awq import fold_scales, summarise_site
+from sala.lab.quantize.gptq import BLOCK, InputStatistics, inverse_factor, order_columns, round_columns, sum_hessian
 from sala.lab.quantize.layers import Chunks, Site, sites_of, walk, weight_of
-from sala.lab.quantize.ranges import expand
-from sala.lab.quantize.rtn import round_matrix, round_within_ranges
+from sala.lab.quantize.ranges import expand, fit_range, round_matrix, round_within_ranges
 from sala.quantization_config import Groups
 
 FOUR = Groups(4, 32)
@@ -39,6 +37,22 @@ def output_error(weight: Tensor, packed: Packed, x: Tensor) -> float:
     return float(((weight - expand(packed)) @ x.T).square().sum())
 
 
+def inputs_of(hessian: Tensor, is_ordered: bool) -> InputStatistics:
+    """Those of a site in groups of 32, or with the columns in their own order."""
+    if is_ordered:
+        return InputStatistics.of(hessian, 32)
+    return InputStatistics(torch.arange(len(hessian)), inverse_factor(hessian.clone()))
+
+
+def keep_ranges_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges by the rule of the layout, which never clips."""
+
+    def find(weight: Tensor, importance: Tensor, bits: int, dtype: str) -> tuple[Tensor, Tensor]:
+        return fit_range(weight.amin(-1), weight.amax(-1), bits, dtype)
+
+    monkeypatch.setattr("sala.lab.quantize.gptq.search_range", find)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 def test_rtn_is_the_rule_of_the_layout(bits: int, dtype: str) -> None:
@@ -49,27 +63,30 @@ def test_rtn_is_the_rule_of_the_layout(bits: int, dtype: str) -> None:
 def test_rtn_in_pieces_is_rtn(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(50, 128)
     at_once = round_matrix(weight, FOUR, "F16")
-    monkeypatch.setattr("sala.lab.quantize.rtn._PIECE", 7 * 128)
+    monkeypatch.setattr("sala.lab.quantize.ranges._PIECE", 7 * 128)
     assert same(round_matrix(weight, FOUR, "F16"), at_once)
 
 
 @pytest.mark.parametrize("num_in", [32, 192, 2 * BLOCK + 64])
 @pytest.mark.parametrize("is_ordered", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_gptq_with_identity_is_rtn(num_in: int, is_ordered: bool, bits: int) -> None:
+def test_gptq_with_identity_is_rtn(num_in: int, is_ordered: bool, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(9, num_in)
     weight[0] = 0
-    inputs = InputStatistics.of(torch.eye(num_in), 32, is_ordered=is_ordered)
-    packed = round_columns(weight, inputs, Groups(bits, 32), "F32", is_cut=False)
+    keep_ranges_whole(monkeypatch)
+    packed = round_columns(weight, inputs_of(torch.eye(num_in), is_ordered), Groups(bits, 32), "F32")
     assert same(packed, round_matrix(weight, Groups(bits, 32), "F32"))
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("is_ordered", [False, True])
-def test_gptq_errs_less_than_rtn_where_inputs_are_correlated(is_ordered: bool, is_cut: bool) -> None:
+def test_gptq_errs_less_than_rtn_where_inputs_are_correlated(
+    is_ordered: bool, is_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight, x = torch.randn(48, 256), correlated(1024, 256)
-    inputs = InputStatistics.of(sum_hessian(iter([x])), 32, is_ordered=is_ordered)
-    packed = round_columns(weight, inputs, FOUR, "F16", is_cut=is_cut)
+    if not is_cut:
+        keep_ranges_whole(monkeypatch)
+    packed = round_columns(weight, inputs_of(sum_hessian(iter([x])), is_ordered), FOUR, "F16")
     fresh = correlated(1024, 256)[512:]
     assert output_error(weight, packed, fresh) < 0.4 * output_error(weight, round_matrix(weight, FOUR, "F16"), fresh)
 
@@ -105,7 +122,7 @@ def test_a_sum_of_pieces() -> None:
 
 
 def test_kept_rows_are_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sala.lab.quantize.calibrate.MAX_ROWS", 10)
+    monkeypatch.setattr("sala.lab.quantize.awq.MAX_ROWS", 10)
     rows = summarise_site(iter(torch.arange(100.0)[:, None].split(7)), 100).rows
     assert rows.flatten().tolist() == list(range(0, 100, 10))
 

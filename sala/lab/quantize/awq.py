@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.model import Layer
-from sala.lab.quantize.layers import Site, set_tensor, sites_of, weight_of
-from sala.lab.quantize.ranges import TORCH_DTYPES, fit_range, to_codes
+from sala.errors import CheckpointError
+from sala.lab.quantize.layers import Chunks, Site, set_tensor, sites_of, weight_of
+from sala.lab.quantize.ranges import TORCH_DTYPES, fit_range, row_pieces, to_codes
 from sala.quantization_config import Groups
 
 ALPHAS = tuple(step / 20 for step in range(20))
-_PIECE = 1 << 24
+MAX_ROWS = 2048  # rows of activations that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,25 @@ class SiteStatistics:
 
     def divided(self, scales: Tensor) -> "SiteStatistics":
         return SiteStatistics(self.mean / scales, self.square / scales.square(), self.rows / scales)
+
+
+@torch.inference_mode()
+def summarise_site(chunks: Chunks, num_rows: int) -> SiteStatistics:
+    """Return magnitudes and squares of the inputs, and rows spread evenly over all `num_rows`."""
+    step = max(1, num_rows // MAX_ROWS)
+    sizes: list[Tensor] = []
+    squares: list[Tensor] = []
+    rows: list[Tensor] = []
+    count = 0
+    for x in chunks:
+        sizes.append(x.abs().sum(0))
+        squares.append(x.square().sum(0))
+        rows.append(x[-count % step :: step].clone())
+        count += len(x)
+    mean, square = torch.stack(sizes).sum(0), torch.stack(squares).sum(0)
+    if not torch.isfinite(square).all():
+        raise CheckpointError("activations are infinite or NaN", "the model is damaged")
+    return SiteStatistics(mean / count, square / count, torch.cat(rows)[:MAX_ROWS])
 
 
 def fold_scales(
@@ -117,7 +137,7 @@ def _search(
 def _error(weight: Tensor, scales: Tensor, rows: Tensor, groups: Groups, dtype: str) -> float:
     """Return the squared error of the outputs when weight * scales is rounded."""
     total = 0.0
-    for piece in weight.split(max(1, _PIECE // weight.shape[1])):
+    for piece in row_pieces(weight):
         grouped = (piece * scales).view(len(piece), -1, groups.group_size)
         scale, bias = (part[..., None] for part in fit_range(grouped.amin(-1), grouped.amax(-1), groups.bits, dtype))
         wrong = to_codes(grouped, scale, bias, groups.bits) * scale + bias - grouped

@@ -6,19 +6,20 @@ over. Every file is complete or absent, so that a kill at any moment loses at mo
 
 import contextlib
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from sala.checkpoint.arrays import as_array, as_bytes
 from sala.checkpoint.reader import RawTensor, TensorInfo, read_file_header, read_tensors
-from sala.checkpoint.writer import Read, Spec, write_file
+from sala.checkpoint.writer import Spec, write_file
 from sala.errors import CheckpointError
 
 _JOB = "job.json"
+Arrays = dict[str, tuple[Spec, Any]]  # tensor → dtype and shape, and its bytes
 
 
 class WorkDirectory:
@@ -31,15 +32,13 @@ class WorkDirectory:
     def has(self, name: str) -> bool:
         return self.piece(name).is_file()
 
-    def save(self, name: str, specs: Mapping[str, Spec], read: Read, about: Mapping[str, str] | None = None) -> None:
+    def save(self, name: str, arrays: Arrays, about: Mapping[str, str] | None = None) -> None:
         """Write a piece to a temporary file, then rename it."""
         part = self.directory / f".{name}.part"
         part.unlink(missing_ok=True)
-        write_file(part, specs, read, about or {})
+        specs = {tensor: spec for tensor, (spec, _) in arrays.items()}
+        write_file(part, specs, lambda tensor: arrays[tensor][1], about or {})
         part.replace(self.piece(name))
-
-    def drop(self, name: str) -> None:
-        self.piece(name).unlink(missing_ok=True)
 
     def tensors(self, name: str) -> dict[str, TensorInfo]:
         return read_file_header(self.piece(name))[1]
@@ -47,29 +46,17 @@ class WorkDirectory:
     def read(self, name: str, tensor: str, info: TensorInfo) -> RawTensor:
         return read_tensors(self.piece(name), {tensor: info})[tensor]
 
-    def save_activations(self, index: int, x: Tensor) -> None:
-        """Save x [S, n, hidden], the input of layer `index`."""
-        values = x.detach().cpu().contiguous().numpy()
-        self.save("activations", {"x": ("F32", values.shape)}, lambda _: _bytes(values), {"layer": str(index)})
+    def save_tensor(self, name: str, values: Tensor, dtype: str, about: Mapping[str, str] | None = None) -> None:
+        """Save a piece that is a single tensor."""
+        array = values.detach().cpu().numpy()
+        self.save(name, {name: ((dtype, array.shape), as_bytes(array))}, about)
 
-    def load_activations(self) -> tuple[int, Tensor] | None:
-        """Return the index of the next layer and its input; None at the beginning."""
-        if not self.has("activations"):
+    def load_tensor(self, name: str) -> tuple[Tensor, Mapping[str, str]] | None:
+        """Return the tensor of such a piece and what was said about it; None if it was not saved yet."""
+        if not self.has(name):
             return None
-        about, infos = read_file_header(self.piece("activations"))
-        raw = self.read("activations", "x", infos["x"])
-        values = np.frombuffer(raw.data, np.float32).reshape(raw.shape)
-        return int(about["layer"]), torch.from_numpy(values.copy())
-
-    def save_tokens(self, tokens: Tensor) -> None:
-        values = tokens.cpu().contiguous().numpy().astype(np.int64)
-        self.save("tokens", {"tokens": ("I64", values.shape)}, lambda _: _bytes(values))
-
-    def load_tokens(self) -> Tensor | None:
-        if not self.has("tokens"):
-            return None
-        raw = self.read("tokens", "tokens", self.tensors("tokens")["tokens"])
-        return torch.from_numpy(np.frombuffer(raw.data, np.int64).reshape(raw.shape).copy())
+        about, infos = read_file_header(self.piece(name))
+        return torch.from_numpy(as_array(self.read(name, name, infos[name])).copy()), about
 
 
 @contextlib.contextmanager
@@ -101,14 +88,8 @@ def _clear(directory: Path) -> None:
     files = [file for file in directory.iterdir() if file.name != ".lock"]
     if files and not any(file.name in (_JOB, f".{_JOB}") for file in files):
         raise CheckpointError(f"{directory} holds something else", "move it away")
-    for file in sorted(
-        files, key=lambda file: file.name == _JOB
-    ):  # the file that identifies a work directory goes last
+    for file in sorted(files, key=lambda file: file.name == _JOB):  # what identifies a work directory goes last
         file.unlink()
-
-
-def remove_draft(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _fingerprint(directory: Path) -> str | None:
@@ -117,7 +98,3 @@ def _fingerprint(directory: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if isinstance(found, str) else None
-
-
-def _bytes(values: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> memoryview:
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data

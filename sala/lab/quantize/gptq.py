@@ -12,11 +12,23 @@ from torch import Tensor
 
 from sala.checkpoint.packing import Packed
 from sala.errors import CheckpointError
-from sala.lab.quantize.ranges import fit_range, search_range, to_codes, to_packed
+from sala.lab.quantize.layers import Chunks
+from sala.lab.quantize.ranges import search_range, to_codes, to_packed
 from sala.quantization_config import Groups
 
 DAMPING = 0.01  # share of the mean of the diagonal that is added to it
 BLOCK = 128  # columns after which the corrections are applied to all later ones
+
+
+@torch.inference_mode()
+def sum_hessian(chunks: Chunks) -> Tensor:
+    """Return H, the mean of x xᵀ over all rows, [in, in]."""
+    first = next(chunks)
+    total, count = first.T @ first, len(first)
+    for x in chunks:
+        total.addmm_(x.T, x)
+        count += len(x)
+    return total.div_(count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,37 +39,31 @@ class InputStatistics:
     factor: Tensor
 
     @classmethod
-    def of(
-        cls, hessian: Tensor, group_size: int, damping: float = DAMPING, is_ordered: bool = True
-    ) -> "InputStatistics":
-        """With `is_ordered`, the most important groups come first, and within each its most important columns.
+    def of(cls, hessian: Tensor, group_size: int) -> "InputStatistics":
+        """The most important groups come first, and within each its most important columns.
 
         More columns can compensate for what is rounded early. The stored layout does not change.
         """
-        plain = torch.arange(len(hessian), device=hessian.device)
-        order = order_columns(hessian.diagonal(), group_size) if is_ordered else plain
-        return cls(
-            order, inverse_factor(hessian[order][:, order], damping)
-        )  # indexing makes a copy, which is overwritten
+        order = order_columns(hessian.diagonal(), group_size)
+        return cls(order, inverse_factor(hessian[order][:, order]))  # indexing makes a copy, which is overwritten
 
 
-def round_columns(weight: Tensor, inputs: InputStatistics, groups: Groups, dtype: str, is_cut: bool = True) -> Packed:
-    """Return weight [out, in] as codes in plain groups along the inputs.
-
-    With `is_cut`, ranges may be narrower than by MLX's rule.
-    """
+def round_columns(weight: Tensor, inputs: InputStatistics, groups: Groups, dtype: str) -> Packed:
+    """Return weight [out, in] as codes in plain groups along the inputs."""
     bits, size, order, factor = groups.bits, groups.group_size, inputs.order, inputs.factor
     left = weight.float().T[order]  # [in, out]: a column of the matrix is contiguous
     codes = torch.empty(left.shape, dtype=torch.uint8, device=left.device)
     scales = torch.empty(len(left) // size, left.shape[1], device=left.device)
     biases = torch.empty_like(scales)
+    importance = factor.diagonal().square().reciprocal()
     for begin in range(0, len(left), BLOCK):
         end = min(begin + BLOCK, len(left))
         errors = torch.empty(end - begin, left.shape[1], device=left.device)
         for at in range(begin, end):
             group = at // size
             if at % size == 0:
-                scales[group], biases[group] = _find_range(left[at : at + size], factor, at, bits, dtype, is_cut)
+                own = slice(at, at + size)
+                scales[group], biases[group] = search_range(left[own].T, importance[own], bits, dtype)
             scale, bias = scales[group], biases[group]
             code = to_codes(left[at], scale, bias, bits)
             codes[at] = code
@@ -65,15 +71,7 @@ def round_columns(weight: Tensor, inputs: InputStatistics, groups: Groups, dtype
             left[at + 1 : end].addr_(factor[at, at + 1 : end], error, alpha=-1)
         left[end:].addmm_(factor[begin:end, end:].T, errors, alpha=-1)
     place, group_place = order.argsort(), (order[::size] // size).argsort()
-    return to_packed(codes[place].T, scales[group_place].T, biases[group_place].T, bits, size, dtype)
-
-
-def _find_range(group: Tensor, factor: Tensor, at: int, bits: int, dtype: str, is_cut: bool) -> tuple[Tensor, Tensor]:
-    """Return scale and bias of the group [size, out] whose first column is `at`."""
-    if not is_cut:
-        return fit_range(group.amin(0), group.amax(0), bits, dtype)
-    importance = factor.diagonal()[at : at + len(group)].square().reciprocal()
-    return search_range(group.T, importance, bits, dtype)
+    return to_packed(codes[place].T, scales[group_place].T, biases[group_place].T, groups, dtype)
 
 
 def order_columns(diagonal: Tensor, group_size: int) -> Tensor:
@@ -84,7 +82,7 @@ def order_columns(diagonal: Tensor, group_size: int) -> Tensor:
     return (within + torch.arange(len(grouped), device=diagonal.device)[:, None] * group_size)[first].flatten()
 
 
-def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> Tensor:
     """Return the upper Cholesky factor of the inverse; damping grows until the factorization succeeds.
 
     `hessian` is overwritten, because that of a wide matrix takes a gigabyte.
@@ -96,14 +94,13 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     mean = diagonal.mean()
     for _ in range(8):
         diagonal += damping * mean
-        lower, problem = torch.linalg.cholesky_ex(hessian)
-        if not problem:
+        lower, failed = torch.linalg.cholesky_ex(hessian)
+        if not failed:
             inverse = torch.cholesky_inverse(lower)
             del lower
-            factor, problem = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not problem:
+            factor, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not failed:
                 return factor
         damping *= 10
-    raise CheckpointError(
-        "the inputs of a matrix are too similar to calibrate with", "give more text, or use --method rtn"
-    )
+    problem = "the inputs of a matrix are too similar to calibrate with"
+    raise CheckpointError(problem, "give more text, or use --method rtn")

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sala.backends.torch.batch import Sequences, whole
+from sala.backends.torch.batch import whole
 from sala.backends.torch.fast.dispatch import select_ops
-from sala.backends.torch.loader import read_tensor, read_weight
+from sala.backends.torch.loader import read_parameter
 from sala.backends.torch.model import Layer
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
@@ -50,16 +50,12 @@ def read_layer(checkpoint: Checkpoint, config: SalaConfig, index: int, device: t
     """Return a layer in fp32, whatever the file has; its parameters are copies and may be written to."""
     with torch.device("meta"):
         layer = Layer(config, config.mixers[index])
-    for name, parameter in list(layer.named_parameters()):
+    for name in dict(layer.named_parameters()):
         full = f"model.layers.{index}.{name}"
-        module = full.removesuffix(".weight")
-        if parameter.dim() == 2:
-            tensor = read_weight(checkpoint, config, module, torch.float32, device)
-        else:
-            tensor = read_tensor(checkpoint, full, torch.float32, device)
+        tensor = read_parameter(checkpoint, config, full, torch.float32, device)
         is_file = full in checkpoint.tensors and checkpoint.tensors[full].dtype == "F32" and device.type == "cpu"
         set_tensor(layer, name, tensor.clone() if is_file else tensor)
-        forget_module(checkpoint, module)
+        forget_module(checkpoint, full.removesuffix(".weight"))
     return layer.eval()
 
 
@@ -107,7 +103,8 @@ def _mixer_outputs(layer: Layer, x: Tensor) -> Tensor:
     mixer.o_proj = nn.Identity()  # run the mixer without its last matrix
     try:
         for (part, _), (_, view) in zip(_parts(x), _parts(mixed), strict=True):
-            batch = _batch(len(view), x.shape[1], x.device)
+            tokens = torch.zeros(view.shape[:2], dtype=torch.long, device=x.device)
+            batch = whole(tokens, ops=select_ops())
             view.copy_(mixer(layer.input_layernorm(part), batch, None).view(view.shape))
     finally:
         mixer.o_proj = last
@@ -123,7 +120,3 @@ def _parts(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield some sequences at a time, flattened to [n, width] and as a view of x."""
     for view in x.split(max(1, TOKENS_AT_ONCE // x.shape[1])):
         yield view.flatten(0, 1), view
-
-
-def _batch(count: int, length: int, device: torch.device) -> Sequences:
-    return whole(torch.zeros(count, length, dtype=torch.long, device=device), ops=select_ops())

@@ -5,52 +5,41 @@ Memory holds one layer in fp32, the activations of the calibration text, and the
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sala.backends.torch.loader import read_tensor, read_weight
 from sala.backends.torch.model import Layer
-from sala.checkpoint.arrays import as_array
+from sala.checkpoint.arrays import as_array, as_bytes
 from sala.checkpoint.dtypes import FILE_DTYPES
 from sala.checkpoint.names import check_tensors, expected_tensors
-from sala.checkpoint.packing import PACKED_PARTS, Packed, dequantize, packed_specs
+from sala.checkpoint.packing import PACKED_PARTS, Packed, packed_specs
 from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import Spec, copy_companions, new_directory, write_text, write_weights
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
-from sala.lab.quantize.awq import fold_scales
-from sala.lab.quantize.calibrate import sum_hessian, summarise_site
-from sala.lab.quantize.draft import WorkDirectory, open_draft, remove_draft
-from sala.lab.quantize.gptq import InputStatistics, round_columns
-from sala.lab.quantize.layers import (
-    Chunks,
-    Site,
-    forget_module,
-    read_layer,
-    set_tensor,
-    sites_of,
-    walk,
-    weight_of,
-)
+from sala.lab.quantize.awq import SiteStatistics, fold_scales, summarise_site
+from sala.lab.quantize.draft import Arrays, WorkDirectory, open_draft
+from sala.lab.quantize.gptq import InputStatistics, round_columns, sum_hessian
+from sala.lab.quantize.layers import Chunks, Site, forget_module, read_layer, set_tensor, sites_of, walk, weight_of
 from sala.lab.quantize.plan import QuantizeSettings, plan_modules
-from sala.lab.quantize.ranges import TORCH_DTYPES, expand
-from sala.lab.quantize.rtn import round_matrix, round_within_ranges
+from sala.lab.quantize.ranges import TORCH_DTYPES, expand, round_matrix, round_within_ranges
 from sala.lab.quantize.texts import CalibrationText
+from sala.lab.train.state import tensor_bytes
 from sala.quantization_config import Groups, QuantConfig
 
-_VERSION = 1  # of the computation; another version does not continue an old work directory
+_VERSION = 2  # of the computation; another version does not continue an old work directory
 _SCALES = FILE_DTYPES | {"float32": "F16"}
 _LARGEST = 6e4  # that F16 holds
 _PIECE = 1 << 24
 
 Note = Callable[[str, int, int], None]  # stage, done, total
-Arrays = dict[str, tuple[Spec, Any]]  # tensor → dtype and shape, and its bytes
 
 
 def quantize_model(
@@ -69,13 +58,13 @@ def quantize_model(
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists already", "choose another directory, or remove it yourself")
     with Checkpoint(source) as checkpoint:
-        job = _Job.of(checkpoint, settings, text, device or torch.device("cpu"), may_requantize, note)
+        job = _Job(checkpoint, settings, text, device or torch.device("cpu"), may_requantize, note)
         with open_draft(draft_of(target), job.fingerprint()) as (draft, is_old):
             if not is_old or not draft.has("embed"):
                 _check_finite(checkpoint, note)
             job.run(draft)
             _publish(job, draft, target)
-        remove_draft(draft.directory)
+        shutil.rmtree(draft.directory, ignore_errors=True)
 
 
 def draft_of(target: Path) -> Path:
@@ -92,38 +81,29 @@ def is_result(target: Path, config: SalaConfig, plan: Mapping[str, Groups | None
     return found == replace(config, quantization=QuantConfig.of_modules(modules))
 
 
-@dataclass(frozen=True, slots=True)
 class _Job:
-    checkpoint: Checkpoint
-    source: SalaConfig  # of the checkpoint, which may be quantized already
-    config: SalaConfig  # the same without quantization
-    settings: QuantizeSettings
-    text: CalibrationText | None
-    plan: dict[str, Groups | None]
-    device: torch.device
-    note: Note
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         checkpoint: Checkpoint,
         settings: QuantizeSettings,
         text: CalibrationText | None,
         device: torch.device,
         may_requantize: bool,
         note: Note,
-    ) -> "_Job":
-        config = SalaConfig.load(checkpoint.path)
-        if config.quantization is not None and not may_requantize:
+    ) -> None:
+        self.source = SalaConfig.load(checkpoint.path)  # the checkpoint may be quantized already
+        if self.source.quantization is not None and not may_requantize:
             raise CheckpointError(
                 f"{checkpoint.path} is quantized already, and quantizing it again loses twice",
                 "start from the original model, or expand this one first: --requantize",
             )
-        check_tensors(checkpoint, config)
-        plain = replace(config, quantization=None)
-        if settings.chosen_method != "rtn" and text is None:
-            raise InputError("calibration", "is missing", f"{settings.chosen_method} needs a text")
-        return cls(checkpoint, config, plain, settings, text, plan_modules(plain, settings), device, note)
+        check_tensors(checkpoint, self.source)
+        self.method = settings.chosen_method
+        if self.method != "rtn" and text is None:
+            raise InputError("calibration", "is missing", f"{self.method} needs a text")
+        self.config = replace(self.source, quantization=None)
+        self.plan = plan_modules(self.config, settings)
+        self.checkpoint, self.settings, self.text, self.device, self.note = checkpoint, settings, text, device, note
 
     @property
     def names(self) -> list[str]:
@@ -131,8 +111,8 @@ class _Job:
         return ["embed", *(f"layer-{index:04}" for index in range(self.config.num_hidden_layers)), "head"]
 
     def fingerprint(self) -> str:
-        text = self.text.key if self.text is not None and self.settings.chosen_method != "rtn" else ""
-        wanted = asdict(self.settings) | {"method": self.settings.chosen_method, "keep": None}
+        text = self.text.key if self.text is not None and self.method != "rtn" else ""
+        wanted = asdict(self.settings) | {"method": self.method, "keep": None}
         plan = {name: None if groups is None else groups.to_dict() for name, groups in self.plan.items()}
         source = self.checkpoint.fingerprint()
         for name in self.checkpoint:
@@ -141,12 +121,12 @@ class _Job:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def run(self, draft: WorkDirectory) -> None:
-        is_blind = self.settings.chosen_method == "rtn"
+        is_blind = self.method == "rtn"
         if not draft.has("embed"):
-            self.save(draft, "embed", self.of_tensors(["model.embed_tokens.weight"]))
+            draft.save("embed", self.of_tensors(["model.embed_tokens.weight"]))
         if not draft.has("head"):
             own = [name for name in ("model.norm.weight", "lm_head.weight") if name in expected_tensors(self.config)]
-            self.save(draft, "head", self.of_tensors(own))
+            draft.save("head", self.of_tensors(own))
         done, x = (0, None) if is_blind else self.activations(draft)
         for index in range(done, self.config.num_hidden_layers):
             self.note("quantizing", index, self.config.num_hidden_layers)
@@ -155,25 +135,27 @@ class _Job:
                 continue
             layer = read_layer(self.checkpoint, self.source, index, self.device)
             try:
-                packed = self.round_blindly(layer, index) if x is None else self.round_layer(layer, index, x)
+                packed = self.round_layer(layer, index, x)
             except CheckpointError as error:
                 raise CheckpointError(f"layer {index}: {error.message}", error.remedy) from None
-            self.save(draft, name, self.of_layer(layer, index, packed))
+            draft.save(name, self.of_layer(layer, index, packed))
             del layer, packed  # before the next one is read
             if x is not None:
-                draft.save_activations(index + 1, x)
+                draft.save_tensor("activations", x, "F32", {"layer": str(index + 1)})
         self.note("quantizing", self.config.num_hidden_layers, self.config.num_hidden_layers)
 
     def activations(self, draft: WorkDirectory) -> tuple[int, Tensor]:
         """Return the index of the next layer and its input."""
-        found = draft.load_activations()
+        found = draft.load_tensor("activations")
         if found is not None:
-            return found[0], found[1].to(self.device)
-        tokens = draft.load_tokens()
-        if tokens is None:
+            return int(found[1]["layer"]), found[0].to(self.device)
+        found = draft.load_tensor("tokens")
+        if found is not None:
+            tokens = found[0]
+        else:
             assert self.text is not None
             tokens = self.text.pieces(self.settings.num_tokens, self.settings.length)
-            draft.save_tokens(tokens)
+            draft.save_tensor("tokens", tokens, "I64")
         return 0, (self.embed(tokens, draft) * self.config.scale_emb).to(self.device)
 
     def embed(self, tokens: Tensor, draft: WorkDirectory) -> Tensor:
@@ -182,14 +164,13 @@ class _Job:
         groups = self.plan["model.embed_tokens"]
         if groups is None:
             return self.read("model.embed_tokens")[unique].float()[place]
-        infos, parts = draft.tensors("embed"), {}
-        for part, field in PACKED_PARTS.items():
-            name = f"model.embed_tokens.{part}"
-            raw = draft.read("embed", name, infos[name])
-            parts[field] = as_array(raw)[unique.numpy()]
-        kind = infos["model.embed_tokens.scales"].dtype
-        few = Packed(**parts, bits=groups.bits, group_size=groups.group_size, dtype=kind)
-        return torch.from_numpy(dequantize(few))[place]
+        infos = draft.tensors("embed")
+        names = {field: f"model.embed_tokens.{part}" for part, field in PACKED_PARTS.items()}
+        parts = {field: as_array(draft.read("embed", name, infos[name])) for field, name in names.items()}
+        rows = {field: values[unique.numpy()] for field, values in parts.items()}
+        return expand(
+            Packed(**rows, bits=groups.bits, group_size=groups.group_size, dtype=infos[names["scales"]].dtype)
+        )[place]
 
     def read(self, module: str, dtype: torch.dtype = torch.float32) -> Tensor:
         return read_weight(self.checkpoint, self.source, module, dtype, torch.device("cpu"))
@@ -199,42 +180,43 @@ class _Job:
         is_large = float(weight.abs().max()) > _LARGEST
         return "F32" if is_large else _SCALES[self.config.dtype]
 
-    def groups_within(self, index: int) -> dict[str, Groups | None]:
+    def round_layer(self, layer: Layer, index: int, x: Tensor | None) -> dict[str, Packed]:
+        """Round the layer's matrices; activations x, which rtn does not need, then pass through the rounded layer."""
         prefix = f"model.layers.{index}."
-        return {name.removeprefix(prefix): of for name, of in self.plan.items() if name.startswith(prefix)}
-
-    def round_blindly(self, layer: Layer, index: int) -> dict[str, Packed]:
-        out = {}
-        for name, groups in self.groups_within(index).items():
-            if groups is not None:
-                weight = weight_of(layer, name)
-                out[name] = round_matrix(weight, groups, self.scale_dtype(weight))
-        return out
-
-    def round_layer(self, layer: Layer, index: int, x: Tensor) -> dict[str, Packed]:
-        """Round the layer's matrices, and run x through the rounded layer."""
-        method = self.round_by_gptq if self.settings.chosen_method == "gptq" else self.round_by_awq
-        return method(layer, self.groups_within(index), index, x)
-
-    def round_by_gptq(
-        self, layer: Layer, plan: Mapping[str, Groups | None], index: int, x: Tensor
-    ) -> dict[str, Packed]:
+        plan = {name.removeprefix(prefix): of for name, of in self.plan.items() if name.startswith(prefix)}
         out: dict[str, Packed] = {}
 
-        def visit(site: Site, chunks: Chunks) -> None:
-            rounded = {name: groups for name in site.consumers if (groups := plan[name]) is not None}
-            if not rounded:
-                return
-            inputs = InputStatistics.of(sum_hessian(chunks), self.settings.group_size)
-            for name, groups in rounded.items():
-                weight = weight_of(layer, name)
-                out[name] = round_columns(weight, inputs, groups, self.scale_dtype(weight))
-                set_tensor(layer, f"{name}.weight", expand(out[name]).to(self.device))
+        def put(name: str, round_weight: Callable[..., Packed], *inputs: Any) -> None:
+            """Round a matrix of the layer, unless it stays whole."""
+            groups, weight = plan[name], weight_of(layer, name)
+            if groups is not None:
+                out[name] = round_weight(weight, *inputs, groups, self.scale_dtype(weight))
+                if x is not None:
+                    set_tensor(layer, f"{name}.weight", expand(out[name]).to(self.device))
 
-        walk(layer, x, visit)
+        def visit(site: Site, chunks: Chunks) -> None:
+            if any(plan[name] is not None for name in site.consumers):
+                inputs = InputStatistics.of(sum_hessian(chunks), self.settings.group_size)
+                for name in site.consumers:
+                    put(name, round_columns, inputs)
+
+        if x is None:
+            for name in plan:
+                put(name, round_matrix)
+        elif self.method == "gptq":
+            walk(layer, x, visit)
+        else:
+            seen = self.fold_scales(layer, plan, index, x)
+            for site in sites_of(layer):
+                for name in site.consumers:
+                    put(name, round_within_ranges, seen[site.name].square)
+            walk(layer, x)
         return out
 
-    def round_by_awq(self, layer: Layer, plan: Mapping[str, Groups | None], index: int, x: Tensor) -> dict[str, Packed]:
+    def fold_scales(
+        self, layer: Layer, plan: Mapping[str, Groups | None], index: int, x: Tensor
+    ) -> dict[str, SiteStatistics]:
+        """Rescale the layer by AWQ; return the statistics of the rescaled activations, by site."""
         seen = {}
 
         def visit(site: Site, chunks: Chunks) -> None:
@@ -246,16 +228,7 @@ class _Job:
             for name, tensor in layer.named_parameters()
             if tensor.dim() == 1
         }
-        seen = fold_scales(layer, seen, plan, dtypes, _SCALES[self.config.dtype])
-        out: dict[str, Packed] = {}
-        for site in sites_of(layer):
-            for name in site.consumers:
-                groups, weight = plan[name], weight_of(layer, name)
-                if groups is not None:
-                    out[name] = round_within_ranges(weight, seen[site.name].square, groups, self.scale_dtype(weight))
-                    set_tensor(layer, f"{name}.weight", expand(out[name]).to(self.device))
-        walk(layer, x)
-        return out
+        return fold_scales(layer, seen, plan, dtypes, _SCALES[self.config.dtype])
 
     def of_layer(self, layer: Layer, index: int, packed: Mapping[str, Packed]) -> Arrays:
         """Return a layer's tensors as stored: rounded matrices, norms (which may be new), the rest unchanged."""
@@ -266,8 +239,7 @@ class _Job:
             if module in packed:
                 out |= _packed_arrays(full.removesuffix(".weight"), packed[module])
             elif tensor.dim() == 1:
-                dtype = self.checkpoint.tensors[full].dtype
-                out[full] = ((dtype, tuple(tensor.shape)), _raw(tensor, dtype))
+                out[full] = _plain_array(tensor, self.checkpoint.tensors[full].dtype)
             else:
                 out |= self.of_tensors([full])
         return out
@@ -284,16 +256,11 @@ class _Job:
                 forget_module(self.checkpoint, module)
             elif name not in self.checkpoint.tensors or self.checkpoint.tensors[name].dtype not in TORCH_DTYPES:
                 dtype = FILE_DTYPES[self.config.dtype]
-                weight = self.read(module, TORCH_DTYPES[dtype])
-                out[name] = ((dtype, tuple(weight.shape)), _raw(weight, dtype))
+                out[name] = _plain_array(self.read(module, TORCH_DTYPES[dtype]), dtype)
             else:
                 raw = self.checkpoint.read(name)
                 out[name] = ((raw.dtype, raw.shape), raw.data)
         return out
-
-    def save(self, draft: WorkDirectory, name: str, arrays: Arrays) -> None:
-        specs = {tensor: spec for tensor, (spec, _) in arrays.items()}
-        draft.save(name, specs, lambda tensor: arrays[tensor][1])
 
 
 def _publish(job: _Job, draft: WorkDirectory, target: Path) -> None:
@@ -328,15 +295,10 @@ def _is_finite(checkpoint: Checkpoint, name: str, dtype: str) -> bool:
 
 def _packed_arrays(module: str, packed: Packed) -> Arrays:
     return {
-        name: (spec, _view(getattr(packed, PACKED_PARTS[name.removeprefix(f"{module}.")])))
+        name: (spec, as_bytes(getattr(packed, PACKED_PARTS[name.removeprefix(f"{module}.")])))
         for name, spec in packed_specs(module, packed).items()
     }
 
 
-def _view(values: Any) -> memoryview:
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-
-
-def _raw(tensor: Tensor, dtype: str) -> memoryview:
-    held = tensor.detach().cpu().to(TORCH_DTYPES[dtype]).contiguous().view(-1)
-    return held.view(torch.uint8).numpy().data if held.numel() else memoryview(b"")
+def _plain_array(tensor: Tensor, dtype: str) -> tuple[Spec, memoryview]:
+    return (dtype, tuple(tensor.shape)), tensor_bytes(tensor, TORCH_DTYPES[dtype])

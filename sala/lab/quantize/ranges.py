@@ -1,15 +1,20 @@
-"""The range of a group of weights: MLX's rule in torch, and narrower ranges where clipping reduces the error."""
+"""Rounding to nearest, and the range of a group: MLX's rule, or a narrower range where clipping reduces the error."""
+
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sala.checkpoint.arrays import encode
 from sala.checkpoint.dtypes import FLOAT_DTYPES, dtypes_by_file_name
-from sala.checkpoint.packing import Packed, dequantize, pack
+from sala.checkpoint.packing import PACKED_PARTS, Packed, dequantize, pack, quantize
+from sala.quantization_config import Groups
 
 TORCH_DTYPES = {name: dtypes_by_file_name(torch)[name] for name in FLOAT_DTYPES}
 SHRINK = tuple(1 - step / 20 for step in range(8))  # shares of the range that are tried
 NUM_FITS = 2  # least-squares fits after the search
+_PIECE = 1 << 24  # weights at a time; rows are independent
 
 
 def fit_range(low: Tensor, high: Tensor, bits: int, dtype: str = "F32") -> tuple[Tensor, Tensor]:
@@ -92,19 +97,43 @@ def _rounded(scale: Tensor, bias: Tensor, dtype: str) -> Range:
     return scale.to(kind).float(), bias.to(kind).float()
 
 
-def to_packed(codes: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int, dtype: str) -> Packed:
+def to_packed(codes: Tensor, scales: Tensor, biases: Tensor, groups: Groups, dtype: str) -> Packed:
     """Return codes [out, in] and the groups' scales and biases [out, in / group_size] in the file layout."""
-    words = pack(codes.to(torch.uint8).cpu().numpy(), bits)
-    return Packed(words, _stored(scales, dtype), _stored(biases, dtype), bits, group_size, dtype)
-
-
-def _stored(values: Tensor, dtype: str) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
-    held = values.to(TORCH_DTYPES[dtype]).cpu().contiguous()
-    if dtype == "BF16":
-        return held.view(torch.int16).numpy().view(np.uint16)
-    return held.numpy()
+    words = pack(codes.to(torch.uint8).cpu().numpy(), groups.bits)
+    stored = (encode(part.cpu().numpy(), dtype) for part in (scales, biases))
+    return Packed(words, *stored, groups.bits, groups.group_size, dtype)
 
 
 def expand(packed: Packed) -> Tensor:
     """Return the dequantized weights, [out, in] in fp32."""
     return torch.from_numpy(dequantize(packed))
+
+
+def row_pieces(weight: Tensor) -> tuple[Tensor, ...]:
+    """Split weight [out, in] into rows that are rounded at a time."""
+    return weight.split(max(1, _PIECE // weight.shape[1]))
+
+
+def round_matrix(weight: Tensor, groups: Groups, dtype: str) -> Packed:
+    """Return the nearest codes of weight [out, in], bit for bit those of MLX, without data."""
+    bits, size = groups.bits, groups.group_size
+    return _join(quantize(piece.float().cpu().numpy(), bits, size, dtype) for piece in row_pieces(weight))
+
+
+def round_within_ranges(weight: Tensor, importance: Tensor, groups: Groups, dtype: str) -> Packed:
+    """Round with each group's range clipped for the least error, weighted by `importance` [in] of the inputs."""
+
+    def round_piece(piece: Tensor) -> Packed:
+        grouped = piece.float().view(len(piece), -1, groups.group_size)
+        scale, bias = search_range(grouped, importance.view(-1, groups.group_size), groups.bits, dtype)
+        codes = to_codes(grouped, scale[..., None], bias[..., None], groups.bits)
+        return to_packed(codes.view(piece.shape), scale, bias, groups, dtype)
+
+    return _join(round_piece(piece) for piece in row_pieces(weight))
+
+
+def _join(pieces: Iterable[Packed]) -> Packed:
+    """Return the matrix that has the rows of all pieces."""
+    held = list(pieces)
+    parts = (np.concatenate([getattr(piece, name) for piece in held]) for name in PACKED_PARTS.values())
+    return Packed(*parts, held[0].bits, held[0].group_size, held[0].dtype)
