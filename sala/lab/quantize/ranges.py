@@ -1,6 +1,7 @@
 """Rounding to nearest, and the range of a group: MLX's rule, or a narrower range where clipping reduces the error."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -100,8 +101,8 @@ def _rounded(scale: Tensor, bias: Tensor, dtype: str) -> Range:
 def to_packed(codes: Tensor, scales: Tensor, biases: Tensor, groups: Groups, dtype: str) -> Packed:
     """Return codes [out, in] and the groups' scales and biases [out, in / group_size] in the file layout."""
     words = pack(codes.to(torch.uint8).cpu().numpy(), groups.bits)
-    stored = (encode(part.cpu().numpy(), dtype) for part in (scales, biases))
-    return Packed(words, *stored, groups.bits, groups.group_size, dtype)
+    stored_scales, stored_biases = (encode(part.cpu().numpy(), dtype) for part in (scales, biases))
+    return Packed(words, stored_scales, stored_biases, groups.bits, groups.group_size, dtype)
 
 
 def expand(packed: Packed) -> Tensor:
@@ -135,5 +136,5 @@ def round_within_ranges(weight: Tensor, importance: Tensor, groups: Groups, dtyp
 def _join(pieces: Iterable[Packed]) -> Packed:
     """Return the matrix that has the rows of all pieces."""
     held = list(pieces)
-    parts = (np.concatenate([getattr(piece, name) for piece in held]) for name in PACKED_PARTS.values())
-    return Packed(*parts, held[0].bits, held[0].group_size, held[0].dtype)
+    names = PACKED_PARTS.values()
+    return replace(held[0], **{name: np.concatenate([getattr(piece, name) for piece in held]) for name in names})
