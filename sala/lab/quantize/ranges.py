@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -136,5 +137,5 @@ def round_within_ranges(weight: Tensor, importance: Tensor, groups: Groups, dtyp
 def _join(pieces: Iterable[Packed]) -> Packed:
     """Return the matrix that has the rows of all pieces."""
     held = list(pieces)
-    names = PACKED_PARTS.values()
-    return replace(held[0], **{name: np.concatenate([getattr(piece, name) for piece in held]) for name in names})
+    parts: Any = {name: np.concatenate([getattr(piece, name) for piece in held]) for name in PACKED_PARTS.values()}
+    return replace(held[0], **parts)
