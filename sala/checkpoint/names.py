@@ -1,5 +1,6 @@
 """The tensors that a checkpoint of a given configuration must hold, and a check that it does."""
 
+import math
 from collections.abc import Mapping
 
 from sala.checkpoint.dtypes import FLOAT_DTYPES
@@ -194,10 +195,4 @@ def _refuse(where: object, verb: str, names: list[str], remedy: str) -> None:
 
 
 def count_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    total = 0
-    for shape in shapes.values():
-        count = 1
-        for size in shape:
-            count *= size
-        total += count
-    return total
+    return sum(map(math.prod, shapes.values()))

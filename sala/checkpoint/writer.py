@@ -1,6 +1,7 @@
 """Write checkpoints: shards with an index, one tensor in memory at a time, visible only when complete."""
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -32,9 +33,9 @@ def new_directory(target: Path) -> Iterator[Path]:
         with writing(target):
             draft.mkdir(parents=True)
             yield draft
-            _sync(draft)
+            sync_directory(draft)
             draft.rename(target)
-            _sync(target.parent)
+            sync_directory(target.parent)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -72,10 +73,7 @@ def plan_shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
 
 def spec_bytes(spec: Spec) -> int:
     dtype, shape = spec
-    size = ITEM_SIZES[dtype]
-    for length in shape:
-        size *= length
-    return size
+    return ITEM_SIZES[dtype] * math.prod(shape)
 
 
 def write_file(file: Path, specs: Mapping[str, Spec], read: Read, metadata: Mapping[str, str]) -> None:
@@ -127,7 +125,8 @@ def write_text(file: Path, text: str) -> None:
         os.fsync(handle.fileno())
 
 
-def _sync(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Write the names of a directory's files to disk."""
     if os.name != "posix":
         return
     descriptor = os.open(directory, os.O_RDONLY)

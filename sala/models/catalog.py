@@ -12,13 +12,14 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sala.checkpoint.reader import INDEX_FILE, SINGLE_FILE
 from sala.errors import InputError, ModelNotFound, SalaError
-from sala.models.download import PARTIAL, REGISTRY, find_partials, hold, pull, write_registry
+from sala.models.download import REGISTRY, Record, RecordedFile, find_partials, hold, pull
 from sala.models.embedded import EMBEDDED, overlay_dir
 from sala.models.hub import (
     AlreadyThere,
@@ -109,20 +110,17 @@ class Library:
 
     def _cached(self, model_id: str) -> Entry | None:
         """Return a model of the Hugging Face cache, by its repository or the id that it has here."""
-        with contextlib.suppress(InputError):
-            repo_id = check_repo_id(model_id.replace("--", "/", 1))
-            if path := find_cached(repo_id):
-                entry = self._describe(folder_name(repo_id), path, False)
-                return entry and replace(entry, repo_id=repo_id, revision=path.name)
-        return None
+        repo_id = model_id.replace("--", "/", 1)
+        path = find_cached(repo_id)
+        entry = path and self._describe(folder_name(repo_id), path, False)
+        return replace(entry, repo_id=repo_id, revision=path.name) if path and entry else None
 
     def partials(self) -> tuple[Partial, ...]:
         """Return the downloads that can be resumed."""
-        place = self.directory / PARTIAL
-        if place.is_symlink() or not place.is_dir():
-            return ()
-        paths = [path for path in sorted(place.iterdir()) if "@" in path.name and path.is_dir()]
-        return tuple(Partial(path.name.partition("@")[0].replace("--", "/", 1), _size(path)) for path in paths)
+        return tuple(
+            Partial(path.name.partition("@")[0].replace("--", "/", 1), sum(_sizes(path).values()))
+            for path in find_partials(self.directory)
+        )
 
     def delete(self, model_id: str) -> None:
         """Remove a model of the models directory and its unfinished downloads; only unregister one from elsewhere."""
@@ -196,16 +194,15 @@ class Library:
     def _describe(self, model_id: str, path: Path, is_ours: bool) -> Entry | None:
         if not _is_model(path):
             return None
-        record = _read_registry(path, is_ours)
-        downloaded_at = record.get("downloaded_at")
+        record = _read_record(path, is_ours)
         return Entry(
             id=model_id,
             path=path,
-            repo_id=record.get("repo_id"),
-            revision=record.get("revision"),
+            repo_id=record.repo_id,
+            revision=record.revision,
             quantization=_quantization(path),
-            size_bytes=_size(path),
-            downloaded_at=float(downloaded_at) if downloaded_at is not None else None,
+            size_bytes=sum(_sizes(path).values()),
+            downloaded_at=record.downloaded_at,
             is_ours=is_ours,
         )
 
@@ -223,13 +220,11 @@ def _is_model(path: Path) -> bool:
     return has_weights and (path / "config.json").is_file()
 
 
-def _size(path: Path) -> int:
-    total = 0
-    with contextlib.suppress(OSError):  # it is being removed
-        for file in path.iterdir():
-            if file.is_file():
-                total += file.stat().st_size
-    return total
+def _sizes(path: Path) -> dict[str, int]:
+    """Return the bytes of every file of a directory, which may just be removed."""
+    with contextlib.suppress(OSError):
+        return {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+    return {}
 
 
 def _quantization(path: Path) -> dict[str, Any] | None:
@@ -245,52 +240,35 @@ def _quantization(path: Path) -> dict[str, Any] | None:
     return {name: value for name, value in found.items() if not isinstance(value, dict)}
 
 
-def _read_registry(path: Path, is_ours: bool) -> dict[str, Any]:
+def _read_record(path: Path, is_ours: bool) -> Record:
     """Return the facts of a model's download; an invalid file is moved aside and rebuilt from the model's files."""
     file = path / REGISTRY
-    guess = _guess(path)
     try:
         if file.is_symlink() or file.stat().st_size > MAX_CONFIG_BYTES:
             raise ValueError
-        return _check_record(json.loads(file.read_bytes()))
+        return Record.model_validate_json(file.read_bytes())
     except OSError:
-        return guess
-    except (ValueError, InputError, RecursionError):
+        return _guess(path)
+    except ValueError:
+        guess = _guess(path)
         if is_ours:
             with contextlib.suppress(OSError):  # a read-only models directory can be used too
                 file.replace(path / (REGISTRY + ".bad"))
-                write_registry(path, **guess)
+                guess.write(path)
         return guess
 
 
-def _check_record(record: Any) -> dict[str, Any]:
-    if not isinstance(record, dict) or set(record) != {"repo_id", "revision", "downloaded_at", "files"}:
-        raise ValueError
-    if record["repo_id"] is not None:
-        check_repo_id(record["repo_id"])
-    if record["revision"] is not None:
-        check_revision(record["revision"])
-    when = record["downloaded_at"]
-    if not isinstance(record["files"], dict) or not (when is None or (isinstance(when, float) and 0 <= when < 1e12)):
-        raise ValueError
-    return record
-
-
-def _guess(path: Path) -> dict[str, Any]:
+def _guess(path: Path) -> Record:
     repo_id = None
     with contextlib.suppress(InputError):
         repo_id = check_repo_id(path.name.replace("--", "/", 1))
-    files = {}
-    with contextlib.suppress(OSError):
-        for file in sorted(path.iterdir()):
-            if file.is_file() and not file.name.startswith("."):
-                files[file.name] = {"size": file.stat().st_size, "sha256": None}
-    return {"repo_id": repo_id, "revision": None, "downloaded_at": None, "files": files}
+    files = {name: RecordedFile(size=size) for name, size in sorted(_sizes(path).items()) if not name.startswith(".")}
+    return Record(repo_id=repo_id, files=files)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """The state of a download at one moment."""
+    """A download. `Downloads` hands out copies: the state at one moment."""
 
     id: str
     repo_id: str
@@ -300,6 +278,8 @@ class Job:
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # done, total
     error: str | None = None
     skipped: tuple[str, ...] = ()
+    stop: Stop = field(default_factory=Stop, repr=False)
+    thread: threading.Thread | None = field(default=None, repr=False)
 
     @property
     def done_bytes(self) -> int:
@@ -314,15 +294,6 @@ class Job:
         return self.status in ("done", "failed", "cancelled")
 
 
-@dataclass
-class _Task:
-    """A download with its thread; the job is replaced under the lock."""
-
-    job: Job
-    stop: Stop = field(default_factory=Stop)
-    thread: threading.Thread | None = None
-
-
 class Downloads:
     """Background downloads: a few at a time, and one per model."""
 
@@ -331,7 +302,7 @@ class Downloads:
         self._hub_url = hub_url
         self._slots = threading.Semaphore(max_running)
         self._lock = threading.Lock()
-        self._tasks: dict[str, _Task] = {}
+        self._jobs: dict[str, Job] = {}
         self._is_closed = False
 
     def start(self, repo_id: str, revision: str | None = None) -> Job:
@@ -344,94 +315,84 @@ class Downloads:
             if self._is_closed:
                 raise Busy("the server is closing")
             if job := self._active(folder):
-                return job
+                return copy(job)
             if self._library.find(repo_id) is not None:
                 raise AlreadyThere(f"{repo_id} is there already", "delete it first to download it again")
-            if sum(not task.job.is_over for task in self._tasks.values()) >= MAX_WAITING:
+            if sum(not job.is_over for job in self._jobs.values()) >= MAX_WAITING:
                 raise Busy("too many downloads are waiting", "wait for some of them to end")
-            task = _Task(Job(f"dl-{secrets.token_hex(8)}", repo_id, revision, time.time()))
-            task.thread = threading.Thread(target=self._run, args=(task, hub), name=task.job.id, daemon=True)
-            self._tasks[task.job.id] = task
-            self._forget()
-            task.thread.start()
-            return task.job
+            job = Job(f"dl-{secrets.token_hex(8)}", repo_id, revision, time.time())
+            job.thread = threading.Thread(target=self._run, args=(job, hub), name=job.id, daemon=True)
+            self._jobs[job.id] = job
+            over = [job_id for job_id, job in self._jobs.items() if job.is_over]
+            for job_id in over[: max(0, len(over) - MAX_FINISHED)]:
+                del self._jobs[job_id]
+            job.thread.start()
+            return copy(job)
 
     def get(self, job_id: str) -> Job | None:
         with self._lock:
-            task = self._tasks.get(job_id)
-            return None if task is None else task.job
+            return copy(self._jobs.get(job_id))
 
     def list(self) -> list[Job]:
         with self._lock:
-            return [task.job for task in self._tasks.values()]
+            return [copy(job) for job in self._jobs.values()]
 
     def find_active(self, model_id: str) -> Job | None:
         """Return the running download of this model, if there is one."""
-        with contextlib.suppress(InputError), self._lock:
-            return self._active(folder_name(model_id) if "/" in model_id else model_id)
-        return None
+        with self._lock:
+            return copy(self._active(model_id.replace("/", "--", 1)))
 
     def cancel(self, job_id: str) -> Job | None:
         """Stop a job; files that have arrived stay, so that a new job resumes."""
-        with self._lock:
-            task = self._tasks.get(job_id)
-        if task is None:
-            return None
-        task.stop.set()
-        if task.thread is not None:
-            task.thread.join(1.0)
+        job = self.get(job_id)
+        if job is not None:
+            _stop(job, timeout=1.0)
         return self.get(job_id)
 
     def close(self) -> None:
         """Stop all downloads; they can be resumed."""
         with self._lock:
             self._is_closed = True
-            tasks = list(self._tasks.values())
-        for task in tasks:
-            task.stop.set()
-        for task in tasks:
-            if task.thread is not None:
-                task.thread.join(2.0)
+        jobs = self.list()
+        for job in jobs:
+            job.stop.set()
+        for job in jobs:
+            _stop(job, timeout=2.0)
 
     def _active(self, folder: str) -> Job | None:
-        jobs = (task.job for task in self._tasks.values() if not task.job.is_over)
+        jobs = (job for job in self._jobs.values() if not job.is_over)
         return next((job for job in jobs if folder_name(job.repo_id).casefold() == folder.casefold()), None)
 
-    def _forget(self) -> None:
-        over = [job_id for job_id, task in self._tasks.items() if task.job.is_over]
-        for job_id in over[: max(0, len(over) - MAX_FINISHED)]:
-            del self._tasks[job_id]
+    def _run(self, job: Job, hub: Hub) -> None:
+        def progress(file: str, done: int, total: int) -> None:
+            with self._lock:
+                job.files = {**job.files, file: (done, total)}
 
-    def _run(self, task: _Task, hub: Hub) -> None:
-        status, error = "failed", None
+        def note(text: str) -> None:
+            with self._lock:
+                job.skipped += (text,)
+
+        status = "failed"
         try:
             while not self._slots.acquire(timeout=0.1):
-                task.stop.check()
+                job.stop.check()
             try:
-                self._pull(task, hub)
+                job.stop.check()
+                job.status = "running"
+                pull(self._library.directory, job.repo_id, job.revision, hub, progress, note, job.stop)
             finally:
                 self._slots.release()
             status = "done"
         except Cancelled:
             status = "cancelled"
         except SalaError as problem:
-            error = str(problem)
+            job.error = str(problem)
         except Exception as problem:  # whatever happened, the job must report it
-            error = f"it failed unexpectedly ({type(problem).__name__})"
-        self._update(task, status=status, error=error)
+            job.error = f"it failed unexpectedly ({type(problem).__name__})"
+        job.status = status
 
-    def _update(self, task: _Task, **changes: Any) -> None:
-        with self._lock:
-            task.job = replace(task.job, **changes)
 
-    def _pull(self, task: _Task, hub: Hub) -> None:
-        def progress(file: str, done: int, total: int) -> None:
-            with self._lock:
-                task.job = replace(task.job, files={**task.job.files, file: (done, total)})
-
-        task.stop.check()
-        self._update(task, status="running")
-        pull(
-            self._library.directory, task.job.repo_id, task.job.revision, hub, progress,
-            lambda text: self._update(task, skipped=(*task.job.skipped, text)), task.stop,
-        )  # fmt: skip
+def _stop(job: Job, timeout: float) -> None:
+    job.stop.set()
+    if job.thread is not None:
+        job.thread.join(timeout)

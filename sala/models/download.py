@@ -6,7 +6,6 @@ resumes inside a file. With hf-xet an interrupted file starts over; finished fil
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import time
@@ -14,11 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, Field
 
 from sala.checkpoint.reader import INDEX_FILE, MAX_HEADER_BYTES, Checkpoint
+from sala.checkpoint.writer import sync_directory, write_text
 from sala.errors import CheckpointError, DiskFull, check_space
-from sala.models.hub import AlreadyThere, Busy, Hub, Listing, check_revision, find_cached, folder_name
+from sala.models.hub import AlreadyThere, Busy, Hub, Listing, check_repo_id, check_revision, find_cached, folder_name
 from sala.models.transfer import (
     Cancelled,
     DownloadDiskFull,
@@ -40,6 +42,26 @@ WORKERS = 4  # files at a time
 REPORT_SECONDS = 0.1
 Progress = Callable[[str, int, int], None]
 Note = Callable[[str], None]
+
+
+class RecordedFile(BaseModel):
+    size: int
+    sha256: str | None = None
+
+
+class Record(BaseModel, extra="forbid", strict=True):
+    """The facts of a download, as `.sala.json` in the model's directory has them."""
+
+    repo_id: Annotated[str, AfterValidator(check_repo_id)] | None = None
+    revision: Annotated[str, AfterValidator(check_revision)] | None = None
+    downloaded_at: Annotated[float, Field(ge=0, lt=1e12)] | None = None
+    files: dict[str, RecordedFile]
+
+    def write(self, directory: Path) -> None:
+        draft = directory / (REGISTRY + ".part")
+        draft.unlink(missing_ok=True)
+        write_text(draft, self.model_dump_json(indent=2) + "\n")
+        draft.replace(directory / REGISTRY)
 
 
 def pull(
@@ -73,7 +95,7 @@ def pull(
         with writing_model(draft):
             draft.mkdir(exist_ok=True)
         _check_space(draft, listing)
-        hashes = _Transfer(hub, listing, draft, revision, on_progress, note, stop.fork()).run()
+        hashes = _Transfer(hub, listing, draft, revision, on_progress, note, Stop(stop)).run()
         _check_whole(draft)
         _publish(draft, target, listing, hashes)
         for old in find_partials(directory, folder):
@@ -102,13 +124,14 @@ def hold(directory: Path, folder: str) -> Iterator[None]:
         lock.release()
 
 
-def find_partials(directory: Path, folder: str) -> list[Path]:
-    """Return the directories of unfinished downloads of a model."""
+def find_partials(directory: Path, folder: str | None = None) -> list[Path]:
+    """Return the directories of unfinished downloads: of one model, or of all."""
     place = directory / PARTIAL
     if place.is_symlink() or not place.is_dir():
         return []
-    wanted = re.compile(re.escape(folder) + r"@[0-9a-f]{40,64}")
-    return [path for path in place.iterdir() if wanted.fullmatch(path.name) and not path.is_symlink() and path.is_dir()]
+    wanted = re.compile((".+" if folder is None else re.escape(folder)) + r"@[0-9a-f]{40,64}")
+    paths = [path for path in sorted(place.iterdir()) if wanted.fullmatch(path.name)]
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
 def _check_space(draft: Path, listing: Listing) -> None:
@@ -217,28 +240,21 @@ class _Transfer:
 def _progress_class(file: RemoteFile, stop: Stop, report: _Reporter) -> Any:
     """Return a class that huggingface_hub uses in place of a tqdm bar."""
 
-    class Bar:
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *_: object, total: int | None = None, initial: int = 0, **__: object) -> None:
-            self.total, self.done = total, initial
+            super().__init__(total=total, initial=initial, disable=True)
 
         def update(self, count: float | None = 1) -> None:
             stop.check()
-            self.done += int(count or 0)
-            report(max(0, min(self.done, file.size - 1)))  # the last byte counts when the hash is verified
+            self.n += int(count or 0)
+            report(max(0, min(self.n, file.size - 1)))  # the last byte counts when the hash is verified
 
         def update_transfer(self, count: float | None = 1) -> None:
             stop.check()
 
-        def close(self, *_: object, **__: object) -> None:
-            """Do nothing: the file's own progress goes on."""
-
-        set_postfix_str = set_transfer_postfix_str = refresh = close
-
-        def __enter__(self) -> "Bar":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.close()
+        set_transfer_postfix_str = tqdm.set_postfix_str
 
     return Bar
 
@@ -279,24 +295,8 @@ def _publish(draft: Path, target: Path, listing: Listing, hashes: Mapping[str, s
                 shutil.rmtree(path)
             elif path.name not in hashes:
                 path.unlink()
-        files = {file.name: {"size": file.size, "sha256": hashes[file.name]} for file in listing.files}
-        write_registry(draft, listing.repo_id, listing.commit, time.time(), files)
+        files = {file.name: RecordedFile(size=file.size, sha256=hashes[file.name]) for file in listing.files}
+        record = Record(repo_id=listing.repo_id, revision=listing.commit, downloaded_at=time.time(), files=files)
+        record.write(draft)
         draft.rename(target)
-        if os.name == "posix":
-            descriptor = os.open(target.parent, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-
-def write_registry(
-    directory: Path, repo_id: str | None, revision: str | None, downloaded_at: float | None, files: Mapping[str, Any]
-) -> None:
-    record = {"repo_id": repo_id, "revision": revision, "downloaded_at": downloaded_at, "files": dict(files)}
-    draft = directory / (REGISTRY + ".part")
-    with draft.open("w", encoding="utf-8") as handle:
-        handle.write(json.dumps(record, indent=2) + "\n")
-        handle.flush()
-        os.fsync(handle.fileno())
-    draft.replace(directory / REGISTRY)
+        sync_directory(target.parent)

@@ -18,14 +18,13 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from sala.checkpoint.gguf import GGUF
 from sala.checkpoint.lora import base_of, is_adapter
 from sala.checkpoint.overlay import assemble
 from sala.checkpoint.writer import new_directory, write_text
 from sala.config import SalaConfig
-from sala.errors import CheckpointError, InputError, ModelNotFound, SalaError, writing
+from sala.errors import CheckpointError, ModelNotFound, SalaError, writing
 
 EMBEDDED = "smol-sala"
 Note = Callable[[str], None]
@@ -66,21 +65,15 @@ def find_model(name: str | Path | None, note: Note = lambda _: None) -> Path:
     folder = "--".join(path.parts)  # organisation/name, as `sala pull` takes it
     if (models_dir() / folder).is_dir():
         return models_dir() / folder
-    return _find_cached(folder) or _raise_not_found(str(name), folder)
+    if "--" in folder:
+        from sala.models.hub import find_cached
+
+        if cached := find_cached(folder.replace("--", "/", 1)):
+            return cached
+    raise _not_found(str(name), folder)
 
 
-def _find_cached(folder: str) -> Path | None:
-    if "--" not in folder:
-        return None
-    from sala.models.hub import find_cached
-
-    try:
-        return find_cached(folder.replace("--", "/", 1))
-    except InputError:
-        return None
-
-
-def _raise_not_found(name: str, folder: str) -> NoReturn:
+def _not_found(name: str, folder: str) -> ModelNotFound:
     known = [EMBEDDED]
     with contextlib.suppress(OSError):
         known += [child.name for child in models_dir().iterdir() if not child.name.startswith(".")]
@@ -88,7 +81,7 @@ def _raise_not_found(name: str, folder: str) -> NoReturn:
     hint = "".join(f"did you mean {each}? Otherwise " for each in known if each.lower() in close)
     if "--" in folder:
         hint += f"download it with `sala pull {folder.replace('--', '/', 1)}`, "
-    raise ModelNotFound(f"there is no model {name!r}", f"{hint}see `sala list`, or give a directory with a checkpoint")
+    return ModelNotFound(f"there is no model {name!r}", f"{hint}see `sala list`, or give a directory with a checkpoint")
 
 
 def find_base(path: Path, adapter: str | Path | None, note: Note = lambda _: None) -> tuple[Path, Path | None]:

@@ -72,9 +72,9 @@ def find_cached(repo_id: str, revision: str | None = None) -> Path | None:
     """Return the model's directory in the Hugging Face cache if it is there, complete and readable."""
     from huggingface_hub import constants
 
-    place = Path(constants.HF_HUB_CACHE) / f"models--{folder_name(repo_id)}"
     commit = revision or "main"
     with contextlib.suppress(OSError, ValueError):
+        place = Path(constants.HF_HUB_CACHE) / f"models--{folder_name(repo_id)}"
         if not _COMMIT.fullmatch(commit):
             commit = (place / "refs" / check_revision(commit)).read_text(encoding="ascii").strip()
         snapshot = place / "snapshots" / commit
@@ -93,7 +93,7 @@ def cached_repos() -> list[str]:
     found = []
     for place in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
         repo_id = place.name.removeprefix("models--").replace("--", "/", 1)
-        with contextlib.suppress(OSError, ValueError, InputError):
+        with contextlib.suppress(OSError):
             snapshot = find_cached(repo_id)
             if snapshot is not None and b'"minicpm_sala"' in (snapshot / "config.json").read_bytes():
                 found.append(repo_id)
@@ -108,10 +108,6 @@ class Listing:
     commit: str
     files: tuple[RemoteFile, ...]  # small ones first
     skipped: tuple[str, ...]  # code and pickles
-
-    @property
-    def size(self) -> int:
-        return sum(file.size for file in self.files)
 
 
 class Hub:

@@ -54,28 +54,22 @@ class Broken(Exception):
 
 
 class Stop:
-    """Ends transfers from another thread, including those that wait for bytes; a fork stops with its parent."""
+    """Ends transfers from another thread, including those that wait for bytes; it stops together with its parent."""
 
-    def __init__(self) -> None:
+    def __init__(self, parent: "Stop | None" = None) -> None:
         self._event = threading.Event()
         self._sockets: set[socket.socket] = set()
-        self._forks: list[Stop] = []
         self._callbacks: list[Callable[[], object]] = []
-
-    def fork(self) -> "Stop":
-        child = Stop()
-        self._forks.append(child)
-        if self.is_set():
-            child.set()
-        return child
+        if parent is not None:
+            parent._callbacks.append(self.set)
+            if parent.is_set():
+                self.set()
 
     def set(self) -> None:
         self._event.set()
         for waiting in tuple(self._sockets):
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(waiting, socket.SHUT_RDWR)  # of the plain socket: no TLS goodbye first
-        for child in self._forks:
-            child.set()
         for callback in tuple(self._callbacks):
             callback()
 
@@ -127,9 +121,13 @@ class Client:
 
     @contextlib.contextmanager
     def open(self, url: str, headers: Mapping[str, str], stop: Stop) -> "Iterator[httpx2.Response]":
-        """Yield the response of any status, after redirects that are allowed; its body is not read yet."""
+        """Yield the response, after redirects that are allowed; its body is not read yet, and not compressed.
+
+        Raise Broken if the hub asks to try again later.
+        """
         import httpx2
 
+        name = urlsplit(url).path.rpartition("/")[2]
         for _ in range(MAX_REDIRECTS + 1):
             stop.check()
             try:
@@ -141,11 +139,17 @@ class Client:
                 raise _explain(error, urlsplit(url).hostname or "") from None
             with contextlib.closing(response):
                 if not response.has_redirect_location:
+                    _check_answer(response, name)
                     yield response
                     return
                 url = urljoin(url, response.headers["Location"])
             self.check_target(url)
         raise DownloadError(f"{self.hub.hostname} redirects in a circle")
+
+    def pause(self, error: Broken, stop: Stop, failures: int = 1) -> None:
+        """Wait before the next attempt: as long as the hub asks, or longer after every failure."""
+        wait = self.delay * 2 ** (failures - 1) if error.wait is None else error.wait
+        stop.wait(min(MAX_WAIT_SECONDS, wait))
 
     def check_target(self, url: str) -> None:
         """Raise DownloadError if a redirect leads to a foreign host, off HTTPS, or into the local network."""
@@ -219,6 +223,15 @@ class _Watcher:
                 raise
 
 
+def _check_answer(response: "httpx2.Response", name: str) -> None:
+    status, headers = response.status_code, response.headers
+    if status in _RETRY_STATUS:
+        wait = headers.get("Retry-After", "")
+        raise Broken(f"the hub answers {status}", float(wait) if re.fullmatch(r"\d{1,6}", wait) else None)
+    if status in (200, 206) and headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise DownloadError(f"{name} arrives compressed, which was not asked for")
+
+
 def _explain(error: Exception, host: str) -> Exception:
     import httpx2
 
@@ -288,41 +301,37 @@ def fetch(client: Client, url: str, file: RemoteFile, part: Path, stop: Stop, re
     if not file.size:
         part.touch()
     while (size := size_of(part)) != file.size:
+        if size > file.size:
+            part.unlink()
+            size = 0
         try:
-            _attempt(client, url, file, part, size, stop, report)
+            with client.open(url, {"Range": f"bytes={size}-"} if size else {}, stop) as response:
+                _save(response, file, part, _start(response, file, part, size), stop, report)
         except Broken as error:
-            stop.check()
             failures = 1 if size_of(part) >= best + PROGRESS_BYTES else failures + 1
             best = max(best, size_of(part))
             if failures >= client.tries:
                 raise DownloadError(
                     f"{file.name} does not arrive: {error}", "try again later; what has arrived is kept"
                 ) from None
-            wait = client.delay * 2 ** (failures - 1) if error.wait is None else error.wait
-            stop.wait(min(MAX_WAIT_SECONDS, wait))
+            client.pause(error, stop, failures)
 
 
 def size_of(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _attempt(
-    client: Client, url: str, file: RemoteFile, part: Path, size: int, stop: Stop, report: Callable[[int], None]
+def _save(
+    response: "httpx2.Response", file: RemoteFile, part: Path, start: int, stop: Stop, report: Callable[[int], None]
 ) -> None:
-    if size > file.size:
-        part.unlink()
-        size = 0
-    headers = {"Range": f"bytes={size}-"} if 0 < size < file.size else {}
-    with client.open(url, headers, stop) as response:
-        start = _start(response, file, part, size)
-        with writing_model(part, file.size - start), part.open("ab" if start else "wb") as handle:
-            for chunk in _chunks(response, stop):
-                start += len(chunk)
-                if start > file.size:
-                    handle.truncate(0)
-                    raise DownloadError(f"{file.name} is longer than the hub declares")
-                handle.write(chunk)
-                report(start)
+    with writing_model(part, file.size - start), part.open("ab" if start else "wb") as handle:
+        for chunk in _chunks(response, stop):
+            start += len(chunk)
+            if start > file.size:
+                handle.truncate(0)
+                raise DownloadError(f"{file.name} is longer than the hub declares")
+            handle.write(chunk)
+            report(start)
     if start != file.size:
         raise Broken("the connection broke off")
 
@@ -330,8 +339,6 @@ def _attempt(
 def _start(response: "httpx2.Response", file: RemoteFile, part: Path, size: int) -> int:
     """Return the offset of the body that follows; raise Broken or DownloadError if it cannot be used."""
     status = response.status_code
-    if status in _RETRY_STATUS:
-        raise Broken(f"the hub answers {status}", _retry_after(response.headers.get("Retry-After")))
     if status in (401, 403):
         raise DownloadError(
             f"{file.name} is restricted to users who accepted the model's terms",
@@ -339,8 +346,6 @@ def _start(response: "httpx2.Response", file: RemoteFile, part: Path, size: int)
         )
     if status not in (200, 206, 416) or (status != 200 and not size):
         raise DownloadError(f"{file.name} cannot be downloaded: the hub answers {status}")
-    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise DownloadError(f"{file.name} arrives compressed, which was not asked for")
     if status == 200:
         length = response.headers.get("Content-Length", "")
         if re.fullmatch(r"\d{1,18}", length) and int(length) != file.size:
@@ -399,34 +404,19 @@ def writing_model(path: Path, needed: int | None = None) -> Iterator[None]:
         raise DownloadError(f"{path} cannot be written: {error.strerror}", "set SALA_MODELS_DIR") from None
 
 
-def _retry_after(text: str | None) -> float | None:
-    return float(text) if text and re.fullmatch(r"\d{1,6}", text) else None
-
-
 def read_answer(client: Client, url: str, max_bytes: int, stop: Stop) -> "tuple[int, httpx2.Headers, bytes]":
     """Return status, headers and body of a small response; a broken one is asked for once more."""
-    for attempt in (1, 2):
+    for is_last in (False, True):
         try:
-            return _read_answer(client, url, max_bytes, stop, retried=_RETRY_STATUS if attempt == 1 else frozenset())
+            with client.open(url, {"Accept": "application/json"}, stop) as response:
+                body = bytearray()
+                for chunk in _chunks(response, stop):
+                    body += chunk
+                    if len(body) > max_bytes:
+                        raise DownloadError(f"{client.hub.hostname} sends more than {max_bytes >> 20} MiB of metadata")
+                return response.status_code, response.headers, bytes(body)
         except Broken as error:
-            stop.check()
-            if attempt == 2:
-                raise DownloadError(f"the hub does not answer: {error}", "check that this machine is online") from None
-            stop.wait(min(MAX_WAIT_SECONDS, client.delay if error.wait is None else error.wait))
+            if is_last:
+                raise DownloadError(f"no list of files: {error}", "check that this machine is online") from None
+            client.pause(error, stop)
     raise AssertionError
-
-
-def _read_answer(
-    client: Client, url: str, max_bytes: int, stop: Stop, retried: frozenset[int]
-) -> "tuple[int, httpx2.Headers, bytes]":
-    with client.open(url, {"Accept": "application/json"}, stop) as response:
-        if response.status_code in retried:
-            raise Broken(f"it answers {response.status_code}", _retry_after(response.headers.get("Retry-After")))
-        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise DownloadError(f"{client.hub.hostname} answers compressed, which was not asked for")
-        body = bytearray()
-        for chunk in _chunks(response, stop):
-            body += chunk
-            if len(body) > max_bytes:
-                raise DownloadError(f"{client.hub.hostname} sends more than {max_bytes >> 20} MiB of metadata")
-        return response.status_code, response.headers, bytes(body)
