@@ -123,26 +123,30 @@ class Client:
     def open(self, url: str, headers: Mapping[str, str], stop: Stop) -> "Iterator[httpx2.Response]":
         """Yield the response, after redirects that are allowed; its body is not read yet, and not compressed.
 
-        Raise Broken if the hub asks to try again later.
+        Raise Broken if the hub asks to try again later, or if the connection breaks, also inside the block.
         """
         import httpx2
 
-        name = urlsplit(url).path.rpartition("/")[2]
+        try:
+            with contextlib.closing(self._follow(url, headers, stop)) as response:
+                _check_answer(response, urlsplit(url).path.rpartition("/")[2])
+                yield response
+            stop.check()
+        except httpx2.InvalidURL:
+            raise DownloadError("the hub gives an address that is not a URL") from None
+        except (Broken, httpx2.TransportError) as error:
+            stop.check()
+            raise error if isinstance(error, Broken) else _explain(error) from None
+
+    def _follow(self, url: str, headers: Mapping[str, str], stop: Stop) -> "httpx2.Response":
+        """Return the first response that is not a redirect; httpx2 itself would read the whole body of each redirect."""
         for _ in range(MAX_REDIRECTS + 1):
             stop.check()
-            try:
-                response = self._session().send(self._request(url, headers, stop), stream=True)
-            except httpx2.InvalidURL:
-                raise DownloadError("the hub gives an address that is not a URL") from None
-            except httpx2.TransportError as error:
-                stop.check()
-                raise _explain(error, urlsplit(url).hostname or "") from None
-            with contextlib.closing(response):
-                if not response.has_redirect_location:
-                    _check_answer(response, name)
-                    yield response
-                    return
-                url = urljoin(url, response.headers["Location"])
+            response = self._session().send(self._request(url, headers, stop), stream=True)
+            if not response.has_redirect_location:
+                return response
+            response.close()
+            url = urljoin(url, response.headers["Location"])
             self.check_target(url)
         raise DownloadError(f"{self.hub.hostname} redirects in a circle")
 
@@ -232,19 +236,20 @@ def _check_answer(response: "httpx2.Response", name: str) -> None:
         raise DownloadError(f"{name} arrives compressed, which was not asked for")
 
 
-def _explain(error: Exception, host: str) -> Exception:
+def _explain(error: "httpx2.TransportError") -> Exception:
     import httpx2
 
+    host = _shown(error.request.url.host)
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return DownloadError(
-            f"the certificate of {_shown(host)} is not trusted here", "set SSL_CERT_FILE to your network's certificates"
+            f"the certificate of {host} is not trusted here", "set SSL_CERT_FILE to your network's certificates"
         )
     if isinstance(error, httpx2.ReadTimeout):
         return Broken("no bytes arrive any more")
     if isinstance(error, httpx2.TimeoutException):
-        return Broken(f"{_shown(host)} does not answer")
+        return Broken(f"{host} does not answer")
     if isinstance(error, httpx2.ConnectError | httpx2.ProxyError):
-        return Broken(f"{_shown(host)} cannot be reached ({type(error).__name__})")
+        return Broken(f"{host} cannot be reached ({type(error).__name__})")
     return Broken("the connection broke off")
 
 
@@ -325,7 +330,8 @@ def _save(
     response: "httpx2.Response", file: RemoteFile, part: Path, start: int, stop: Stop, report: Callable[[int], None]
 ) -> None:
     with writing_model(part, file.size - start), part.open("ab" if start else "wb") as handle:
-        for chunk in _chunks(response, stop):
+        for chunk in response.iter_raw():
+            stop.check()
             start += len(chunk)
             if start > file.size:
                 handle.truncate(0)
@@ -356,20 +362,6 @@ def _start(response: "httpx2.Response", file: RemoteFile, part: Path, size: int)
         part.unlink()
         raise Broken("the hub does not have the rest of the file", 0)
     return size
-
-
-def _chunks(response: "httpx2.Response", stop: Stop) -> Iterator[bytes]:
-    """Yield the body as it arrives, never decompressed; raise Broken where it ends early."""
-    import httpx2
-
-    try:
-        for chunk in response.iter_raw():
-            stop.check()
-            yield chunk
-    except httpx2.TransportError as error:
-        stop.check()
-        raise _explain(error, response.request.url.host) from None
-    stop.check()
 
 
 def verify(path: Path, file: RemoteFile, stop: Stop) -> str:
@@ -410,7 +402,7 @@ def read_answer(client: Client, url: str, max_bytes: int, stop: Stop) -> "tuple[
         try:
             with client.open(url, {"Accept": "application/json"}, stop) as response:
                 body = bytearray()
-                for chunk in _chunks(response, stop):
+                for chunk in response.iter_raw():
                     body += chunk
                     if len(body) > max_bytes:
                         raise DownloadError(f"{client.hub.hostname} sends more than {max_bytes >> 20} MiB of metadata")
