@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from sala.errors import ConfigError, ModelNotFound
 from sala.options.schema import FILE_CONFIG, Kind, short, validate
-from sala.quantization_config import QuantConfig
+from sala.quantization_config import IGNORED_FIELDS, QuantConfig
 
 Mixer = Literal["sparse", "lightning"]
 
@@ -31,30 +31,6 @@ MIXERS: dict[str, Mixer] = {
 }
 RELEASED_NAMES: dict[Mixer, str] = {"sparse": "minicpm4", "lightning": "lightning-attn"}
 
-# Written by other tools, without influence on the numbers.
-_IGNORED = {
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "_from_model_config",
-    "_name_or_path",
-    "architectures",
-    "attention_dropout",
-    "auto_map",
-    "chunk_size_feed_forward",
-    "id2label",
-    "initializer_range",
-    "is_encoder_decoder",
-    "label2id",
-    "layer_types",
-    "output_attentions",
-    "output_hidden_states",
-    "pretraining_tp",
-    "problem_type",
-    "return_dict",
-    "shift_labels",
-    "transformers_version",
-    "use_cache",
-}
 # Ours, for models that were converted from others; the released model has none of them.
 _OWN_FIELDS = ("attn_qk_norm", "attn_log_base", "trained_length")
 _MAX_CONFIG_BYTES = 16 << 20
@@ -70,18 +46,12 @@ Theta = Annotated[float, Field(strict=True, ge=1.0, le=1e12)]
 Switch = Annotated[bool, Field(strict=True)]
 
 
-def _must_be_false(value: bool) -> bool:
-    if value:
-        raise ValueError
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class _RopeParameters:
     __pydantic_config__ = FILE_CONFIG
 
     rope_theta: Theta = 10000.0
-    rope_type: Annotated[str, Field(pattern="^default$"), Kind("", "use default")] = "default"
+    rope_type: Literal["default"] = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +66,7 @@ class SparseConfig:
     block_size: Length = 64
     window_size: Annotated[int, Field(strict=True, ge=1, le=1 << 30)] = 2048
     topk: Annotated[int, Field(strict=True, ge=0, le=1 << 20)] = 64
-    use_nope: Annotated[bool, Field(strict=True), AfterValidator(_must_be_false), Kind("", "only false works")] = False
+    use_nope: Annotated[Literal[False], Kind("", "only false works")] = False
     dense_len: Annotated[int, Field(strict=True, ge=0, le=1 << 40)] = 8192
 
     @property
@@ -161,8 +131,8 @@ class SalaConfig:
     use_output_gate: Switch = True
     use_output_norm: Switch = True
     lightning_use_rope: Switch = True
-    lightning_scale: Annotated[str, Field(pattern=r"^1/sqrt\(d\)$"), Kind("", "use 1/sqrt(d)")] = "1/sqrt(d)"
-    hidden_act: Annotated[str, Field(pattern="^silu$"), Kind("", "use silu")] = "silu"
+    lightning_scale: Literal["1/sqrt(d)"] = "1/sqrt(d)"
+    hidden_act: Literal["silu"] = "silu"
     attention_bias: Switch = False
     tie_word_embeddings: Switch = False
     bos_token_id: Token | None = 1
@@ -171,7 +141,7 @@ class SalaConfig:
     dtype: Annotated[
         str, Field(pattern="^(bfloat16|float16|float32)$"), Kind("", "use bfloat16, float16 or float32")
     ] = "bfloat16"
-    model_type: Annotated[str, Field(pattern="^minicpm_sala$"), Kind("", "use minicpm_sala")] = "minicpm_sala"
+    model_type: Literal["minicpm_sala"] = "minicpm_sala"
     quantization: QuantConfig | None = None
 
     @property
@@ -257,7 +227,9 @@ def read_small_file(file: Path, limit: int) -> bytes:
 
 def _normalise(values: Mapping[str, Any]) -> dict[str, Any]:
     """Bring a `config.json` to the names and forms of `SalaConfig`, with defaults that depend on other fields."""
-    found = {name: value for name, value in values.items() if value is not None and name not in _IGNORED}
+    found = {
+        name: value for name, value in values.items() if value is not None and name not in IGNORED_FIELDS["config"]
+    }
     old = found.pop("torch_dtype", "bfloat16")
     found.setdefault("dtype", old)
     copy = found.pop("quantization_config", None)  # MLX writes the same table twice

@@ -8,8 +8,10 @@ A table with a `quant_method` was written by another program: its `Layout` says 
 
 import json
 import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from sala.errors import ConfigError
@@ -31,6 +33,7 @@ LINEARS_BY_MIXER = {
 MIXER_LINEARS = tuple(dict.fromkeys(name for names in LINEARS_BY_MIXER.values() for name in names))
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 LINEARS = (*MIXER_LINEARS, *MLP_LINEARS)
+IGNORED_FIELDS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("ignored_fields.toml").read_text())
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +160,6 @@ def _choice(table: Mapping[str, Any], name: str, allowed: Sequence[int], where: 
     return value
 
 
-# Fields of other programs that do not change the numbers: how the codes were found, and how they are run.
-_NOTES = {
-    "act_group_aware", "auto_forward_data_parallel", "backend", "batch_size", "block_name_to_quantize",
-    "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "dequantize", "do_fuse", "exllama_config",
-    "failsafe", "fallback", "fuse_max_seq_len", "global_compression_ratio", "gptaq", "hyb_act", "lm_head",
-    "max_input_length", "meta", "mock_quantization", "model_file_base_name", "model_name_or_path", "model_seqlen",
-    "module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "mse", "offload_to_disk",
-    "offload_to_disk_path", "pack_impl", "pad_token_id", "provider", "quantization_status", "scale_fmt",
-    "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "v2", "v2_alpha", "version",
-}  # fmt: skip
 _MAX_GROUP = 1 << 22
 _MAX_BLOCK = 1 << 16
 
@@ -247,7 +240,7 @@ class _Table:
 
     def finish(self) -> None:
         for name in self.fields:
-            if name not in _NOTES:
+            if name not in IGNORED_FIELDS["quantization"]:
                 raise self.fail(repr(str(name)), "is not known", "remove it if the weights do not depend on it")
 
 

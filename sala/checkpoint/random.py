@@ -1,6 +1,8 @@
 """Checkpoints with random weights, for tests and timing."""
 
 import json
+import shutil
+import tomllib
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -12,56 +14,13 @@ from sala.checkpoint.arrays import as_bytes, encode
 from sala.checkpoint.dtypes import FILE_DTYPES
 from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.writer import new_directory, write_text, write_weights
-from sala.config import SalaConfig, SparseConfig
+from sala.config import SalaConfig
 from sala.errors import InputError
 
-SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
-
-# One turn per message; reasoning of earlier turns is left out.
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
-
-RELEASED = SalaConfig(
-    vocab_size=73448,
-    hidden_size=4096,
-    intermediate_size=16384,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=2,
-    head_dim=128,
-    mixer_types=tuple("minicpm4" if i in (0, 9, 16, 17, 22, 29, 30, 31) else "lightning-attn" for i in range(32)),
-    lightning_nh=32,
-    lightning_nkv=32,
-    lightning_head_dim=128,
-    eos_token_id=(2, 73440),
-    pad_token_id=2,
-)
-TINY = SalaConfig(
-    vocab_size=256 + len(SPECIAL),
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=16,
-    mixer_types=("minicpm4", "lightning-attn", "lightning-attn", "minicpm4"),
-    lightning_nh=8,
-    lightning_nkv=8,
-    lightning_head_dim=16,
-    sparse_config=SparseConfig(window_size=256, topk=8, dense_len=1024),
-    dim_model_base=32,
-    bos_token_id=256,
-    eos_token_id=(257, 259),
-    pad_token_id=257,
-    dtype="float32",
-)
-SHAPES = {"tiny": TINY, "9b": RELEASED}
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")  # after the 256 bytes of the tiny vocabulary
+_SHAPES_FILE = Path(__file__).with_name("shapes.toml")
+SHAPES = {name: SalaConfig.from_dict(table) for name, table in tomllib.loads(_SHAPES_FILE.read_text()).items()}
+TINY, RELEASED = SHAPES["tiny"], SHAPES["9b"]
 
 
 def cut_layers(config: SalaConfig, num_layers: int) -> SalaConfig:
@@ -122,7 +81,7 @@ def write_byte_tokenizer(directory: Path) -> None:
     write_text(directory / "tokenizer.json", tokenizer.to_str())
     settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "add_bos_token": True}
     write_text(directory / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
-    write_text(directory / "chat_template.jinja", CHAT_TEMPLATE)
+    shutil.copyfile(Path(__file__).with_name("chat_template.jinja"), directory / "chat_template.jinja")
 
 
 def _byte_alphabet() -> list[str]:

@@ -139,7 +139,7 @@ class Client:
             raise error if isinstance(error, Broken) else _explain(error) from None
 
     def _follow(self, url: str, headers: Mapping[str, str], stop: Stop) -> "httpx2.Response":
-        """Return the first response that is not a redirect; httpx2 itself would read the whole body of each redirect."""
+        """Return the first response that is not a redirect; httpx2 itself would read the whole body of a redirect."""
         for _ in range(MAX_REDIRECTS + 1):
             stop.check()
             response = self._session().send(self._request(url, headers, stop), stream=True)

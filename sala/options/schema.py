@@ -366,9 +366,7 @@ def short(value: object) -> str:
 
 def _describe(name: str, info: FieldInfo) -> Option:
     inner, metadata = _unwrap(info.annotation, info.metadata)
-    kind = next((item for item in metadata if isinstance(item, Kind)), None)
-    choices = tuple(map(str, get_args(inner))) if get_origin(inner) is Literal else ()
-    kind = kind or (CHOICE if choices else _BUILT_IN.get(inner, Kind("TEXT", "give a valid value")))
+    kind, choices = _kind_of(inner, metadata, Kind("TEXT", "give a valid value"))
     extra: Any = info.json_schema_extra
     return Option(
         name=name,
@@ -384,6 +382,13 @@ def _describe(name: str, info: FieldInfo) -> Option:
         is_list=get_origin(inner) is tuple,
         shown=extra["shown"],
     )
+
+
+def _kind_of(inner: Any, metadata: Iterable[Any], otherwise: Kind) -> tuple[Kind, tuple[str, ...]]:
+    """Return the kind of a type, and the values of a `Literal`."""
+    kind = next((item for item in metadata if isinstance(item, Kind)), None)
+    choices = tuple(map(str, get_args(inner))) if get_origin(inner) is Literal else ()
+    return kind or (CHOICE if choices else _BUILT_IN.get(inner, otherwise)), choices
 
 
 def _unwrap(annotation: Any, metadata: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -439,10 +444,9 @@ def _locate(cls: type, error: ValidationError, where: str) -> ConfigError:
         hint = suggest(name, hints, "remove it, or update this package if the model is newer")
         return ConfigError(f"{where}: {short(name)} is not a field of this model", hint)
     inner, metadata = _unwrap(hints[name], ())
-    kind = next((item for item in metadata if isinstance(item, Kind)), None)
-    kind = kind or _BUILT_IN.get(inner, Kind("", "it must be an object"))
+    kind, choices = _kind_of(inner, metadata, Kind("", "it must be an object"))
     problem = "is missing" if first["type"] == "missing" or first["input"] is None else f"is {short(first['input'])}"
-    return ConfigError(f"{where}: {name} {problem}", kind.rule or _word_rule(kind, (), metadata))
+    return ConfigError(f"{where}: {name} {problem}", kind.rule or _word_rule(kind, choices, metadata))
 
 
 def _first(error: ValidationError) -> Any:
