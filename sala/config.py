@@ -15,7 +15,7 @@ from pydantic import Field
 
 from sala.errors import ConfigError, ModelNotFound
 from sala.options.schema import FILE_CONFIG, Kind, short, validate
-from sala.quantization_config import IGNORED_FIELDS, QuantConfig
+from sala.quantization_config import IGNORED_FIELDS, Layout, QuantConfig
 
 Mixer = Literal["sparse", "lightning"]
 
@@ -143,6 +143,11 @@ class SalaConfig:
     ] = "bfloat16"
     model_type: Literal["minicpm_sala"] = "minicpm_sala"
     quantization: QuantConfig | None = None
+
+    @property
+    def layout(self) -> Layout | None:
+        """How another program stored the matrices; None if this package or MLX did."""
+        return None if self.quantization is None else self.quantization.layout
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:

@@ -18,4 +18,4 @@ def load(name: str) -> ModuleType:
     return module
 
 
-questions, rules = load("questions"), load("rules")
+pack, questions, rules = load("pack"), load("questions"), load("rules")

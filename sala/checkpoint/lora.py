@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from sala.checkpoint.arrays import Floats, as_array, as_bytes, decode, encode
-from sala.checkpoint.dtypes import FILE_DTYPES, FLOAT_DTYPES, ITEM_SIZES, NUMPY_DTYPES
-from sala.checkpoint.external_formats import parts_of, read_fp8_scales, read_matrix
+from sala.checkpoint.dtypes import FILE_DTYPES, FLOAT_DTYPES, NUMPY_DTYPES
+from sala.checkpoint.external_formats import fp8_rows, parts_of, read_matrix
 from sala.checkpoint.names import check_tensors, expected_tensors, external_modules, quantized_modules
-from sala.checkpoint.packing import PACKED_PARTS, Packed, dequantize
+from sala.checkpoint.packing import PACKED_PARTS, Packed, dequantize, read_packed
 from sala.checkpoint.reader import Checkpoint, RawTensor, TensorInfo, read_file_header, read_tensors
+from sala.checkpoint.writer import spec_bytes
 from sala.config import SalaConfig, read_json_object
 from sala.errors import CheckpointError, ModelNotFound
 from sala.quantization_config import Groups, matrix_modules
@@ -188,21 +189,20 @@ class MergedCheckpoint(Checkpoint):
     def __init__(
         self, path: str | Path, config: SalaConfig, adapter: Adapter | None, expanded: Iterable[str] = ()
     ) -> None:
-        super().__init__(path)
-        check_tensors(self, config)
-        self._origin, self._adapter = config, adapter
-        self._packed = quantized_modules(self.tensors, config)
-        self._external = external_modules(self.tensors, config)
+        self._base = Checkpoint(path)
+        check_tensors(self._base, config)
+        self.path, self._origin, self._adapter = self._base.path, config, adapter
+        self._packed = quantized_modules(self._base.tensors, config)
+        self._external = external_modules(self._base.tensors, config)
         changed = dict(adapter.changes) if adapter is not None else {}
         self._changes: dict[str, Change | None] = dict.fromkeys(expanded) | changed
-        self._base = self.tensors
         self.tensors = MappingProxyType(self._merged_tensors())
         self.config = self._merged_config()
 
     def read(self, name: str) -> RawTensor:
         module = name.removesuffix(".weight")
         if module not in self._changes or name == module:
-            return super().read(name)
+            return self._base.read(name)
         info = self.tensors[name]
         out = np.empty(info.shape, NUMPY_DTYPES[info.dtype])
         rows = self._rows(module)
@@ -220,34 +220,27 @@ class MergedCheckpoint(Checkpoint):
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(merge, range(0, info.shape[0], step)))
         for part in self._parts(module):
-            _Unmerged(self, self._base).forget(part)
+            self._base.forget(part)
         return RawTensor(info.dtype, info.shape, as_bytes(out))
 
     def forget(self, name: str, begin: int = 0, end: int | None = None) -> None:
         if name.removesuffix(".weight") not in self._changes:
-            super().forget(name, begin, end)
+            self._base.forget(name, begin, end)
 
-    def __enter__(self) -> "MergedCheckpoint":
-        return self
+    def close(self) -> None:
+        self._base.close()
 
     def fingerprint(self) -> str:
         """Return a hash of the base and the adapter, without merging them."""
-        with Checkpoint(self.path) as base:
-            text = f"{base.fingerprint()} {self._adapter.fingerprint if self._adapter is not None else ''}"
+        text = f"{self._base.fingerprint()} {self._adapter.fingerprint if self._adapter is not None else ''}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _merged_tensors(self) -> dict[str, TensorInfo]:
-        dtype = FILE_DTYPES[self._origin.dtype]
-        shapes = expected_tensors(self._origin)
-        gone = {part: module for module in self._changes for part in self._parts(module)}
-        out = {}
-        for name, info in self._base.items():
-            if name not in gone:
-                out[name] = info
-        for module in self._changes:
-            shape = shapes[f"{module}.weight"]
-            nbytes = ITEM_SIZES[dtype] * shape[0] * shape[1]
-            out[f"{module}.weight"] = TensorInfo(dtype, shape, self.path, 0, nbytes)
+        dtype, shapes = FILE_DTYPES[self._origin.dtype], expected_tensors(self._origin)
+        gone = {part for module in self._changes for part in self._parts(module)}
+        out = {name: info for name, info in self._base.tensors.items() if name not in gone}
+        for name in (f"{module}.weight" for module in self._changes):
+            out[name] = TensorInfo(dtype, shapes[name], self.path, 0, spec_bytes((dtype, shapes[name])))
         return out
 
     def _merged_config(self) -> SalaConfig:
@@ -265,35 +258,25 @@ class MergedCheckpoint(Checkpoint):
 
     def _parts(self, module: str) -> list[str]:
         """Return the tensors of the file that make up the matrix of a module."""
-        layout = self._origin.quantization.layout if self._origin.quantization is not None else None
+        layout = self._origin.layout
         if layout is not None and module in self._external:
             parts = parts_of(module, self._external[module], layout, self._base)
-            return [name for name in parts if name in self._base]
-        if module in self._packed:
-            return [f"{module}.{part}" for part in PACKED_PARTS]
-        return [f"{module}.weight"]
+            return [name for name in parts if name in self._base.tensors]
+        return [f"{module}.{part}" for part in (PACKED_PARTS if module in self._packed else ("weight",))]
 
     def _rows(self, module: str) -> Callable[[int, int], Floats]:
         """Return a function that reads rows begin…end of a matrix in fp32, in whatever format they are stored."""
-        layout = self._origin.quantization.layout if self._origin.quantization is not None else None
-        base = _Unmerged(self, self._base)
+        layout = self._origin.layout
         if layout is not None and module in self._external:
             if layout.kind == "fp8":
-                return _fp8_rows(base, module, layout.block)
-            matrix = read_matrix(base, module, self._external[module], layout)
+                return fp8_rows(self._base, module, layout.block)
+            matrix = read_matrix(self._base, module, self._external[module], layout)
             return _packed_rows(matrix.packed, matrix.order)
         if module in self._packed:
-            return _packed_rows(_read_packed(base, module, self._packed[module]), None)
-        raw = base.read(f"{module}.weight")
+            return _packed_rows(read_packed(self._base.read, module, self._packed[module]), None)
+        raw = self._base.read(f"{module}.weight")
         values = as_array(raw)
         return lambda begin, end: decode(values[begin:end], raw.dtype)
-
-
-class _Unmerged(Checkpoint):
-    """The tensors of a merged checkpoint as they are in the file."""
-
-    def __init__(self, merged: MergedCheckpoint, tensors: Mapping[str, TensorInfo]) -> None:
-        self.path, self.tensors, self._maps = merged.path, tensors, merged._maps
 
 
 def open_checkpoint(path: Path, config: SalaConfig, adapter: str | Path | None) -> tuple[Checkpoint, SalaConfig]:
@@ -302,11 +285,6 @@ def open_checkpoint(path: Path, config: SalaConfig, adapter: str | Path | None) 
         return Checkpoint(path), config
     merged = MergedCheckpoint(path, config, read_adapter(adapter, config))
     return merged, merged.config
-
-
-def _read_packed(checkpoint: Checkpoint, module: str, groups: Groups) -> Packed:
-    codes, scales, biases = (checkpoint.read(f"{module}.{part}") for part in PACKED_PARTS)
-    return Packed(as_array(codes), as_array(scales), as_array(biases), groups.bits, groups.group_size, scales.dtype)
 
 
 def _packed_rows(packed: Packed, order: "np.ndarray[Any, np.dtype[np.int64]] | None") -> Callable[[int, int], Floats]:
@@ -325,28 +303,3 @@ def _packed_rows(packed: Packed, order: "np.ndarray[Any, np.dtype[np.int64]] | N
         return out
 
     return rows
-
-
-def _fp8_rows(checkpoint: Checkpoint, module: str, block: tuple[int, int] | None) -> Callable[[int, int], Floats]:
-    raw = checkpoint.read(f"{module}.weight")
-    num_out, num_in = raw.shape
-    codes = as_array(raw)
-    scales = read_fp8_scales(checkpoint, module)
-    height, width = (num_out // len(scales), num_in) if block is None else block
-    values = _e4m3_values()
-
-    def rows(begin: int, end: int) -> Floats:
-        own = scales[np.arange(begin, end) // height]
-        return values[codes[begin:end]] * np.repeat(own, width, 1)[:, :num_in]
-
-    return rows
-
-
-def _e4m3_values() -> Floats:
-    """Return the value of every code s eeee mmm; two codes are NaN."""
-    codes = np.arange(256)
-    exponent, fraction = (codes >> 3) & 15, codes & 7
-    size = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10.0), fraction * 2.0**-9)
-    size[(codes & 127) == 127] = np.nan
-    signed: Floats = np.where(codes & 128, -size, size).astype(np.float32)
-    return signed

@@ -102,7 +102,7 @@ def _expected_parts(
     found: Mapping[str, TensorInfo], config: SalaConfig, packed: Mapping[str, Groups]
 ) -> dict[str, Part]:
     """Return what every tensor must be in the layout that config.json states."""
-    layout = config.quantization.layout if config.quantization is not None else None
+    layout = config.layout
     if layout is None:
         codes = {f"{module}.weight" for module in packed}
         return {
@@ -128,10 +128,9 @@ def _check_part(name: str, info: TensorInfo, part: Part) -> None:
 
 def external_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of the matrix of every module in an external format."""
-    quant = config.quantization
-    if quant is None or quant.layout is None:
+    layout, shapes = config.layout, expected_tensors(config)
+    if layout is None:
         return {}
-    layout, shapes = quant.layout, expected_tensors(config)
     names = find_modules(tensors, layout)
     if not names:
         raise CheckpointError(
@@ -151,12 +150,10 @@ def quantized_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> 
     Modules in external formats have the groups that they are read in; FP8 is read as plain weights.
     """
     names = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
-    quant = config.quantization
-    if quant is not None and quant.layout is not None:
-        modules = external_modules(tensors, config)
-        if quant.layout.kind == "fp8":
-            return {}
-        return {name: groups_of(name, shape, quant.layout) for name, shape in modules.items()}
+    quant, layout = config.quantization, config.layout
+    if layout is not None:
+        modules = external_modules(tensors, config) if layout.kind != "fp8" else {}
+        return {name: groups_of(name, shape, layout) for name, shape in modules.items()}
     if quant is None:
         _refuse("the checkpoint", "is quantized, but config.json does not mention", names, "add its quantization table")
         return {}

@@ -5,14 +5,16 @@ fill `bits` words, so a row never ends inside a word. Scales keep the precision 
 not have, is kept as its 16 bits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sala.checkpoint.arrays import Array, Floats, decode, encode
+from sala.checkpoint.arrays import Array, Floats, as_array, decode, encode
+from sala.checkpoint.reader import RawTensor
 from sala.errors import CheckpointError
-from sala.quantization_config import BITS, GROUP_SIZES
+from sala.quantization_config import BITS, GROUP_SIZES, Groups
 
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 
@@ -34,6 +36,12 @@ class Packed:
 
 
 PACKED_PARTS = {"weight": "codes", "scales": "scales", "biases": "biases"}  # tensor of a module → field of Packed
+
+
+def read_packed(read: Callable[[str], RawTensor], module: str, groups: Groups) -> Packed:
+    """Return the matrix of a quantized module; `read` returns a tensor by name."""
+    codes, scales, biases = (read(f"{module}.{part}") for part in PACKED_PARTS)
+    return Packed(as_array(codes), as_array(scales), as_array(biases), groups.bits, groups.group_size, scales.dtype)
 
 
 def packed_specs(module: str, packed: Packed) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from sala.checkpoint.dtypes import ITEM_SIZES
 from sala.errors import CheckpointError, ModelNotFound
+from sala.protocol import Blob
 
 MAX_HEADER_BYTES = 100 << 20
 SINGLE_FILE = "model.safetensors"
@@ -40,13 +41,7 @@ class TensorInfo:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class RawTensor:
-    """The bytes of a tensor, in C order and little-endian, with precision and shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
+RawTensor = Blob  # the bytes of a tensor, in C order and little-endian, with precision and shape
 
 
 class Checkpoint:
@@ -100,7 +95,7 @@ class Checkpoint:
         """Close the files; a view that is still in use keeps its file mapped."""
         self._maps = {}
 
-    def __enter__(self) -> "Checkpoint":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -45,7 +45,7 @@ def describe(config: "SalaConfig", checkpoint: "Checkpoint") -> dict[str, Any]:
     element = ELEMENT_BYTES[config.dtype]
     sparse, packed = config.sparse_config, quantized_modules(checkpoint.tensors, config)
     state = state_bytes(config)
-    layout = config.quantization.layout if config.quantization is not None else None
+    layout = config.layout
     return {
         "parameters": count_parameters(expected_tensors(config)),
         "weight_bytes": checkpoint.nbytes,

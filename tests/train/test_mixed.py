@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sala.backends.torch.batch import whole
 from sala.backends.torch.model import SalaModel
-from sala.checkpoint.overlay import OverlayPacking, assemble, pack_overlay, write_overlay
+from sala.checkpoint.overlay import OverlayPacking, assemble
 from sala.checkpoint.random import TINY, write_random
 from sala.config import SparseConfig
 from sala.lab.train.adapters import round_to_codes
@@ -31,6 +31,7 @@ from sala.lab.train.mixed import (
 )
 from sala.lab.train.models import load_for_training
 from sala.lab.train.overlays import MLP_LINEARS, TeacherBase, load_overlay, overlay_storage
+from tests.smol_sala import pack
 from tests.train.dense import CONFIG
 
 PACKING = OverlayPacking(bits=4, gate_bits=5, group_size=32, rank=6)
@@ -76,8 +77,8 @@ def overlay(teacher: SalaModel, tmp_path: Path) -> Path:
 
 def write_packed(model: SalaModel, tensors: dict[str, np.ndarray], teacher: SalaModel, target: Path) -> None:
     target.mkdir(exist_ok=True)
-    modules, norms, quantization = pack_overlay(model.config, tensors, TeacherBase.of(teacher), PACKING)
-    write_overlay(target, modules, norms)
+    modules, norms, quantization = pack.pack_overlay(model.config, tensors, TeacherBase.of(teacher), PACKING)
+    pack.write_overlay(target, modules, norms)
     config = replace(model.config, quantization=quantization).to_dict()
     (target / "config.json").write_text(json.dumps(config))
 

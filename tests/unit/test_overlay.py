@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from sala.checkpoint.names import expected_tensors
-from sala.checkpoint.overlay import CHANGE_GROUPS, assemble, changes, low_rank, read_overlay, widen, write_overlay
+from sala.checkpoint.overlay import CHANGE_GROUPS, assemble, read_overlay, widen
 from sala.checkpoint.packing import Packed, dequantize, quantize
 from sala.checkpoint.random import TINY
 from sala.checkpoint.reader import Checkpoint
 from sala.errors import CheckpointError
 from sala.quantization_config import QuantConfig
+from tests.smol_sala import pack
 
 RNG = np.random.default_rng(0)
 GROUPS = QuantConfig(5, 32)
@@ -38,8 +39,8 @@ def test_assembled(tmp_path: Path) -> None:
     norm = RNG.standard_normal(128).astype(np.float32)
     up, down = RNG.standard_normal((256, 3)).astype(np.float32), RNG.standard_normal((3, 128)).astype(np.float32)
     modules = {"model.layers.1.self_attn.q_proj": quantize(mixer, 5, 32, "F16")}
-    modules |= dict(changes({"model.layers.0.mlp.up_proj": (up, down)}))
-    write_overlay(tmp_path, modules, {"model.norm.weight": norm}, file_bytes=8_000)
+    modules |= dict(pack.changes({"model.layers.0.mlp.up_proj": (up, down)}))
+    pack.write_overlay(tmp_path, modules, {"model.norm.weight": norm}, file_bytes=8_000)
     assert len(list(tmp_path.glob("overlay-*.safetensors"))) > 1
     config = assemble(tmp_path, replace(TINY, quantization=GROUPS), base, tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -76,7 +77,7 @@ def test_assembled(tmp_path: Path) -> None:
 
 def test_low_rank_finds_the_change() -> None:
     change = (RNG.standard_normal((90, 4)) @ RNG.standard_normal((4, 70))).astype(np.float32)
-    up, down = low_rank(change, 4)
+    up, down = pack.low_rank(change, 4)
     np.testing.assert_allclose(up @ down, change, atol=1e-3)
     np.testing.assert_allclose(np.linalg.norm(up), np.linalg.norm(down), rtol=0.01)
 
@@ -90,7 +91,7 @@ def test_wider_words_same_values(bits: int) -> None:
 
 
 def test_bits_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    write_overlay(tmp_path, {"model.layers.1.self_attn.q_proj": quantize(np.ones((4, 64), np.float32), 4, 32)}, {})
+    pack.write_overlay(tmp_path, {"model.layers.1.self_attn.q_proj": quantize(np.ones((4, 64), np.float32), 4, 32)}, {})
     with pytest.raises(CheckpointError, match="does not have the bits"):
         read_overlay(tmp_path, GROUPS)
     with pytest.raises(CheckpointError, match="no overlay"):

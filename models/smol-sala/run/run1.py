@@ -13,6 +13,7 @@ import argparse
 import json
 import lzma
 import shutil
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 from sala.backends.torch.model import SalaModel
-from sala.checkpoint.overlay import OverlayPacking, assemble, pack_overlay, write_overlay
+from sala.checkpoint.overlay import OverlayPacking, assemble
 from sala.config import SalaConfig, SparseConfig
 from sala.lab.train.data import MicroBatch
 from sala.lab.train.fast_paths import FastPaths
@@ -41,6 +42,9 @@ from sala.lab.train.recipe_run import RecipeRun
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parent
+sys.path.insert(0, str(MODEL))
+from pack import pack_overlay, write_overlay  # noqa: E402
+
 SMOL = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "rope_theta": 100000.0, "rms_norm_eps": 1e-5,

@@ -10,12 +10,12 @@ from sala.backends.mlx.model import SalaModel
 from sala.backends.mlx.quantized_linear import AffineEmbedding, AffineLinear, AffineWeight
 from sala.checkpoint.arrays import as_array
 from sala.checkpoint.dtypes import dtypes_by_name
-from sala.checkpoint.external_formats import read_fp8_scales, read_matrix
+from sala.checkpoint.external_formats import fp8_rows, read_matrix
 from sala.checkpoint.names import check_tensors, expected_tensors, external_modules, quantized_modules
 from sala.checkpoint.packing import Packed
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.errors import CheckpointError, InputError
+from sala.errors import InputError
 from sala.quantization_config import Groups
 
 DTYPES = dtypes_by_name(mx)
@@ -80,8 +80,7 @@ def put_quantized(
 
 def put_external(model: SalaModel, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
     """Replace a linear by a matrix in an external format; at most one module is in memory twice."""
-    assert model.config.quantization is not None
-    layout = model.config.quantization.layout
+    layout = model.config.layout
     assert layout is not None
     if layout.kind == "fp8":
         find_module(model, name).weight = expand_fp8(checkpoint, name, layout.block, dtype)
@@ -93,33 +92,17 @@ def put_external(model: SalaModel, checkpoint: Checkpoint, name: str, shape: tup
 
 def expand_fp8(checkpoint: Checkpoint, name: str, block: tuple[int, int] | None, dtype: mx.Dtype) -> mx.array:
     """Return an FP8 matrix [out, in] in the precision of the model, rounded once, some rows at a time."""
-    raw = checkpoint.read(f"{name}.weight")
-    num_out, num_in = raw.shape
-    codes = np.frombuffer(raw.data, np.uint8).reshape(num_out, num_in)
-    scales = read_fp8_scales(checkpoint, name)
-    height, width = (num_out // len(scales), num_in) if block is None else block
-    columns = np.arange(num_in) // width
+    rows = fp8_rows(checkpoint, name, block)
+    num_out, num_in = checkpoint.tensors[f"{name}.weight"].shape
     step, pieces = max(1, _FEW // num_in), []
     for begin in range(0, num_out, step):
         end = min(begin + step, num_out)
-        if (codes[begin:end] & 0x7F).max() == 0x7F:
-            raise CheckpointError(
-                f"{checkpoint.path}: {name}.weight has a value that is not a number", "download it again"
-            )
-        rows = decode_e4m3(codes[begin:end]) * scales[np.arange(begin, end) // height][:, columns]
-        pieces.append(mx.array(rows).astype(dtype))
+        pieces.append(mx.array(rows(begin, end)).astype(dtype))
         mx.eval(pieces[-1])
         checkpoint.forget(f"{name}.weight", begin * num_in, end * num_in)
     out = mx.concatenate(pieces)
     mx.eval(out)
     return out
-
-
-def decode_e4m3(codes: "np.ndarray[Any, np.dtype[np.uint8]]") -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """Return the numbers of codes s eeee mmm in fp32; fp16 numbers with the same bits are 2^8 times smaller."""
-    wide = codes.astype(np.uint16)
-    half = (wide & 0x7F) << 7 | (wide & 0x80) << 8
-    return half.view(np.float16).astype(np.float32) * np.float32(256)
 
 
 def to_affine(packed: Packed) -> AffineWeight:

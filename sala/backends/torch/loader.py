@@ -94,8 +94,7 @@ def put_external(
     is_expanded: bool,
 ) -> None:
     """Replace a linear by a matrix in an external format; at most one module is in memory twice."""
-    assert model.config.quantization is not None
-    layout = model.config.quantization.layout
+    layout = model.config.layout
     assert layout is not None
     if layout.kind == "fp8":
         weight = expand_fp8(checkpoint, name, layout.block, dtype, device)
@@ -109,7 +108,7 @@ def read_weight(
     checkpoint: Checkpoint, config: SalaConfig, name: str, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return the matrix of a module [out, in] in any format; the tensors must have been checked."""
-    layout = config.quantization.layout if config.quantization is not None else None
+    layout = config.layout
     shape = external_modules(checkpoint.tensors, config).get(name)
     if layout is not None and shape is not None:
         if layout.kind == "fp8":

@@ -149,7 +149,7 @@ def frozen_linears(options: FinetuneOptions, device: torch.device) -> MakeLinear
 
 def _read_quantized(checkpoint: Checkpoint, config: SalaConfig, name: str) -> tuple[AffineWeight | None, Tensor | None]:
     """Return a quantized matrix and its column order as the checkpoint stores them; None if it is plain or FP8."""
-    layout = config.quantization.layout if config.quantization is not None else None
+    layout = config.layout
     shape = external_modules(checkpoint.tensors, config).get(name)
     if layout is not None and shape is not None:
         return (None, None) if layout.kind == "fp8" else read_external(checkpoint, name, shape, layout)
