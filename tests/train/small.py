@@ -14,12 +14,14 @@ from sala.backends.torch.model import SalaModel
 from sala.checkpoint.random import TINY, write_random
 from sala.config import SparseConfig
 from sala.lab.train import loop
+from sala.lab.train.accelerated import Accelerated, Group
 from sala.lab.train.data import Mixture, StreamRows, TokenStream, TrainingRow
-from sala.lab.train.loop import Group, OutOfTime, Progress, train
+from sala.lab.train.loop import OutOfTime, Progress, train
 from sala.lab.train.models import load_for_training
-from sala.lab.train.objectives import Align, Distil, NextToken
+from sala.lab.train.objectives import Align, Distil, NextToken, Objective
 from sala.lab.train.processes import destroy_process, gather_parameters, is_main_process
 from sala.lab.train.recipe import Source, TrainStage
+from sala.lab.train.steps import StepPart
 
 SMALL = replace(
     TINY,
@@ -99,7 +101,7 @@ def learn(
         Group(tuple(n for n in names if ".mlp." not in n), 1.0),
         Group(tuple(n for n in names if ".mlp." in n), 0.5),
     ]
-    return train(objective, stage, mixture or small_mixture(), directory, groups, note, deadline)
+    return run_loop(objective, stage, groups, mixture or small_mixture(), directory, note, deadline)
 
 
 def align(
@@ -108,7 +110,21 @@ def align(
     model.requires_grad_(True)
     objective = Align({i: model.model.layers[i].self_attn for i in (0, 2)}, teacher)
     names = tuple(name for name, _ in objective.named_parameters())
-    return train(objective, stage, small_mixture(), directory, [Group(names, 1.0)], lambda progress: None, deadline)
+    groups = [Group(names, 1.0)]
+    return run_loop(objective, stage, groups, small_mixture(), directory, lambda progress: None, deadline)
+
+
+def run_loop(
+    objective: Objective,
+    stage: TrainStage,
+    groups: list[Group],
+    mixture: Mixture,
+    directory: Path,
+    note: Callable[[Progress], None],
+    deadline: float | None,
+) -> list[dict[str, float]]:
+    parts = [StepPart(mixture, stage.batch_rows, stage.seq_len)]
+    return train(Accelerated(objective, stage, groups), stage, parts, directory, note, deadline)
 
 
 def shard_on_cpu() -> None:

@@ -10,8 +10,9 @@ import torch
 from sala.config import SparseConfig
 from sala.lab.train.block_selection_loss import NUM_QUERIES, min_length, select_queries, selection_loss
 from sala.lab.train.data import Mixture
-from sala.lab.train.loop import OutOfTime, Progress, collate
-from sala.lab.train.objectives import Distil, NextToken, counts
+from sala.lab.train.loop import OutOfTime, Progress
+from sala.lab.train.objectives import Distil, NextToken
+from sala.lab.train.steps import collate
 from tests.train.small import learn, rows_of, small_model, small_stage
 
 SPARSE = SparseConfig(kernel_size=4, kernel_stride=2, block_size=8, window_size=16, topk=2, dense_len=0)
@@ -102,7 +103,7 @@ def test_an_objective_with_choices_adds_its_term_and_nothing_else(tmp_path: Path
     )
     plain, objective = make(False), make(True)
     assert objective.terms == (*plain.terms, "choice")
-    assert len(counts(objective, rows)) == 3
+    assert len(objective.counts(rows)) == 3
     loss, sums = objective(rows, torch.tensor([1.0, 0.5, 0.0]))
     expected, shown = plain(rows, torch.tensor([1.0, 0.5]))
     torch.testing.assert_close(loss, expected)

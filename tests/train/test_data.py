@@ -21,10 +21,9 @@ from sala.lab.train.data import (
     read_documents,
     tokenize,
 )
-from sala.lab.train.loop import collate
 from sala.lab.train.needles import NeedleRows
-from sala.lab.train.objectives import _targets
 from sala.lab.train.recipe import Source
+from sala.lab.train.steps import StepPart, Steps, collate
 from sala.text.tokenizer import Tokenizer
 
 EOS = 259
@@ -52,36 +51,40 @@ def mixture(seed: int = 5) -> Mixture:
     return Mixture([marked(0), marked(1), marked(2)], [5.0, 3.0, 2.0], seed)
 
 
+def rows_of(one: Mixture, first: int, count: int) -> list[TrainingRow]:
+    return [one(number) for number in range(first, first + count)]
+
+
 def test_shares() -> None:
-    counts = Counter(source for source, _ in names(mixture().rows(0, 1000)))
+    counts = Counter(source for source, _ in names(rows_of(mixture(), 0, 1000)))
     assert [counts[source] for source in range(3)] == pytest.approx([500, 300, 200], abs=5)
-    short = Counter(source for source, _ in names(mixture().rows(400, 50)))
+    short = Counter(source for source, _ in names(rows_of(mixture(), 400, 50)))
     assert [short[source] for source in range(3)] == pytest.approx([25, 15, 10], abs=3)
 
 
 def test_every_source_gives_its_rows_in_order() -> None:
-    seen = names(mixture().rows(0, 200))
+    seen = names(rows_of(mixture(), 0, 200))
     for source in range(3):
         assert [index for which, index in seen if which == source] == list(range(sum(w == source for w, _ in seen)))
 
 
 def test_rows_do_not_depend_on_what_was_asked_before() -> None:
-    whole = names(mixture().rows(0, 96))
+    whole = names(rows_of(mixture(), 0, 96))
     one = mixture()
     for first, count in ((64, 8), (8, 8), (0, 16), (16, 8), (90, 6), (24, 40)):
-        assert names(one.rows(first, count)) == whole[first : first + count]
+        assert names(rows_of(one, first, count)) == whole[first : first + count]
     fresh = mixture()
-    assert names(fresh.rows(40, 8)) == whole[40:48]
-    assert names(mixture(6).rows(0, 96)) != whole
+    assert names(rows_of(fresh, 40, 8)) == whole[40:48]
+    assert names(rows_of(mixture(6), 0, 96)) != whole
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_processes_share_the_rows(world: int) -> None:
-    whole = names(mixture().rows(0, 32))
-    parts = [mixture() for _ in range(world)]
-    for first in (0, 8, 16, 24):
-        seen = [name for rank in range(world) for name in names(parts[rank].rows(first, 8, rank, world))]
-        assert seen == whole[first : first + 8]
+    whole = names(rows_of(mixture(), 0, 32))
+    shares = [Steps([StepPart(mixture(), 8, 2)], collate, rank, world) for rank in range(world)]
+    for step in range(4):
+        seen = [name for share in shares for name in names(share.rows(step)[0])]
+        assert seen == whole[8 * step : 8 * step + 8]
 
 
 def test_an_epoch_holds_every_row_once() -> None:
@@ -107,12 +110,13 @@ def test_no_document_predicts_the_next_one() -> None:
     line = TokenStream(np.arange(20).astype(np.uint32), np.arange(20) != 5, np.array([3, 10, 14, 20]))
     rows = [line.row(0, 10), line.row(1, 10)]
     packed = collate(rows, "documents")
-    assert packed["lengths"].tolist() == [3, 7, 4, 6]
-    learn, answer = _targets(packed)
+    assert packed.lengths == (3, 7, 4, 6)
+    learn = packed.main
     silent = {2, 9, 13, 19, 4}  # ends of documents; and 4, before the token that is not to be learnt
     assert [i for i in range(20) if not learn[i]] == sorted(silent)
-    assert not answer.any()
-    learn, _ = _targets(collate(rows, "stream"))
+    assert not packed.label.any()
+    assert not packed.is_answer.any()
+    learn = collate(rows, "stream").main
     assert [i for i in range(20) if not learn[i]] == [4, 9, 19]
 
 

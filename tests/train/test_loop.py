@@ -13,10 +13,12 @@ import torch
 
 from sala.errors import InputError
 from sala.lab.train import loop
+from sala.lab.train.accelerated import Accelerated
 from sala.lab.train.data import Mixture, StreamRows, TokenStream, TrainingRow
-from sala.lab.train.loop import Diverged, OutOfTime, Progress, collate
+from sala.lab.train.loop import Diverged, OutOfTime, Progress
 from sala.lab.train.objectives import Distil, NextToken
 from sala.lab.train.score import generate_greedy, score_rows
+from sala.lab.train.steps import collate
 from tests.train.small import learn, rows_of, small_mixture, small_model, small_stage
 
 EXACT = {"rtol": 0, "atol": 0}
@@ -126,16 +128,16 @@ def test_a_finished_run_does_nothing_more(models: Path, tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_stops_the_run(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = small_model(models)
     learn(good, tmp_path / "good", small_stage(steps=5, schedule="constant"))
-    update, calls = loop._update, []
+    update, calls = Accelerated.update, []
 
-    def poisoned(accelerator, wrapped, *rest):
+    def poisoned(learner, *rest):
         calls.append(1)
         if len(calls) == 8:
             with torch.no_grad():
-                next(wrapped.parameters()).fill_(float("nan"))
-        return update(accelerator, wrapped, *rest)
+                next(learner.wrapped.parameters()).fill_(float("nan"))
+        update(learner, *rest)
 
-    monkeypatch.setattr(loop, "_update", poisoned)
+    monkeypatch.setattr(Accelerated, "update", poisoned)
     stage = small_stage(schedule="constant")
     with pytest.raises(Diverged, match=r"loss is not finite at step 8; the state of step 5 is kept") as caught:
         learn(small_model(models), tmp_path / "bad", stage)
@@ -188,7 +190,8 @@ def test_the_loss_is_the_mean_over_what_is_learnt(models: Path, tmp_path: Path) 
 
     from sala.backends.torch.batch import whole
 
-    rows = small_mixture().rows(0, 4)
+    mixture = small_mixture()
+    rows = [mixture(number) for number in range(4)]
     model = small_model(models)
     learnt, answered = [], []
     for row in rows:
@@ -218,7 +221,7 @@ def test_truth_alone_is_the_next_token(models: Path) -> None:
     """All truth and no teacher: the loss of a plain stage, but for what is shown."""
     student, teacher = small_model(models), small_model(models, 1)
     rows = collate([replace(rows_of(0)(index), truth=1.0) for index in range(3)], "stream")
-    plain = {name: value for name, value in rows.items() if name != "truth"}
+    plain = rows._replace(truth=None)
     scales = torch.tensor([0.5, 0.25])
     told, shown = Distil(student, teacher)(rows, scales)
     torch.testing.assert_close(told, NextToken(student)(plain, scales)[0])

@@ -10,62 +10,57 @@ import torch
 from sala.errors import InputError
 from sala.lab.eval.tasks.needle import NeedleMaker
 from sala.lab.train.data import TrainingRow
-from sala.lab.train.documents import WeightedRow
 from sala.lab.train.halo.source import import_dense
 from sala.lab.train.models import load_for_training
 from sala.lab.train.needles import NeedleRows, chat_wrap
 from sala.lab.train.probe import Probe, read_cases
 from sala.lab.train.reading import ReadingRows, ReadingTable
-from sala.lab.train.steps import MixedSteps, StepPart, needle_row, text_row
+from sala.lab.train.steps import StepPart, Steps, collate, weigh_needle, weigh_text
 from sala.text.tokenizer import Tokenizer
 from tests.train.dense import write_dense_model
 
 
 def part(name: int, rows: int, length: int, is_sparse: bool = False) -> StepPart:
-    def make(index: int) -> WeightedRow:
+    def make(index: int) -> TrainingRow:
         weight = np.ones(length, np.float32)
         weight[0] = 0
         answer = np.zeros(length, np.bool_)
-        return WeightedRow(np.full(length, name * 1000 + index), weight, weight * 0, answer, str(name))
+        tokens = np.full(length, name * 1000 + index)
+        return TrainingRow(tokens, weight > 0, answer, (length,), 0.0, str(name), weight, weight * 0)
 
     return StepPart(make, rows, length, is_sparse)
 
 
 def test_every_step_has_the_same_shapes() -> None:
-    steps = MixedSteps([part(1, 4, 16), part(2, 2, 32), part(3, 2, 16), part(4, 2, 16, is_sparse=True)])
-    assert steps.tokens_per_step == 4 * 16 + 2 * 32 + 2 * 16 + 2 * 16
+    steps = Steps([part(1, 4, 16), part(2, 2, 32), part(3, 2, 16), part(4, 2, 16, is_sparse=True)], collate)
     for step in (0, 3):
-        batches = steps(step)
-        assert [(batch.tokens.shape, batch.is_sparse) for batch in batches] == [
-            ((6, 16), False),
-            ((2, 32), False),
-            ((2, 16), True),
-        ]
-        assert batches[0].kinds == ("1",) * 4 + ("3",) * 2
+        batches = steps[step]
+        assert [tuple(batch.tokens.shape) for batch in batches] == [(6, 16), (2, 32), (2, 16)]
+        assert [row.kind for row in steps.rows(step)[0]] == ["1"] * 4 + ["3"] * 2
         assert batches[0].tokens[:, 0].tolist() == [1000 + 4 * step + at for at in range(4)] + [
             3000 + 2 * step + at for at in range(2)
         ]
-        assert batches[0].count == 6 * 15
+        assert batches[0].counts[2] == 6 * 15
 
 
 def test_processes_share_the_rows_of_a_step() -> None:
     parts = [part(1, 4, 16), part(2, 2, 32)]
-    whole = MixedSteps(parts)(2)
-    halves = [MixedSteps(parts, rank, 2)(2) for rank in range(2)]
+    whole = Steps(parts, collate)[2]
+    halves = [Steps(parts, collate, rank, 2)[2] for rank in range(2)]
     for index, batch in enumerate(whole):
         joined = np.concatenate([half[index].tokens for half in halves])
         assert sorted(joined[:, 0]) == sorted(batch.tokens[:, 0])
     with pytest.raises(InputError, match="multiple of 3"):
-        MixedSteps(parts, 0, 3)
+        Steps(parts, collate, 0, 3)
 
 
 def test_weights_of_text_and_needles() -> None:
     learn = np.array([True, True, False, True])
-    text = text_row(TrainingRow(np.arange(4), learn, np.zeros(4, np.bool_), (4,), 0.3))
+    text = weigh_text(TrainingRow(np.arange(4), learn, np.zeros(4, np.bool_), (4,), 0.3))
     assert text.teacher_weight.tolist() == pytest.approx([0, 0.7, 0, 0.7])
     assert text.truth_weight.tolist() == pytest.approx([0, 0.3, 0, 0.3])
     answer = np.array([False, False, True, False])
-    needle = needle_row(TrainingRow(np.arange(4), learn, answer, (4,)), 1.5)
+    needle = weigh_needle(TrainingRow(np.arange(4), learn, answer, (4,)), 1.5)
     assert needle.teacher_weight.tolist() == [0, 1, 0, 1]
     assert needle.truth_weight.tolist() == [0, 0, 6, 0]
 

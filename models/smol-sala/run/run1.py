@@ -27,18 +27,19 @@ import torch
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.overlay import OverlayPacking, assemble
 from sala.config import SalaConfig, SparseConfig
-from sala.lab.train.data import MicroBatch
+from sala.lab.train.data import TrainingRow
 from sala.lab.train.fast_paths import FastPaths
 from sala.lab.train.halo.source import TOKENIZER_FILES, dense_config, import_dense
 from sala.lab.train.halo.transfer import to_hybrid
-from sala.lab.train.latent import Latents
+from sala.lab.train.latent import LatentLearner, Latents
 from sala.lab.train.loop import OutOfTime, Progress
-from sala.lab.train.mixed import MixedDistil, MixedOptions, prepare
 from sala.lab.train.models import load_for_training
+from sala.lab.train.objectives import Distil
 from sala.lab.train.overlays import TeacherBase, overlay_storage
 from sala.lab.train.pipeline import run_recipe
 from sala.lab.train.recipe import MixStage, Recipe, SampleStage, load_recipe
 from sala.lab.train.recipe_run import RecipeRun
+from sala.lab.train.steps import TrainingBatch, collate
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parent
@@ -272,8 +273,12 @@ def profile(options: argparse.Namespace) -> None:
     plain = replace(FastPaths.on(device), has_scan=False, has_bf16_head=False)
     for name, fast in (("new", FastPaths.on(device)), ("old", plain)):
         torch._dynamo.reset()
-        mixed = MixedOptions(steps=1, choice_weight=0.5, teacher_window=2048, tile_rows=64 if options.smoke else 2048)
-        objective = MixedDistil(student, teacher, mixed, fast)
+        tile_rows = 64 if options.smoke else 2048
+        objective = Distil(student, teacher, 2048, has_selection_loss=True, is_mixed=True, tile_rows=tile_rows)
+        objective.use(fast)
+        if fast.is_compiled:
+            for layer in (*student.model.layers, *teacher.model.layers):
+                layer.compile(dynamic=False)
         for rows, length in shapes if name == "new" else shapes[-2:-1]:
             if time.monotonic() - BEGAN > 60 * options.minutes:
                 say("out of time")
@@ -310,41 +315,43 @@ def random_pair(device: torch.device) -> tuple[SalaModel, SalaModel, Latents]:
     return teacher, student, Latents(student, overlay_storage(student, base, OverlayPacking()), (0.9, 0.95))
 
 
-def random_batch(rows: int, length: int, seed: int) -> Any:
-    rng = np.random.default_rng(seed)
+def random_batch(rows: int, length: int, tile_rows: int | None) -> TrainingBatch:
+    rng = np.random.default_rng(0)
     weights = (rng.random((rows, length)) < 0.7).astype(np.float32)
     weights[:, 0] = 0
     tokens = rng.integers(3, 49152, (rows, length))
-    return MicroBatch(tokens, weights, weights * 0.3, rng.random((rows, length)) < 0.1, ("text",) * rows)
+    answer = rng.random((rows, length)) < 0.1
+    parts = zip(tokens, weights > 0, answer, weights, strict=True)
+    made = [TrainingRow(*row[:3], (length,), 0.0, "text", row[3], row[3] * np.float32(0.3)) for row in parts]
+    return collate(made, tile_rows=tile_rows or 0)
 
 
-def timed(objective: MixedDistil, latents: Latents, rows: int, length: int, device: torch.device) -> dict[str, float]:
-    part = prepare(random_batch(rows, length, 0), objective.options.tile_rows).to(device)
+def learner_of(objective: Distil, latents: Latents) -> LatentLearner:
+    stage = next(stage for stage in load_recipe(MODEL / "recipe-5.toml").stages if isinstance(stage, MixStage))
+    return LatentLearner(objective, latents, stage, say)
+
+
+def timed(objective: Distil, latents: Latents, rows: int, length: int, device: torch.device) -> dict[str, float]:
+    batch, learner = random_batch(rows, length, objective.tile_rows), learner_of(objective, latents)
     took = []
     for index in range(8 if device.type == "cuda" else 2):
         synchronise(device)
         began = time.monotonic()
-        loss, _ = objective(part, part.num_tokens)
-        loss.backward()
+        learner.update([batch], index, 1e-5)
         synchronise(device)
-        middle = time.monotonic()
-        latents.update(1e-5, 1.0, 0.9)
-        synchronise(device)
-        took.append((middle - began, time.monotonic() - middle))
+        took.append(time.monotonic() - began)
         if index == 0:
-            say(f"{rows}x{length}: first {took[0][0]:.1f} s, loss {float(loss.detach()):.4f}")
-    best, update = sorted(took)[len(took) // 3]
-    return {"ms": round(1000 * best, 1), "update_ms": round(1000 * update, 1), "tok_s": round(rows * length / best)}
+            say(f"{rows}x{length}: first {took[0]:.1f} s")
+    best = sorted(took)[len(took) // 3]
+    return {"ms": round(1000 * best, 1), "tok_s": round(rows * length / best)}
 
 
-def traced(objective: MixedDistil, latents: Latents, device: torch.device, out: Path) -> None:
+def traced(objective: Distil, latents: Latents, device: torch.device, out: Path) -> None:
     """The kernels that take longest."""
-    part = prepare(random_batch(24, 1024, 0), objective.options.tile_rows).to(device)
+    batch, learner = random_batch(24, 1024, objective.tile_rows), learner_of(objective, latents)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        for _ in range(2):
-            loss, _ = objective(part, part.num_tokens)
-            loss.backward()
-            latents.update(1e-5, 1.0, 0.9)
+        for step in range(2):
+            learner.update([batch], step, 1e-5)
         synchronise(device)
     text = found.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=90)
     (out / "profile.txt").write_text(text)

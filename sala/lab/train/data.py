@@ -27,7 +27,9 @@ _BATCH = 256  # documents tokenized at a time
 class TrainingRow:
     """Tokens [n] with masks of those with a loss and of those in an answer; `lengths` of the documents in it.
 
-    `truth` is the weight of the text's own tokens against the teacher's distribution.
+    `truth` is the share of the text's own tokens against the teacher's distribution, and answers have a loss of their
+    own. A row of a mixture has weights per token [n] instead: of KL(teacher || student) and of the cross-entropy where
+    this token is predicted. The first token of a row and its padding have no weight.
     """
 
     tokens: Array
@@ -35,39 +37,12 @@ class TrainingRow:
     answer: Array
     lengths: tuple[int, ...]
     truth: float = 0.0
+    kind: str = "text"  # or "dialogue", "needle"
+    teacher_weight: Array | None = None
+    truth_weight: Array | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Rows of one length that run in one forward pass: a dialogue, text or needle case per row, padded on the right.
-
-    tokens           [B, T] int64
-    teacher_weight   [B, T] float32, weight of KL(teacher || student) where this token is predicted
-    truth_weight     [B, T] float32, weight of this token's cross-entropy
-    answer           [B, T] bool, tokens of the assistant's turns, their end tokens included
-    kinds            of each row: "dialogue", "text" or "needle"
-    is_sparse        attention is sparse from `dense_len` on; else dense at every length
-
-    Weights belong to the predicted token: position t - 1 carries the loss of token t. The first token of a row and the
-    padding have no weight. The loss of a step is Σ (teacher_weight · KL + truth_weight · cross-entropy) over all its
-    micro-batches, divided by the sum of their `count`.
-    """
-
-    tokens: Array
-    teacher_weight: Array
-    truth_weight: Array
-    answer: Array
-    kinds: tuple[str, ...]
-    is_sparse: bool = False
-
-    @property
-    def count(self) -> int:
-        """Return how many tokens have a loss."""
-        return int(np.count_nonzero((self.teacher_weight != 0) | (self.truth_weight != 0)))
-
-
-# Returns the micro-batches of a step, as a pure function of its number. Every step has the same shapes.
-StepSource = Callable[[int], list[MicroBatch]]
+RowMaker = Callable[[int], TrainingRow]  # returns row 0, 1, … as a pure function of its number
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,34 +206,22 @@ class StreamRows:
 class Mixture:
     """Rows from several sources in given shares; row i depends on the seed only."""
 
-    def __init__(self, makers: Sequence[Callable[[int], TrainingRow]], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, makers: Sequence[RowMaker], weights: Sequence[float], seed: int) -> None:
         self.makers, self.seed = list(makers), seed
         self.shares = np.cumsum(np.asarray(weights, np.float64)) / np.sum(weights)
-        self._taken = [0] * len(self.makers)
+        self._taken = [0] * len(self.makers)  # rows that each source has contributed before row `_next`
         self._next = 0
 
-    def seek(self, number: int) -> None:
-        """Continue at row `number`, after counting the rows that each source has contributed before it."""
+    def __call__(self, number: int) -> TrainingRow:
         if number < self._next:
             self._taken, self._next = [0] * len(self.makers), 0
         for at in range(self._next, number):
             self._taken[self._source(at)] += 1
-        self._next = max(self._next, number)
+        self._next = number
+        source = self._source(number)
+        return self.makers[source](self._taken[source])
 
     def _source(self, number: int) -> int:
         # a low-discrepancy sequence: the shares are even in short runs
         spread = (number * 0.6180339887498949 + self.seed * 0.324717957) % 1.0
         return min(int(np.searchsorted(self.shares, spread, "right")), len(self.makers) - 1)
-
-    def rows(self, first: int, count: int, rank: int = 0, world: int = 1) -> list[TrainingRow]:
-        """Return the share of this process in the rows first … first + count - 1."""
-        self.seek(first)
-        out = []
-        share = count // world
-        for at in range(first, first + count):
-            source = self._source(at)
-            if rank * share <= at - first < (rank + 1) * share:
-                out.append(self.makers[source](self._taken[source]))
-            self._taken[source] += 1
-        self._next = first + count
-        return out

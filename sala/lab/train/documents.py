@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from sala.errors import InputError
-from sala.lab.train.data import Array, MicroBatch, TokenStream
+from sala.lab.train.data import Array, TokenStream, TrainingRow
 
 GIVEN, ASKED, ANSWER, TEXT = range(4)  # roles: template or prompt, question by the teacher, answer, free text
 NGRAM = 8
@@ -233,7 +233,7 @@ class DialogueRows:
         self.weights = weights or DialogueWeights()
         self._epoch, self._order = -1, np.arange(0)
 
-    def __call__(self, index: int) -> "WeightedRow":
+    def __call__(self, index: int) -> TrainingRow:
         epoch, place = divmod(index, len(self.chosen))
         if epoch != self._epoch:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.chosen)
@@ -242,20 +242,9 @@ class DialogueRows:
         return weigh_dialogue(tokens, roles, is_ended, self.length, self.pad, self.weights)
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedRow:
-    """A row of a `MicroBatch`, which explains the fields."""
-
-    tokens: Array
-    teacher_weight: Array
-    truth_weight: Array
-    answer: Array
-    kind: str
-
-
 def weigh_dialogue(
     tokens: Array, roles: Array, is_ended: bool, length: int, pad: int, weights: DialogueWeights
-) -> WeightedRow:
+) -> TrainingRow:
     """Return a padded dialogue with weights; an answer without an end token gets the teacher's loss only."""
     size = len(tokens)
     out = np.full(length, pad, np.int64)
@@ -274,15 +263,5 @@ def weigh_dialogue(
         teacher[first] *= np.where(is_answer[first], weights.first, 1)
         truth[first] *= np.where(is_answer[first], weights.first, 1)
     teacher[0] = truth[0] = 0
-    return WeightedRow(out, teacher, truth, is_answer, "dialogue")
-
-
-def stack(rows: Sequence[WeightedRow], is_sparse: bool) -> MicroBatch:
-    return MicroBatch(
-        np.stack([row.tokens for row in rows]),
-        np.stack([row.teacher_weight for row in rows]),
-        np.stack([row.truth_weight for row in rows]),
-        np.stack([row.answer for row in rows]),
-        tuple(row.kind for row in rows),
-        is_sparse,
-    )
+    has_loss = teacher + truth > 0
+    return TrainingRow(out, has_loss, is_answer, (length,), 0.0, "dialogue", teacher, truth)

@@ -50,13 +50,6 @@ def fast_scan(q: Tensor, k: Tensor, v: Tensor, lengths: Any, slopes: Tensor, sca
     return lightning_scan(q, k, v, slopes, lengths[0], scale)
 
 
-def compile_layers(student: SalaModel, teacher: SalaModel) -> None:
-    # cached before compilation, the slopes are constants to the compiler
-    decay_slopes(student.config.lightning_nh, student.lm_head.weight.device)
-    for layer in [*student.model.layers, *teacher.model.layers]:
-        layer.compile(dynamic=False)
-
-
 @contextmanager
 def uncompiled_sparse_layers(student: SalaModel) -> Iterator[None]:
     """Run sparse layers uncompiled: inside a compiled layer the gradients of sparse attention became NaN."""

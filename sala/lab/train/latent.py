@@ -5,20 +5,25 @@ running mean take a few kernels per step, independently of the number of matrice
 are views of these stacks: nothing is copied.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sala.checkpoint.reader import read_file_header, read_tensors
-from sala.checkpoint.writer import write_file
 from sala.lab.train.adapters import round_to_codes
-from sala.lab.train.state import tensor_bytes, tensor_of
+from sala.lab.train.block_selection_loss import count_queries
+from sala.lab.train.loop import Probe
+from sala.lab.train.objectives import Distil
+from sala.lab.train.recipe import MixStage
+from sala.lab.train.steps import TrainingBatch
 
+MAX_SKIPPED = 3  # consecutive log entries with a non-finite gradient
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -137,22 +142,97 @@ class Latents:
         self.use_latent()
 
 
-def save_latents(file: Path, latents: Latents, facts: Mapping[str, str]) -> None:
-    """Replace the saved state atomically."""
-    tensors = latents.tensors()
-    draft = file.with_name(f".{file.name}.part")
-    draft.unlink(missing_ok=True)
-    specs = {name: ("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
-    write_file(draft, specs, lambda name: tensor_bytes(tensors[name]), dict(facts))
-    draft.replace(file)
+class LatentLearner:
+    """Latent weights on one device that learn by distillation on a mixture; the result is their running mean.
 
+    The loss of a step is divided by the number of its positions with a loss. Gradients that are not finite change
+    nothing; if there are several in a row, training continues without the fast paths.
+    """
 
-def load_latents(file: Path, latents: Latents) -> dict[str, str]:
-    """Load a saved state into `latents`, and return the facts saved with it, including `step`."""
-    facts, infos = read_file_header(file)
-    tensors = {name: tensor_of(raw) for name, raw in read_tensors(file, infos).items()}
-    latents.load(tensors, int(facts["step"]))
-    return facts
+    rank, world = 0, 1
+
+    def __init__(self, objective: Distil, latents: Latents, stage: MixStage, note: Callable[[str], None]) -> None:
+        self.objective, self.latents, self.stage, self.note = objective, latents, stage, note
+        self.device = latents.stacks[0].latent.device
+        self.tile_rows = objective.tile_rows or 0
+        self.num_skipped = 0  # consecutive log entries with a non-finite gradient
+        self._scales: dict[int, Tensor] = {}  # by number of queries
+        self._restart()
+
+    def _restart(self) -> None:
+        self.sums: dict[str, Any] = {}
+        self.counts: dict[str, Any] = {}
+        self.num_steps = self.num_tokens = 0
+        self.began = time.monotonic()
+
+    def update(self, batches: Sequence[TrainingBatch], step: int, rate: float) -> None:
+        total = max(1, sum(batch.counts[2] for batch in batches))
+        for batch in batches:
+            on_device = batch.to(self.device)
+            scaled = on_device._replace(main=on_device.main / total, label=on_device.label / total)
+            with self._precision():
+                loss, sums = self.objective(scaled, self._scales_of(batch))
+            loss.backward()
+            self.sums[batch.name] = self.sums.get(batch.name, 0) + sums
+            self.counts[batch.name] = self.counts.get(batch.name, 0) + np.array(self.objective.counts(batch))
+            self.num_tokens += batch.tokens.numel()
+        self.norm = self.latents.update(rate, self.stage.clip, mean_decay(self.stage.mean_decay, step))
+        self.num_steps += 1
+
+    def _scales_of(self, batch: TrainingBatch) -> Tensor:
+        queries = count_queries(*batch.tokens.shape)
+        if queries not in self._scales:
+            scales = [1.0, 1.0, self.stage.choice_weight / queries]
+            self._scales[queries] = torch.tensor(scales, device=self.device)
+        return self._scales[queries]
+
+    def _precision(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def values(self) -> dict[str, float]:
+        """Return the means of the terms of each shape since the last call, the gradient norm and the speed."""
+        out = {"norm": float(self.norm)}  # waits for the device
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        for name, sums in self.sums.items():
+            means = (value / max(int(count), 1) for value, count in zip(sums.tolist(), self.counts[name], strict=True))
+            terms = dict(zip(("kl", "truth", "choice"), means, strict=False))
+            out |= {f"{term}.{name}": mean for term, mean in terms.items() if mean or term != "choice"}
+        out |= {"ms": round(1000 * seconds / self.num_steps), "tokens_per_s": round(self.num_tokens / seconds)}
+        self._restart()
+        return out
+
+    def find_divergence(self, values: Mapping[str, float]) -> str | None:
+        self.num_skipped = 0 if math.isfinite(values["norm"]) else self.num_skipped + 1
+        if self.num_skipped < MAX_SKIPPED:
+            return None
+        if self.objective.fast.is_plain:
+            return "the gradient"
+        self.note("the gradient is not finite: continuing without the fast paths")
+        self.objective.use_plain_paths()
+        self.num_skipped = 0
+        return None
+
+    @torch.no_grad()
+    def measure(self, probe: Probe, is_last: bool) -> Mapping[str, float]:
+        """Measure the running mean."""
+        began = time.monotonic()
+        self.latents.use_mean()
+        values: dict[str, float] = {}
+        try:
+            with torch.compiler.set_stance("force_eager"), self._precision():
+                values = {"probe_s": 0.0, **probe(is_last)}
+                values["probe_s"] = round(time.monotonic() - began, 1)
+        except Exception as error:  # a failed measurement must not end the run
+            self.note(f"the probe failed: {error!r}")
+        self.latents.use_latent()
+        self.began += time.monotonic() - began
+        return values
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.latents.tensors()
+
+    def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        self.latents.load(tensors, step)
 
 
 def mean_decay(decay: float, step: int) -> float:

@@ -1,32 +1,31 @@
 """The training loop of a stage: a run that was killed resumes with identical results.
 
-Accelerate distributes it over devices and nodes (data-parallel, or sharded with FSDP). Weights and optimizer state are
-saved as safetensors, and only while losses and gradients are finite.
+A step is a list of micro-batches (`steps.py`). What takes it is a learner: weights and optimizer state, distributed by
+Accelerate (`accelerated.py`) or quantized on one device (`latent.py`). States are saved as safetensors, and only while
+losses and gradients are finite.
 """
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from sala.errors import InputError, MissingExtra, SalaError
-from sala.lab.train.data import Mixture, TrainingRow
-from sala.lab.train.objectives import Objective, counts
-from sala.lab.train.processes import any_process
-from sala.lab.train.recipe import Learning
-from sala.lab.train.state import load_state, save_state
+from sala.errors import SalaError
+from sala.lab.train.processes import any_process, barrier
+from sala.lab.train.recipe import Learning, MixStage
+from sala.lab.train.state import read_state, write_state
+from sala.lab.train.steps import StepPart, Steps, TrainingBatch, collate
 
 LOG_EVERY = 10
+Probe = Callable[[bool], Mapping[str, float]]  # measures the weights; called with True at the end of the run
 
 
 class Diverged(SalaError):
@@ -38,188 +37,133 @@ class OutOfTime(SalaError):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Parameters that train at `scale` times the stage's learning rate."""
-
-    names: tuple[str, ...]
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
 class Progress:
     step: int
     num_steps: int
     values: Mapping[str, float]
 
 
+class Learner(Protocol):
+    """The trained weights of one process out of `world`, and their optimizer."""
+
+    device: torch.device
+    rank: int
+    world: int
+    tile_rows: int  # positions with a loss are padded to a multiple of this; 0: all positions have a loss
+
+    def update(self, batches: Sequence[TrainingBatch], step: int, rate: float) -> None:
+        """Take one optimizer step over the micro-batches of all processes."""
+
+    def values(self) -> dict[str, float]:
+        """Return the losses since the last call and the gradient norm."""
+
+    def find_divergence(self, values: Mapping[str, float]) -> str | None:
+        """Return the name of a value that shows that training cannot go on."""
+
+    def measure(self, probe: Probe, is_last: bool) -> Mapping[str, float]: ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state to save, by name; every process must call this."""
+
+    def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Restore what `tensors` returned after `step` updates."""
+
+
+class _Clock:
+    """How much of a stage is done, by steps or, if the stage is bounded by time, by the seconds of all its runs."""
+
+    def __init__(self, stage: Learning, facts: Mapping[str, Any]) -> None:
+        self.seconds = stage.seconds if isinstance(stage, MixStage) else 0
+        self.num_steps = stage.num_steps
+        self.step, self.before = int(facts.get("step", 0)), float(facts.get("elapsed", 0.0))
+        self.began = time.monotonic()
+        self.elapsed = self.before
+
+    def tick(self) -> None:
+        self.step += 1
+        self.elapsed = self.before + time.monotonic() - self.began
+
+    @property
+    def done(self) -> float:
+        return self.elapsed / self.seconds if self.seconds else self.step / self.num_steps
+
+    @property
+    def expected_steps(self) -> int:
+        return max(self.step, round(self.step / max(self.done, 1e-9))) if self.seconds else self.num_steps
+
+
 def train(
-    objective: Objective,
+    learner: Learner,
     stage: Learning,
-    mixture: Mixture,
+    parts: Sequence[StepPart],
     directory: Path,
-    groups: Sequence[Group],
     note: Callable[[Progress], None],
     deadline: float | None = None,
-    dtype: str = "bfloat16",
+    probe: Probe | None = None,
 ) -> list[dict[str, float]]:
-    """Train the objective for the stage's steps, and return the log.
+    """Train for the stage's steps or seconds, and return the log.
 
     `directory` holds the state and `metrics.jsonl`. Raise Diverged if a loss is not finite, OutOfTime at the deadline.
     """
-    accelerator = _accelerator(dtype, next(objective.parameters()).device, objective.units)
-    if stage.batch_rows % accelerator.num_processes:
-        raise InputError("batch_rows", f"is {stage.batch_rows}", f"use a multiple of {accelerator.num_processes}")
     directory.mkdir(parents=True, exist_ok=True)
-    named = dict(objective.named_parameters())
-    rates = [group.scale for group in groups]
-    optimizer = torch.optim.AdamW(
-        [{"params": [named[name] for name in group.names], "lr": stage.lr * group.scale} for group in groups],
-        betas=stage.betas,
-        weight_decay=stage.weight_decay,
-        fused=accelerator.device.type == "cuda",
-    )
-    objective.to(accelerator.device)
-    wrapped, optimizer = accelerator.prepare(objective, optimizer)
-    first = load_state(directory, wrapped, optimizer)
-    log = _Log(directory / "metrics.jsonl", first, is_writer=accelerator.is_main_process)
-    steps = _StepRows(stage, mixture, accelerator.process_index, accelerator.num_processes)
-    feed = _prefetch(steps, first, accelerator.device)
-    last_save = first
-    for step in range(first, stage.num_steps):
-        rate = stage.rate.rate(step)
-        for group, scale in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * scale
-        parts = [collate(rows, stage.packing) for rows in next(feed)]
-        sums, totals, norm = _update(accelerator, wrapped, objective, optimizer, parts, stage)
-        is_late = deadline is not None and any_process(time.monotonic() > deadline, accelerator.device)
-        is_last = step + 1 == stage.num_steps
-        is_due = (step + 1) % stage.save_every == 0 or is_last or is_late
-        if (step + 1) % LOG_EVERY == 0 or step == 0 or is_due:
-            values = _values(objective, sums, totals, norm, rate)
-            _check_finite(values, step, last_save, directory)
-            log.add(step + 1, values)
-            note(Progress(step + 1, stage.num_steps, values))
+    tensors, facts = read_state(directory)
+    clock = _Clock(stage, facts)
+    if tensors:
+        learner.load(tensors, clock.step)
+    log = _Log(directory / "metrics.jsonl", clock.step, is_writer=learner.rank == 0)
+    make = partial(collate, packing=stage.packing, tile_rows=learner.tile_rows)
+    steps = Steps(parts, make, learner.rank, learner.world, stage.micro_rows)
+    numbers = range(clock.step, clock.step + 1_000_000 if clock.seconds else stage.num_steps)
+    feed, last_save = prefetch(steps, numbers, learner.device), clock.step
+    if probe is not None and clock.step == 0:
+        log.add(0, learner.measure(probe, False))
+    while clock.done < 1:
+        rate = stage.rate.rate(clock.step, clock.done)
+        learner.update(next(feed), clock.step, rate)
+        clock.tick()
+        is_late = deadline is not None and any_process(time.monotonic() > deadline, learner.device)
+        is_last = clock.done >= 1
+        is_due = clock.step % stage.save_every == 0 or is_last or is_late
+        if clock.step % LOG_EVERY == 0 or clock.step == 1 or is_due:
+            values = learner.values() | {"rate": rate}
+            bad = learner.find_divergence(values)
+            if bad is not None:
+                kept = f"the state of step {last_save} is kept" if last_save else "nothing was saved yet"
+                problem = f"{bad} is not finite at step {clock.step}; {kept}"
+                raise Diverged(problem, f"lower lr, remove {directory}, and run it again")
+            log.add(clock.step, values)
+            note(Progress(clock.step, clock.expected_steps, values))
+        if probe is not None and (is_last or clock.step % getattr(stage, "probe_every", 1) == 0):
+            log.add(clock.step, learner.measure(probe, is_last))
         if is_due:
-            save_state(directory, step + 1, wrapped, optimizer, accelerator)
-            last_save = step + 1
+            write_state(directory, learner, {"step": clock.step, "elapsed": clock.elapsed})
+            barrier()
+            last_save = clock.step
         if is_late and not is_last:
-            raise OutOfTime(f"out of time after step {step + 1} of {stage.num_steps}", "run it again to resume")
-    accelerator.unwrap_model(wrapped)
+            raise OutOfTime(f"out of time after step {clock.step} of {clock.expected_steps}", "run it again to resume")
     return log.entries
 
 
-def _accelerator(dtype: str, device: torch.device, units: Sequence[str]) -> Any:
-    try:
-        from accelerate import Accelerator  # type: ignore[import-untyped,unused-ignore]
-    except ImportError:
-        raise MissingExtra("accelerate", "train") from None
-    is_mixed = dtype == "bfloat16" and device.type == "cuda"
-    accelerator = Accelerator(mixed_precision="bf16" if is_mixed else "no", cpu=device.type == "cpu")
-    sharding = getattr(accelerator.state, "fsdp_plugin", None)
-    if sharding is not None:  # the plugin is shared by all stages and keeps the units of the previous one
-        sharding.transformer_cls_names_to_wrap = list(units)
-    return accelerator
-
-
-def _update(
-    accelerator: Any,
-    wrapped: Any,
-    objective: Objective,
-    optimizer: Any,
-    parts: list[dict[str, Tensor]],
-    stage: Learning,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Take one step over the global batch, and return the sums of the terms, their counts and the gradient norm."""
-    device, world = accelerator.device, accelerator.num_processes
-    totals = torch.tensor([counts(objective, part) for part in parts], dtype=torch.float64).sum(0).to(device)
-    totals = accelerator.reduce(totals.float(), "sum")
-    extra = [getattr(stage, name, 0.0) for name in ("answer_weight", "choice_weight")]
-    weights = torch.tensor([1.0, *extra][: len(totals)], device=device)
-    scales = weights / totals.clamp(min=1) * world  # data parallelism averages the gradients; this restores the sum
-    sums = torch.zeros_like(totals)
-    for index, part in enumerate(parts):
-        wrapped.train()
-        rows = {name: tensor.to(device, non_blocking=True) for name, tensor in part.items()}
-        is_last = index + 1 == len(parts)
-        with _no_sync_unless(accelerator, wrapped, is_last):
-            loss, part_sums = wrapped(rows, scales)
-            accelerator.backward(loss)
-        sums += part_sums
-    norm = accelerator.clip_grad_norm_(wrapped.parameters(), stage.clip or math.inf)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return accelerator.reduce(sums, "sum"), totals, torch.as_tensor(norm)
-
-
-def _no_sync_unless(accelerator: Any, wrapped: Any, is_last: bool) -> Any:
-    return nullcontext() if is_last else accelerator.no_sync(wrapped)
-
-
-def _values(objective: Objective, sums: Tensor, totals: Tensor, norm: Tensor, rate: float) -> dict[str, float]:
-    means = (sums / totals.clamp(min=1)).tolist()
-    named = dict(zip(objective.terms, means, strict=True))
-    return named | {"norm": float(norm), "rate": rate}
-
-
-def _check_finite(values: Mapping[str, float], step: int, last_save: int, directory: Path) -> None:
-    bad = [name for name, value in values.items() if not math.isfinite(value)]
-    if bad:
-        kept = f"the state of step {last_save} is kept" if last_save else "nothing was saved yet"
-        raise Diverged(
-            f"{bad[0]} is not finite at step {step + 1}; {kept}",
-            f"lower lr, remove {directory}, and run it again",
-        )
-
-
-class _StepRows(Dataset[list[list[TrainingRow]]]):
-    """The rows of each step, split into micro-batches."""
-
-    def __init__(self, stage: Learning, mixture: Mixture, rank: int, world: int) -> None:
-        self.stage, self.mixture, self.rank, self.world = stage, mixture, rank, world
-
-    def __getitem__(self, step: int) -> list[list[TrainingRow]]:
-        count = self.stage.batch_rows
-        rows = self.mixture.rows(step * count, count, self.rank, self.world)
-        size = min(self.stage.micro_rows or len(rows), len(rows))
-        return [rows[at : at + size] for at in range(0, len(rows), size)]
-
-
-def _prefetch(steps: _StepRows, first: int, device: torch.device) -> Iterator[list[list[TrainingRow]]]:
-    """Prepare the rows of the next steps in worker processes if training runs on a GPU."""
-    num_workers = min(8, (os.cpu_count() or 1) // 2) if device.type == "cuda" else 0
-    return prefetch(steps, range(first, steps.stage.num_steps), num_workers)
-
-
-def prefetch(steps: Dataset[Any], numbers: range, num_workers: int, **more: Any) -> Iterator[Any]:
-    """Return an iterator over the given steps that `num_workers` processes prepare ahead."""
+def prefetch(items: Dataset[Any], numbers: range, device: torch.device) -> Iterator[Any]:
+    """Return an iterator over the given items, which processes prepare ahead if training runs on a GPU."""
+    is_cuda = device.type == "cuda"
+    num_workers = min(12, max(1, (os.cpu_count() or 2) - 2)) if is_cuda else 0
     return iter(
         DataLoader(
-            steps,
+            items,
             batch_size=None,
             sampler=numbers,
             collate_fn=_identity,
             num_workers=num_workers,
             multiprocessing_context="fork" if num_workers else None,
-            **more,
+            prefetch_factor=4 if num_workers else None,
+            pin_memory=is_cuda,
         )
     )
 
 
-def _identity(rows: Any) -> Any:
-    return rows
-
-
-def collate(rows: Sequence[TrainingRow], packing: str) -> dict[str, Tensor]:
-    out = {
-        "tokens": torch.from_numpy(np.stack([row.tokens for row in rows])),
-        "loss_mask": torch.from_numpy(np.stack([row.loss_mask for row in rows])),
-        "answer": torch.from_numpy(np.stack([row.answer for row in rows])),
-    }
-    if any(row.truth for row in rows):
-        out["truth"] = torch.tensor([row.truth for row in rows])
-    if packing == "documents":
-        out["lengths"] = torch.tensor([length for row in rows for length in row.lengths])
-    return out
+def _identity(item: Any) -> Any:
+    return item
 
 
 class _Log:
@@ -235,6 +179,8 @@ class _Log:
             file.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
+        if not values:
+            return
         self.entries.append({"step": step, **values})
         if self.is_writer:
             with self.file.open("a") as handle:

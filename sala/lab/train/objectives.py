@@ -4,7 +4,9 @@ Each objective is a module, so that Accelerate can distribute it. It takes a bat
 returns the loss and the unscaled sums for the log.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +14,11 @@ from torch import Tensor, nn
 
 from sala.backends.torch.batch import whole
 from sala.backends.torch.fast.dispatch import select_ops
-from sala.backends.torch.model import SalaModel
+from sala.backends.torch.model import SalaModel, SparseMixer
 from sala.lab.train.block_selection_loss import BlockSelectionLoss, count_queries
+from sala.lab.train.fast_paths import FastPaths, set_scan, uncompiled_sparse_layers
 from sala.lab.train.losses import LossWeights, head_loss
-
-# tokens [B, n] long; loss_mask, answer [B, n] bool; truth [B]; lengths [documents], or absent
-RowBatch = Mapping[str, Tensor]
+from sala.lab.train.steps import TrainingBatch
 
 
 class Objective(nn.Module):
@@ -26,32 +27,66 @@ class Objective(nn.Module):
     terms: tuple[str, ...]
     units: tuple[str, ...] = ("Layer",)
 
+    def counts(self, batch: TrainingBatch) -> list[int]:
+        """Return how many predictions (or tokens) each term averages over."""
+        return [batch.tokens.numel()]
+
 
 class NextToken(Objective):
-    """Cross-entropy of the tokens with a loss, extra weight for answers, and optionally the block-selection loss."""
+    """Cross-entropy of the tokens with a loss, extra weight for answers, and optionally the block-selection loss.
+
+    With `is_mixed`, rows are dense or sparse by their length, and the block-selection loss counts in sparse rows only.
+    `tile_rows` is the number of positions whose logits are in memory at a time.
+    """
 
     terms: tuple[str, ...] = ("loss", "answer")
 
-    def __init__(self, model: SalaModel, has_selection_loss: bool = False) -> None:
+    def __init__(
+        self, model: SalaModel, has_selection_loss: bool = False, is_mixed: bool = False, tile_rows: int | None = None
+    ) -> None:
         super().__init__()
-        self.student = model
+        self.student, self.is_mixed, self.tile_rows = model, is_mixed, tile_rows
+        self.fast = FastPaths()
         self.selection_loss = BlockSelectionLoss(model) if has_selection_loss else None
         if has_selection_loss:
             self.terms = (*self.terms, "choice")
 
-    def forward(self, rows: RowBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
-        return self.compute_loss(rows, scales, None)
+    def counts(self, batch: TrainingBatch) -> list[int]:
+        queries = [] if self.selection_loss is None else [count_queries(*batch.tokens.shape)]
+        return [*batch.counts[:2], *queries]
+
+    def forward(self, batch: TrainingBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
+        return self.compute_loss(batch, scales, None)
 
     def compute_loss(
-        self, rows: RowBatch, scales: Tensor, teacher: tuple[Tensor, Tensor] | None
+        self, batch: TrainingBatch, scales: Tensor, teacher: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
+        """Return the scaled loss and the sums of its terms; `teacher` are its hidden states [P, h] and its head."""
+        is_sparse = self.is_mixed and self._is_sparse(batch.tokens.shape[1])
+        observed = self.selection_loss if is_sparse or not self.is_mixed else None
+        with uncompiled_sparse_layers(self.student) if is_sparse else nullcontext():
+            if observed is not None:
+                observed.begin(batch.tokens, batch.is_answer)
+            hidden = _hidden(self.student, batch.tokens, batch.lengths)
+            selection = hidden.new_zeros(()) if observed is None else observed.end()
+        hidden = hidden if batch.at is None else hidden.index_select(0, batch.at)
+        weights = LossWeights(batch.main * scales[0], batch.label * scales[1], batch.truth)
+        with torch.autocast(hidden.device.type, enabled=False):
+            dtype = self.head_dtype(hidden)
+            if teacher is not None:
+                teacher = (teacher[0].to(dtype), teacher[1].to(dtype))
+            head = self.student.lm_head.weight.to(dtype)
+            loss, sums = head_loss(hidden.to(dtype), head, batch.labels, weights, teacher, self.tile_rows)
         if self.selection_loss is None:
-            return _loss(self.student, _hidden(self.student, rows), rows, scales, teacher)
-        self.selection_loss.begin(rows["tokens"], _targets(rows)[1].view_as(rows["tokens"]))
-        hidden = _hidden(self.student, rows)
-        selection = self.selection_loss.end()
-        loss, sums = _loss(self.student, hidden, rows, scales, teacher)
-        return loss + selection * scales[2], torch.cat((sums, selection.detach()[None]))
+            return loss, sums
+        return loss + selection * scales[2], torch.cat((sums, selection.detach()[None].to(sums.dtype)))
+
+    def head_dtype(self, hidden: Tensor) -> torch.dtype:
+        return torch.bfloat16 if self.fast.has_bf16_head else torch.promote_types(hidden.dtype, torch.float32)
+
+    def _is_sparse(self, length: int) -> bool:
+        mixers = [layer.self_attn for layer in self.student.model.layers]
+        return any(isinstance(mixer, SparseMixer) and length >= mixer.sparse.dense_len for mixer in mixers)
 
 
 class Distil(NextToken):
@@ -59,26 +94,84 @@ class Distil(NextToken):
 
     Rows with a `truth` have a mixed target: that share of the text's own next token, the rest from the teacher.
 
-    With `window` set, the teacher's context is limited to that many tokens.
+    With `window` set, the teacher's context is limited to that many tokens. `cache_bytes` of device memory hold its
+    hidden states of repeated rows.
     """
 
     terms = ("kl", "answer")
 
     def __init__(
-        self, student: SalaModel, teacher: SalaModel, window: int | None = None, has_selection_loss: bool = False
+        self,
+        student: SalaModel,
+        teacher: SalaModel,
+        window: int | None = None,
+        has_selection_loss: bool = False,
+        is_mixed: bool = False,
+        tile_rows: int | None = None,
+        cache_bytes: int = 0,
     ) -> None:
-        super().__init__(student, has_selection_loss)
-        self.window = window
+        super().__init__(student, has_selection_loss, is_mixed, tile_rows)
+        self.window, self.cache_bytes = window, cache_bytes
         self._teacher = [teacher]  # in a list, so that it is not registered as a submodule
+        self.cache = TeacherCache(cache_bytes)
 
-    def forward(self, rows: RowBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
-        teacher, tokens = self._teacher[0], rows["tokens"]
+    def use(self, fast: FastPaths) -> None:
+        """Compute on these paths from now on."""
+        self.fast, self.cache = fast, TeacherCache(self.cache_bytes)
+        set_scan(self.student, fast.has_scan)
+
+    def use_plain_paths(self) -> None:
+        """Continue without the custom kernels."""
+        self.use(replace(self.fast, has_scan=False, has_bf16_head=False))
+
+    def forward(self, batch: TrainingBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            windows = tokens
-            if self.window is not None and tokens.shape[1] > self.window:
-                windows = tokens.view(-1, self.window)
-            wanted = teacher(whole(windows, _lengths(rows), select_ops())) / teacher.config.logit_divisor
-        return self.compute_loss(rows, scales, (wanted, teacher.lm_head.weight))
+            wanted = self._teacher_hidden(batch)
+            wanted = wanted if batch.at is None else wanted.index_select(0, batch.at)
+        return self.compute_loss(batch, scales, (wanted, self._teacher[0].lm_head.weight))
+
+    def _teacher_hidden(self, batch: TrainingBatch) -> Tensor:
+        """Return the teacher's last hidden states [B * n, h], from the cache where possible."""
+        known = self.cache.get(batch.keys)
+        if known is None:
+            hidden = self._run_teacher(batch.tokens, batch.lengths)
+            self.cache.put(batch.keys, hidden.view(*batch.tokens.shape, -1))
+            return hidden
+        fresh = [index for index, key in enumerate(batch.keys) if not key]
+        rows = known
+        if fresh:
+            computed = self._run_teacher(batch.tokens[fresh]).view(len(fresh), batch.tokens.shape[1], -1)
+            rows = [computed[fresh.index(at)] if at in fresh else known.pop(0) for at in range(len(batch.keys))]
+        return torch.cat(rows)
+
+    def _run_teacher(self, tokens: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """Return the teacher's hidden states; rows longer than its window are split."""
+        if self.window is not None and tokens.shape[1] > self.window:
+            tokens = tokens.view(-1, self.window)
+        hidden = _hidden(self._teacher[0], tokens, lengths)
+        return hidden.to(self.head_dtype(hidden))
+
+
+class TeacherCache:
+    """The teacher's hidden states of repeated rows, on the device: later epochs need not run the teacher."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.left = max_bytes
+        self.rows: dict[int, Tensor] = {}
+
+    def get(self, keys: Sequence[int]) -> list[Tensor] | None:
+        """Return the states [n, h] of all rows that have a key, in order; None if there are none, or one is missing."""
+        found = [self.rows.get(key) for key in keys if key]
+        return found if found and all(row is not None for row in found) else None  # type: ignore[return-value]
+
+    def put(self, keys: Sequence[int], states: Tensor) -> None:
+        """Store the new rows of states [B, n, h] as long as the memory lasts."""
+        new = [index for index, key in enumerate(keys) if key and key not in self.rows]
+        size = states[0].numel() * states.element_size()
+        new = new[: max(0, self.left // size)]
+        if new:
+            self.left -= size * len(new)
+            self.rows |= zip((keys[index] for index in new), states[new].unbind(0), strict=True)
 
 
 class Align(Objective):
@@ -96,9 +189,9 @@ class Align(Objective):
         self._teacher = [teacher]
         self.layer_errors: dict[int, Tensor] = {}
 
-    def forward(self, rows: RowBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: TrainingBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
         teacher = self._teacher[0]
-        batch = whole(rows["tokens"], _lengths(rows), select_ops())
+        batch = whole(rows.tokens, rows.lengths, select_ops())
         with torch.no_grad():
             x = teacher.model.embed_tokens(batch.tokens) * teacher.config.scale_emb
         total = x.new_zeros(())
@@ -119,57 +212,8 @@ class Align(Objective):
         return mean * count * scales[0], (mean * count).detach()[None]
 
 
-def counts(objective: nn.Module, rows: RowBatch) -> list[int]:
-    """Return how many predictions (or tokens) each term of the objective averages over."""
-    if isinstance(objective, Align):
-        return [rows["tokens"].numel()]
-    first, second = _targets(rows)
-    found = [int(first.sum()), int(second.sum())]
-    if isinstance(objective, NextToken) and objective.selection_loss is not None:
-        found.append(count_queries(*rows["tokens"].shape))
-    return found
-
-
-def _lengths(rows: RowBatch) -> tuple[int, ...] | None:
-    return tuple(rows["lengths"].tolist()) if "lengths" in rows else None
-
-
-def _hidden(model: SalaModel, rows: RowBatch) -> Tensor:
-    return model(whole(rows["tokens"], _lengths(rows), select_ops())) / model.config.logit_divisor
-
-
-def _targets(rows: RowBatch) -> tuple[Tensor, Tensor]:
-    """Return masks [B * n] of the positions that predict a token with a loss, and of those that predict an answer."""
-    loss_mask, answer = (torch.roll(rows[name], -1, 1) for name in ("loss_mask", "answer"))
-    if "lengths" in rows:
-        ends = rows["lengths"].cumsum(0) - 1
-    else:
-        batch, length = rows["tokens"].shape
-        ends = torch.arange(1, batch + 1, device=loss_mask.device) * length - 1
-    loss_mask, answer = loss_mask.flatten(), answer.flatten()
-    loss_mask[ends], answer[ends] = False, False
-    return loss_mask, answer
-
-
-def _loss(
-    model: SalaModel, hidden: Tensor, rows: RowBatch, scales: Tensor, teacher: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor]:
-    loss_mask, answer = _targets(rows)
-    labels = torch.roll(rows["tokens"].flatten(), -1)
-    with torch.autocast(hidden.device.type, enabled=False):
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        head = model.lm_head.weight.to(wide)
-        if teacher is not None:
-            teacher = (teacher[0].to(wide), teacher[1].to(wide))
-        weights = LossWeights(loss_mask * scales[0], answer * scales[1], _truth(rows))
-        return head_loss(hidden.to(wide), head, labels, weights, teacher)
-
-
-def _truth(rows: RowBatch) -> Tensor | None:
-    """Return the share of the text's own token in each target [B * n]; None if only the teacher counts."""
-    if "truth" not in rows:
-        return None
-    return rows["truth"].repeat_interleave(rows["tokens"].shape[1])
+def _hidden(model: SalaModel, tokens: Tensor, lengths: Sequence[int] | None) -> Tensor:
+    return model(whole(tokens, lengths, select_ops())) / model.config.logit_divisor
 
 
 def _relative_error(found: Tensor, wanted: Tensor) -> Tensor:

@@ -21,15 +21,15 @@ from sala.errors import InputError, SalaError
 from sala.lab.eval.tasks.choice import read_tasks
 from sala.lab.train import adapters
 from sala.lab.train import probe as probing
+from sala.lab.train.accelerated import Accelerated, Group
 from sala.lab.train.block_selection_loss import min_length
 from sala.lab.train.fast_paths import FastPaths
 from sala.lab.train.halo.sample import write_samples
 from sala.lab.train.halo.select import LayerProbe, measure_layers, needle_pairs, select_layers
 from sala.lab.train.halo.source import ALWAYS_DENSE, copy_tokenizer
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid, to_sparse
-from sala.lab.train.latent import Latents
-from sala.lab.train.loop import Group, OutOfTime, Progress, train
-from sala.lab.train.mixed import MixedDistil, MixedOptions, MixedRun
+from sala.lab.train.latent import LatentLearner, Latents
+from sala.lab.train.loop import OutOfTime, Progress, train
 from sala.lab.train.models import load_for_training, save_model
 from sala.lab.train.objectives import Align, Distil, NextToken, Objective
 from sala.lab.train.overlays import TeacherBase, load_student, overlay_storage
@@ -46,7 +46,7 @@ from sala.lab.train.recipe import (
     TrainStage,
 )
 from sala.lab.train.recipe_run import RecipeRun
-from sala.lab.train.sources import mixed_steps, mixture, needle_makers
+from sala.lab.train.sources import needle_makers, step_parts
 from sala.text.tokenizer import Tokenizer
 
 NOTE_EVERY = 5.0  # seconds between progress notes of a sample stage
@@ -176,7 +176,7 @@ def _build_hybrid(run: RecipeRun, stage: SelectStage, directory: Path, start: Pa
     student = to_hybrid(teacher, config, run.recipe.seed)
     for index in config.lightning_layers:
         student.model.layers[index].self_attn = aligned.model.layers[index].self_attn
-    _save(student, directory, config, start)
+    _save(student, directory / "model", config, start)
 
 
 def _layer_probe(run: RecipeRun, stage: SelectStage) -> LayerProbe:
@@ -237,23 +237,32 @@ def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
         _set_geometry(student, stage.sparse)
     packing = OverlayPacking(stage.bits, stage.gate_bits, stage.group_size, stage.mlp_rank)
     latents = Latents(student, overlay_storage(student, base, packing) if stage.bits else {}, stage.betas)
-    options = MixedOptions.of(stage, run.device)
-    fast = FastPaths.on(run.device) if _is_compiled(run) else FastPaths()
-    objective = MixedDistil(student, teacher, options, fast)
-    steps = mixed_steps(run, stage, start)
-    probe = _student_probe(run, stage, teacher, student)
+    objective = Distil(
+        student,
+        teacher,
+        stage.teacher_window,
+        stage.choice_weight > 0,
+        is_mixed=True,
+        tile_rows=2048 if run.device.type == "cuda" else 128,
+        cache_bytes=stage.cache_gb << 30,
+    )
+    if _is_compiled(run):
+        objective.use(FastPaths.on(run.device))
+        _compile([*student.model.layers, *teacher.model.layers], config, run.device)
     note = partial(run.note, stage.name)
-    mixed = MixedRun(objective, latents, steps, directory, options, note, probe)
-    mixed.resume()
-    is_done = mixed.train(run.deadline)
+    learner = LatentLearner(objective, latents, stage, note)
+    parts, probe = step_parts(run, stage, start), _student_probe(run, stage, teacher, student)
+    target, stopped = directory / "model", None
+    try:
+        train(learner, stage, parts, directory, note, run.deadline, probe)
+    except OutOfTime as error:
+        target, stopped = directory / "so-far", error
     latents.use_mean(is_rounded=False)
     adapters.merge_low_rank(student)
-    target = directory / ("model" if is_done else "so-far")
     shutil.rmtree(directory / "so-far", ignore_errors=True)
-    student.config = config
-    save_model(student, target, start, "float32", copy_tokenizer)
-    if not is_done:
-        raise OutOfTime(f"out of time after step {mixed.step}", "run it again to resume")
+    _save(student, target, config, start)
+    if stopped is not None:
+        raise stopped
 
 
 def _student_probe(
@@ -303,17 +312,9 @@ def _part(name: str) -> str:
 def _learn(
     run: RecipeRun, stage: Learning, directory: Path, objective: Objective, groups: Sequence[Group], start: Path
 ) -> None:
-    rows = mixture(run, stage, start)
-    log = train(
-        objective,
-        stage,
-        rows,
-        directory,
-        groups,
-        partial(run.note, stage.name),
-        run.deadline,
-        run.recipe.dtype,
-    )
+    parts = step_parts(run, stage, start)
+    learner = Accelerated(objective, stage, groups, run.recipe.dtype)
+    log = train(learner, stage, parts, directory, partial(run.note, stage.name), run.deadline)
     if is_main_process():
         plot_log(log, directory / "loss.png", stage.name)
 
@@ -322,13 +323,13 @@ def _finish(student: SalaModel, directory: Path, config: SalaConfig, start: Path
     """Gather the weights of all processes, and save them in the main process."""
     gather_parameters(student)
     if is_main_process():
-        _save(student, directory, config, start)
+        _save(student, directory / "model", config, start)
     barrier()
 
 
-def _save(student: SalaModel, directory: Path, config: SalaConfig, start: Path) -> None:
+def _save(student: SalaModel, target: Path, config: SalaConfig, start: Path) -> None:
     student.config = config
-    save_model(student, directory / "model", start, "float32", copy_tokenizer)
+    save_model(student, target, start, "float32", copy_tokenizer)
 
 
 def _dense(model: SalaModel) -> None:

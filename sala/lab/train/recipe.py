@@ -1,21 +1,32 @@
 """Recipes: lists of stages in TOML, run in order. Unknown keys are errors."""
 
 import difflib
+import json
+import math
 import tomllib
-import types
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from sala.config import SparseConfig, read_small_file
 from sala.errors import ConfigError
-from sala.lab.train.schedule import Schedule
 
 _MAX_RECIPE_BYTES = 1 << 20
+Count = Annotated[int, Field(ge=0)]
+Number = Annotated[float, Field(ge=0)]
+
+
+class _Table:
+    """A table of a recipe: every key must be known and have the annotated type."""
+
+    __slots__ = ()
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Source(_Table):
     """A source of training rows.
 
     text: JSONL (`field` of each line), plain text, or a Hugging Face dataset; chat: `messages` of each line, with a
@@ -32,93 +43,129 @@ class Source:
     dataset: str = ""
     split: str = "train"
     field: str = "text"
-    weight: float = 1.0
-    max_documents: int | None = None
-    num_keys: int = 4  # needle: largest number of similar facts, some of which are asked for
-    num_topics: int = 1  # needle: largest number of such groups of facts in a row
-    truth: float = 0.0  # text, samples: share of the text's own tokens in the target of a distil stage
+    weight: Number = 1.0
+    max_documents: Count | None = None
+    num_keys: Count = 4  # needle: largest number of similar facts, some of which are asked for
+    num_topics: Count = 1  # needle: largest number of such groups of facts in a row
+    truth: Number = 0.0  # text, samples: share of the text's own tokens in the target of a distil stage
     table: str = ""  # reading, and a third of a needle source's rows: passages with questions and answers
     lists: str = ""  # with table: the prompt table whose lists fill the passages' slots
-    rows: int = 0  # rows in every step
-    seq_len: int = 0  # their length; 0: the stage's
-    shortest: int = 0  # dialogues: only those with more tokens than this
+    rows: Count = 0  # rows in every step
+    seq_len: Count = 0  # their length; 0: the stage's
+    shortest: Count = 0  # dialogues: only those with more tokens than this
     is_sparse: bool = False  # sparse attention in these rows from dense_len on
-    answer_share: float = 1.2  # needle, with rows: weight of a row's answers relative to its tokens
+    answer_share: Number = 1.2  # needle, with rows: weight of a row's answers relative to its tokens
     has_system: bool = False  # needle, with rows: half of the rows start with the chat template's system turn
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class Prompts(_Table):
     """Prompts for the teacher: templates in which {topic} is replaced by a topic from a list.
 
     With an empty chat template the teacher also writes the user's turn.
     """
 
-    weight: float = 1.0
+    weight: Number = 1.0
     templates: tuple[str, ...] = ("",)
     path: str = ""  # instead of templates: JSONL with the `turns` of the user, every line used before any repeats
     is_chat: bool = True
-    temperature: float = 0.7
-    temperatures: tuple[float, ...] = ()  # instead of temperature: a random one of these for each row; 0 is greedy
+    temperature: Number = 0.7
+    temperatures: tuple[Number, ...] = ()  # instead of temperature: a random one of these for each row; 0 is greedy
     must_end: bool = False  # leave out documents without an end token
-    second_turns: float = 0.0  # share of the dialogues in which the teacher writes another question and answer
+    second_turns: Number = 0.0  # share of the dialogues in which the teacher writes another question and answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleStage:
+class SampleStage(_Table):
     """Sample text from the teacher: rows of `seq_len` tokens that start with prompts."""
 
     name: str
     kind: Literal["sample"]
     prompts: tuple[Prompts, ...] = (Prompts(),)
     topics: str = ""  # a file with a topic per line, for {topic} in templates
-    num_rows: int = 1024
-    seq_len: int = 512
-    batch_rows: int = 1024  # rows sampled at a time
-    seconds: int = 0  # above 0: stop after this time and keep the finished documents
+    num_rows: Count = 1024
+    seq_len: Count = 512
+    batch_rows: Count = 1024  # rows sampled at a time
+    seconds: Count = 0  # above 0: stop after this time and keep the finished documents
     is_filtered: bool = False  # keep dialogues that end and do not loop, cut free text at a loop
     held_out: tuple[str, ...] = ()  # JSONL files whose questions must not occur in the kept documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SelectStage:
+class SelectStage(_Table):
     """Measure the loss of recall and common sense when a layer loses attention, and select the layers that keep it."""
 
     name: str
     kind: Literal["select"]
-    num_layers: int | None = None  # None: a quarter
-    layers: tuple[int, ...] = ()  # keep attention in these layers, without measuring
+    num_layers: Count | None = None  # None: a quarter
+    layers: tuple[Count, ...] = ()  # keep attention in these layers, without measuring
     keep_ends: bool = True  # the first and the last layer always keep attention
     haystack: str = ""  # documents for the recall measure
-    recall_len: int = 1024
-    recall_rows: int = 64
+    recall_len: Count = 1024
+    recall_rows: Count = 64
     tasks: tuple[str, ...] = ()  # files of multiple-choice questions for the common-sense measure
-    max_questions: int = 300
-    epsilon: float = 0.01
+    max_questions: Count = 300
+    epsilon: Number = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A learning-rate schedule: a linear warm-up, then the shape `kind`.
+
+    `wsd` (warmup-stable-decay) falls linearly over the last `decay_steps`; with `decay_share` it falls over that last
+    share of the run instead, which may be bounded by time.
+    """
+
+    kind: str
+    peak: float
+    final: float
+    num_steps: int
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    decay_share: float = 0.0
+
+    def rate(self, step: int, done: float = 0.0) -> float:
+        """Return the rate of step 0, 1, …, after the share `done` of the run.
+
+        The warm-up starts above zero and ends at the peak.
+        """
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / (self.warmup_steps + 1)
+        part = min(1.0, (step - self.warmup_steps) / max(1, self.num_steps - 1 - self.warmup_steps))
+        if self.kind == "cosine":
+            return self.final + (self.peak - self.final) * 0.5 * (1 + math.cos(math.pi * part))
+        if self.kind == "exponential":
+            return self.peak * (self.final / self.peak) ** part
+        fall = 0.0
+        if self.kind == "wsd" and self.decay_share:
+            fall = (done - (1 - self.decay_share)) / self.decay_share
+        elif self.kind == "wsd" and self.decay_steps:
+            fall = (step - (self.num_steps - self.decay_steps) + 1) / self.decay_steps
+        return self.peak + (self.final - self.peak) * min(max(fall, 0.0), 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learning:
+class Learning(_Table):
     """The keys of every stage that trains."""
 
     name: str
     data: tuple[Source, ...]
-    seq_len: int = 512
-    batch_rows: int = 32
-    micro_rows: int | None = None  # rows per forward pass on one device; None: all
-    steps: int = 0
-    tokens: int = 0  # instead of steps
+    seq_len: Count = 512
+    batch_rows: Count = 32
+    micro_rows: Count | None = None  # rows per forward pass on one device; None: all
+    steps: Count = 0
+    tokens: Count = 0  # instead of steps
     packing: Literal["stream", "documents"] = "stream"  # documents: no attention across documents
     schedule: Literal["constant", "cosine", "wsd", "exponential"] = "cosine"
-    lr: float = 1e-3
-    final_lr: float = 1e-5
-    warmup_steps: int = 50
-    decay_steps: int = 0
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
+    lr: Number = 1e-3
+    final_lr: Number = 1e-5
+    warmup_steps: Count = 50
+    decay_steps: Count = 0
+    weight_decay: Number = 0.0
+    betas: tuple[Number, Number] = (0.9, 0.95)
+    clip: Number = 1.0
     checkpointing: bool = False
-    save_every: int = 500
+    save_every: Count = 500
 
     @property
     def num_steps(self) -> int:
@@ -144,14 +191,14 @@ class TrainStage(Learning):
     kind: Literal["train"]
     # attention: the mixers of sparse layers alone
     learns: tuple[Literal["all", "mixers", "attention", "mlps", "norms", "embeddings"], ...] = ("all",)
-    mlp_rank: int = 0  # above 0: MLPs are trained as low-rank changes
-    mlp_lr_scale: float = 1.0
-    bits: int = 0  # above 0: quantization-aware training of the mixers
-    group_size: int = 64
-    answer_weight: float = 0.0  # extra weight of the answers in needle rows
+    mlp_rank: Count = 0  # above 0: MLPs are trained as low-rank changes
+    mlp_lr_scale: Number = 1.0
+    bits: Count = 0  # above 0: quantization-aware training of the mixers
+    group_size: Count = 64
+    answer_weight: Number = 0.0  # extra weight of the answers in needle rows
     is_sparse: bool = False  # sparse attention from dense_len on; false: dense at every length
     sparse: SparseConfig | None = None  # another geometry during this stage, to train block selection on short rows
-    choice_weight: float = 0.0  # weight of the block-selection loss
+    choice_weight: Number = 0.0  # weight of the block-selection loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +206,7 @@ class DistilStage(TrainStage):
     """Train on the teacher's distribution instead of the next token."""
 
     kind: Literal["distil"]  # type: ignore[assignment]
-    teacher_window: int | None = None
+    teacher_window: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,41 +218,37 @@ class MixStage(DistilStage):
     """
 
     kind: Literal["mix"]  # type: ignore[assignment]
-    seconds: int = 0  # instead of steps: the schedule follows the clock
-    decay_share: float = 0.35  # last share of the stage, in which the rate falls from lr to final_lr
-    gate_bits: int = 5
-    mean_decay: float = 0.998
+    seconds: Count = 0  # instead of steps: the schedule follows the clock
+    decay_share: Number = 0.35  # last share of the stage, in which the rate falls from lr to final_lr
+    gate_bits: Count = 5
+    mean_decay: Number = 0.998
     probe: str = ""  # a file of prompts and teacher answers for `Probe`, measured every `probe_every` steps
-    probe_every: int = 300
-    cache_gb: int = 48  # device memory for the teacher's hidden states of repeated rows
+    probe_every: Count = 300
+    cache_gb: Count = 48  # device memory for the teacher's hidden states of repeated rows
+
+    @property
+    def rate(self) -> Schedule:
+        return Schedule("wsd", self.lr, self.final_lr, 0, self.warmup_steps, decay_share=self.decay_share)
 
 
-Stage = SampleStage | SelectStage | AlignStage | TrainStage | DistilStage | MixStage
-STAGES: dict[str, type[Any]] = {
-    "sample": SampleStage,
-    "align": AlignStage,
-    "select": SelectStage,
-    "distil": DistilStage,
-    "train": TrainStage,
-    "mix": MixStage,
-}
+Stage = SampleStage | AlignStage | SelectStage | DistilStage | TrainStage | MixStage
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(_Table):
     """What to measure after the last stage, on the result and on the source model."""
 
     texts: tuple[str, ...] = ()  # files for perplexity
     tasks: tuple[str, ...] = ()  # files of multiple-choice questions
     haystack: str = ""  # documents for needles
-    lengths: tuple[int, ...] = (1024, 4096)  # tokens, for needles and for speed
-    trials: int = 20  # needles per length
+    lengths: tuple[Count, ...] = (1024, 4096)  # tokens, for needles and for speed
+    trials: Count = 20  # needles per length
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    stages: tuple[Stage, ...]
-    seed: int = 0
+class Recipe(_Table):
+    stages: tuple[Annotated[Stage, Field(discriminator="kind")], ...]
+    seed: Count = 0
     sparse: SparseConfig = field(default_factory=SparseConfig)
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     is_compiled: bool = True
@@ -221,9 +264,40 @@ def load_recipe(path: Path) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     values["stages"] = values.pop("stage", [])
-    recipe: Recipe = _build(Recipe, values, str(path))
+    try:
+        recipe = TypeAdapter(Recipe).validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        raise _explain(error, values, path) from None
     _check(recipe, path)
     return recipe
+
+
+def _explain(error: ValidationError, values: dict[str, Any], path: Path) -> ConfigError:
+    """Return the first problem that pydantic found, unknown keys before others, with a remedy."""
+    found = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "unexpected_keyword_argument")[0]
+    *outer, name = found["loc"]
+    kind, value, ctx = found["type"], found["input"], found.get("ctx", {})
+    table = next((part for part in reversed(outer) if isinstance(part, str)), "")
+    steps = [f"[{part}]" if isinstance(part, int) else f": {part}" for part in found["loc"]]
+    if len(outer) > 2 and outer[0] == "stages":  # after the index comes the stage's kind: show its name instead
+        steps[2] = f" {values['stages'][outer[1]].get('name', '')!r}"
+    where, place = (f"{path}{''.join(part)}" for part in (steps[:-1], steps))
+    if kind == "unexpected_keyword_argument":
+        known = [item.name for item in fields(_TABLES[table])]
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(known)
+        return ConfigError(f"{where}: {name!r} is not a valid key", hint)
+    if kind == "missing" and isinstance(name, str):
+        return ConfigError(f"{where}: {name!r} is missing", "add it")
+    if kind in ("missing", "too_long"):
+        return ConfigError(f"{where if kind == 'missing' else place} must have 2 entries")
+    if kind.startswith("union_tag"):
+        return ConfigError(f"{place}: kind is {value.get('kind')!r}", "use " + ", ".join(map(repr, _KINDS)))
+    if kind in ("tuple_type", "dataclass_type", "dict_type"):
+        return ConfigError(f"{place} must be a {'list' if kind == 'tuple_type' else 'table'}")
+    if kind == "literal_error":
+        return ConfigError(f"{place} is {value!r}", f"use {ctx['expected']}".replace(" or ", ", "))
+    return ConfigError(f"{place} is {value!r}", found["msg"] if ctx.get("ge") else _RULES.get(kind, found["msg"]))
 
 
 def _check(recipe: Recipe, path: Path) -> None:
@@ -270,59 +344,18 @@ def _check_mix(stage: MixStage, where: str) -> None:
         raise ConfigError(f"{where}: mix needs low-rank MLPs and frozen embeddings", "set mlp_rank and learns")
 
 
-def _build(kind: Any, values: Any, where: str) -> Any:
-    """Return a dataclass from a TOML table; raise ConfigError if a value does not match its annotation."""
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where} must be a table")
-    known = {item.name: item for item in fields(kind)}
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(known)
-            raise ConfigError(f"{where}: {name!r} is not a valid key", hint)
-    hints = get_type_hints(kind)
-    out = {}
-    for name, item in known.items():
-        if name in values:
-            out[name] = _value(hints[name], values[name], f"{where}: {name}")
-        elif item.default is MISSING and item.default_factory is MISSING:
-            raise ConfigError(f"{where}: {name!r} is missing", "add it")
-    return kind(**out)
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
-    if hint == Stage:
-        return _stage(value, where)
-    if is_dataclass(hint):
-        return _build(hint, value, where)
-    if origin in (Union, types.UnionType):
-        return _value(next(arg for arg in args if arg is not type(None)), value, where)
-    if origin is Literal:
-        if value not in args:
-            raise ConfigError(f"{where} is {value!r}", "use " + ", ".join(map(repr, args)))
-        return value
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ConfigError(f"{where} must be a list")
-        kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
-        if len(kinds) != len(value):
-            raise ConfigError(f"{where} must have {len(kinds)} entries")
-        return tuple(_value(arg, item, f"{where}[{i}]") for i, (arg, item) in enumerate(zip(kinds, value, strict=True)))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(f"{where} is {value!r}", f"it must be a {_PLAIN.get(hint, hint.__name__)}")
-    if hint in (int, float) and value < 0:
-        raise ConfigError(f"{where} is {value}", "it must not be negative")
-    return value
-
-
-def _stage(value: Any, where: str) -> Any:
-    kind = value.get("kind") if isinstance(value, dict) else None
-    if kind not in STAGES:
-        raise ConfigError(f"{where}: kind is {kind!r}", "use " + ", ".join(map(repr, STAGES)))
-    return _build(STAGES[kind], value, f"{where} {value.get('name', '')!r}")
-
-
-_PLAIN = {int: "whole number", float: "number", str: "string in quotes", bool: "true or false"}
+_KINDS = {get_args(get_type_hints(stage)["kind"])[0]: stage for stage in get_args(Stage)}
+_TABLES: dict[str, Any] = {
+    "": Recipe,
+    "sparse": SparseConfig,
+    "report": Report,
+    "data": Source,
+    "prompts": Prompts,
+} | _KINDS
+_RULES = {
+    "int_type": "it must be a whole number",
+    "float_type": "it must be a number",
+    "string_type": "it must be a string in quotes",
+    "bool_type": "it must be true or false",
+    "greater_than_equal": "it must not be negative",
+}

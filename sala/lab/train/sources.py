@@ -1,6 +1,5 @@
 """The rows of a stage from its sources: tokenized texts, the teacher's samples, facts and passages in texts."""
 
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -10,41 +9,34 @@ import numpy as np
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.lab.eval.tasks.needle import CHATML, NeedleMaker, Wrap
-from sala.lab.train.data import Mixture, StreamRows, TrainingRow, load_stream, read_documents
+from sala.lab.train.data import Mixture, RowMaker, StreamRows, load_stream, read_documents
 from sala.lab.train.documents import DialogueRows, Documents, to_stream
 from sala.lab.train.halo.sample import TEXT_END
 from sala.lab.train.needles import NeedleRows, chat_wrap
 from sala.lab.train.processes import main_process_first
 from sala.lab.train.reading import ReadingRows, ReadingTable
-from sala.lab.train.recipe import Learning, SampleStage, Source
+from sala.lab.train.recipe import Learning, MixStage, SampleStage, Source
 from sala.lab.train.recipe_run import RecipeRun
-from sala.lab.train.steps import MixedSteps, RowMaker, StepPart, needle_row, text_row
+from sala.lab.train.steps import StepPart, weigh_needle, weigh_text
 from sala.text.tokenizer import Tokenizer
 
 READING_EVERY = 3  # every third row of a needle source with a table is a reading row
 
 
-def mixture(run: RecipeRun, stage: Learning, start: Path) -> Mixture:
-    """Return rows of one length in the shares of the sources."""
+def step_parts(run: RecipeRun, stage: Learning, start: Path) -> list[StepPart]:
+    """Return what every step holds: rows of one length in the shares of the sources, or `rows` rows of each source."""
     tokenizer = Tokenizer.load(start)
     with main_process_first():
+        if isinstance(stage, MixStage):
+            return [
+                StepPart(
+                    _maker(run, stage, source, tokenizer, start), source.rows, _length(stage, source), source.is_sparse
+                )
+                for source in stage.data
+            ]
         makers = [_rows_of(run, stage, source, tokenizer, start) for source in stage.data]
-    return Mixture(makers, [source.weight for source in stage.data], run.recipe.seed)
-
-
-def mixed_steps(run: RecipeRun, stage: Learning, start: Path, rank: int = 0, world: int = 1) -> MixedSteps:
-    """Return steps with `rows` rows of every source; raise InputError if a source has no `rows`."""
-    tokenizer = Tokenizer.load(start)
-    if not all(source.rows for source in stage.data):
-        raise InputError("rows", "is missing in a source", "give it for all sources of a stage, or for none")
-    with main_process_first():
-        parts = [
-            StepPart(
-                _maker(run, stage, source, tokenizer, start), source.rows, _length(stage, source), source.is_sparse
-            )
-            for source in stage.data
-        ]
-    return MixedSteps(parts, rank, world)
+    shares = Mixture(makers, [source.weight for source in stage.data], run.recipe.seed)
+    return [StepPart(shares, stage.batch_rows, stage.seq_len, is_sparse=False)]
 
 
 def _length(stage: Learning, source: Source) -> int:
@@ -59,8 +51,8 @@ def _maker(run: RecipeRun, stage: Learning, source: Source, tokenizer: Tokenizer
         return DialogueRows(documents, length, _eos(start), seed, source.shortest)
     rows = _rows_of(run, stage, source, tokenizer, start)
     if source.kind in ("needle", "reading"):
-        return lambda index: needle_row(rows(index), source.answer_share)
-    return lambda index: text_row(rows(index))
+        return lambda index: weigh_needle(rows(index), source.answer_share)
+    return lambda index: weigh_text(rows(index))
 
 
 def _seed(run: RecipeRun, stage: Learning) -> int:
@@ -72,9 +64,7 @@ def _eos(start: Path) -> int:
     return config.eos_token_id[0] if config.eos_token_id else 0
 
 
-def _rows_of(
-    run: RecipeRun, stage: Learning, source: Source, tokenizer: Tokenizer, start: Path
-) -> Callable[[int], TrainingRow]:
+def _rows_of(run: RecipeRun, stage: Learning, source: Source, tokenizer: Tokenizer, start: Path) -> RowMaker:
     eos, seed, length = _eos(start), _seed(run, stage), _length(stage, source)
     if source.kind == "reading":
         return _reading(run, source, tokenizer, length, eos, seed)

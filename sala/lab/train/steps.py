@@ -1,15 +1,17 @@
-"""Steps that mix rows of several lengths and kinds in micro-batches of fixed shapes."""
+"""Steps of rows of several lengths and kinds, in micro-batches of fixed shapes, as the objectives take them."""
 
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from sala.errors import InputError
-from sala.lab.train.data import MicroBatch, TrainingRow
-from sala.lab.train.documents import WeightedRow, stack
-
-RowMaker = Callable[[int], WeightedRow]
+from sala.lab.train.data import RowMaker, TrainingRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,46 +24,118 @@ class StepPart:
     is_sparse: bool = False
 
 
-class MixedSteps:
-    """The micro-batches of step i: parts of the same length and regime share a micro-batch.
+class TrainingBatch(NamedTuple):
+    """Rows of one length that run in one forward pass, with a loss at P positions, those that predict a token.
+
+    The loss is Σ (main · main loss + label · cross-entropy), where the main loss is the cross-entropy or the divergence
+    from a teacher; with `truth`, that share of it is the cross-entropy.
+    """
+
+    tokens: Tensor  # [B, n]
+    labels: Tensor  # [P]
+    main: Tensor  # [P]
+    label: Tensor  # [P]
+    truth: Tensor | None  # [P]
+    at: Tensor | None  # [P], into B * n; None: all positions
+    is_answer: Tensor  # [B, n]: whether the next token is part of an answer
+    lengths: Sequence[int] | None  # of documents that do not attend to each other
+    keys: Sequence[int]  # a hash of each row for the teacher cache; 0 for rows that never repeat
+    name: str  # kinds and length, for the log
+    counts: Sequence[int]  # positions with a main loss, with a cross-entropy, and with any of them
+
+    def to(self, device: torch.device) -> "TrainingBatch":
+        moved: Any = (x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self)
+        return TrainingBatch(*moved)
+
+
+class Steps(Dataset[list[TrainingBatch]]):
+    """The micro-batches of step i: parts of the same length and regime share a micro-batch of at most `micro_rows`.
 
     Each of the `world` processes gets its share of every part's rows. Raise InputError if they cannot be divided.
     """
 
-    def __init__(self, parts: Sequence[StepPart], rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self,
+        parts: Sequence[StepPart],
+        collate: Callable[[Sequence[TrainingRow]], TrainingBatch],
+        rank: int = 0,
+        world: int = 1,
+        micro_rows: int | None = None,
+    ) -> None:
         for part in parts:
             if part.rows % world:
                 raise InputError("rows", f"is {part.rows}", f"use a multiple of {world}, the number of processes")
-        self.parts, self.rank, self.world = list(parts), rank, world
+        self.parts, self.collate, self.rank, self.world = list(parts), collate, rank, world
+        self.micro_rows = micro_rows
 
-    @property
-    def tokens_per_step(self) -> int:
-        return sum(part.rows * part.length for part in self.parts)
+    def __getitem__(self, step: int) -> list[TrainingBatch]:
+        return [self.collate(rows) for rows in self.rows(step)]
 
-    def __call__(self, step: int) -> list[MicroBatch]:
-        shapes = dict.fromkeys((part.length, part.is_sparse) for part in self.parts)
-        out = []
-        for length, is_sparse in shapes:
-            rows = []
-            for part in self.parts:
-                if (part.length, part.is_sparse) == (length, is_sparse):
-                    share = part.rows // self.world
-                    first = step * part.rows + self.rank * share
-                    rows += [part.make(number) for number in range(first, first + share)]
-            out.append(stack(rows, is_sparse))
-        return out
+    def rows(self, step: int) -> list[list[TrainingRow]]:
+        shapes: dict[tuple[int, bool], list[TrainingRow]] = {}
+        for part in self.parts:
+            share = part.rows // self.world
+            first = step * part.rows + self.rank * share
+            rows = shapes.setdefault((part.length, part.is_sparse), [])
+            rows += [part.make(number) for number in range(first, first + share)]
+        size = self.micro_rows or max(map(len, shapes.values()))
+        return [rows[at : at + size] for rows in shapes.values() for at in range(0, len(rows), size)]
 
 
-def text_row(row: TrainingRow) -> WeightedRow:
-    """Return a row of text with weights: 1 - truth for the teacher's distribution, truth for the text's tokens."""
-    loss_mask = row.loss_mask.astype(np.float32)
-    loss_mask[0] = 0
-    return WeightedRow(
-        row.tokens, loss_mask * np.float32(1 - row.truth), loss_mask * np.float32(row.truth), row.answer, "text"
+def collate(rows: Sequence[TrainingRow], packing: str = "stream", tile_rows: int = 0) -> TrainingBatch:
+    """Return the rows as a batch with a loss at all positions.
+
+    With `tile_rows` only positions with a weight count, padded to a multiple of it by positions without weight.
+    """
+    tokens = np.stack([row.tokens for row in rows]).astype(np.int64)
+    is_weighted = rows[0].teacher_weight is not None
+    main = [row.loss_mask if row.teacher_weight is None else row.teacher_weight for row in rows]
+    label = [row.answer if row.truth_weight is None else row.truth_weight for row in rows]
+    lengths = tuple(length for row in rows for length in row.lengths) if packing == "documents" else None
+    last = np.cumsum(lengths or [tokens.shape[1]] * len(rows)) - 1
+
+    def next_token(values: Any) -> Any:
+        shifted = np.roll(np.stack(values).reshape(-1), -1)
+        shifted[last] = 0  # the last token of a document predicts nothing
+        return shifted
+
+    labels, answer = next_token(tokens), next_token([row.answer for row in rows])
+    weights = [next_token(values).astype(np.float32) for values in (main, label)]
+    wanted = np.flatnonzero((weights[0] != 0) | (weights[1] != 0))
+    truth = np.repeat([row.truth for row in rows], tokens.shape[1]).astype(np.float32)
+    at = None
+    if tile_rows:
+        at = np.arange(-(-max(len(wanted), 1) // tile_rows) * tile_rows) % tokens.size
+        at[: len(wanted)] = wanted
+        is_real = np.arange(len(at)) < len(wanted)
+        weights = [np.where(is_real, weight[at], 0).astype(np.float32) for weight in weights]
+        labels = labels[at]
+    return TrainingBatch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(labels),
+        *map(torch.from_numpy, weights),
+        torch.from_numpy(truth) if truth.any() and not is_weighted else None,
+        None if at is None else torch.from_numpy(at),
+        torch.from_numpy(answer.reshape(tokens.shape)),
+        lengths,
+        [0 if row.kind == "needle" else _key(row.tokens) for row in rows] if is_weighted else (),
+        f"{'+'.join(sorted({row.kind for row in rows}))}-{tokens.shape[1]}",
+        [*(int(np.count_nonzero(weight)) for weight in weights), len(wanted)],
     )
 
 
-def needle_row(row: TrainingRow, answer_share: float) -> WeightedRow:
+def _key(tokens: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "big")
+
+
+def weigh_text(row: TrainingRow) -> TrainingRow:
+    """Return a row of text with weights: 1 - truth for the teacher's distribution, truth for the text's tokens."""
+    mask = row.loss_mask.astype(np.float32)
+    mask[0] = 0
+    return replace(row, teacher_weight=mask * np.float32(1 - row.truth), truth_weight=mask * np.float32(row.truth))
+
+
+def weigh_needle(row: TrainingRow, answer_share: float) -> TrainingRow:
     """Return a needle row with weights: the haystack from the teacher, the answers from the text.
 
     The weights of the answers add up to `answer_share` times the length of the row.
@@ -71,4 +145,4 @@ def needle_row(row: TrainingRow, answer_share: float) -> WeightedRow:
     count = int(row.answer.sum())
     if count:
         truth *= answer_share * len(row.tokens) / count
-    return WeightedRow(row.tokens, teacher, truth.astype(np.float32), row.answer, "needle")
+    return replace(row, kind="needle", teacher_weight=teacher, truth_weight=truth.astype(np.float32))
