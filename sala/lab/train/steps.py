@@ -111,16 +111,17 @@ def collate(rows: Sequence[TrainingRow], packing: str = "stream", tile_rows: int
         weights = [np.where(is_real, weight[at], 0).astype(np.float32) for weight in weights]
         labels = labels[at]
     return TrainingBatch(
-        torch.from_numpy(tokens),
-        torch.from_numpy(labels),
-        *map(torch.from_numpy, weights),
-        torch.from_numpy(truth) if truth.any() and not is_weighted else None,
-        None if at is None else torch.from_numpy(at),
-        torch.from_numpy(answer.reshape(tokens.shape)),
-        lengths,
-        [0 if row.kind == "needle" else _key(row.tokens) for row in rows] if is_weighted else (),
-        f"{'+'.join(sorted({row.kind for row in rows}))}-{tokens.shape[1]}",
-        [*(int(np.count_nonzero(weight)) for weight in weights), len(wanted)],
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        main=torch.from_numpy(weights[0]),
+        label=torch.from_numpy(weights[1]),
+        truth=torch.from_numpy(truth) if truth.any() and not is_weighted else None,
+        at=None if at is None else torch.from_numpy(at),
+        is_answer=torch.from_numpy(answer.reshape(tokens.shape)),
+        lengths=lengths,
+        keys=[0 if row.kind == "needle" else _key(row.tokens) for row in rows] if is_weighted else (),
+        name=f"{'+'.join(sorted({row.kind for row in rows}))}-{tokens.shape[1]}",
+        counts=[*(int(np.count_nonzero(weight)) for weight in weights), len(wanted)],
     )
 
 
