@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sala.checkpoint.dtypes import ITEM_SIZES
 from sala.checkpoint.reader import INDEX_FILE, SINGLE_FILE
-from sala.errors import CheckpointError, writing
+from sala.errors import CheckpointError, NotWritable, writing
 
 SHARD_BYTES = 5 << 30
 TOKENIZER_FILES = (
@@ -23,11 +23,19 @@ Spec = tuple[str, tuple[int, ...]]  # dtype, shape
 Read = Callable[[str], bytes | memoryview]
 
 
+def check_new(target: Path) -> None:
+    """Raise CheckpointError if a directory exists already, NotWritable if it could not be made."""
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"{target} exists already", "choose another directory, or remove it yourself")
+    parent = next(path for path in target.absolute().parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise NotWritable(f"{target} cannot be made in {parent}", "change its permissions or use another directory")
+
+
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
     """Yield a directory that gets its name when the block succeeds; an existing one is never changed."""
-    if target.exists() or target.is_symlink():
-        raise CheckpointError(f"{target} exists already", "choose another directory, or remove it yourself")
+    check_new(target)
     draft = target.parent / f".{target.name}.{secrets.token_hex(6)}.part"
     try:
         with writing(target):

@@ -1,4 +1,4 @@
-"""The command `sala`: one file per command; heavy imports are made when a command runs."""
+"""The command `sala`: a file per command or group of small ones; heavy imports are made when a command runs."""
 
 import difflib
 import os
@@ -40,6 +40,10 @@ COMMANDS = {
     "export": "Write a model as transformers loads it with remote code.",
     "init": "Make a checkpoint with random weights.",
 }
+GROUPS = {
+    **dict.fromkeys(("init", "setup", "fuse", "export", "rm"), "checkpoints"),
+    **dict.fromkeys(("train", "convert", "finetune", "llamafactory"), "training"),
+}  # modules that are not named for their command
 
 
 class Commands(TyperGroup):
@@ -51,7 +55,7 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        target = getattr(import_module(f"sala.cli.{cmd_name}"), cmd_name)
+        target = getattr(import_module(f"sala.cli.{GROUPS.get(cmd_name, cmd_name)}"), cmd_name)
         if isinstance(target, typer.Typer):
             group = typer.main.get_command(target)
             group.help = COMMANDS[cmd_name]

@@ -1,6 +1,6 @@
 """`sala bench`: speed and memory by context length or number of requests, against a dense model, and by kernel."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -10,8 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from sala.cli import flags as s
-from sala.cli.outputs import relative, resumable
-from sala.cli.tables import print_record
+from sala.cli.outputs import RunFiles, print_record
 from sala.errors import InputError, SalaError
 from sala.options import Options
 
@@ -19,13 +18,14 @@ if TYPE_CHECKING:
     import torch
 
     from sala.backends.torch.cases import KernelCase
-    from sala.lab.bench.dense import DenseModel
     from sala.lab.bench.measure import Latency, Throughput
     from sala.lab.bench.roofline import KernelResult, Roofline
     from sala.lab.bench.target import BenchTarget
-    from sala.lab.report.record import Record
+
+    Measure = Callable[[int], Latency]
 
 T = TypeVar("T", "Latency", "Throughput")
+Item = TypeVar("Item")
 
 
 class Benches(TyperGroup):
@@ -39,14 +39,9 @@ class Benches(TyperGroup):
 
 
 bench = typer.Typer(cls=Benches, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-Random = Annotated[
-    str | None, typer.Option(metavar="SHAPE", help="Random weights instead of a model: tiny or released.")
-]
-NewTokens = Annotated[int, typer.Option("--new-tokens", "-n", help="Tokens of an answer.", min=2)]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Record of the results.")]
-PlotFile = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Picture: .png, .pdf or .svg.")]
-
-
+Random = Annotated[str | None, s.flag("Random weights instead of a model: tiny or released.", metavar="SHAPE")]
+NewTokens = Annotated[int, s.flag("Tokens of an answer.", "--new-tokens", "-n", min=2)]
+JsonFile = Annotated[Path | None, s.flag("Record of the results.", "--json", metavar="FILE")]
 # the measurements set these themselves
 OneModel = Annotated[Options, s.Use(without=("ctx", "max_batch", "snapshots", "cache_dir", "cache_disk"))]
 
@@ -56,22 +51,22 @@ OneModel = Annotated[Options, s.Use(without=("ctx", "max_batch", "snapshots", "c
 def latency(
     *,
     random: Random = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, e.g. 4K,32K,128K,1M.")] = "1K,4K,16K",
+    lengths: Annotated[str, s.flag("Tokens of the prompts, e.g. 4K,32K,128K,1M.")] = "1K,4K,16K",
     new_tokens: NewTokens = 64,
     json_file: JsonFile = None,
-    plot: PlotFile = None,
+    plot: s.PlotFile = None,
+    force: s.Force = False,
     options: OneModel,
 ) -> None:
     """Measure one request at a time, of several lengths: time to first token, speed, memory."""
     from sala.lab.bench.measure import measure_latency
     from sala.lab.report.charts import length_label
 
-    counts = read_counts(lengths, "lengths")
-    check_files(json_file, plot)
+    counts = s.counts(lengths, "lengths")
+    files = _new_files(json_file, plot, force)
     target = _open(options, random, counts[0] + new_tokens)
     results = _measure_all(counts, lambda count: measure_latency(target, count, new_tokens), length_label)
-    record = _record("latency", _facts(target, new_tokens), _with_ratios(results))
-    _finish(record, _title(target), json_file, plot)
+    _finish("latency", _facts(target, new_tokens), _with_ratios(results), files)
 
 
 @bench.command()
@@ -79,50 +74,50 @@ def latency(
 def throughput(
     *,
     random: Random = None,
-    batches: Annotated[str, typer.Option(help="Requests at a time, e.g. 1,2,4,8,16.")] = "1,2,4,8",
-    length: Annotated[int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of every prompt.")] = 512,
+    batches: Annotated[str, s.flag("Requests at a time, e.g. 1,2,4,8,16.")] = "1,2,4,8",
+    length: Annotated[int, s.count_flag("Tokens of every prompt.")] = 512,
     new_tokens: NewTokens = 64,
     json_file: JsonFile = None,
-    plot: PlotFile = None,
+    plot: s.PlotFile = None,
+    force: s.Force = False,
     options: OneModel,
 ) -> None:
     """Measure several requests at a time: tokens per second of all together."""
     from sala.lab.bench.measure import measure_throughput
 
-    counts = read_counts(batches, "batches")
+    counts = s.counts(batches, "batches")
     if length < 1:
         raise InputError("length", f"is {length}", "it must be at least 1")
-    check_files(json_file, plot)
+    files = _new_files(json_file, plot, force)
     target = _open(options, random, length + new_tokens, counts[0])
     results = _measure_all(
         counts, lambda count: measure_throughput(target, count, length, new_tokens), lambda count: f"{count} at a time"
     )
     facts = {**_facts(target, new_tokens), "length": length}
-    record = _record("throughput", facts, _with_ratios(results))
-    _finish(record, f"{_title(target)}, prompts of {length:,} tokens", json_file, plot)
+    _finish("throughput", facts, _with_ratios(results), files, f", prompts of {length:,} tokens")
 
 
 @bench.command()
 @s.derived
 def kernels(
     *,
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, e.g. 8K,128K.")] = "8K,128K",
+    lengths: Annotated[str, s.flag("Tokens of the prompts, e.g. 8K,128K.")] = "8K,128K",
     json_file: JsonFile = None,
-    plot: PlotFile = None,
+    plot: s.PlotFile = None,
+    force: s.Force = False,
     options: Annotated[Options, s.Use(only=("device",))],
 ) -> None:
     """Measure every Triton kernel alone, at the released shapes: time, share of the roofline, and against a peer."""
-    counts = read_counts(lengths, "lengths")
+    counts = s.counts(lengths, "lengths")
     where = _gpu(options.device)
-    check_files(json_file, plot)
+    files = _new_files(json_file, plot, force)
     name, roofline, results = _measure_kernels(where, counts)
     products, moved = roofline.flops_per_s / 1e12, roofline.bytes_per_s / 1e12
-    title = f"kernels, bfloat16, {name}: {products:,.0f} TFLOP/s and {moved:.2f} TB/s at best"
     facts = {
-        "subject": title, "device": str(where), "dtype": "bfloat16", "lengths": counts,
-        "tflops": products, "tb_per_s": moved,
+        "subject": f"kernels, bfloat16, {name}: {products:,.0f} TFLOP/s and {moved:.2f} TB/s at best",
+        "device": str(where), "dtype": "bfloat16", "lengths": counts, "tflops": products, "tb_per_s": moved,
     }  # fmt: skip
-    _finish(_record("kernels", facts, [asdict(one) for one in results]), title, json_file, plot)
+    _finish("kernels", facts, [asdict(one) for one in results], files)
     if all(one.ms is None for one in results):
         raise SalaError(f"no kernel ran: {results[0].error}", "see what is wrong: sala doctor")
 
@@ -131,104 +126,78 @@ def kernels(
 @s.derived
 def against(
     *,
-    dense: Annotated[
-        str, typer.Argument(help="A dense model for transformers: its directory, qwen3-8b-random or tiny-random.")
-    ],
+    dense: Annotated[str, s.argument("A dense model for transformers: its directory, qwen3-8b-random or tiny-random.")],
     random: Random = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, e.g. 4K,32K,128K.")] = "1K,4K,16K",
+    lengths: Annotated[str, s.flag("Tokens of the prompts, e.g. 4K,32K,128K.")] = "1K,4K,16K",
     new_tokens: NewTokens = 64,
     json_file: JsonFile = None,
-    plot: PlotFile = None,
+    plot: s.PlotFile = None,
     options: OneModel,
-    force: Annotated[bool, typer.Option("--force", help="Replace the figures of another run.")] = False,
+    force: s.Force = False,
 ) -> None:
     """Compare with a dense model in transformers, in the same run: from which length on ours is faster."""
-    from sala.lab.bench.dense import MEASURES, check_dense, compare, need_transformers, open_dense, verdict
+    from sala.lab.bench.dense import MEASURES, check_dense, compare, measure_dense, need_transformers, open_dense
+    from sala.lab.bench.dense import verdict as judge
     from sala.lab.bench.measure import measure_latency
     from sala.lab.bench.target import release
     from sala.lab.report.charts import length_label
     from sala.lab.report.record import Record
 
-    counts = read_counts(lengths, "lengths")
-    check_files(json_file, plot)
+    counts = s.counts(lengths, "lengths")
+    files = RunFiles(json_file, plot, force)
+    asked = {"dense": dense, "lengths": counts, "new_tokens": new_tokens}
+    files.check("against", f"random {random}" if random else s.find_model(options.model).name, asked)
     need_transformers()
     check_dense(dense, options, counts[0] + new_tokens)
     target = _open(options, random, counts[0] + new_tokens)
-    facts = {**_facts(target, new_tokens), "dense": dense, "lengths": counts}
-    record = Record("against", target.name, facts)
-    if json_file is not None and not force:
-        record.check(json_file)
-    log = None if json_file is None else json_file.with_suffix(".jsonl")
-    resume = _Resume(log, facts)
-    title, where, precision = _title(target), target.device, target.dtype
-    with resumable(log):
-        s.note(f"ours: {title}")
-        measure = resume("ours", partial(measure_latency, target, new_tokens=new_tokens))
+    facts = _facts(target, new_tokens) | asked
+    files.check("against", target.name, facts)
+    record, title = Record("against", target.name, facts), f"{facts['subject']}, against {dense}"
+    where, precision = target.device, target.dtype
+    logged = _logged(files.log, facts)
+    with files.resumable():
+        s.note(f"ours: {facts['subject']}")
+        measure = logged("ours", partial(measure_latency, target, new_tokens=new_tokens))
         ours = _measure_all(counts, measure, length_label)
         del target, measure  # one model in memory at a time
         release(where)
         s.note(f"theirs: {dense}")
-        theirs = _measure_dense(lambda: open_dense(dense, where, precision), counts, new_tokens, resume)
+        loaded = cache(lambda: open_dense(dense, where, precision))  # only if some length is not in the log
+        measure = logged("dense", lambda count: measure_dense(loaded(), count, new_tokens))
+        theirs = _measure_all(counts, measure, length_label)
     record.results = compare(ours, theirs)
-    _show(record, f"{title}, against {dense}", plot)
+    print_record(record, title)
     for name in MEASURES:
-        s.note(f"{name.replace('_', ' ')}: {verdict(record.results, name)}")
-    if json_file is not None:
-        record.plots = [] if plot is None else [relative(plot, json_file.parent)]
-        record.save(json_file, force)
+        s.note(f"{name.replace('_', ' ')}: {judge(record.results, name)}")
+    files.save(record, title)
 
 
-def _measure_dense(
-    load: Callable[[], "DenseModel"], counts: Sequence[int], new_tokens: int, resume: "_Resume"
-) -> list["Latency"]:
-    """Measure the dense model; it is loaded only if some length is not in the log."""
-    from sala.lab.bench.dense import measure_dense
-    from sala.lab.report.charts import length_label
+def _logged(file: Path | None, facts: dict[str, Any]) -> Callable[[str, "Measure"], "Measure"]:
+    """Return a decorator: figures of an interrupted run are found in the log, new ones are logged at once."""
+    from sala.lab.bench.measure import Latency
+    from sala.lab.report.record import Log, key_of
 
-    loaded = cache(load)
-    measure = resume("dense", lambda count: measure_dense(loaded(), count, new_tokens))
-    return _measure_all(counts, measure, length_label)
+    log = None if file is None else Log(file)
+    settings = {name: value for name, value in facts.items() if name != "lengths"}
 
-
-class _Resume:
-    """The log of a comparison: figures of an interrupted run are reused, new ones are logged at once."""
-
-    def __init__(self, file: Path | None, facts: dict[str, Any]) -> None:
-        from sala.lab.report.record import Log
-
-        self._log = None if file is None else Log(file)
-        self._facts = {name: value for name, value in facts.items() if name != "lengths"}
-
-    def __call__(self, who: str, measure: Callable[[int], "Latency"]) -> Callable[[int], "Latency"]:
-        from sala.lab.bench.measure import Latency
-        from sala.lab.report.record import key_of
-
+    def decorate(who: str, measure: "Measure") -> "Measure":
         def find_or_measure(count: int) -> Latency:
-            key = key_of(self._facts, {"who": who, "num_tokens": count})
-            row = None if self._log is None else self._log.find(key)
+            key = key_of(settings, {"who": who, "num_tokens": count})
+            row = None if log is None else log.find(key)
             found = measure(count) if row is None else Latency(**row)
-            if self._log is not None and row is None:
-                self._log.append(key, asdict(found))
+            if log is not None and row is None:
+                log.append(key, asdict(found))
             return found
 
         return find_or_measure
 
-
-def read_counts(text: str, name: str) -> list[int]:
-    counts = sorted({s.count(part) for part in text.split(",")})
-    if counts[0] < 1:
-        raise InputError(name, f"hold {counts[0]}", "they must be at least 1")
-    return counts
+    return decorate
 
 
-def check_files(json_file: Path | None, plot: Path | None) -> None:
-    """Raise before anything is measured if the results could not be written."""
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise InputError("file", f"{json_file} cannot be written", "its directory does not exist")
-    if plot is not None:
-        from sala.lab.report.charts import check_plot
-
-        check_plot(plot)
+def _new_files(json_file: Path | None, plot: Path | None, force: bool) -> RunFiles:
+    files = RunFiles(json_file, plot, force)
+    files.check_new()
+    return files
 
 
 def _open(options: Options, random: str | None, num_tokens: int, batch: int = 1) -> "BenchTarget":
@@ -270,66 +239,59 @@ def _measure_kernels(where: "torch.device", lengths: Sequence[int]) -> tuple[str
 
 def _time_all(cases: Sequence["KernelCase"], roofline: "Roofline") -> list["KernelResult"]:
     """Measure one kernel after another; a failure is a result, and the rest goes on."""
-    from sala.cli.progress import ProgressBar
     from sala.lab.bench.roofline import measure
 
     results = []
-    with ProgressBar(is_kept=False, is_quiet=True) as bar:
-        for index, one in enumerate(cases):
-            name, turn = f"{one.name}, {one.size}", f"({index + 1} of {len(cases)})"
-            bar("measuring", index, len(cases), name)
-            found = measure(one, roofline)
-            results.append(found)
-            if found.ms is None:
-                bar.print(f"{name}: failed: {found.error} {turn}")
-            else:
-                bar.print(f"{name}: {_ms(found.ms)} ms, {found.share:.0%} of the roofline {turn}")
+    for case, turn, tell in _each(cases, lambda case: f"{case.name}, {case.size}"):
+        name, found = f"{case.name}, {case.size}", measure(case, roofline)
+        results.append(found)
+        if found.ms is None:
+            tell(f"{name}: failed: {found.error} {turn}")
+        else:
+            ms = f"{found.ms:,.0f}" if found.ms >= 100 else f"{found.ms:.3g}"
+            tell(f"{name}: {ms} ms, {found.share:.0%} of the roofline {turn}")
     return results
 
 
-def _ms(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _measure_all(counts: Sequence[int], measure: Callable[[int], T], name: Callable[[int], str]) -> list[T]:
+def _measure_all(counts: Sequence[int], measure: Callable[[int], T], label: Callable[[int], str]) -> list[T]:
     """Measure the smallest first; where one does not fit into memory, larger ones are left out."""
+    results: list[T] = []
+    for count, turn, tell in _each(counts, label):
+        try:
+            found = measure(count)
+        except (SalaError, MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
+                raise
+            reason = str(error) if isinstance(error, SalaError) else "out of memory"
+            if not results:
+                raise SalaError(f"{label(count)}: {reason}") from None
+            tell(f"{label(count)} and above left out: {reason}")
+            break
+        results.append(found)
+        speeds = f"prefill {found.prefill_per_second:,.0f} tok/s, decode {found.decode_per_second:,.1f} tok/s"
+        tell(f"{label(count)}: {speeds} {turn}")
+    return results
+
+
+def _each(items: Sequence[Item], label: Callable[[Item], str]) -> Iterator[tuple[Item, str, Callable[[str], None]]]:
+    """Yield what is to be measured under a progress bar, with its turn and a function that prints the result."""
     from sala.cli.progress import ProgressBar
 
-    results: list[T] = []
     with ProgressBar(is_kept=False, is_quiet=True) as bar:
-        for index, count in enumerate(counts):
-            bar("measuring", index, len(counts), name(count))
-            try:
-                found = measure(count)
-            except (SalaError, MemoryError, RuntimeError) as error:
-                if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
-                    raise
-                if not results:
-                    raise SalaError(f"{name(count)}: {_reason(error)}") from None
-                bar.print(f"{name(count)} and above left out: {_reason(error)}")
-                break
-            results.append(found)
-            speeds = f"prefill {found.prefill_per_second:,.0f} tok/s, decode {found.decode_per_second:,.1f} tok/s"
-            bar.print(f"{name(count)}: {speeds} ({index + 1} of {len(counts)})")
-    return results
+        for index, item in enumerate(items):
+            bar("measuring", index, len(items), label(item))
+            yield item, f"({index + 1} of {len(items)})", bar.print
 
 
-def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, SalaError) else "out of memory"
-
-
-def _title(target: "BenchTarget") -> str:
+def _facts(target: "BenchTarget", new_tokens: int) -> dict[str, Any]:
     import torch
 
     kind = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
     where = kind or f"{target.device.type}, {torch.get_num_threads()} thread(s)"
-    return f"{target.name}, {str(target.dtype).removeprefix('torch.')}, {where}"
-
-
-def _facts(target: "BenchTarget", new_tokens: int) -> dict[str, Any]:
+    dtype = str(target.dtype).removeprefix("torch.")
     return {
-        "subject": _title(target), "device": str(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."), "new_tokens": new_tokens,
+        "subject": f"{target.name}, {dtype}, {where}",
+        "device": str(target.device), "dtype": dtype, "new_tokens": new_tokens,
     }  # fmt: skip
 
 
@@ -338,25 +300,13 @@ def _with_ratios(results: Sequence[Any]) -> list[dict[str, Any]]:
     return [{**asdict(one), "decode_ratio": one.decode_per_second / base} for one in results]
 
 
-def _record(kind: str, facts: dict[str, Any], results: list[dict[str, Any]]) -> "Record":
-    from sala.lab.report.record import Record
-
-    return Record(kind, facts["subject"], facts, results)
-
-
-def _show(record: "Record", title: str, plot: Path | None) -> None:
-    from sala.lab.report.kinds import plot_record
-
-    print_record(record, title)
-    if plot is not None:
-        plot_record(record, plot, title)
-
-
-def _finish(record: "Record", title: str, file: Path | None, plot: Path | None) -> None:
+def _finish(
+    kind: str, facts: dict[str, Any], results: list[dict[str, Any]], files: RunFiles, more_title: str = ""
+) -> None:
     """Print and plot the results, and write them with the facts of the run once more at the top."""
     from sala import __version__
+    from sala.lab.report.record import Record
 
-    _show(record, title, plot)
-    if file is not None:
-        record.plots = [] if plot is None else [relative(plot, file.parent)]
-        record.save(file, force=True, sala=__version__, **record.settings)
+    record, title = Record(kind, facts["subject"], facts, results), facts["subject"] + more_title
+    print_record(record, title)
+    files.save(record, title, sala=__version__, **facts)

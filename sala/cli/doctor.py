@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sala.cli import flags as s
+from sala.cli.outputs import print_facts, print_json, size
 from sala.errors import ModelNotFound, SalaError, install_command
 from sala.options import Options
 
@@ -27,82 +28,51 @@ USUAL_CTX = 8192  # tokens for which a model's memory is judged
 
 
 @s.derived
-def doctor(
-    *,
-    options: Annotated[Options, s.Use(only=("model",))],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-) -> None:
-    model = options.model
-    facts: dict[str, Any] = {"versions": versions(), "machine": machine()}
-    warnings = list(_machine_warnings(facts["machine"]))
-    facts["places"] = places()
-    warnings += _place_warnings(facts["places"])
+def doctor(*, options: Annotated[Options, s.Use(only=("model",))], as_json: s.AsJson = False) -> None:
+    from sala.lab.report.record import versions
+
+    facts: dict[str, Any] = {"versions": versions(PACKAGES), "machine": machine(), "places": places()}
+    warnings = [*_space_warnings(facts["machine"]["memory_free"], facts["places"]["disk_free"])]
     try:
-        facts["gpus"] = gpus()
-        facts["in_use"] = in_use()
-    except Exception as error:  # a broken torch is a common reason to run this command
-        facts["gpus"], facts["in_use"] = [], {}
-        warnings.append(f"torch does not work ({_line(error)}): install it again, pip install --force-reinstall torch")
-    else:
+        facts |= {"gpus": gpus(), "in_use": in_use()}
         warnings += _use_warnings(facts["in_use"], facts["gpus"])
+    except Exception as error:  # a broken torch is a common reason to run this command
+        facts |= {"gpus": [], "in_use": {}}
+        warnings.append(f"torch does not work ({_line(error)}): install it again, pip install --force-reinstall torch")
     try:
         facts["mlx"] = mlx()
+        warnings += _mlx_warnings(facts["mlx"])
     except Exception as error:
         facts["mlx"] = None
         warnings.append(f"MLX does not work ({_line(error)}): install it again, pip install --force-reinstall mlx")
-    else:
-        warnings += _mlx_warnings(facts["mlx"])
     is_well = True
-    if model and facts["in_use"]:
+    if options.model and facts["in_use"]:
         try:
-            facts["model"] = about(model)
+            facts["model"] = about(options.model)
             warnings += _model_warnings(facts["model"], facts["in_use"])
         except (SalaError, OSError) as error:
-            warnings.append(_words(error))
+            warnings.append(" ".join(str(error).split()))
             is_well = False
     if not as_json:
-        _print_facts(facts)
+        for title, rows in _sections(facts):
+            print_facts(title, rows)
     facts["checks"] = [] if not facts["in_use"] else self_tests(is_shown=not as_json)
     facts["warnings"] = warnings
     if as_json:
-        print(json.dumps(facts, ensure_ascii=False))
+        print_json(facts)
     else:
-        _print_warnings(warnings)
+        for warning in warnings:
+            print(f"warning: {warning}")
     if not is_well or not all(check["is_good"] for check in facts["checks"]):
         raise typer.Exit(1)
 
 
-def versions() -> dict[str, str | None]:
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    from sala import __version__
-
-    found: dict[str, str | None] = {"sala": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
-
-
 def machine() -> dict[str, Any]:
-    import os
-    import platform
-
     import psutil
 
-    from sala.lab.report.record import processor
+    from sala.lab.report.record import host
 
-    memory = psutil.virtual_memory()
-    return {
-        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "processor": processor(),
-        "threads": os.cpu_count(),
-        "memory": int(memory.total),
-        "memory_free": int(memory.available),
-    }
+    return {**host(), "memory_free": int(psutil.virtual_memory().available)}
 
 
 def gpus() -> list[dict[str, Any]]:
@@ -139,7 +109,9 @@ def in_use() -> dict[str, Any]:
 
     device = pick_device("auto")
     why_not = triton_kernels.why_not(device) if device.type == "cuda" else None
-    on_cpu = _cpu_kernels(linear_backend())
+    on_cpu, found = linear_backend(), native.instructions()
+    if found is not None:
+        on_cpu += f", {found}; reads 4 and 8 bits, bf16, fp16 and fp32 as stored, computes in fp32"
     kernels = {"cpu": on_cpu, "cuda": triton_kernels.describe(device)}
     return {
         "backend": pick_backend("auto"),
@@ -147,21 +119,11 @@ def in_use() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "kernels": kernels.get(device.type, "none: PyTorch's own"),
         "cpu_kernels": on_cpu,
-        "instructions": native.instructions(),
+        "instructions": found,
         "has_native": native.load() is not None,
         "cuda": torch.version.cuda,
         "no_triton": why_not,
     }
-
-
-def _cpu_kernels(backend: str) -> str:
-    """Return the CPU kernels in words, with their instruction set and the formats that they read."""
-    from sala.backends.torch.kernels import native
-
-    found = native.instructions()
-    if found is None:
-        return backend
-    return f"{backend}, {found}; reads 4 and 8 bits, bf16, fp16 and fp32 as stored, computes in fp32"
 
 
 def mlx() -> dict[str, Any] | None:
@@ -197,10 +159,11 @@ def places() -> dict[str, Any]:
     except (ModelNotFound, OSError, ValueError, KeyError):
         embedded = None
     existing = next(path for path in (where, *where.absolute().parents) if path.is_dir())
+    cache = platformdirs.user_cache_path("sala")
     return {
         "models": str(where),
-        "cache": platformdirs.user_cache_dir("sala"),
-        "kernels": str(Path(platformdirs.user_cache_dir("sala")) / "kernels"),
+        "cache": str(cache),
+        "kernels": str(cache / "kernels"),
         "embedded": None if embedded is None else str(embedded),
         "is_embedded_ready": embedded is not None and embedded.is_dir(),
         "disk_free": shutil.disk_usage(existing).free,
@@ -244,9 +207,12 @@ def self_tests(is_shown: bool) -> list[dict[str, Any]]:
     found = []
     for device in dict.fromkeys((pick_device("cpu"), pick_device("auto"))):
         for check in _safely(checks, device):
-            found.append(_as_facts(check))
+            error = check.error if math.isfinite(check.error) else None  # JSON has no infinity
+            facts = {"name": check.name, "error": error, "tolerance": check.tolerance, "is_good": check.is_good}
+            found.append(facts | ({"message": check.message} if check.message else {}))
             if is_shown:
-                print(_check_line(check), flush=True)
+                verdict = "ok" if check.is_good else f"FAILED: {check.message or f'more than {check.tolerance:.0e}'}"
+                print(f"  {check.name:<36} {'-' if error is None else f'{error:.1e}':>8}  {verdict}", flush=True)
     if is_shown and not found:
         print("  there are no kernels here to be tested")
     return found
@@ -261,38 +227,15 @@ def _safely(checks: Any, device: "torch.device") -> Iterable["Check"]:
         yield Check(f"kernels of {device}", math.inf, 0.0, _line(error))
 
 
-def _as_facts(check: "Check") -> dict[str, Any]:
-    error = check.error if math.isfinite(check.error) else None  # JSON has no infinity
-    message = {"message": check.message} if check.message else {}
-    return {"name": check.name, "error": error, "tolerance": check.tolerance, "is_good": check.is_good, **message}
-
-
-def _check_line(check: "Check") -> str:
-    error = f"{check.error:.1e}" if math.isfinite(check.error) else "-"
-    reason = check.message or f"more than {check.tolerance:.0e}"
-    return f"  {check.name:<36} {error:>8}  {'ok' if check.is_good else f'FAILED: {reason}'}"
-
-
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_words(error)}"[:200]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 
 
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-def _machine_warnings(facts: dict[str, Any]) -> Iterable[str]:
-    from sala.cli.show import size
-
-    if facts["memory_free"] < LITTLE_MEMORY:
-        yield f"only {size(facts['memory_free'])} of memory are free: end other programs; sala estimate says what fits"
-
-
-def _place_warnings(facts: dict[str, Any]) -> Iterable[str]:
-    from sala.cli.show import size
-
-    if facts["disk_free"] < LITTLE_DISK:
-        yield f"only {size(facts['disk_free'])} of disk are free: set SALA_MODELS_DIR to a place with more"
+def _space_warnings(memory: int, disk: int) -> Iterable[str]:
+    if memory < LITTLE_MEMORY:
+        yield f"only {size(memory)} of memory are free: end other programs; sala estimate says what fits"
+    if disk < LITTLE_DISK:
+        yield f"only {size(disk)} of disk are free: set SALA_MODELS_DIR to a place with more"
 
 
 def _use_warnings(facts: dict[str, Any], gpus: list[dict[str, Any]]) -> Iterable[str]:
@@ -318,9 +261,10 @@ def _mlx_warnings(facts: dict[str, Any] | None) -> Iterable[str]:
 
 
 def _model_warnings(facts: dict[str, Any], use: dict[str, Any]) -> Iterable[str]:
-    from sala.cli.show import size
+    from sala.backends.torch.executor import free_bytes
+    from sala.backends.torch.loader import pick_device
 
-    free = _free(use["device"])
+    free = free_bytes(pick_device(use["device"]))
     if facts["needed_bytes"] > free:
         yield (
             f"{facts['path']} needs {size(facts['needed_bytes'])} with {USUAL_CTX:,} tokens and {size(free)} are free: "
@@ -328,55 +272,50 @@ def _model_warnings(facts: dict[str, Any], use: dict[str, Any]) -> Iterable[str]
         )
 
 
-def _free(device: str) -> int:
-    from sala.backends.torch.executor import free_bytes
-    from sala.backends.torch.loader import pick_device
-
-    return free_bytes(pick_device(device))
-
-
-def _print_facts(facts: dict[str, Any]) -> None:
-    from sala.cli.show import size
-
+def _sections(facts: dict[str, Any]) -> Iterable[tuple[str, dict[str, str]]]:
+    """Yield what is shown of the facts: titles and rows of names and values."""
     known = {name: version for name, version in facts["versions"].items() if version is not None}
-    absent = [name for name, version in facts["versions"].items() if version is None]
+    absent = ", ".join(name for name in facts["versions"] if name not in known)
+    yield "versions", known | ({"not installed": absent} if absent else {})
     box, place, use = facts["machine"], facts["places"], facts["in_use"]
-    embedded = "ready" if place["is_embedded_ready"] else "not assembled yet: sala setup"
-    _section("versions", {**known, **({"not installed": ", ".join(absent)} if absent else {})})
-    _section(
-        "machine",
-        {
-            "system": box["system"],
-            "processor": f"{box['processor']}, {box['threads']} threads",
-            "memory": f"{size(box['memory_free'])} of {size(box['memory'])} free",
-            **{
-                f"GPU {index}": f"{gpu['name']}, compute capability {gpu['compute_capability']}, "
-                f"{size(gpu['memory_free'])} of {size(gpu['memory'])} free; {gpu['kernels']}"
-                for index, gpu in enumerate(facts["gpus"])
-            },
-        },
-    )
+    rows = {
+        "system": box["system"],
+        "processor": f"{box['processor']}, {box['threads']} threads",
+        "memory": f"{size(box['memory_free'])} of {size(box['memory'])} free",
+    }
+    for index, gpu in enumerate(facts["gpus"]):
+        memory = f"{size(gpu['memory_free'])} of {size(gpu['memory'])} free"
+        rows[f"GPU {index}"] = (
+            f"{gpu['name']}, compute capability {gpu['compute_capability']}, {memory}; {gpu['kernels']}"
+        )
+    yield "machine", rows
     if use:
         shown = {"device": f"{use['device']}, {use['threads']} threads of the CPU", "kernels": use["kernels"]}
         if use["device"] != "cpu":
             shown["on the CPU"] = use["cpu_kernels"]
         if use["backend"] == "mlx" and facts["mlx"]:
             shown = {"device": facts["mlx"]["device"], **{f"torch: {name}": words for name, words in shown.items()}}
-        _section("in use", {"backend": use["backend"], **shown})
+        yield "in use", {"backend": use["backend"], **shown}
     if facts["mlx"]:
-        _section("mlx", _mlx_rows(facts["mlx"]))
-    shown = {"models": place["models"], "disk": f"{size(place['disk_free'])} free", "cache": place["cache"]}
-    _section("places", {**shown, "kernels": place["kernels"], "smol-sala": embedded})
+        yield "mlx", _mlx_rows(facts["mlx"])
+    yield (
+        "places",
+        {
+            "models": place["models"],
+            "disk": f"{size(place['disk_free'])} free",
+            "cache": place["cache"],
+            "kernels": place["kernels"],
+            "smol-sala": "ready" if place["is_embedded_ready"] else "not assembled yet: sala setup",
+        },
+    )
     if "model" in facts:
         one = facts["model"]
         weights = f"{size(one['weight_bytes'])}, {'quantized' if one['is_quantized'] else one['dtype']}"
         needed = f"{size(one['needed_bytes'])} with {USUAL_CTX:,} tokens"
-        _section("model", {"path": one["path"], "weights": weights, "needs": needed})
+        yield "model", {"path": one["path"], "weights": weights, "needs": needed}
 
 
 def _mlx_rows(facts: dict[str, Any]) -> dict[str, str]:
-    from sala.cli.show import size
-
     rows = {"device": facts["device"]}
     if facts["gpu_limit"]:
         rows["GPU may hold"] = f"{size(facts['gpu_limit'])} (iogpu.wired_limit_mb; see sala estimate --macs)"
@@ -384,14 +323,3 @@ def _mlx_rows(facts: dict[str, Any]) -> dict[str, str]:
         rows["Metal kernels"] = f"none: {facts['no_kernels']}"
     verdicts: dict[str, str] = facts["kernels"]
     return rows | verdicts
-
-
-def _section(title: str, rows: dict[str, str]) -> None:
-    print(title)
-    for name, value in rows.items():
-        print(f"  {name:<14} {value}")
-
-
-def _print_warnings(warnings: list[str]) -> None:
-    for warning in warnings:
-        print(f"warning: {warning}")

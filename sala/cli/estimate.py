@@ -1,22 +1,24 @@
 """`sala estimate`: the memory of a context, and what fits into this machine or others."""
 
-import json
+from dataclasses import asdict
 from typing import Annotated, Any
-
-import typer
 
 from sala.backends.memory import (
     ELEMENT_BYTES,
     USABLE,
+    Estimate,
     Tuning,
+    TuningEstimate,
     estimate_tuning,
     gpu_limit,
     longest,
     raised_gpu_limit,
 )
 from sala.backends.memory import estimate as compute
+from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.cli import flags as s
 from sala.cli.generate import warn_if_untrained
+from sala.cli.outputs import print_json, print_table, size
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.options import Options
@@ -32,40 +34,38 @@ MAC_CHUNK, MAC_TILE = 2048, 256 << 20  # prefill chunk of the MLX backend, and i
 @s.derived
 def estimate(
     *,
-    model: Annotated[str | None, typer.Argument(help="Checkpoint directory.", envvar="SALA_MODEL")] = None,
-    shape: Annotated[str | None, typer.Option(help="No checkpoint: the shapes of the released model, 9b.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences at a time.", min=1)] = 1,
-    bits: Annotated[int | None, typer.Option(help="Weights quantized to 4 or 8 bits.")] = None,
-    group_size: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 64,
-    chunk: Annotated[
-        int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of a prompt at a time; 8192 on a GPU.")
-    ] = 256,
-    memory: Annotated[
-        int | None, typer.Option(parser=s.count, metavar="COUNT", help="Bytes to fit into, e.g. 24G.")
-    ] = None,
-    tp: Annotated[int, typer.Option(help="GPUs that share every layer: what each of them holds.", min=1)] = 1,
+    model: Annotated[str | None, s.argument("Checkpoint directory.", envvar="SALA_MODEL")] = None,
+    shape: Annotated[str | None, s.flag("No checkpoint: the shapes of the released model, 9b.")] = None,
+    batch: Annotated[int, s.flag("Sequences at a time.", min=1)] = 1,
+    bits: Annotated[int | None, s.flag("Weights quantized to 4 or 8 bits.")] = None,
+    group_size: Annotated[int, s.flag("Weights that share a scale: 32, 64 or 128.")] = 64,
+    chunk: Annotated[int, s.count_flag("Tokens of a prompt at a time; 8192 on a GPU.")] = 256,
+    memory: Annotated[int | None, s.count_flag("Bytes to fit into, e.g. 24G.")] = None,
+    tp: Annotated[int, s.flag("GPUs that share every layer: what each of them holds.", min=1)] = 1,
     finetune: Annotated[
-        str | None, typer.Option(help="What fine-tuning takes instead: full, lora or qlora, on rows of --ctx tokens.")
+        str | None, s.flag("What fine-tuning takes instead: full, lora or qlora, on rows of --ctx tokens.")
     ] = None,
-    rank: Annotated[int, typer.Option(help="Rank of the adapter, with --finetune.", min=1)] = 16,
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, adamw-bf16, adafactor or adamw-8bit, with --finetune.")
-    ] = "adamw",
-    table: Annotated[bool, typer.Option("--table", help="Bits by contexts, and what 8 to 32 GB hold.")] = False,
-    macs: Annotated[bool, typer.Option("--macs", help="What Macs of 8 to 128 GB hold, by bits.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    rank: Annotated[int, s.flag("Rank of the adapter, with --finetune.", min=1)] = 16,
+    optimizer: Annotated[str, s.flag("adamw, adamw-bf16, adafactor or adamw-8bit, with --finetune.")] = "adamw",
+    table: Annotated[bool, s.flag("Bits by contexts, and what 8 to 32 GB hold.", "--table")] = False,
+    macs: Annotated[bool, s.flag("What Macs of 8 to 128 GB hold, by bits.", "--macs")] = False,
+    as_json: s.AsJson = False,
     options: Annotated[
         Options, s.Use(only=("ctx", "kv", "snapshots", "dtype"), defaults={"ctx": 131072, "snapshots": 1})
     ],
 ) -> None:
-    if bits not in (None, 4, 8):
-        raise InputError("bits", f"is {bits}", "use 4 or 8")
-    if group_size not in GROUP_SIZES:
-        raise InputError("group-size", f"is {group_size}", "use " + ", ".join(map(str, GROUP_SIZES)))
+    if bits is not None:
+        s.one_of("bits", bits, (4, 8))
+    s.one_of("group-size", group_size, GROUP_SIZES)
     config, parameters, stored = _find(model, shape)
-    ctx = options.ctx or config.max_position_embeddings
+    ctx, free = options.ctx or config.max_position_embeddings, _free() if memory is None else memory
     if finetune is not None:
-        _show_tuning(config, finetune, ctx, batch, rank, optimizer, options.dtype, bits, memory, as_json)
+        tuning, dtype = _tuning(
+            finetune, optimizer, options.dtype, num_tokens=ctx, batch=batch, rank=rank, bits=bits or 4
+        )
+        facts = {"finetune": finetune, "ctx": ctx, "batch": batch, "dtype": dtype}
+        title = f"{finetune} fine-tuning with {optimizer}, weights in {dtype}, {batch} row(s) of {ctx:,} tokens"
+        _show_parts(title, facts, estimate_tuning(config, expected_tensors(config), tuning), free, as_json)
         return
     if config.num_attention_heads % tp or config.lightning_nh % tp:
         raise InputError("tp", f"is {tp}", f"it must divide {config.num_attention_heads} heads")
@@ -79,92 +79,54 @@ def estimate(
     elif macs:
         _show_macs(_macs(config, parameters, settings), as_json)
     else:
-        _show_parts(config, parameters, ctx, memory, settings, as_json)
+        most = longest(config, parameters, free, **settings)
+        title = f"{batch} sequence(s) of {ctx:,} tokens" + (f", each of {tp} GPUs" if tp > 1 else "")
+        more = f"; the longest context that does: {most:,} tokens"
+        facts = {"ctx": ctx, "batch": batch, "longest": most}
+        _show_parts(title, facts, compute(config, parameters, ctx, **settings), free, as_json, more)
+        if not as_json:
+            warn_if_untrained(config, ctx)
 
 
 def _show_parts(
-    config: SalaConfig, parameters: int, ctx: int, memory: int | None, settings: dict[str, Any], as_json: bool
+    title: str, facts: dict[str, Any], needed: Estimate | TuningEstimate, free: int, as_json: bool, more: str = ""
 ) -> None:
-    """Print what sequences of one length take, part by part, and whether it fits."""
-    needed = compute(config, parameters, ctx, **settings)
-    free = _free(memory)
-    most = longest(config, parameters, free, **settings)
-    batch, tp = settings["batch"], settings["num_ranks"]
-    names = ("weights", "pages", "states", "snapshots", "activations", "runtime", "total")
-    parts = {name: getattr(needed, name) for name in names}
+    """Print what is needed, part by part, and whether it fits."""
+    parts = {name: count for name, count in asdict(needed).items() if name != "num_tokens"} | {"total": needed.total}
+    fits = needed.total <= free
     if as_json:
-        fits = {"available": free, "fits": needed.total <= free, "longest": most}
-        print(json.dumps({"ctx": ctx, "batch": batch, **parts, **fits}))
+        print_json({**facts, **parts, "available": free, "fits": fits})
         return
-    print(f"{batch} sequence(s) of {ctx:,} tokens" + (f", each of {tp} GPUs" if tp > 1 else ""))
-    _print_parts(parts, free, f"; the longest context that does: {most:,} tokens")
-    warn_if_untrained(config, ctx)
-
-
-def _print_parts(parts: dict[str, int], free: int, more: str = "") -> None:
-    from sala.cli.show import size
-
+    print(title)
     for name, count in parts.items():
         print(f"  {name:<12} {size(count):>12}")
-    print(f"{'fits into' if parts['total'] <= free else 'does NOT fit into'} the {size(free)} available{more}")
+    print(f"{'fits into' if fits else 'does NOT fit into'} the {size(free)} available{more}")
 
 
-def _free(memory: int | None) -> int:
+def _free() -> int:
     import psutil
 
-    return int(psutil.virtual_memory().available) if memory is None else memory
+    return int(psutil.virtual_memory().available)
 
 
-def _show_tuning(
-    config: SalaConfig,
-    method: str,
-    ctx: int,
-    batch: int,
-    rank: int,
-    optimizer: str,
-    dtype: str,
-    bits: int | None,
-    memory: int | None,
-    as_json: bool,
-) -> None:
-    """Print the memory of fine-tuning on a GPU that holds everything, with activations computed twice."""
-    from sala.checkpoint.names import expected_tensors
+def _tuning(method: str, optimizer: str, dtype: str, **settings: Any) -> tuple[Tuning, str]:
+    """Return the settings of a fine-tuning run, and the precision of its weights."""
     from sala.lab.finetune.options import METHODS, OPTIMIZERS
 
-    for name, value, known in (("finetune", method, METHODS), ("optimizer", optimizer, OPTIMIZERS)):
-        if value not in known:
-            raise InputError(name, f"is {value!r}", "use " + ", ".join(known))
+    s.one_of("finetune", method, METHODS)
+    s.one_of("optimizer", optimizer, OPTIMIZERS)
     if dtype == "auto":
         dtype = "float32" if method == "full" and optimizer != "adamw-bf16" else "bfloat16"
-    tuning = Tuning(
-        method=method,
-        num_tokens=ctx,
-        batch=batch,
-        rank=rank,
-        optimizer=optimizer,
-        element_bytes=ELEMENT_BYTES[dtype],
-        bits=bits or 4,
-    )
-    needed = estimate_tuning(config, expected_tensors(config), tuning)
-    names = ("weights", "adapter", "gradients", "optimizer", "activations", "loss", "runtime", "total")
-    parts = {name: getattr(needed, name) for name in names}
-    free = _free(memory)
-    if as_json:
-        print(json.dumps({"finetune": method, "ctx": ctx, "batch": batch, "dtype": dtype, **parts, "available": free}))
-        return
-    print(f"{method} fine-tuning with {optimizer}, weights in {dtype}, {batch} row(s) of {ctx:,} tokens")
-    _print_parts(parts, free)
+    return Tuning(method=method, optimizer=optimizer, element_bytes=ELEMENT_BYTES[dtype], **settings), dtype
 
 
 def _find(model: str | None, shape: str | None) -> tuple[SalaConfig, int, int | None]:
     """Return the configuration, the number of parameters, and the bytes of weights that are quantized already."""
-    from sala.checkpoint.names import count_parameters, expected_tensors
     from sala.checkpoint.random import SHAPES
     from sala.checkpoint.reader import Checkpoint
 
     if shape is not None:
-        if shape not in SHAPES:
-            raise InputError("shape", f"is {shape!r}", "use " + " or ".join(SHAPES))
+        s.one_of("shape", shape, SHAPES)
         return SHAPES[shape], count_parameters(expected_tensors(SHAPES[shape])), None
     path = s.find_model(model)
     config = SalaConfig.load(path)
@@ -176,22 +138,26 @@ def _find(model: str | None, shape: str | None) -> tuple[SalaConfig, int, int | 
     return config, count_parameters(expected_tensors(config)), stored
 
 
-def _table(config: SalaConfig, parameters: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per width (one if the model is quantized): bytes by context, the longest context by memory."""
+def _widths(config: SalaConfig, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the settings by the names of the widths to show: one if it is given or the model is quantized."""
     is_stored, wanted = settings["stored_bytes"] is not None, settings["bits"]
+    plain = "as stored" if is_stored else config.dtype
     widths = (wanted,) if wanted is not None or is_stored else WIDTHS
+    return {f"{bits} bits" if bits else plain: settings | {"bits": bits} for bits in widths}
+
+
+def _table(config: SalaConfig, parameters: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row per width: bytes by context, the longest context by memory."""
     rows = []
-    for bits in widths:
-        own = settings | {"bits": bits}
+    for width, own in _widths(config, settings).items():
         usable = {memory: int(memory * USABLE * (1 << 30)) for memory in MEMORIES}
-        most = {memory: longest(config, parameters, free, **own) for memory, free in usable.items()}
         needed = {ctx: compute(config, parameters, ctx, **own) for ctx in CONTEXTS}
         rows.append(
             {
-                "weights": _width(bits, is_stored, config.dtype),
+                "weights": width,
                 "weight_bytes": needed[CONTEXTS[0]].weights,
                 "total": {str(ctx): one.total for ctx, one in needed.items()},
-                "longest": {str(memory): count for memory, count in most.items()},
+                "longest": {str(memory): longest(config, parameters, free, **own) for memory, free in usable.items()},
             }
         )
     return rows
@@ -199,39 +165,28 @@ def _table(config: SalaConfig, parameters: int, settings: dict[str, Any]) -> lis
 
 def _macs(config: SalaConfig, parameters: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row per Mac: what its GPU may hold, by default and at most, and the longest context by width."""
-    is_stored, wanted = settings["stored_bytes"] is not None, settings["bits"]
-    widths = (wanted,) if wanted is not None or is_stored else WIDTHS
-    own = settings | {"chunk": MAC_CHUNK, "tile_bytes": MAC_TILE}
+    widths = _widths(config, settings | {"chunk": MAC_CHUNK, "tile_bytes": MAC_TILE})
     rows = []
     for memory in MACS:
         row: dict[str, Any] = {"memory": memory}
         for name, limit in (("limit", gpu_limit(memory << 30)), ("raised", raised_gpu_limit(memory << 30))):
-            found = {bits: longest(config, parameters, limit, **(own | {"bits": bits})) for bits in widths}
-            most = {_width(bits, is_stored, config.dtype): count for bits, count in found.items()}
+            most = {width: longest(config, parameters, limit, **own) for width, own in widths.items()}
             row |= {name: limit, f"{name}_longest": most}
         rows.append(row)
     return rows
 
 
-def _width(bits: int | None, is_stored: bool, dtype: str) -> str:
-    return f"{bits} bits" if bits else "as stored" if is_stored else dtype
-
-
 def _show_macs(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"macs": rows}))
+        print_json({"macs": rows})
         return
-    print("the longest context of one sequence on a Mac, within what macOS lets its GPU hold: by default, and raised")
-    widths = list(rows[0]["limit_longest"])
-    print(f"  {'Mac':<8}{'GPU':>6}" + "".join(f"{name:>10}" for name in widths) + f"{'raised':>10}", end="")
-    print("".join(f"{name:>10}" for name in widths))
+    lines = []
     for row in rows:
-        memory, limit, raised = f"{row['memory']} GB", f"{row['limit'] / 2**30:.1f}", f"{row['raised'] / 2**30:.1f}"
-        default, more = (
-            "".join(f"{_tokens(count):>10}" for count in row[name].values())
-            for name in ("limit_longest", "raised_longest")
-        )
-        print(f"  {memory:<8}{limit:>6}{default}{raised:>10}{more}")
+        default, more = ([*map(_tokens, row[name].values())] for name in ("limit_longest", "raised_longest"))
+        lines.append([f"{row['memory']} GB", _gib(row["limit"]), *default, _gib(row["raised"]), *more])
+    widths = [*rows[0]["limit_longest"]]
+    title = "the longest context of one sequence on a Mac, within what macOS lets its GPU hold: by default, and raised"
+    print_table(title, ["Mac", "GPU", *widths, "raised", *widths], lines)
     print("to raise it until the next start, for a Mac of 16 GB:")
     print(f"  sudo sysctl iogpu.wired_limit_mb={next(row['raised'] >> 20 for row in rows if row['memory'] == 16)}")
     print("what other programs need is not counted: close them, or keep to the default")
@@ -239,17 +194,19 @@ def _show_macs(rows: list[dict[str, Any]], as_json: bool) -> None:
 
 def _show_table(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"rows": rows, "usable": USABLE}))
+        print_json({"rows": rows, "usable": USABLE})
         return
-    print("memory in GiB, by tokens of context")
-    print(f"  {'weights':<12}{'alone':>8}" + "".join(f"{_tokens(ctx):>8}" for ctx in CONTEXTS))
-    for row in rows:
-        counts = (row["weight_bytes"], *row["total"].values())
-        print(f"  {row['weights']:<12}" + "".join(f"{count / 2**30:>8.1f}" for count in counts))
-    print(f"the longest context, if {USABLE:.0%} of the memory may be used")
-    print(f"  {'weights':<12}" + "".join(f"{f'{memory} GB':>8}" for memory in MEMORIES))
-    for row in rows:
-        print(f"  {row['weights']:<12}" + "".join(f"{_tokens(count):>8}" for count in row["longest"].values()))
+    needed = [[row["weights"], _gib(row["weight_bytes"]), *map(_gib, row["total"].values())] for row in rows]
+    print_table(
+        "memory in GiB, by tokens of context", ["weights", "alone", *map(_tokens, CONTEXTS)], needed, is_left=[True]
+    )
+    most = [[row["weights"], *map(_tokens, row["longest"].values())] for row in rows]
+    title = f"the longest context, if {USABLE:.0%} of the memory may be used"
+    print_table(title, ["weights", *(f"{memory} GB" for memory in MEMORIES)], most, is_left=[True])
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f}"
 
 
 def _tokens(count: int) -> str:

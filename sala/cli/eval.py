@@ -2,8 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,32 +11,21 @@ import typer
 
 from sala.cli import flags as s
 from sala.cli.lm_eval import lm
-from sala.cli.outputs import output_file, plot_file, relative
-from sala.cli.tables import print_record, print_table
+from sala.cli.outputs import RunFiles, output_file, plot_file, print_record, print_table
 from sala.errors import InputError
 from sala.options import Options
 
 if TYPE_CHECKING:
-    from sala.cli.progress import EvaluationProgress
     from sala.lab.eval.suite import Suite
-    from sala.lab.report.record import Log, Record, ResultRow
+    from sala.lab.report.record import Record, ResultRow
     from sala.llm import LLM
 
 eval = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 eval.command()(lm)
 
-Lengths = Annotated[str, typer.Option(help="Tokens of prompt and answer, e.g. 4K,32K,128K,1M.")]
-Trials = Annotated[int, typer.Option(help="Cases per cell.", min=1)]
-Haystack = Annotated[
-    Path | None, typer.Option(metavar="FILE|DIR", help="Text to hide needles in; by default made-up prose.")
-]
-Seed = Annotated[int, typer.Option(help="The same seed makes the same cases.")]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE.json", help="Record of the results; a log is kept beside it."),
-]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Picture: .png, .pdf or .svg.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace the results of another run.")]
+Lengths = Annotated[str, s.flag("Tokens of prompt and answer, e.g. 4K,32K,128K,1M.")]
+Trials = Annotated[int, s.flag("Cases per cell.", min=1)]
+Haystack = Annotated[Path | None, s.flag("Text to hide needles in; by default made-up prose.", metavar="FILE|DIR")]
 OneAtATime = Annotated[Options, s.Use(defaults={"max_batch": 1})]
 MIN_LENGTH = 256
 VALUES = ("number", "word", "uuid", "mixed")
@@ -48,16 +36,16 @@ VALUES = ("number", "word", "uuid", "mixed")
 def needle(
     *,
     lengths: Lengths = "1K,2K,4K,8K",
-    depths: Annotated[str, typer.Option(help="Positions of the needle, in percent of the text.")] = "0,25,50,75,100",
+    depths: Annotated[str, s.flag("Positions of the needle, in percent of the text.")] = "0,25,50,75,100",
     trials: Trials = 2,
-    preset: Annotated[str, typer.Option(help="varied (many wordings) or aurora (one sentence in filler).")] = "varied",
-    keys: Annotated[int, typer.Option(help="Needles in the text that differ in key and value only.", min=1)] = 1,
-    values: Annotated[str, typer.Option(help="What is hidden: number, word, uuid or mixed.")] = "mixed",
+    preset: Annotated[str, s.flag("varied (many wordings) or aurora (one sentence in filler).")] = "varied",
+    keys: Annotated[int, s.flag("Needles in the text that differ in key and value only.", min=1)] = 1,
+    values: Annotated[str, s.flag("What is hidden: number, word, uuid or mixed.")] = "mixed",
     haystack: Haystack = None,
-    seed: Seed = 0,
-    output: Output = None,
-    plot: Plot = None,
-    force: Force = False,
+    seed: s.Seed = 0,
+    output: s.RecordFile = None,
+    plot: s.PlotFile = None,
+    force: s.Force = False,
     options: OneAtATime,
     verbose: s.Verbose = False,
 ) -> None:
@@ -65,19 +53,20 @@ def needle(
     from sala.lab.eval.suite import PRESETS
     from sala.lab.eval.summary import summarise
 
-    _one_of("preset", preset, PRESETS)
-    _one_of("values", values, VALUES)
+    s.one_of("preset", preset, PRESETS)
+    s.one_of("values", values, VALUES)
     if preset == "aurora" and (keys > 1 or values != "mixed" or haystack is not None):
         raise InputError("preset", "aurora has its own needle and text", "leave out --keys, --values and --haystack")
-    counts, places = _lengths(lengths), _depths(depths)
+    counts, places = s.counts(lengths, "lengths", MIN_LENGTH), _depths(depths)
     run = _Run("needle", options, output, plot, force, counts)
-    suite, facts = run.open(haystack, seed, verbose)
-    facts |= {"preset": preset, "keys": keys, "values": values}
-    jobs = suite.needle(counts, places, trials, preset, keys, _kinds(values))
-    settings = {**facts, "lengths": counts, "depths": places, "trials": trials}
-    cells = summarise(run.cases(jobs, settings, facts, _tell_needle), ("length", "depth"))
-    title = f"needles found: {run.title(trials)}"
-    run.save(cells, settings, title)
+    run.facts = {"seed": seed, "preset": preset, "keys": keys, "values": values}
+    run.asked = {"lengths": counts, "depths": places, "trials": trials}
+    suite = run.open(haystack, verbose)
+    kinds: Any = VALUES[:-1] if values == "mixed" else (values,)
+    jobs = suite.needle(counts, places, trials, preset, keys, kinds)
+    cells = summarise(run.measure(jobs, _tell_needle), ("length", "depth"))
+    title = f"needles found: {run.name}, {_per_cell(trials)}"
+    run.save(cells, title)
     _print_grid(cells, title)
 
 
@@ -85,18 +74,18 @@ def needle(
 @s.derived
 def ruler(
     *,
-    tasks: Annotated[str, typer.Option(help="Names separated by commas, or all.")] = "all",
+    tasks: Annotated[str, s.flag("Names separated by commas, or all.")] = "all",
     lengths: Lengths = "4K,8K",
     trials: Trials = 4,
-    per_text: Annotated[int, typer.Option(help="Trials that share a text, where a task allows it.", min=1)] = 1,
+    per_text: Annotated[int, s.flag("Trials that share a text, where a task allows it.", min=1)] = 1,
     questions: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="Your own questions: text, question and answers per line.")
+        Path | None, s.flag("Your own questions: text, question and answers per line.", metavar="FILE.jsonl")
     ] = None,
     haystack: Haystack = None,
-    seed: Seed = 0,
-    output: Output = None,
-    plot: Plot = None,
-    force: Force = False,
+    seed: s.Seed = 0,
+    output: s.RecordFile = None,
+    plot: s.PlotFile = None,
+    force: s.Force = False,
     options: OneAtATime,
     verbose: s.Verbose = False,
 ) -> None:
@@ -106,34 +95,30 @@ def ruler(
     from sala.lab.eval.tasks.reading import read_passages
 
     own = (QUESTIONS,) if questions is not None else ()
-    chosen = _names(tasks, (*RULER, *own), "tasks")
-    counts = _lengths(lengths)
+    chosen = _names(tasks, (*RULER, *own))
+    counts = s.counts(lengths, "lengths", MIN_LENGTH)
     passages = read_passages(questions) if questions is not None else []
     run = _Run("ruler", options, output, plot, force, counts)
-    suite, facts = run.open(haystack, seed, verbose)
-    facts |= {"questions": _digest(questions)}
-    jobs = suite.ruler(chosen, counts, trials, per_text, passages)
-    settings = {**facts, "tasks": chosen, "lengths": counts, "trials": trials, "per_text": per_text}
-    cells = summarise(run.cases(jobs, settings, facts, _tell_ruler), ("task", "length"))
-    run.save(cells, settings, f"long-context tasks: {run.title(trials)}")
-    _print_tasks(cells, f"scores: {run.title(trials)}")
+    run.facts = {"seed": seed, "questions": _digest(questions)}
+    run.asked = {"tasks": chosen, "lengths": counts, "trials": trials, "per_text": per_text}
+    jobs = run.open(haystack, verbose).ruler(chosen, counts, trials, per_text, passages)
+    cells = summarise(run.measure(jobs, _tell_ruler), ("task", "length"))
+    title = f"{run.name}, {_per_cell(trials)}"
+    run.save(cells, f"long-context tasks: {title}")
+    _print_tasks(cells, f"scores: {title}")
 
 
 @eval.command()
 @s.derived
 def reasoning(
     *,
-    tasks: Annotated[str, typer.Option(help="arithmetic, steps, constraints, or all.")] = "all",
-    count: Annotated[int, typer.Option("--count", "-c", help="Problems of every kind.", min=1)] = 20,
-    budget: Annotated[
-        int | None, typer.Option(help="Run once more with at most so many reasoning tokens.", min=0)
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", help="Tokens of reasoning and answer.", min=1)
-    ] = 2048,
-    seed: Seed = 0,
-    output: Output = None,
-    force: Force = False,
+    tasks: Annotated[str, s.flag("arithmetic, steps, constraints, or all.")] = "all",
+    count: Annotated[int, s.flag("Problems of every kind.", "--count", "-c", min=1)] = 20,
+    budget: Annotated[int | None, s.flag("Run once more with at most so many reasoning tokens.", min=0)] = None,
+    max_tokens: Annotated[int, s.flag("Tokens of reasoning and answer.", "--max-tokens", "-n", min=1)] = 2048,
+    seed: s.Seed = 0,
+    output: s.RecordFile = None,
+    force: s.Force = False,
     options: s.Loading,
     verbose: s.Verbose = False,
 ) -> None:
@@ -142,19 +127,26 @@ def reasoning(
     from sala.lab.eval.summary import summarise_reasoning
     from sala.lab.eval.tasks.reasoning import KINDS
 
-    kinds = _names(tasks, tuple(KINDS), "tasks")
+    kinds = _names(tasks, tuple(KINDS))
     budgets = [None] if budget is None else [None, budget]
-    run = _Run("reasoning", options, output, None, force, [])
-    facts = run.load(seed, verbose)
-    facts |= {"max_tokens": max_tokens, "max_batch": options.max_batch}
-    settings = {**facts, "tasks": kinds, "count": count, "budgets": budgets}
-    rows = run.problems(reasoning_tasks(kinds, count, seed, budgets), max_tokens, settings, facts)
-    record = run.save(summarise_reasoning(rows), settings)
+    run = _Run("reasoning", options, output, None, force)
+    run.facts = {"seed": seed, "max_tokens": max_tokens, "max_batch": options.max_batch}
+    run.asked = {"tasks": kinds, "count": count, "budgets": budgets}
+    run.load(verbose)
+    rows = run.measure(reasoning_tasks(kinds, count, seed, budgets), _tell_problem, max_tokens)
+    record = run.save(summarise_reasoning(rows))
     print_record(record, f"{run.name}, {count} problem(s) of every kind")
 
 
 class _Run:
-    """What every evaluation does before and after: from the flags to the files."""
+    """What every evaluation does before and after: from the flags to the files.
+
+    `facts` are what the result of a case depends on, `asked` is what selects the cases; both identify the run.
+    """
+
+    facts: dict[str, Any]
+    asked: dict[str, Any]
+    llm: "LLM"
 
     def __init__(
         self,
@@ -163,152 +155,102 @@ class _Run:
         output: Path | None,
         plot: Path | None,
         force: bool,
-        lengths: Sequence[int],
+        lengths: Sequence[int] = (),
     ) -> None:
         """Raise for everything that can be refused before the model is loaded."""
         from sala.config import SalaConfig
         from sala.lab.eval.runner import check_lengths
 
-        self._path = s.find_model(options.model)
-        self.name = self._path.name
-        self._kind, self._force, self._options = kind, force, options
-        self._output = output_file(output, f"{kind}-{self.name}.json", ".json")
-        self._log = self._output.with_suffix(".jsonl")
-        self._plot = plot_file(plot, self._output) if kind != "reasoning" else None
+        path = s.find_model(options.model)
+        self.name, self._kind, self._options = path.name, kind, options
         if lengths:
-            check_lengths(lengths, options.ctx or SalaConfig.load(self._path).max_position_embeddings)
+            check_lengths(lengths, options.ctx or SalaConfig.load(path).max_position_embeddings)
             self._options = replace(options, ctx=options.ctx or max(lengths))
         self._longest = max(lengths, default=0)
-        self._num_known = self._num_cases = 0
+        self._output = output_file(output, f"{kind}-{self.name}.json")
+        self._table = self._output.with_suffix(".csv")
+        self._log = self._output.with_suffix(".jsonl")
+        self._files = RunFiles(
+            self._output, plot_file(plot, self._output) if kind != "reasoning" else None, force, self._table
+        )
+        self._notes: list[str] = []
 
-    def load(self, seed: int, verbose: bool) -> dict[str, Any]:
-        """Load the model; return what the results depend on besides the cases."""
+    def load(self, verbose: bool) -> None:
+        """Load the model, unless the files belong to another run."""
         from sala import __version__
         from sala.backends import name_device
 
-        where = name_device(self._options.backend, self._options.device)
-        self.llm: LLM = s.load(self._options, verbose)
-        return {
-            "sala": __version__,
-            "fingerprint": self.llm.fingerprint()[:16],
-            "device": where,
-            "dtype": self.llm.capacity.dtype,
-            "seed": seed,
-        }
+        self.facts |= {"sala": __version__, "device": name_device(self._options.backend, self._options.device)}
+        self._check()
+        self.llm = s.load(self._options, verbose)
+        self.facts |= {"fingerprint": self.llm.fingerprint()[:16], "dtype": self.llm.capacity.dtype}
+        self._check()
 
-    def open(self, haystack: Path | None, seed: int, verbose: bool) -> tuple["Suite", dict[str, Any]]:
-        """Load the model; return the suite of its cases, and the facts that identify them."""
+    def open(self, haystack: Path | None, verbose: bool) -> "Suite":
+        """Load the model; return the suite of its cases."""
         from sala.lab.eval.documents import read_source
         from sala.lab.eval.suite import Suite
         from sala.lab.eval.tasks.case import PromptWriter
 
         source = read_source(haystack) if haystack is not None else None
-        facts = self.load(seed, verbose)
+        self.facts["haystack"] = "prose" if source is None else source.name
+        self.load(verbose)
         if source is not None and source.num_chars < 8 * self._longest:
             count = sum(map(len, self.llm.tokenizer.encode_many(source.documents)))
             if count < self._longest:
                 s.note(f"{haystack} has {count:,} tokens; longer texts repeat it")
-        suite = Suite(PromptWriter.for_model(self.llm.tokenizer), lambda: source or read_source(None), seed)
-        return suite, {**facts, "haystack": "prose" if source is None else source.name}
+        return Suite(
+            PromptWriter.for_model(self.llm.tokenizer), lambda: source or read_source(None), self.facts["seed"]
+        )
 
-    def cases(
-        self,
-        jobs: Sequence[Any],
-        settings: dict[str, Any],
-        facts: dict[str, Any],
-        describe: "Callable[[ResultRow], str]",
+    def measure(
+        self, jobs: Sequence[Any], describe: "Callable[[ResultRow], str]", max_tokens: int | None = None
     ) -> "list[ResultRow]":
-        from sala.lab.eval.runner import run_cases
-
-        with self._logged(jobs, settings, facts, describe) as (log, progress):
-            return run_cases(self.llm, jobs, log, facts, progress)
-
-    def problems(
-        self, tasks: Sequence[Any], max_tokens: int, settings: dict[str, Any], facts: dict[str, Any]
-    ) -> "list[ResultRow]":
-        from sala.lab.eval.runner import run_problems
-
-        with self._logged(tasks, settings, facts, _tell_problem) as (log, progress):
-            return run_problems(self.llm, tasks, max_tokens, log, facts, progress)
-
-    @contextmanager
-    def _logged(
-        self,
-        jobs: Sequence[Any],
-        settings: dict[str, Any],
-        facts: dict[str, Any],
-        describe: "Callable[[ResultRow], str]",
-    ) -> "Iterator[tuple[Log, EvaluationProgress]]":
-        """Open the log of the run. After Ctrl-C say how many cases it has and how to continue."""
+        """Run the cases, or with `max_tokens` the problems. After Ctrl-C say how many are done and how to continue."""
         from sala.cli.progress import EvaluationProgress
+        from sala.lab.eval.runner import run_cases, run_problems
         from sala.lab.report.record import Log, key_of
 
-        self._check(settings)
-        log, keys = Log(self._log), [key_of(facts, job.labels) for job in jobs]
+        log, keys = Log(self._log), [key_of(self.facts, job.labels) for job in jobs]
 
         def num_known() -> int:
             return sum(log.find(key) is not None for key in keys)
 
-        self._num_known, self._num_cases = num_known(), len(keys)
+        self._notes = self._remark(num_known(), len(keys))
         try:
             with EvaluationProgress(describe) as progress:
-                yield log, progress
+                if max_tokens is None:
+                    return run_cases(self.llm, jobs, log, self.facts, progress)
+                return run_problems(self.llm, jobs, max_tokens, log, self.facts, progress)
         except KeyboardInterrupt:
             s.note(f"stopped; {num_known()} of {len(keys)} cases are in {self._log}")
             s.note(f"the same command continues from there: {shlex.join(['sala', *sys.argv[1:]])}")
             raise
 
-    def _check(self, settings: dict[str, Any]) -> None:
-        from sala.lab.report.record import Record
-
-        if self._force:
-            return
-        Record(self._kind, self.name, settings).check(self._output)
-        others = [self._output.with_suffix(".csv"), self._plot]
-        for file in others if not self._output.exists() else ():
-            if file is not None and file.exists():
-                raise InputError(
-                    "output", f"{file} exists and belongs to something else", "choose another name, or --force"
-                )
-
-    def save(self, results: "list[ResultRow]", settings: dict[str, Any], title: str = "") -> "Record":
+    def save(self, results: "list[ResultRow]", title: str = "") -> "Record":
         """Write the record, the table and the picture."""
         from sala.lab.eval.summary import write_csv
-        from sala.lab.report.kinds import plot_record
         from sala.lab.report.record import Record
 
-        table = self._output.with_suffix(".csv")
-        write_csv(results, table)
-        written = [self._output, table]
-        record = Record(self._kind, self.name, settings, results, notes=self._notes())
-        if self._plot is not None:
-            plot_record(record, self._plot, title)
-            record.plots.append(relative(self._plot, self._output.parent))
-            written.append(self._plot)
-        record.save(self._output, self._force)
-        s.note(f"wrote {', '.join(map(str, written))}; every answer is in {self._log}")
+        write_csv(results, self._table)
+        record = Record(self._kind, self.name, self.facts | self.asked, results, notes=self._notes)
+        self._files.save(record, title)
+        s.note(f"every answer is in {self._log}")
         return record
 
-    def _notes(self) -> list[str]:
+    def _check(self) -> None:
+        self._files.check(self._kind, self.name, self.facts | self.asked)
+
+    def _remark(self, num_known: int, num_cases: int) -> list[str]:
         """Return what a reader of the speeds must know: cases of an earlier run may have had other conditions."""
         from sala.lab.report.record import Record
 
-        if self._num_known == self._num_cases and self._output.exists() and not self._force:
+        if num_known == num_cases and self._output.exists() and not self._files.force:
             return Record.load(self._output).notes
-        if not self._num_known:
+        if not num_known:
             return []
         text = "come from an earlier run, perhaps with other threads or load: speeds mix both"
-        return [f"{self._num_known} of {self._num_cases} cases {text}"]
-
-    def title(self, trials: int) -> str:
-        return f"{self.name}, {trials} trial{'s' if trials > 1 else ''} per cell"
-
-
-def _lengths(text: str) -> list[int]:
-    counts = sorted({s.count(part) for part in text.split(",")})
-    if counts[0] < MIN_LENGTH:
-        raise InputError("lengths", f"hold {counts[0]}", f"they begin at {MIN_LENGTH}; 4k is 4,000, 4K is 4,096")
-    return counts
+        return [f"{num_known} of {num_cases} cases {text}"]
 
 
 def _depths(text: str) -> list[float]:
@@ -321,26 +263,19 @@ def _depths(text: str) -> list[float]:
     return depths
 
 
-def _names(text: str, known: Sequence[str], field: str) -> list[str]:
-    names = list(known) if text == "all" else list(dict.fromkeys(part.strip() for part in text.split(",")))
-    for name in names:
-        _one_of(field, name, known)
-    return names
-
-
-def _one_of(field: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise InputError(field, f"holds {value!r}", f"choose from {', '.join(known)}")
-
-
-def _kinds(values: str) -> Any:
-    return ("number", "word", "uuid") if values == "mixed" else (values,)
+def _names(text: str, known: Sequence[str]) -> list[str]:
+    names = known if text == "all" else dict.fromkeys(part.strip() for part in text.split(","))
+    return [s.one_of("tasks", name, known) for name in names]
 
 
 def _digest(file: Path | None) -> str | None:
     import hashlib
 
     return None if file is None else f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
+
+
+def _per_cell(trials: int) -> str:
+    return f"{trials} trial{'s' if trials > 1 else ''} per cell"
 
 
 def speeds(row: "ResultRow") -> str:
@@ -378,9 +313,10 @@ def _print_grid(cells: "list[ResultRow]", title: str) -> None:
     for length in lengths:
         line = [found[length, depth] for depth in depths]
         counts = [ratio_text(cell["exact"], cell["trials"]) for cell in line]
-        rows.append([length_label(length), *counts, *_mean_speeds(line)])
+        means = [_mean(line, name) for name in ("prefill_per_second", "decode_per_second")]
+        rows.append([length_label(length), *counts, *means])
     headings = ["tokens", *(f"{depth:g} %" for depth in depths), "prefill tok/s", "decode tok/s"]
-    print_table(title, headings, rows, [False] * len(headings))
+    print_table(title, headings, rows)
 
 
 def _print_tasks(cells: "list[ResultRow]", title: str) -> None:
@@ -392,12 +328,9 @@ def _print_tasks(cells: "list[ResultRow]", title: str) -> None:
     rows = [[task, *(f"{found[task, length]['score']:.0%}" for length in lengths)] for task in tasks]
     average = [sum(found[task, length]["score"] for task in tasks) / len(tasks) for length in lengths]
     rows.append(["all", *(f"{value:.0%}" for value in average)])
-    print_table(title, ["task", *map(length_label, lengths)], rows, [True, *(False for _ in lengths)])
+    print_table(title, ["task", *map(length_label, lengths)], rows, [True])
 
 
-def _mean_speeds(cells: "list[ResultRow]") -> list[str]:
-    out = []
-    for name in ("prefill_per_second", "decode_per_second"):
-        known = [cell[name] for cell in cells if cell[name] is not None]
-        out.append(f"{sum(known) / len(known):,.1f}" if known else "–")
-    return out
+def _mean(cells: "list[ResultRow]", name: str) -> str:
+    known = [cell[name] for cell in cells if cell[name] is not None]
+    return f"{sum(known) / len(known):,.1f}" if known else "–"

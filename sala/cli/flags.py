@@ -4,10 +4,10 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -19,13 +19,44 @@ from sala.options.sources import Given, build, check_variables, from_environment
 if TYPE_CHECKING:
     from sala.llm import LLM
 
-CONFIG = typer.Option("--config", metavar="FILE", help="TOML file with options.")
-SHOW_CONFIG = typer.Option("--show-config", help="Show the options as they add up, and exit.")
-
-System = Annotated[str | None, typer.Option("--system", "-s", help="System prompt.")]
-NoThink = Annotated[bool, typer.Option("--no-think", "--hide-thinking", help="Do not show the model's reasoning.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Say more about the run on stderr.")]
+T = TypeVar("T")
+SHOW_CONFIG = "Show the options as they add up, and exit."
 LOOP_GUARD = 512  # of answers at a terminal; the library has none unless asked
+
+
+def flag(help: str, *names: str, **more: Any) -> Any:
+    """Declare a flag that a command has beside those of the options table."""
+    return typer.Option(*names, help=help, **more)
+
+
+def argument(help: str, **more: Any) -> Any:
+    return typer.Argument(help=help, **more)
+
+
+def count(text: str | int) -> int:
+    """Read a count given as a flag."""
+    try:
+        return read_count(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def count_flag(help: str, *names: str) -> Any:
+    """Declare a flag whose value is a count such as 4096 or 128K."""
+    return flag(help, *names, parser=count, metavar="COUNT")
+
+
+AsJson = Annotated[bool, flag("Print JSON instead of text.", "--json")]
+Force = Annotated[bool, flag("Replace the results of another run.", "--force")]
+Model = Annotated[str, argument("Checkpoint directory, or the name of a local model.")]
+NoThink = Annotated[bool, flag("Do not show the model's reasoning.", "--no-think", "--hide-thinking")]
+PlotFile = Annotated[Path | None, flag("Picture: .png, .pdf or .svg.", "--plot", metavar="FILE")]
+RecordFile = Annotated[
+    Path | None, flag("Record of the results; a log is kept beside it.", "--output", "-o", metavar="FILE.json")
+]
+Seed = Annotated[int, flag("The same seed makes the same text.")]
+System = Annotated[str | None, flag("System prompt.", "--system", "-s")]
+Verbose = Annotated[bool, flag("Say more about the run on stderr.", "--verbose")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +95,8 @@ def derived(command: Callable[..., Any]) -> Callable[..., Any]:
     classes = {name: found for name in own if (found := _find_class(hints[name])) is not None}
     parameters = [each for name in own for each in _parameters(own[name], hints[name], classes.get(name))]
     parameters += [
-        _parameter("config", Annotated[Path | None, CONFIG], None),
-        _parameter("show_config", Annotated[bool, SHOW_CONFIG], False),
+        _parameter("config", Annotated[Path | None, flag("TOML file with options.", metavar="FILE")], None),
+        _parameter("show_config", Annotated[bool, flag(SHOW_CONFIG, "--show-config")], False),
     ]
 
     @functools.wraps(command)
@@ -102,13 +133,13 @@ def _parameters(own: inspect.Parameter, hint: Any, found: tuple[type, Use] | Non
         default = row.spell(use.defaults[name]) if name in use.defaults else row.shown_default
         is_switch = row.kind is SWITCH
         if name in use.arguments:
-            yield _parameter(name, Annotated[str | None, typer.Argument(help=row.help, show_default=False)], None)
+            yield _parameter(name, Annotated[str | None, argument(row.help, show_default=False)], None)
             continue
-        option = typer.Option(
+        option = flag(
+            row.help + (f"  [default: {default}]" if default else ""),
             row.flag + (f"/{row.off}" if is_switch and row.off else ""),
             *row.flags,
             *filter(None, (use.spellings.get(name),)),
-            help=row.help + (f"  [default: {default}]" if default else ""),
             show_default=False,
             rich_help_panel=row.scope,  # marks the derived flags for the reference pages
             metavar=None if is_switch else "|".join(row.choices) or row.kind.metavar,
@@ -143,12 +174,19 @@ def _resolve(
     return build(cls, wanted, **use.defaults), {given.name for layer in wanted for given in layer}
 
 
-def count(text: str | int) -> int:
-    """Read a count given as a flag."""
-    try:
-        return read_count(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+def counts(text: str, name: str, least: int = 1) -> list[int]:
+    """Read counts separated by commas, in ascending order."""
+    found = sorted({count(part) for part in text.split(",")})
+    if found[0] < least:
+        raise InputError(name, f"hold {found[0]}", f"they must be at least {least}; 4k is 4,000, 4K is 4,096")
+    return found
+
+
+def one_of(name: str, value: T, known: Iterable[T]) -> T:
+    """Return the value of a flag; raise InputError if it is not a known one."""
+    if value not in known:
+        raise InputError(name, f"is {value!r}", f"use {', '.join(map(str, known))}")
+    return value
 
 
 def find_model(model: str | None) -> Path:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from sala.cli import flags as s
 from sala.errors import InputError, SalaError
 from sala.options import Sampling
@@ -21,16 +19,12 @@ if TYPE_CHECKING:
 @s.derived
 def generate(
     *,
-    prompt: Annotated[
-        str | None, typer.Argument(help="What to ask. Without it, and without -f, stdin is read.")
-    ] = None,
-    file: Annotated[
-        list[str] | None, typer.Option("--file", "-f", help="Text before the prompt; - is stdin. Repeatable.")
-    ] = None,
+    prompt: Annotated[str | None, s.argument("What to ask. Without it, and without -f, stdin is read.")] = None,
+    file: Annotated[list[str] | None, s.flag("Text before the prompt; - is stdin. Repeatable.", "--file", "-f")] = None,
     system: s.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat format.")] = False,
+    raw: Annotated[bool, s.flag("Continue the text as it is, without the chat format.", "--raw")] = False,
     no_think: s.NoThink = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a stream of text.")] = False,
+    as_json: s.AsJson = False,
     sampling: s.Answering,
     options: s.Loading,
     verbose: s.Verbose = False,

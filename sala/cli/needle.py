@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from sala.cli import flags as s
 from sala.cli.eval import speeds
 from sala.errors import InputError
@@ -15,16 +13,12 @@ from sala.options import Options
 @s.derived
 def needle(
     *,
-    context_len: Annotated[
-        int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens of prompt and answer.")
-    ] = 32000,
-    depth: Annotated[float, typer.Option(help="Position of the needle: 0 is the start of the text, 1 its end.")] = 0.25,
-    preset: Annotated[str, typer.Option(help="aurora (one sentence in filler) or varied (many wordings).")] = "aurora",
-    haystack: Annotated[
-        Path | None, typer.Option(metavar="FILE|DIR", help="Text to hide it in, with --preset varied.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed makes the same text.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    context_len: Annotated[int, s.count_flag("Tokens of prompt and answer.")] = 32000,
+    depth: Annotated[float, s.flag("Position of the needle: 0 is the start of the text, 1 its end.")] = 0.25,
+    preset: Annotated[str, s.flag("aurora (one sentence in filler) or varied (many wordings).")] = "aurora",
+    haystack: Annotated[Path | None, s.flag("Text to hide it in, with --preset varied.", metavar="FILE|DIR")] = None,
+    seed: s.Seed = 0,
+    as_json: s.AsJson = False,
     options: Annotated[Options, s.Use(defaults={"max_batch": 1, "snapshots": 0})],
     verbose: s.Verbose = False,
 ) -> None:

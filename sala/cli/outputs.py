@@ -1,43 +1,88 @@
-"""Output files: checked before the work begins, so that nothing is measured in vain."""
+"""What commands write: tables on stdout, and files that are checked before the work begins."""
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sala.cli import flags as s
 from sala.errors import InputError, MissingExtra
 
+if TYPE_CHECKING:
+    from sala.lab.report.record import Record
 
-def output_file(output: Path | None, name: str, suffix: str) -> Path:
+
+def size(count: float) -> str:
+    """Show a number of bytes."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False))
+
+
+def print_table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], is_left: Sequence[bool] = ()
+) -> None:
+    """Print a title, unless it is empty, and a table; `is_left` says which of the first columns are aligned left.
+
+    Characters that could control the terminal are dropped.
+    """
+    lines = [["".join(filter(str.isprintable, cell)) for cell in line] for line in (headings, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = [*is_left, *(False for _ in headings)]
+    if title:
+        print(title)
+    for line in lines:
+        cells = zip(line, widths, sides, strict=False)
+        print("  ".join(cell.ljust(width) if left else cell.rjust(width) for cell, width, left in cells).rstrip())
+
+
+def print_facts(title: str, facts: Mapping[str, str]) -> None:
+    """Print a title and indented lines, each a name and a value."""
+    print(title)
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"  {name:<{width}}  {value}")
+
+
+def print_record(record: "Record", title: str) -> None:
+    """Print the results of a run as the report shows them."""
+    from sala.lab.report.kinds import table_of
+
+    print_table(title, *table_of(record))
+
+
+def check_writable(file: Path) -> None:
+    """Refuse a file that cannot be written, before any work is done."""
+    parent = file.absolute().parent
+    if not parent.is_dir():
+        raise InputError("output", f"{file} cannot be written", f"its directory does not exist: {parent}")
+    if not os.access(file if file.exists() else parent, os.W_OK):
+        raise InputError("output", f"{file} cannot be written", f"change its permissions or those of {parent}")
+
+
+def check_new(file: Path, remedy: str = "choose another name, or remove it yourself") -> None:
+    """Refuse a file that exists or cannot be written, before any work is done."""
+    if file.exists() or file.is_symlink():
+        raise InputError("output", f"{file} exists already", remedy)
+    check_writable(file)
+
+
+def output_file(output: Path | None, name: str, suffix: str = ".json") -> Path:
     """Return the file to write: `output`, or `name` in a directory; raise InputError if it cannot be written."""
     path = Path(name) if output is None else output.expanduser()
     path = path / name if path.is_dir() else path
     if path.suffix != suffix:
         raise InputError("output", f"{path} does not end in {suffix}", f"call it {path.name}{suffix}")
-    if not path.absolute().parent.is_dir():
-        raise InputError("output", f"{path} cannot be written", "its directory does not exist")
+    check_writable(path)
     return path
-
-
-def check_readable(file: Path) -> None:
-    """Refuse an input file that is missing or cannot be read, before a model is loaded."""
-    try:
-        with file.open("rb"):
-            pass
-    except OSError as error:
-        raise InputError("file", f"{file} cannot be read: {error.strerror}", "check the path") from None
-
-
-def check_new(output: Path) -> None:
-    """Refuse an output that exists or whose directory cannot be written, before any work is done."""
-    parent = output.absolute().parent
-    if output.exists() or output.is_symlink():
-        raise InputError("output", f"{output} exists already", "choose another name, or remove it yourself")
-    if not parent.is_dir():
-        raise InputError("output", f"{output} cannot be written", f"its directory {parent} does not exist")
-    if not os.access(parent, os.W_OK):
-        raise InputError("output", f"{output} cannot be written", f"you may not write to {parent}")
 
 
 def plot_file(plot: Path | None, output: Path) -> Path | None:
@@ -46,9 +91,7 @@ def plot_file(plot: Path | None, output: Path) -> Path | None:
 
     if plot is not None:
         plot = plot.expanduser()
-        plot = plot / output.with_suffix(".png").name if plot.is_dir() else plot
-        charts.check_plot(plot)
-        return plot
+        return plot / output.with_suffix(".png").name if plot.is_dir() else plot
     try:
         charts.need_matplotlib()
     except MissingExtra as error:
@@ -57,16 +100,62 @@ def plot_file(plot: Path | None, output: Path) -> Path | None:
     return output.with_suffix(".png")
 
 
-@contextmanager
-def resumable(log: Path | None) -> Iterator[None]:
-    """Say after Ctrl-C how to continue."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if log is not None and log.is_file():
-            s.note(f"stopped; the results so far are in {log}, and the same command continues from there")
-        raise
+class RunFiles:
+    """The files of a run: its record with a log beside it, a picture and more; none replaces those of another run."""
 
+    def __init__(self, record: Path | None, plot: Path | None, force: bool, *more: Path) -> None:
+        """Raise InputError if one of the files cannot be written."""
+        self.record, self.plot, self.force = record, plot, force
+        self.log = None if record is None else record.with_suffix(".jsonl")
+        self._others = [*more] if plot is None else [*more, plot]
+        if plot is not None:
+            from sala.lab.report.charts import check_plot
 
-def relative(file: Path, directory: Path) -> str:
-    return Path(os.path.relpath(file.absolute(), directory.absolute())).as_posix()
+            check_plot(plot)
+        for file in (*self._others, *filter(None, (record, self.log))):
+            check_writable(file)
+
+    def check(self, kind: str, model: str, settings: dict[str, Any]) -> None:
+        """Raise InputError if the files belong to another run, as far as the settings tell that are known so far."""
+        if self.force:
+            return
+        if self.record is not None and self.record.exists():
+            from sala.lab.report.record import Record
+
+            Record(kind, model, settings).check(self.record)
+            return
+        for file in self._others:
+            if file.exists():
+                raise InputError(
+                    "output", f"{file} exists and belongs to something else", "choose another name, or --force"
+                )
+
+    def check_new(self) -> None:
+        """Raise InputError if one of the files exists: for runs that cannot be continued."""
+        for file in (*self._others, *filter(None, [self.record])):
+            if not self.force:
+                check_new(file, "choose another name, or --force")
+
+    @contextmanager
+    def resumable(self) -> Iterator[None]:
+        """Say after Ctrl-C how to continue."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.log is not None and self.log.is_file():
+                s.note(f"stopped; the results so far are in {self.log}, and the same command continues from there")
+            raise
+
+    def save(self, record: "Record", title: str, **extra: Any) -> None:
+        """Plot the results, and write them with `extra` keys at the top."""
+        from sala.lab.report.kinds import plot_record
+
+        if self.plot is not None:
+            plot_record(record, self.plot, title)
+            if self.record is not None:
+                record.plots = [Path(os.path.relpath(self.plot, self.record.parent)).as_posix()]
+        if self.record is not None:
+            record.save(self.record, self.force, **extra)
+        written = [str(file) for file in (self.record, *self._others) if file is not None]
+        if written:
+            s.note(f"wrote {', '.join(written)}")

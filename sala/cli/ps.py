@@ -3,9 +3,8 @@
 import json
 from typing import Annotated, Any
 
-import typer
-
-from sala.cli.flags import Use, derived, note
+from sala.cli.flags import AsJson, Use, derived, note
+from sala.cli.outputs import print_json, print_table
 from sala.options import CommandOptions
 from sala.server.settings import Settings
 
@@ -17,13 +16,18 @@ def ps(
     *,
     server: Annotated[CommandOptions, Use(only=("url",))],
     keys: Annotated[Settings, Use(only=("api_key", "api_key_file"))],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     models = [model for model in ask(server.url, keys.api_key) if model.get("loaded")]
     if as_json:
-        print(json.dumps(models, ensure_ascii=False))
+        print_json(models)
     elif models:
-        _print(models)
+        rows = []
+        for model in models:
+            requests = model.get("requests") or {}
+            values = (model.get("id"), model.get("context_length"), requests.get("running"), requests.get("waiting"))
+            rows.append([_cell(value) for value in values])
+        print_table("", ("name", "context", "running", "waiting"), rows, [True])
     else:
         note("no model is loaded")
 
@@ -58,22 +62,6 @@ def ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
     except (ValueError, KeyError, TypeError):
         raise SalaError(f"{url} is not a sala server (status {status})", "check the address") from None
     return models  # type: ignore[no-any-return]
-
-
-def _print(models: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from sala.cli.show import open_console
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("name", "context", "running", "waiting"):
-        table.add_column(name, justify="left" if name == "name" else "right")
-    for model in models:
-        requests = model.get("requests") or {}
-        cells = [model.get("id"), model.get("context_length"), requests.get("running"), requests.get("waiting")]
-        table.add_row(*(Text("".join(char for char in _cell(cell) if char.isprintable())) for cell in cells))
-    open_console().print(table)
 
 
 def _cell(value: Any) -> str:

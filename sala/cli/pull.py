@@ -3,8 +3,6 @@
 import re
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from sala.cli import flags as s
 from sala.cli.progress import ProgressBar
 
@@ -15,10 +13,8 @@ COMMIT = re.compile(r"[0-9a-f]{40,64}")
 
 
 def pull(
-    repo: Annotated[str, typer.Argument(help="organisation/name, or organisation/name@revision.", metavar="REPO")],
-    hub: Annotated[
-        str | None, typer.Option(help="Another hub: its address, or modelscope.", envvar="SALA_HUB_URL")
-    ] = None,
+    repo: Annotated[str, s.argument("organisation/name, or organisation/name@revision.", metavar="REPO")],
+    hub: Annotated[str | None, s.flag("Another hub: its address, or modelscope.", envvar="SALA_HUB_URL")] = None,
 ) -> None:
     from sala.models.catalog import Library
     from sala.models.download import pull as fetch
@@ -85,7 +81,7 @@ class DownloadProgress:
         if self._bar.is_shown:
             self._bar(self._name, self._there, size)
             return
-        from sala.cli.show import size as show_size
+        from sala.cli.outputs import size as show_size
 
         there = f", {show_size(self._there)} of it there" if self._there else ""
         s.note(f"downloading {self._name}: {show_size(size)} in {len(self._files)} files{there}")

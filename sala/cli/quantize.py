@@ -1,11 +1,7 @@
 """`sala quantize`: fewer bits per weight, in one layout for every backend."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from sala.cli import flags as s
 from sala.cli.progress import ProgressBar
@@ -19,34 +15,27 @@ if TYPE_CHECKING:
 @s.derived
 def quantize(
     *,
-    model: Annotated[str, typer.Argument(help="Checkpoint directory, or the name of a local model.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory of the quantized model; must not exist.")],
-    bits: Annotated[int, typer.Option(help="Bits per weight: 8 or 4.")] = 4,
-    group_size: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 64,
-    method: Annotated[
-        str | None, typer.Option(help="rtn, gptq or awq; by default rtn for 8 bits and gptq for 4.")
-    ] = None,
+    model: s.Model,
+    output: Annotated[Path, s.flag("Directory of the quantized model; must not exist.", "--output", "-o")],
+    bits: Annotated[int, s.flag("Bits per weight: 8 or 4.")] = 4,
+    group_size: Annotated[int, s.flag("Weights that share a scale: 32, 64 or 128.")] = 64,
+    method: Annotated[str | None, s.flag("rtn, gptq or awq; by default rtn for 8 bits and gptq for 4.")] = None,
     calibration: Annotated[
-        Path | None,
-        typer.Option(help='Text to calibrate with, or .jsonl with a "text" per line; by default the model writes it.'),
+        Path | None, s.flag('Text to calibrate with, or .jsonl with a "text" per line; by default the model writes it.')
     ] = None,
-    tokens: Annotated[int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens to calibrate with.")] = 32768,
+    tokens: Annotated[int, s.count_flag("Tokens to calibrate with.")] = 32768,
     keep: Annotated[
         list[str] | None,
-        typer.Option(help="Modules with more bits: v_proj (8 bits), 'model.layers.0.*=whole', lm_head=4. Repeatable."),
+        s.flag("Modules with more bits: v_proj (8 bits), 'model.layers.0.*=whole', lm_head=4. Repeatable."),
     ] = None,
-    requantize: Annotated[bool, typer.Option("--requantize", help="Accept a model that is quantized already.")] = False,
+    requantize: Annotated[bool, s.flag("Accept a model that is quantized already.", "--requantize")] = False,
     report: Annotated[
         bool,
-        typer.Option(
-            "--report", help="Compare both models and write the results into OUTPUT; resumes if OUTPUT is complete."
-        ),
+        s.flag("Compare both models and write the results into OUTPUT; resumes if OUTPUT is complete.", "--report"),
     ] = False,
-    report_text: Annotated[
-        Path | None, typer.Option(help="Text to measure on; by default held-out calibration text.")
-    ] = None,
-    report_tokens: Annotated[int, typer.Option(parser=s.count, metavar="COUNT", help="Tokens to measure on.")] = 16384,
-    needles: Annotated[int, typer.Option(help="Needles to look for at each length.", min=0)] = 20,
+    report_text: Annotated[Path | None, s.flag("Text to measure on; by default held-out calibration text.")] = None,
+    report_tokens: Annotated[int, s.count_flag("Tokens to measure on.")] = 16384,
+    needles: Annotated[int, s.flag("Needles to look for at each length.", min=0)] = 20,
     options: Annotated[Options, s.Use(without=("model", "adapter", "ctx", "max_batch", "snapshots"))],
 ) -> None:
     from dataclasses import replace
@@ -55,7 +44,7 @@ def quantize(
     from sala.backends.torch.loader import pick_device
     from sala.checkpoint.names import expected_tensors
     from sala.config import SalaConfig
-    from sala.lab.quantize.pipeline import is_result, quantize_model
+    from sala.lab.quantize.pipeline import draft_of, is_result, quantize_model
     from sala.lab.quantize.plan import QuantizeSettings, count_bits, describe, plan_modules
 
     output = output.expanduser()
@@ -69,26 +58,17 @@ def quantize(
         if report and is_result(output, config, plan):
             s.note(f"{output} is complete; measuring it")
         else:
-            with _resumable(output):
+            try:
                 quantize_model(path, output, wanted, text, where, requantize, bar)
+            except KeyboardInterrupt:
+                if draft_of(output).is_dir():
+                    s.note("stopped; the same command continues where it stopped")
+                raise
         if report:
             measured = _text(path, report_text, options, bar) if report_text else text
             _report(path, output, measured.held_out(report_tokens, 1024), options, needles, bar)
     width = count_bits(plan, expected_tensors(config), 8 * ELEMENT_BYTES[config.dtype])
     s.note(f"ready: {output}, {width:.2f} bits per weight ({describe(plan)})")
-
-
-@contextmanager
-def _resumable(output: Path) -> Iterator[None]:
-    """Say after Ctrl-C how to continue."""
-    from sala.lab.quantize.pipeline import draft_of
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        if draft_of(output).is_dir():
-            s.note("stopped; the same command continues where it stopped")
-        raise
 
 
 def _text(model: Path, file: Path | None, options: Options, bar: ProgressBar) -> "CalibrationText":
@@ -101,7 +81,7 @@ def _text(model: Path, file: Path | None, options: Options, bar: ProgressBar) ->
 
 def _report(original: Path, quantized: Path, tokens: Any, options: Options, num_needles: int, bar: ProgressBar) -> None:
     from sala.backends.torch.loader import pick_device
-    from sala.cli.tables import print_record
+    from sala.cli.outputs import print_record
     from sala.lab.quantize.report import NAME, measure, to_record
     from sala.lab.report.comparison import save
 

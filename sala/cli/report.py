@@ -3,29 +3,24 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from sala.cli import flags as s
-from sala.errors import InputError
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Records of runs (JSON), or directories of them.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE.html", help="Page to write.")] = Path(
-        "report.html"
-    ),
-    title: Annotated[str, typer.Option(help="Title of the page.")] = "Evaluation",
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing page.")] = False,
+    runs: Annotated[list[Path], s.argument("Records of runs (JSON), or directories of them.")],
+    output: Annotated[Path, s.flag("Page to write.", "--output", "-o", metavar="FILE.html")] = Path("report.html"),
+    title: Annotated[str, s.flag("Title of the page.")] = "Evaluation",
+    force: Annotated[bool, s.flag("Replace an existing page.", "--force")] = False,
 ) -> None:
-    from sala.cli.outputs import output_file
+    from sala.cli.outputs import check_new, output_file
     from sala.errors import MissingExtra
     from sala.lab.report.charts import need_matplotlib
     from sala.lab.report.page import read_runs, to_page
     from sala.lab.report.record import today, write_atomically
 
     file = output_file(output, "report.html", ".html")
-    if file.exists() and not force:
-        raise InputError("output", f"{file} exists already", "choose another name, or --force")
+    if not force:
+        check_new(file, "choose another name, or --force")
     found = read_runs([path.expanduser() for path in runs])
     has_charts = True
     try:

@@ -4,26 +4,23 @@ import os
 from collections.abc import Collection
 from typing import Annotated
 
-import typer
-
-from sala.cli.flags import GivenNames, derived, note
+from sala.cli import flags as s
 from sala.errors import InputError, MissingExtra
 from sala.options.schema import variable_name
 from sala.server.settings import Settings
 
 
-@derived
+@s.derived
 def serve(
     *,
     more: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FLAGS", help="After --: flags of vllm or sglang, passed on as they are."),
+        list[str] | None, s.argument("After --: flags of vllm or sglang, passed on as they are.", metavar="FLAGS")
     ] = None,
     print_command: Annotated[
-        bool, typer.Option("--print-command", help="Show how the other engine would be started, and exit.")
+        bool, s.flag("Show how the other engine would be started, and exit.", "--print-command")
     ] = False,
     settings: Settings,
-    given: GivenNames,
+    given: s.GivenNames,
 ) -> int:
     if settings.engine != "sala":
         return launch(settings, given, more or [], print_command)
@@ -44,7 +41,7 @@ def launch(settings: Settings, given: Collection[str], more: list[str], is_shown
         print(found.show())
         return 0
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    note(f"starting {settings.engine}; once it is ready it listens at http://{host}:{settings.port}/v1")
+    s.note(f"starting {settings.engine}; once it is ready it listens at http://{host}:{settings.port}/v1")
     return found.run()
 
 
@@ -60,4 +57,4 @@ def serve_here(settings: Settings) -> int:
     for name in ("api_key", "admin_key"):  # processes that we start need no keys
         os.environ.pop(variable_name(name), None)
     os.environ[variable_name("models_dir")] = str(settings.models_dir)  # where names of models are looked up
-    return run(settings, note)
+    return run(settings, s.note)

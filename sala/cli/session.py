@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sala.engine.store.sessions import SessionStore
 
 session = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-Name = Annotated[str, typer.Argument(help="Name of the session.")]
+Name = Annotated[str, s.argument("Name of the session.")]
 Where = Annotated[CommandOptions, s.Use(only=("sessions_dir",))]
 
 
@@ -39,7 +39,7 @@ def _store(where: CommandOptions) -> "SessionStore":
 def save(
     *,
     name: Name,
-    file: Annotated[list[str], typer.Option("--file", "-f", help="Text to read; - is stdin. Repeatable.")],
+    file: Annotated[list[str], s.flag("Text to read; - is stdin. Repeatable.", "--file", "-f")],
     system: s.System = None,
     where: Where,
     options: s.Loading,
@@ -62,7 +62,7 @@ def save(
 def load(
     *,
     name: Name,
-    prompt: Annotated[str, typer.Argument(help="What to ask about the text.")],
+    prompt: Annotated[str, s.argument("What to ask about the text.")],
     no_think: s.NoThink = False,
     where: Where,
     sampling: Sampling,
@@ -88,7 +88,7 @@ def load(
 @s.derived
 def ls(*, where: Where) -> None:
     """List the sessions."""
-    from sala.cli.show import size
+    from sala.cli.outputs import size
 
     for entry in _store(where).entries():
         when = datetime.fromtimestamp(entry.modified).strftime("%Y-%m-%d %H:%M")

@@ -1,17 +1,14 @@
 """`sala show`: describe a checkpoint from its headers alone; no weight is read."""
 
-import json
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from sala.cli import flags as s
+from sala.cli.outputs import print_facts, print_json, size
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sala.checkpoint.reader import Checkpoint
     from sala.config import SalaConfig
     from sala.quantization_config import Groups
@@ -20,8 +17,8 @@ LENGTHS = {"1K": 1 << 10, "8K": 1 << 13, "128K": 1 << 17, "1M": 1 << 20}
 
 
 def show(
-    model: Annotated[str | None, typer.Argument(help="Checkpoint directory.", envvar="SALA_MODEL")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    model: Annotated[str | None, s.argument("Checkpoint directory.", envvar="SALA_MODEL")] = None,
+    as_json: s.AsJson = False,
 ) -> None:
     from sala.checkpoint.names import check_tensors
     from sala.checkpoint.reader import Checkpoint
@@ -33,7 +30,7 @@ def show(
         check_tensors(checkpoint, config)
         facts = describe(config, checkpoint)
     if as_json:
-        print(json.dumps(facts, ensure_ascii=False))
+        print_json(facts)
     else:
         _print(str(path), facts, config)
 
@@ -77,51 +74,24 @@ def _bits(groups: Iterable["Groups"]) -> str | None:
 
 
 def _print(path: str, facts: dict[str, Any], config: "SalaConfig") -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    console = open_console()
-    pattern = Text()
-    for mixer in config.mixers:
-        pattern.append("S" if mixer == "sparse" else "·", style="bold yellow" if mixer == "sparse" else "cyan")
+    yellow, cyan, plain = ("\033[1;33m", "\033[36m", "\033[0m") if s.uses_colour(sys.stdout) else ("", "", "")
+    marks = {"sparse": f"{yellow}S{plain}", "lightning": f"{cyan}·{plain}"}
     q, kv, dim = facts["sparse_heads"]
     lq, lkv, ldim = facts["lightning_heads"]
     weights = size(facts["weight_bytes"])
     blocks = f"{facts['blocks_per_query']} blocks of {facts['block_size']} tokens"
-    rows: list[tuple[str, str | Text]] = [
-        ("parameters", f"{facts['parameters']:,}"),
-        ("weights", f"{weights} in {facts['files']} file(s), {facts['quantization'] or facts['dtype']}"),
-        ("layers", pattern),
-        ("", f"{len(config.sparse_layers)} sparse (S), {len(config.lightning_layers)} lightning (·)"),
-        ("hidden, MLP", f"{facts['hidden_size']:,}, {facts['intermediate_size']:,}"),
-        ("vocabulary", f"{facts['vocab_size']:,}"),
-        ("sparse heads", f"{q} query, {kv} key/value, of {dim}"),
-        ("lightning heads", f"{lq} query, {lkv} key/value, of {ldim}"),
-        ("a query sees", f"{blocks}; everything while there are fewer than {facts['dense_below']:,} tokens"),
-        ("trained context", f"{facts['trained_length'] or facts['max_position_embeddings']:,} tokens"),
-    ]
+    rows = {
+        "parameters": f"{facts['parameters']:,}",
+        "weights": f"{weights} in {facts['files']} file(s), {facts['quantization'] or facts['dtype']}",
+        "layers": "".join(marks[mixer] for mixer in config.mixers),
+        "": f"{len(config.sparse_layers)} sparse (S), {len(config.lightning_layers)} lightning (·)",
+        "hidden, MLP": f"{facts['hidden_size']:,}, {facts['intermediate_size']:,}",
+        "vocabulary": f"{facts['vocab_size']:,}",
+        "sparse heads": f"{q} query, {kv} key/value, of {dim}",
+        "lightning heads": f"{lq} query, {lkv} key/value, of {ldim}",
+        "a query sees": f"{blocks}; everything while there are fewer than {facts['dense_below']:,} tokens",
+        "trained context": f"{facts['trained_length'] or facts['max_position_embeddings']:,} tokens",
+    }
     for name, count in facts["cache_bytes"].items():
-        rows.append((f"memory at {name}", f"{size(count)} cache + {weights} weights"))
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in rows:
-        table.add_row(name, value)
-    console.print(Text(path), soft_wrap=True)
-    console.print(table)
-
-
-def open_console() -> "Console":
-    """Return a console for tables; in a pipe their lines are not wrapped."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 10_000
-    return console
-
-
-def size(count: int) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024  # type: ignore[assignment]
-    return f"{count:.2f} GiB"
+        rows[f"memory at {name}"] = f"{size(count)} cache + {weights} weights"
+    print_facts(path, rows)

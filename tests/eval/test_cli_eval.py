@@ -79,7 +79,7 @@ def test_own_haystack_and_places(tiny: Path, tmp_path: Path, capsys: pytest.Capt
         (["--lengths", "1k,600k"], 2, "lengths beyond the context: 600,000, and it holds 524,288 tokens"),
         (["--lengths", "1k,4k", "--ctx", "2k"], 2, "lengths beyond the context: 4,000, and it holds 2,000 tokens"),
         (["--lengths", "lots"], 2, "not a valid count"),
-        (["--lengths", "12"], 2, "begin at 256"),
+        (["--lengths", "12"], 2, "at least 256"),
         (["--depths", "0,101"], 2, "from 0 (start) to 100 (end)"),
         (["--depths", "-1"], 2, "from 0 (start) to 100 (end)"),
         (["--depths", "half"], 2, "percentages"),

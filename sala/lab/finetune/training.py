@@ -14,6 +14,7 @@ import torch
 
 from sala.backends.memory import Tuning, TuningEstimate, estimate_tuning
 from sala.checkpoint.names import expected_tensors
+from sala.checkpoint.writer import check_new
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError, SalaError
 from sala.lab.finetune.dialogues import ReaderOptions, load_examples, split_examples
@@ -55,8 +56,7 @@ def check_outputs(options: FinetuneOptions) -> None:
 
     Raise CheckpointError if a file would be overwritten, InputError if a resumed run has other options.
     """
-    if options.output.exists() or options.output.is_symlink():
-        raise CheckpointError(f"{options.output} exists already", "choose another directory, or remove it yourself")
+    check_new(options.output)
     record = options.work / _RECORD
     if options.resume:
         _check_resumed(options, record)

@@ -21,7 +21,7 @@ from sala.checkpoint.dtypes import FILE_DTYPES
 from sala.checkpoint.names import check_tensors, expected_tensors
 from sala.checkpoint.packing import PACKED_PARTS, Packed, packed_specs
 from sala.checkpoint.reader import Checkpoint
-from sala.checkpoint.writer import Spec, copy_companions, new_directory, write_text, write_weights
+from sala.checkpoint.writer import Spec, check_new, copy_companions, new_directory, write_text, write_weights
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
 from sala.lab.quantize.awq import SiteStatistics, fold_scales, summarise_site
@@ -55,8 +55,7 @@ def quantize_model(
 
     text      what to calibrate with; not needed for rtn
     """
-    if target.exists() or target.is_symlink():
-        raise CheckpointError(f"{target} exists already", "choose another directory, or remove it yourself")
+    check_new(target)
     with Checkpoint(source) as checkpoint:
         job = _Job(checkpoint, settings, text, device or torch.device("cpu"), may_requantize, note)
         with open_draft(draft_of(target), job.fingerprint()) as (draft, is_old):

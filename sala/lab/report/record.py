@@ -10,7 +10,7 @@ import os
 import secrets
 import subprocess
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -26,8 +26,8 @@ REMEDY = "give the JSON files of runs; leave this one out, or run it again"
 ResultRow = dict[str, Any]
 
 
-def machine() -> dict[str, Any]:
-    """Return processor, memory and, where torch sees any, the GPUs."""
+def host() -> dict[str, Any]:
+    """Return the system, the processor and its memory."""
     import platform
 
     import psutil
@@ -37,17 +37,28 @@ def machine() -> dict[str, Any]:
         "processor": processor(),
         "threads": os.cpu_count(),
         "memory": int(psutil.virtual_memory().total),
-        "gpus": _gpus(),
     }
 
 
-def versions() -> dict[str, str]:
+def machine() -> dict[str, Any]:
+    """Return the host and, where torch sees any, the GPUs."""
+    return {**host(), "gpus": _gpus()}
+
+
+def versions(packages: Sequence[str] = ("torch",)) -> dict[str, str | None]:
+    """Return the versions of sala, Python and some packages; None for one that is not installed."""
     import platform
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
     from sala import __version__
 
-    return {"sala": __version__, "torch": version("torch"), "python": platform.python_version()}
+    found: dict[str, str | None] = {"sala": __version__, "python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def commit() -> str | None:
@@ -75,7 +86,7 @@ class Record:
     results: list[ResultRow] = field(default_factory=list)
     plots: list[str] = field(default_factory=list)  # paths of pictures, relative to the record
     machine: dict[str, Any] = field(default_factory=machine)
-    versions: dict[str, str] = field(default_factory=versions)
+    versions: dict[str, str | None] = field(default_factory=versions)
     commit: str | None = field(default_factory=commit)
     date: str = field(default_factory=today)
     notes: list[str] = field(default_factory=list)  # what a reader of the results must know
@@ -83,11 +94,6 @@ class Record:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InputError("kind", f"is {self.kind!r}", f"choose one of {', '.join(KINDS)}")
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What makes two files the same run."""
-        return {"kind": self.kind, "model": self.model, "settings": json.loads(json.dumps(self.settings))}
 
     def save(self, path: Path, force: bool = False, **extra: Any) -> None:
         """Write the whole file or nothing, with `extra` keys at its top; another run is replaced only by `force`."""
@@ -97,11 +103,12 @@ class Record:
         write_atomically(path, text.encode())
 
     def check(self, path: Path) -> None:
-        """Raise InputError if the file belongs to another run or is not a record."""
+        """Raise InputError if the file is not a record, or that of a run with other values of our settings."""
         if not path.exists():
             return
         try:
-            is_same = Record.load(path).identity == self.identity
+            found, own = Record.load(path), json.loads(json.dumps(self.settings))
+            is_same = (found.kind, found.model) == (self.kind, self.model) and own.items() <= found.settings.items()
         except SalaError:
             is_same = False
         if not is_same:

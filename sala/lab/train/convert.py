@@ -4,7 +4,7 @@ import shutil
 import time
 from pathlib import Path
 
-from sala.checkpoint.writer import new_directory
+from sala.checkpoint.writer import check_new, new_directory
 from sala.config import read_json_object
 from sala.errors import CheckpointError, ModelNotFound
 from sala.lab.train.halo.source import import_dense
@@ -51,8 +51,7 @@ def _begin(
     output: Path, recipe: Path, work: Path, teacher: Path | None, device: str, note: Note, minutes: float | None
 ) -> RecipeRun:
     began = time.monotonic()
-    if output.exists():
-        raise CheckpointError(f"{output} exists already", "choose another directory, or remove it yourself")
+    check_new(output)
     stages = load_recipe(recipe)
     work.mkdir(parents=True, exist_ok=True)
     deadline = None if minutes is None else began + 60 * minutes

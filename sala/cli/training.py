@@ -1,0 +1,80 @@
+"""`sala train`, `convert`, `finetune` and `llamafactory`: everything that trains a model."""
+
+from pathlib import Path
+from typing import Annotated
+
+from sala.cli import flags as s
+from sala.lab.finetune.options import FinetuneOptions
+from sala.options import Options
+
+Minutes = Annotated[float | None, s.flag("Stop after so many minutes, to resume another time.", min=0)]
+Output = Annotated[Path, s.flag("Directory of the result; must not exist.", "--output", "-o")]
+Work = Annotated[Path | None, s.flag("Working directory; by default OUTPUT.run.")]
+
+
+@s.derived
+def train(
+    *,
+    recipe: Annotated[Path, s.argument("Recipe of the stages, in TOML.")],
+    output: Output,
+    teacher: Annotated[Path | None, s.flag("Teacher of stages of kind distil: a checkpoint or a dense model.")] = None,
+    work: Work = None,
+    options: Annotated[Options, s.Use(only=("model", "device", "threads"))],
+    minutes: Minutes = None,
+) -> None:
+    from sala.cli.progress import training_bar
+    from sala.lab.train.convert import train_model
+
+    start = s.find_model(options.model)
+    with training_bar() as bar:
+        train_model(start, output, recipe, work or _work(output), options.device, bar, minutes, teacher)
+
+
+@s.derived
+def convert(
+    *,
+    source: Annotated[Path, s.argument("A Llama- or Qwen-style model: a directory, or a .gguf file.")],
+    output: Output,
+    recipe: Annotated[Path, s.flag("Recipe of the stages, in TOML.", "--recipe", "-r")],
+    work: Work = None,
+    options: Annotated[Options, s.Use(only=("device", "threads"))],
+    minutes: Minutes = None,
+) -> None:
+    from sala.cli.progress import training_bar
+    from sala.lab.train.convert import convert as run
+
+    with training_bar() as bar:
+        run(source, output, recipe, work or _work(output), options.device, bar, minutes)
+
+
+def _work(output: Path) -> Path:
+    return output.with_name(output.name + ".run")
+
+
+@s.derived
+def finetune(*, options: Annotated[FinetuneOptions, s.Use(arguments=("model",))]) -> None:
+    from sala.cli.progress import training_bar
+    from sala.errors import InputError
+    from sala.lab.finetune.dialogues import BadData
+    from sala.lab.finetune.run import finetune
+    from sala.lab.finetune.training import FinetuneCallbacks, is_main_process
+
+    note = s.note if is_main_process() else lambda _: None
+    try:
+        with training_bar() as on_news:
+            callbacks = FinetuneCallbacks(message=note, progress=lambda news: on_news("finetune", news))
+            finetune(options, callbacks if is_main_process() else FinetuneCallbacks())
+    except BadData as error:
+        note(error.message)
+        raise InputError("data", f"has {len(error.problems):,} bad records", error.remedy) from None
+    result = f"{options.model} --adapter {options.output}" if options.has_adapter else options.output
+    note(f"try it: sala chat -m {result}")
+
+
+def llamafactory(
+    command: Annotated[str, s.argument("train, export, chat or api.")],
+    arguments: Annotated[list[str] | None, s.argument("A YAML file, then KEY=VALUE for changes to it.")] = None,
+) -> int:
+    from sala.plugins.llamafactory import launch
+
+    return launch(command, arguments or [])
