@@ -268,5 +268,5 @@ def test_a_record_of_bench(tmp_path: Path) -> None:
     found: list[RunFile] = read_runs([file])
     assert [row["num_tokens"] for row in found[0].record.results] == [16, 32]
     assert "random tiny" in to_page(found)
-    assert sala(["bench", "throughput", "--batches", "1,2", "--length", "16", *arguments]) == 0
+    assert sala(["bench", "throughput", "--batches", "1,2", "--length", "16", *arguments, "--force"]) == 0
     assert read_runs([file])[0].record.settings["length"] == 16
