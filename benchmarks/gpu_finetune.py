@@ -29,8 +29,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from sala.backends.torch.fast.training import simple_gla
-from sala.backends.torch.quantized_linear import AffineWeight
-from sala.backends.torch.random import random_model
+from sala.backends.torch.linears import AffineWeight
+from sala.backends.torch.loader import random_model
 from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.random import RELEASED, TINY, spread
 from sala.config import SalaConfig

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.fast.gpu_forward import GpuForward
-from sala.backends.torch.random import random_model
+from sala.backends.torch.loader import random_model
 from sala.checkpoint.random import RELEASED
 from sala.lab.bench.measure import measure_latency, measure_throughput
 from sala.lab.bench.target import open_random

@@ -34,10 +34,10 @@ from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.kernels import fp8, fused, linear, packed
 from sala.backends.torch.kernels.attention import shared_memory
 from sala.backends.torch.kernels.packed import Config, PackedWeight
+from sala.backends.torch.linears import AffineEmbedding, AffineLinear, AffineWeight
+from sala.backends.torch.loader import random_model
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.affine import pack
-from sala.backends.torch.quantized_linear import AffineEmbedding, AffineLinear, AffineWeight
-from sala.backends.torch.random import random_model
 from sala.checkpoint.random import RELEASED
 
 HERE = Path(__file__).parent

@@ -63,7 +63,7 @@ def main() -> None:
         return
     import torch
 
-    from sala.backends.torch.quantized_linear import linear_backend
+    from sala.backends.torch.linears import linear_backend
     from sala.llm import LLM
 
     torch.set_num_threads(options.threads)

@@ -5,6 +5,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from sala.checkpoint.dtypes import FILE_DTYPES
 from sala.errors import InputError, MissingExtra
 from sala.protocol import Executor, Options
 
@@ -25,6 +26,14 @@ def pick_backend(name: str, device: str = "auto") -> str:
     if name not in BACKENDS:
         raise InputError("backend", f"is {name!r}", "known backends: auto, " + ", ".join(BACKENDS))
     return name
+
+
+def pick_dtype_name(name: str, config: "SalaConfig") -> str:
+    """Return the precision in which a model is computed; `auto` is that of the checkpoint."""
+    wanted = config.dtype if name == "auto" else name
+    if wanted not in FILE_DTYPES:
+        raise InputError("dtype", f"is {name!r}", "use auto, " + ", ".join(FILE_DTYPES))
+    return wanted
 
 
 def name_device(backend: str, device: str) -> str:

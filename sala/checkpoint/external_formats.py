@@ -9,7 +9,7 @@ In all of them but FP8, w = (code - zero) * scale. Here it is code * scale + bia
 holds exactly for scales of 16 bits. Words hold their first code in the lowest bits, except AWQ's.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,31 +143,6 @@ def read_matrix(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], lay
         if name in checkpoint.tensors:
             checkpoint.forget(name)
     return Matrix(packed, order)
-
-
-def fp8_rows(checkpoint: Checkpoint, module: str, block: tuple[int, int] | None) -> Callable[[int, int], Floats]:
-    """Return a function that reads rows begin…end of an FP8 matrix in fp32."""
-    codes = as_array(checkpoint.read(f"{module}.weight"))
-    num_out, num_in = codes.shape
-    scales = read_fp8_scales(checkpoint, module)
-    height, width = (num_out // len(scales), num_in) if block is None else block
-    columns = np.arange(num_in) // width
-
-    def rows(begin: int, end: int) -> Floats:
-        if (codes[begin:end] & 0x7F).max(initial=0) == 0x7F:
-            raise CheckpointError(
-                f"{checkpoint.path}: {module}.weight has a value that is not a number", "download it again"
-            )
-        return decode_e4m3(codes[begin:end]) * scales[np.arange(begin, end) // height][:, columns]
-
-    return rows
-
-
-def decode_e4m3(codes: Bytes) -> Floats:
-    """Return the numbers of codes s eeee mmm in fp32; fp16 numbers with the same bits are 2^8 times smaller."""
-    wide = codes.astype(np.uint16)
-    half = (wide & 0x7F) << 7 | (wide & 0x80) << 8
-    return half.view(np.float16).astype(np.float32) * np.float32(256)
 
 
 def read_fp8_scales(checkpoint: Checkpoint, module: str) -> Floats:

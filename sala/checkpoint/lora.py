@@ -18,9 +18,8 @@ import numpy as np
 
 from sala.checkpoint.arrays import Floats, as_array, as_bytes, decode, encode
 from sala.checkpoint.dtypes import FILE_DTYPES, FLOAT_DTYPES, NUMPY_DTYPES
-from sala.checkpoint.external_formats import fp8_rows, parts_of, read_matrix
-from sala.checkpoint.names import check_tensors, expected_tensors, external_modules, quantized_modules
-from sala.checkpoint.packing import PACKED_PARTS, Packed, dequantize, read_packed
+from sala.checkpoint.matrices import QuantizedMatrices
+from sala.checkpoint.names import check_tensors, expected_tensors
 from sala.checkpoint.reader import Checkpoint, RawTensor, TensorInfo, read_file_header, read_tensors
 from sala.checkpoint.writer import spec_bytes
 from sala.config import SalaConfig, read_json_object
@@ -192,8 +191,7 @@ class MergedCheckpoint(Checkpoint):
         self._base = Checkpoint(path)
         check_tensors(self._base, config)
         self.path, self._origin, self._adapter = self._base.path, config, adapter
-        self._packed = quantized_modules(self._base.tensors, config)
-        self._external = external_modules(self._base.tensors, config)
+        self._matrices = QuantizedMatrices(self._base, config)
         changed = dict(adapter.changes) if adapter is not None else {}
         self._changes: dict[str, Change | None] = dict.fromkeys(expanded) | changed
         self.tensors = MappingProxyType(self._merged_tensors())
@@ -219,7 +217,7 @@ class MergedCheckpoint(Checkpoint):
 
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(merge, range(0, info.shape[0], step)))
-        for part in self._parts(module):
+        for part in self._matrices.parts(module):
             self._base.forget(part)
         return RawTensor(info.dtype, info.shape, as_bytes(out))
 
@@ -237,7 +235,7 @@ class MergedCheckpoint(Checkpoint):
 
     def _merged_tensors(self) -> dict[str, TensorInfo]:
         dtype, shapes = FILE_DTYPES[self._origin.dtype], expected_tensors(self._origin)
-        gone = {part for module in self._changes for part in self._parts(module)}
+        gone = {part for module in self._changes for part in self._matrices.parts(module)}
         out = {name: info for name, info in self._base.tensors.items() if name not in gone}
         for name in (f"{module}.weight" for module in self._changes):
             out[name] = TensorInfo(dtype, shapes[name], self.path, 0, spec_bytes((dtype, shapes[name])))
@@ -248,32 +246,18 @@ class MergedCheckpoint(Checkpoint):
         quant = self._origin.quantization
         if quant is None:
             return self._origin
-        left = set(self._packed if quant.layout is None else self._external) - set(self._changes)
+        left = set(self._matrices) - set(self._changes)
         if not left:
             return replace(self._origin, quantization=None)
-        plain = {module: None for module in self._changes if module in self._packed}
+        plain = {module: None for module in self._changes if module in self._matrices.groups}
         overrides: dict[str, Groups | None] = {**dict(quant.overrides), **plain}
         quant = quant if quant.layout is not None else replace(quant, overrides=tuple(overrides.items()))
         return replace(self._origin, quantization=quant)
 
-    def _parts(self, module: str) -> list[str]:
-        """Return the tensors of the file that make up the matrix of a module."""
-        layout = self._origin.layout
-        if layout is not None and module in self._external:
-            parts = parts_of(module, self._external[module], layout, self._base)
-            return [name for name in parts if name in self._base.tensors]
-        return [f"{module}.{part}" for part in (PACKED_PARTS if module in self._packed else ("weight",))]
-
     def _rows(self, module: str) -> Callable[[int, int], Floats]:
         """Return a function that reads rows begin…end of a matrix in fp32, in whatever format they are stored."""
-        layout = self._origin.layout
-        if layout is not None and module in self._external:
-            if layout.kind == "fp8":
-                return fp8_rows(self._base, module, layout.block)
-            matrix = read_matrix(self._base, module, self._external[module], layout)
-            return _packed_rows(matrix.packed, matrix.order)
-        if module in self._packed:
-            return _packed_rows(read_packed(self._base.read, module, self._packed[module]), None)
+        if module in self._matrices:
+            return self._matrices.rows(module)
         raw = self._base.read(f"{module}.weight")
         values = as_array(raw)
         return lambda begin, end: decode(values[begin:end], raw.dtype)
@@ -285,21 +269,3 @@ def open_checkpoint(path: Path, config: SalaConfig, adapter: str | Path | None) 
         return Checkpoint(path), config
     merged = MergedCheckpoint(path, config, read_adapter(adapter, config))
     return merged, merged.config
-
-
-def _packed_rows(packed: Packed, order: "np.ndarray[Any, np.dtype[np.int64]] | None") -> Callable[[int, int], Floats]:
-    def rows(begin: int, end: int) -> Floats:
-        part = replace(
-            packed,
-            codes=packed.codes[begin:end],
-            scales=packed.scales[begin:end],
-            biases=packed.biases[begin:end],
-        )
-        values = dequantize(part)
-        if order is None:
-            return values
-        out = np.empty_like(values)
-        out[:, order] = values
-        return out
-
-    return rows

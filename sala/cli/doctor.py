@@ -104,8 +104,8 @@ def in_use() -> dict[str, Any]:
 
     from sala.backends import pick_backend
     from sala.backends.torch.kernels import native, triton_kernels
+    from sala.backends.torch.linears import linear_backend
     from sala.backends.torch.loader import pick_device
-    from sala.backends.torch.quantized_linear import linear_backend
 
     device = pick_device("auto")
     why_not = triton_kernels.why_not(device) if device.type == "cuda" else None

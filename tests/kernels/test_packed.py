@@ -24,9 +24,9 @@ from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.fast.gpu_weights import Projection
 from sala.backends.torch.kernels import fused, linear, packed, packed_unpack, packed_weight
 from sala.backends.torch.kernels.packed import Config
+from sala.backends.torch.linears import AffineEmbedding, AffineLinear, AffineWeight
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.affine import dequantize
-from sala.backends.torch.quantized_linear import AffineEmbedding, AffineLinear, AffineWeight
 from sala.checkpoint.packing import quantize
 from sala.protocol import Plan, Row, Sampling
 from tests.kernels.aot import Build

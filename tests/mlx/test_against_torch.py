@@ -11,7 +11,6 @@ import torch
 
 from sala.backends.mlx import executor as mlx_executor
 from sala.backends.mlx import sampler as mlx_sampler
-from sala.backends.mlx.loader import decode_e4m3
 from sala.backends.mlx.quantized_linear import AffineEmbedding, AffineLinear
 from sala.backends.rows import keep_agreed
 from sala.backends.torch import executor as torch_executor
@@ -135,13 +134,6 @@ def test_files_of_other_programs(name: str, tmp_path: Path) -> None:
     write_foreign(tmp_path / "m", FOREIGN[name])
     theirs, ours = open_both(tmp_path / "m")
     np.testing.assert_allclose(logits_of(ours, TOKENS), logits_of(theirs, TOKENS), atol=1e-4, rtol=0)
-
-
-def test_every_code_of_fp8() -> None:
-    codes = np.arange(256, dtype=np.uint8)
-    want = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
-    is_number = np.isfinite(want)
-    np.testing.assert_array_equal(decode_e4m3(codes)[is_number], want[is_number])
 
 
 def samplings(rng: random.Random) -> Sampling:

@@ -16,9 +16,9 @@ from sala.backends.torch.executor import TorchExecutor, open_executor
 from sala.backends.torch.fast import cpu_ops
 from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.kernels import native
+from sala.backends.torch.linears import DECODE_ROWS
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_step
 from sala.backends.torch.ops.sparse import sparse_attention
-from sala.backends.torch.quantized_linear import DECODE_ROWS
 from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig, SparseConfig

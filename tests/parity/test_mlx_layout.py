@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import sala
 from sala.backends.torch.kernels import native
-from sala.backends.torch.quantized_linear import AffineLinear
+from sala.backends.torch.linears import AffineLinear
 from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.packing import Packed, dequantize, pack, quantize, unpack
 from sala.checkpoint.random import TINY, write_byte_tokenizer

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import sala
-from sala.backends.torch import quantized_linear as quant
+from sala.backends.torch import linears as quant
 from sala.backends.torch.kernels import native
+from sala.backends.torch.linears import DECODE_ROWS, AffineEmbedding, AffineLinear, AffineWeight
 from sala.backends.torch.ops import affine
-from sala.backends.torch.quantized_linear import DECODE_ROWS, AffineEmbedding, AffineLinear, AffineWeight
 from sala.checkpoint.names import check_tensors
 from sala.checkpoint.packing import Packed, dequantize, quantize, unpack
 from sala.checkpoint.random import TINY, write_random

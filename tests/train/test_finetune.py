@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from sala.backends.torch.linears import AffineWeight
 from sala.backends.torch.loader import load_model, read_weight
-from sala.backends.torch.quantized_linear import AffineWeight
 from sala.checkpoint.lora import open_checkpoint, read_adapter
 from sala.checkpoint.lora_merge import fuse
 from sala.checkpoint.random import write_random

@@ -20,10 +20,10 @@ from sala.backends.torch.cases.shapes import small_shapes
 from sala.backends.torch.fast.cpu_decode import CpuDecode
 from sala.backends.torch.fast.dispatch import FusedForward
 from sala.backends.torch.kernels import native, triton_kernels
+from sala.backends.torch.linears import AffineLinear, AffineWeight
+from sala.backends.torch.loader import random_model
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops import affine
-from sala.backends.torch.quantized_linear import AffineLinear, AffineWeight
-from sala.backends.torch.random import random_model
 from sala.checkpoint.random import TINY
 from sala.config import SalaConfig
 from sala.protocol import Plan, Row

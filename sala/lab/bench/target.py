@@ -96,8 +96,7 @@ def open_random(shape: str, options: Options, num_tokens: int = 0, batch: int = 
     Memory must hold the weights and, with `num_tokens`, the caches and activations of sequences of that length.
     """
     from sala.backends.memory import estimate
-    from sala.backends.torch.loader import pick_device, pick_dtype
-    from sala.backends.torch.random import random_model
+    from sala.backends.torch.loader import pick_device, pick_dtype, random_model
 
     if shape not in RANDOM:
         raise InputError("random", f"is {shape!r}", "use " + ", ".join(RANDOM))

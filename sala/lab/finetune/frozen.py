@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sala.backends.torch.linears import AffineWeight
 from sala.backends.torch.ops.affine import dequantize
-from sala.backends.torch.quantized_linear import AffineWeight
 
 
 class FrozenLinear(nn.Linear):

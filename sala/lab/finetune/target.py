@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sala.backends.torch.loader import pick_dtype, read_external, read_packed, read_parameter, read_weight, to_affine
+from sala.backends.torch.linears import AffineWeight
+from sala.backends.torch.loader import pick_dtype, read_parameter, read_weight, to_affine
 from sala.backends.torch.model import SalaModel
-from sala.backends.torch.quantized_linear import AffineWeight
-from sala.checkpoint.names import check_tensors, external_modules, quantized_modules
+from sala.checkpoint.matrices import Fp8Matrix, QuantizedMatrices
+from sala.checkpoint.names import check_tensors
 from sala.checkpoint.packing import quantize
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
@@ -141,20 +142,19 @@ def frozen_linears(options: FinetuneOptions, device: torch.device) -> MakeLinear
             return _nf4(read_weight(checkpoint, config, name, dtype, torch.device("cpu")), bias, dtype, device)
         if affine is None:
             affine = _quantize(read_weight(checkpoint, config, name, torch.float32, torch.device("cpu")), options.bits)
-        parts = {part: getattr(affine, part).to(device, copy=True) for part in ("codes", "scales", "biases")}
-        return FrozenLinear(replace(affine, **parts), bias, None if order is None else order.to(device))
+        weight = affine.map(lambda part: part.to(device, copy=True))
+        return FrozenLinear(weight, bias, None if order is None else order.to(device))
 
     return make_linear
 
 
 def _read_quantized(checkpoint: Checkpoint, config: SalaConfig, name: str) -> tuple[AffineWeight | None, Tensor | None]:
     """Return a quantized matrix and its column order as the checkpoint stores them; None if it is plain or FP8."""
-    layout = config.layout
-    shape = external_modules(checkpoint.tensors, config).get(name)
-    if layout is not None and shape is not None:
-        return (None, None) if layout.kind == "fp8" else read_external(checkpoint, name, shape, layout)
-    groups = quantized_modules(checkpoint.tensors, config).get(name)
-    return (None if groups is None else read_packed(checkpoint, name, groups)), None
+    matrices = QuantizedMatrices(checkpoint, config)
+    matrix = matrices.read(name) if name in matrices else None
+    if matrix is None or isinstance(matrix, Fp8Matrix):
+        return None, None
+    return to_affine(matrix.packed), None if matrix.order is None else torch.from_numpy(matrix.order)
 
 
 def _quantize(weight: Tensor, bits: int) -> AffineWeight:

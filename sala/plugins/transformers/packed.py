@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sala.backends.torch.permuted_linear import PermutedLinear
-from sala.backends.torch.quantized_linear import AffineLinear
+from sala.backends.torch.linears import AffineLinear
 
 _ROWS = 4096  # of a matrix expanded at a time in the backward pass
 
@@ -14,7 +13,7 @@ _ROWS = 4096  # of a matrix expanded at a time in the backward pass
 class PackedLinear(nn.Linear):
     """x [..., in] → [..., out] by a packed matrix, which is not a parameter; gradients flow to x."""
 
-    def __init__(self, packed: AffineLinear | PermutedLinear) -> None:
+    def __init__(self, packed: AffineLinear) -> None:
         nn.Module.__init__(self)
         self.packed = packed
         self.in_features, self.out_features = packed.in_features, packed.out_features
@@ -24,7 +23,7 @@ class PackedLinear(nn.Linear):
     @property
     def qweight(self) -> Tensor:
         """The codes, under the name by which PEFT finds the device."""
-        linear = _affine(self.packed)
+        linear = self.packed
         return linear.packed.codes if linear.gpu is None else linear.gpu.codes
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,25 +37,20 @@ class _Product(torch.autograd.Function):
     """The product with the matrix expanded again in the backward pass, so that it is never kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: AffineLinear | PermutedLinear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: AffineLinear) -> Tensor:
         ctx.packed = packed
         return packed(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,), packed = grads, ctx.packed
-        linear = _affine(packed)
+        (grad,), linear = grads, ctx.packed
         columns = grad.new_zeros(*grad.shape[:-1], linear.in_features)
         for begin in range(0, linear.out_features, _ROWS):
             end = min(begin + _ROWS, linear.out_features)
             columns += grad[..., begin:end] @ _expand(linear, begin, end, grad)
-        if not isinstance(packed, PermutedLinear):
+        if linear.order is None:
             return columns, None
-        return torch.empty_like(columns).index_copy_(-1, packed.order, columns), None
-
-
-def _affine(packed: AffineLinear | PermutedLinear) -> AffineLinear:
-    return packed.linear if isinstance(packed, PermutedLinear) else packed
+        return torch.empty_like(columns).index_copy_(-1, linear.order, columns), None
 
 
 def _expand(linear: AffineLinear, begin: int, end: int, like: Tensor) -> Tensor:
@@ -71,6 +65,5 @@ def _expand(linear: AffineLinear, begin: int, end: int, like: Tensor) -> Tensor:
 def wrap_packed(model: nn.Module) -> None:
     """Replace every packed matrix of a model by a PackedLinear that holds it."""
     for name, module in list(model.named_modules()):
-        parent = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, AffineLinear | PermutedLinear) and not isinstance(parent, PermutedLinear):
+        if isinstance(module, AffineLinear):
             model.set_submodule(name, PackedLinear(module))

@@ -7,11 +7,10 @@ import torch
 from sala.backends.torch.cases.rows import random_affine
 from sala.backends.torch.cases.shapes import KernelCase, Work
 from sala.backends.torch.fast.dispatch import select_ops
-from sala.backends.torch.half_linear import put_half_linears
+from sala.backends.torch.linears import AffineLinear, put_half_linears
 from sala.backends.torch.ops.affine import dequantize
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_step
 from sala.backends.torch.ops.sparse import sparse_attention
-from sala.backends.torch.quantized_linear import AffineLinear
 
 TOLERANCE = 1e-5  # fp32 sums in another order
 NUM_IN, NUM_OUT, GROUP = 320, 96, 64  # ragged: five groups, six vectors of rows

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sala.backends.torch.cases.shapes import STATE_BYTES, Call, KernelCase, Shapes, Work, label, row_count
+from sala.backends.torch.linears import AffineWeight
 from sala.backends.torch.ops.dense import apply_rope, rms_norm, rope_angles
 from sala.backends.torch.ops.lightning import lightning_prefill, lightning_step
-from sala.backends.torch.quantized_linear import AffineWeight
 
 NUM_DRAFTS = 4  # tokens of a verified row
 ROWS = 5  # of passes that are checked only

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from sala.backends.torch.batch import Batch, Pending, take
 from sala.backends.torch.cache import HybridCache
-from sala.backends.torch.half_linear import HalfLinear, native_weight
 from sala.backends.torch.kernels import native
+from sala.backends.torch.linears import DECODE_ROWS, AffineLinear, HalfLinear, native_weight
 from sala.backends.torch.model import Layer as ModelLayer
 from sala.backends.torch.model import LightningMixer, RMSNorm, SalaModel, SparseMixer, angles_of
 from sala.backends.torch.ops.dense import query_growth
 from sala.backends.torch.ops.lightning import decay_slopes
-from sala.backends.torch.quantized_linear import DECODE_ROWS, AffineLinear
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that decode.cpp reads
 
@@ -177,7 +176,7 @@ def can_decode(model: SalaModel) -> bool:
 
 def _is_readable(linear: nn.Module) -> bool:
     if isinstance(linear, AffineLinear):
-        return linear.kernel is not None
+        return linear.kernel is not None and not linear.has_order
     if type(linear) not in (nn.Linear, HalfLinear):
         return False
     weight = linear.weight

@@ -25,12 +25,11 @@ from sala.backends.torch.batch import Batch
 from sala.backends.torch.cache import FP8, HybridCache
 from sala.backends.torch.fast import cpu_ops, training
 from sala.backends.torch.fast.cpu_decode import CpuDecode, can_decode
-from sala.backends.torch.half_linear import put_half_linears
 from sala.backends.torch.kernels import native, triton_kernels
+from sala.backends.torch.linears import can_run_packed, put_half_linears
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops import lightning, sparse
 from sala.backends.torch.ops.table import REFERENCE, Ops
-from sala.backends.torch.quantized_linear import can_run_packed
 from sala.config import SparseConfig
 from sala.errors import InputError
 from sala.protocol import Options

@@ -29,9 +29,9 @@ from sala.backends.torch.fast.gpu_spans import DecodeSpans, PrefillSpan
 from sala.backends.torch.fast.gpu_weights import can_take, kernels_of, product, weight_of
 from sala.backends.torch.kernels import linear
 from sala.backends.torch.kernels.packed_weight import PackedWeight
+from sala.backends.torch.linears import AffineEmbedding
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.dense import frequencies, query_growth, rotations
-from sala.backends.torch.quantized_linear import AffineEmbedding
 
 MAX_DECODE_TOKENS = 16  # of a span: a sampled token and its drafts; longer spans are prefill
 MAX_SAMPLED_ROWS = 256  # up to here logits are computed in batch-invariant pieces
@@ -59,7 +59,7 @@ class GpuForward:
             if self.config.tie_word_embeddings and isinstance(self.head, PackedWeight):
                 embedding.put_gpu(self.head)
             else:
-                embedding.put_gpu(embedding.packed.for_gpu(embedding.dtype, device))
+                embedding.gpu_weight(embedding.dtype, device)
         self.is_fp8 = prefill == "fp8"
         for layer in self.layers[:-1] if self.is_fp8 else []:
             layer.fp8 = Fp8Matrices(layer)

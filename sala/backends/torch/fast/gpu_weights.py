@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sala.backends.torch.kernels import fp8, fused, linear, packed
 from sala.backends.torch.kernels.packed_weight import PackedWeight, are_alike, concatenate
-from sala.backends.torch.quantized_linear import AffineLinear
+from sala.backends.torch.linears import AffineLinear
 
 Weight = Tensor | PackedWeight
 
