@@ -1,16 +1,19 @@
-"""How many bytes a run needs: what `show` and `estimate` print and the backends plan with."""
+"""The bytes that a run needs, and how backends divide memory into pages and slots."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from sala.checkpoint.dtypes import ELEMENT_BYTES as ELEMENT_BYTES
 from sala.config import SalaConfig
+from sala.errors import InputError
+from sala.protocol import Capacity, Options
 from sala.quantization_config import LINEARS
 
 RUNTIME_BYTES = 21 << 20  # workspaces of the libraries, measured on a CPU: the same at every length
 EDGE_BITS = 8  # at least, of embedding and head
 USABLE = 0.9  # of a machine's memory; the rest is left to the system
+_CACHE_SHARE = 0.5  # of the free memory, when no budget is given
 
 
 def token_bytes(config: SalaConfig, element_bytes: int, kv_bytes: int | None = None) -> int:
@@ -74,7 +77,7 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        return self.weights + self.pages + self.states + self.snapshots + self.activations + self.runtime
+        return sum(astuple(self)[1:])
 
 
 def estimate(
@@ -133,6 +136,50 @@ def raised_gpu_limit(memory: int) -> int:
     return max(gpu_limit(memory), memory - max(3 << 30, memory // 8))
 
 
+def share_memory(
+    config: SalaConfig,
+    options: Options,
+    dtype: str,
+    element_bytes: int,
+    chunk: int,
+    free: int,
+    kv_bytes: int | None = None,
+) -> Capacity:
+    """Return the capacity within the budget, at least for one sequence; `dtype` and `kv_bytes` are of keys and values.
+
+    Raises InputError if the budget or the context do not fit.
+    """
+    page_size = config.sparse_config.block_size
+    page_bytes = page_size * max(1, token_bytes(config, element_bytes, kv_bytes))
+    slot_bytes = max(1, state_bytes(config))
+    budget = int(free * _CACHE_SHARE) if options.cache_memory is None else options.cache_memory
+    least = 2 * slot_bytes + page_bytes
+    if budget < least or budget > free:
+        raise InputError(
+            "cache_memory",
+            f"is {budget / 2**20:,.0f} MiB",
+            f"it must hold one sequence ({least / 2**20:,.1f} MiB) and fit in the {free / 2**30:.1f} GiB that are free",
+        )
+    wanted_slots = options.max_batch + options.snapshots
+    num_slots = max(2, min(wanted_slots, budget // 4 // slot_bytes))  # a quarter for states, pages get the rest
+    num_pages = (budget - num_slots * slot_bytes) // page_bytes
+    if options.ctx is not None and options.ctx < 1:
+        raise InputError("ctx", f"is {options.ctx}", "it must be at least 1")
+    ctx = options.ctx if options.ctx is not None else min(config.max_position_embeddings, num_pages * page_size)
+    ctx_pages = -(-ctx // page_size)
+    if options.ctx is not None and ctx_pages > num_pages:
+        if options.cache_memory is None and num_slots * slot_bytes + ctx_pages * page_bytes <= free:
+            num_pages = ctx_pages  # requested explicitly: half of the memory is only a default
+        else:
+            raise InputError(
+                "ctx",
+                f"is {ctx:,}, which needs {ctx_pages * page_bytes / 2**30:.2f} GiB of pages",
+                f"{num_pages * page_size:,} tokens fit in the budget of {budget / 2**30:.2f} GiB",
+            )
+    most_pages = ctx_pages * (options.max_batch + options.snapshots)
+    return Capacity(min(num_pages, most_pages), page_size, num_slots, options.prefill_chunk or chunk, ctx, dtype)
+
+
 OPTIMIZER_BYTES = {"adamw-8bit": 2.0, "adafactor": 0.01}  # of a weight; AdamW keeps two numbers in its precision
 
 
@@ -168,8 +215,7 @@ class TuningEstimate:
 
     @property
     def total(self) -> int:
-        parts = (self.weights, self.adapter, self.gradients, self.optimizer, self.activations, self.loss, self.runtime)
-        return sum(parts)
+        return sum(astuple(self))
 
 
 def estimate_tuning(config: SalaConfig, shapes: Mapping[str, tuple[int, ...]], tuning: Tuning) -> TuningEstimate:
@@ -183,7 +229,8 @@ def estimate_tuning(config: SalaConfig, shapes: Mapping[str, tuple[int, ...]], t
     learning, size = count, tuning.element_bytes
     adapter = 0
     if tuning.method != "full":
-        learning, size = _adapter_size(linears, tuning), 4
+        selected = (shape for name, shape in linears.items() if name.split(".")[-2] in tuning.targets)
+        learning, size = tuning.rank * sum(sum(shape) for shape in selected), 4
         adapter = learning * size
     states = OPTIMIZER_BYTES.get(tuning.optimizer, 2.0 * size)
     return TuningEstimate(
@@ -194,11 +241,6 @@ def estimate_tuning(config: SalaConfig, shapes: Mapping[str, tuple[int, ...]], t
         activations=_tuning_activations(config, tuning),
         loss=_loss_bytes(config, tuning),
     )
-
-
-def _adapter_size(linears: Mapping[str, tuple[int, ...]], tuning: Tuning) -> int:
-    selected = (shape for name, shape in linears.items() if name.split(".")[-2] in tuning.targets)
-    return tuning.rank * sum(sum(shape) for shape in selected)
 
 
 def _tuning_activations(config: SalaConfig, tuning: Tuning) -> int:

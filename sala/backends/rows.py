@@ -3,10 +3,14 @@
 The sampling rule is written once, so that the same seed gives the same tokens on every backend.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-from sala.protocol import Row, SampledToken, Sampling
+from sala.config import SalaConfig
+from sala.protocol import Blob, Plan, Row, SampledToken, Sampling
 
 
 @dataclass(frozen=True)
@@ -20,9 +24,99 @@ class RowSpan:
     num_drafts: int
     pages: tuple[int, ...]
 
+    @classmethod
+    def of(cls, row: Row, *more: Any) -> Self:
+        """Return the span of a row; `more` are the fields of a subclass."""
+        return cls(row.start, len(row.tokens), row.slot, row.sparse_from, row.num_drafts, row.pages, *more)
+
     @property
     def end(self) -> int:
         return self.start + self.length
+
+    @cached_property
+    def first_page(self) -> int | None:
+        """The first page if the pages are consecutive, which allows views instead of gathers; else None."""
+        is_run = all(after == before + 1 for before, after in pairwise(self.pages))
+        return self.pages[0] if self.pages and is_run else None
+
+
+SpanT = TypeVar("SpanT", bound=RowSpan)
+
+
+@dataclass(frozen=True)
+class PackedRows(Generic[SpanT]):
+    """The rows of a plan, packed one after another."""
+
+    ids: tuple[int, ...]  # tokens of all spans
+    spans: tuple[SpanT, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [span.length for span in self.spans]
+
+    @property
+    def slots(self) -> list[int]:
+        return [span.slot for span in self.spans]
+
+    def sampled_rows(self, plan: Plan) -> list[int]:
+        """Return the rows whose logits the plan needs: the last token of a span, and those before its drafts."""
+        spans = zip(plan.rows, self.spans, accumulate(self.lengths), strict=True)
+        ends = [(end, span.num_drafts) for row, span, end in spans if row.sampling is not None]
+        return [row for end, num_drafts in ends for row in range(end - 1 - num_drafts, end)]
+
+
+def token_ids(plan: Plan) -> tuple[int, ...]:
+    """Return the tokens of all rows, one after another."""
+    return tuple(token for row in plan.rows for token in row.tokens)
+
+
+def as_slice(rows: Sequence[int]) -> slice | None:
+    """Return the rows as a slice if they are consecutive: taking them needs no index on the device."""
+    first = rows[0] if rows else 0
+    end = first + len(rows)
+    return slice(first, end) if list(rows) == list(range(first, end)) else None
+
+
+class CachedTensor(NamedTuple):
+    """One tensor that a sequence has in the cache: its layer, the pool (or "state"), and the shape of its numbers."""
+
+    layer: int
+    pool: str
+    shape: tuple[int, ...]
+
+
+POOLS = ("k", "v", "k1", "k2")  # of a sparse layer: keys, values, and keys pooled over windows of two sizes
+
+
+def rows_per_page(config: SalaConfig) -> dict[str, int]:
+    """Return how many rows a page has in each pool."""
+    block, stride = config.sparse_config.block_size, config.sparse_config.kernel_stride
+    return dict(zip(POOLS, (block, block, block // stride, block // (4 * stride)), strict=True))
+
+
+def cached_tensors(config: SalaConfig, num_tokens: int) -> dict[str, CachedTensor]:
+    """Return everything that a sequence of so many tokens has in the cache, by name."""
+    block, per_page = config.sparse_config.block_size, rows_per_page(config)
+    pages = {
+        f"{pool}.{layer}": CachedTensor(
+            layer, pool, (config.num_key_value_heads, num_tokens * per_page[pool] // block, config.head_dim)
+        )
+        for layer in config.sparse_layers
+        for pool in POOLS
+    }
+    state = (config.lightning_nh, config.lightning_head_dim, config.lightning_head_dim)
+    return pages | {f"state.{layer}": CachedTensor(layer, "state", state) for layer in config.lightning_layers}
+
+
+def check_blobs(
+    blobs: Mapping[str, Blob], tensors: Mapping[str, CachedTensor], dtype_of: Callable[[CachedTensor], str]
+) -> None:
+    """Raise ValueError unless the blobs are these tensors, in these precisions."""
+    if set(tensors) != set(blobs):
+        raise ValueError("other layers")
+    for name, tensor in tensors.items():
+        if (blobs[name].dtype, blobs[name].shape) != (dtype_of(tensor), tensor.shape):
+            raise ValueError(f"{name} is {blobs[name].dtype} {blobs[name].shape}")
 
 
 _MASK = (1 << 64) - 1
@@ -56,13 +150,34 @@ def is_adjusted(row: Row) -> bool:
     return bool(sampling.logit_bias or sampling.has_penalty or row.banned or row.mask)
 
 
-def keep_agreed(sampled: Sequence[SampledToken], rows: Sequence[Row]) -> list[tuple[SampledToken, ...]]:
+def places_of(plan: Plan) -> list[tuple[Row, int]]:
+    """Return what is to be sampled: rows, each with the number of drafts before the token (none, one, … all)."""
+    rows = (row for row in plan.rows if row.sampling is not None)
+    return [(row, count) for row in rows for count in range(row.num_drafts + 1)]
+
+
+def keep_agreed(plan: Plan, sampled: Sequence[SampledToken]) -> tuple[tuple[SampledToken, ...], ...]:
     """Keep for each row the accepted tokens: drafts that equal the sampled tokens, and one more.
 
-    `sampled` are the tokens after each row's last certain token and after each of its drafts.
+    `sampled` are the tokens of `places_of(plan)`. A row that samples nothing gets no token.
     """
     found = iter(sampled)
-    return [_agreed(found, row) for row in rows]
+    return tuple(() if row.sampling is None else _agreed(found, row) for row in plan.rows)
+
+
+def guess_tokens(
+    plan: Plan, count: int, sample: Callable[[Plan], Sequence[SampledToken]]
+) -> tuple[tuple[int, ...], ...]:
+    """Return `count` drafts for each row: `sample` runs a step, in which slots are the numbers of the rows."""
+    rows = [replace(row, slot=index) for index, row in enumerate(plan.rows)]
+    guesses: list[list[int]] = [[] for _ in rows]
+    for _ in range(count):
+        for index, (row, sampled) in enumerate(zip(rows, sample(Plan(tuple(rows))), strict=True)):
+            guesses[index].append(sampled.token)
+            history = (*row.history, sampled.token) if row.history else ()
+            start = row.start + len(row.tokens)
+            rows[index] = replace(row, tokens=(sampled.token,), start=start, history=history)
+    return tuple(tuple(tokens) for tokens in guesses)
 
 
 def _agreed(found: Iterator[SampledToken], row: Row) -> tuple[SampledToken, ...]:

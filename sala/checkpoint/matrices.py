@@ -72,15 +72,15 @@ class QuantizedMatrices:
     def read(self, module: str) -> Matrix | Fp8Matrix:
         """Return the matrix of a quantized module; its codes are views of the file where the format allows it."""
         if self.layout is None:
-            codes, scales, biases = (self.checkpoint.read(name) for name in self.parts(module))
-            groups, arrays = self.groups[module], map(as_array, (codes, scales, biases))
-            return Matrix(Packed(*arrays, groups.bits, groups.group_size, scales.dtype), None)
+            groups, parts = self.groups[module], [self.checkpoint.read(name) for name in self.parts(module)]
+            codes, scales, biases = (as_array(part) for part in parts)
+            return Matrix(Packed(codes, scales, biases, groups.bits, groups.group_size, parts[1].dtype), None)
         if self.layout.kind != "fp8":
             return read_matrix(self.checkpoint, module, self.external[module], self.layout)
-        scales = read_fp8_scales(self.checkpoint, module)
+        factors = read_fp8_scales(self.checkpoint, module)
         num_out, num_in = self.external[module]
-        block = self.layout.block or (num_out // len(scales), num_in)
-        return Fp8Matrix(as_array(self.checkpoint.read(f"{module}.weight")), scales, block)
+        block = self.layout.block or (num_out // len(factors), num_in)
+        return Fp8Matrix(as_array(self.checkpoint.read(f"{module}.weight")), factors, block)
 
     def rows(self, module: str) -> Callable[[int, int], Floats]:
         """Return a function that computes rows begin…end of a matrix in fp32."""

@@ -24,8 +24,8 @@ from sala.backends.mlx.batch import Batch, Span
 from sala.backends.mlx.cache import HybridCache
 from sala.backends.mlx.dispatch import select_ops
 from sala.backends.mlx.model import Layer, SalaModel
+from sala.backends.mlx.ops import REFERENCE, Ops
 from sala.backends.mlx.ops.sparse import pool_keys
-from sala.backends.mlx.ops.table import REFERENCE, Ops
 from sala.config import SalaConfig, SparseConfig
 from sala.errors import InputError, SalaError
 

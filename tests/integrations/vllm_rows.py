@@ -8,7 +8,7 @@ from torch import Tensor
 from sala.backends.torch.batch import Span
 from sala.backends.torch.cache import KVPages
 from sala.backends.torch.model import SparseMixer
-from sala.backends.torch.ops.table import REFERENCE
+from sala.backends.torch.ops import REFERENCE
 from sala.checkpoint.random import TINY
 from sala.config import SparseConfig
 from sala.plugins.vllm.dispatch import attend

@@ -26,7 +26,7 @@ def operations(executor: MlxExecutor, *rows: Row) -> list[Operation]:
 
     def step(tokens: mx.array) -> list[mx.array]:
         hidden = executor.model(replace(batch, computed=tokens), cache)
-        sampling = batch.sampled_rows(list(range(len(rows))))
+        sampling = batch.sampled_rows(plan)
         sampled = sample_all(executor.model.logits(take(hidden, sampling)), [(row, 0) for row in rows])
         return [sampled.tokens, *cache.arrays(batch.slots)]
 

@@ -12,7 +12,7 @@ import torch
 from sala.backends.mlx import executor as mlx_executor
 from sala.backends.mlx import sampler as mlx_sampler
 from sala.backends.mlx.quantized_linear import AffineEmbedding, AffineLinear
-from sala.backends.rows import keep_agreed
+from sala.backends.rows import keep_agreed, places_of
 from sala.backends.torch import executor as torch_executor
 from sala.backends.torch import sampler as torch_sampler
 from sala.checkpoint.random import TINY, write_random
@@ -165,7 +165,7 @@ def test_the_same_tokens_are_drawn() -> None:
     """Many rows of all settings at once, ties included: token by token what torch samples, and the same logarithms."""
     rng, vocab = random.Random(4), 200
     rows = [drawing_row(rng, vocab) for _ in range(150)]
-    places = [(row, number) for row in rows for number in range(row.num_drafts + 1)]
+    places = places_of(Plan(tuple(rows)))
     logits = np.random.default_rng(2).standard_normal((len(places), vocab)).astype(np.float32) * 2
     logits[::3] = np.round(logits[::3])  # many equal ones
     want = torch_sampler.sample_all(torch.from_numpy(logits), places)
@@ -177,7 +177,7 @@ def test_the_same_tokens_are_drawn() -> None:
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
             values = [value for _, value in theirs.top_logprobs]
             assert [value for _, value in ours.top_logprobs] == pytest.approx(values, abs=1e-5)
-    accepted = keep_agreed(got, rows)
+    accepted = keep_agreed(Plan(tuple(rows)), got)
     assert [[sampled.token for sampled in tokens] for tokens in accepted] == _verified(want, rows)
 
 

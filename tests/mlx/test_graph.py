@@ -249,9 +249,9 @@ def wide(steps: list[Operation]) -> set[str]:
 def put_narrow(executor: MlxExecutor, monkeypatch: pytest.MonkeyPatch, half: mx.Dtype) -> None:
     """In the place of each op that computes in float32 by design one that does not, and sees what it is given."""
 
-    def norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-        assert x.dtype == weight.dtype == half
-        return x * weight
+    def norm(self: model_module.RMSNorm, x: mx.array) -> mx.array:
+        assert x.dtype == self.weight.dtype == half
+        return x * self.weight
 
     def rope(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
         assert (x.dtype, cos.dtype) == (half, mx.float32)
@@ -271,7 +271,8 @@ def put_narrow(executor: MlxExecutor, monkeypatch: pytest.MonkeyPatch, half: mx.
         return keys[:, : (keys.shape[1] - kernel) // stride + 1]
 
     executor.ops = replace(executor.ops, lightning_ragged=lightning, select_blocks=select)
-    stand_ins = {"rms_norm": norm, "apply_rope": rope}
+    monkeypatch.setattr(model_module.RMSNorm, "__call__", norm)
+    stand_ins = {"apply_rope": rope}
     stand_ins |= {"rope_angles": lambda positions, dim, theta: (mx.zeros((1, 8)), mx.zeros((1, 8)))}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(model_module, name, stand_in)
@@ -293,7 +294,9 @@ def test_wide_ops_give_narrow_numbers_back(half: str, tmp_path: Path, monkeypatc
 
         return call
 
-    for name in ("rms_norm", "apply_rope", "dense_attention", "sigmoid_gate", "silu_gate"):
+    norm = model_module.RMSNorm
+    monkeypatch.setattr(norm, "__call__", listened("rms_norm", norm.__call__))
+    for name in ("apply_rope", "dense_attention", "sigmoid_gate", "silu_gate"):
         monkeypatch.setattr(model_module, name, listened(name, getattr(model_module, name)))
     for name in ("lightning_ragged", "sparse_attention"):
         executor.ops = replace(executor.ops, **{name: listened(name, getattr(executor.ops, name))})

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from sala.backends.mlx.ops import dense, fused, lightning, sparse
+from sala.backends.mlx.model import RMSNorm
+from sala.backends.mlx.ops import dense, lightning, sparse
 from sala.backends.torch.ops import dense as torch_dense
 from sala.backends.torch.ops import lightning as torch_lightning
 from sala.backends.torch.ops import sparse as torch_sparse
@@ -119,7 +120,9 @@ def test_dense_attention(start: int, n: int) -> None:
 
 def test_norm_and_positions() -> None:
     (x, weight), (x_, weight_) = both(normal(7, 4, 16) * 30, normal(16))
-    close(dense.rms_norm(x, weight, 1e-6), torch_dense.rms_norm(x_, weight_, 1e-6))
+    norm = RMSNorm(16, 1e-6)
+    norm.weight = weight
+    close(norm(x), torch_dense.rms_norm(x_, weight_, 1e-6))
     positions = np.array([0, 1, 63, 4096, 100_000, 524_287, 1_048_575], np.int32)
     ours, theirs = both(positions)
     for dim in (128, 16):
@@ -136,7 +139,7 @@ def test_norm_and_positions() -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_fused_or_not_it_is_the_same(dtype: mx.Dtype) -> None:
     """As a GPU gets them: compiled once for all shapes, and in the precision of what is given."""
-    compiled = {name: mx.compile(getattr(fused, name).__wrapped__, shapeless=True) for name in FUSED}
+    compiled = {name: mx.compile(getattr(dense, name).__wrapped__, shapeless=True) for name in FUSED}
     for n in (1, 5):
         a, b = (mx.array(normal(n, 4, 8, seed=i)).astype(dtype) for i in range(2))
         cos, sin = (mx.array(normal(n, 1, 8, seed=i)) for i in range(2, 4))
@@ -147,7 +150,7 @@ def test_fused_or_not_it_is_the_same(dtype: mx.Dtype) -> None:
             "rotate": (a, b, cos, sin),
         }
         for name, given in arguments.items():
-            want, got = getattr(fused, name)(*given), compiled[name](*given)
+            want, got = getattr(dense, name)(*given), compiled[name](*given)
             for one, other in zip(want, got, strict=True) if name == "rotate" else [(want, got)]:
                 assert one.dtype == other.dtype == dtype
                 np.testing.assert_allclose(

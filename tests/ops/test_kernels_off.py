@@ -10,7 +10,7 @@ import pytest
 from sala.backends.torch.executor import TorchExecutor, open_executor
 from sala.backends.torch.kernels import native
 from sala.backends.torch.linears import AffineLinear, HalfLinear
-from sala.backends.torch.ops.table import REFERENCE
+from sala.backends.torch.ops import REFERENCE
 from sala.checkpoint.random import TINY, cut_layers, write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sala.backends.torch.batch import pack
 from sala.backends.torch.executor import TorchExecutor, open_executor
-from sala.backends.torch.fast import cpu_ops
+from sala.backends.torch.fast import cpu_decode
 from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.kernels import native
 from sala.backends.torch.linears import DECODE_ROWS
@@ -338,7 +338,7 @@ def test_attention_that_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*_: object) -> Tensor:
         raise AssertionError("the kernel ran")
 
-    monkeypatch.setattr(cpu_ops, "attend", fail)
+    monkeypatch.setattr(cpu_decode, "attend", fail)
     cases = {
         "odd heads": some_choices(3, dim=24),
         "narrow heads": some_choices(3, dim=8),

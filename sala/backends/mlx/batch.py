@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from sala.backends.mlx.ops.table import REFERENCE, Ops
-from sala.backends.rows import RowSpan
-from sala.protocol import Plan, Row
+from sala.backends.mlx.ops import REFERENCE, Ops
+from sala.backends.rows import PackedRows, RowSpan, as_slice, token_ids
+from sala.protocol import Plan
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -29,12 +29,6 @@ class Span(RowSpan):
     def table(self) -> mx.array:
         """[N] block → page."""
         return mx.array(self.numbers)
-
-    @cached_property
-    def first_page(self) -> int | None:
-        """The first page if the pages are consecutive, which allows views instead of gathers; else None."""
-        is_run = bool(self.pages) and bool((np.diff(self.numbers) == 1).all())
-        return self.pages[0] if is_run else None
 
     def rows(self, start: int, end: int, per_page: int) -> Numbers:
         """Return where rows start…end of the sequence lie in a pool with so many rows per page, [P * per_page]."""
@@ -54,9 +48,7 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Batch:
-    ids: tuple[int, ...]  # tokens of all spans, one after another
-    spans: tuple[Span, ...]
+class Batch(PackedRows[Span]):
     ops: Ops = REFERENCE
     computed: mx.array | None = None  # the tokens, where they are not known yet: the step before samples them
     pending: list[Pending] = field(default_factory=list)  # filled by the lightning layers
@@ -73,39 +65,19 @@ class Batch:
         """[T]"""
         return mx.array(np.concatenate([np.arange(span.start, span.end, dtype=np.int32) for span in self.spans]))
 
-    @property
-    def lengths(self) -> list[int]:
-        return [span.length for span in self.spans]
-
-    @property
-    def slots(self) -> list[int]:
-        return [span.slot for span in self.spans]
-
     def split(self, x: mx.array) -> list[mx.array]:
         """Split x [T, …] into the rows of each span."""
         if len(self.spans) == 1:
             return [x]
         return list(mx.split(x, list(accumulate(self.lengths))[:-1]))
 
-    def sampled_rows(self, indices: list[int]) -> list[int]:
-        """Return the rows whose logits these spans need: the last token of each, and those before its drafts."""
-        ends = list(accumulate(self.lengths))
-        return [row for i in indices for row in range(ends[i] - 1 - self.spans[i].num_drafts, ends[i])]
-
 
 def pack(plan: Plan, ops: Ops = REFERENCE, tokens: mx.array | None = None) -> Batch:
     """Return the rows of a plan as one batch, which the model runs by `ops`; `tokens` [T] replace those of the rows."""
-    ids = tuple(token for row in plan.rows for token in row.tokens)
-    return Batch(ids, tuple(_span(row) for row in plan.rows), ops, tokens)
+    return Batch(token_ids(plan), tuple(Span.of(row) for row in plan.rows), ops, tokens)
 
 
 def take(hidden: mx.array, rows: Sequence[int]) -> mx.array:
     """Return hidden[rows]: a view where the rows are consecutive, which needs no index on the device."""
-    first = rows[0] if rows else 0
-    if list(rows) == list(range(first, first + len(rows))):
-        return hidden[first : first + len(rows)]
-    return hidden[mx.array(np.asarray(rows, np.int32))]
-
-
-def _span(row: Row) -> Span:
-    return Span(row.start, len(row.tokens), row.slot, row.sparse_from, row.num_drafts, row.pages)
+    piece = as_slice(rows)
+    return hidden[mx.array(np.asarray(rows, np.int32)) if piece is None else piece]

@@ -20,9 +20,9 @@ import numpy as np
 from sala.backends.mlx.batch import Batch, Numbers, Span
 from sala.backends.mlx.ops.lightning import lightning_fold
 from sala.backends.mlx.ops.sparse import pool_keys
+from sala.backends.rows import POOLS, rows_per_page
 from sala.config import SalaConfig, SparseConfig
 
-POOLS = ("k", "v", "k1", "k2")
 FIRST_PAGES = 64  # of a new pool: 4,096 tokens
 
 
@@ -31,13 +31,10 @@ class KVPages:
 
     def __init__(self, num_pages: int, config: SalaConfig, dtype: mx.Dtype) -> None:
         self.sparse: SparseConfig = config.sparse_config
-        block, stride = self.sparse.block_size, self.sparse.kernel_stride
-
-        def pool(rows: int) -> mx.array:
-            return mx.zeros((config.num_key_value_heads, num_pages, rows, config.head_dim), dtype=dtype)
-
-        self.k, self.v = pool(block), pool(block)
-        self.k1, self.k2 = pool(block // stride), pool(block // (4 * stride))
+        self.k, self.v, self.k1, self.k2 = (
+            mx.zeros((config.num_key_value_heads, num_pages, rows, config.head_dim), dtype=dtype)
+            for rows in rows_per_page(config).values()
+        )
 
     def grow(self, num_pages: int) -> None:
         """Grow to so many pages, one pool after another: only one pool is in memory twice."""
@@ -190,20 +187,6 @@ class HybridCache:
             if name in ("k", "v"):
                 page = mx.where(mx.arange(pool.shape[2])[:, None] < num_rows, page, 0.0)
             pool[:, target : target + 1] = page
-
-    def tensors(self, num_tokens: int) -> dict[str, tuple[int, str, int]]:
-        """Return name → (layer, pool or state, number of valid rows) of all that one sequence has in the cache."""
-        out = {}
-        for index, layer in self.pages.items():
-            for name in POOLS:
-                out[f"{name}.{index}"] = (
-                    index,
-                    name,
-                    num_tokens * getattr(layer, name).shape[2] // layer.sparse.block_size,
-                )
-        for index in self.states:
-            out[f"state.{index}"] = (index, "state", 0)
-        return out
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         for states in self.states.values():

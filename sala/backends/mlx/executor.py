@@ -8,22 +8,22 @@ such a prebuilt step no array stays pending: MLX computes pending arrays only in
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import mlx.core as mx
 import numpy as np
 import psutil
 
-from sala.backends.capacity import share_memory
+from sala.backends.memory import share_memory
 from sala.backends.mlx.batch import Batch, pack, take
 from sala.backends.mlx.cache import HybridCache
 from sala.backends.mlx.dispatch import select_ops
 from sala.backends.mlx.loader import load_model, pick_device, pick_dtype
 from sala.backends.mlx.model import SalaModel
-from sala.backends.mlx.ops.table import REFERENCE, Ops
+from sala.backends.mlx.ops import REFERENCE, Ops
 from sala.backends.mlx.sampler import Samples, sample_all
-from sala.backends.rows import keep_agreed
+from sala.backends.rows import CachedTensor, cached_tensors, check_blobs, guess_tokens, keep_agreed, places_of
 from sala.checkpoint.dtypes import dtypes_by_file_name
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
@@ -67,7 +67,7 @@ class MlxExecutor:
         self.dtype = dtype
         self.ops = ops
         self._limits = set_limits(device)
-        self._prebuilt: Prebuilt | None = None
+        self._prebuilt: BuiltStep | None = None
         self._is_closed = False
         with mx.stream(device):
             self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype)
@@ -83,8 +83,7 @@ class MlxExecutor:
             return Result(((),) * len(plan.rows))
         self.start(slots, step.samples.arrays)
         prebuilt = self.build_next(plan, step.samples.tokens)  # while the device is busy
-        found = keep_agreed(step.samples.read(), [row for row in plan.rows if row.sampling is not None])
-        sampled = _by_row(plan, found)
+        sampled = keep_agreed(plan, step.samples.read())
         if step.batch.pending:
             self.cache.fold(step.batch, [len(tokens) for tokens in sampled])
             self.start(slots)
@@ -96,13 +95,13 @@ class MlxExecutor:
     def build(self, plan: Plan, batch: Batch, cache: HybridCache) -> "BuiltStep":
         """Build the step of a plan without computing it; the cache becomes what it will be afterwards."""
         hidden = self.model(batch, cache)
-        sampling = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
-        if not sampling:
-            return BuiltStep(batch, None)
-        places = [(plan.rows[index], number) for index in sampling for number in range(plan.rows[index].num_drafts + 1)]
-        return BuiltStep(batch, sample_all(self.model.logits(take(hidden, batch.sampled_rows(sampling))), places))
+        wanted = batch.sampled_rows(plan)
+        if not wanted:
+            return BuiltStep(plan.rows, batch, cache, None)
+        samples = sample_all(self.model.logits(take(hidden, wanted)), places_of(plan))
+        return BuiltStep(plan.rows, batch, cache, samples)
 
-    def build_next(self, plan: Plan, tokens: mx.array) -> "Prebuilt | None":
+    def build_next(self, plan: Plan, tokens: mx.array) -> "BuiltStep | None":
         """Build the next step of sequences that simply continue, from tokens [S] that are not computed yet."""
         if any(row.sampling is None or row.num_drafts or row.mask or row.sampling.has_penalty for row in plan.rows):
             return None
@@ -110,7 +109,7 @@ class MlxExecutor:
         if any(row.start >= len(row.pages) * self.capacity.page_size for row in rows):
             return None  # another page is needed first
         batch, cache = pack(Plan(rows), self.ops, tokens), self.cache.fork()
-        return Prebuilt(rows, cache, self.build(Plan(rows), batch, cache), threading.get_ident())
+        return self.build(Plan(rows), batch, cache)
 
     def adopt(self, plan: Plan) -> "BuiltStep | None":
         """Return the prebuilt step if it belongs to this plan; otherwise drop it, because it refers to the pools."""
@@ -118,7 +117,7 @@ class MlxExecutor:
         if prebuilt is None or prebuilt.rows != plan.rows or prebuilt.thread != threading.get_ident():
             return None
         self.cache = prebuilt.cache
-        return prebuilt.step
+        return prebuilt
 
     def prepare(self, plan: Plan) -> Batch:
         """Return the batch of a plan, for which the cache is grown if necessary."""
@@ -139,22 +138,17 @@ class MlxExecutor:
     @on_device
     def draft(self, plan: Plan, num_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
         self._prebuilt = None
-        rows = [replace(row, slot=index) for index, row in enumerate(plan.rows)]
         self.cache.reach(page for row in plan.rows for page in row.pages)
         cache = self.cache.for_drafts([row.slot for row in plan.rows], num_layers)
-        guesses: list[list[int]] = [[] for _ in rows]
-        for _ in range(count):
-            batch = pack(Plan(tuple(rows)), self.ops)
-            hidden = self.model(batch, cache, num_layers)
-            logits = self.model.logits(take(hidden, batch.sampled_rows(list(range(len(rows))))))
-            samples = sample_all(logits, [(row, 0) for row in rows])
-            self.start((), [samples.arrays, list(cache.arrays(range(len(rows))))])
-            for index, (row, sampled) in enumerate(zip(rows, samples.read(), strict=True)):
-                token = sampled.token
-                guesses[index].append(token)
-                history = (*row.history, token) if row.history else ()
-                rows[index] = replace(row, tokens=(token,), start=row.start + len(row.tokens), history=history)
-        return tuple(tuple(tokens) for tokens in guesses)
+
+        def sample(plan: Plan) -> list[SampledToken]:
+            batch = pack(plan, self.ops)
+            hidden = take(self.model(batch, cache, num_layers), batch.sampled_rows(plan))
+            samples = sample_all(self.model.logits(hidden), [(row, 0) for row in plan.rows])
+            self.start((), [samples.arrays, list(cache.arrays(batch.slots))])
+            return samples.read()
+
+        return guess_tokens(plan, count, sample)
 
     @on_device
     def logits(self, row: Row) -> Any:
@@ -184,12 +178,12 @@ class MlxExecutor:
     def dump(self, pages: Sequence[int], num_tokens: int, slot: int) -> dict[str, Blob]:
         table = mx.array(np.asarray(pages, np.int32))
         blobs = {}
-        for name, (layer, kind, rows) in self.cache.tensors(num_tokens).items():
-            if kind == "state":
-                array = self.cache.states[layer][slot]
+        for name, entry in cached_tensors(self.model.config, num_tokens).items():
+            if entry.pool == "state":
+                array = self.cache.states[entry.layer][slot]
             else:
-                pool: mx.array = getattr(self.cache.pages[layer], kind)
-                array = mx.take(pool, table, axis=1).reshape(pool.shape[0], -1, pool.shape[3])[:, :rows]
+                pool = self._pool_of(entry)
+                array = mx.take(pool, table, axis=1).reshape(pool.shape[0], -1, pool.shape[3])[:, : entry.shape[1]]
             words = np.array(mx.contiguous(array).view(_WORDS[array.itemsize]))
             blobs[name] = Blob(_NAMES[array.dtype], array.shape, words.reshape(-1).view(np.uint8).data)
         return blobs
@@ -197,35 +191,25 @@ class MlxExecutor:
     @on_device
     def restore(self, blobs: Mapping[str, Blob], pages: Sequence[int], num_tokens: int, slot: int) -> None:
         self._prebuilt = None
-        targets = self.cache.tensors(num_tokens)
-        if set(targets) != set(blobs):
-            raise ValueError("other layers")
-        for name, (layer, kind, rows) in targets.items():
-            if (blobs[name].dtype, blobs[name].shape) != self._form(layer, kind, rows):
-                raise ValueError(f"{name} is {blobs[name].dtype} {blobs[name].shape}")
+        tensors = cached_tensors(self.model.config, num_tokens)
+        check_blobs(blobs, tensors, lambda entry: "F32" if entry.pool == "state" else _NAMES[self.dtype])
         self.cache.reach(pages)
         table = mx.array(np.asarray(pages, np.int32))
-        for name, (layer, kind, _) in targets.items():
-            if kind == "state":
-                self.cache.states[layer][slot] = _array(blobs[name], mx.float32)
-            else:
-                self._restore_pages(layer, kind, blobs[name], table)
+        for name, entry in tensors.items():
+            if entry.pool == "state":
+                self.cache.states[entry.layer][slot] = _array(blobs[name], mx.float32)
+                continue
+            pool = self._pool_of(entry)
+            groups, _, per_page, dim = pool.shape
+            rest = table.shape[0] * per_page - entry.shape[1]
+            whole = mx.pad(_array(blobs[name], pool.dtype), [(0, 0), (0, rest), (0, 0)])
+            pool[:, table] = whole.reshape(groups, -1, per_page, dim)
         self.cache.joined.discard(slot)
         self.start((slot,))
 
-    def _form(self, layer: int, kind: str, rows: int) -> tuple[str, tuple[int, ...]]:
-        """Return the dtype and shape that a blob must have."""
-        if kind == "state":
-            return "F32", self.cache.empty.shape
-        pool: mx.array = getattr(self.cache.pages[layer], kind)
-        return _NAMES[pool.dtype], (pool.shape[0], rows, pool.shape[3])
-
-    def _restore_pages(self, layer: int, kind: str, blob: Blob, table: mx.array) -> None:
-        pool: mx.array = getattr(self.cache.pages[layer], kind)
-        groups, _, per_page, dim = pool.shape
-        rest = table.shape[0] * per_page - blob.shape[1]
-        whole = mx.pad(_array(blob, pool.dtype), [(0, 0), (0, rest), (0, 0)])
-        pool[:, table] = whole.reshape(groups, -1, per_page, dim)
+    def _pool_of(self, entry: CachedTensor) -> mx.array:
+        pool: mx.array = getattr(self.cache.pages[entry.layer], entry.pool)
+        return pool
 
     @on_device
     def probe(self) -> None:
@@ -236,33 +220,21 @@ class MlxExecutor:
         if self._is_closed:
             return
         self._is_closed = True
-        restore_limits(self._limits)
+        for name, limit in self._limits.items():
+            getattr(mx, name)(limit)
         del self.model, self.cache, self._prebuilt, self._pulse
         mx.clear_cache()
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltStep:
-    """The step of a plan: its batch, and the tokens to be sampled, if any."""
-
-    batch: Batch
-    samples: Samples | None
-
-
-@dataclass(frozen=True, slots=True)
-class Prebuilt:
-    """A step that is built before it is requested: the rows that it is for, and the cache after it."""
+    """The step of these rows: its batch, the cache after it, and the tokens to be sampled, if any."""
 
     rows: tuple[Row, ...]
+    batch: Batch
     cache: HybridCache
-    step: BuiltStep
-    thread: int  # the only thread in which MLX can compute it
-
-
-def _by_row(plan: Plan, found: Sequence[tuple[SampledToken, ...]]) -> tuple[tuple[SampledToken, ...], ...]:
-    """Return the tokens that each row of the plan sampled; none where none were requested."""
-    sampled = iter(found)
-    return tuple(() if row.sampling is None else next(sampled) for row in plan.rows)
+    samples: Samples | None
+    thread: int = field(default_factory=threading.get_ident)  # the only one in which MLX can compute the step
 
 
 def _array(blob: Blob, dtype: mx.Dtype) -> mx.array:
@@ -291,11 +263,6 @@ def set_limits(device: mx.Device) -> dict[str, int]:
     if device.type == mx.gpu and mx.metal.is_available():
         before["set_wired_limit"] = mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
     return before
-
-
-def restore_limits(before: Mapping[str, int]) -> None:
-    for name, limit in before.items():
-        getattr(mx, name)(limit)
 
 
 def free_bytes(device: mx.Device) -> int:

@@ -11,24 +11,22 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
 
 from sala.backends.mlx.batch import Batch, Pending, Span
 from sala.backends.mlx.cache import HybridCache, KVPages
-from sala.backends.mlx.ops.dense import apply_rope, dense_attention, grow_queries, rms_norm, rope_angles
-from sala.backends.mlx.ops.fused import add_scaled, sigmoid_gate, silu_gate
+from sala.backends.mlx.ops import Ops
+from sala.backends.mlx.ops.dense import (
+    add_scaled,
+    apply_rope,
+    dense_attention,
+    grow_queries,
+    rope_angles,
+    sigmoid_gate,
+    silu_gate,
+)
 from sala.backends.mlx.ops.lightning import decay_slopes
-from sala.backends.mlx.ops.table import Ops
 from sala.config import SalaConfig
-
-
-class RMSNorm(Module):
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = mx.ones((dim,))
-        self.eps = eps
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return rms_norm(x, self.weight, self.eps)
 
 
 def linear(num_in: int, num_out: int, bias: bool = False) -> Linear:

@@ -27,26 +27,21 @@ class AffineWeight:
         scales, biases = (part.astype(dtype if is_held else mx.float32) for part in parts)
         return AffineWeight(self.codes, scales, biases, self.bits, self.group_size)
 
-    def rows(self, index: mx.array | slice) -> mx.array:
-        """Return some rows, dequantized."""
-        parts = (self.codes[index], self.scales[index], self.biases[index])
-        return mx.dequantize(*parts, group_size=self.group_size, bits=self.bits)
 
-    def expand(self, dtype: mx.Dtype) -> mx.array:
-        """Return the whole matrix [out, in], computed in fp32."""
-        wide = AffineWeight(
-            self.codes, self.scales.astype(mx.float32), self.biases.astype(mx.float32), self.bits, self.group_size
-        )
-        return wide.rows(slice(None)).astype(dtype)
+class AffineModule(Module):
+    """Holds a quantized matrix under the names of its tensors in the file."""
 
-
-class AffineLinear(Module):
-    """Replaces a linear: x [..., in] → [..., out]. `order` names the input that each column takes."""
-
-    def __init__(self, weight: AffineWeight, bias: mx.array | None = None, order: mx.array | None = None) -> None:
+    def __init__(self, weight: AffineWeight) -> None:
         super().__init__()
         self.weight, self.scales, self.biases = weight.codes, weight.scales, weight.biases
         self.bits, self.group_size = weight.bits, weight.group_size
+
+
+class AffineLinear(AffineModule):
+    """Replaces a linear: x [..., in] → [..., out]. `order` names the input that each column takes."""
+
+    def __init__(self, weight: AffineWeight, bias: mx.array | None = None, order: mx.array | None = None) -> None:
+        super().__init__(weight)
         self.bias, self._order = bias, order
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -58,13 +53,11 @@ class AffineLinear(Module):
         return y if self.bias is None else y + self.bias
 
 
-class AffineEmbedding(Module):
+class AffineEmbedding(AffineModule):
     """Replaces an embedding: only the rows that are looked up are dequantized."""
 
     def __init__(self, weight: AffineWeight, dtype: mx.Dtype) -> None:
-        super().__init__()
-        self.weight, self.scales, self.biases = weight.codes, weight.scales, weight.biases
-        self.bits, self.group_size = weight.bits, weight.group_size
+        super().__init__(weight)
         self.dtype = dtype
 
     def __call__(self, tokens: mx.array) -> mx.array:

@@ -75,31 +75,9 @@ class Verdict:
         return "; ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A template instance of a kernel: precision, width of heads, heads per kv head."""
-
-    dtype: mx.Dtype
-    dim: int
-    per_group: int
-
-
-KINDS = (Kind(mx.float32, 64, 3), Kind(mx.float32, 128, 5), Kind(mx.float16, 64, 1), Kind(mx.bfloat16, 128, 16))
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Arguments of an op, in the precision of the kernel."""
-
-    dtype: mx.Dtype
-    arguments: tuple[Any, ...]
-
-    def in_fp32(self) -> tuple[Any, ...]:
-        """Return the same arguments in fp32."""
-        floats = (mx.float16, mx.bfloat16)
-        return tuple(
-            x.astype(mx.float32) if isinstance(x, mx.array) and x.dtype in floats else x for x in self.arguments
-        )
+# Template instances of a kernel: precision, width of heads, heads per kv head.
+KINDS = ((mx.float32, 64, 3), (mx.float32, 128, 5), (mx.float16, 64, 1), (mx.bfloat16, 128, 16))
+Arguments = tuple[Any, ...]  # of an op, in the precision of the kernel; the queries come first
 
 
 def why_not() -> str | None:
@@ -130,17 +108,17 @@ def check(name: str, run: Run = metal.run) -> Verdict:
     """Compare on small, odd shapes, then time on usual ones."""
     error, tolerance = 0.0, TOLERANCES[mx.float32]
     try:
-        for case in small_cases(name):
-            bound = tolerance_of(name, case.dtype)
-            found = difference(name, case, run)
+        for arguments in small_cases(name):
+            bound = tolerance_of(name, arguments[0].dtype)
+            found = difference(name, arguments, run)
             if not found / bound <= error / tolerance:  # remember the case nearest to its bound, or NaN
                 error, tolerance = found, bound
             if not found <= bound:
                 return Verdict(name, error if math.isfinite(error) else math.inf, tolerance)
         kernel = functools.partial(KERNELS[name].kernel, run=run)
-        usual = usual_cases(name)
-        kernel_ms = {size: _time(kernel, case) for size, case in usual.items()}
-        op_ms = {size: _time(OPS[name], case) for size, case in usual.items()}
+        usual = _USUAL[name](np.random.default_rng(0))
+        kernel_ms = {size: _time(kernel, arguments) for size, arguments in usual.items()}
+        op_ms = {size: _time(OPS[name], arguments) for size, arguments in usual.items()}
     except Exception as problem:
         words = " ".join(str(problem).split())
         return Verdict(name, math.inf, tolerance, message=f"{type(problem).__name__}: {words}"[:_MESSAGE])
@@ -152,14 +130,16 @@ def tolerance_of(name: str, dtype: mx.Dtype) -> float:
     return TOLERANCES[dtype if name == "sparse_attention" else mx.float32]
 
 
-def difference(name: str, case: Case, run: Run = metal.run) -> float:
+def difference(name: str, arguments: Arguments, run: Run = metal.run) -> float:
     """Return the error of the kernel relative to the op's largest number.
 
     The op is computed on the CPU: a GPU may multiply fp32 matrices in lower precision.
     """
-    found = _list(KERNELS[name].kernel(*case.arguments, run=run))
+    found = _list(KERNELS[name].kernel(*arguments, run=run))
+    is_half = [isinstance(x, mx.array) and x.dtype in (mx.float16, mx.bfloat16) for x in arguments]
     with mx.stream(mx.cpu):
-        wanted = _list(OPS[name](*case.in_fp32()))
+        wide = [x.astype(mx.float32) if half else x for x, half in zip(arguments, is_half, strict=True)]
+        wanted = _list(OPS[name](*wide))
         worst = [
             mx.abs(one.astype(mx.float32) - other).max() / mx.maximum(mx.abs(other).max(), 1e-30)
             for one, other in zip(found, wanted, strict=True)
@@ -167,12 +147,12 @@ def difference(name: str, case: Case, run: Run = metal.run) -> float:
     return float(np.array(worst).max())
 
 
-def _time(call: Callable[..., Any], case: Case) -> float:
+def _time(call: Callable[..., Any], arguments: Arguments) -> float:
     """Return the median milliseconds of a call, after a warm-up."""
     took = []
     for _ in range(1 + _TIMES):
         begin = time.perf_counter()
-        mx.eval(call(*case.arguments))
+        mx.eval(call(*arguments))
         took.append(1e3 * (time.perf_counter() - begin))
     return statistics.median(took[1:])
 
@@ -181,35 +161,25 @@ def _list(arrays: Any) -> list[mx.array]:
     return list(arrays) if isinstance(arrays, tuple) else [arrays]
 
 
-def small_cases(name: str) -> Iterator[Case]:
+def small_cases(name: str) -> Iterator[Arguments]:
     """Yield cases with odd numbers of heads, lengths around a chunk, both usual widths of heads, every precision."""
-    for kind in KINDS:
-        rng = np.random.default_rng(kind.dim)
-        yield from (Case(kind.dtype, arguments) for arguments in _SMALL[name](rng, kind))
-
-
-def usual_cases(name: str) -> dict[str, Case]:
-    """Return cases by the number of queries, in bf16 at the shapes of the released model."""
-    rng = np.random.default_rng(0)
-    return {size: Case(mx.bfloat16, arguments) for size, arguments in _USUAL[name](rng).items()}
+    for dtype, dim, per_group in KINDS:
+        yield from _SMALL[name](np.random.default_rng(dim), dtype, dim, per_group)
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     return mx.array(rng.standard_normal(shape, np.float32)).astype(dtype)
 
 
-def step_arguments(rng: np.random.Generator, dtype: mx.Dtype, num: int, heads: int, dim: int) -> tuple[Any, ...]:
-    q, k, v = (_normal(rng, (num, heads, dim), dtype) for _ in range(3))
-    state = _normal(rng, (num, heads, dim, dim), mx.float32)
-    return q, k, v, state, lightning.decay_slopes(heads), dim**-0.5
-
-
-def ragged_arguments(
-    rng: np.random.Generator, dtype: mx.Dtype, lengths: list[int], heads: int, dim: int
-) -> tuple[Any, ...]:
+def ragged_arguments(rng: np.random.Generator, dtype: mx.Dtype, lengths: list[int], heads: int, dim: int) -> Arguments:
     q, k, v = (_normal(rng, (sum(lengths), heads, dim), dtype) for _ in range(3))
     state = _normal(rng, (len(lengths), heads, dim, dim), mx.float32)
     return q, k, v, state, lengths, lightning.decay_slopes(heads), dim**-0.5
+
+
+def step_arguments(rng: np.random.Generator, dtype: mx.Dtype, num: int, heads: int, dim: int) -> Arguments:
+    q, k, v, state, _, *rest = ragged_arguments(rng, dtype, [1] * num, heads, dim)
+    return q, k, v, state, *rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +202,14 @@ class Scene:
     def num_blocks(self) -> int:
         return -(-self.end // self.sparse.block_size)
 
-    def scores(self, rng: np.random.Generator) -> tuple[Any, ...]:
+    def scores(self, rng: np.random.Generator) -> Arguments:
         keys = _normal(rng, (self.groups, self.end, self.dim), self.dtype)
         kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
         k1, k2 = (sparse.pool_keys(keys, kernel * by, stride * by) for by in (1, 4))
         q = 3 * _normal(rng, (self.num, self.groups * self.per_group, self.dim), self.dtype)
         return q, k1, k2, mx.arange(self.start, self.end), self.num_blocks, self.sparse, self.dim**-0.5
 
-    def attention(self, rng: np.random.Generator) -> tuple[Any, ...]:
+    def attention(self, rng: np.random.Generator) -> Arguments:
         """Random blocks instead of the best: the kernel takes any."""
         num_pages = self.num_blocks + 3
         table = mx.array(rng.permutation(num_pages)[: self.num_blocks].astype(np.int32))
@@ -252,10 +222,10 @@ class Scene:
         return q, *pages, table, selected, positions, self.dim**-0.5
 
 
-def scenes(kind: Kind) -> list[Scene]:
+def scenes(dtype: mx.Dtype, dim: int, per_group: int) -> list[Scene]:
     """Return scenes from the first token, with a single block, to more blocks than are selected."""
     sizes = ((1, 0, 1), (63, 0, 2), (1, 1087, 2), (5, 700, 3), (1, 5000, 1))
-    return [Scene(*size, kind.per_group, kind.dim, kind.dtype) for size in sizes]
+    return [Scene(*size, per_group, dim, dtype) for size in sizes]
 
 
 def released(num: int) -> Scene:
@@ -263,18 +233,19 @@ def released(num: int) -> Scene:
     return Scene(num, FAR, groups=2, per_group=16, dim=128, dtype=mx.bfloat16, sparse=SparseConfig())
 
 
-_SMALL: Mapping[str, Callable[[np.random.Generator, Kind], list[tuple[Any, ...]]]] = {
-    "lightning_step": lambda rng, kind: [
-        step_arguments(rng, kind.dtype, num, heads, kind.dim) for num, heads in ((1, 1), (3, 5), (9, 2))
+_SMALL: Mapping[str, Callable[[np.random.Generator, mx.Dtype, int, int], list[Arguments]]] = {
+    "lightning_step": lambda rng, dtype, dim, _: [
+        step_arguments(rng, dtype, num, heads, dim) for num, heads in ((1, 1), (3, 5), (9, 2))
     ],
-    "lightning_ragged": lambda rng, kind: [
-        ragged_arguments(rng, kind.dtype, lengths, heads, kind.dim)
+    "lightning_ragged": lambda rng, dtype, dim, _: [
+        ragged_arguments(rng, dtype, lengths, heads, dim)
         for lengths, heads in (([1], 3), ([63, 1, 65], 2), ([64], 5), ([129, 7], 1))
     ],
-    "score_blocks": lambda rng, kind: [scene.scores(rng) for scene in scenes(kind)],
-    "sparse_attention": lambda rng, kind: [scene.attention(rng) for scene in scenes(kind)],
+    "score_blocks": lambda rng, *kind: [scene.scores(rng) for scene in scenes(*kind)],
+    "sparse_attention": lambda rng, *kind: [scene.attention(rng) for scene in scenes(*kind)],
 }
-_USUAL: Mapping[str, Callable[[np.random.Generator], dict[str, tuple[Any, ...]]]] = {
+# Cases by the number of queries, in bf16 at the shapes of the released model.
+_USUAL: Mapping[str, Callable[[np.random.Generator], dict[str, Arguments]]] = {
     "lightning_step": lambda rng: {"decode": step_arguments(rng, mx.bfloat16, 1, 32, 128)},
     "lightning_ragged": lambda rng: {"prefill": ragged_arguments(rng, mx.bfloat16, [1024], 32, 128)},
     "score_blocks": lambda rng: {"decode": released(1).scores(rng), "prefill": released(128).scores(rng)},

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from sala.backends.rows import RowSpan
-from sala.backends.torch.ops.table import REFERENCE, Ops
-from sala.protocol import Plan, Row
+from sala.backends.rows import PackedRows, RowSpan, as_slice, token_ids
+from sala.backends.torch.ops import REFERENCE, Ops
+from sala.protocol import Plan
 
 
 @dataclass(frozen=True)
@@ -23,12 +22,6 @@ class Span(RowSpan):
     def table(self) -> Tensor:
         """[N] block → page."""
         return send(torch.tensor(self.pages, dtype=torch.long), self.device)
-
-    @cached_property
-    def first_page(self) -> int | None:
-        """The first page if the pages are consecutive, which allows views instead of gathers; else None."""
-        is_run = all(after == before + 1 for before, after in pairwise(self.pages))
-        return self.pages[0] if self.pages and is_run else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +58,7 @@ def whole(tokens: Tensor, lengths: Sequence[int] | None = None, ops: Ops = REFER
 
 
 @dataclass(frozen=True)
-class Batch:
-    ids: tuple[int, ...]  # tokens of all spans, one after another
-    spans: tuple[Span, ...]
+class Batch(PackedRows[Span]):
     device: torch.device
     ops: Ops = REFERENCE
     pending: list[Pending] = field(default_factory=list)  # filled by the lightning layers
@@ -84,24 +75,10 @@ class Batch:
         """[T]"""
         return send(torch.cat([torch.arange(span.start, span.end) for span in self.spans]), self.device)
 
-    @property
-    def lengths(self) -> list[int]:
-        return [span.length for span in self.spans]
-
-    @property
-    def slots(self) -> list[int]:
-        return [span.slot for span in self.spans]
-
-    def sampled_rows(self, indices: list[int]) -> list[int]:
-        """Return the rows whose logits these spans need: the last token of each, and those before its drafts."""
-        ends = list(accumulate(self.lengths))
-        return [row for i in indices for row in range(ends[i] - 1 - self.spans[i].num_drafts, ends[i])]
-
 
 def pack(plan: Plan, device: torch.device, ops: Ops = REFERENCE) -> Batch:
     """Return the rows of a plan as one batch, which the model runs by `ops`."""
-    ids = tuple(token for row in plan.rows for token in row.tokens)
-    return Batch(ids, tuple(_span(row, device) for row in plan.rows), device, ops)
+    return Batch(token_ids(plan), tuple(Span.of(row, device) for row in plan.rows), device, ops)
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
@@ -111,11 +88,5 @@ def send(values: Tensor, device: torch.device) -> Tensor:
 
 def take(hidden: Tensor, rows: Sequence[int]) -> Tensor:
     """Return hidden[rows]: a view where the rows are consecutive, which needs no index on the device."""
-    first = rows[0] if rows else 0
-    if list(rows) == list(range(first, first + len(rows))):
-        return hidden[first : first + len(rows)]
-    return hidden[torch.tensor(rows, device=hidden.device)]
-
-
-def _span(row: Row, device: torch.device) -> Span:
-    return Span(row.start, len(row.tokens), row.slot, row.sparse_from, row.num_drafts, row.pages, device)
+    piece = as_slice(rows)
+    return hidden[torch.tensor(rows, device=hidden.device) if piece is None else piece]

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sala.backends.rows import CachedTensor, rows_per_page
 from sala.backends.torch.batch import Batch, Span
 from sala.backends.torch.ops.sparse import pool_keys
 from sala.config import SalaConfig, SparseConfig
@@ -48,14 +49,14 @@ class KVPages:
     ) -> None:
         self.sparse: SparseConfig = config.sparse_config
         self.dtype = dtype
-        block, stride = self.sparse.block_size, self.sparse.kernel_stride
+        per_page = rows_per_page(config)
 
-        def pool(rows: int, dtype: torch.dtype) -> Tensor:
-            shape = (config.num_key_value_heads, num_pages, rows, config.head_dim)
+        def pool(name: str, dtype: torch.dtype) -> Tensor:
+            shape = (config.num_key_value_heads, num_pages, per_page[name], config.head_dim)
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self.k, self.v = pool(block, kv_dtype or dtype), pool(block, kv_dtype or dtype)
-        self.k1, self.k2 = pool(block // stride, dtype), pool(block // (4 * stride), dtype)
+        self.k, self.v = pool("k", kv_dtype or dtype), pool("v", kv_dtype or dtype)
+        self.k1, self.k2 = pool("k1", dtype), pool("k2", dtype)
 
     @property
     def is_fp8(self) -> bool:
@@ -169,17 +170,11 @@ class HybridCache:
             for pool in (layer.k1, layer.k2):
                 pool[:, target] = pool[:, source]
 
-    def tensors(self, table: Tensor, num_tokens: int, slot: int) -> dict[str, tuple[Tensor, Tensor | slice | int, int]]:
-        """Return name → (pool, index, number of valid rows) of everything that one sequence has in the cache."""
-        out: dict[str, tuple[Tensor, Tensor | slice | int, int]] = {}
-        for index, layer in self.pages.items():
-            for name in ("k", "v", "k1", "k2"):
-                pool = getattr(layer, name)
-                rows = num_tokens * pool.shape[2] // layer.sparse.block_size
-                out[f"{name}.{index}"] = (pool, table, rows)
-        for index, states in self.states.items():
-            out[f"state.{index}"] = (states, slot, 0)
-        return out
+    def pool_of(self, entry: CachedTensor) -> Tensor:
+        if entry.pool == "state":
+            return self.states[entry.layer]
+        pool: Tensor = getattr(self.pages[entry.layer], entry.pool)
+        return pool
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         for states in self.states.values():

@@ -1,7 +1,6 @@
 """The executor of the torch backend: owns weights and cache and runs plans."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,18 +8,19 @@ import psutil
 import torch
 from torch import Tensor
 
-from sala.backends.capacity import share_memory
+from sala.backends.memory import share_memory
+from sala.backends.rows import cached_tensors, check_blobs, guess_tokens, keep_agreed, places_of
 from sala.backends.torch.batch import Batch, pack, take
 from sala.backends.torch.cache import FP8, HybridCache, raw
 from sala.backends.torch.fast.dispatch import keep_packed, put_kernel_linears, select_forward, select_ops
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
-from sala.backends.torch.sampler import sample_all, verify
+from sala.backends.torch.sampler import sample_all
 from sala.checkpoint.dtypes import dtypes_by_file_name
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError
-from sala.protocol import Blob, Capacity, Options, Plan, Result, Row
+from sala.protocol import Blob, Capacity, Options, Plan, Result, Row, SampledToken
 
 _PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}  # tokens; of a GPU rounded, see `prefill_chunk`
 _TILE = 64  # rows of a tile of a large matrix product (or half of one)
@@ -67,35 +67,24 @@ class TorchExecutor:
     @torch.inference_mode()
     def run(self, plan: Plan) -> Result:
         batch = pack(plan, self.device, self.ops)
-        sampling = [index for index, row in enumerate(plan.rows) if row.sampling is not None]
-        hidden = self.forward(batch, self.cache, wanted=batch.sampled_rows(sampling))
-        sampled: list[Any] = [()] * len(plan.rows)
-        if sampling:
-            logits = self.scores(hidden)
-            rows = [plan.rows[index] for index in sampling]
-            found = verify(logits.split([row.num_drafts + 1 for row in rows]), rows)
-            for index, tokens in zip(sampling, found, strict=True):
-                sampled[index] = tokens
-            self.cache.fold(batch, [len(tokens) for tokens in sampled])
-        return Result(tuple(sampled))
+        wanted = batch.sampled_rows(plan)
+        hidden = self.forward(batch, self.cache, wanted=wanted)
+        if not wanted:
+            return Result(((),) * len(plan.rows))
+        sampled = keep_agreed(plan, sample_all(self.scores(hidden), places_of(plan)))
+        self.cache.fold(batch, [len(tokens) for tokens in sampled])
+        return Result(sampled)
 
     @torch.inference_mode()
     def draft(self, plan: Plan, num_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
-        rows = [replace(row, slot=index) for index, row in enumerate(plan.rows)]
         cache = self.cache.for_drafts([row.slot for row in plan.rows], num_layers)
-        guesses: list[list[int]] = [[] for _ in rows]
-        for _ in range(count):
-            batch = pack(Plan(tuple(rows)), self.device, self.ops)
-            hidden = self.forward(batch, cache, num_layers, batch.sampled_rows(list(range(len(rows)))))
-            logits = self.scores(hidden)
-            for index, (row, sampled) in enumerate(
-                zip(rows, sample_all(logits, [(row, 0) for row in rows]), strict=True)
-            ):
-                token = sampled.token
-                guesses[index].append(token)
-                history = (*row.history, token) if row.history else ()
-                rows[index] = replace(row, tokens=(token,), start=row.start + len(row.tokens), history=history)
-        return tuple(tuple(tokens) for tokens in guesses)
+
+        def sample(plan: Plan) -> list[SampledToken]:
+            batch = pack(plan, self.device, self.ops)
+            hidden = self.forward(batch, cache, num_layers, batch.sampled_rows(plan))
+            return sample_all(self.scores(hidden), [(row, 0) for row in plan.rows])
+
+        return guess_tokens(plan, count, sample)
 
     @torch.inference_mode()
     def logits(self, row: Row) -> Any:
@@ -118,33 +107,27 @@ class TorchExecutor:
     def dump(self, pages: Sequence[int], num_tokens: int, slot: int) -> dict[str, Blob]:
         table = torch.tensor(list(pages), device=self.device)
         blobs = {}
-        for name, (pool, where, rows) in self.cache.tensors(table, num_tokens, slot).items():
+        for name, entry in cached_tensors(self.model.config, num_tokens).items():
+            pool = self.cache.pool_of(entry)
             numbers = raw(pool)
-            tensor = numbers[where] if isinstance(where, int) else numbers[:, where].flatten(1, 2)[:, :rows]
-            tensor = tensor.contiguous().cpu()
-            data = tensor.flatten().view(torch.uint8).numpy().data
-            blobs[name] = Blob(_NAMES[pool.dtype], tuple(tensor.shape), data)
+            tensor = numbers[slot] if entry.pool == "state" else numbers[:, table].flatten(1, 2)[:, : entry.shape[1]]
+            data = tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().data
+            blobs[name] = Blob(_NAMES[pool.dtype], entry.shape, data)
         return blobs
 
     @torch.inference_mode()
     def restore(self, blobs: Mapping[str, Blob], pages: Sequence[int], num_tokens: int, slot: int) -> None:
         table = torch.tensor(list(pages), device=self.device)
-        targets = self.cache.tensors(table, num_tokens, slot)
-        if set(targets) != set(blobs):
-            raise ValueError("other layers")
-        for name, (pool, where, rows) in targets.items():
-            state_shape, page_shape = tuple(pool.shape[1:]), (pool.shape[0], rows, pool.shape[3])
-            shape = state_shape if isinstance(where, int) else page_shape
-            if (blobs[name].dtype, blobs[name].shape) != (_NAMES[pool.dtype], shape):
-                raise ValueError(f"{name} is {blobs[name].dtype} {blobs[name].shape}")
-        for name, (whole, where, rows) in targets.items():
-            pool = raw(whole)
+        tensors = cached_tensors(self.model.config, num_tokens)
+        check_blobs(blobs, tensors, lambda entry: _NAMES[self.cache.pool_of(entry).dtype])
+        for name, entry in tensors.items():
+            pool = raw(self.cache.pool_of(entry))
             tensor = _tensor(blobs[name], pool)
-            if isinstance(where, int):
-                pool[where] = tensor
+            if entry.pool == "state":
+                pool[slot] = tensor
                 continue
             per_page = pool.shape[2]
-            index = torch.arange(rows, device=self.device)
+            index = torch.arange(entry.shape[1], device=self.device)
             pool[:, table] = 0
             pool.flatten(1, 2)[:, table[index // per_page] * per_page + index % per_page] = tensor
 

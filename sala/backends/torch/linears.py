@@ -67,7 +67,8 @@ class AffineWeight:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AffineWeight":
         """Return the matrix with changed tensors."""
-        return AffineWeight(*map(change, (self.codes, self.scales, self.biases)), self.bits, self.group_size)
+        codes, scales, biases = (change(part) for part in (self.codes, self.scales, self.biases))
+        return AffineWeight(codes, scales, biases, self.bits, self.group_size)
 
     def with_native_bits(self) -> "AffineWeight":
         """Return the same matrix with as many bits as the kernels read: codes times 2^n, scales divided by 2^n.
@@ -163,7 +164,9 @@ def put_half_linears(model: nn.Module) -> None:
     """Replace every 16-bit linear on the CPU, where there is a kernel."""
     halves = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear and _can_be_half(one)]
     kernel = native.load() if halves else None
-    for name, linear in halves if kernel is not None else ():
+    if kernel is None:
+        return
+    for name, linear in halves:
         model.set_submodule(name, HalfLinear(linear, kernel))
 
 
@@ -206,20 +209,16 @@ class AffineLinear(NativeProducts, AffineModule):
     act-order).
     """
 
-    order: Tensor | None
-
     def __init__(self, weight: AffineWeight, bias: Tensor | None = None, order: Tensor | None = None) -> None:
         kernel = native.load() if weight.codes.device.type == "cpu" else None
         super().__init__(weight if kernel is None else weight.with_native_bits())
-        self.bias, self.kernel = bias, kernel
-        self.register_buffer("order", order, persistent=False)
-        self.has_order = order is not None
+        self.bias, self.kernel, self.order = bias, kernel, order
         self.in_features, self.out_features = weight.num_in, weight.num_out
         self.native = _native_affine(self.packed)  # no buffers: `.to()` must not move what the kernel points to
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.has_order:
-            x = x.index_select(-1, self.order)
+        if self.order is not None:
+            x = x.index_select(-1, self.order.to(x.device))
         if self.bias is None and self.kernel is not None and _is_ready(x):  # decoding: every microsecond counts
             return self.by_kernel(x)
         if self.can_run_on_gpu(x, x.dtype):

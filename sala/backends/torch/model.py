@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sala.backends.torch.batch import Batch, Pending, Sequences, Span
 from sala.backends.torch.cache import HybridCache, KVPages
+from sala.backends.torch.ops import Ops
 from sala.backends.torch.ops.dense import (
     apply_rope,
     dense_attention,
@@ -24,7 +25,6 @@ from sala.backends.torch.ops.dense import (
 )
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged
 from sala.backends.torch.ops.sparse import select_blocks
-from sala.backends.torch.ops.table import Ops
 from sala.config import SalaConfig
 
 

@@ -9,17 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sala.backends.rows import GREEDY_BELOW, is_adjusted, keep_agreed, point_of, sampling_of
+from sala.backends.rows import GREEDY_BELOW, is_adjusted, point_of, sampling_of
 from sala.protocol import Row, SampledToken, Sampling
-
-
-def verify(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[tuple[SampledToken, ...]]:
-    """For each row logits [num_drafts + 1, V], after its last certain token and after each draft → sampled tokens.
-
-    These are the accepted drafts and one more token. All positions of all rows are sampled at once.
-    """
-    places = [(row, index) for row in rows for index in range(row.num_drafts + 1)]
-    return keep_agreed(sample_all(torch.cat(list(logits)), places), rows)
 
 
 def sample(logits: Tensor, row: Row, num_accepted: int = 0) -> SampledToken:

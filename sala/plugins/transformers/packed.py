@@ -50,7 +50,7 @@ class _Product(torch.autograd.Function):
             columns += grad[..., begin:end] @ _expand(linear, begin, end, grad)
         if linear.order is None:
             return columns, None
-        return torch.empty_like(columns).index_copy_(-1, linear.order, columns), None
+        return torch.empty_like(columns).index_copy_(-1, linear.order.to(columns.device), columns), None
 
 
 def _expand(linear: AffineLinear, begin: int, end: int, like: Tensor) -> Tensor:

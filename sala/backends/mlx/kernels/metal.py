@@ -15,18 +15,24 @@ from typing import Any
 import mlx.core as mx
 
 THREADGROUP_BYTES = 32 << 10  # of every Apple GPU
+THREADS = 256  # of a threadgroup of every kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of a kernel: arrays by name, template arguments, outputs by name (shape and dtype), total threads."""
+    """One launch of a kernel: arrays by name, template arguments, outputs by name (shape and dtype), threadgroups."""
 
     kernel: str
     inputs: Mapping[str, mx.array]
     template: Mapping[str, mx.Dtype | int]
     outputs: Mapping[str, tuple[tuple[int, ...], mx.Dtype]]
-    grid: tuple[int, int, int]
-    threadgroup: tuple[int, int, int]
+    threadgroups: tuple[int, int, int]
+    threadgroup: tuple[int, int, int] = (THREADS, 1, 1)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """The number of threads."""
+        return self.threadgroups[0] * self.threadgroup[0], *self.threadgroups[1:]
 
 
 Run = Callable[[Launch], list[mx.array]]

@@ -1,16 +1,51 @@
-"""What SALA shares with dense transformers: RMSNorm, rotary positions and causal attention over grouped heads."""
+"""What SALA shares with dense transformers: rotary positions, gates and causal attention over grouped heads.
+
+Elementwise operations are fused by MLX into one kernel on a GPU.
+"""
 
 import math
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from sala.backends.mlx.ops.fused import rotate
+
+def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile the function on a GPU only: on the CPU, MLX would need a C++ compiler."""
+    compiled = mx.compile(function, shapeless=True)
+
+    @wraps(function)
+    def call(*arguments: mx.array | float) -> Any:
+        return (compiled if mx.default_device() == mx.gpu else function)(*arguments)
+
+    return call
 
 
-def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """x [..., D], weight [D] → [..., D] in x's dtype."""
-    return mx.fast.rms_norm(x, weight, eps)
+@fuse
+def silu_gate(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x"""
+    return gate * mx.sigmoid(gate) * x
+
+
+@fuse
+def sigmoid_gate(gate: mx.array, x: mx.array) -> mx.array:
+    """sigmoid(gate) * x"""
+    return x * mx.sigmoid(gate)
+
+
+@fuse
+def add_scaled(x: mx.array, change: mx.array, scale: float) -> mx.array:
+    """x + scale * change"""
+    return x + change * scale
+
+
+@fuse
+def rotate(first: mx.array, second: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:
+    """Rotate points of the plane by an angle, in fp32; return both coordinates in their own precision."""
+    x, y = first.astype(mx.float32), second.astype(mx.float32)
+    return (x * cos - y * sin).astype(first.dtype), (y * cos + x * sin).astype(first.dtype)
 
 
 def rope_angles(positions: mx.array, dim: int, theta: float) -> tuple[mx.array, mx.array]:

@@ -3,6 +3,9 @@
 `SalaModel` is the definition and runs everything else: prompts, other devices, other precisions. `CpuDecode` is created
 once for a model whose weights stay in place; it takes and returns what the model does, equal to the rounding of fp32.
 In Python a breakpoint in `CpuDecode.__call__` is hit once per step; layers are loops in C++.
+
+Two operations of other steps are in C++ as well (`kernels/attend.cpp`, `kernels/decode.cpp`): sparse attention and the
+state fold. The functions named `can_…` say what the kernels can take, not whether they should run.
 """
 
 import ctypes
@@ -20,7 +23,8 @@ from sala.backends.torch.model import LightningMixer, RMSNorm, SalaModel, Sparse
 from sala.backends.torch.ops.dense import query_growth
 from sala.backends.torch.ops.lightning import decay_slopes
 
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that decode.cpp reads
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights and pages that the kernels read
+_WIDEST_HEAD = 256  # that attend.cpp takes
 
 
 class CpuDecode:
@@ -176,11 +180,11 @@ def can_decode(model: SalaModel) -> bool:
 
 def _is_readable(linear: nn.Module) -> bool:
     if isinstance(linear, AffineLinear):
-        return linear.kernel is not None and not linear.has_order
+        return linear.kernel is not None and linear.order is None
     if type(linear) not in (nn.Linear, HalfLinear):
         return False
     weight = linear.weight
-    return isinstance(weight, Tensor) and weight.dtype in _PLAIN and weight.is_contiguous()
+    return isinstance(weight, Tensor) and weight.dtype in _FLOATS and weight.is_contiguous()
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -194,3 +198,60 @@ def _layer_cache(cache: HybridCache, layer: int) -> native.CacheStruct:
             k=_address(pages.k), v=_address(pages.v), k1=_address(pages.k1), k2=_address(pages.k2)
         )
     return native.CacheStruct(states=_address(cache.states.get(layer)))
+
+
+def can_attend(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
+    """Return whether the C++ kernel reads these pages; it has no backward pass."""
+    block_size, dim = k_pages.shape[2:]
+    is_plain = all(x.device.type == "cpu" and x.dtype in _FLOATS for x in (q, k_pages, v_pages))
+    is_paged = k_pages.dtype == v_pages.dtype and k_pages.is_contiguous() and v_pages.is_contiguous()
+    has_shape = dim % native.LANES == 0 and dim <= _WIDEST_HEAD and block_size % native.LANES == 0
+    return is_plain and is_paged and has_shape and not torch.is_grad_enabled()
+
+
+def attend(
+    kernel: native.Kernel,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    selected: Tensor,
+    positions: Tensor,
+    scale: float,
+) -> Tensor:
+    """`ops.sparse.sparse_attention` in fp32, reading keys and values in place; no block may be selected twice."""
+    groups, num_pages, block_size, dim = k_pages.shape
+    assert not selected.numel() or int(selected.max()) < len(table), "a selected block has no page"
+    table, selected, positions = (x.long().contiguous() for x in (table, selected, positions))
+    queries = q.float().contiguous()
+    out = torch.empty_like(queries)
+    attention = native.AttentionStruct(
+        *(x.data_ptr() for x in (queries, k_pages, v_pages, table, selected, positions, out)),
+        num_queries=q.shape[0],
+        num_heads=q.shape[1],
+        num_groups=groups,
+        dim=dim,
+        num_pages=num_pages,
+        block_size=block_size,
+        num_blocks=table.shape[0],
+        num_selected=selected.shape[-1],
+        page_type=native.element_type(k_pages.dtype),
+        num_threads=torch.get_num_threads(),
+        scale=scale,
+    )
+    kernel.attend(ctypes.addressof(attention))
+    return out.to(q.dtype)
+
+
+def can_fold(k: Tensor, v: Tensor, state: Tensor) -> bool:
+    """Return whether the C++ kernel takes these tensors; it has no backward pass."""
+    is_plain = all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (k, v, state))
+    return is_plain and state.shape[-1] % native.LANES == 0 and not torch.is_grad_enabled()
+
+
+def fold(kernel: native.Kernel, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor) -> Tensor:
+    """`ops.lightning.lightning_fold`, token by token as the fused decode does it: bit for bit the same state."""
+    k, v, decay = k.contiguous(), v.contiguous(), torch.exp(-slopes)
+    state = state.clone(memory_format=torch.contiguous_format)
+    kernel.fold(state.data_ptr(), k.data_ptr(), v.data_ptr(), decay.data_ptr(), *k.shape)
+    return state

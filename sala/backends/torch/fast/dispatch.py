@@ -8,8 +8,8 @@ What runs, and where to set a breakpoint:
 
 | device | prompts (prefill) | answers (decode) | `kernels="off"` |
 |---|---|---|---|
-| CPU | `model.SalaModel.forward`; sparse attention in C++ (`cpu_ops.attend`) | `cpu_decode.CpuDecode.__call__`: one C++ call per step (`kernels/decode.cpp`) | `model.SalaModel.forward`, `ops/` |
-| CUDA, Triton | `gpu_forward.GpuForward.run_prefill`, mixers in `gpu_spans.PrefillSpan` | `gpu_forward.GpuForward.run_decode`, mixers in `gpu_spans.DecodeSpans`, replayed as a CUDA graph (`gpu_graphs.DecodeGraph`): Python runs at capture only | `model.SalaModel.forward`, `ops/` |
+| CPU | `model.SalaModel.forward`; sparse attention in C++ (`cpu_decode.attend`) | `cpu_decode.CpuDecode.__call__`: one C++ call per step (`kernels/decode.cpp`) | `model.SalaModel.forward`, `ops/` |
+| CUDA, Triton | `gpu_forward.GpuForward.run_prefill`, mixers in `gpu_layers.PrefillSpan` | `gpu_forward.GpuForward.run_decode`, mixers in `gpu_layers.DecodeSpans`, replayed as a CUDA graph (`gpu_forward.DecodeGraph`): Python runs at capture only | `model.SalaModel.forward`, `ops/` |
 | whole sequences (training) | `model.SalaModel.forward`; on CUDA `training.py` | – | `ops/` |
 
 `TorchExecutor.forward` calls the fused forward if it takes the batch, otherwise the model.
@@ -23,13 +23,11 @@ from torch import Tensor, nn
 
 from sala.backends.torch.batch import Batch
 from sala.backends.torch.cache import FP8, HybridCache
-from sala.backends.torch.fast import cpu_ops, training
-from sala.backends.torch.fast.cpu_decode import CpuDecode, can_decode
+from sala.backends.torch.fast import cpu_decode, training
 from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.linears import can_run_packed, put_half_linears
 from sala.backends.torch.model import SalaModel
-from sala.backends.torch.ops import lightning, sparse
-from sala.backends.torch.ops.table import REFERENCE, Ops
+from sala.backends.torch.ops import REFERENCE, Ops, lightning, sparse
 from sala.config import SparseConfig
 from sala.errors import InputError
 from sala.protocol import Options
@@ -90,7 +88,7 @@ def select_forward(
         return GpuForward(model, device, max_tokens, prefill=prefill)
     is_cpu = kernels != "off" and device.type == "cpu" and native.load() is not None
     # decode.cpp reads pages of 16 and 32 bits
-    return CpuDecode(model) if is_cpu and kv_dtype != FP8 and can_decode(model) else None
+    return cpu_decode.CpuDecode(model) if is_cpu and kv_dtype != FP8 and cpu_decode.can_decode(model) else None
 
 
 def _check_fp8_prefill(device: torch.device, has_kernels: bool) -> None:
@@ -114,17 +112,17 @@ def _has_gpu_shapes(model: SalaModel) -> bool:
 def _sparse_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, selected: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
-    kernel = native.load() if cpu_ops.can_attend(q, k_pages, v_pages) else None
+    kernel = native.load() if cpu_decode.can_attend(q, k_pages, v_pages) else None
     if kernel is None:
         return sparse.sparse_attention(q, k_pages, v_pages, table, selected, positions, scale)
-    return cpu_ops.attend(kernel, q, k_pages, v_pages, table, selected, positions, scale)
+    return cpu_decode.attend(kernel, q, k_pages, v_pages, table, selected, positions, scale)
 
 
 def _lightning_fold(k: Tensor, v: Tensor, state: Tensor, slopes: Tensor) -> Tensor:
-    kernel = native.load() if cpu_ops.can_fold(k, v, state) else None
+    kernel = native.load() if cpu_decode.can_fold(k, v, state) else None
     if kernel is None:
         return lightning.lightning_fold(k, v, state, slopes)
-    return cpu_ops.fold(kernel, k, v, state, slopes)
+    return cpu_decode.fold(kernel, k, v, state, slopes)
 
 
 def _lightning_whole(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], slopes: Tensor, scale: float) -> Tensor:

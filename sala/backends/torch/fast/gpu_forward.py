@@ -8,30 +8,35 @@ are wanted go through the whole last layer; the others only write its KV cache.
 | file | subject |
 |---|---|
 | `gpu_weights.py` | fused, packed and FP8 matrices, products with them |
-| `gpu_layers.py` | one layer: norm, projections, mixer, MLP |
-| `gpu_spans.py` | the mixers of prefill and of decode rows |
-| `gpu_graphs.py` | CUDA graphs of decode steps |
+| `gpu_layers.py` | one layer: norm, projections, MLP, the mixers of prefill and of decode rows |
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sala.backends.torch.batch import Batch, take
+from sala.backends.torch.batch import Batch, Span, take
 from sala.backends.torch.cache import HybridCache
-from sala.backends.torch.fast.gpu_graphs import DecodeGraph
-from sala.backends.torch.fast.gpu_layers import Angles, Fp8Matrices, FusedLayer, Mixers, norm_rows, norm_to_fp8
-from sala.backends.torch.fast.gpu_spans import DecodeSpans, PrefillSpan
+from sala.backends.torch.fast.gpu_layers import (
+    Angles,
+    DecodeSpans,
+    Fp8Matrices,
+    FusedLayer,
+    Mixers,
+    PrefillSpan,
+    norm_rows,
+    norm_to_fp8,
+)
 from sala.backends.torch.fast.gpu_weights import can_take, kernels_of, product, weight_of
-from sala.backends.torch.kernels import linear
+from sala.backends.torch.kernels import lightning, linear
 from sala.backends.torch.kernels.packed_weight import PackedWeight
 from sala.backends.torch.linears import AffineEmbedding
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.dense import frequencies, query_growth, rotations
+from sala.backends.torch.ops.lightning import decay_slopes
 
 MAX_DECODE_TOKENS = 16  # of a span: a sampled token and its drafts; longer spans are prefill
 MAX_SAMPLED_ROWS = 256  # up to here logits are computed in batch-invariant pieces
@@ -50,7 +55,8 @@ class GpuForward:
     ) -> None:
         """Fuse the model's matrices; `prefill="fp8"` also makes the FP8 copies with which prompts are multiplied."""
         self.model, self.device, self.config = model, device, model.config
-        self.layers = [FusedLayer(layer, index) for index, layer in enumerate(_layers(model))]
+        layers: Any = model.model.layers
+        self.layers = [FusedLayer(layer, index) for index, layer in enumerate(layers)]
         dims = (self.config.lightning_head_dim, self.config.head_dim)
         self.rates = [frequencies(dim, self.config.rope_theta, device) for dim in dims]
         self.head = weight_of(model.lm_head, model.model.norm.weight.dtype, device)
@@ -124,7 +130,7 @@ class GpuForward:
             batch.settle.append(graph.settler(spans, decode))
         return hidden, count
 
-    def graph_of(self, num_spans: int, count: int, cache: HybridCache, num_layers: int | None) -> DecodeGraph:
+    def graph_of(self, num_spans: int, count: int, cache: HybridCache, num_layers: int | None) -> "DecodeGraph":
         """Return the graph of this size: captured at first use, uncaptured for drafts or for another cache."""
         sparse = self.config.sparse_config
         is_captured = self.has_graphs and num_layers is None and (self.cache is None or self.cache is cache)
@@ -135,14 +141,15 @@ class GpuForward:
             if self.pool is None:
                 self.pool = torch.cuda.graph_pool_handle()
         rows = DecodeSpans(sparse, self.angles, num_spans, count, self.max_blocks, self.device)
-        forward = partial(self._run_rows, cache=cache, num_layers=num_layers)
+
+        def forward() -> Tensor:
+            rows.prepare()
+            return self.run(rows.tokens, rows, cache, num_layers)
+
         graph = DecodeGraph(rows, forward, cache, self.pool if is_captured else None)
         if is_captured:
             self.graphs[num_spans, count] = graph
         return graph
-
-    def _run_rows(self, rows: DecodeSpans, cache: HybridCache, num_layers: int | None) -> Tensor:
-        return self.run(rows.tokens, rows, cache, num_layers)
 
     def run(
         self, tokens: Tensor, rows: Mixers, cache: HybridCache, num_layers: int | None, count: int | None = None
@@ -160,6 +167,7 @@ class GpuForward:
             x, normed = norm(x, delta, layer.scale, layer.input_norm, layer.dependents_first)
             if count is not None and layer is layers[-1]:
                 assert isinstance(normed, Tensor)
+                assert isinstance(rows, PrefillSpan)
                 delta = layer.mix_last(normed, rows, held, count)
                 x = x[x.shape[0] - count :]
             else:
@@ -194,5 +202,89 @@ def _bucket(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _layers(model: SalaModel) -> list[Any]:
-    return list(model.model.layers)
+class DecodeGraph:
+    """A decode step of fixed size: its inputs and, if it has a `pool`, the captured graph that computes it.
+
+    `forward` runs all layers over `rows` on top of `cache`. The pool is memory that graphs share.
+    """
+
+    def __init__(self, rows: DecodeSpans, forward: Callable[[], Tensor], cache: HybridCache, pool: Any = None) -> None:
+        self.rows, self.forward, self.cache = rows, forward, cache
+        self.pages: list[tuple[int, ...]] = [()] * rows.num_spans
+        self.graph: Any = None
+        self.hidden: Tensor | None = None
+        is_cuda = rows.inputs.is_cuda
+        self.host = torch.empty(rows.inputs.shape, dtype=torch.long, pin_memory=is_cuda)
+        self.is_copied = torch.cuda.Event() if is_cuda else None
+        if pool is not None:
+            self.capture(pool)
+
+    def capture(self, pool: Any) -> None:
+        """Run once on padding only, which changes nothing but compiles the kernels, then capture."""
+        self.rows.all_positions.fill_(-1)
+        self.rows.slots.fill_(-1)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.forward()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.hidden = self.forward()
+
+    def replay(self) -> Tensor:
+        if self.graph is None:
+            return self.forward()
+        self.graph.replay()
+        assert self.hidden is not None
+        return self.hidden
+
+    def fill(self, spans: Sequence[Span], ids: Sequence[tuple[int, ...]]) -> None:
+        """Set the inputs of the next step: the spans, each with its tokens."""
+        rows, count = self.rows, self.rows.count
+        spare = rows.num_spans - len(spans)
+        tokens: list[int] = []
+        positions: list[int] = []
+        for span, some in zip(spans, ids, strict=True):
+            rest = count - span.length
+            tokens += [*some, *([0] * rest)]
+            positions += [*range(span.start, span.end), *([-1] * rest)]
+        rest = rows.num_padded - len(tokens)
+        values = [*tokens, *([0] * rest), *positions, *([-1] * rest)]
+        values += [span.slot for span in spans] + [-1] * spare
+        values += [span.start for span in spans] + [0] * spare
+        values += [min(span.sparse_from, 1 << 40) for span in spans] + [0] * spare
+        values += [0 if span.num_drafts else span.length for span in spans] + [0] * spare
+        if self.is_copied is not None:
+            self.is_copied.synchronize()  # the last copy may still be reading
+        self.host.copy_(torch.tensor(values))
+        rows.inputs.copy_(self.host, non_blocking=True)
+        if self.is_copied is not None:
+            self.is_copied.record()
+        for index, span in enumerate(spans):
+            self.fill_table(index, span.pages)
+
+    def fill_table(self, index: int, pages: tuple[int, ...]) -> None:
+        """Copy new pages only: the table of a million tokens has thousands of entries."""
+        old = self.pages[index]
+        if old == pages:
+            return
+        first = len(old) if len(old) < len(pages) and pages[: len(old)] == old else 0
+        new = torch.tensor(pages[first:], dtype=torch.int32)
+        self.rows.tables[index, first : len(pages)].copy_(new, non_blocking=True)
+        self.pages[index] = pages
+
+    def settler(self, spans: Sequence[Span], indices: Sequence[int]) -> Callable[[Sequence[int]], None]:
+        """Return what advances the states of spans with drafts, once the numbers of accepted tokens are known."""
+
+        def settle(num_accepted: Sequence[int]) -> None:
+            rows = self.rows
+            counts = [num_accepted[i] if span.num_drafts else 0 for i, span in zip(indices, spans, strict=True)]
+            counts += [0] * (rows.num_spans - len(spans))
+            accepted = torch.zeros_like(rows.slots)
+            accepted.copy_(torch.tensor(counts, dtype=accepted.dtype), non_blocking=True)
+            for index, (k, v, heads) in rows.kept.items():
+                slopes = decay_slopes(k.shape[2], k.device)
+                lightning.lightning_fold(k, v, self.cache.states[index], rows.slots, accepted, slopes, heads)
+
+        return settle
