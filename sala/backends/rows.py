@@ -1,6 +1,8 @@
 """What all backends share about the rows of a plan: their place in the cache, and the rule by which they are sampled.
 
-The sampling rule is written once, so that the same seed gives the same tokens on every backend.
+The sampling rule is written once, so that the same seed gives the same tokens on every backend. A sampled token depends
+on the logits, the seed and the position only, not on the batch. That is also why speculation is lossless: every
+position is sampled as without drafts, and a draft is accepted if it is the token that was sampled.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+import numpy as np
 
 from sala.config import SalaConfig
 from sala.protocol import Blob, Plan, Row, SampledToken, Sampling
@@ -154,6 +158,16 @@ def places_of(plan: Plan) -> list[tuple[Row, int]]:
     """Return what is to be sampled: rows, each with the number of drafts before the token (none, one, … all)."""
     rows = (row for row in plan.rows if row.sampling is not None)
     return [(row, count) for row in rows for count in range(row.num_drafts + 1)]
+
+
+def allowed_tokens(row: Row, vocab: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+    """Return which of the tokens the mask and the bans of a row allow, [vocab]."""
+    bits = np.frombuffer(row.mask, np.uint8) if row.mask is not None else np.full(-(-vocab // 8), 255, np.uint8)
+    allowed = np.zeros(vocab, np.bool_)
+    known = np.unpackbits(bits, bitorder="little")[:vocab]
+    allowed[: len(known)] = known
+    allowed[list(row.banned)] = False
+    return allowed
 
 
 def keep_agreed(plan: Plan, sampled: Sequence[SampledToken]) -> tuple[tuple[SampledToken, ...], ...]:

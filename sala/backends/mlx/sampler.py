@@ -1,8 +1,4 @@
-"""From logits to tokens. A sampled token depends on the logits, the seed and the position only, not on the batch.
-
-That is also why speculation is lossless: every position is sampled as without drafts, and a draft is accepted if it is
-the token that was sampled. The rules are those of the torch backend.
-"""
+"""From logits to tokens, by the rule of `backends/rows.py`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from sala.backends.rows import GREEDY_BELOW, is_adjusted, point_of, sampling_of
+from sala.backends.rows import GREEDY_BELOW, allowed_tokens, is_adjusted, point_of, sampling_of
 from sala.protocol import Row, SampledToken, Sampling
 
 _ID_BITS = 32  # of a sorting key; the rest is the probability
@@ -63,15 +59,8 @@ def adjust(logits: mx.array, sampling: Sampling, row: Row, num_accepted: int = 0
         bias[list(sampling.logit_bias)] = list(sampling.logit_bias.values())
         logits = logits + mx.array(bias)
     if row.mask is not None or row.banned:
-        allowed = np.ones(vocab, np.bool_) if row.mask is None else _allowed(row.mask, vocab)
-        allowed[list(row.banned)] = False
-        logits = mx.where(mx.array(allowed), logits, -mx.inf)
+        logits = mx.where(mx.array(allowed_tokens(row, vocab)), logits, -mx.inf)
     return logits
-
-
-def _allowed(mask: bytes, vocab: int) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab]
-    return np.pad(bits, (0, vocab - len(bits))).astype(np.bool_)
 
 
 def _penalise(logits: mx.array, sampling: Sampling, history: Any, prompt_len: int) -> mx.array:

@@ -1,15 +1,11 @@
-"""From logits to tokens. A sampled token depends on the logits, the seed and the position only, not on the batch.
-
-That is also why speculation is lossless: every position is sampled as without drafts, and a draft is accepted if it is
-the token that was sampled.
-"""
+"""From logits to tokens, by the rule of `backends/rows.py`."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sala.backends.rows import GREEDY_BELOW, is_adjusted, point_of, sampling_of
+from sala.backends.rows import GREEDY_BELOW, allowed_tokens, is_adjusted, point_of, sampling_of
 from sala.protocol import Row, SampledToken, Sampling
 
 
@@ -44,20 +40,9 @@ def adjust(logits: Tensor, sampling: Sampling, row: Row, num_accepted: int = 0) 
         _penalise(logits, sampling, torch.tensor(history, device=logits.device, dtype=torch.long), row.prompt_len)
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
-    if row.mask is not None:
-        logits[~_allowed(row.mask, logits)] = float("-inf")
-    if row.banned:
-        logits[list(row.banned)] = float("-inf")
+    if row.mask is not None or row.banned:
+        logits[~torch.from_numpy(allowed_tokens(row, logits.shape[0])).to(logits.device)] = float("-inf")
     return logits
-
-
-def _allowed(mask: bytes, logits: Tensor) -> Tensor:
-    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
-    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    allowed = torch.zeros(logits.shape[0], dtype=torch.bool)
-    bits = bits.flatten()[: logits.shape[0]].bool()
-    allowed[: bits.shape[0]] = bits
-    return allowed.to(logits.device)
 
 
 def _penalise(logits: Tensor, sampling: Sampling, history: Tensor, prompt_len: int) -> None:

@@ -1,10 +1,6 @@
 """Lightning attention: a linear recurrence with one constant decay per head, state in fp32.
 
-    S_t = exp(-s_h) S_{t-1} + k_t^T v_t          o_t = scale * q_t S_t
-
-`lightning_step` is that definition, one token for many sequences. `lightning_prefill` computes the same for
-many tokens of one sequence: inside a chunk as masked attention, between chunks through the state.
-`lightning_ragged` takes packed sequences of any lengths.
+The recurrence and the functions are those of `backends/torch/ops/lightning.py`.
 """
 
 import math

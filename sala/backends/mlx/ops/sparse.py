@@ -1,11 +1,6 @@
 """InfLLM-v2: select a few blocks of the context for every query and attend to nothing else.
 
-Keys are pooled twice over sliding windows (k1: kernel_size every kernel_stride; k2: four times as coarse).
-A query scores the k1 windows, normalised by the log-sum-exp over the k2 windows; a block's score is the best of
-the windows that touch it, summed over the heads of a kv group. Initial and recent blocks are always selected.
-
-Pages hold one block each. A pooled key lives in the page where its window *ends*: pooled row e of stride s
-is the mean of the `kernel` keys up to and including position (e + 1) * s - 1.
+The rules and the layout of pages and pooled keys are those of `backends/torch/ops/sparse.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
