@@ -8,7 +8,7 @@ import numpy as np
 from sala.checkpoint.arrays import Floats, as_array
 from sala.checkpoint.external_formats import Bytes, Matrix, parts_of, read_fp8_scales, read_matrix
 from sala.checkpoint.names import external_modules, quantized_modules
-from sala.checkpoint.packing import PACKED_PARTS, Packed, dequantize
+from sala.checkpoint.packing import PACKED_PARTS, dequantize, read_packed
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import CheckpointError
@@ -52,7 +52,7 @@ class QuantizedMatrices:
 
     def __init__(self, checkpoint: Checkpoint, config: SalaConfig) -> None:
         self.checkpoint = checkpoint
-        self.layout = config.quantization.layout if config.quantization is not None else None
+        self.layout = config.layout
         self.external = external_modules(checkpoint.tensors, config)
         self.groups = {} if self.layout is not None else quantized_modules(checkpoint.tensors, config)
 
@@ -72,9 +72,7 @@ class QuantizedMatrices:
     def read(self, module: str) -> Matrix | Fp8Matrix:
         """Return the matrix of a quantized module; its codes are views of the file where the format allows it."""
         if self.layout is None:
-            groups, parts = self.groups[module], [self.checkpoint.read(name) for name in self.parts(module)]
-            codes, scales, biases = (as_array(part) for part in parts)
-            return Matrix(Packed(codes, scales, biases, groups.bits, groups.group_size, parts[1].dtype), None)
+            return Matrix(read_packed(self.checkpoint.read, module, self.groups[module]), None)
         if self.layout.kind != "fp8":
             return read_matrix(self.checkpoint, module, self.external[module], self.layout)
         factors = read_fp8_scales(self.checkpoint, module)
