@@ -2,31 +2,37 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from sala import __version__
+from sala.errors import SalaError
 from sala.models.catalog import Downloads, Library
-from sala.server.admin import docs, health, metrics, models
+from sala.server.admin import health, metrics, models
 from sala.server.admin.metrics import Metrics
-from sala.server.api import anthropic, chat, completions, responses, tokens
-from sala.server.http import page as web
-from sala.server.http.body import RequestLimits
-from sala.server.http.errors import GUARDED, ApiError, add_handlers, describe
-from sala.server.http.security import Failures, HostCheck, OriginCheck, Stamp, need_key
+from sala.server.api import routes, tokens
+from sala.server.http import page
+from sala.server.http.errors import GUARDED, ApiError, describe, from_exception, from_validation
+from sala.server.http.security import Guard, RequestLimits, need_key
 from sala.server.runtime import Runtime
 from sala.server.settings import Settings
 
-API_ROUTERS: tuple[APIRouter, ...] = (
-    chat.router,
-    completions.router,
-    responses.router,
-    anthropic.router,
-    models.router,
-    tokens.router,
-)
+METHODS = ("DELETE", "GET", "HEAD", "POST")
+CLIENT_GONE = 499  # for the log only: the client has disconnected
+WORDS = {
+    404: "there is no route at this path",
+    405: "this path does not support that method",
+    413: "the request is too large",
+}
+_log = logging.getLogger("sala.server")
 
 
 def create_app(settings: Settings, runtime: Runtime | None = None) -> FastAPI:
@@ -56,18 +62,17 @@ def add_routes(app: FastAPI) -> None:
     """Add the API with and without the prefix /v1. The routes themselves require the key."""
     keyed = [Depends(need_key)]
     errors = GUARDED | describe(401)
-    for router in API_ROUTERS:
+    for router in (routes.router, models.router, tokens.router):
         app.include_router(router, prefix="/v1", dependencies=keyed, responses=errors)
         app.include_router(router, dependencies=keyed, include_in_schema=False)
     app.include_router(metrics.router, dependencies=keyed, responses=errors)
-    for router in (health.router, docs.router, web.router):  # public: they reveal nothing
+    for router in (health.router, page.router):  # public: they reveal nothing
         app.include_router(router, responses=GUARDED)
 
 
 def add_guards(app: FastAPI, settings: Settings) -> None:
     """Add our middleware; what is added last sees a request first."""
     app.add_middleware(RequestLimits, settings=settings)
-    app.add_middleware(Failures)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -76,9 +81,35 @@ def add_guards(app: FastAPI, settings: Settings) -> None:
             allow_headers=["*"],
             expose_headers=["retry-after", "x-request-id"],
         )
-    app.add_middleware(OriginCheck, settings=settings)
-    app.add_middleware(HostCheck, settings=settings)
-    app.add_middleware(Stamp)
+    app.add_middleware(Guard, settings=settings)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Answer every exception with an error in our form."""
+    for kind in (HTTPException, RequestValidationError, ApiError, SalaError, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _answer_error)
+
+
+async def _answer_error(request: Request, error: Exception) -> Any:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    if isinstance(error, RequestValidationError):
+        return from_validation(error.errors())
+    if isinstance(error, HTTPException):
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        headers = {"Allow": ", ".join(_methods(request))} if error.status_code == 405 else error.headers
+        message = WORDS.get(error.status_code) or str(error.detail) or "the request failed"
+        return ApiError(error.status_code, message, code=code, headers=headers)
+    found = from_exception(error)
+    if isinstance(error, SalaError) and found.status_code >= 500:
+        _log.error("%s: %s", type(error).__name__, error)
+    return found
+
+
+def _methods(request: Request) -> list[str]:
+    """Return the methods that the routes of this path support."""
+    matches = [route.matches for route in request.app.routes]
+    return [each for each in METHODS if any(one({**request.scope, "method": each})[0] is Match.FULL for one in matches)]
 
 
 @contextlib.asynccontextmanager

@@ -1,34 +1,61 @@
 """Batch inference in OpenAI's batch format: one JSON object per line in, one per line out.
 
-Answers are written to `OUT.part` as they complete; the file gets its name when all of them are there. After a kill, the
-same command resumes: lines that are answered already are not computed again.
+A line is validated and answered as the server would answer it. Answers are written to `OUT.part` as they complete; the
+file gets its name when all of them are there. After a kill, the same command resumes: lines that are answered already
+are not computed again.
 """
 
+import asyncio
 import json
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from pydantic import ValidationError
 
 from sala.checkpoint.writer import publish
-from sala.engine.requests import Call
-from sala.engine.stream import Completion
-from sala.errors import ContextTooLong, InputError, SalaError
+from sala.errors import InputError
 from sala.llm import LLM
-from sala.protocol import Sampling
+from sala.server.api.answers import Reply, naming
+from sala.server.api.chat import ChatReply
+from sala.server.api.chat_schema import ChatRequest, GenerationRequest
+from sala.server.api.completions import CompletionReply
+from sala.server.api.completions_schema import CompletionRequest
+from sala.server.http.errors import ApiError, from_exception, from_validation
+from sala.server.settings import Settings
 
-URLS = ("/v1/chat/completions", "/v1/completions")
-RENAMED = {"max_completion_tokens": "max_tokens"}
-SETTINGS = {
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-    "stop", "max_tokens", "min_tokens", "ignore_eos", "think_budget", "loop_guard", "regex", "grammar",
-}  # fmt: skip
-IGNORED = {"model", "user", "store", "metadata", "service_tier", "messages", "prompt", "tools", "stream"}
-DEFAULTS = {"temperature": 1.0, "max_tokens": 1024}
+MAX_WAITING = 64  # requests that are queued at a time
+DEFAULTS: dict[str, Any] = {"temperature": 1.0, "max_tokens": 1024, "loop_guard": 0}
 Progress = Callable[[int, int], None]
+
+
+class BatchFields(GenerationRequest):
+    """Sampling parameters that only batches take."""
+
+    sampling_fields = (*GenerationRequest.sampling_fields, "think_budget", "loop_guard", "regex", "grammar")
+
+    think_budget: int | None = None
+    loop_guard: int | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+
+class BatchChat(BatchFields, ChatRequest):
+    pass
+
+
+class BatchCompletion(BatchFields, CompletionRequest):
+    pass
+
+
+ROUTES: dict[str, tuple[type[GenerationRequest], type[Reply[Any]]]] = {
+    "/v1/chat/completions": (BatchChat, ChatReply),
+    "/v1/completions": (BatchCompletion, CompletionReply),
+}
 
 
 @dataclass(slots=True)
@@ -50,19 +77,16 @@ def run_batch(llm: LLM, source: Path, target: Path, on_progress: Progress | None
     part = target.with_name(f"{target.name}.part")
     answered = _resume(part)
     total = sum(1 for _ in _lines(source))
-    tally = Tally(skipped=len(answered))
     with part.open("a", encoding="utf-8") as out:
-        calls = _calls(source, answered, tally, out)
-        for (custom_id, url), result in llm.many(calls):
-            _write(out, _answer(custom_id, result, url, llm.path.name))
-            tally.done += isinstance(result, Completion)
-            tally.failed += not isinstance(result, Completion)
-            if on_progress is not None:
-                on_progress(tally.done + tally.failed + tally.skipped, total)
+        batch = _Batch(llm, out, answered, lambda count: on_progress and on_progress(count, total))
+        try:
+            asyncio.run(batch.run(source))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
         out.flush()
         os.fsync(out.fileno())
     publish(part, target)
-    return tally
+    return batch.tally
 
 
 def _resume(part: Path) -> set[str]:
@@ -94,24 +118,85 @@ def _lines(source: Path) -> Iterator[tuple[int, str]]:
         raise InputError("input", f"{source} cannot be read: {error}", "give a JSONL file in UTF-8") from None
 
 
-def _calls(source: Path, answered: set[str], tally: Tally, out: Any) -> Iterator[Call]:
-    for number, line in _lines(source):
-        custom_id = f"sala:line-{number}"  # for a line without an id of its own
-        try:
-            request = _parse(line)
-            if request["custom_id"] in tally.seen:
-                raise InputError("custom_id", f"{request['custom_id']!r} was used before", "give every line its own")
-            custom_id = request["custom_id"]
-            tally.seen.add(custom_id)
-            if custom_id in answered:
+class _Batch:
+    """The requests of a file on their way to their answers."""
+
+    def __init__(self, llm: LLM, out: TextIO, answered: set[str], on_progress: Callable[[int], object]) -> None:
+        self.tally = Tally(skipped=len(answered))
+        self._llm = llm
+        self._out = out
+        self._answered = answered
+        self._on_progress = on_progress
+        self._settings = Settings(**DEFAULTS)
+
+    async def run(self, source: Path) -> None:
+        """Answer a file. An error of one line is its answer; only errors of the output end the batch."""
+        room = asyncio.Semaphore(MAX_WAITING)
+        async with asyncio.TaskGroup() as group:
+            for custom_id, reply in self._requests(source):
+                await room.acquire()
+                group.create_task(self._answer(custom_id, reply)).add_done_callback(lambda _: room.release())
+
+    def _requests(self, source: Path) -> Iterator[tuple[str, Reply[Any]]]:
+        for number, line in _lines(source):
+            custom_id = f"sala:line-{number}"  # for a line without an id of its own
+            try:
+                request = _parse(line)
+                if request["custom_id"] in self.tally.seen:
+                    problem = f"{request['custom_id']!r} was used before"
+                    raise InputError("custom_id", problem, "give every line its own")
+                custom_id = request["custom_id"]
+                self.tally.seen.add(custom_id)
+                if custom_id in self._answered:
+                    continue
+                reply = self._read(request)
+            except (InputError, ApiError) as error:
+                if custom_id not in self._answered:
+                    self._write(custom_id, from_exception(error))
                 continue
-            call = _call(custom_id, request)
-        except SalaError as error:
-            if custom_id not in answered:
-                _write(out, _answer(custom_id, error))
-                tally.failed += 1
-            continue
-        yield call
+            yield custom_id, reply
+
+    def _read(self, request: dict[str, Any]) -> Reply[Any]:
+        url, body = request.get("url"), request.get("body")
+        if request.get("method", "POST") != "POST" or url not in ROUTES:
+            raise InputError("url", f"is {url!r}", "known: POST " + ", ".join(ROUTES))
+        if not isinstance(body, dict):
+            raise InputError("body", "is missing", "it holds the request")
+        schema, reply = ROUTES[url]
+        try:
+            return reply(self._llm.path.name, self._llm, schema.model_validate(body), self._settings)
+        except ValidationError as error:
+            raise from_validation(error.errors(include_url=False, include_input=False)) from None
+
+    async def _answer(self, custom_id: str, reply: Reply[Any]) -> None:
+        result: Any
+        try:
+            with naming(reply.fields):
+                stream = await self._llm.service.open(partial(reply.prepare, self._llm.inputs))
+            async with stream:
+                result = await reply.collect(stream)
+        except Exception as error:
+            result = from_exception(error)
+            if result.code == "server_error":  # unlike a client of the server, the user may know what it was
+                result = ApiError(500, str(error) or type(error).__name__, code="server_error")
+        self._write(custom_id, result)
+
+    def _write(self, custom_id: str, result: Any) -> None:
+        """Write the line of an answer or an ApiError."""
+        is_error = isinstance(result, ApiError)
+        response = {
+            "status_code": result.status_code if is_error else 200,
+            "request_id": None if is_error else f"req_{secrets.token_hex(8)}",
+            "body": result.envelope() if is_error else result,
+        }
+        error = {"code": result.code, "message": result.message} if is_error else None
+        number = f"batch_req_{secrets.token_hex(8)}"
+        line = {"id": number, "custom_id": custom_id, "response": response, "error": error}
+        self._out.write(json.dumps(line) + "\n")
+        self._out.flush()
+        self.tally.failed += is_error
+        self.tally.done += not is_error
+        self._on_progress(self.tally.done + self.tally.failed + self.tally.skipped)
 
 
 def _parse(line: str) -> dict[str, Any]:
@@ -122,112 +207,3 @@ def _parse(line: str) -> dict[str, Any]:
     if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
         raise InputError("custom_id", "is missing", "every line needs a string of its own")
     return request
-
-
-def _call(custom_id: str, request: dict[str, Any]) -> Call:
-    url, body = request.get("url"), request.get("body")
-    if request.get("method", "POST") != "POST" or url not in URLS:
-        raise InputError("url", f"is {url!r}", "known: POST " + ", ".join(URLS))
-    if not isinstance(body, dict):
-        raise InputError("body", "is missing", "it holds the request")
-    sampling = _sampling(body)
-    if url == "/v1/completions":
-        return Call((custom_id, url), sampling, prompt=body.get("prompt", ()))
-    return Call((custom_id, url), sampling, messages=body.get("messages") or [], tools=body.get("tools"))
-
-
-def _sampling(body: dict[str, Any]) -> Sampling:
-    settings: dict[str, Any] = dict(DEFAULTS)
-    for name, value in body.items():
-        known = RENAMED.get(name, name)
-        if known in SETTINGS:
-            if value is not None:
-                settings[known] = tuple(value) if isinstance(value, list) else value
-        elif name == "logprobs" and not value:
-            continue
-        elif name == "logit_bias":
-            settings["logit_bias"] = _bias(value)
-        elif name == "response_format":
-            settings |= _format(value)
-        elif name == "n" and value == 1:
-            continue
-        elif name not in IGNORED:
-            raise InputError(name, "is not supported here", "leave it out")
-    try:
-        return Sampling(**settings)
-    except TypeError as error:
-        raise InputError("body", str(error)) from None
-
-
-def _bias(value: Any) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in (value or {}).items()}
-    except (ValueError, AttributeError):
-        raise InputError("logit_bias", f"is {value!r}", "it maps token ids to numbers") from None
-
-
-def _format(value: Any) -> dict[str, Any]:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return {}
-    if kind == "json_object":
-        return {"json_schema": '{"type": "object"}'}
-    if kind == "json_schema" and isinstance(value.get("json_schema"), dict) and "schema" in value["json_schema"]:
-        return {"json_schema": json.dumps(value["json_schema"]["schema"])}
-    raise InputError("response_format", f"is {value!r}"[:200], "use text, json_object or json_schema with a schema")
-
-
-def _answer(custom_id: str, result: Completion | Exception, url: str = URLS[0], model: str = "") -> dict[str, Any]:
-    line: dict[str, Any] = {"id": f"batch_req_{secrets.token_hex(8)}", "custom_id": custom_id}
-    if isinstance(result, Completion):
-        line["response"] = {
-            "status_code": 200,
-            "request_id": f"req_{secrets.token_hex(8)}",
-            "body": _body(result, url, model),
-        }
-        line["error"] = None
-        return line
-    is_client_error = isinstance(result, InputError | ContextTooLong)
-    code = "context_length_exceeded" if isinstance(result, ContextTooLong) else "invalid_request_error"
-    error = {
-        "message": str(result) or type(result).__name__,
-        "type": "invalid_request_error" if is_client_error else "server_error",
-        "param": getattr(result, "field", None),
-        "code": code if is_client_error else "server_error",
-    }
-    line["response"] = {"status_code": 400 if is_client_error else 500, "request_id": None, "body": {"error": error}}
-    line["error"] = {"code": error["code"], "message": error["message"]}
-    return line
-
-
-def _body(result: Completion, url: str, model: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
-    if result.reasoning:
-        message["reasoning_content"] = result.reasoning
-    if result.tool_calls:
-        message["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
-            for c in result.tool_calls
-        ]
-    is_chat = url == URLS[0]
-    content = {"message": message} if is_chat else {"text": result.text}
-    choice = {"index": 0, **content, "logprobs": None, "finish_reason": result.finish_reason}
-    usage = result.usage
-    return {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.total_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        },
-    }
-
-
-def _write(out: Any, line: dict[str, Any]) -> None:
-    out.write(json.dumps(line) + "\n")
-    out.flush()

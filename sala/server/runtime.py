@@ -142,7 +142,7 @@ class Runtime:
             with contextlib.suppress(SalaError):
                 return EMBEDDED, find_model(None)
             raise _cannot_load(model_id)
-        raise ApiError(404, "there is no such model; GET /v1/models lists them", param="model", code="model_not_found")
+        raise no_such_model()
 
     async def _load_shielded(self, model_id: str, makes_room: bool) -> LoadedModel:
         """Load a model, even if the client that asked for it disconnects: the next request will need it."""
@@ -203,6 +203,10 @@ class Runtime:
             del self.loaded[model.id]
         await asyncio.to_thread(model.llm.close, drain_s)
         self.loaded.pop(model.id, None)
+
+
+def no_such_model() -> ApiError:
+    return ApiError(404, "there is no such model; GET /v1/models lists them", param="model", code="model_not_found")
 
 
 def _cannot_load(model_id: str) -> ApiError:

@@ -22,8 +22,8 @@ from typing import Any, cast
 import uvicorn
 
 from sala.errors import SalaError
-from sala.server.http.body import MAX_HEADER_BYTES
 from sala.server.http.connection import Connection, Front
+from sala.server.http.security import MAX_HEADER_BYTES
 from sala.server.settings import Settings, check_listening
 
 Note = Callable[[str], None]

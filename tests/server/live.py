@@ -14,9 +14,9 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from sala.engine.service import ServiceStatus
-from sala.server.admin import docs, health, metrics
-from sala.server.app import add_guards
-from sala.server.http.errors import add_handlers
+from sala.server.admin import health, metrics
+from sala.server.app import add_guards, add_handlers
+from sala.server.http import page
 from sala.server.http.security import need_admin_key, need_key
 from sala.server.serving import Server, make_server, open_socket
 from sala.server.settings import Settings
@@ -55,7 +55,7 @@ def make_app(settings: Settings) -> FastAPI:
     add_handlers(app)
     add_guards(app, settings)
     app.include_router(health.router)
-    app.include_router(docs.router)
+    app.include_router(page.router)
     app.include_router(metrics.router, dependencies=[Depends(need_key)])
     app.include_router(_routes(), dependencies=[Depends(need_key)])
     return app

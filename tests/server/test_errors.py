@@ -117,7 +117,7 @@ def test_what_clients_may_know() -> None:
     for error in (CheckpointError("/secret/place is broken"), RuntimeError("/secret at 0x12"), NoTokenizer("/secret")):
         assert "secret" not in from_exception(error).message
     error = ApiError(429, "later", headers={"Retry-After": "2"})
-    assert error.response().headers["retry-after"] == "2"
+    assert error.compose("")[0]["Retry-After"] == "2"
     assert error.type == "rate_limit_error"
 
 

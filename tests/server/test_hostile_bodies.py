@@ -11,7 +11,8 @@ import httpx2
 import pytest
 
 from sala.server.http import body as limits
-from sala.server.http.body import LARGE, MAX_JSON_BRANCHES, MAX_JSON_VALUES, find_excess
+from sala.server.http.body import MAX_JSON_BRANCHES, MAX_JSON_VALUES, find_excess
+from sala.server.http.security import LARGE
 from tests.server.conftest import Server
 
 CHAT = "/v1/chat/completions"

@@ -14,7 +14,8 @@ from fastapi.testclient import TestClient
 
 from sala.models.catalog import Downloads, Library
 from sala.server.admin import models
-from sala.server.http.errors import ApiError, add_handlers
+from sala.server.app import add_handlers
+from sala.server.http.errors import ApiError
 from sala.server.http.security import need_key
 from sala.server.settings import Settings
 from tests.server.fake_hub import COMMIT, TOKEN, FakeHub, serve, tree

@@ -392,7 +392,7 @@ def test_queue_over_http(make_server: Callable[..., Server]) -> None:
 
 
 def test_a_reader_of_one_byte_a_second(make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sala.server.api.answers.MAX_PENDING", 20_000)
+    monkeypatch.setattr("sala.server.api.routes.MAX_PENDING", 20_000)
     server = make_server()
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)

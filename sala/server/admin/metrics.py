@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -22,43 +23,43 @@ router = APIRouter(tags=["metrics"])
 
 REASONS = ("stop", "length", "tool_calls", "repetition", "error", "cancelled")
 
-# name, help text, field of the engine's status
-GAUGES = (
-    ("sala_requests_waiting", "Requests in the queue.", "waiting"),
-    ("sala_requests_running", "Requests that are running.", "running"),
-    ("sala_pages_used", "KV cache pages in use.", "pages_used"),
-    ("sala_pages", "KV cache pages.", "num_pages"),
-    ("sala_slots_used", "State slots in use.", "slots_used"),
-    ("sala_slots", "State slots.", "num_slots"),
-    ("sala_snapshots", "Snapshots of prefixes that can be reused.", "num_snapshots"),
-    ("sala_heartbeat_age_seconds", "Time since the engine's loop last turned.", "heartbeat_s"),
+# kind, name, help text, field of the engine's status
+PER_MODEL: tuple[tuple[Any, str, str, str], ...] = (
+    (GaugeMetricFamily, "sala_requests_waiting", "Requests in the queue.", "waiting"),
+    (GaugeMetricFamily, "sala_requests_running", "Requests that are running.", "running"),
+    (GaugeMetricFamily, "sala_pages_used", "KV cache pages in use.", "pages_used"),
+    (GaugeMetricFamily, "sala_pages", "KV cache pages.", "num_pages"),
+    (GaugeMetricFamily, "sala_slots_used", "State slots in use.", "slots_used"),
+    (GaugeMetricFamily, "sala_slots", "State slots.", "num_slots"),
+    (GaugeMetricFamily, "sala_snapshots", "Snapshots of prefixes that can be reused.", "num_snapshots"),
+    (GaugeMetricFamily, "sala_heartbeat_age_seconds", "Time since the engine's loop last turned.", "heartbeat_s"),
+    (CounterMetricFamily, "sala_preemptions", "Requests preempted because the cache was full.", "num_preemptions"),
 )
 
 
-class Metrics:
-    """The metrics of one server: what its engines have counted, and the state of its models."""
+class Metrics(Collector):
+    """The metrics of one server: what its engines have counted, the state of its models, and its process."""
 
     def __init__(self) -> None:
         self.statistics = RequestStatistics()
-        self._models = ModelMetrics()
+        self._runtime: Runtime | None = None
+        self._process = psutil.Process()
         self.registry = CollectorRegistry()
-        for collector in (RequestMetrics(self.statistics), self._models, ProcessMetrics()):
-            self.registry.register(collector)
+        self.registry.register(self)
 
     def render(self, runtime: "Runtime") -> bytes:
         """Return all metrics in the text format, with the state of these models."""
-        self._models.runtime = runtime
+        self._runtime = runtime
         return generate_latest(self.registry)
 
-
-class RequestMetrics(Collector):
-    """Requests and tokens since the start."""
-
-    def __init__(self, statistics: RequestStatistics) -> None:
-        self._statistics = statistics
-
     def collect(self) -> Iterator[Metric]:
-        counted = self._statistics
+        yield from self._collect_requests()
+        yield from self._collect_models()
+        yield from self._collect_process()
+
+    def _collect_requests(self) -> Iterator[Metric]:
+        """Yield the requests and tokens since the start."""
+        counted = self.statistics
         for name, words, value in (
             ("sala_requests_accepted", "Requests accepted into the queue.", counted.num_accepted),
             ("sala_requests_rejected", "Requests refused because the queue was full.", counted.num_rejected),
@@ -71,66 +72,41 @@ class RequestMetrics(Collector):
         for reason in REASONS:
             finished.add_metric([reason], counted.reasons[reason])
         yield finished
-        yield _histogram(
-            "sala_time_to_first_token_seconds",
-            "From the arrival of a request to its first token.",
-            counted.first_token_s,
-        )
-        yield _histogram(
-            "sala_inter_token_seconds", "Mean time between two tokens of an answer.", counted.inter_token_s
-        )
+        first = "From the arrival of a request to its first token."
+        yield _histogram("sala_time_to_first_token_seconds", first, counted.first_token_s)
+        between = "Mean time between two tokens of an answer."
+        yield _histogram("sala_inter_token_seconds", between, counted.inter_token_s)
+
+    def _collect_models(self) -> Iterator[Metric]:
+        """Yield the state of every loaded model."""
+        loaded = {} if self._runtime is None else dict(self._runtime.loaded)
+        statuses = {name: each.service.status() for name, each in loaded.items()}
+        yield GaugeMetricFamily("sala_models_loaded", "Models in memory.", value=len(statuses))
+        for kind, name, words, attribute in PER_MODEL:
+            family = kind(name, words, labels=["model"])
+            for model, status in statuses.items():
+                family.add_metric([model], getattr(status, attribute))
+            yield family
+
+    def _collect_process(self) -> Iterator[Metric]:
+        """Yield memory, open files and CPU time of this process."""
+        process, gauge = self._process, GaugeMetricFamily
+        with process.oneshot():
+            times, started = process.cpu_times(), process.create_time()
+            yield gauge("process_resident_memory_bytes", "Resident memory.", value=process.memory_info().rss)
+            yield gauge(
+                "process_start_time_seconds", "Start time of the process, in seconds since 1970.", value=started
+            )
+            yield CounterMetricFamily("process_cpu_seconds", "CPU time.", value=times.user + times.system)
+            if hasattr(process, "num_fds"):
+                yield gauge("process_open_fds", "Open files.", value=process.num_fds())
+            yield gauge("process_threads", "Threads.", value=process.num_threads())
 
 
 def _histogram(name: str, words: str, histogram: Histogram) -> Metric:
     bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
     buckets = list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
     return HistogramMetricFamily(name, words, buckets=buckets, sum_value=histogram.total)
-
-
-class ModelMetrics(Collector):
-    """The state of every loaded model when the metrics are scraped."""
-
-    def __init__(self) -> None:
-        self.runtime: Runtime | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        loaded = {} if self.runtime is None else dict(self.runtime.loaded)
-        statuses = {name: each.service.status() for name, each in loaded.items()}
-        yield GaugeMetricFamily("sala_models_loaded", "Models in memory.", value=len(statuses))
-        for name, words, attribute in GAUGES:
-            yield self._fill(GaugeMetricFamily(name, words, labels=["model"]), statuses, attribute)
-        preemptions = CounterMetricFamily(
-            "sala_preemptions", "Requests preempted because the cache was full.", labels=["model"]
-        )
-        yield self._fill(preemptions, statuses, "num_preemptions")
-
-    def _fill(self, family: Any, statuses: dict[str, Any], attribute: str) -> Any:
-        for model, status in statuses.items():
-            family.add_metric([model], getattr(status, attribute))
-        return family
-
-
-class ProcessMetrics(Collector):
-    """Memory, open files and CPU time of this process."""
-
-    def __init__(self) -> None:
-        import psutil
-
-        self._process = psutil.Process()
-
-    def collect(self) -> Iterator[Metric]:
-        with self._process.oneshot():
-            memory, times = self._process.memory_info(), self._process.cpu_times()
-            yield GaugeMetricFamily("process_resident_memory_bytes", "Resident memory.", value=memory.rss)
-            yield GaugeMetricFamily(
-                "process_start_time_seconds",
-                "Start time of the process, in seconds since 1970.",
-                value=self._process.create_time(),
-            )
-            yield CounterMetricFamily("process_cpu_seconds", "CPU time.", value=times.user + times.system)
-            if hasattr(self._process, "num_fds"):
-                yield GaugeMetricFamily("process_open_fds", "Open files.", value=self._process.num_fds())
-            yield GaugeMetricFamily("process_threads", "Threads.", value=self._process.num_threads())
 
 
 @router.get("/metrics", response_class=Response, summary="Metrics for Prometheus")

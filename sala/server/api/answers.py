@@ -1,34 +1,30 @@
-"""The one path of all generating routes, and what their answers have in common.
+"""What the answers of all generating routes have in common, whatever carries them: HTTP or a batch file.
 
-`answer` finds the model, prepares the request in the service's thread pool, and sends what the engine generates, as a
-whole or as server-sent events. A `Reply` says what that looks like in one API.
+A `Reply` turns the body of a request into work for the engine, and what the engine generates into the form of one API.
 """
 
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
-
-from fastapi import Request
-from starlette.responses import Response
 
 from sala.engine.requests import InputProcessor, Submission
 from sala.engine.service import Stream
 from sala.engine.stream import Completion, Event, PromptProgress, StreamItem
-from sala.errors import ContextTooLong, InputError, SlowReader
+from sala.errors import ContextTooLong, InputError
 from sala.llm import LLM
 from sala.options import Sampling
 from sala.protocol import SampledToken
+from sala.server.api.chat_schema import GenerationRequest
+from sala.server.http.body import dump
 from sala.server.http.errors import ApiError, from_exception
-from sala.server.http.sse import DONE, PING, EventStream, dump, encode, until_gone
-from sala.server.runtime import LoadedModel
 from sala.server.settings import Settings
+from sala.text.answer import Delta
 
-MAX_PENDING = 1 << 20  # bytes of an answer that may wait for a slow client
 NO_LOGPROB = -9999.0  # JSON has no infinity
 Chunk = Mapping[str, Any]
 
@@ -41,6 +37,7 @@ class Body(Protocol):
 
 
 B = TypeVar("B", bound=Body)
+G = TypeVar("G", bound=GenerationRequest)
 
 
 class Reply(ABC, Generic[B]):
@@ -50,11 +47,12 @@ class Reply(ABC, Generic[B]):
     """
 
     fields: ClassVar[Mapping[str, str]] = {}  # the client's names of fields that the engine's errors name differently
-    ping: ClassVar[bytes] = PING
-    done: ClassVar[bytes] = DONE
+    ping: ClassVar[bytes] = b": ping\n\n"
+    done: ClassVar[bytes] = b"data: [DONE]\n\n"
 
-    def __init__(self, model: LoadedModel, body: B, settings: Settings) -> None:
-        self.model = model
+    def __init__(self, model_id: str, llm: LLM, body: B, settings: Settings) -> None:
+        self.model_id = model_id
+        self.llm = llm
         self.body = body
         self.settings = settings
 
@@ -85,63 +83,15 @@ class Reply(ABC, Generic[B]):
     def failed(self, error: ApiError) -> Chunk:
         return error.envelope()
 
+    async def collect(self, stream: Stream) -> Chunk:
+        """Read a stream to its end and return the whole answer."""
+        async for item in stream:
+            self.take(item)
+        return self.whole()
+
     def encode(self, chunk: Chunk) -> bytes:
-        return encode(chunk)
-
-
-async def answer(request: Request, body: B, kind: type[Reply[B]]) -> Response:
-    """Answer a request; a client that disconnects cancels it."""
-    settings: Settings = request.app.state.settings
-    model: LoadedModel = await until_gone(request, request.app.state.runtime.get(body.model))
-    reply = kind(model, body, settings)
-    with naming(kind.fields):
-        work = model.service.open(partial(reply.prepare, model.llm.inputs), MAX_PENDING)
-        stream = await until_gone(request, work, Stream.close)
-    if body.stream:
-        return EventStream(send_events(stream, reply, settings.ping_s), stream.overflowed, stream.close)
-    try:
-        whole = await until_gone(request, _collect(stream, reply))
-    finally:
-        stream.close()
-    return Response(dump(whole), media_type="application/json")
-
-
-async def _collect(stream: Stream, reply: Reply[Any]) -> Chunk:
-    async for item in stream:
-        reply.take(item)
-    return reply.whole()
-
-
-async def send_events(stream: Stream, reply: Reply[Any], ping_s: float) -> AsyncIterator[bytes]:
-    """Yield a stream as server-sent events, with a ping whenever nothing else was sent for `ping_s` seconds.
-
-    An error is the last event; `done` follows only a complete answer.
-    """
-    sent_at = time.monotonic()
-    try:
-        for chunk in reply.opening():
-            yield reply.encode(chunk)
-        while True:
-            try:
-                item = await stream.aread(max(0.001, ping_s - (time.monotonic() - sent_at)))
-            except TimeoutError:
-                yield reply.ping
-                sent_at = time.monotonic()
-                continue
-            if item is None:
-                break
-            reply.take(item)
-            for chunk in reply.chunks(item):
-                yield reply.encode(chunk)
-                sent_at = time.monotonic()
-        for chunk in reply.closing():
-            yield reply.encode(chunk)
-        if reply.done:
-            yield reply.done
-    except SlowReader:
-        return
-    except Exception as error:
-        yield reply.encode(reply.failed(from_exception(error)))
+        """Return a chunk as a server-sent event."""
+        return b"data: " + dump(chunk) + b"\n\n"
 
 
 @contextmanager
@@ -151,11 +101,11 @@ def naming(fields: Mapping[str, str]) -> Iterator[None]:
         yield
     except (InputError, ContextTooLong) as error:
         found = from_exception(error)
-        param = fields.get(found.param or "prompt", found.param)
-        raise ApiError(found.status_code, found.message, param=param, code=found.code, extra=found.extra) from None
+        found.param = fields.get(found.param or "prompt", found.param)
+        raise found from None
 
 
-def build_sampling(settings: Settings, **values: Any) -> Sampling:
+def build_sampling(settings: Settings, values: Mapping[str, Any]) -> Sampling:
     """Return the sampling parameters of a request: its own, except for Nones, over the server's."""
     defaults = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "max_tokens", "loop_guard")}
     given = {name: value for name, value in values.items() if value is not None}
@@ -164,8 +114,11 @@ def build_sampling(settings: Settings, **values: Any) -> Sampling:
 
 @dataclass
 class AnswerProgress:
-    """One answer while it grows."""
+    """One answer while it grows, and what of it is to be sent."""
 
+    has_tools: bool = False
+    is_single: bool = False  # at most one call is sent
+    shows_reasoning: bool = True
     num_reasoning: int = 0
     num_calls: int = 0
     held: str = ""  # line ends that are left out if a call follows
@@ -182,6 +135,18 @@ class AnswerProgress:
             if self.completion.stop_token is not None and len(self.sampled) > self.num_told:
                 self.sampled.pop()  # the end token is not part of the answer
 
+    def show(self, event: Event) -> Delta:
+        """Return what to send for an event that has been taken."""
+        delta, call = event.delta, event.delta.tool_call
+        if self.is_single and self.num_calls:
+            call = None
+        self.num_calls += call is not None
+        text = self.held + delta.text
+        is_last = self.completion is not None and not self.num_calls
+        shown = text.rstrip("\n") if self.has_tools and not is_last else text
+        self.held = text[len(shown) :]
+        return Delta(shown, delta.reasoning if self.shows_reasoning else "", call)
+
     @property
     def result(self) -> Completion:
         if self.completion is None:
@@ -189,10 +154,50 @@ class AnswerProgress:
         return self.completion
 
 
-def head(kind: str, prefix: str, model: str) -> dict[str, Any]:
-    """Return the fields that every chunk of an answer begins with."""
-    number = f"{prefix}-{secrets.token_hex(12)}"
-    return {"id": number, "object": kind, "created": int(time.time()), "model": model}
+class ChoicesReply(Reply[G]):
+    """The answers to a chat or a completion: OpenAI's older form, a list of choices."""
+
+    kind: ClassVar[str]
+    prefix: ClassVar[str]
+
+    @cached_property
+    def head(self) -> dict[str, Any]:
+        """The fields that every chunk begins with."""
+        number = f"{self.prefix}-{secrets.token_hex(12)}"
+        return {"id": number, "object": self.kind, "created": int(time.time()), "model": self.model_id}
+
+    @property
+    @abstractmethod
+    def completions(self) -> list[Completion]:
+        """The complete answers so far."""
+
+    @abstractmethod
+    def usage(self) -> dict[str, Any]: ...
+
+    def summary(self) -> dict[str, Any]:
+        return {"usage": self.usage(), "timings": timings(self.completions)}
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.body.stream_options is not None and self.body.stream_options.include_usage
+
+    def chunk(self, choice: Chunk, **more: Any) -> dict[str, Any]:
+        usage = {"usage": None} if self.wants_usage else {}
+        return {**self.head, "choices": [{"logprobs": None, "finish_reason": None, **choice}], **usage, **more}
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        if self.wants_usage:
+            yield {**self.head, "choices": [], **self.summary()}
+
+
+def read_sampling(body: GenerationRequest) -> dict[str, Any]:
+    """Return the sampling parameters that a body sets."""
+    values: dict[str, Any] = {name: getattr(body, name) for name in body.sampling_fields}
+    if body.stop is not None:
+        values["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    if body.logit_bias:
+        values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def finish(completion: Completion) -> dict[str, Any]:

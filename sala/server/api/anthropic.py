@@ -1,69 +1,31 @@
-"""POST /messages and /messages/count_tokens: Anthropic's API. For the form of its errors see `http.errors`."""
+"""Anthropic's Messages API. For the form of its errors see `http.errors`."""
 
 import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from fastapi import APIRouter, Request
-from starlette.responses import Response
-
-from sala.engine.stream import StreamItem
-from sala.server.api import answers
 from sala.server.api.anthropic_schema import (
     AnthropicMessage,
     CountRequest,
-    MessageObject,
-    MessagesError,
     MessagesRequest,
     TextBlock,
     ThinkingBlock,
-    TokenCount,
     ToolResult,
     ToolUse,
     join,
 )
 from sala.server.api.blocks import Block, BlockChange, BlockReply
-from sala.server.api.chat import ChatInput, as_call, count_tokens
-from sala.server.api.chat_schema import ChosenFunction, ToolChoice
-from sala.server.http.body import StrictRoute
-from sala.server.http.errors import ALWAYS, ApiError, anthropic_envelope
-from sala.server.http.sse import encode_named
+from sala.server.api.chat import ChatInput, as_call, as_tool
+from sala.server.http.errors import ApiError, anthropic_envelope
 from sala.text.answer import StopFinder
 
-FIELDS = {
-    "prompt": "messages", "stop": "stop_sequences", "json_schema": "output_config.format",
-    "response_format": "output_config.format", "grammar": "tools", "think_budget": "thinking.budget_tokens",
-}  # fmt: skip
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": MessagesError, "description": answer["description"]} for status, answer in ALWAYS.items()
-}
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer; with `stream`, server-sent events from message_start to message_stop.",
-        "content": {"text/event-stream": {}},
-    }
-}
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "repetition": "max_tokens", "tool_calls": "tool_use"}
 BILLING = "x-anthropic-billing-header:"  # a line that some clients send; it varies, so the prefix would never be cached
-PING = {"type": "ping"}
-
-router = APIRouter(tags=["messages"], route_class=StrictRoute)
-
-
-@router.post(
-    "/messages", response_model=MessageObject, responses={**ERRORS, **STREAMED}, summary="Answer messages with blocks"
-)
-async def create_message(body: MessagesRequest, request: Request) -> Response:
-    return await answers.answer(request, body, MessageReply)
-
-
-@router.post(
-    "/messages/count_tokens", response_model=TokenCount, responses=ERRORS, summary="Count the tokens of messages"
-)
-async def count_message_tokens(body: CountRequest, request: Request) -> dict[str, int]:
-    """The length of the prompt of these messages; it may be longer than the context."""
-    return {"input_tokens": await count_tokens(request, body.model, lambda: read_conversation(body), FIELDS)}
+DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
 def read_conversation(body: CountRequest) -> ChatInput:
@@ -76,30 +38,13 @@ def read_conversation(body: CountRequest) -> ChatInput:
     return ChatInput(
         messages=list(as_messages(body)),
         sampling=sampling,
-        tools=[
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    **({} if tool.description is None else {"description": tool.description}),
-                    "parameters": tool.input_schema,
-                },
-            }
-            for tool in body.tools or ()
-        ],
-        tool_choice=_read_choice(body),
+        tools=[as_tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()],
+        choice=body.choice,
         is_single=choice is not None and bool(choice.disable_parallel_tool_use),
         schema=output.format.schema_ if output is not None and output.format is not None else None,
         effort="none" if is_disabled else output.effort if output is not None else None,
         think_budget=thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None,
     )
-
-
-def _read_choice(body: CountRequest) -> str | ToolChoice:
-    choice = body.tool_choice
-    if choice is None or choice.type != "tool":
-        return "auto" if choice is None else CHOICES[choice.type]
-    return ToolChoice(type="function", function=ChosenFunction(name=choice.name or ""))
 
 
 def as_messages(body: CountRequest) -> Iterator[dict[str, Any]]:
@@ -149,8 +94,11 @@ def _as_inputs(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
 class MessageReply(BlockReply[MessagesRequest]):
     """The answer to one request, as a message of blocks."""
 
-    fields = FIELDS
-    ping = encode_named(PING)
+    fields = {  # noqa: RUF012
+        "prompt": "messages", "stop": "stop_sequences", "json_schema": "output_config.format",
+        "response_format": "output_config.format", "grammar": "tools", "think_budget": "thinking.budget_tokens",
+    }  # fmt: skip
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def conversation(self) -> ChatInput:
         return read_conversation(self.body)
@@ -161,7 +109,7 @@ class MessageReply(BlockReply[MessagesRequest]):
         return super().shows_reasoning and not is_omitted
 
     def whole(self) -> dict[str, Any]:
-        content = [_show(block) for block in self.blocks.all]
+        content = [_show(block) for block in self.blocks]
         return {**self._head(), "content": content, **self._ending(), "usage": self._usage()}
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -169,11 +117,20 @@ class MessageReply(BlockReply[MessagesRequest]):
         usage = _usage(self.prompt_len, 0, 0)
         start = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield {"type": "message_start", "message": start}
-        yield PING
+        yield {"type": "ping"}
 
-    def chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
-        for change in self.changes:
-            yield _event(change)
+    def events(self, change: BlockChange) -> Iterator[dict[str, Any]]:
+        block = change.block
+        if change.what == "begin":
+            start = _show(block.emptied())
+            if block.kind == "call":
+                start["input"] = {}
+            yield {"type": "content_block_start", "index": block.index, "content_block": start}
+        elif change.what == "end":
+            yield {"type": "content_block_stop", "index": block.index}
+        else:
+            kind, name = DELTAS[block.kind]
+            yield {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: change.text}}
 
     def closing(self) -> Iterator[dict[str, Any]]:
         yield {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
@@ -184,25 +141,25 @@ class MessageReply(BlockReply[MessagesRequest]):
 
     def _head(self) -> dict[str, Any]:
         number = f"msg_{secrets.token_hex(12)}"
-        return {"id": number, "type": "message", "role": "assistant", "model": self.model.id}
+        return {"id": number, "type": "message", "role": "assistant", "model": self.model_id}
 
     def _usage(self) -> dict[str, Any]:
-        usage = self.blocks.completion.usage
+        usage = self.progress.result.usage
         return _usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
 
     def _ending(self) -> dict[str, Any]:
         stop = self._find_stop()
-        reason = STOP_REASONS.get(self.blocks.completion.finish_reason, "end_turn")
+        reason = STOP_REASONS.get(self.progress.result.finish_reason, "end_turn")
         return {"stop_reason": "stop_sequence" if stop is not None else reason, "stop_sequence": stop}
 
     def _find_stop(self) -> str | None:
         """Return the stop string that ended the answer, if one did."""
-        completion = self.blocks.completion
+        completion = self.progress.result
         has_ended_itself = completion.stop_token is not None or completion.finish_reason not in ("stop", "tool_calls")
         if not self.body.stop_sequences or has_ended_itself:
             return None
         finder = StopFinder(self.body.stop_sequences)
-        finder.push(self.model.llm.tokenizer.decode(completion.token_ids))
+        finder.push(self.llm.tokenizer.decode(completion.token_ids))
         return finder.found
 
 
@@ -221,23 +178,3 @@ def _show(block: Block) -> dict[str, Any]:
     if block.call is None:
         return {"type": "text", "text": block.text, "citations": None}
     return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": block.call.arguments}
-
-
-def _event(change: BlockChange) -> dict[str, Any]:
-    block = change.block
-    if change.what == "begin":
-        start = _show(Block(block.kind, block.index, call=block.call))
-        if block.kind == "call":
-            start["input"] = {}
-        return {"type": "content_block_start", "index": block.index, "content_block": start}
-    if change.what == "end":
-        return {"type": "content_block_stop", "index": block.index}
-    return {"type": "content_block_delta", "index": block.index, "delta": _delta(block, change.text)}
-
-
-def _delta(block: Block, text: str) -> dict[str, Any]:
-    if block.kind == "reasoning":
-        return {"type": "thinking_delta", "thinking": text}
-    if block.kind == "text":
-        return {"type": "text_delta", "text": text}
-    return {"type": "input_json_delta", "partial_json": text}

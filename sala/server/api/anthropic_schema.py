@@ -168,20 +168,20 @@ class CountRequest(Strict):
     output_config: OutputConfig | None = None
 
     @model_validator(mode="after")
-    def _check_tools(self) -> "CountRequest":
-        choice = self.tool_choice
-        is_forced = choice is not None and choice.type in ("any", "tool")
-        function = choice.name if choice is not None and choice.type == "tool" else None
-        check_tools([tool.name for tool in self.tools or ()], is_forced, function)
-        return self
-
-    @model_validator(mode="after")
-    def _check_end(self) -> "CountRequest":
+    def _check(self) -> "CountRequest":
+        check_tools([tool.name for tool in self.tools or ()], *self.choice)
         if self.messages[-1].role == "assistant":
             raise problem(
                 "must not end with a message of the assistant: a partial answer cannot be continued", "messages"
             )
         return self
+
+    @property
+    def choice(self) -> tuple[str, str | None]:
+        if self.tool_choice is None:
+            return "auto", None
+        word = {"any": "required", "tool": "required"}.get(self.tool_choice.type, self.tool_choice.type)
+        return word, self.tool_choice.name if self.tool_choice.type == "tool" else None
 
 
 class MessagesRequest(CountRequest):

@@ -4,13 +4,12 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from sala.engine.requests import InputProcessor, Submission
-from sala.engine.stream import Completion, Event, StreamItem
-from sala.server.api.answers import AnswerProgress, B, Reply
+from sala.engine.stream import Event, StreamItem
+from sala.server.api.answers import AnswerProgress, B, Chunk, Reply
 from sala.server.api.chat import ChatInput
-from sala.server.http.sse import encode_named
 from sala.text.tools import ToolCall
 
 Kind = Literal["reasoning", "text", "call"]
@@ -23,6 +22,10 @@ class Block:
     text: str = ""  # for a call its arguments, as JSON
     call: ToolCall | None = None
 
+    def emptied(self) -> "Block":
+        """Return the block as it is when it begins."""
+        return Block(self.kind, self.index, call=self.call)
+
 
 @dataclass(frozen=True)
 class BlockChange:
@@ -31,77 +34,6 @@ class BlockChange:
     what: Literal["begin", "grow", "end"]
     block: Block
     text: str = ""
-
-
-class Blocks:
-    """Splits one answer into blocks while it grows."""
-
-    def __init__(self, conversation: ChatInput, shows_reasoning: bool) -> None:
-        self._has_tools = conversation.offered_tools is not None
-        self._is_single = conversation.is_single
-        self._shows_reasoning = shows_reasoning
-        self._answer = AnswerProgress()
-        self._open: Block | None = None
-        self.all: list[Block] = []
-
-    def take(self, event: Event) -> Iterator[BlockChange]:
-        self._answer.take(event)
-        delta = event.delta
-        if delta.reasoning and self._shows_reasoning:
-            yield from self._grow("reasoning", delta.reasoning)
-        if delta.tool_call is not None and not (self._is_single and self._answer.num_calls):
-            yield from self._add_call(delta.tool_call)
-        yield from self._add_text(delta.text)
-        if self._answer.completion is not None:
-            yield from self._end()
-
-    @property
-    def completion(self) -> Completion:
-        return self._answer.result
-
-    @property
-    def is_cut(self) -> bool:
-        """Return whether the answer was cut before the model ended it."""
-        return self._answer.completion is not None and self.completion.finish_reason in ("length", "repetition")
-
-    @property
-    def num_reasoning(self) -> int:
-        return self._answer.num_reasoning
-
-    def _add_call(self, call: ToolCall) -> Iterator[BlockChange]:
-        self._answer.num_calls += 1
-        self._answer.held = ""
-        yield from self._begin(Block("call", len(self.all), call=call))
-        yield from self._grow("call", json.dumps(call.arguments, ensure_ascii=False))
-        yield from self._end()
-
-    def _add_text(self, text: str) -> Iterator[BlockChange]:
-        text = self._answer.held + text
-        is_last = self._answer.completion is not None and not self._answer.num_calls
-        shown = text.rstrip("\n") if self._has_tools and not is_last else text
-        self._answer.held = text[len(shown) :]
-        if self._answer.num_calls and self._open is None:
-            shown = shown.lstrip()
-        if shown:
-            yield from self._grow("text", shown)
-
-    def _grow(self, kind: Kind, text: str) -> Iterator[BlockChange]:
-        if self._open is None or self._open.kind != kind:
-            yield from self._begin(Block(kind, len(self.all)))
-        block = self.all[-1]
-        block.text += text
-        yield BlockChange("grow", block, text)
-
-    def _begin(self, block: Block) -> Iterator[BlockChange]:
-        yield from self._end()
-        self._open = block
-        self.all.append(block)
-        yield BlockChange("begin", block)
-
-    def _end(self) -> Iterator[BlockChange]:
-        if self._open is not None:
-            block, self._open = self._open, None
-            yield BlockChange("end", block)
 
 
 class BlockReply(Reply[B]):
@@ -113,14 +45,21 @@ class BlockReply(Reply[B]):
     def conversation(self) -> ChatInput:
         """Translate the body."""
 
+    @abstractmethod
+    def events(self, change: BlockChange) -> Iterator[Chunk]:
+        """Return what is sent for a change."""
+
     @property
     def shows_reasoning(self) -> bool:
         return not self.settings.no_think
 
     def prepare(self, inputs: InputProcessor) -> Submission:
         conversation = self.conversation()
-        self.blocks = Blocks(conversation, self.shows_reasoning)
-        self.changes: list[BlockChange] = []  # what the last item changed
+        has_tools = conversation.offered_tools is not None
+        self.progress = AnswerProgress(has_tools, conversation.is_single, self.shows_reasoning)
+        self.blocks: list[Block] = []
+        self._open: Block | None = None
+        self._changes: list[BlockChange] = []  # by the last item
         call = conversation.as_call(self.settings)
         self.sampling = call.sampling
         submission = inputs.submit(call)
@@ -128,7 +67,50 @@ class BlockReply(Reply[B]):
         return submission
 
     def take(self, item: StreamItem) -> None:
-        self.changes = list(self.blocks.take(item)) if isinstance(item, Event) else []
+        self._changes = list(self._split(item)) if isinstance(item, Event) else []
 
-    def encode(self, chunk: Any) -> bytes:
-        return encode_named(chunk)
+    def chunks(self, item: StreamItem) -> Iterator[Chunk]:
+        for change in self._changes:
+            yield from self.events(change)
+
+    def encode(self, chunk: Chunk) -> bytes:
+        return f"event: {chunk['type']}\n".encode() + super().encode(chunk)
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether the answer was cut before the model ended it."""
+        completion = self.progress.completion
+        return completion is not None and completion.finish_reason in ("length", "repetition")
+
+    def _split(self, event: Event) -> Iterator[BlockChange]:
+        self.progress.take(event)
+        delta = self.progress.show(event)
+        if delta.reasoning:
+            yield from self._grow("reasoning", delta.reasoning)
+        if delta.tool_call is not None:
+            yield from self._begin(Block("call", len(self.blocks), call=delta.tool_call))
+            yield from self._grow("call", json.dumps(delta.tool_call.arguments, ensure_ascii=False))
+            yield from self._end()
+        text = delta.text.lstrip() if self.progress.num_calls and self._open is None else delta.text
+        if text:
+            yield from self._grow("text", text)
+        if self.progress.completion is not None:
+            yield from self._end()
+
+    def _grow(self, kind: Kind, text: str) -> Iterator[BlockChange]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(Block(kind, len(self.blocks)))
+        block = self.blocks[-1]
+        block.text += text
+        yield BlockChange("grow", block, text)
+
+    def _begin(self, block: Block) -> Iterator[BlockChange]:
+        yield from self._end()
+        self._open = block
+        self.blocks.append(block)
+        yield BlockChange("begin", block)
+
+    def _end(self) -> Iterator[BlockChange]:
+        if self._open is not None:
+            block, self._open = self._open, None
+            yield BlockChange("end", block)

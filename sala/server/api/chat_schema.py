@@ -1,7 +1,7 @@
 """What chats send and get: OpenAI's request and response, strictly validated. An unknown field is an error."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 from pydantic import AfterValidator, BaseModel, Field, Tag, field_validator, model_validator
@@ -157,6 +157,10 @@ class GenerationRequest(Strict):
     """The fields that chats and plain completions share."""
 
     ignored = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
+    sampling_fields: ClassVar[tuple[str, ...]] = (
+        "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "presence_penalty", "frequency_penalty",
+        "repetition_penalty", "ignore_eos",
+    )  # fmt: skip
 
     model: str | None = Field(None, description="The model to use; by default the server's default model.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
@@ -242,17 +246,22 @@ class ChatRequest(GenerationRequest):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise problem("differs from max_tokens", "max_completion_tokens")
-        function = self.tool_choice.function.name if isinstance(self.tool_choice, ToolChoice) else None
-        is_forced = self.tool_choice not in (None, "none", "auto")
-        check_tools([tool.function.name for tool in self.tools or ()], is_forced, function)
+        check_tools([tool.function.name for tool in self.tools or ()], *self.choice)
         return self
 
+    @property
+    def choice(self) -> tuple[str, str | None]:
+        """The tool choice: auto, none or required, and the function if one is named."""
+        if isinstance(self.tool_choice, ToolChoice):
+            return "required", self.tool_choice.function.name
+        return self.tool_choice or "auto", None
 
-def check_tools(names: list[str], is_forced: bool, function: str | None) -> None:
+
+def check_tools(names: list[str], choice: str, function: str | None) -> None:
     """Raise if a tool is offered twice, or if a call is demanded that is not possible."""
     if len(set(names)) < len(names):
         raise problem("names a function twice", "tools")
-    if is_forced and not names:
+    if choice == "required" and not names:
         raise problem("needs tools", "tool_choice")
     if function is not None and function not in names:
         raise problem("names a function that is not in tools", "tool_choice")

@@ -1,4 +1,4 @@
-"""POST /responses: OpenAI's newer API. Items in, items out; nothing is stored."""
+"""OpenAI's Responses API: items in, items out; nothing is stored."""
 
 import json
 import secrets
@@ -6,71 +6,34 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from fastapi import APIRouter, Request
-from starlette.responses import Response
-
-from sala.engine.stream import StreamItem
-from sala.server.api import answers
 from sala.server.api.blocks import Block, BlockChange, BlockReply
-from sala.server.api.chat import ChatInput, as_call
-from sala.server.api.chat_schema import ChosenFunction, ToolChoice
+from sala.server.api.chat import ChatInput, answer_schema, as_call, as_tool
 from sala.server.api.responses_schema import (
     CallItem,
     CallOutput,
-    FunctionChoice,
     InputItem,
     MessageItem,
     ReasoningItem,
-    ResponseObject,
     ResponseRequest,
-    TextFormat,
     join,
 )
-from sala.server.http.body import StrictRoute
-from sala.server.http.errors import ALWAYS, ApiError
+from sala.server.http.errors import ApiError
 
-router = APIRouter(tags=["responses"], route_class=StrictRoute)
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer; with `stream`, server-sent events from response.created to response.completed.",
-        "content": {"text/event-stream": {}},
-    }
-}
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
-
-
-@router.post(
-    "/responses", response_model=ResponseObject, responses={**ALWAYS, **STREAMED}, summary="Answer items with items"
-)
-async def create_response(body: ResponseRequest, request: Request) -> Response:
-    return await answers.answer(request, body, ResponseReply)
+DELTAS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
 def read_conversation(body: ResponseRequest) -> ChatInput:
-    choice: Any = body.tool_choice or "auto"
-    if isinstance(choice, FunctionChoice):
-        choice = ToolChoice(type="function", function=ChosenFunction(name=choice.name))
+    form = body.text.format if body.text else None
     return ChatInput(
         messages=list(as_messages(body)),
         sampling={"max_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p},
-        tools=[
-            {
-                "type": "function",
-                "function": tool.model_dump(include={"name", "description", "parameters"}, exclude_none=True),
-            }
-            for tool in body.tools or ()
-        ],
-        tool_choice=choice,
+        tools=[as_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()],
+        choice=body.choice,
         is_single=body.parallel_tool_calls is False,
-        schema=_answer_schema(body.text.format if body.text else None),
+        schema=answer_schema(form.type, form.schema_) if form else None,
         effort=body.reasoning.effort if body.reasoning else None,
     )
-
-
-def _answer_schema(form: TextFormat | None) -> dict[str, Any] | None:
-    if form is None or form.type == "text":
-        return None
-    return {"type": "object"} if form.type == "json_object" or form.schema_ is None else form.schema_
 
 
 def as_messages(body: ResponseRequest) -> Iterator[dict[str, Any]]:
@@ -135,73 +98,68 @@ class ResponseReply(BlockReply[ResponseRequest]):
         return read_conversation(self.body)
 
     def whole(self) -> dict[str, Any]:
-        return self._finished()
+        usage = self.progress.result.usage
+        response = self._response("incomplete" if self.is_cut else "completed")
+        response["completed_at"] = None if self.is_cut else int(time.time())
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if self.is_cut else None
+        response["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.progress.num_reasoning},
+            "total_tokens": usage.total_tokens,
+        }
+        return response
 
     def opening(self) -> Iterator[dict[str, Any]]:
         start = self._response("in_progress")
         yield self._event("created", response=start)
         yield self._event("in_progress", response=start)
 
-    def chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
-        for change in self.changes:
-            yield from {"begin": self._begin, "grow": self._grow, "end": self._end}[change.what](change)
-
     def closing(self) -> Iterator[dict[str, Any]]:
-        response = self._finished()
+        response = self.whole()
         yield self._event(response["status"], response=response)
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         problem = {"code": "server_error", "message": error.message}
         return self._event("failed", response={**self._response("failed"), "error": problem})
 
-    def _begin(self, change: BlockChange) -> Iterator[dict[str, Any]]:
-        block = change.block
-        empty = Block(block.kind, block.index, call=block.call)
-        item = {**self._item(empty, "in_progress")}
-        if block.kind != "call":
-            item["content"] = []
-        yield self._event("output_item.added", output_index=block.index, item=item)
-        if block.kind != "call":
-            yield self._event("content_part.added", **self._place(block), part=_part(empty))
-
-    def _grow(self, change: BlockChange) -> Iterator[dict[str, Any]]:
-        kind, place = change.block.kind, self._place(change.block)
-        if kind == "reasoning":
-            yield self._event("reasoning_text.delta", **place, delta=change.text)
-        elif kind == "text":
-            yield self._event("output_text.delta", **place, delta=change.text, logprobs=[])
+    def events(self, change: BlockChange) -> Iterator[dict[str, Any]]:
+        block, output_index = change.block, change.block.index
+        place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": output_index}
+        if block.call is None:
+            place["content_index"] = 0
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        if change.what == "grow":
+            yield self._event(f"{DELTAS[block.kind]}.delta", **place, delta=change.text, **logprobs)
+        elif change.what == "begin":
+            item = self._item(block.emptied(), "in_progress")
+            if block.call is None:
+                item["content"] = []
+            yield self._event("output_item.added", output_index=output_index, item=item)
+            if block.call is None:
+                yield self._event("content_part.added", **place, part=_part(block.emptied()))
         else:
-            yield self._event("function_call_arguments.delta", **place, delta=change.text)
-
-    def _end(self, change: BlockChange) -> Iterator[dict[str, Any]]:
-        block, place = change.block, self._place(change.block)
-        if block.kind == "reasoning":
-            yield self._event("reasoning_text.done", **place, text=block.text)
-        elif block.kind == "text":
-            yield self._event("output_text.done", **place, text=block.text, logprobs=[])
-        elif block.call is not None:
-            done = {"name": block.call.name, "arguments": block.text}
-            yield self._event("function_call_arguments.done", **place, **done)
-        if block.kind != "call":
-            yield self._event("content_part.done", **place, part=_part(block))
-        yield self._event("output_item.done", output_index=block.index, item=self._item(block, self._status(block)))
+            call = block.call
+            whole = {"text": block.text} if call is None else {"name": call.name, "arguments": block.text}
+            yield self._event(f"{DELTAS[block.kind]}.done", **place, **whole, **logprobs)
+            if call is None:
+                yield self._event("content_part.done", **place, part=_part(block))
+            item = self._item(block, self._status(block))
+            yield self._event("output_item.done", output_index=output_index, item=item)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         event = {"type": f"response.{kind}", "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return event
 
-    def _place(self, block: Block) -> dict[str, Any]:
-        place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
-        return place if block.kind == "call" else {**place, "content_index": 0}
-
     def _item_id(self, block: Block) -> str:
         return self._item_ids.setdefault(block.index, f"{PREFIXES[block.kind]}_{secrets.token_hex(16)}")
 
     def _status(self, block: Block) -> str:
         """Return "incomplete" for the last item of a cut answer, unless it is a call: calls are always whole."""
-        is_last = block.index == len(self.blocks.all) - 1
-        return "incomplete" if self.blocks.is_cut and is_last and block.kind != "call" else "completed"
+        is_last = block.index == len(self.blocks) - 1
+        return "incomplete" if self.is_cut and is_last and block.kind != "call" else "completed"
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         if block.call is not None:
@@ -211,20 +169,6 @@ class ResponseReply(BlockReply[ResponseRequest]):
         if block.kind == "reasoning":
             return {**item, "type": "reasoning", "summary": [], "encrypted_content": None}
         return {**item, "type": "message", "role": "assistant"}
-
-    def _finished(self) -> dict[str, Any]:
-        usage = self.blocks.completion.usage
-        response = self._response("incomplete" if self.blocks.is_cut else "completed")
-        response["completed_at"] = None if self.blocks.is_cut else int(time.time())
-        response["incomplete_details"] = {"reason": "max_output_tokens"} if self.blocks.is_cut else None
-        response["usage"] = {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self.blocks.num_reasoning},
-            "total_tokens": usage.total_tokens,
-        }
-        return response
 
     def _response(self, status: str) -> dict[str, Any]:
         body, sampling = self.body, self.sampling
@@ -242,8 +186,8 @@ class ResponseReply(BlockReply[ResponseRequest]):
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
             "metadata": body.metadata or {},
-            "model": self.model.id,
-            "output": [self._item(block, self._status(block)) for block in self.blocks.all],
+            "model": self.model_id,
+            "output": [self._item(block, self._status(block)) for block in self.blocks],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},

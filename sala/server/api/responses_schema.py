@@ -228,10 +228,14 @@ class ResponseRequest(Strict):
 
     @model_validator(mode="after")
     def _check_tools(self) -> "ResponseRequest":
-        function = self.tool_choice.name if isinstance(self.tool_choice, FunctionChoice) else None
-        is_forced = self.tool_choice not in (None, "none", "auto")
-        check_tools([tool.name for tool in self.tools or ()], is_forced, function)
+        check_tools([tool.name for tool in self.tools or ()], *self.choice)
         return self
+
+    @property
+    def choice(self) -> tuple[str, str | None]:
+        if isinstance(self.tool_choice, FunctionChoice):
+            return "required", self.tool_choice.name
+        return self.tool_choice or "auto", None
 
 
 class ResponseUsage(BaseModel):

@@ -7,13 +7,14 @@ from pydantic import BaseModel, Field, model_validator
 
 from sala.engine.requests import COUNT_LIMIT
 from sala.errors import InputError
-from sala.server.api import answers
-from sala.server.api.chat import FIELDS, as_messages
+from sala.server.api.answers import naming
+from sala.server.api.chat import ChatReply, as_messages
 from sala.server.api.chat_schema import MAX_TOOLS, Message, Tool
 from sala.server.api.completions_schema import TokenIds
-from sala.server.http.body import Strict, StrictRoute, problem
+from sala.server.api.routes import until_gone
+from sala.server.http.body import Strict, problem
 from sala.server.http.errors import ALWAYS
-from sala.server.http.sse import until_gone
+from sala.server.http.security import StrictRoute
 from sala.server.runtime import LoadedModel
 
 router = APIRouter(tags=["tokens"], route_class=StrictRoute)
@@ -78,7 +79,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         text = body.prompt if body.prompt is not None else body.content
         return llm.tokenizer.encode(text or "", body.add_special_tokens, max_tokens=llm.ctx, count_limit=COUNT_LIMIT)
 
-    with answers.naming(FIELDS):
+    with naming(ChatReply.fields):
         ids = await until_gone(request, model.service.call(encode))
     return {"tokens": ids, "count": len(ids), "max_model_len": model.llm.ctx}
 

@@ -1,1 +1,1 @@
-"""The HTTP layer: connections, request bodies, security, errors, server-sent events, the web page."""
+"""The HTTP layer: connections, security, request bodies, errors, the web page."""

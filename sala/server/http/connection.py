@@ -12,7 +12,6 @@ import http
 import logging
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import h11
@@ -20,7 +19,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sala.errors import SalaError
 from sala.server.http.errors import ApiError
-from sala.server.http.sse import dump
 from sala.server.settings import Settings
 
 if TYPE_CHECKING:
@@ -105,18 +103,20 @@ class Connection(H11Protocol):
 
     def refuse(self, error: ApiError) -> None:
         """Send an error and close the connection, leaving the client some time to read it."""
-        is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        is_asked = self.cycle is not None and not self.cycle.response_complete
         self.is_refused = True
         self._cancel_timers()
         self._unset_keepalive_if_required()
-        if self.cycle is not None and not self.cycle.response_complete:
+        if is_asked:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if is_answering or self.transport.is_closing():
+        if self.transport.is_closing() or (is_asked and self.cycle.response_started):
             self.transport.abort()
             return
-        is_asked = self.cycle is not None and not self.cycle.response_complete
-        self.transport.write(_compose(error, self.cycle.scope["path"] if is_asked else ""))
+        headers, body = error.compose(self.cycle.scope["path"] if is_asked else "")
+        lines = [f"HTTP/1.1 {error.status_code} {http.HTTPStatus(error.status_code).phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*lines, "connection: close", "", ""]).encode() + body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
@@ -144,7 +144,7 @@ class Connection(H11Protocol):
             self._wait_timer.cancel()
             self._wait_timer = None
         if wait is not None:
-            self._start(*self._deadline(wait))
+            self._start_timer()
 
     def _find_wait(self) -> str | None:
         theirs, ours = self.conn.their_state, self.conn.our_state
@@ -154,27 +154,24 @@ class Connection(H11Protocol):
             return "header"
         return None
 
-    def _deadline(self, wait: str) -> tuple[float, Callable[[], None]]:
-        return {
-            "header": (self.settings.header_deadline_s, self._end_header),
-            "body": (self.settings.body_deadline_s, self._end_body),
-            "rest": (LINGER_S, self.transport.abort),  # the rest of a body whose response has been sent already
-        }[wait]
-
-    def _start(self, seconds: float, act: Callable[[], None]) -> None:
+    def _start_timer(self) -> None:
         self.num_received = 0
-        self._wait_timer = self.loop.call_later(seconds, act)
+        seconds = {
+            "header": self.settings.header_deadline_s,
+            "body": self.settings.body_deadline_s,
+            "rest": LINGER_S,  # of a body whose response has been sent already
+        }[self._wait or "rest"]
+        self._wait_timer = self.loop.call_later(seconds, self._end_wait)
 
-    def _end_header(self) -> None:
-        self.refuse(ApiError(408, "the request header did not arrive in time", code="request_timeout"))
-
-    def _end_body(self) -> None:
-        if (
-            self.flow.read_paused or self.num_received >= MIN_BODY_BYTES
-        ):  # data still arrives, or it is our side that has paused
-            self._start(*self._deadline("body"))
-            return
-        self.refuse(ApiError(408, "the request body stopped arriving", code="request_timeout"))
+    def _end_wait(self) -> None:
+        if self._wait == "rest":
+            self.transport.abort()
+        elif self._wait == "header":
+            self.refuse(ApiError(408, "the request header did not arrive in time", code="request_timeout"))
+        elif self.flow.read_paused or self.num_received >= MIN_BODY_BYTES:  # we have paused, or data still arrives
+            self._start_timer()
+        else:
+            self.refuse(ApiError(408, "the request body stopped arriving", code="request_timeout"))
 
     def _cancel_timers(self) -> None:
         for timer in (self._wait_timer, self._stall_timer):
@@ -183,17 +180,8 @@ class Connection(H11Protocol):
         self._wait_timer = self._stall_timer = None
 
 
-def _compose(error: ApiError, path: str) -> bytes:
-    """Return an error as bytes of HTTP."""
-    body = dump(error.envelope(path))
-    lines = [f"HTTP/1.1 {error.status_code} {http.HTTPStatus(error.status_code).phrase}"]
-    lines += [f"{name}: {value}" for name, value in (error.headers or {}).items()]
-    lines += ["content-type: application/json", f"content-length: {len(body)}", "connection: close", "", ""]
-    return "\r\n".join(lines).encode() + body
-
-
 class Front:
-    """The application as uvicorn sees it: counts running requests, and refuses new ones while the server drains."""
+    """The application as uvicorn sees it: counts and logs requests, and refuses new ones while the server drains."""
 
     def __init__(self, app: Any) -> None:
         self.app: ASGIApp = app
@@ -203,10 +191,20 @@ class Front:
         self.failure: BaseException | None = None
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] == "http":
-            await self._answer(scope, receive, send)
-        else:
+        if scope["type"] != "http":
             await self._start(scope, receive, send)
+            return
+        is_probe = scope["path"].startswith("/health")
+        if self.is_draining and not is_probe:
+            headers = {"retry-after": "5", "connection": "close"}
+            ending = ApiError(503, "the server is shutting down; try again soon", code="shutting_down", headers=headers)
+            await ending(scope, receive, send)
+            return
+        self.num_running += not is_probe
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self.num_running -= not is_probe
 
     async def _start(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Run the lifespan. If the application cannot start, keep the reason and don't log the stack trace."""
@@ -222,48 +220,29 @@ class Front:
             raise
 
     async def _answer(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        is_probe = scope["path"].startswith("/health")
-        if self.is_draining and not is_probe:
-            headers = {"retry-after": "5", "connection": "close"}
-            ending = ApiError(503, "the server is shutting down; try again soon", code="shutting_down", headers=headers)
-            await ending.response()(scope, receive, send)
-            return
-        self.num_running += not is_probe
+        """Answer one request, and log it."""
+        began = time.monotonic()
+        status: int | str = "gone"
+        is_read = False
+
+        async def read() -> "Message":
+            nonlocal is_read
+            is_read = True
+            return await receive()
+
+        async def write(message: "Message") -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if not is_read and any(name == b"expect" for name, _ in scope["headers"]):
+                    # the client holds its body back and we never asked for it: the next bytes could be anything
+                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
         try:
-            await Exchange(scope, receive, send).run(self.app)
-        finally:
-            self.num_running -= not is_probe
-
-
-class Exchange:
-    """One request and its response, observed for the log."""
-
-    def __init__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        self.scope = scope
-        self._receive = receive
-        self._send = send
-        self.began = time.monotonic()
-        self.status = 0
-        self.is_read = False
-
-    async def run(self, app: "ASGIApp") -> None:
-        try:
-            await app(self.scope, self.receive, self.send)
+            await self.app(scope, read, write)
         finally:
             # the raw path is plain ASCII; the query is left out, since it may be private
-            path = (self.scope.get("raw_path") or b"").decode("ascii", "replace")[:200]
-            client = (self.scope.get("client") or ("-",))[0]
-            taken = (time.monotonic() - self.began) * 1000
-            log.info("%s %s %s %s %.0f ms", client, self.scope["method"], path, self.status or "gone", taken)
-
-    async def receive(self) -> "Message":
-        self.is_read = True
-        return await self._receive()
-
-    async def send(self, message: "Message") -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            if not self.is_read and any(name == b"expect" for name, _ in self.scope["headers"]):
-                # the client holds its body back and we never asked for it: the next bytes could be anything
-                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-        await self._send(message)
+            path = (scope.get("raw_path") or b"").decode("ascii", "replace")[:200]
+            client = (scope.get("client") or ("-",))[0]
+            log.info("%s %s %s %s %.0f ms", client, scope["method"], path, status, (time.monotonic() - began) * 1000)

@@ -3,20 +3,11 @@
 A message never holds a path of the server, a stack trace or a memory address.
 """
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
-from fastapi import HTTPException as FastHTTPException
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Match
-from starlette.types import Receive, Scope, Send
 
 from sala.errors import (
     CacheTooSmall,
@@ -27,14 +18,14 @@ from sala.errors import (
     MissingExtra,
     NoTokenizer,
     QueueFull,
-    SalaError,
     TemplateError,
 )
-from sala.server.http.sse import dump
+from sala.server.http.body import dump
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 MAX_MESSAGE = 1000
-METHODS = ("DELETE", "GET", "HEAD", "POST")
-CLIENT_GONE = 499  # for the log only: the client has disconnected
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC = re.compile(r"(/v1)?/messages(/count_tokens)?")
 _ANTHROPIC_TYPES = _TYPES | {
@@ -43,16 +34,13 @@ _ANTHROPIC_TYPES = _TYPES | {
     500: "api_error",
     503: "overloaded_error",
 }
-_WORDS = {
-    404: "there is no route at this path",
-    405: "this path does not support that method",
-    413: "the request is too large",
-}
-_log = logging.getLogger("sala.server")
 
 
-class ApiError(FastHTTPException):
-    """An unsuccessful response. `extra` adds keys to the error object."""
+class ApiError(Exception):
+    """An unsuccessful response, as an exception and as an ASGI application that sends it.
+
+    `extra` adds keys to the error object.
+    """
 
     def __init__(
         self,
@@ -64,11 +52,13 @@ class ApiError(FastHTTPException):
         headers: Mapping[str, str] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(status, message, dict(headers) if headers else None)
+        super().__init__(message)
+        self.status_code = status
         self.message = message
-        self.type = type or default_type(status)
+        self.type = type or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.param = param
         self.code = code
+        self.headers = dict(headers or {})
         self.extra = dict(extra or {})
 
     def envelope(self, path: str = "") -> dict[str, Any]:
@@ -78,19 +68,16 @@ class ApiError(FastHTTPException):
         error = {"message": self.message[:MAX_MESSAGE], "type": self.type, "param": self.param, "code": self.code}
         return {"error": {**error, **self.extra}}
 
-    def response(self) -> Response:
-        return ErrorResponse(self)
+    def compose(self, path: str) -> tuple[dict[str, str], bytes]:
+        """Return headers and body of the response."""
+        body = dump(self.envelope(path))
+        return {"content-length": str(len(body)), "content-type": "application/json", **self.headers}, body
 
-
-class ErrorResponse(Response):
-    def __init__(self, error: ApiError) -> None:
-        super().__init__(dump(error.envelope()), error.status_code, error.headers, "application/json")
-        self._error = error
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.body = dump(self._error.envelope(scope["path"]))
-        self.headers["content-length"] = str(len(self.body))
-        await super().__call__(scope, receive, send)
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        headers, body = self.compose(scope["path"])
+        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": raw})
+        await send({"type": "http.response.body", "body": body})
 
 
 def anthropic_envelope(error: ApiError) -> dict[str, Any]:
@@ -142,42 +129,41 @@ DESCRIPTIONS = {
 GUARDED = describe(400, 403, 408, 413, 415, 421, 431, 500, 503)  # what every route can return
 ALWAYS = GUARDED | describe(401, 404, 429)
 
-
-def default_type(status: int) -> str:
-    return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+# status, code, and where it differs from the exception's own text, the message; the first match counts
+_KNOWN: dict[type[BaseException], tuple[int, str, str | None]] = {
+    ContextTooLong: (400, "context_length_exceeded", None),
+    NoTokenizer: (400, "no_tokenizer", "this model has no tokenizer; send token ids instead of text"),
+    InputError: (400, "invalid_value", None),
+    TemplateError: (400, "invalid_value", None),
+    QueueFull: (429, "queue_full", None),
+    EngineClosed: (503, "shutting_down", "the server is shutting down"),
+    EngineDead: (500, "engine_dead", "the engine has stopped; restart the server"),
+    CacheTooSmall: (400, "cache_too_small", None),
+    MissingExtra: (400, "not_available", None),
+}
+_OUT_OF_MEMORY = (
+    "there is not enough memory for this request; send a shorter one, or try again when others have finished"
+)
+_UNEXPECTED = "the request failed with an internal error; the server's log says more"
+_RETRY_AFTER = {429: "2", 503: "30"}
 
 
 def from_exception(error: BaseException) -> ApiError:
     """Return what a client may know about an error."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, ContextTooLong):
-        numbers = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.max_tokens}
-        return ApiError(400, str(error), code="context_length_exceeded", extra=numbers)
-    if isinstance(error, NoTokenizer):
-        return ApiError(400, "this model has no tokenizer; send token ids instead of text", code="no_tokenizer")
-    if isinstance(error, InputError):
-        return ApiError(400, str(error), param=error.field, code="invalid_value")
-    if isinstance(error, TemplateError):
-        return ApiError(400, str(error), param="messages", code="invalid_value")
-    if isinstance(error, QueueFull):
-        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "2"})
-    if isinstance(error, EngineClosed):
-        return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "30"})
-    if isinstance(error, EngineDead):
-        return ApiError(500, "the engine has stopped; restart the server", code="engine_dead")
-    if isinstance(error, CacheTooSmall):
-        return ApiError(400, str(error), code="cache_too_small")
-    if isinstance(error, MissingExtra):
-        return ApiError(400, str(error), code="not_available")
-    if is_out_of_memory(error):
-        return ApiError(
-            503,
-            "there is not enough memory for this request; send a shorter one, or try again when others have finished",
-            code="out_of_memory",
-            headers={"Retry-After": "30"},
+    known = next((found for kind, found in _KNOWN.items() if isinstance(error, kind)), None)
+    if known is None:
+        known = (
+            (503, "out_of_memory", _OUT_OF_MEMORY) if is_out_of_memory(error) else (500, "server_error", _UNEXPECTED)
         )
-    return ApiError(500, "the request failed with an internal error; the server's log says more", code="server_error")
+    status, code, message = known
+    param = "messages" if isinstance(error, TemplateError) else getattr(error, "field", None)
+    extra = {}
+    if isinstance(error, ContextTooLong):
+        extra = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.max_tokens}
+    headers = {"Retry-After": _RETRY_AFTER[status]} if status in _RETRY_AFTER else {}
+    return ApiError(status, message or str(error), param=param, code=code, headers=headers, extra=extra)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -191,6 +177,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Return the first of pydantic's validation errors."""
     error = errors[0] if errors else {}
+    kind = error.get("type")
     context = error.get("ctx") or {}
     path = [part for part in error.get("loc", ()) if not str(part).startswith("~")]
     where, path = (path[0], path[1:]) if path and path[0] in ("body", "query", "path", "header") else ("body", path)
@@ -198,19 +185,15 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         path = [*path, context["field"]]
     param = join_path(path)
     message = str(error.get("msg", "the request is not valid"))
-    if error.get("type") == "missing" and not path:
+    if kind == "missing" and not path:
         message = "the request has no body; send a JSON object"
-    elif error.get("type") in ("model_attributes_type", "model_type", "dict_type") and not path:
+    elif kind in ("model_attributes_type", "model_type", "dict_type") and not path:
         message = f"the {where} must be a JSON object"
-    elif error.get("type") == "none_required":
+    elif kind == "none_required":
         message = "is not supported; leave it out"
-    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=_code(error.get("type")))
-
-
-def _code(kind: object) -> str:
-    return {"missing": "missing_required_parameter", "unknown_field": "unknown_parameter"}.get(
-        str(kind), "invalid_value"
-    )
+    codes = {"missing": "missing_required_parameter", "unknown_field": "unknown_parameter"}
+    code = codes.get(str(kind), "invalid_value")
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
 def join_path(path: Sequence[str | int]) -> str | None:
@@ -219,47 +202,3 @@ def join_path(path: Sequence[str | int]) -> str | None:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{str(part)[:200]}"
     return text.removeprefix(".") or None
-
-
-def add_handlers(app: FastAPI) -> None:
-    """Answer every exception with an error in our form."""
-    app.add_exception_handler(HTTPException, _answer_http)
-    app.add_exception_handler(RequestValidationError, _answer_invalid)
-    app.add_exception_handler(SalaError, _answer_sala)
-    app.add_exception_handler(ClientDisconnect, _answer_disconnected)
-    app.add_exception_handler(Exception, _answer_unexpected)
-
-
-async def _answer_http(request: Request, error: Exception) -> Response:
-    if isinstance(error, ApiError):
-        return error.response()
-    status = getattr(error, "status_code", 500)
-    message = _WORDS.get(status) or str(getattr(error, "detail", "")) or "the request failed"
-    code = {404: "not_found", 405: "method_not_allowed"}.get(status)
-    headers = {"Allow": ", ".join(_methods(request))} if status == 405 else getattr(error, "headers", None)
-    return ApiError(status, message, code=code, headers=headers).response()
-
-
-def _methods(request: Request) -> list[str]:
-    """Return the methods that the routes of this path support."""
-    matches = [route.matches for route in request.app.routes]
-    return [each for each in METHODS if any(one({**request.scope, "method": each})[0] is Match.FULL for one in matches)]
-
-
-async def _answer_invalid(request: Request, error: Exception) -> Response:
-    return from_validation(error.errors() if isinstance(error, RequestValidationError) else ()).response()
-
-
-async def _answer_sala(request: Request, error: Exception) -> Response:
-    answer = from_exception(error)
-    if answer.status_code >= 500:
-        _log.error("%s: %s", type(error).__name__, error)
-    return answer.response()
-
-
-async def _answer_disconnected(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_GONE)
-
-
-async def _answer_unexpected(request: Request, error: Exception) -> Response:
-    return from_exception(error).response()

@@ -1,20 +1,29 @@
-"""Serve the chat page: static files from a fixed list, with a policy that lets them load nothing from other hosts."""
+"""Serve the chat page and the reference of the API: static files from a fixed list.
+
+A policy lets them load nothing from other hosts. Both pages are public; the reference shows `/openapi.json`, which
+needs the key.
+"""
 
 import functools
 import hashlib
 import json
 from importlib import resources
 from pathlib import PurePosixPath
+from typing import Any
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
 
-router = APIRouter()
+from sala.server.http.security import need_key
+
+router = APIRouter(include_in_schema=False)
 
 PAGE = "index.html"
 OWN = (
     PAGE, "style.css", "favicon.svg", "answer.js", "api.js", "app.js", "composer.js", "dom.js", "files.js", "format.js",
     "markdown.js", "settings.js", "sidebar.js", "store.js", "theme.js", "view.js",
 )  # fmt: skip
+REFERENCE = ("page.html", "page.css", "page.js")
 MANIFEST = "vendor/vendored.json"  # third-party files, with their versions and hashes
 CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -47,37 +56,64 @@ HEADERS = {
 }
 
 
-@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+@router.api_route("/", methods=["GET", "HEAD"])
 async def get_page(request: Request) -> Response:
-    return _answer(request, PAGE)
+    return _answer(request, "web", PAGE)
 
 
-@router.api_route("/web/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
+@router.api_route("/web/{name:path}", methods=["GET", "HEAD"])
 async def get_file(request: Request, name: str) -> Response:
     if name not in content_types() or name == PAGE:
         raise HTTPException(404)
-    return _answer(request, name)
+    return _answer(request, "web", name)
+
+
+@router.get("/docs")
+async def get_reference(request: Request) -> Response:
+    return _answer(request, "reference", REFERENCE[0])
+
+
+@router.get("/docs/{name}")
+async def get_reference_file(request: Request, name: str) -> Response:
+    if name not in REFERENCE[1:]:
+        raise HTTPException(404)
+    return _answer(request, "reference", name)
+
+
+@router.get("/openapi.json", dependencies=[Depends(need_key)])
+async def get_schema(request: Request) -> JSONResponse:
+    return JSONResponse(describe_api(request.app))
+
+
+def describe_api(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document without the 422 responses that FastAPI adds: invalid requests get 400 here."""
+    document = app.openapi()
+    for operation in (each for path in document["paths"].values() for each in path.values()):
+        operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
+    return document
 
 
 @functools.cache
 def content_types() -> dict[str, str]:
-    """Return the content types of all files that are served: our own, and the vendored ones that browsers load."""
-    vendored = [f"vendor/{name}" for name in json.loads(_read(MANIFEST)[0])]
+    """Return the content types of the chat page's files: our own, and the vendored ones that browsers load."""
+    vendored = [f"vendor/{name}" for name in json.loads(_read("web", MANIFEST)[0])]
     types = {name: CONTENT_TYPES.get(PurePosixPath(name).suffix) for name in (*OWN, *vendored)}
     return {name: kind for name, kind in types.items() if kind is not None}
 
 
-def _answer(request: Request, name: str) -> Response:
+def _answer(request: Request, folder: str, name: str) -> Response:
     """Return the whole file, or 304. Ranges are ignored, as HTTP permits: the files are small."""
-    body, tag = _read(name)
+    body, tag = _read(folder, name)
     headers = {**HEADERS, "ETag": tag}
     if tag in (known.strip().removeprefix("W/") for known in request.headers.get("if-none-match", "").split(",")):
         return Response(status_code=304, headers=headers)
-    return Response(body, headers=headers, media_type=content_types()[name])
+    return Response(body, headers=headers, media_type=CONTENT_TYPES[PurePosixPath(name).suffix])
 
 
 @functools.cache
-def _read(name: str) -> tuple[bytes, str]:
+def _read(folder: str, name: str) -> tuple[bytes, str]:
     """Return the contents and the ETag of a file; read it once."""
-    body = resources.files("sala.server").joinpath("web", name).read_bytes()
+    body = resources.files("sala.server").joinpath(folder, name).read_bytes()
     return body, f'"{hashlib.sha256(body).hexdigest()[:32]}"'

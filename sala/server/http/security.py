@@ -1,21 +1,28 @@
-"""Authorization: API keys, permitted host names, and the origins of web pages that may call the server.
+"""What guards the routes: API keys, permitted host names and origins, limits on requests, strict bodies.
 
 Routes themselves require the key; no decision depends on what a path looks like. The checks of Host and Origin protect
 a server without a key from web pages: by DNS rebinding, a page can be served under a name that resolves to this
 machine, and any page can submit a form to it.
+
+The limits buffer nothing and see every byte once. Deadlines, which concern the connection, are in `connection`.
 """
 
+import asyncio
 import hmac
 import logging
 import re
 import secrets
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, cast
 
-from fastapi import Request
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import MutableHeaders
 
 from sala.options.schema import is_ip
-from sala.server.http.errors import ApiError, from_exception
+from sala.server.http.body import read_json
+from sala.server.http.errors import ApiError, from_exception, from_validation
 from sala.server.settings import LOCAL_HOSTS, Settings, is_loopback
 
 if TYPE_CHECKING:
@@ -26,7 +33,14 @@ ORIGIN = re.compile(rb"(https?)://(.+)")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 DEFAULT_PORTS = {b"http": b"80", b"https": b"443"}
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADERS = 100
+MAX_BODIES = 4  # bodies of the maximum size that may be in memory at once
+LARGE = 1 << 16  # bytes from which a body is parsed in a thread, so as not to block the event loop
 _log = logging.getLogger("sala.server")
+
+
+# -------------------------------------------------------------------------------------------------------------- keys
 
 
 async def need_key(request: Request) -> None:
@@ -41,7 +55,8 @@ async def need_admin_key(request: Request) -> None:
     settings: Settings = request.app.state.settings
     key = settings.admin_key or settings.api_key
     if key is None:
-        if not settings.is_local and not _is_local_client(request):
+        is_here = settings.is_local or (request.client is not None and is_loopback(request.client.host))
+        if not is_here:
             raise ApiError(
                 403, "models can be managed from the server's own machine only, or with a key", code="admin_key_needed"
             )
@@ -80,86 +95,21 @@ def _given_keys(request: Request) -> list[bytes]:
     return [key for key in keys if key]
 
 
-def _is_local_client(request: Request) -> bool:
-    return request.client is not None and is_loopback(request.client.host)
+# -------------------------------------------------------------------------------------------------- hosts and origins
 
 
-class HostCheck:
-    """Middleware: refuse requests for host names that are not ours."""
+class Guard:
+    """Middleware: refuse foreign host names and, for unsafe methods, web pages of origins that are not permitted.
+
+    Every response gets an id and security headers for browsers. A client may choose the id, to find its request in
+    logs; the server only echoes it.
+    """
 
     def __init__(self, app: "ASGIApp", settings: Settings) -> None:
         self.app = app
         self.settings = settings
-        self.names = LOCAL_HOSTS | {name.rstrip(".") for name in settings.allowed_hosts}
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        problem = self._check(scope) if scope["type"] == "http" else None
-        await (self.app if problem is None else problem.response())(scope, receive, send)
-
-    def _check(self, scope: "Scope") -> ApiError | None:
-        found = [AUTHORITY.fullmatch(value.strip()) for value in _values(scope, b"host")]
-        if len(found) != 1 or found[0] is None:
-            return ApiError(400, "the request must have one valid Host header", code="bad_request")
-        name = found[0][1].decode().lower().strip("[]").rstrip(".")
-        if name in self.names or self._is_safe(name):
-            return None
-        return ApiError(
-            421,
-            "this server does not answer to that host name; add it with the setting allowed_hosts",
-            code="unknown_host",
-        )
-
-    def _is_safe(self, name: str) -> bool:
-        """Return whether DNS rebinding cannot be at work: with an IP address, or where every request needs a key."""
-        if self.settings.is_local:
-            return is_loopback(name)
-        return is_ip(name) or (self.settings.api_key is not None and not self.settings.allowed_hosts)
-
-
-class OriginCheck:
-    """Middleware: refuse unsafe methods from web pages of other origins, unless these are permitted."""
-
-    def __init__(self, app: "ASGIApp", settings: Settings) -> None:
-        self.app = app
-        self.allowed = {origin.encode() for origin in settings.cors_origins}
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] == "http" and scope["method"] not in SAFE_METHODS and not self._is_permitted(scope):
-            problem = ApiError(
-                403,
-                "web pages of that origin may not call this server; permit it with the setting cors_origins",
-                code="foreign_origin",
-            )
-            await problem.response()(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
-
-    def _is_permitted(self, scope: "Scope") -> bool:
-        hosts = _values(scope, b"host")
-        origins = [value.strip().lower() for value in _values(scope, b"origin")]
-        return all(origin in self.allowed or any(is_same(origin, host) for host in hosts) for origin in origins)
-
-
-def is_same(origin: bytes, host: bytes) -> bool:
-    """Return whether an Origin is the server's own: its host and port are those that the request was sent to."""
-    found = ORIGIN.fullmatch(origin)
-    if found is None:
-        return False
-    theirs, ours = (AUTHORITY.fullmatch(text.strip().lower()) for text in (found[2], host))
-    if theirs is None or ours is None:
-        return False
-    default = DEFAULT_PORTS[found[1]]
-    return (theirs[1], theirs[2] or default) == (ours[1], ours[2] or default)
-
-
-class Stamp:
-    """Middleware: give every response an id and security headers for browsers.
-
-    A client may choose the id, to find its request in logs; the server only echoes it.
-    """
-
-    def __init__(self, app: "ASGIApp") -> None:
-        self.app = app
+        self.hosts = LOCAL_HOSTS | {name.rstrip(".") for name in settings.allowed_hosts}
+        self.origins = {origin.encode() for origin in settings.cors_origins}
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] != "http":
@@ -177,31 +127,201 @@ class Stamp:
                 headers.setdefault("referrer-policy", "no-referrer")
             await send(message)
 
-        await self.app(scope, receive, stamp)
+        refusal = self._check_host(scope) or self._check_origin(scope)
+        await (self.app if refusal is None else refusal)(scope, receive, stamp)
+
+    def _check_host(self, scope: "Scope") -> ApiError | None:
+        found = [AUTHORITY.fullmatch(value.strip()) for value in _values(scope, b"host")]
+        if len(found) != 1 or found[0] is None:
+            return ApiError(400, "the request must have one valid Host header", code="bad_request")
+        name = found[0][1].decode().lower().strip("[]").rstrip(".")
+        if name in self.hosts or self._is_safe(name):
+            return None
+        return ApiError(
+            421,
+            "this server does not answer to that host name; add it with the setting allowed_hosts",
+            code="unknown_host",
+        )
+
+    def _is_safe(self, name: str) -> bool:
+        """Return whether DNS rebinding cannot be at work: with an IP address, or where every request needs a key."""
+        if self.settings.is_local:
+            return is_loopback(name)
+        return is_ip(name) or (self.settings.api_key is not None and not self.settings.allowed_hosts)
+
+    def _check_origin(self, scope: "Scope") -> ApiError | None:
+        hosts = _values(scope, b"host")
+        origins = [value.strip().lower() for value in _values(scope, b"origin")]
+        is_own = all(origin in self.origins or any(is_same(origin, host) for host in hosts) for origin in origins)
+        if is_own or scope["method"] in SAFE_METHODS:
+            return None
+        return ApiError(
+            403,
+            "web pages of that origin may not call this server; permit it with the setting cors_origins",
+            code="foreign_origin",
+        )
 
 
-class Failures:
-    """Middleware: answer unexpected exceptions with an error, so that the connection can serve further requests."""
-
-    def __init__(self, app: "ASGIApp") -> None:
-        self.app = app
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        is_started = False
-
-        async def watch(message: "Message") -> None:
-            nonlocal is_started
-            is_started = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watch)
-        except Exception as error:
-            if is_started or scope["type"] != "http":
-                raise
-            _log.error("a request failed: %s", type(error).__name__, exc_info=error)
-            await from_exception(error).response()(scope, receive, send)
+def is_same(origin: bytes, host: bytes) -> bool:
+    """Return whether an Origin is the server's own: its host and port are those that the request was sent to."""
+    found = ORIGIN.fullmatch(origin)
+    if found is None:
+        return False
+    theirs, ours = (AUTHORITY.fullmatch(text.strip().lower()) for text in (found[2], host))
+    if theirs is None or ours is None:
+        return False
+    default = DEFAULT_PORTS[found[1]]
+    return (theirs[1], theirs[2] or default) == (ours[1], ours[2] or default)
 
 
 def _values(scope: "Scope", name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key == name]
+
+
+# ------------------------------------------------------------------------------------------------------------- limits
+
+
+class BodyTooLarge(Exception):
+    """Stops the reading of a body; the client gets the refusal whatever the application does with this exception."""
+
+
+class RequestLimits:
+    """Middleware: refuse requests that are too large, ambiguous or compressed, if possible before reading the body.
+
+    Unexpected exceptions become errors, so that the connection can serve further requests.
+    """
+
+    def __init__(self, app: "ASGIApp", settings: Settings) -> None:
+        self.app = app
+        self.max_body = settings.max_body
+        self.held = 0  # bytes of all bodies that have not been answered yet
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refusal = check_headers(scope, self.max_body)
+        await (self._meter if refusal is None else refusal)(scope, receive, send)
+
+    async def _meter(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Run the application and count the bytes of the body as they arrive, until the answer begins."""
+        num_bytes, is_started = 0, False
+        refusal: ApiError | None = None
+
+        async def count() -> "Message":
+            nonlocal num_bytes, refusal
+            message = await receive()
+            if message["type"] == "http.request":
+                arrived = len(message.get("body", b""))
+                num_bytes += arrived
+                self.held += arrived
+                refusal = self._find_excess(num_bytes)
+                if refusal is not None:
+                    raise BodyTooLarge
+            return message
+
+        async def watch(message: "Message") -> None:
+            nonlocal is_started
+            if refusal is None or is_started:  # otherwise the application has caught BodyTooLarge
+                is_started = True
+                release()
+                await send(message)
+
+        def release() -> None:
+            """Stop counting the body: once the answer begins, its text is no longer held."""
+            nonlocal num_bytes
+            self.held -= num_bytes
+            num_bytes = 0
+
+        try:
+            await self.app(scope, count, watch)
+        except Exception as error:
+            if is_started:
+                raise
+            if refusal is None:
+                _log.error("a request failed: %s", type(error).__name__, exc_info=error)
+                refusal = from_exception(error)
+        finally:
+            release()
+        if refusal is not None and not is_started:
+            await refusal(scope, receive, send)
+
+    def _find_excess(self, num_bytes: int) -> ApiError | None:
+        """Return the reason to refuse a body of which so many bytes have arrived, if there is one."""
+        if num_bytes > self.max_body:
+            return too_large(self.max_body)
+        if self.held > MAX_BODIES * self.max_body:
+            message = "the server is reading too many large requests at once; send this one again later"
+            return ApiError(503, message, "server_error", code="bodies_too_large", headers={"retry-after": "1"})
+        return None
+
+
+def too_large(max_body: int) -> ApiError:
+    return ApiError(
+        413, f"the body has more than {max_body:,} bytes; send less or raise max_body", code="body_too_large"
+    )
+
+
+def check_headers(scope: "Scope", max_body: int) -> ApiError | None:
+    """Return the reason to refuse a request by its headers, if there is one."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    size += sum(len(name) + len(value) + 4 for name, value in headers)
+    if size > MAX_HEADER_BYTES or len(headers) > MAX_HEADERS:
+        return ApiError(
+            431, f"the header has more than {MAX_HEADER_BYTES:,} bytes or {MAX_HEADERS} lines", code="header_too_large"
+        )
+    lengths = [value.strip() for name, value in headers if name == b"content-length"]
+    if lengths and any(name == b"transfer-encoding" for name, _ in headers):
+        return ApiError(
+            400,
+            "Content-Length and Transfer-Encoding exclude each other",
+            code="bad_request",
+            headers={"connection": "close"},
+        )
+    if len(set(lengths)) > 1 or not all(length.isdigit() for length in lengths):
+        return ApiError(400, "Content-Length must be one number", code="bad_request")
+    encodings = [value.strip().lower() for name, value in headers if name == b"content-encoding"]
+    if any(encoding not in (b"", b"identity") for encoding in encodings):
+        return ApiError(
+            415, "compressed bodies are not supported; send it without Content-Encoding", code="unsupported_encoding"
+        )
+    if lengths and (len(lengths[0]) > 18 or int(lengths[0]) > max_body):
+        return too_large(max_body)
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------- bodies
+
+
+class StrictRoute(APIRoute):
+    """Checks the key, then reads the body as strict JSON: declared as such, in UTF-8, without NaN, within limits."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strictly(request: Request) -> Response:
+            if self.body_field is not None:
+                await need_key(request)  # before the body: don't read what an unknown client sends
+                # by name: browsers let a page of another origin send any other type without asking us first
+                if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                    raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
+                body, kind = await request.body(), cast(type[BaseModel], self.body_field.field_info.annotation)
+                if body:
+                    is_large = len(body) >= LARGE
+                    request._json = await asyncio.to_thread(parse, kind, body) if is_large else parse(kind, body)
+            return await handle(request)
+
+        return strictly
+
+
+def parse(kind: type[BaseModel], body: bytes) -> BaseModel:
+    """Return a body as an instance of a model, which FastAPI does not validate again. Raises ApiError."""
+    try:
+        data = read_json(body)
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_json") from None
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False, include_input=False)) from None

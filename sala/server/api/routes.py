@@ -1,0 +1,225 @@
+"""The generating routes, and the one path that all of them take.
+
+`answer` finds the model, prepares the request in the service's thread pool, and sends what the engine generates, as a
+whole or as server-sent events. A `Reply` says what that looks like in one API. A client that disconnects cancels its
+request.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from sala.engine.service import Stream
+from sala.errors import SlowReader
+from sala.server.api import anthropic
+from sala.server.api.answers import B, Reply, naming
+from sala.server.api.anthropic_schema import CountRequest, MessageObject, MessagesError, MessagesRequest, TokenCount
+from sala.server.api.chat import ChatInput, ChatReply, read_chat
+from sala.server.api.chat_schema import ChatCompletion, ChatRequest
+from sala.server.api.completions import CompletionReply
+from sala.server.api.completions_schema import CompletionRequest, TextCompletion
+from sala.server.api.responses import ResponseReply
+from sala.server.api.responses_schema import ResponseObject, ResponseRequest
+from sala.server.http.body import dump
+from sala.server.http.errors import ALWAYS, from_exception
+from sala.server.http.security import StrictRoute
+from sala.server.runtime import LoadedModel
+from sala.server.settings import Settings
+
+MAX_PENDING = 1 << 20  # bytes of an answer that may wait for a slow client
+T = TypeVar("T")
+Descriptions = dict[int | str, dict[str, Any]]
+router = APIRouter(route_class=StrictRoute)
+MESSAGES_ERRORS: Descriptions = {
+    status: {"model": MessagesError, "description": answer["description"]} for status, answer in ALWAYS.items()
+}
+
+
+def streamed(errors: Descriptions, events: str) -> Descriptions:
+    """Describe the responses of a route that streams on request."""
+    words = f"The answer; with `stream`, server-sent events {events}."
+    return {**errors, 200: {"description": words, "content": {"text/event-stream": {}}}}
+
+
+@router.post(
+    "/chat/completions", tags=["chat"], summary="Answer a conversation", response_model=ChatCompletion,
+    responses=streamed(ALWAYS, "of chunks that end with `[DONE]`"),
+)  # fmt: skip
+async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    return await answer(request, body, ChatReply)
+
+
+@router.post(
+    "/completions", tags=["completions"], summary="Continue a text", response_model=TextCompletion,
+    responses=streamed(ALWAYS, "of chunks that end with `[DONE]`"),
+)  # fmt: skip
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    return await answer(request, body, CompletionReply)
+
+
+@router.post(
+    "/responses", tags=["responses"], summary="Answer items with items", response_model=ResponseObject,
+    responses=streamed(ALWAYS, "from response.created to response.completed"),
+)  # fmt: skip
+async def create_response(body: ResponseRequest, request: Request) -> Response:
+    return await answer(request, body, ResponseReply)
+
+
+@router.post(
+    "/messages", tags=["messages"], summary="Answer messages with blocks", response_model=MessageObject,
+    responses=streamed(MESSAGES_ERRORS, "from message_start to message_stop"),
+)  # fmt: skip
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    return await answer(request, body, anthropic.MessageReply)
+
+
+@router.post(
+    "/chat/completions/input_tokens", tags=["chat"], summary="Count the tokens of a conversation",
+    responses={**ALWAYS, 200: {"content": {"application/json": {"example": {"input_tokens": 12}}}}},
+)  # fmt: skip
+async def count_input_tokens(body: ChatRequest, request: Request) -> dict[str, int]:
+    """Takes what /chat/completions takes, and returns the length of the prompt."""
+    return await count_tokens(request, body.model, lambda: read_chat(body), ChatReply.fields)
+
+
+@router.post(
+    "/messages/count_tokens", tags=["messages"], summary="Count the tokens of messages", response_model=TokenCount,
+    responses=MESSAGES_ERRORS,
+)  # fmt: skip
+async def count_message_tokens(body: CountRequest, request: Request) -> dict[str, int]:
+    """The length of the prompt of these messages; it may be longer than the context."""
+    read = partial(anthropic.read_conversation, body)
+    return await count_tokens(request, body.model, read, anthropic.MessageReply.fields)
+
+
+async def count_tokens(
+    request: Request, model_id: str | None, read: Callable[[], ChatInput], fields: Mapping[str, str]
+) -> dict[str, int]:
+    """Return the length of the prompt of the conversation that `read` returns."""
+    model: LoadedModel = await until_gone(request, request.app.state.runtime.get(model_id))
+    with naming(fields):
+        ids = await until_gone(request, model.service.call(lambda: read().encode(model.llm.inputs)))
+    return {"input_tokens": len(ids)}
+
+
+async def answer(request: Request, body: B, kind: type[Reply[B]]) -> Response:
+    """Answer a request."""
+    settings: Settings = request.app.state.settings
+    model: LoadedModel = await until_gone(request, request.app.state.runtime.get(body.model))
+    reply = kind(model.id, model.llm, body, settings)
+    with naming(kind.fields):
+        work = model.service.open(partial(reply.prepare, model.llm.inputs), MAX_PENDING)
+        stream = await until_gone(request, work, Stream.close)
+    if body.stream:
+        return EventStream(send_events(stream, reply, settings.ping_s), stream.overflowed, stream.close)
+    try:
+        whole = await until_gone(request, reply.collect(stream))
+    finally:
+        stream.close()
+    return Response(dump(whole), media_type="application/json")
+
+
+async def send_events(stream: Stream, reply: Reply[Any], ping_s: float) -> AsyncIterator[bytes]:
+    """Yield a stream as server-sent events, with a ping whenever nothing else was sent for `ping_s` seconds.
+
+    An error is the last event; `done` follows only a complete answer.
+    """
+    sent_at = time.monotonic()
+    try:
+        for chunk in reply.opening():
+            yield reply.encode(chunk)
+        while True:
+            try:
+                item = await stream.aread(max(0.001, ping_s - (time.monotonic() - sent_at)))
+            except TimeoutError:
+                yield reply.ping
+                sent_at = time.monotonic()
+                continue
+            if item is None:
+                break
+            reply.take(item)
+            for chunk in reply.chunks(item):
+                yield reply.encode(chunk)
+                sent_at = time.monotonic()
+        for chunk in reply.closing():
+            yield reply.encode(chunk)
+        if reply.done:
+            yield reply.done
+    except SlowReader:
+        return
+    except Exception as error:
+        yield reply.encode(reply.failed(from_exception(error)))
+
+
+class EventStream(Response):
+    """Send events until they end, the client disconnects or `is_given_up` is set; then call `close` in any case."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], is_given_up: asyncio.Event, close: Callable[[], None]) -> None:
+        super().__init__(None, 200, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._is_given_up = is_given_up
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await run_first(self._write(send), wait_for_disconnect(receive), self._is_given_up.wait())
+        except OSError:  # the connection was lost while we were writing
+            return
+        finally:
+            self._close()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def run_first(*works: Coroutine[Any, Any, Any]) -> None:
+    """Run all coroutines until one ends, and cancel the others. Raises what the first coroutine raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if not tasks[0].cancelled():
+        tasks[0].result()
+
+
+async def wait_for_disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, T], undo: Callable[[T], None] | None = None) -> T:
+    """Return the result of `work`; raise ClientDisconnect if the client leaves first.
+
+    `undo` releases a result that cannot be delivered because this coroutine was cancelled.
+    """
+    task = asyncio.create_task(work)
+    listener = asyncio.create_task(wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, listener}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    except asyncio.CancelledError:
+        if undo is not None and task.done() and not task.cancelled() and task.exception() is None:
+            undo(task.result())
+        raise
+    finally:
+        for one in (listener, task):
+            one.cancel()
+        await asyncio.gather(listener, task, return_exceptions=True)
