@@ -23,7 +23,6 @@ OWN = (
     PAGE, "style.css", "favicon.svg", "answer.js", "api.js", "app.js", "composer.js", "dom.js", "files.js", "format.js",
     "markdown.js", "settings.js", "sidebar.js", "store.js", "theme.js", "view.js",
 )  # fmt: skip
-REFERENCE = ("page.html", "page.css", "page.js")
 MANIFEST = "vendor/vendored.json"  # third-party files, with their versions and hashes
 CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -70,14 +69,13 @@ async def get_file(request: Request, name: str) -> Response:
 
 @router.get("/docs")
 async def get_reference(request: Request) -> Response:
-    return _answer(request, "reference", REFERENCE[0])
+    return _answer(request, "reference", "page.html")
 
 
-@router.get("/docs/{name}")
-async def get_reference_file(request: Request, name: str) -> Response:
-    if name not in REFERENCE[1:]:
-        raise HTTPException(404)
-    return _answer(request, "reference", name)
+@router.get("/docs/page.js")
+@router.get("/docs/page.css")
+async def get_reference_file(request: Request) -> Response:
+    return _answer(request, "reference", PurePosixPath(request.url.path).name)
 
 
 @router.get("/openapi.json", dependencies=[Depends(need_key)])
