@@ -1,10 +1,11 @@
-"""What all backends share about the rows of a plan: their place in the cache, and the rule by which they are sampled.
+"""What all backends share: the place of a plan's rows in the cache, the decay of states, the rule of sampling.
 
 The sampling rule is written once, so that the same seed gives the same tokens on every backend. A sampled token depends
 on the logits, the seed and the position only, not on the batch. That is also why speculation is lossless: every
 position is sampled as without drafts, and a draft is accepted if it is the token that was sampled.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -121,6 +122,17 @@ def check_blobs(
     for name, tensor in tensors.items():
         if (blobs[name].dtype, blobs[name].shape) != (dtype_of(tensor), tensor.shape):
             raise ValueError(f"{name} is {blobs[name].dtype} {blobs[name].shape}")
+
+
+def decay_rates(num_heads: int) -> list[float]:
+    """Return the ALiBi slope of each lightning head: powers of 2^(-8/H).
+
+    They are interleaved with those of 2H when H is not a power of two.
+    """
+    if math.log2(num_heads).is_integer():
+        return [2.0 ** (-8.0 * (head + 1) / num_heads) for head in range(num_heads)]
+    below = 1 << int(math.log2(num_heads))
+    return decay_rates(below) + decay_rates(2 * below)[0::2][: num_heads - below]
 
 
 _MASK = (1 << 64) - 1

@@ -49,11 +49,7 @@ def whole(tokens: Tensor, lengths: Sequence[int] | None = None, ops: Ops = REFER
     """Pack tokens [B, n], a sequence per row, or [T] with the lengths of the sequences in it."""
     if lengths is None:
         lengths = (tokens.shape[1],) * tokens.shape[0]
-    starts = (torch.arange(length, device=tokens.device) for length in lengths)
-    if len(set(lengths)) == 1:
-        positions = torch.arange(lengths[0], device=tokens.device).repeat(len(lengths))
-    else:
-        positions = torch.cat(list(starts))
+    positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
     return Sequences(tokens.flatten(), positions, tuple(lengths), ops)
 
 

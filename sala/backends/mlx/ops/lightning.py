@@ -3,10 +3,11 @@
 The recurrence and the functions are those of `backends/torch/ops/lightning.py`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+
+from sala.backends.rows import decay_rates
 
 CHUNK = 64
 CHUNKS_AT_ONCE = 32  # the states of that many chunks are in memory together
@@ -15,15 +16,8 @@ Step = Callable[..., tuple[mx.array, mx.array]]
 
 
 def decay_slopes(num_heads: int) -> mx.array:
-    """ALiBi slopes s_h [H] in fp32: powers of 2^(-8/H); interleaved with those of 2H when H is not a power of two."""
-    return mx.array(_slopes(num_heads), dtype=mx.float32)
-
-
-def _slopes(num_heads: int) -> list[float]:
-    if math.log2(num_heads).is_integer():
-        return [2.0 ** (-8.0 * (head + 1) / num_heads) for head in range(num_heads)]
-    below = 1 << int(math.log2(num_heads))
-    return _slopes(below) + _slopes(2 * below)[0::2][: num_heads - below]
+    """Return the slopes s_h [H] in fp32."""
+    return mx.array(decay_rates(num_heads), dtype=mx.float32)
 
 
 def lightning_step(

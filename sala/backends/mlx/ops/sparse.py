@@ -129,37 +129,23 @@ def sparse_attention(
 
     q [n, H, D]; pages [G, P, B, D]; table [N] maps block to page; selected [n, G, C]; positions [n] → [n, H, D].
     """
-    groups, _, block_size, dim = k_pages.shape
+    groups, num_pages, block_size, dim = k_pages.shape
+    pools = [pages.reshape(groups * num_pages, block_size, dim) for pages in (k_pages, v_pages)]
+    first_page = mx.arange(groups, dtype=mx.int32)[:, None] * num_pages
     row_bytes = 2 * groups * selected.shape[-1] * block_size * dim * k_pages.itemsize
     outputs: list[mx.array] = []
     for q_tile, ids, at in _tiles((q, selected, positions), row_bytes, outputs):
-        outputs.append(_attend_tile(q_tile, k_pages, v_pages, table, ids, at, scale))
+        n, heads = q_tile.shape[:2]
+        ids = mx.stop_gradient(ids)  # indices have no gradient; keys and values do
+        pages = first_page + table[mx.maximum(ids, 0)]  # [n, G, C], into the pools of all kv heads
+        keys, values = (pool[pages].reshape(n, groups, -1, dim) for pool in pools)
+        token = ids[..., None] * block_size + mx.arange(block_size, dtype=mx.int32)
+        is_seen = (ids[..., None] >= 0) & (token <= at[:, None, None, None])
+        mask = is_seen.reshape(n, groups, 1, -1)
+        rows = q_tile.reshape(n, groups, heads // groups, dim)
+        output = mx.fast.scaled_dot_product_attention(rows, keys, values, scale=scale, mask=mask)
+        outputs.append(output.reshape(n, heads, dim))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-
-
-def _attend_tile(
-    q: mx.array,
-    k_pages: mx.array,
-    v_pages: mx.array,
-    table: mx.array,
-    ids: mx.array,
-    positions: mx.array,
-    scale: float,
-) -> mx.array:
-    (n, heads, dim), (groups, num_pages, block_size, _) = q.shape, k_pages.shape
-    ids = mx.stop_gradient(ids)  # indices have no gradient; keys and values do
-    first_page = mx.arange(groups, dtype=mx.int32)[:, None] * num_pages
-    pages = first_page + table[mx.maximum(ids, 0)]  # [n, G, C], into the pools of all kv heads
-    keys, values = (
-        pool.reshape(groups * num_pages, block_size, dim)[pages].reshape(n, groups, -1, dim)
-        for pool in (k_pages, v_pages)
-    )
-    token = ids[..., None] * block_size + mx.arange(block_size, dtype=mx.int32)
-    is_seen = (ids[..., None] >= 0) & (token <= positions[:, None, None, None])
-    mask = is_seen.reshape(n, groups, 1, -1)
-    rows = q.reshape(n, groups, heads // groups, dim)
-    output = mx.fast.scaled_dot_product_attention(rows, keys, values, scale=scale, mask=mask)
-    return output.reshape(n, heads, dim)
 
 
 def _tiles(arrays: Sequence[mx.array], row_bytes: int, done: Sequence[mx.array]) -> Iterator[list[mx.array]]:

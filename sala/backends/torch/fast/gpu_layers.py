@@ -102,7 +102,7 @@ class FusedLayer:
         if self.num_kv_heads != self.num_heads:
             shared = self.num_heads // self.num_kv_heads
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-        o = rows.lightning(self, q, k, v, cache, self.index)
+        o = rows.lightning(self, q, k, v, cache)
         o_norm = _weight(self.mixer.o_norm)
         if o_norm is not None or gate is not None:
             o = fused.norm_gate(o, o_norm, gate, self.eps, self.dependents_first)
@@ -193,7 +193,7 @@ class PrefillSpan:
         self.row_of = torch.zeros_like(positions)
         self.start = positions[:1]
 
-    def lightning(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, states: Tensor, index: int) -> Tensor:
+    def lightning(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, states: Tensor) -> Tensor:
         slopes, slot = decay_slopes(layer.num_heads, q.device), self.span.slot
         q, k = rotate(q, k, layer.heads(self.angles.lightning), None)
         output, after = lightning.lightning_prefill(q, k, v, states[slot], slopes, layer.head_dim**-0.5)
@@ -202,7 +202,7 @@ class PrefillSpan:
 
     def attend(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, pages: KVPages) -> Tensor:
         self.append(k, v, pages)
-        return self._attend_from(layer, q, self.span.start, gate, pages, (k, v))
+        return self.attend_last(layer, q, gate, pages, (k, v))
 
     def append(self, k: Tensor, v: Tensor, pages: KVPages) -> None:
         pooling.append(
@@ -210,20 +210,16 @@ class PrefillSpan:
             pages.sparse,
         )  # fmt: skip
 
-    def attend_last(self, layer: FusedLayer, q: Tensor, gate: Tensor | None, pages: KVPages) -> Tensor:
-        """Attend with the last rows of the span, whose keys and values are in the pages."""
-        return self._attend_from(layer, q, self.span.end - q.shape[0], gate, pages)
-
-    def _attend_from(
+    def attend_last(
         self,
         layer: FusedLayer,
         q: Tensor,
-        start: int,
         gate: Tensor | None,
         pages: KVPages,
         fresh: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Queries at start, start + 1, … over the pages; `fresh` are keys and values of the span, if at hand."""
+        """Attend with the last rows of the span; `fresh` are its keys and values, which the pages hold, if at hand."""
+        start = self.span.end - q.shape[0]
         scale = layer.head_dim**-0.5
         num_dense = min(max(self.span.sparse_from - start, 0), q.shape[0])
         outputs = []
@@ -285,7 +281,7 @@ class DecodeSpans:
         self.is_sparse = self.positions >= self.sparse_from[self.row_of]
         self.row_tables = self.tables if self.count == 1 else self.tables[self.row_of]
 
-    def lightning(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, states: Tensor, index: int) -> Tensor:
+    def lightning(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, states: Tensor) -> Tensor:
         slopes, scale = decay_slopes(layer.num_heads, q.device), layer.head_dim**-0.5
         heads, first = layer.heads(self.angles.lightning), layer.dependents_first
         output = q.new_empty(q.shape)  # rows of padding stay uninitialised; their results are never read
@@ -295,7 +291,7 @@ class DecodeSpans:
             return output.flatten(1)
         q_, k_, v_, o_ = (x.unflatten(0, (self.num_spans, self.count)) for x in (q_, k_, v_, o_))
         lightning.lightning_verify(q_, k_, v_, states, self.slots, slopes, scale, o_, heads, first)
-        self.kept[index] = k_, v_, heads
+        self.kept[layer.index] = k_, v_, heads
         lightning.lightning_fold(k_, v_, states, self.slots, self.advances, slopes, heads)  # spans without drafts
         return output.flatten(1)
 

@@ -7,13 +7,13 @@ many tokens of one sequence: inside a chunk as masked attention, between chunks 
 `lightning_whole` does so for whole sequences at once, with gradients.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sala.backends.rows import decay_rates
 from sala.backends.torch.ops.dense import upcast
 
 CHUNK = 64
@@ -24,19 +24,12 @@ _made: dict[tuple[int, torch.device | str], Tensor] = {}
 
 
 def decay_slopes(num_heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """ALiBi slopes s_h [H] in fp32: powers of 2^(-8/H); interleaved with those of 2H when H is not a power of two."""
+    """Return the slopes s_h [H] in fp32."""
     key = (num_heads, device)
     if key not in _made:
         with torch.inference_mode(False):  # slopes may be used in training later
-            _made[key] = torch.tensor(_slopes(num_heads), dtype=torch.float32, device=device)
+            _made[key] = torch.tensor(decay_rates(num_heads), dtype=torch.float32, device=device)
     return _made[key]
-
-
-def _slopes(num_heads: int) -> list[float]:
-    if math.log2(num_heads).is_integer():
-        return [2.0 ** (-8.0 * (head + 1) / num_heads) for head in range(num_heads)]
-    below = 1 << int(math.log2(num_heads))
-    return _slopes(below) + _slopes(2 * below)[0::2][: num_heads - below]
 
 
 def lightning_step(
