@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sala.backends.rows import cached_tensors
 from sala.backends.torch.batch import pack
 from sala.backends.torch.executor import TorchExecutor, open_executor
 from sala.backends.torch.fast import cpu_decode
@@ -79,9 +80,11 @@ def some_tokens(count: int, seed: int) -> tuple[int, ...]:
 def numbers(made: TorchExecutor, pages: tuple[int, ...], length: int, slot: int) -> dict[str, Tensor]:
     """All that the cache holds of a sequence, but for pooled rows whose window would begin before the text."""
     sparse, out = made.model.config.sparse_config, {}
-    for name, (pool, where, rows) in made.cache.tensors(torch.tensor(pages), length, slot).items():
-        first = sparse.kernel_size // sparse.kernel_stride - 1 if name.startswith(("k1", "k2")) else 0
-        out[name] = pool[where] if isinstance(where, int) else pool[:, where].flatten(1, 2)[:, first:rows]
+    for name, entry in cached_tensors(made.model.config, length).items():
+        pool = made.cache.pool_of(entry)
+        first = sparse.kernel_size // sparse.kernel_stride - 1 if entry.pool in ("k1", "k2") else 0
+        rows = slice(first, entry.shape[1])
+        out[name] = pool[slot] if entry.pool == "state" else pool[:, torch.tensor(pages)].flatten(1, 2)[:, rows]
     return out
 
 
