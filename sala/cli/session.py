@@ -14,7 +14,7 @@ from sala.errors import InputError
 from sala.options import CommandOptions, Sampling
 
 if TYPE_CHECKING:
-    from sala.engine.store.sessions import SessionStore
+    from sala.engine.sessions import SessionStore
 
 session = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 Name = Annotated[str, s.argument("Name of the session.")]
@@ -29,7 +29,7 @@ def _directory(where: CommandOptions) -> Path:
 
 def _store(where: CommandOptions) -> "SessionStore":
     """Return the sessions of a directory, whatever model they belong to."""
-    from sala.engine.store.sessions import SessionStore
+    from sala.engine.sessions import SessionStore
 
     return SessionStore(_directory(where), "", warn=s.note)
 

@@ -9,7 +9,7 @@ import heapq
 import sys
 from array import array
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -50,20 +50,6 @@ class Pool:
             self._counts[number] -= 1
             if not self._counts[number]:
                 heapq.heappush(self._free, number)
-
-    def problems(self, name: str, owners: dict[int, int]) -> list[str]:
-        """Return the differences between the reference counts and what the owners hold."""
-        found = [
-            f"{name} {number} has count {count} and {owners.get(number, 0)} owners"
-            for number, count in enumerate(self._counts)
-            if count != owners.get(number, 0)
-        ]
-        free = set(self._free)
-        if len(free) != len(self._free) or any(
-            (number in free) != (count == 0) for number, count in enumerate(self._counts)
-        ):
-            found.append(f"the list of free {name}s is wrong")
-        return found
 
 
 TOKEN_BYTES = 4
@@ -119,23 +105,22 @@ class PrefixCache:
     def find(self, tokens: bytes, sparse_from: int, salt: str) -> Snapshot | None:
         """Return the longest snapshot that `tokens` continue by at least one token, in a compatible regime."""
         most = len(tokens) // TOKEN_BYTES - 1
-        fitting = [
-            snapshot
-            for snapshot in self._snapshots
-            if snapshot.length <= most and self._agrees(snapshot, sparse_from, salt) and snapshot.is_prefix(tokens)
-        ]
+        shorter = (snapshot for snapshot in self._snapshots if snapshot.length <= most)
+        fitting = [snapshot for snapshot in shorter if self._fits(snapshot, tokens, sparse_from, salt)]
         return max(fitting, key=lambda snapshot: snapshot.length, default=None)
 
     def has(self, tokens: bytes, length: int, sparse_from: int, salt: str) -> Snapshot | None:
         """Return the snapshot of exactly the first `length` tokens, if there is one."""
-        for snapshot in self._snapshots:
-            if snapshot.length == length and self._agrees(snapshot, sparse_from, salt) and snapshot.is_prefix(tokens):
-                return snapshot
-        return None
+        same = (snapshot for snapshot in self._snapshots if snapshot.length == length)
+        return next((snapshot for snapshot in same if self._fits(snapshot, tokens, sparse_from, salt)), None)
 
-    def _agrees(self, snapshot: Snapshot, sparse_from: int, salt: str) -> bool:
-        same_regime = snapshot.sparse_from == sparse_from or snapshot.length <= self._agreement_len
-        return snapshot.salt == salt and same_regime
+    def agrees(self, length: int, one: int, other: int) -> bool:
+        """Return whether the state after `length` tokens is the same for both values of `sparse_from`."""
+        return one == other or length <= self._agreement_len
+
+    def _fits(self, snapshot: Snapshot, tokens: bytes, sparse_from: int, salt: str) -> bool:
+        is_same = snapshot.salt == salt and self.agrees(snapshot.length, snapshot.sparse_from, sparse_from)
+        return is_same and snapshot.is_prefix(tokens)
 
     def add(self, snapshot: Snapshot) -> None:
         self._snapshots.append(snapshot)
@@ -299,11 +284,8 @@ class Hybrid:
     def snapshot(self, sequence: SequenceState) -> None:
         """Keep the present state as a snapshot, if a slot is free or another snapshot can be evicted for it."""
         assert sequence.slot is not None
-        if self._is_known(sequence) or not self._num_snapshots:
+        if self._is_known(sequence) or not self._make_space(1):
             return
-        while len(self.prefix) >= self._num_snapshots or not self.slots.num_free:
-            if not self._evict():
-                return
         slot = self.slots.take(1)[0]
         try:
             self._executor.copy_states([(sequence.slot, slot)])
@@ -317,13 +299,9 @@ class Hybrid:
     def donate(self, sequence: SequenceState) -> None:
         """Turn the slot and pages of a finished sequence into a snapshot, without a copy."""
         is_whole = 0 < sequence.num_computed <= len(sequence.tokens)
-        if not is_whole or sequence.slot is None or not self._num_snapshots or self._is_known(sequence):
+        if not is_whole or sequence.slot is None or self._is_known(sequence) or not self._make_space(0):
             self.release(sequence)
             return
-        while len(self.prefix) >= self._num_snapshots:
-            if not self._evict():
-                self.release(sequence)
-                return
         keep = self._num_pages(sequence.num_computed)
         pages, slot = tuple(sequence.pages[:keep]), sequence.slot
         self.pages.release(sequence.pages[keep:])
@@ -333,12 +311,7 @@ class Hybrid:
     def insert(self, tokens: bytes, sparse_from: int, salt: str) -> Snapshot | None:
         """Add a snapshot whose pages and slot the caller fills (from a file). Return None if it does not fit."""
         length = len(tokens) // TOKEN_BYTES
-        if not self._num_snapshots:
-            return None
-        while len(self.prefix) >= self._num_snapshots:
-            if not self._evict():
-                return None
-        if not self._make_room(self._num_pages(length), 1):
+        if not self._make_space(0) or not self._make_room(self._num_pages(length), 1):
             return None
         pages, slot = tuple(self.pages.take(self._num_pages(length))), self.slots.take(1)[0]
         snapshot = Snapshot(tokens, length, sparse_from, salt, pages, slot)
@@ -364,6 +337,13 @@ class Hybrid:
         self.prefix.add(
             Snapshot(tokens, sequence.num_computed, sequence.sparse_from, sequence.request.salt, pages, slot)
         )
+
+    def _make_space(self, num_slots: int) -> bool:
+        """Evict snapshots until one more may be kept and there are free slots. Return False if that fails."""
+        while len(self.prefix) >= self._num_snapshots or self.slots.num_free < num_slots:
+            if not self._evict():
+                return False
+        return True
 
     def _make_room(self, num_pages: int, num_slots: int, keep: Snapshot | None = None) -> bool:
         """Evict snapshots, least recently used first, but none if evicting all of them would not be enough."""
@@ -398,16 +378,3 @@ class Hybrid:
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
-
-    def integrity(self, sequences: Iterable[SequenceState]) -> list[str]:
-        """Check that every page and slot is accounted for. Return what is wrong; an empty list if nothing is."""
-        pages: Counter[int] = Counter()
-        slots: Counter[int] = Counter()
-        for sequence in sequences:
-            pages.update(sequence.pages)
-            slots.update([] if sequence.slot is None else [sequence.slot])
-        for snapshot in self.prefix:
-            pages.update(snapshot.pages)
-            slots.update([snapshot.slot])
-        pinned = [f"a snapshot of {snapshot.length} tokens is pinned" for snapshot in self.prefix if snapshot.pins]
-        return self.pages.problems("page", pages) + self.slots.problems("slot", slots) + pinned

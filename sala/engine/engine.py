@@ -341,10 +341,6 @@ class Engine:
         finally:
             self.hybrid.release(sequence)
 
-    def integrity(self) -> list[str]:
-        """Return inconsistencies in the bookkeeping of the cache; an empty list if there are none."""
-        return self.hybrid.integrity(self.scheduler)
-
 
 def _other_seed(seed: int, index: int) -> int:
     """Return the seed of a sibling, within 64 bits."""

@@ -20,8 +20,7 @@ from sala.engine.cache import as_bytes, as_tokens
 from sala.engine.engine import Engine
 from sala.engine.requests import Call, InputProcessor, Prompt, PromptScoring, Submission, Tools
 from sala.engine.service import EngineService
-from sala.engine.store.sessions import SessionStore
-from sala.engine.store.tier import DiskTier
+from sala.engine.sessions import DiskTier, SessionStore
 from sala.engine.stream import Completion, Event, PromptProgress, StreamItem
 from sala.errors import ConfigError, InputError
 from sala.models.embedded import find_base, find_model
@@ -69,16 +68,16 @@ class BaseLLM:
             str(self.path),
         )
         if options.cache_dir is not None:
-            store = self.open_store(options.cache_dir, options.cache_disk)
-            tier = DiskTier(store, self.engine.hybrid, self._executor, self.config.sparse_config.agreement_len)
+            store = self.open_store(options.cache_dir)
+            tier = DiskTier(store, self.engine.hybrid, self._executor, options.cache_disk)
             self.engine.before, self.engine.after = tier.fetch, tier.keep
 
     def __reduce__(self) -> Any:
         return self.service.__reduce__()  # raises: a loaded model cannot be pickled
 
-    def open_store(self, directory: str | Path, max_bytes: int | None = None) -> SessionStore:
+    def open_store(self, directory: str | Path) -> SessionStore:
         """Return the sessions in a directory, as far as they belong to this model."""
-        return SessionStore(Path(directory).expanduser(), self.fingerprint(), max_bytes, warnings.warn)
+        return SessionStore(Path(directory).expanduser(), self.fingerprint(), warnings.warn)
 
     def fingerprint(self) -> str:
         """Identify weights, configuration and precision: what a saved KV cache depends on."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from sala.engine.requests import Call, Prompt, PromptScoring, Submission, Tools
-from sala.engine.store.sessions import SessionStore
+from sala.engine.sessions import SessionStore
 from sala.engine.stream import Completion, Event, PromptScores, StreamItem
 from sala.llm import base
 from sala.protocol import SampledToken, Sampling

@@ -14,6 +14,7 @@ from sala.errors import InputError
 from sala.llm import LLM
 from sala.server.batch import run_batch
 from tests.e2e.test_cli import sala
+from tests.integrity import integrity
 
 
 def request(custom_id: str, **body: Any) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def test_good_and_bad_lines(llm: LLM, tmp_path: Path) -> None:
     assert errors["long"]["code"] == "context_length_exceeded"
     assert errors["hot"]["param"] == "temperature"
     assert not (tmp_path / "out.jsonl.part").exists()
-    assert llm.engine.integrity() == []
+    assert integrity(llm.engine) == []
 
 
 def test_a_hundred_thousand_lines(llm: LLM, tmp_path: Path) -> None:

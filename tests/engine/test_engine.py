@@ -14,6 +14,7 @@ from sala.engine.engine import Engine
 from sala.errors import ContextTooLong, InputError
 from sala.protocol import Options, Sampling, Verdict
 from tests.engine.fake import VOCAB, FakeExecutor, Faults, plain
+from tests.integrity import integrity
 
 SPARSE = SparseConfig(8, 4, 1, 16, 32, 4, False, 128)
 GREEDY = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
@@ -28,7 +29,7 @@ def finish(eng: Engine, *sequences: SequenceState, limit: int = 10_000) -> None:
         if all(sequence.is_finished for sequence in sequences):
             return
         eng.step()
-        assert eng.integrity() == []
+        assert integrity(eng) == []
     raise AssertionError("starved")
 
 
@@ -185,7 +186,7 @@ def test_cancelling_frees_everything(when: int) -> None:
     eng.cancel(goes)
     assert goes.pages == []
     assert goes.slot is None
-    assert eng.integrity() == []
+    assert integrity(eng) == []
     finish(eng, stays)
     assert answer(stays) == want(stays.request)
     assert eng.hybrid.pages.num_free == 64
@@ -238,7 +239,7 @@ def test_an_interrupt_loses_no_request() -> None:
     with pytest.raises(KeyboardInterrupt):
         eng.step()
     executor.run = run  # type: ignore[method-assign]
-    assert eng.integrity() == []
+    assert integrity(eng) == []
     finish(eng, sequence)
     assert answer(sequence) == want(sequence.request)
 
@@ -261,7 +262,7 @@ def test_an_interrupt_in_a_copy_leaves_no_half_past(where: str) -> None:
         for _ in range(20):
             eng.step()
     setattr(executor, where, original)
-    assert eng.integrity() == []
+    assert integrity(eng) == []
     finish(eng, sequence)
     assert answer(sequence) == want(request)
 
@@ -412,7 +413,7 @@ def test_random_life(seed: int, num_pages: int, num_slots: int, mode: str) -> No
         if rng.random() < 0.03:
             eng.forget()
         eng.step()
-        assert eng.integrity() == []
+        assert integrity(eng) == []
         done += [sequence for sequence in live if sequence.is_finished]
         live = [sequence for sequence in live if not sequence.is_finished]
     finish(eng, *live)
@@ -439,12 +440,12 @@ def test_ten_thousand_operations_leak_nothing() -> None:
         else:
             eng.step()
         if number % 50 == 0:
-            assert eng.integrity() == []
+            assert integrity(eng) == []
             live = [sequence for sequence in live if not sequence.is_finished]
     for sequence in live:
         eng.cancel(sequence)
     eng.forget()
-    assert eng.integrity() == []
+    assert integrity(eng) == []
     assert eng.hybrid.pages.num_free == 30
     assert eng.hybrid.slots.num_free == 6
 
@@ -514,7 +515,7 @@ def test_trouble_while_booking_is_one_rows_trouble(error: type[BaseException]) -
             eng.step()
     else:
         eng.step()
-    assert eng.integrity() == []
+    assert integrity(eng) == []
     finish(eng, *sequences)
     for sequence in sequences:
         if sequence.error is None:

@@ -23,6 +23,7 @@ from sala.engine.stream import Event, Inbox, PromptProgress
 from sala.errors import CacheTooSmall, EngineClosed, EngineDead, InputError
 from sala.llm import LLM, AsyncLLM
 from sala.protocol import Sampling
+from tests.integrity import integrity
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -105,7 +106,7 @@ def test_closing_a_stream_waits_until_the_engine_has_dropped_it(llm: LLM) -> Non
     assert stream.read() is not None
     stream.close(wait=True)
     assert llm.engine.is_idle
-    assert llm.engine.integrity() == []
+    assert integrity(llm.engine) == []
     with pytest.raises(TimeoutError), llm.service.submit(submission(llm, "another one", max_tokens=1500)) as slow:
         while True:
             slow.read(0)
@@ -259,7 +260,7 @@ def test_pickle_and_fork(tiny: Path) -> None:
 
 
 def run_script(tiny: Path, body: str) -> subprocess.Popen[str]:
-    script = f"import sys, time\nfrom sala import LLM\nllm = LLM({str(tiny)!r}, device='cpu', ctx=2048)\n"
+    script = f"import sys, time\nfrom sala import LLM\nfrom tests.integrity import integrity\nllm = LLM({str(tiny)!r}, device='cpu', ctx=2048)\n"
     command = [sys.executable, "-c", script + textwrap.dedent(body)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -292,7 +293,7 @@ def test_ctrl_c_in_a_stream(tiny: Path) -> None:
                 time.sleep(0.005)
             print("not interrupted")
         except KeyboardInterrupt:
-            print(llm.engine.is_idle, llm.service.num_requests, llm.engine.integrity())
+            print(llm.engine.is_idle, llm.service.num_requests, integrity(llm.engine))
         print(len(llm.generate("again", temperature=0, max_tokens=3, ignore_eos=True).token_ids))
         """,
     )
@@ -374,7 +375,7 @@ def test_async_requests_run_together_and_are_cancelled_with_their_tasks(tiny: Pa
                 await model.generate("hello again", on_progress=_explode, **GREEDY)
             while not model.engine.is_idle:
                 await asyncio.sleep(0.01)
-            assert model.engine.integrity() == []
+            assert integrity(model.engine) == []
 
     asyncio.run(work())
 

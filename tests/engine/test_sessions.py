@@ -11,6 +11,7 @@ from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
 from sala.llm import LLM
 from tests.golden import DATA
+from tests.integrity import integrity
 
 MODEL = DATA / "block16"
 GREEDY = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
@@ -41,7 +42,7 @@ def test_a_restart_goes_on_from_disk(tmp_path: Path, want: list[int]) -> None:
     assert first.token_ids == second.token_ids == want
     longer = PROMPT + want + [5, 6, 7]
     assert again.generate(longer, **GREEDY).token_ids == open_llm().generate(longer, **GREEDY).token_ids
-    assert again.engine.integrity() == []
+    assert integrity(again.engine) == []
 
 
 def test_regimes_on_disk(tmp_path: Path) -> None:
@@ -49,7 +50,7 @@ def test_regimes_on_disk(tmp_path: Path) -> None:
     short = PROMPT[:120]  # dense
     cache = tmp_path / "cache"
     llm = open_llm(cache)
-    from sala.engine.store.tier import MIN_TOKENS
+    from sala.engine.sessions import MIN_TOKENS
 
     assert MIN_TOKENS > 120  # so short a past is not written by itself
     store = llm.open_store(cache)
@@ -121,7 +122,7 @@ def test_bad_files_are_refused_and_the_prompt_is_read_instead(tmp_path: Path, ki
     assert out.usage.cached_tokens == 0
     assert out.token_ids == want
     assert len(caught) <= 2
-    assert llm.engine.integrity() == []
+    assert integrity(llm.engine) == []
 
 
 def test_another_model_does_not_use_it(tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_another_model_does_not_use_it(tmp_path: Path) -> None:
 def test_another_version_does_not_use_it(tmp_path: Path, want: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
     with monkeypatch.context() as patch:
-        patch.setattr("sala.engine.store.sessions.FORMAT", "sala-session-0")
+        patch.setattr("sala.engine.sessions.FORMAT", "sala-session-0")
         open_llm(cache).generate(PROMPT, **GREEDY)
     assert len(files(cache)) == 1
     out = open_llm(cache).generate(PROMPT, **GREEDY)
@@ -182,7 +183,7 @@ def test_the_disk_has_a_limit(tmp_path: Path) -> None:
 
 
 def test_an_unwritable_disk_is_one_warning(tmp_path: Path, want: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    import sala.engine.store.sessions as module
+    import sala.engine.sessions as module
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -29,6 +29,7 @@ from sala.lab.eval.likelihood import (
 from sala.lab.report.record import Log
 from sala.llm import LLM
 from sala.protocol import Sampling
+from tests.integrity import integrity
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_likelihoods_are_those_of_the_logits(llm: LLM) -> None:
     random.Random(0).shuffle(pairs)
     check(llm, pairs)
     assert llm.engine.is_idle
-    assert llm.engine.integrity() == []
+    assert integrity(llm.engine) == []
 
 
 def test_what_greedy_decoding_writes_is_greedy(llm: LLM) -> None:

@@ -11,6 +11,7 @@ import pytest
 from sala.config import SalaConfig
 from sala.llm import LLM
 from tests.golden import DATA, checkpoint
+from tests.integrity import integrity
 from tests.mlx.place import DEVICE
 from tests.mlx.test_graph import spy_on_adopted
 from tests.parity.test_engine_exact import GREEDY, length_near, plain, requests
@@ -33,7 +34,7 @@ def test_neighbours_preemption_and_small_caches(seed: int) -> None:
         tight.engine.step()
         if tight.engine.scheduler.running and rng.random() < 0.1:
             tight.engine.scheduler.preempt(rng.choice(tight.engine.scheduler.running))
-        assert tight.engine.integrity() == []
+        assert integrity(tight.engine) == []
     for ids, sequence in zip(prompts, sequences, strict=True):
         assert sequence.error is None
         assert [sampled.token for sampled in sequence.sampled] == plain(MODEL, ids), f"{len(ids)} tokens"
@@ -82,7 +83,7 @@ def test_speculation_is_lossless(mode: str, layers: int, temperature: float) -> 
         assert drafting.generate(longer, **GREEDY).token_ids == plain(MODEL, longer)
     if layers == 99:
         assert drafting.engine.speculation.acceptance > 0.99
-    assert drafting.engine.integrity() == []
+    assert integrity(drafting.engine) == []
 
 
 def test_sampled_answers_do_not_depend_on_neighbours() -> None:

@@ -13,6 +13,7 @@ from sala.engine.requests import Call
 from sala.llm import LLM
 from sala.protocol import Sampling
 from tests.golden import DATA, DEVICE, checkpoint
+from tests.integrity import integrity
 
 MODELS = ["block16", "block64"]
 COUNT = 10
@@ -54,7 +55,7 @@ def test_neighbours_preemption_and_small_caches(model: str, seed: int) -> None:
         tight.engine.step()
         if tight.engine.scheduler.running and rng.random() < 0.1:
             tight.engine.scheduler.preempt(rng.choice(tight.engine.scheduler.running))
-        assert tight.engine.integrity() == []
+        assert integrity(tight.engine) == []
     for ids, sequence in zip(prompts, sequences, strict=True):
         assert sequence.error is None
         assert [sampled.token for sampled in sequence.sampled] == plain(model, ids), f"{len(ids)} tokens"
@@ -115,7 +116,7 @@ def test_speculation_is_lossless(model: str, mode: str, layers: int, temperature
         assert drafting.generate(longer, **GREEDY).token_ids == plain(model, longer)
     if layers == 99 and temperature == 0:
         assert drafting.engine.speculation.acceptance > 0.99
-    assert drafting.engine.integrity() == []
+    assert integrity(drafting.engine) == []
 
 
 def test_sampled_answers_do_not_depend_on_neighbours() -> None:

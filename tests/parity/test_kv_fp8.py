@@ -10,6 +10,7 @@ from sala.backends.memory import token_bytes
 from sala.errors import InputError, SalaError
 from sala.llm import LLM
 from tests.golden import DEVICE, checkpoint
+from tests.integrity import integrity
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(420)]  # dense, then sparse
@@ -34,7 +35,7 @@ def test_neighbours_a_prefix_and_drafts(expected: list[int]) -> None:
     answers = many.generate([PROMPT, PROMPT[:300], PROMPT[:50]], **GREEDY)
     assert answers[0].token_ids == expected
     assert many.generate(PROMPT, **GREEDY).token_ids == expected  # most of it from the cache
-    assert many.engine.integrity() == []
+    assert integrity(many.engine) == []
 
 
 def test_a_session(tmp_path: Path, expected: list[int]) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from sala.models.download import PARTIAL
+from tests.integrity import integrity
 from tests.server.conftest import Puppet, Server, read_events, wait_for
 from tests.server.fake_hub import COMMIT, FakeHub, serve
 from tests.server.live import read_answer, request
@@ -86,7 +87,7 @@ def test_leaving_frees_the_place_and_is_counted(
         assert server.service.status().running == 1
         first.close()
     wait_for(lambda: server.llm.engine.is_idle)
-    assert server.llm.engine.integrity() == []
+    assert integrity(server.llm.engine) == []
 
 
 def test_a_client_that_only_stops_reading_gets_its_answer_computed(server: Server) -> None:
@@ -126,7 +127,7 @@ def test_two_hundred_that_come_and_go_leave_nothing(server: Server, puppet: Pupp
     assert server.app.state.metrics.statistics.num_accepted > accepted
     assert count() == (0, 0)
     assert threading.active_count() <= num_threads + 4  # pools grow to their size and stay there
-    assert server.llm.engine.integrity() == []
+    assert integrity(server.llm.engine) == []
     assert server.post(CHAT, {**ROUTES[CHAT], "stream": False, "max_tokens": 2}).status_code == 200
 
 

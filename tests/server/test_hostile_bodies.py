@@ -13,6 +13,7 @@ import pytest
 from sala.server.http import body as limits
 from sala.server.http.body import MAX_JSON_BRANCHES, MAX_JSON_VALUES, find_excess
 from sala.server.http.security import LARGE
+from tests.integrity import integrity
 from tests.server.conftest import Server
 
 CHAT = "/v1/chat/completions"
@@ -346,4 +347,4 @@ def test_a_hundred_thousand_messages_are_counted(client: httpx2.Client) -> None:
 def test_the_server_lives_on(server: Server, client: httpx2.Client) -> None:
     assert send(client, CHAT, BASE).status_code == 200
     server.wait_idle()
-    assert server.llm.engine.integrity() == []
+    assert integrity(server.llm.engine) == []

@@ -18,6 +18,7 @@ from fastapi.testclient import TestClient
 
 from sala.server.app import create_app
 from sala.server.settings import Settings
+from tests.integrity import integrity
 from tests.server.conftest import Puppet, Server, wait_for
 from tests.server.live import Live, serving
 from tests.server.test_serving import COMMAND, ask, is_ready
@@ -279,4 +280,4 @@ def test_requests_that_begin_alike_do_not_mix(make_server: Callable[..., Server]
     for (_, found), (_, wanted) in zip(together, alone * 2, strict=True):
         assert found == pytest.approx(wanted, abs=1e-4)
     server.wait_idle()
-    assert server.llm.engine.integrity() == []
+    assert integrity(server.llm.engine) == []

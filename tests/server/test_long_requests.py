@@ -17,6 +17,7 @@ import torch
 from sala.checkpoint.random import TINY, write_random
 from sala.config import SparseConfig
 from sala.protocol import Plan, Result
+from tests.integrity import integrity
 from tests.server.conftest import Puppet, Server, read_events, wait_for
 from tests.server.live import read_answer, request
 from tests.server.test_serving import COMMAND, command, run
@@ -115,7 +116,7 @@ def test_memory_that_runs_out_ends_one_request(server: Server, fail: Callable[[]
         assert [text_of(one.result()) for one in others] == [wanted] * 3
     after = server.service.status()
     assert (after.pages_used, after.slots_used) == (before.pages_used, before.slots_used)
-    assert server.llm.engine.integrity() == []
+    assert integrity(server.llm.engine) == []
     assert text_of(server.post(COMPLETIONS, {**SHORT, "prompt": LONG}))
 
 

@@ -20,6 +20,7 @@ from sala.engine.stream import Event, PromptScores, Usage
 from sala.errors import EngineClosed, EngineDead, QueueFull, SlowReader
 from sala.llm import LLM
 from sala.protocol import Sampling
+from tests.integrity import integrity
 from tests.server.conftest import Puppet, Server, read_events, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -171,7 +172,7 @@ def test_cancel(tiny: Path, phase: str) -> None:
             await asyncio.sleep(0.01)
         assert time.monotonic() - began < 2
         assert llm.engine.is_idle
-        assert llm.engine.integrity() == []
+        assert integrity(llm.engine) == []
 
     assert set(run(tiny, work).reasons) == {"cancelled"}
 
@@ -261,7 +262,7 @@ def test_scores_wait_for_room(tiny: Path, llm: LLM) -> None:
         assert isinstance(items[0], PromptScores)
         assert [sampled.logprob for part in items[0].parts for sampled in part] == pytest.approx(wanted, abs=1e-4)
         await asyncio.gather(*others)
-        assert llm.engine.integrity() == []
+        assert integrity(llm.engine) == []
 
     assert run(tiny, work).reasons.count("stop") == 1
 
@@ -343,7 +344,7 @@ def test_come_and_go(server: Server, puppet: Puppet) -> None:
     server.wait_idle(2)
     assert threading.active_count() <= before + 4
     assert server.service.status().slots_used <= used + 16  # snapshots may be kept
-    assert server.llm.engine.integrity() == []
+    assert integrity(server.llm.engine) == []
     assert server.post(CHAT, SHORT).status_code == 200
 
 

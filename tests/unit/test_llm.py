@@ -11,6 +11,7 @@ from sala.errors import ConfigError, ContextTooLong, InputError, NoTokenizer, Sa
 from sala.llm import LLM
 from sala.protocol import Sampling
 from tests.golden import DATA
+from tests.integrity import integrity
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 
@@ -138,7 +139,7 @@ def test_a_failure_in_the_model_ends_that_request_alone(llm: LLM, monkeypatch: p
         patch.setattr(llm._executor, "run", explode)
         with pytest.raises(MemoryError):
             llm.generate("hello there and more", **GREEDY)
-    assert llm.engine.integrity() == []
+    assert integrity(llm.engine) == []
     assert llm.generate("hello there", **GREEDY).token_ids == want
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from sala.checkpoint.reader import read_file_header, read_tensors
 from sala.checkpoint.writer import publish, write_file
-from sala.engine.cache import TOKEN_BYTES, Hybrid, Snapshot
+from sala.engine.cache import TOKEN_BYTES, Hybrid, SequenceState, Snapshot
 from sala.errors import CheckpointError, InputError, SalaError, writing
 from sala.protocol import Blob, Executor
 
 FORMAT = "sala-session-1"
 SUFFIX = ".sala"
+MIN_TOKENS = 256  # shorter prefixes are computed faster than loaded
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _AUTOMATIC = re.compile(r"auto-[0-9a-f]{32}")
 _STALE_SECONDS = 24 * 3600  # a draft that is being written is younger than this, even after a change of the clock
@@ -44,13 +45,11 @@ class Entry:
 class SessionStore:
     """A directory of sessions. `fingerprint` says which model, precision and format they must come from."""
 
-    def __init__(self, directory: Path, fingerprint: str, max_bytes: int | None = None, warn: Warn = print) -> None:
+    def __init__(self, directory: Path, fingerprint: str, warn: Warn = print) -> None:
         self._directory = directory
-        self._fingerprint = fingerprint
-        self._max_bytes = max_bytes
-        self._warn = warn
-        self._refused: set[Path] = set()
-        self._is_broken = False
+        self.fingerprint = fingerprint
+        self.warn = warn
+        self.refused: set[Path] = set()
         _check_directory(directory)
         for left in directory.glob(".*.part") if directory.is_dir() else ():  # left by a process that was killed
             if time.time() - left.stat().st_mtime > _STALE_SECONDS:
@@ -58,15 +57,12 @@ class SessionStore:
 
     def entries(self) -> list[Entry]:
         """Return the sessions that can be read, newest first."""
-        found = []
-        for path in self._directory.glob(f"*{SUFFIX}") if self._directory.is_dir() else ():
-            entry = self._entry(path)
-            if entry is not None:
-                found.append(entry)
+        paths = self._directory.glob(f"*{SUFFIX}") if self._directory.is_dir() else ()
+        found = [entry for entry in map(self._entry, paths) if entry is not None]
         return sorted(found, key=lambda entry: -entry.modified)
 
     def _entry(self, path: Path) -> Entry | None:
-        if path in self._refused or path.is_symlink() or not path.is_file():
+        if path in self.refused or path.is_symlink() or not path.is_file():
             return None
         try:
             metadata = read_file_header(path)[0]
@@ -78,15 +74,15 @@ class SessionStore:
                 int(metadata["sparse_from"]),
                 stat.st_size,
                 stat.st_mtime,
-                metadata.get("format") == FORMAT and metadata.get("fingerprint") == self._fingerprint,
+                metadata.get("format") == FORMAT and metadata.get("fingerprint") == self.fingerprint,
             )
         except (SalaError, KeyError, ValueError, OSError) as error:
-            self._refuse(path, str(error))
+            self.refuse(path, str(error))
             return None
 
     def check_new(self, name: str) -> Path:
         """Return the path of a new session. Raises InputError if the name is taken."""
-        path = self._path(name)
+        path = self.path(name)
         if path.exists() or path.is_symlink():
             raise InputError(
                 "session", f"{name!r} exists already", "choose another name, or remove it: sala session rm"
@@ -101,7 +97,7 @@ class SessionStore:
         blobs = {"tokens": tokens, **executor.dump(snapshot.pages, snapshot.length, snapshot.slot)}
         metadata = {
             "format": FORMAT,
-            "fingerprint": self._fingerprint,
+            "fingerprint": self.fingerprint,
             "num_tokens": str(snapshot.length),
             "sparse_from": str(snapshot.sparse_from),
         }
@@ -122,7 +118,7 @@ class SessionStore:
         if not entry.fits:
             raise CheckpointError(f"{entry.path} was made by another model, precision or version", "make it again")
         metadata, infos = read_file_header(entry.path)
-        blobs = {name: Blob(raw.dtype, raw.shape, raw.data) for name, raw in read_tensors(entry.path, infos).items()}
+        blobs = read_tensors(entry.path, infos)
         claimed = metadata.pop("checksum", "")
         if claimed != _checksum(metadata, blobs) or "tokens" not in blobs:
             raise CheckpointError(f"{entry.path} is damaged", "remove it: sala session rm")
@@ -140,85 +136,98 @@ class SessionStore:
         return snapshot
 
     def remove(self, name: str) -> None:
-        path = self._path(name)
+        path = self.path(name)
         if not path.is_file() and not path.is_symlink():
             raise InputError("session", f"{name!r} does not exist", "sala session ls shows what is there")
         path.unlink()
 
     def find(self, name: str) -> Entry:
-        path = self._path(name)
+        path = self.path(name)
         entry = self._entry(path) if path.exists() else None
         if entry is None:
             raise InputError("session", f"{name!r} does not exist", "sala session ls shows what is there")
         return entry
 
-    def _path(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
         if not _NAME.fullmatch(name) or name.endswith(SUFFIX):
             raise InputError("session", f"{name!r} is not a valid name", "use letters, digits, '.', '_' and '-'")
         return self._directory / f"{name}{SUFFIX}"
 
-    # The automatic tier: never raises, warns at most once.
+    def refuse(self, path: Path, why: str) -> None:
+        self.refused.add(path)
+        self.warn(f"{path.name} is not used: {why}")
 
-    def keep(self, snapshot: Snapshot, executor: Executor) -> None:
-        """Write a snapshot for use after a restart; older automatic ones are removed if the directory is full."""
-        if self._is_broken or snapshot.salt:
+
+class DiskTier:
+    """Saves the KV cache of long prompts when they finish, and loads it for later requests. Never raises.
+
+    `fetch` runs before and `keep` after every request. Requests with a salt are not written to disk.
+    """
+
+    def __init__(self, store: SessionStore, hybrid: Hybrid, executor: Executor, max_bytes: int | None) -> None:
+        self._store = store
+        self._hybrid = hybrid
+        self._executor = executor
+        self._max_bytes = max_bytes
+        self._is_broken = False  # it has warned and writes no more
+
+    def fetch(self, sequence: SequenceState) -> None:
+        """Load the longest saved prefix of a request, if it is longer than the cached one."""
+        if sequence.request.salt:
             return
-        size = snapshot.length * TOKEN_BYTES
-        digest = hashlib.sha256(
-            f"{FORMAT} {snapshot.sparse_from} {self._fingerprint} ".encode() + snapshot.tokens[:size]
-        )
-        name = f"auto-{digest.hexdigest()[:32]}"
-        path = self._path(name)
-        try:
-            if path in self._refused:
-                path.unlink(missing_ok=True)  # our own file is damaged: write it again
-                self._refused.discard(path)
-            if path.exists():
-                os.utime(path)
-                return
-            self.save(name, snapshot, executor)
-            self._shrink()
-        except FileExistsError:
-            return  # another process was faster
-        except Exception as error:
-            self._is_broken = True
-            self._warn(f"the disk cache is off: {error}")
-
-    def fetch(
-        self, tokens: bytes, sparse_from: int, agreement_len: int, longer_than: int, hybrid: Hybrid, executor: Executor
-    ) -> None:
-        """Load the longest saved prefix of these tokens, if it is longer than the cached one."""
-        most = len(tokens) // TOKEN_BYTES - 1
+        tokens, prefix = bytes(sequence.token_bytes), self._hybrid.prefix
+        known = prefix.find(tokens, sequence.sparse_from, "")
         candidates = [
             entry
-            for entry in self.entries()
+            for entry in self._store.entries()
             if entry.fits
-            and longer_than < entry.num_tokens <= most
-            and (entry.sparse_from == sparse_from or entry.num_tokens <= agreement_len)
+            and (known.length if known else 0) < entry.num_tokens < len(sequence.tokens)
+            and prefix.agrees(entry.num_tokens, entry.sparse_from, sequence.sparse_from)
         ]
         for entry in sorted(candidates, key=lambda entry: -entry.num_tokens):
             try:
                 if _starts_with(entry, tokens):
-                    self.load(entry, hybrid, executor)
+                    self._store.load(entry, self._hybrid, self._executor)
                     os.utime(entry.path)
                     return
             except Exception as error:  # whatever is wrong with a file, the prompt can still be computed
-                self._refuse(entry.path, str(error) or type(error).__name__)
+                self._store.refuse(entry.path, str(error) or type(error).__name__)
 
-    def _shrink(self) -> None:
-        if self._max_bytes is None:
+    def keep(self, sequence: SequenceState) -> None:
+        """Save the prompt without its last token: the next turn, or the same question again, begins with it."""
+        length = sequence.prompt_len - 1
+        if length < MIN_TOKENS or sequence.request.salt or self._is_broken:
             return
-        ours = [entry for entry in self.entries() if _AUTOMATIC.fullmatch(entry.name)]
-        total = sum(entry.nbytes for entry in ours)
-        for entry in reversed(ours):
-            if total <= self._max_bytes:
-                return
-            entry.path.unlink(missing_ok=True)
-            total -= entry.nbytes
+        snapshot = self._hybrid.prefix.has(bytes(sequence.token_bytes), length, sequence.sparse_from, "")
+        if snapshot is None:
+            return
+        try:
+            self._save(snapshot)
+        except FileExistsError:
+            return  # another process was faster
+        except Exception as error:
+            self._is_broken = True
+            self._store.warn(f"the disk cache is off: {error}")
 
-    def _refuse(self, path: Path, why: str) -> None:
-        self._refused.add(path)
-        self._warn(f"{path.name} is not used: {why}")
+    def _save(self, snapshot: Snapshot) -> None:
+        """Write a snapshot; older automatic ones are removed if the directory is full."""
+        head = f"{FORMAT} {snapshot.sparse_from} {self._store.fingerprint} ".encode()
+        digest = hashlib.sha256(head + snapshot.tokens[: snapshot.length * TOKEN_BYTES])
+        name = f"auto-{digest.hexdigest()[:32]}"
+        path = self._store.path(name)
+        if path in self._store.refused:
+            path.unlink(missing_ok=True)  # our own file is damaged: write it again
+            self._store.refused.discard(path)
+        if path.exists():
+            os.utime(path)
+            return
+        self._store.save(name, snapshot, self._executor)
+        ours = [entry for entry in self._store.entries() if _AUTOMATIC.fullmatch(entry.name)]
+        total = sum(entry.nbytes for entry in ours)
+        while self._max_bytes is not None and total > self._max_bytes:
+            oldest = ours.pop()
+            oldest.path.unlink(missing_ok=True)
+            total -= oldest.nbytes
 
 
 def _starts_with(entry: Entry, tokens: bytes) -> bool:

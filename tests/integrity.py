@@ -1,0 +1,35 @@
+"""A check of the engine's bookkeeping: every page and slot of the cache has as many owners as it counts."""
+
+from collections import Counter
+
+from sala.engine.cache import Pool
+from sala.engine.engine import Engine
+
+
+def integrity(engine: Engine) -> list[str]:
+    """Return what is wrong; an empty list if nothing is."""
+    hybrid = engine.hybrid
+    pages: Counter[int] = Counter()
+    slots: Counter[int] = Counter()
+    for sequence in engine.scheduler:
+        pages.update(sequence.pages)
+        slots.update([] if sequence.slot is None else [sequence.slot])
+    for snapshot in hybrid.prefix:
+        pages.update(snapshot.pages)
+        slots.update([snapshot.slot])
+    pinned = [f"a snapshot of {snapshot.length} tokens is pinned" for snapshot in hybrid.prefix if snapshot.pins]
+    return _problems(hybrid.pages, "page", pages) + _problems(hybrid.slots, "slot", slots) + pinned
+
+
+def _problems(pool: Pool, name: str, owners: Counter[int]) -> list[str]:
+    """Return the differences between the reference counts and what the owners hold."""
+    found = [
+        f"{name} {number} has count {count} and {owners[number]} owners"
+        for number, count in enumerate(pool._counts)
+        if count != owners[number]
+    ]
+    free = set(pool._free)
+    is_right = all((number in free) == (count == 0) for number, count in enumerate(pool._counts))
+    if len(free) != len(pool._free) or not is_right:
+        found.append(f"the list of free {name}s is wrong")
+    return found
