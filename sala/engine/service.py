@@ -154,10 +154,6 @@ class Stream:
             self._inbox.notify()
 
 
-def _ignore(items: Sequence[StreamItem], is_over: bool, error: BaseException | None) -> None:
-    """Take what a request still sends after its reader has left."""
-
-
 def _weight(item: StreamItem) -> int:
     if not isinstance(item, Event) or item.completion is not None:
         return 0  # there are few of them
@@ -304,7 +300,7 @@ class EngineService:
     def release(self, handle: RequestHandle, wait: bool = False) -> None:
         """Cancel what is left of a request. May be called from a finalizer on any thread, so it takes no lock."""
         handle.is_cancelled = True
-        handle.push = _ignore
+        handle.push = lambda *_: None  # what it still sends has no reader
         is_known = handle in self._handles
         self._handles.discard(handle)
         if is_known and not handle.ended.is_set():
