@@ -3,18 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sala.text.answer import Kind, ReasoningSplitter
+from sala.text.answer import ReasoningSplitter
 from sala.text.tools import ToolCall, ToolSplitter
 
 
 def split_reasoning(text: str, is_open: bool = False) -> tuple[str, str]:
     """A whole answer → (reasoning, content)."""
-    parts: dict[Kind, str] = {"reasoning": "", "content": ""}
     splitter = ReasoningSplitter(is_open)
-    for pieces in (splitter.push(text), splitter.flush()):
-        for piece in pieces:
-            parts[piece.kind] += piece.text
-    return parts["reasoning"], parts["content"]
+    deltas = [*splitter.push(text), *splitter.flush()]
+    return "".join(delta.reasoning for delta in deltas), "".join(delta.text for delta in deltas)
 
 
 def parse_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[ToolCall]]:

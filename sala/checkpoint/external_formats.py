@@ -42,14 +42,6 @@ class Part:
     is_required: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A packed matrix and the input of each column; `order` is None if columns are in the order of the inputs."""
-
-    packed: Packed
-    order: "np.ndarray[Any, np.dtype[np.int64]] | None"
-
-
 def find_modules(tensors: Mapping[str, TensorInfo], layout: Layout) -> list[str]:
     """Return the modules that a file holds in this layout."""
     if layout.kind == "fp8":
@@ -120,7 +112,7 @@ def _fp8_parts(module: str, shape: tuple[int, ...], layout: Layout, found: Itera
     }
 
 
-def read_matrix(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], layout: Layout) -> Matrix:
+def read_matrix(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], layout: Layout) -> Packed:
     """Read a module of GPTQ, AWQ or compressed-tensors, whose tensors have been checked."""
     groups = groups_of(module, shape, layout)
     order = _read_order(checkpoint, module, shape, layout)
@@ -138,11 +130,12 @@ def read_matrix(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], lay
         groups.bits,
         groups.group_size,
         kept,
+        order,
     )
     for name in parts_of(module, shape, layout, ()):
         if name in checkpoint.tensors:
             checkpoint.forget(name)
-    return Matrix(packed, order)
+    return packed
 
 
 def read_fp8_scales(checkpoint: Checkpoint, module: str) -> Floats:

@@ -1,14 +1,14 @@
 """The quantized matrices of a checkpoint, in whatever format it stores them: sala's own or an external one."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from sala.checkpoint.arrays import Floats, as_array
-from sala.checkpoint.external_formats import Bytes, Matrix, parts_of, read_fp8_scales, read_matrix
+from sala.checkpoint.external_formats import Bytes, parts_of, read_fp8_scales, read_matrix
 from sala.checkpoint.names import external_modules, quantized_modules
-from sala.checkpoint.packing import PACKED_PARTS, dequantize, read_packed
+from sala.checkpoint.packing import PACKED_PARTS, Packed, read_packed
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import CheckpointError
@@ -69,10 +69,10 @@ class QuantizedMatrices:
             return [name for name in parts_of(module, self.external[module], self.layout, tensors) if name in tensors]
         return [f"{module}.{part}" for part in (PACKED_PARTS if module in self.groups else ("weight",))]
 
-    def read(self, module: str) -> Matrix | Fp8Matrix:
+    def read(self, module: str) -> Packed | Fp8Matrix:
         """Return the matrix of a quantized module; its codes are views of the file where the format allows it."""
         if self.layout is None:
-            return Matrix(read_packed(self.checkpoint.read, module, self.groups[module]), None)
+            return read_packed(self.checkpoint.read, module, self.groups[module])
         if self.layout.kind != "fp8":
             return read_matrix(self.checkpoint, module, self.external[module], self.layout)
         factors = read_fp8_scales(self.checkpoint, module)
@@ -82,8 +82,7 @@ class QuantizedMatrices:
 
     def rows(self, module: str) -> Callable[[int, int], Floats]:
         """Return a function that computes rows begin…end of a matrix in fp32."""
-        matrix = self.read(module)
-        return matrix.rows if isinstance(matrix, Fp8Matrix) else _packed_rows(matrix)
+        return self.read(module).rows
 
     def fp8_pieces(self, module: str, matrix: Fp8Matrix) -> Iterator[tuple[int, int]]:
         """Yield begin and end of some rows at a time, and forget their pages afterwards; raise if one has a NaN."""
@@ -97,18 +96,3 @@ class QuantizedMatrices:
                 )
             yield begin, end
             self.checkpoint.forget(name, begin * num_in, end * num_in)
-
-
-def _packed_rows(matrix: Matrix) -> Callable[[int, int], Floats]:
-    packed, order = matrix.packed, matrix.order
-
-    def rows(begin: int, end: int) -> Floats:
-        parts = {field: getattr(packed, field)[begin:end] for field in PACKED_PARTS.values()}
-        values = dequantize(replace(packed, **parts))
-        if order is None:
-            return values
-        out = np.empty_like(values)
-        out[:, order] = values
-        return out
-
-    return rows

@@ -6,7 +6,7 @@ not have, is kept as its 16 bits.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,10 @@ Words = np.ndarray[Any, np.dtype[np.uint32]]
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A matrix [out, in]: codes [out, in * bits / 32] as words; scales and biases [out, in / group_size]."""
+    """A matrix [out, in]: codes [out, in * bits / 32] as words; scales and biases [out, in / group_size].
+
+    `order` is the input of each column; None if columns are in the order of the inputs.
+    """
 
     codes: Words
     scales: Array
@@ -29,6 +32,11 @@ class Packed:
     bits: int
     group_size: int
     dtype: str = "F32"  # precision of scales and biases: F32, F16, or BF16 as raw bits
+    order: "np.ndarray[Any, np.dtype[np.int64]] | None" = None
+
+    def rows(self, begin: int, end: int) -> Floats:
+        """Return rows begin…end in fp32."""
+        return dequantize(replace(self, **{field: getattr(self, field)[begin:end] for field in PACKED_PARTS.values()}))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -82,11 +90,14 @@ def quantize(weight: Floats, bits: int, group_size: int, dtype: str = "F32") -> 
 
 
 def dequantize(packed: Packed) -> Floats:
-    """Return the weights in fp32, [out, in]."""
+    """Return the weights in fp32, [out, in], in the order of the inputs."""
     num_out, num_in = packed.shape
     codes = unpack(packed.codes, packed.bits, num_in).reshape(num_out, num_in // packed.group_size, packed.group_size)
     scales, biases = decode(packed.scales, packed.dtype), decode(packed.biases, packed.dtype)
     weight: Floats = (codes.astype(np.float32) * scales[..., None] + biases[..., None]).reshape(num_out, num_in)
+    if packed.order is not None:
+        columns, weight = weight, np.empty_like(weight)
+        weight[:, packed.order] = columns
     return weight
 
 

@@ -44,7 +44,7 @@ def fuse(
     options: Merging,
     whole: Annotated[bool, s.flag("Dequantize the weights that the adapter leaves alone, too.", "--whole")] = False,
 ) -> None:
-    from sala.checkpoint.lora_merge import fuse as merge
+    from sala.checkpoint.lora import fuse as merge
     from sala.models.embedded import find_base
 
     path, found = find_base(s.find_model(model), options.adapter, s.note)

@@ -13,7 +13,7 @@ from sala.engine.cache import Request
 from sala.engine.stream import AnswerState
 from sala.errors import InputError, NoTokenizer, TemplateError
 from sala.protocol import Control, Sampling, Verdict
-from sala.text.answer import OPEN, Answer, Detokenizer, Plain, Structured
+from sala.text.answer import OPEN, Answer, Detokenizer, Structured
 from sala.text.control import GrammarCompiler, ThinkBudget
 from sala.text.template import Message, check_messages, check_tools
 from sala.text.tokenizer import Tokenizer
@@ -156,7 +156,7 @@ class InputProcessor:
         for _ in range(call.n):
             controls, forced = self._controls(call.sampling, is_open)
             request = Request(ids, call.sampling, self._stop_ids, "", boundaries, controls, forced)
-            form = Structured(call.tools, is_open) if is_chat else Plain()
+            form = Structured(call.tools, is_open) if is_chat else None
             answers.append(AnswerState(request, self._answer(call, ids, form)))
         return answers
 
@@ -201,7 +201,7 @@ class InputProcessor:
             if token >= self._vocab_size:
                 raise InputError("logit_bias", f"names token {token}", f"ids go to {self._vocab_size - 1}")
 
-    def _answer(self, call: Call, ids: Sequence[int], form: Plain | Structured) -> Answer | None:
+    def _answer(self, call: Call, ids: Sequence[int], form: Structured | None) -> Answer | None:
         if self._tokenizer is None:
             return None
         return Answer(Detokenizer(self._tokenizer, ids), call.sampling.stop, form, call.stops_when_shown)

@@ -6,7 +6,7 @@ The stages, each fed with what the stage before it lets through: `Detokenizer`, 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from sala.text.tools import ToolCall, ToolSplitter, longest_overlap
 
@@ -102,62 +102,63 @@ class StopFinder:
 
 
 OPEN, CLOSE = "<think>", "</think>"
-Kind = Literal["reasoning", "content"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    kind: Kind
-    text: str
+class Delta:
+    """A piece of the answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_call: ToolCall | None = None
 
 
 class ReasoningSplitter:
-    """Splits a stream of text into pieces. `is_open`: the prompt itself ended with the opening tag.
+    """Splits a stream of text into reasoning and text. `is_open`: the prompt itself ended with the opening tag.
 
     Reasoning is opened only at the beginning of the answer and closed by the first closing tag. Every other tag is
     text like any other: what a stream has shown as text cannot become reasoning later.
     """
 
     def __init__(self, is_open: bool = False) -> None:
-        self._kind: Kind | None = "reasoning" if is_open else None  # None: only white space so far
+        self._is_reasoning = True if is_open else None  # None: only white space so far
         self._held = ""
         self._trims = is_open  # white space around the tags belongs to neither side
 
-    def push(self, text: str) -> Iterator[Piece]:
+    def push(self, text: str) -> Iterator[Delta]:
         self._held += text
-        while (piece := self._next()) is not None:
-            if piece.text:
-                yield piece
+        while (delta := self._next()) is not None:
+            if delta.text or delta.reasoning:
+                yield delta
 
-    def flush(self) -> Iterator[Piece]:
+    def flush(self) -> Iterator[Delta]:
         """Return what was held back; unclosed reasoning stays reasoning."""
-        held, self._held = self._held, ""
         if self._trims:
-            held = held.lstrip()
-        if held:
-            yield Piece(self._kind or "content", held)
+            self._held = self._held.lstrip()
+        if self._held:
+            yield self._take(len(self._held))
 
-    def _next(self) -> Piece | None:
+    def _next(self) -> Delta | None:
         if self._trims:
             self._held = self._held.lstrip()
             self._trims = not self._held
         if not self._held:
             return None
-        if self._kind is None:
+        if self._is_reasoning is None:
             return self._begin()
-        return self._take(len(self._held)) if self._kind == "content" else self._until_close()
+        return self._until_close() if self._is_reasoning else self._take(len(self._held))
 
-    def _begin(self) -> Piece | None:
+    def _begin(self) -> Delta | None:
         body = self._held.lstrip()
         if body.startswith(OPEN):
-            self._kind, self._held, self._trims = "reasoning", body[len(OPEN) :], True
-            return Piece("reasoning", "")
+            self._is_reasoning, self._held, self._trims = True, body[len(OPEN) :], True
+            return Delta()
         if OPEN.startswith(body):  # also when there is only white space
             return None
-        self._kind = "content"
-        return Piece("content", "")
+        self._is_reasoning = False
+        return Delta()
 
-    def _until_close(self) -> Piece | None:
+    def _until_close(self) -> Delta | None:
         at = self._held.find(CLOSE)
         if at < 0:
             keep = longest_overlap(self._held, CLOSE)
@@ -166,12 +167,12 @@ class ReasoningSplitter:
             ].rstrip()  # white space before the tag is not part of the reasoning
             return self._take(len(body)) if body else None
         before, self._held = self._held[:at], self._held[at + len(CLOSE) :]
-        self._kind, self._trims = "content", True
-        return Piece("reasoning", before.rstrip())
+        self._is_reasoning, self._trims = False, True
+        return Delta(reasoning=before.rstrip())
 
-    def _take(self, count: int) -> Piece:
+    def _take(self, count: int) -> Delta:
         out, self._held = self._held[:count], self._held[count:]
-        return Piece(self._kind or "content", out)
+        return Delta(reasoning=out) if self._is_reasoning else Delta(text=out)
 
 
 class ThinkFilter:
@@ -186,32 +187,12 @@ class ThinkFilter:
     def next(self, text: str) -> str:
         if self._splitter is None:
             return text
-        return "".join(piece.text for piece in self._splitter.push(text) if piece.kind == "content")
+        return "".join(delta.text for delta in self._splitter.push(text))
 
     def finish(self) -> str:
         if self._splitter is None:
             return ""
-        return "".join(piece.text for piece in self._splitter.flush() if piece.kind == "content")
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """A piece of the answer."""
-
-    text: str = ""
-    reasoning: str = ""
-    tool_call: ToolCall | None = None
-
-
-class Plain:
-    """Passes text through unchanged: for prompts that are not conversations."""
-
-    def push(self, text: str) -> Iterator[Delta]:
-        if text:
-            yield Delta(text=text)
-
-    def flush(self) -> Iterator[Delta]:
-        return iter(())
+        return "".join(delta.text for delta in self._splitter.flush())
 
 
 class Structured:
@@ -225,24 +206,24 @@ class Structured:
         self._tools = ToolSplitter(tools) if tools else None
 
     def push(self, text: str) -> Iterator[Delta]:
-        yield from self._deltas(self._reasoning.push(text))
+        yield from self._find_calls(self._reasoning.push(text))
 
     def flush(self) -> Iterator[Delta]:
-        yield from self._deltas(self._reasoning.flush())
+        yield from self._find_calls(self._reasoning.flush())
         for text in self._tools.flush() if self._tools is not None else ():
             yield Delta(text=text)
 
-    def _deltas(self, pieces: Iterable[Piece]) -> Iterator[Delta]:
-        for piece in pieces:
-            if piece.kind == "reasoning":
-                yield Delta(reasoning=piece.text)
+    def _find_calls(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
+        for delta in deltas:
+            if self._tools is None or delta.reasoning:
+                yield delta
                 continue
-            for part in (piece.text,) if self._tools is None else self._tools.push(piece.text):
+            for part in self._tools.push(delta.text):
                 yield Delta(tool_call=part) if isinstance(part, ToolCall) else Delta(text=part)
 
 
 class Answer:
-    """Feeds tokens through the detokenizer and the stop strings into `form`.
+    """Feeds tokens through the detokenizer and the stop strings into `form`; None for prompts without conversation.
 
     With `stops_when_shown` stop strings are looked for in the text that is shown, not in reasoning and tool calls.
     """
@@ -251,7 +232,7 @@ class Answer:
         self,
         detokenizer: Detokenizer,
         stops: Sequence[str],
-        form: Plain | Structured,
+        form: Structured | None,
         stops_when_shown: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
@@ -265,15 +246,20 @@ class Answer:
         return self._raw_stops.is_found or (self._shown_stops is not None and self._shown_stops.is_found)
 
     def push(self, token: int) -> list[Delta]:
-        deltas = list(self._form.push(self._raw_stops.push(self._detokenizer.push(token))))
+        deltas = self._shape(self._raw_stops.push(self._detokenizer.push(token)))
         return deltas if self._shown_stops is None else list(self._cut(deltas, self._shown_stops))
 
     def finish(self) -> list[Delta]:
         rest = self._raw_stops.push(self._detokenizer.flush()) + self._raw_stops.flush()
-        deltas = [*self._form.push(rest), *self._form.flush()]
+        deltas = [*self._shape(rest), *(self._form.flush() if self._form is not None else ())]
         if self._shown_stops is None:
             return deltas
         return [*self._cut(deltas, self._shown_stops), Delta(text=self._shown_stops.flush())]
+
+    def _shape(self, text: str) -> list[Delta]:
+        if self._form is not None:
+            return list(self._form.push(text))
+        return [Delta(text=text)] if text else []
 
     def _cut(self, deltas: Iterable[Delta], stops: StopFinder) -> Iterator[Delta]:
         """Leave out what follows a stop string in the shown text."""

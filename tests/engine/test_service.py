@@ -260,7 +260,8 @@ def test_pickle_and_fork(tiny: Path) -> None:
 
 
 def run_script(tiny: Path, body: str) -> subprocess.Popen[str]:
-    script = f"import sys, time\nfrom sala import LLM\nfrom tests.integrity import integrity\nllm = LLM({str(tiny)!r}, device='cpu', ctx=2048)\n"
+    imports = "import sys, time\nfrom sala import LLM\nfrom tests.integrity import integrity\n"
+    script = f"{imports}llm = LLM({str(tiny)!r}, device='cpu', ctx=2048)\n"
     command = [sys.executable, "-c", script + textwrap.dedent(body)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

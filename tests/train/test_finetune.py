@@ -15,8 +15,7 @@ import torch
 
 from sala.backends.torch.linears import AffineWeight
 from sala.backends.torch.loader import load_model, read_weight
-from sala.checkpoint.lora import open_checkpoint, read_adapter
-from sala.checkpoint.lora_merge import fuse
+from sala.checkpoint.lora import fuse, open_checkpoint, read_adapter
 from sala.checkpoint.random import write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sala.backends.torch.loader import load_model
-from sala.checkpoint.lora import MergedCheckpoint, base_of, is_adapter, open_checkpoint, read_adapter
-from sala.checkpoint.lora_merge import fuse
+from sala.checkpoint.lora import MergedCheckpoint, base_of, fuse, is_adapter, open_checkpoint, read_adapter
 from sala.checkpoint.names import check_tensors
 from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint

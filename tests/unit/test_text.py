@@ -325,11 +325,10 @@ def test_reasoning_however_it_is_cut(text: str) -> None:
     assert split_reasoning(text) == ANSWERS[text]
     for size in (1, 2, 3, 5, 8):
         splitter = ReasoningSplitter()
-        parts = {"reasoning": "", "content": ""}
-        pieces = [piece for i in range(0, len(text), size) for piece in splitter.push(text[i : i + size])]
-        for piece in [*pieces, *splitter.flush()]:
-            parts[piece.kind] += piece.text
-        assert (parts["reasoning"], parts["content"]) == ANSWERS[text], f"pieces of {size}"
+        deltas = [delta for i in range(0, len(text), size) for delta in splitter.push(text[i : i + size])]
+        deltas += splitter.flush()
+        reasoning, content = ("".join(getattr(delta, kind) for delta in deltas) for kind in ("reasoning", "text"))
+        assert (reasoning, content) == ANSWERS[text], f"pieces of {size}"
 
 
 def test_reasoning_opened_by_the_prompt() -> None:

@@ -64,7 +64,7 @@ def put_quantized(model: SalaModel, name: str, matrices: QuantizedMatrices, dtyp
     if isinstance(matrix, Fp8Matrix):
         find_module(model, name).weight = expand_fp8(matrices, name, matrix, dtype)
         return
-    weight = to_affine(matrix.packed).fitted(dtype)
+    weight = to_affine(matrix).fitted(dtype)
     mx.eval(weight.codes, weight.scales, weight.biases)
     for part in matrices.parts(name):
         matrices.checkpoint.forget(part)

@@ -10,7 +10,6 @@ from sala.backends import pick_dtype_name
 from sala.backends.torch.linears import AffineEmbedding, AffineLinear, AffineWeight, can_run_packed
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.dtypes import dtypes_by_file_name, dtypes_by_name
-from sala.checkpoint.external_formats import Matrix
 from sala.checkpoint.matrices import Fp8Matrix, QuantizedMatrices
 from sala.checkpoint.names import check_tensors
 from sala.checkpoint.packing import Packed
@@ -93,7 +92,7 @@ def put_quantized(
         for place in (name, "lm_head") if is_shared else (name,):
             model.get_submodule(place).weight = parameter
         return
-    weight = to_affine(matrix.packed).map(lambda part: part.to(device))
+    weight = to_affine(matrix).map(lambda part: part.to(device))
     if is_embedding:
         model.model.embed_tokens = AffineEmbedding(weight, dtype)  # type: ignore[assignment]
     if is_shared or not is_embedding:
@@ -124,7 +123,7 @@ def read_parameter(
 
 
 def _expand(
-    matrices: QuantizedMatrices, name: str, matrix: Matrix | Fp8Matrix, dtype: torch.dtype, device: torch.device
+    matrices: QuantizedMatrices, name: str, matrix: Packed | Fp8Matrix, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return a matrix [out, in] in the precision of the model, rounded once, some rows at a time."""
     if isinstance(matrix, Fp8Matrix):
@@ -133,7 +132,7 @@ def _expand(
             rows = torch.from_numpy(matrix.codes[begin:end]).view(torch.float8_e4m3fn).float()
             out[begin:end] = rows.mul_(torch.from_numpy(matrix.factors(begin, end)))
         return out
-    weight = to_affine(matrix.packed).expand(dtype, device)
+    weight = to_affine(matrix).expand(dtype, device)
     if matrix.order is None:
         return weight
     return torch.empty_like(weight).index_copy_(1, torch.from_numpy(matrix.order).to(device), weight)

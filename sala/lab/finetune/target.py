@@ -154,7 +154,7 @@ def _read_quantized(checkpoint: Checkpoint, config: SalaConfig, name: str) -> tu
     matrix = matrices.read(name) if name in matrices else None
     if matrix is None or isinstance(matrix, Fp8Matrix):
         return None, None
-    return to_affine(matrix.packed), None if matrix.order is None else torch.from_numpy(matrix.order)
+    return to_affine(matrix), None if matrix.order is None else torch.from_numpy(matrix.order)
 
 
 def _quantize(weight: Tensor, bits: int) -> AffineWeight:

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from sala.checkpoint.lora_merge import Note, fuse
+from sala.checkpoint.lora import Note, fuse
 from sala.checkpoint.writer import new_directory, write_text
 from sala.config import SalaConfig
 from sala.plugins.transformers.names import LAYER_TYPES
