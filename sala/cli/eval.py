@@ -50,8 +50,8 @@ def needle(
     verbose: s.Verbose = False,
 ) -> None:
     """Hide a fact in texts of several lengths, at several depths, and ask for it."""
+    from sala.lab.eval.runner import summarise
     from sala.lab.eval.suite import PRESETS
-    from sala.lab.eval.summary import summarise
 
     s.one_of("preset", preset, PRESETS)
     s.one_of("values", values, VALUES)
@@ -90,8 +90,8 @@ def ruler(
     verbose: s.Verbose = False,
 ) -> None:
     """Run tasks on long texts: single, multikey, multivalue, multiquery, chain, common, frequent, reading."""
+    from sala.lab.eval.runner import summarise
     from sala.lab.eval.suite import QUESTIONS, RULER
-    from sala.lab.eval.summary import summarise
     from sala.lab.eval.tasks.reading import read_passages
 
     own = (QUESTIONS,) if questions is not None else ()
@@ -123,8 +123,8 @@ def reasoning(
     verbose: s.Verbose = False,
 ) -> None:
     """Pose small problems with one right answer: how many are answered, correct, or stuck in reasoning."""
+    from sala.lab.eval.runner import summarise_reasoning
     from sala.lab.eval.suite import reasoning_tasks
-    from sala.lab.eval.summary import summarise_reasoning
     from sala.lab.eval.tasks.reasoning import KINDS
 
     kinds = _names(tasks, tuple(KINDS))
@@ -229,7 +229,7 @@ class _Run:
 
     def save(self, results: "list[ResultRow]", title: str = "") -> "Record":
         """Write the record, the table and the picture."""
-        from sala.lab.eval.summary import write_csv
+        from sala.lab.eval.runner import write_csv
         from sala.lab.report.record import Record
 
         write_csv(results, self._table)

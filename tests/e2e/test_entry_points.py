@@ -21,7 +21,7 @@ from sala.cli import run as run_cli
 from sala.engine.requests import Call
 from sala.engine.stream import Completion, Event
 from sala.lab.bench import measure
-from sala.lab.eval.harness import Generation, HarnessModel
+from sala.lab.eval.likelihood import Generation, HarnessModel
 from sala.lab.eval.runner import answer as run_case
 from sala.lab.eval.tasks.case import Case, Solution
 from sala.llm import LLM, AsyncLLM

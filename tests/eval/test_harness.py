@@ -14,9 +14,11 @@ import pytest
 from sala.engine.cache import as_bytes
 from sala.errors import InputError, MissingExtra, install_command
 from sala.lab.eval import harness
-from sala.lab.eval.harness import Generation, HarnessModel, to_rows, to_sampling, windows
+from sala.lab.eval.harness import to_rows
 from sala.lab.eval.likelihood import (
     MIN_SHARED,
+    Generation,
+    HarnessModel,
     Likelihood,
     Query,
     _dictate,
@@ -25,6 +27,8 @@ from sala.lab.eval.likelihood import (
     read_scores,
     score_pairs,
     shared_len,
+    to_sampling,
+    windows,
 )
 from sala.lab.report.record import Log
 from sala.llm import LLM

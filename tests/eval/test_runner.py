@@ -11,9 +11,17 @@ import pytest
 from sala.errors import InputError
 from sala.lab.eval import runner
 from sala.lab.eval.documents import read_source
-from sala.lab.eval.runner import answer, check_lengths, count_shared, run_cases, run_problems
+from sala.lab.eval.runner import (
+    answer,
+    check_lengths,
+    count_shared,
+    run_cases,
+    run_problems,
+    summarise,
+    summarise_reasoning,
+    write_csv,
+)
 from sala.lab.eval.suite import Suite, reasoning_tasks
-from sala.lab.eval.summary import summarise, summarise_reasoning, write_csv
 from sala.lab.eval.tasks.case import PromptWriter
 from sala.lab.report.kinds import plot_record
 from sala.lab.report.record import Log, Record, commit, key_of, machine, versions

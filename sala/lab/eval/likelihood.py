@@ -1,18 +1,21 @@
 """Log-probabilities of continuations after contexts: many pairs at a time, each shared prefix computed once.
 
+`HarnessModel` scores and continues texts as lm-eval asks for it, without depending on lm-eval.
+
 Short continuations are dictated: the engine decodes them with all other tokens masked, and their log-probabilities
 come with the sampled tokens. They run as a batch, and pairs with a common prefix share its KV cache and state. Long
 continuations are prefilled as a prompt.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sala.engine.cache import TOKEN_BYTES, Request, as_bytes, as_tokens
-from sala.engine.requests import Submission
+from sala.engine.requests import Call, Submission
 from sala.engine.stream import AnswerState, Completion
 from sala.errors import InputError
+from sala.lab.report.record import Log, ResultRow, key_of
 from sala.protocol import Sampling, Verdict
 
 if TYPE_CHECKING:
@@ -25,7 +28,12 @@ MIN_SHARED = 64  # tokens of a common prefix for which one request waits until a
 MAX_WAITING = 64  # queued requests
 CHUNK = 1024  # tokens whose logits are in memory at a time
 ROWS = 64  # rows of logits that are turned into probabilities at a time
+SEED = 1234  # of answers that are sampled
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # synonyms
+IGNORED = ("do_sample", "until", "use_cache", "num_beams", "num_return_sequences")  # read elsewhere, or of no effect
 Tokens = Sequence[int]
+Pair = tuple[list[int], list[int]]
+Note = Callable[[int, int], None]  # done, total
 
 
 class Likelihood(NamedTuple):
@@ -140,13 +148,11 @@ def families(queries: Iterable[Query]) -> list[list[tuple[Query, tuple[int, ...]
             found[-1].append(one)
         else:
             found.append([one])
-    return [_with_boundary(family) for family in found]
-
-
-def _with_boundary(family: Sequence[Query]) -> list[tuple[Query, tuple[int, ...]]]:
-    common = min((shared_len(family[0].prompt, one.prompt) for one in family[1:]), default=0)
-    boundaries: tuple[int, ...] = (common,) if common else ()
-    return [(one, boundaries) for one in family]
+    groups = []
+    for family in found:
+        common = min((shared_len(family[0].prompt, one.prompt) for one in family[1:]), default=0)
+        groups.append([(one, (common,) if common else ()) for one in family])
+    return groups
 
 
 def shared_len(one: bytes, other: bytes) -> int:
@@ -160,7 +166,7 @@ def shared_len(one: bytes, other: bytes) -> int:
 
 
 def read_scores(
-    llm: "LLM", ids: Tokens, start: int = 1, on_progress: Callable[[int, int], None] = lambda *_: None
+    llm: "LLM", ids: Tokens, start: int = 1, on_progress: Note = lambda *_: None
 ) -> Iterator[tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]]:
     """Yield, chunk by chunk, the log-probabilities of the tokens from `start` on, and whether each was the argmax.
 
@@ -190,3 +196,173 @@ def _to_logprobs(logits: "np.ndarray[Any, Any]", targets: Tokens) -> tuple[Any, 
         logprobs[at : at + ROWS] = block[rows, wanted].astype(np.float64) - peak - np.log(total)
         firsts[at : at + ROWS] = best == wanted
     return logprobs, firsts
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A prompt to continue, and how to sample."""
+
+    prompt: str
+    sampling: Sampling
+
+
+class HarnessModel:
+    """The model under test: encodes, scores and generates. Results in `log` are not computed again.
+
+    - max_length: tokens of context and continuation together; longer inputs are cut on the left
+    - bos: whether texts begin with BOS; by default as the tokenizer is configured
+    """
+
+    def __init__(
+        self, llm: "LLM", max_length: int | None = None, bos: bool | None = None, log: Log | None = None
+    ) -> None:
+        if max_length is not None and not 2 <= max_length <= llm.ctx:
+            raise InputError("max_length", f"is {max_length}", f"it must be from 2 to {llm.ctx}, the context")
+        self.llm = llm
+        self.max_length = max_length or llm.ctx
+        self.num_cut = 0  # requests that were cut
+        self.is_chat = False  # texts are rendered conversations, whose special tokens are parsed
+        self._bos = bos
+        self._facts = {"fingerprint": llm.fingerprint()[:16]}
+        self._log = log or Log()
+
+    @property
+    def prefix_id(self) -> int:
+        """The token before a text without context: BOS, or else EOS."""
+        bos, ends = self.llm.tokenizer.bos_id, self.llm.config.eos_token_id
+        if bos is None and not ends:
+            raise InputError("context", "is empty, and the model has neither BOS nor EOS", "give a context")
+        return ends[0] if bos is None else bos
+
+    def encode(self, text: str, bos: bool | None = None) -> list[int]:
+        """Return the tokens of a text; `bos` None means the setting of this model. Chats are encoded as rendered."""
+        tokenizer, wanted = self.llm.tokenizer, self._bos if bos is None else bos
+        if self.is_chat:
+            return tokenizer.encode(text, bos=False, parse_special=True)
+        ids = tokenizer.encode(text, bos=wanted is not False)
+        is_lacking = bool(wanted) and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]
+        return [self.prefix_id, *ids] if is_lacking else ids
+
+    def split(self, context: str, continuation: str) -> Pair:
+        """Return context and continuation as tokens. White space at the end of the context moves to the continuation.
+
+        The continuation is the whole text without the tokens of the context. Where a token spans the border, so that
+        the whole does not begin with the context's tokens, both are encoded separately: nothing of the continuation
+        is lost, and nothing of the context is scored. An empty context is replaced by `prefix_id`.
+        """
+        kept = context.rstrip()
+        moved = context[len(kept) :] + continuation
+        if not kept:
+            ids = self.encode(moved, bos=False)
+            return [self.prefix_id], ids[1:] if ids[:1] == [self.prefix_id] else ids
+        head, whole = self.encode(kept), self.encode(kept + moved)
+        if len(whole) > len(head) and whole[: len(head)] == head:
+            return head, whole[len(head) :]
+        return head, self.encode(moved, bos=False)
+
+    def score(self, pairs: Sequence[Pair], note: Note = lambda *_: None) -> list[Likelihood]:
+        """Return the likelihood of each continuation after its context."""
+        cut = [self._cut(*pair) for pair in pairs]
+
+        def compute(left: list[int]) -> Iterator[tuple[int, ResultRow]]:
+            for at, likelihood in score_pairs(self.llm, [cut[index] for index in left]):
+                yield left[at], likelihood._asdict()
+
+        rows = self._logged([self._key("score", pair) for pair in cut], compute, note)
+        return [Likelihood(**row) for row in rows]
+
+    def score_texts(self, texts: Sequence[str], note: Note = lambda *_: None) -> list[float]:
+        """Return the log-probability of whole texts, beginning after `prefix_id`; long texts are cut into windows."""
+        cut = [list(windows(self.encode(text, bos=False), self.prefix_id, self.max_length)) for text in texts]
+        scores = iter(self.score([window for group in cut for window in group], note))
+        return [sum(next(scores).logprob for _ in group) for group in cut]
+
+    def generate(self, generations: Sequence[Generation], note: Note = lambda *_: None) -> list[str]:
+        """Return the generated text of each prompt, up to a stop string; in a chat without its reasoning."""
+        prompts = [self._prompt(one) for one in generations]
+        keys = [self._key("write", ids, repr(one.sampling)) for ids, one in zip(prompts, generations, strict=True)]
+
+        def compute(left: list[int]) -> Iterator[tuple[int, ResultRow]]:
+            queries = (self._query(index, prompts[index], generations[index].sampling) for index in left)
+            for index, done in answer_all(self.llm, queries):
+                yield index, {"text": done.text}
+
+        return [row["text"] for row in self._logged(keys, compute, note)]
+
+    def _prompt(self, one: Generation) -> list[int]:
+        count = one.sampling.max_tokens
+        error = InputError("max_gen_toks", f"is {count:,}", f"the context holds {self.max_length:,}")
+        return self._fit(self.encode(one.prompt), count, error)
+
+    def _query(self, index: int, ids: list[int], sampling: Sampling) -> Query:
+        """Prepare a generation. In a chat, stop strings do not count inside the reasoning."""
+
+        def make(ids: list[int], boundaries: tuple[int, ...]) -> AnswerState:
+            is_chat = self.is_chat
+            call = Call(index, sampling, ids, is_chat=is_chat, boundaries=boundaries, stops_when_shown=is_chat)
+            return self.llm.inputs.prepare(call)[0]
+
+        return Query(index, as_bytes(ids), make)
+
+    def _key(self, kind: str, *asked: Any) -> str:
+        return key_of(self._facts, {"kind": kind, "asked": asked, "chat": self.is_chat})
+
+    def _logged(
+        self, keys: Sequence[str], compute: Callable[[list[int]], Iterator[tuple[int, ResultRow]]], note: Note
+    ) -> list[ResultRow]:
+        """Return the row of each key: from the log, else computed and logged."""
+        rows = {index: row for index, key in enumerate(keys) if (row := self._log.find(key)) is not None}
+        note(len(rows), len(keys))
+        for index, row in compute([index for index in range(len(keys)) if index not in rows]):
+            rows[index] = row
+            self._log.append(keys[index], row)
+            note(len(rows), len(keys))
+        return [rows[index] for index in range(len(keys))]
+
+    def _cut(self, context: list[int], continuation: list[int]) -> Pair:
+        size = len(continuation)
+        remedy = f"with a context they must be {self.max_length:,}"
+        return self._fit(context, size, InputError("continuation", f"has {size:,} tokens", remedy)), continuation
+
+    def _fit(self, ids: list[int], num_after: int, error: InputError) -> list[int]:
+        """Return the end of a prompt that leaves `num_after` tokens; raise the error if nothing would be left."""
+        spare = self.max_length - num_after
+        if spare < 1:
+            raise error
+        self.num_cut += len(ids) > spare
+        return ids[-spare:]
+
+
+def windows(ids: list[int], prefix_id: int, size: int) -> Iterator[Pair]:
+    """Yield a text as (context, continuation) pairs of at most `size` tokens; every token is predicted once.
+
+    The first window begins with `prefix_id`, the others with a token of the text; the last one is filled up with
+    tokens before it.
+    """
+    if ids:
+        yield [prefix_id], ids[: size - 1]
+    for at in range(size - 1, len(ids), size - 1):
+        end = min(at + size - 1, len(ids))
+        yield ids[max(0, end - size) : at], ids[at:end]
+
+
+def to_sampling(settings: Mapping[str, Any], max_new_tokens: int = 256) -> Sampling:
+    """Return lm-eval's generation settings as Sampling; greedy unless `do_sample` or a temperature is given."""
+    left = dict(settings)
+    counts = [left.pop(name) for name in LENGTHS if name in left]
+    until = left.get("until") or []
+    is_sampled = left.get("do_sample")
+    temperature = left.pop("temperature", None)
+    if is_sampled is False or (not is_sampled and temperature is None):
+        temperature = 0.0
+    known = {one.name for one in fields(Sampling)}
+    for name, value in left.items():
+        is_single = name not in ("num_beams", "num_return_sequences") or value == 1
+        if name not in known and not (name in IGNORED and is_single):
+            raise InputError("gen_kwargs", f"hold {name}={value!r}", "it is not supported; leave it out")
+    return Sampling(
+        **{"seed": SEED, **{name: value for name, value in left.items() if name in known}},
+        temperature=1.0 if temperature is None else float(temperature),
+        stop=tuple(one for one in ([until] if isinstance(until, str) else until) if one),
+        max_tokens=int(next((count for count in counts if count is not None), max_new_tokens)),
+    )

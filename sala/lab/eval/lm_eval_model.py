@@ -1,6 +1,7 @@
 """The model class of lm-eval, registered there as `sala`. Importing it needs the extra `eval`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,26 +9,21 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
-from sala.lab.eval.harness import Generation, HarnessModel, Pair, to_sampling
+from sala.lab.eval.likelihood import Generation, HarnessModel, Note, Pair, to_sampling
 from sala.lab.report.record import Log
 from sala.llm import LLM
 
 
-class _Bar:
-    """A progress bar on a terminal, nothing elsewhere."""
+@contextmanager
+def _bar(name: str, is_off: bool) -> Iterator[Note]:
+    """Yield a function that shows the progress on a terminal, and nowhere else."""
+    with tqdm(desc=name, disable=True if is_off else None) as bar:
 
-    def __init__(self, name: str, is_off: bool) -> None:
-        self._bar = tqdm(desc=name, disable=True if is_off else None)
+        def note(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
 
-    def __enter__(self) -> "_Bar":
-        return self
-
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.total = total
-        self._bar.update(done - self._bar.n)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        yield note
 
 
 @register_model("sala")
@@ -89,7 +85,7 @@ class SalaLM(TemplateLM):  # type: ignore[misc]
         return self.target.split(context, continuation)
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **_: Any) -> Any:
-        with _Bar("scoring", disable_tqdm) as note:
+        with _bar("scoring", disable_tqdm) as note:
             return list(map(tuple, self.target.score([request[1:] for request in requests], note)))
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
@@ -97,11 +93,11 @@ class SalaLM(TemplateLM):  # type: ignore[misc]
         return self._loglikelihood_tokens([(pair, *self.target.split(*pair)) for pair in pairs], disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        with _Bar("reading", disable_tqdm) as note:
+        with _bar("reading", disable_tqdm) as note:
             return self.target.score_texts([request.args[0] for request in requests], note)
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         asked = [request.args for request in requests]
         generations = [Generation(prompt, to_sampling(settings, self.max_gen_toks)) for prompt, settings in asked]
-        with _Bar("writing", disable_tqdm) as note:
+        with _bar("writing", disable_tqdm) as note:
             return self.target.generate(generations, note)

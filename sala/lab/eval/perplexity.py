@@ -84,6 +84,7 @@ def measure(
     note: Note = lambda *_: None,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of results for each length, shortest first. Windows in the log are not computed again."""
+    log = log or Log()
     facts = {"fingerprint": llm.fingerprint()[:16], "text": text.digest}
     bos = llm.tokenizer.encode("")[:1]
     longest = max(lengths) - len(bos)
@@ -95,12 +96,11 @@ def measure(
         parts = []
         for window in windows:
             key = key_of(facts, asdict(window))
-            part = None if log is None else log.find(key)
+            part = log.find(key)
             if part is None:
                 tell = partial(_tell, note, f"{length:,} tokens", done, window.end - window.first, total)
                 part = _score(llm, text.ids, bos, window, tell)
-                if log is not None:
-                    log.append(key, part)
+                log.append(key, part)
             parts.append(part)
             done += window.end - window.first
             note(f"{length:,} tokens", done, total)

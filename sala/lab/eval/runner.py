@@ -1,12 +1,16 @@
-"""Run cases through a model, one after another, and log each as soon as it is done.
+"""Run cases through a model, one after another, log each as soon as it is done, and summarise the results.
 
 Decoding is greedy, so the same case gives the same answer. The prefix that a case shares with the next one stays
 cached, so that cases over one text prefill it once. Cases that are in the log already are not run again.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,7 +20,7 @@ from sala.errors import InputError
 from sala.lab.eval.tasks.case import Case
 from sala.lab.eval.tasks.haystack import Ids
 from sala.lab.eval.tasks.reasoning import ReasoningProblem, judge
-from sala.lab.report.record import Log, ResultRow, key_of
+from sala.lab.report.record import Log, ResultRow, key_of, write_atomically
 from sala.llm import LLM
 from sala.protocol import Sampling
 
@@ -41,6 +45,10 @@ class ProblemJob:
     labels: dict[str, Any]
     problem: ReasoningProblem
     budget: int | None
+    num_tokens: int = 1  # progress counts problems
+
+
+Job = TypeVar("Job", CaseJob, ProblemJob)
 
 
 class Callbacks(Protocol):
@@ -69,39 +77,74 @@ def run_cases(
 ) -> list[ResultRow]:
     """Return one row per job, in their order. Jobs that share their text should be adjacent."""
     check_lengths([job.num_tokens for job in jobs], llm.ctx)
+
+    def answers(pending: Mapping[str, CaseJob]) -> Iterator[tuple[str, ResultRow]]:
+        if pending:
+            _warm(llm)
+        done = 0
+        cases = (job.make() for job in pending.values())
+        for (key, job), (case, following) in zip(pending.items(), pairwise(chain(cases, [None])), strict=True):
+            assert case is not None
+            shared = 0 if following is None else count_shared(case.token_ids, following.token_ids)
+
+            def report(read: int, _: int, begin: int = done) -> None:
+                if callbacks is not None:
+                    callbacks.advance(begin + read)
+
+            yield key, to_row(case, answer(llm, case, shared, report))
+            done += job.num_tokens
+
+    return _run(jobs, log, settings, callbacks, answers)
+
+
+def run_problems(
+    llm: LLM,
+    tasks: Sequence[ProblemJob],
+    max_tokens: int,
+    log: Log,
+    settings: Mapping[str, Any],
+    callbacks: Callbacks | None = None,
+) -> list[ResultRow]:
+    """Return one row per problem, in their order; problems run in batches."""
+
+    def answers(pending: Mapping[str, ProblemJob]) -> Iterator[tuple[str, ResultRow]]:
+        calls = (
+            Call(
+                key,
+                Sampling(temperature=0, max_tokens=max_tokens, think_budget=task.budget, loop_guard=LOOP_LIMIT),
+                messages=[{"role": "user", "content": task.problem.text}],
+            )
+            for key, task in pending.items()
+        )
+        for key, completion in llm.many(calls, max_waiting=2 * llm.max_batch):
+            if isinstance(completion, Exception):
+                raise completion
+            yield key, _verdict(pending[key].problem, completion)
+
+    return _run(tasks, log, settings, callbacks, answers)
+
+
+def _run(
+    jobs: Sequence[Job],
+    log: Log,
+    settings: Mapping[str, Any],
+    callbacks: Callbacks | None,
+    answers: Callable[[Mapping[str, Job]], Iterable[tuple[str, ResultRow]]],
+) -> list[ResultRow]:
+    """Answer the jobs that are not in the log, and log each result; return the rows of all jobs."""
     keys = [key_of(settings, job.labels) for job in jobs]
-    pending = [(key, job) for key, job in zip(keys, jobs, strict=True) if log.find(key) is None]
-    done = 0
+    pending = {key: job for key, job in zip(keys, jobs, strict=True) if log.find(key) is None}
     if callbacks is not None:
-        callbacks.begin(len(jobs), len(jobs) - len(pending), sum(job.num_tokens for _, job in pending))
-    if pending:
-        _warm(llm)
-    for (key, job), case, shared in _with_shared(pending):
-        begin = done
-
-        def report(read: int, _: int, begin: int = begin) -> None:
-            if callbacks is not None:
-                callbacks.advance(begin + read)
-
-        completion = answer(llm, case, shared, report)
-        done += job.num_tokens
-        row = {**job.labels, **to_row(case, completion)}
+        callbacks.begin(len(jobs), len(jobs) - len(pending), sum(job.num_tokens for job in pending.values()))
+    done = 0
+    for key, result in answers(pending):
+        row = {**pending[key].labels, **result}
         log.append(key, row)
+        done += pending[key].num_tokens
         if callbacks is not None:
             callbacks.advance(done)
             callbacks.tell(row)
     return [row for row in map(log.find, keys) if row is not None]
-
-
-def _with_shared(pending: Sequence[tuple[str, CaseJob]]) -> Iterator[tuple[tuple[str, CaseJob], Case, int]]:
-    """Yield each case with the number of tokens that it shares with the next one."""
-    case = pending[0][1].make() if pending else None
-    for index, (key, job) in enumerate(pending):
-        following = pending[index + 1][1].make() if index + 1 < len(pending) else None
-        assert case is not None
-        shared = 0 if following is None else count_shared(case.token_ids, following.token_ids)
-        yield (key, job), case, shared
-        case = following
 
 
 def count_shared(one: Ids, other: Ids) -> int:
@@ -145,47 +188,76 @@ def to_row(case: Case, completion: Completion) -> ResultRow:
     }
 
 
-def run_problems(
-    llm: LLM,
-    tasks: Sequence[ProblemJob],
-    max_tokens: int,
-    log: Log,
-    settings: Mapping[str, Any],
-    callbacks: Callbacks | None = None,
-) -> list[ResultRow]:
-    """Return one row per problem, in their order; problems run in batches."""
-    keys = [key_of(settings, task.labels) for task in tasks]
-    pending = {key: task for key, task in zip(keys, tasks, strict=True) if log.find(key) is None}
-    if callbacks is not None:
-        callbacks.begin(len(tasks), len(tasks) - len(pending), len(pending))
-    calls = (
-        Call(
-            key,
-            Sampling(temperature=0, max_tokens=max_tokens, think_budget=task.budget, loop_guard=LOOP_LIMIT),
-            messages=[{"role": "user", "content": task.problem.text}],
-        )
-        for key, task in pending.items()
-    )
-    for done, (key, completion) in enumerate(llm.many(calls, max_waiting=2 * llm.max_batch), 1):
-        if isinstance(completion, Exception):
-            raise completion
-        row = {**pending[key].labels, **_verdict(pending[key].problem, completion)}
-        log.append(key, row)
-        if callbacks is not None:
-            callbacks.advance(done)
-            callbacks.tell(row)
-    return [row for row in map(log.find, keys) if row is not None]
-
-
 def _verdict(problem: ReasoningProblem, completion: Completion) -> ResultRow:
-    verdict = judge(problem, completion.text, completion.reasoning)
     return {
-        "is_answered": verdict.is_answered,
-        "is_correct": verdict.is_correct,
-        "is_stuck": verdict.is_stuck,
+        **judge(problem, completion.text, completion.reasoning)._asdict(),
         "text": completion.text,
         "reasoning": completion.reasoning,
         "wanted": [problem.answer],
         "finish_reason": completion.finish_reason,
         "completion_tokens": completion.usage.completion_tokens,
     }
+
+
+# Rows of single cases → rows of cells: found by length and depth, by task and length, by kind and budget.
+
+
+def summarise(rows: Sequence[ResultRow], by: Sequence[str]) -> list[ResultRow]:
+    """Return a row per cell: the share of exact answers, the mean score, and the speeds of all its cases together."""
+    return [
+        {
+            **dict(zip(by, group, strict=True)),
+            "trials": len(members),
+            "exact": _mean(members, "is_exact"),
+            "score": _mean(members, "score"),
+            "prompt_tokens": round(_mean(members, "prompt_tokens")),
+            "prefill_per_second": _speed(members, "prefill"),
+            "decode_per_second": _speed(members, "decode"),
+        }
+        for group, members in _groups(rows, by)
+    ]
+
+
+def summarise_reasoning(rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """Return the shares answered, correct and stuck by kind and budget, and for all kinds together."""
+    whole = [{**row, "task": "all"} for row in rows]
+    return [
+        {
+            "task": task,
+            "budget": budget,
+            "cases": len(members),
+            "answered": _mean(members, "is_answered"),
+            "correct": _mean(members, "is_correct"),
+            "stuck": _mean(members, "is_stuck"),
+            "tokens": _mean(members, "completion_tokens"),
+        }
+        for (task, budget), members in _groups([*rows, *whole], ("task", "budget"))
+    ]
+
+
+def write_csv(rows: Sequence[ResultRow], path: Path) -> None:
+    out = io.StringIO(newline="")
+    if rows:
+        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    write_atomically(path, out.getvalue().encode())
+
+
+def _groups(rows: Sequence[ResultRow], by: Sequence[str]) -> list[tuple[tuple[Any, ...], list[ResultRow]]]:
+    """Return the groups in order of first appearance."""
+    groups: dict[tuple[Any, ...], list[ResultRow]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in by), []).append(row)
+    return list(groups.items())
+
+
+def _mean(rows: Sequence[ResultRow], name: str) -> float:
+    return sum(float(row[name]) for row in rows) / len(rows)
+
+
+def _speed(rows: Sequence[ResultRow], part: str) -> float | None:
+    """Return tokens per second; None if nothing was computed."""
+    seconds = sum(row[f"{part}_s"] for row in rows)
+    tokens = sum(row[f"{part}_n"] for row in rows)
+    return round(tokens / seconds, 2) if seconds > 0 and tokens else None

@@ -161,20 +161,25 @@ def broken(path: Path, what: str) -> InputError:
 
 
 class Log:
-    """A file of JSON lines, one row per case. It is read when it is opened and grows during the run."""
+    """A file of JSON lines, one row per case. It is read when it is opened and grows during the run.
 
-    def __init__(self, path: Path) -> None:
+    Without a path nothing is kept.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._rows: dict[str, ResultRow] = {}
         self._size = 0
-        if path.is_file():
-            self._load()
+        if path is not None and path.is_file():
+            self._load(path)
 
     def find(self, key: str) -> ResultRow | None:
         return self._rows.get(key)
 
     def append(self, key: str, row: ResultRow) -> None:
         """Add a row; it is on disk when this returns."""
+        if self._path is None:
+            return
         line = (json.dumps({"key": key, **row}, ensure_ascii=False) + "\n").encode()
         with self._path.open("r+b" if self._path.exists() else "xb") as file:
             file.truncate(self._size)  # drops half a line that a killed run left
@@ -185,15 +190,15 @@ class Log:
             self._rows[key] = row
             os.fsync(file.fileno())
 
-    def _load(self) -> None:
-        for line in self._path.read_bytes().splitlines(keepends=True):
+    def _load(self, path: Path) -> None:
+        for line in path.read_bytes().splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 return
             try:
                 row = json.loads(line)
                 self._rows[row.pop("key")] = row
             except (ValueError, KeyError, AttributeError, TypeError):
-                message = f"{self._path} is not the log of a run"
+                message = f"{path} is not the log of a run"
                 raise InputError("log", message, "remove it, or choose another name with --output") from None
             self._size += len(line)
 

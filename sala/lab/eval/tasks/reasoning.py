@@ -6,7 +6,6 @@ stopped reasoning.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from typing import NamedTuple
@@ -30,8 +29,7 @@ class ReasoningProblem(NamedTuple):
     candidates: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     is_answered: bool
     is_correct: bool
     is_stuck: bool  # the reasoning never ended
@@ -102,7 +100,7 @@ def _story(rng: np.random.Generator) -> ReasoningProblem:
 def _shop(rng: np.random.Generator) -> ReasoningProblem:
     names = words_of("given_names")
     name = names[int(rng.integers(len(names)))]
-    first, second = _two(words_of("fruit"), rng)
+    first, second = _some(2, "fruit", rng)
     counts, prices = rng.integers(3, 15, 2).tolist(), rng.integers(2, 10, 2).tolist()
     cost = counts[0] * prices[0] + counts[1] * prices[1]
     paid = cost + int(rng.integers(3, 60))
@@ -124,7 +122,7 @@ def _tank(rng: np.random.Generator) -> ReasoningProblem:
 
 
 def _ages(rng: np.random.Generator) -> ReasoningProblem:
-    one, two, three = _some_names(3, rng)
+    one, two, three = _some(3, "given_names", rng)
     age, times, less, years = (int(rng.integers(*span)) for span in ((5, 14), (2, 5), (1, 4), (2, 12)))
     text = (
         f"{one} is {age} years old. {two} is {times} times as old as {one}. "
@@ -135,7 +133,7 @@ def _ages(rng: np.random.Generator) -> ReasoningProblem:
 
 def _row(rng: np.random.Generator) -> ReasoningProblem:
     """Return a puzzle about who stands where; clues are added until only one order is left."""
-    names = _some_names(4, rng)
+    names = _some(4, "given_names", rng)
     secret = [names[at] for at in rng.permutation(4).tolist()]
     clues = _clues(secret)
     left = list(permutations(names))
@@ -177,14 +175,9 @@ def _is_inside(one: str, order: tuple[str, ...]) -> bool:
     return order.index(one) in (1, 2)
 
 
-def _some_names(count: int, rng: np.random.Generator) -> list[str]:
-    names = words_of("given_names")
-    return [names[at] for at in rng.choice(len(names), count, replace=False).tolist()]
-
-
-def _two(words: tuple[str, ...], rng: np.random.Generator) -> tuple[str, str]:
-    one, two = rng.choice(len(words), 2, replace=False).tolist()
-    return words[one], words[two]
+def _some(count: int, kind: str, rng: np.random.Generator) -> list[str]:
+    words = words_of(kind)
+    return [words[at] for at in rng.choice(len(words), count, replace=False).tolist()]
 
 
 STORIES: tuple[Callable[[np.random.Generator], ReasoningProblem], ...] = (_shop, _tank, _ages)
