@@ -30,8 +30,7 @@ from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.loader import random_model
 from sala.checkpoint.random import RELEASED
-from sala.lab.bench.measure import measure_latency, measure_throughput
-from sala.lab.bench.target import open_random
+from sala.lab.bench.measure import measure_latency, measure_throughput, open_random
 from sala.options import Options
 from sala.protocol import Plan, Row, Sampling
 

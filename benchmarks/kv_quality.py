@@ -10,7 +10,8 @@ import json
 from functools import partial
 from pathlib import Path
 
-from sala.lab.eval.tasks.needle import NeedleMaker, NeedleSpec, score
+from sala.lab.eval.tasks.case import score_value as score
+from sala.lab.eval.tasks.needle import NeedleMaker, NeedleSpec
 from sala.lab.eval.tasks.prose import write_documents
 from sala.llm import LLM
 

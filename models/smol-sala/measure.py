@@ -30,8 +30,9 @@ from rules import RuledQuestion, is_met, read_questions
 from sala.backends.torch.loader import pick_device
 from sala.backends.torch.model import SalaModel
 from sala.engine.stream import Completion
+from sala.lab.eval.tasks.case import score_value as score
 from sala.lab.eval.tasks.choice import read_tasks
-from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, score
+from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker
 from sala.lab.train.documents import has_loop
 from sala.lab.train.models import load_for_training
 from sala.lab.train.needles import chat_wrap

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from sala.backends.torch.cases import KernelCase
-    from sala.lab.bench.measure import Latency, Throughput
+    from sala.lab.bench.measure import BenchTarget, Latency, Throughput
     from sala.lab.bench.roofline import KernelResult, Roofline
-    from sala.lab.bench.target import BenchTarget
 
     Measure = Callable[[int], Latency]
 
@@ -138,8 +137,7 @@ def against(
     """Compare with a dense model in transformers, in the same run: from which length on ours is faster."""
     from sala.lab.bench.dense import MEASURES, check_dense, compare, measure_dense, need_transformers, open_dense
     from sala.lab.bench.dense import verdict as judge
-    from sala.lab.bench.measure import measure_latency
-    from sala.lab.bench.target import release
+    from sala.lab.bench.measure import measure_latency, release
     from sala.lab.report.charts import length_label
     from sala.lab.report.record import Record
 
@@ -160,7 +158,7 @@ def against(
         measure = logged("ours", partial(measure_latency, target, new_tokens=new_tokens))
         ours = _measure_all(counts, measure, length_label)
         del target, measure  # one model in memory at a time
-        release(where)
+        release()
         s.note(f"theirs: {dense}")
         loaded = cache(lambda: open_dense(dense, where, precision))  # only if some length is not in the log
         measure = logged("dense", lambda count: measure_dense(loaded(), count, new_tokens))
@@ -202,7 +200,7 @@ def _new_files(json_file: Path | None, plot: Path | None, force: bool) -> RunFil
 
 def _open(options: Options, random: str | None, num_tokens: int, batch: int = 1) -> "BenchTarget":
     """Load the model, if memory suffices for sequences of `num_tokens`, the shortest that will be measured."""
-    from sala.lab.bench.target import open_checkpoint, open_random
+    from sala.lab.bench.measure import open_checkpoint, open_random
 
     if random is not None:
         return open_random(random, options, num_tokens, batch)

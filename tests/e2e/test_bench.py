@@ -10,7 +10,7 @@ import pytest
 from sala.cli import run
 from sala.errors import SalaError, install_command
 from sala.lab.bench import measure
-from sala.lab.bench.target import open_checkpoint, open_random
+from sala.lab.bench.measure import open_checkpoint, open_random
 from sala.options import Options
 
 

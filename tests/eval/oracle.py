@@ -14,8 +14,7 @@ from sala.engine.stream import Completion, Timings, Usage
 from sala.lab.eval.data import read_data
 from sala.lab.eval.tasks.chain import tellings
 from sala.lab.eval.tasks.counting import real_words
-from sala.lab.eval.tasks.wordings import Wording, aurora, wordings
-from sala.lab.eval.tasks.words import words_of
+from sala.lab.eval.tasks.words import Wording, aurora, wordings, words_of
 from sala.text.tokenizer import Tokenizer
 
 Solve = Callable[[str], str]

@@ -73,7 +73,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Neither model is loaded if the weights alone fit but running it does not."""
     from sala.backends.torch import executor
-    from sala.lab.bench import target
+    from sala.lab.bench import measure
 
     monkeypatch.setattr(work, "need_transformers", lambda: None)
     monkeypatch.setattr(executor, "free_bytes", lambda _: 19 << 30)
@@ -85,7 +85,7 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "qwen3-8b-random: the weights take 15.3 GiB" in capsys.readouterr().err
     (tmp_path / "memory.max").write_text(str(4 << 30))
     (tmp_path / "memory.current").write_text(str(1 << 30))
-    monkeypatch.setattr(target, "CGROUP", tmp_path)
+    monkeypatch.setattr(measure, "CGROUP", tmp_path)
     assert run(command) == 1
     assert "3.0 GiB are free" in capsys.readouterr().err  # of a container
 

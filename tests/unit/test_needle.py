@@ -13,20 +13,24 @@ from tokenizers import decoders, models, normalizers
 
 from sala.errors import InputError
 from sala.lab.eval.tasks.case import PromptWriter
+from sala.lab.eval.tasks.case import score_value as score
 from sala.lab.eval.tasks.haystack import Haystack, by_piece, split_sentences
-from sala.lab.eval.tasks.needle import CHATML, AuroraMaker, NeedleCase, NeedleMaker, NeedleSpec, chatml, deal, score
-from sala.lab.eval.tasks.wordings import (
+from sala.lab.eval.tasks.needle import CHATML, AuroraMaker, NeedleCase, NeedleMaker, NeedleSpec, chatml, deal
+from sala.lab.eval.tasks.words import (
     Wording,
     attributes,
     aurora,
     compose,
+    count_keys,
     fill,
     frames,
-    patterns,
-    relations,
+    in_split,
+    key_words,
+    phrases,
+    sample_keys,
+    sample_values,
     wordings,
 )
-from sala.lab.eval.tasks.words import count_keys, in_split, key_words, sample_keys, sample_values
 
 END = 256
 SUBJECTS = ("The captain", "A farmer", "My aunt", "The old judge", "Nobody", "The cook", "A stranger", "The river")
@@ -61,8 +65,8 @@ TRAIN, TEST = wordings("train"), wordings("test")
 
 def of_parts(part: str) -> list[str]:
     """Every phrase of composed wordings."""
-    filled = [fill(pattern, one["noun"], one["key"]) for one in attributes() for pattern in patterns(part)]
-    return [*filled, *(phrase for one in relations() for phrase in one[part])]
+    filled = [fill(pattern, one["noun"], one["key"]) for one in attributes() for pattern in phrases(part)]
+    return [*filled, *(phrase for one in phrases("relations") for phrase in one[part])]
 
 
 ALL_STATEMENTS = [*(one.statement for one in (*TRAIN, *TEST, aurora())), *of_parts("statements")]
@@ -205,8 +209,8 @@ def test_test_wordings_are_about_other_things() -> None:
     def sentences(wordings: Iterable[Wording]) -> list[str]:
         return [sentence for one in wordings for sentence in (one.statement, one.question)]
 
-    parts = [*patterns("statements"), *patterns("questions"), *(one["noun"] for one in attributes())]
-    parts += [phrase for one in relations() for phrase in (*one["statements"], *one["questions"])]
+    parts = [*phrases("statements"), *phrases("questions"), *(one["noun"] for one in attributes())]
+    parts += [phrase for one in phrases("relations") for phrase in (*one["statements"], *one["questions"])]
     assert not content([*sentences(TRAIN), *parts]) & content(sentences(TEST))
 
 

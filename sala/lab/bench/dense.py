@@ -5,22 +5,22 @@ prompt is prefilled in one call.
 """
 
 import math
-import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from sala.backends.torch.loader import pick_device, pick_dtype
 from sala.checkpoint.random import RELEASED
 from sala.errors import InputError, SalaError
-from sala.lab.bench.measure import WARM_TOKENS, Latency, PeakMemory
-from sala.lab.bench.target import check_memory, release
+from sala.lab.bench import measure as bench
+from sala.lab.bench.measure import Latency, RunTimes
 from sala.protocol import Options
-
-if TYPE_CHECKING:
-    import torch
 
 NEWEST = "pip install --upgrade transformers"
 RANDOM: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ class DenseModel:
 
     name: str
     model: Any
-    device: "torch.device"
+    device: torch.device
 
     @property
     def is_plain(self) -> bool:
@@ -63,14 +63,12 @@ def need_transformers() -> Any:
     return transformers
 
 
-def open_dense(source: str, device: "torch.device", dtype: "torch.dtype") -> DenseModel:
+def open_dense(source: str, device: torch.device, dtype: torch.dtype) -> DenseModel:
     """Return the model of a checkpoint directory, or one of `RANDOM` with random weights made on the device."""
     transformers = need_transformers()
     if source in RANDOM:
         return DenseModel(source, _make_random(transformers, source, device, dtype), device)
-    path = Path(source).expanduser()
-    if not (path / "config.json").is_file():
-        raise InputError("dense model", f"{source} is not a model directory", f"give one, or {' or '.join(RANDOM)}")
+    path = _find(source)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, trust_remote_code=False
@@ -81,25 +79,26 @@ def open_dense(source: str, device: "torch.device", dtype: "torch.dtype") -> Den
     return DenseModel(path.name, model.to(device).eval(), device)
 
 
+def _find(source: str) -> Path:
+    path = Path(source).expanduser()
+    if not (path / "config.json").is_file():
+        raise InputError("dense model", f"{source} is not a model directory", f"give one, or {' or '.join(RANDOM)}")
+    return path
+
+
 def check_dense(source: str, options: Options, num_tokens: int) -> None:
     """Raise before anything is measured if there is no such model, or no memory for it and `num_tokens`."""
-    from sala.backends.torch.loader import pick_device, pick_dtype
-
     device = pick_device(options.device)
     if source in RANDOM:
         shape, size = RANDOM[source], pick_dtype(options.dtype, RELEASED).itemsize
         cache = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * size
-        check_memory(source, count_parameters(shape) * size, num_tokens * cache, device)
+        bench.check_memory(source, count_parameters(shape) * size, num_tokens * cache, device)
         return
-    path = Path(source).expanduser()
-    if not (path / "config.json").is_file():
-        raise InputError("dense model", f"{source} is not a model directory", f"give one, or {' or '.join(RANDOM)}")
-    check_memory(path.name, sum(file.stat().st_size for file in path.glob("*.safetensors")), 0, device)
+    path = _find(source)
+    bench.check_memory(path.name, sum(file.stat().st_size for file in path.glob("*.safetensors")), 0, device)
 
 
-def _make_random(transformers: Any, name: str, device: "torch.device", dtype: "torch.dtype") -> Any:
-    import torch
-
+def _make_random(transformers: Any, name: str, device: torch.device, dtype: torch.dtype) -> Any:
     shape = RANDOM[name]
     config = transformers.Qwen3Config(**shape, max_position_embeddings=1 << 20, tie_word_embeddings=False)
     config._attn_implementation = "sdpa"
@@ -122,25 +121,20 @@ def count_parameters(shape: dict[str, int]) -> int:
 def measure_dense(dense: DenseModel, num_tokens: int, new_tokens: int) -> Latency:
     """Measure one request alone, after a warm-up."""
     vocab_size = dense.model.config.vocab_size
-    warm = num_tokens if dense.device.type == "cuda" else min(num_tokens, 512)
+    warm_tokens = num_tokens if dense.device.type == "cuda" else min(num_tokens, 512)
     try:
-        _run(dense, _prompt(warm, vocab_size, seed=1), min(WARM_TOKENS, new_tokens))
-        return _run(dense, _prompt(num_tokens, vocab_size, seed=2), new_tokens)
+        times = bench.run_warm(partial(_run, dense), vocab_size, 1, num_tokens, new_tokens, warm_tokens)
+        return bench.to_latency(num_tokens, times)
     finally:
-        release(dense.device)
+        bench.release()
 
 
-def _prompt(num_tokens: int, vocab_size: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(vocab_size), k=num_tokens)  # noqa: S311 - not secrets
-
-
-def _run(dense: DenseModel, prompt: Sequence[int], new_tokens: int) -> Latency:
-    import torch
-
+def _run(dense: DenseModel, prompts: Sequence[Sequence[int]], new_tokens: int) -> RunTimes:
+    length = len(prompts[0])
     with torch.inference_mode():
-        memory = PeakMemory(dense.device)
-        cache = _preallocate(dense, len(prompt) + new_tokens)
-        ids = torch.tensor([list(prompt)], device=dense.device)
+        memory = bench.PeakMemory(dense.device)
+        cache = _preallocate(dense, length + new_tokens)
+        ids = torch.tensor(prompts, device=dense.device)
         began = time.perf_counter()
         out = dense.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         token = out.logits[:, -1:].argmax(-1)
@@ -149,19 +143,16 @@ def _run(dense: DenseModel, prompt: Sequence[int], new_tokens: int) -> Latency:
         memory.update()
         cache = cache if cache is not None else out.past_key_values
         del out
-        decode_s = _decode(dense, token, cache, len(prompt), new_tokens - 1)
+        decode_s = _decode(dense, token, cache, length, new_tokens - 1)
         memory.update()
-    speed = (new_tokens - 1) / decode_s
-    return Latency(len(prompt), first_s, len(prompt) / first_s, speed, memory.peak)
+    return RunTimes(first_s, new_tokens - 1, decode_s, memory.peak)
 
 
-def _decode(dense: DenseModel, token: "torch.Tensor", cache: Any, length: int, count: int) -> float:
+def _decode(dense: DenseModel, token: torch.Tensor, cache: Any, length: int, count: int) -> float:
     """Return the seconds for `count` more tokens."""
-    import torch
-
     position = torch.full((1, 1), length, device=dense.device)
 
-    def step() -> "torch.Tensor":
+    def step() -> torch.Tensor:
         out = dense.model(
             input_ids=token, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1
         )
@@ -186,20 +177,12 @@ def _decode(dense: DenseModel, token: "torch.Tensor", cache: Any, length: int, c
 
 def _replay(step: Callable[[], Any], cache: Any, length: int, count: int) -> float:
     """Return the seconds of `count` decode steps at this context, replayed as a CUDA graph without Python."""
-    import torch
 
     def again() -> None:
         _rewind(cache, length)
         step()
 
-    side: Any = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        again()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        again()
+    graph = bench.capture(again)
     graph.replay()
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -218,7 +201,6 @@ def _preallocate(dense: DenseModel, size: int) -> Any:
     """Return a KV cache of `size` tokens that is never copied; None if the model needs a cache of its own."""
     if not dense.is_plain:
         return None
-    import torch
     from transformers.cache_utils import Cache, DynamicLayer
 
     class PreallocatedLayer(DynamicLayer):

@@ -1,25 +1,142 @@
 """Speed and memory of the engine: random prompts, greedy answers of a fixed length.
 
-Times are those of the engine, from the request to the token, without tokenizer and detokenizer.
+Times are those of the engine, from the request to the token, without tokenizer and detokenizer. The model under test
+is a checkpoint or has random weights; each measurement has an engine of its own.
 """
 
+import gc
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import psutil
+import torch
+
+from sala.backends.memory import USABLE, estimate
+from sala.backends.torch import executor
+from sala.backends.torch.loader import load_model, pick_device, pick_dtype, random_model
+from sala.backends.torch.model import SalaModel
+from sala.checkpoint import lora as adapters
+from sala.checkpoint.names import count_parameters, expected_tensors
+from sala.checkpoint.random import RELEASED, SHAPES
+from sala.config import SalaConfig
 from sala.engine.cache import Request
+from sala.engine.engine import Engine
 from sala.engine.requests import Submission
 from sala.engine.service import EngineService
 from sala.engine.stream import AnswerState, Event
-from sala.lab.bench.target import BenchTarget
-from sala.protocol import Sampling
+from sala.errors import InputError, SalaError
+from sala.models.embedded import find_base
+from sala.protocol import Capacity, Options, Sampling
 
-if TYPE_CHECKING:
-    import torch
-
+RANDOM = {**SHAPES, "released": RELEASED}
+CGROUP = Path("/sys/fs/cgroup")
 WARM_TOKENS = 4  # of the warm-up answer
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTarget:
+    """A model on its device. Each measurement gets an engine no larger than it needs."""
+
+    name: str
+    model: SalaModel
+    device: torch.device
+    dtype: torch.dtype
+    options: Options
+
+    @property
+    def config(self) -> SalaConfig:
+        return self.model.config
+
+    @contextmanager
+    def service(self, ctx: int, batch: int = 1) -> Iterator[tuple[EngineService, Capacity]]:
+        """Open an engine service for `batch` sequences of `ctx` tokens, without snapshots: nothing is reused."""
+        options = replace(self.options, ctx=ctx, max_batch=batch, snapshots=0)
+        kv_dtype, free = executor.pick_kv(options.kv, self.device), executor.free_bytes(self.device)
+        capacity = executor.plan_capacity(self.config, options, self.dtype, self.device, free, kv_dtype)
+        _check_capacity(capacity, batch)
+        opened = executor.TorchExecutor(
+            self.model, capacity, self.device, self.dtype, kv_dtype, options.kernels, options.prefill
+        )
+        service = EngineService(Engine(opened, self.config.sparse_config, options))
+        try:
+            yield service, capacity
+        finally:
+            service.close()
+            opened.close()
+            release()
+
+
+def release() -> None:
+    """Free memory that is no longer referenced."""
+    gc.collect()
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):  # a GPU that a kernel has broken says so soon enough
+            torch.cuda.empty_cache()
+
+
+def _check_capacity(capacity: Capacity, batch: int) -> None:
+    """Raise SalaError unless all sequences can run at once: one that waits would be measured as slow."""
+    pages = -(-capacity.max_tokens // capacity.page_size)
+    fitting = min(capacity.num_pages // pages, capacity.num_slots)
+    if fitting < batch:
+        raise SalaError(
+            f"{batch} sequences of {capacity.max_tokens:,} tokens do not fit into memory",
+            f"{fitting} would fit; use shorter or fewer sequences",
+        )
+
+
+def open_checkpoint(path: Path, options: Options) -> BenchTarget:
+    path, adapter = find_base(path, options.adapter)
+    checkpoint, config = adapters.open_checkpoint(path, SalaConfig.load(path), adapter)
+    where, precision = pick_device(options.device), pick_dtype(options.dtype, config)
+    return BenchTarget(path.name, load_model(checkpoint, config, precision, where), where, precision, options)
+
+
+def open_random(shape: str, options: Options, num_tokens: int = 0, batch: int = 1) -> BenchTarget:
+    """Return a model with random weights, made on its device; raise SalaError if memory does not suffice.
+
+    Memory must hold the weights and, with `num_tokens`, the caches and activations of sequences of that length.
+    """
+    if shape not in RANDOM:
+        raise InputError("random", f"is {shape!r}", "use " + ", ".join(RANDOM))
+    config = RANDOM[shape]
+    where, precision = pick_device(options.device), pick_dtype(options.dtype, config)
+    parameters = count_parameters(expected_tensors(config))
+    needed = estimate(config, parameters, num_tokens, batch, num_snapshots=0, element_bytes=precision.itemsize)
+    check_memory(f"random {shape}", needed.weights, needed.total - needed.weights, where)
+    return BenchTarget(f"random {shape}", random_model(config, precision, where), where, precision, options)
+
+
+def check_memory(name: str, weights: int, rest: int, device: torch.device) -> None:
+    """Raise SalaError if free memory, less a reserve, does not hold a model and what it needs to run."""
+    free = free_memory(device)
+    if weights + rest > USABLE * free:
+        raise SalaError(
+            f"{name}: the weights take {weights / 2**30:.1f} GiB and running {rest / 2**30:.1f} GiB more; "
+            f"{free / 2**30:.1f} GiB are free, of which {USABLE:.0%} may be used",
+            "free some memory, or take a smaller model",
+        )
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the free bytes of the device; on a CPU no more than the container may still use."""
+    free = executor.free_bytes(device)
+    if device.type != "cpu":
+        return free
+    try:
+        limit, used = ((CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        return min(free, max(0, int(limit) - int(used)))
+    except (OSError, ValueError):  # not in a container, or without a limit
+        return free
+
+
+# measuring
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +176,14 @@ class RunTimes:
         return self.num_decoded / self.decode_s
 
 
+Run = Callable[[list[list[int]], int], RunTimes]  # from prompts and the length of their answers
+
+
 def measure_latency(target: BenchTarget, num_tokens: int, new_tokens: int) -> Latency:
-    times = _measure(target, 1, num_tokens, new_tokens)
+    return to_latency(num_tokens, _measure(target, 1, num_tokens, new_tokens))
+
+
+def to_latency(num_tokens: int, times: RunTimes) -> Latency:
     return Latency(num_tokens, times.first_s, num_tokens / times.first_s, times.decode_per_second, times.peak_bytes)
 
 
@@ -71,13 +194,17 @@ def measure_throughput(target: BenchTarget, batch: int, num_tokens: int, new_tok
 
 
 def _measure(target: BenchTarget, batch: int, num_tokens: int, new_tokens: int) -> RunTimes:
-    vocab_size = target.config.vocab_size
     with target.service(num_tokens + new_tokens, batch) as (service, capacity):
+        answer = partial(run, service, device=target.device)
         # GPU kernels are compiled for sizes that grow with the context, so warm up with the same length
         warm_tokens = num_tokens if target.device.type == "cuda" else min(num_tokens, capacity.prefill_chunk)
-        warm = _prompts(batch, warm_tokens, vocab_size, seed=1)
-        run(service, warm, min(WARM_TOKENS, new_tokens), target.device)
-        return run(service, _prompts(batch, num_tokens, vocab_size, seed=2), new_tokens, target.device)
+        return run_warm(answer, target.config.vocab_size, batch, num_tokens, new_tokens, warm_tokens)
+
+
+def run_warm(run: Run, vocab_size: int, batch: int, num_tokens: int, new_tokens: int, warm_tokens: int) -> RunTimes:
+    """Answer random prompts; others before them, of `warm_tokens`, warm up."""
+    run(_prompts(batch, warm_tokens, vocab_size, seed=1), min(WARM_TOKENS, new_tokens))
+    return run(_prompts(batch, num_tokens, vocab_size, seed=2), new_tokens)
 
 
 def _prompts(count: int, num_tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -85,7 +212,7 @@ def _prompts(count: int, num_tokens: int, vocab_size: int, seed: int) -> list[li
     return [generator.choices(range(vocab_size), k=num_tokens) for _ in range(count)]
 
 
-def run(service: EngineService, prompts: Sequence[Sequence[int]], new_tokens: int, device: "torch.device") -> RunTimes:
+def run(service: EngineService, prompts: Sequence[Sequence[int]], new_tokens: int, device: torch.device) -> RunTimes:
     """Answer all prompts at once, to the end."""
     sampling = Sampling(temperature=0, ignore_eos=True, max_tokens=new_tokens, seed=0)
     answers = [AnswerState(Request(prompt, sampling)) for prompt in prompts]
@@ -109,13 +236,24 @@ def run(service: EngineService, prompts: Sequence[Sequence[int]], new_tokens: in
     return RunTimes(first_at - began, num_tokens - num_early, end - first_at, memory.peak)
 
 
+def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """Return a call as a CUDA graph; it runs once before, so that what is made at first use is not recorded."""
+    side: Any = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
 class PeakMemory:
     """The peak memory of the GPU, or of this process after any step."""
 
-    def __init__(self, device: "torch.device") -> None:
-        import psutil
-        import torch
-
+    def __init__(self, device: torch.device) -> None:
         self._device, self._process, self._most = device, psutil.Process(), 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -126,6 +264,4 @@ class PeakMemory:
 
     @property
     def peak(self) -> int:
-        import torch
-
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else self._most

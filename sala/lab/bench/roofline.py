@@ -6,8 +6,6 @@ the speed of a large copy, whichever takes longer. Only unavoidable work counts:
 no product that a better algorithm could leave out. The cases are those of `sala.backends.torch.cases`.
 """
 
-import contextlib
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +16,7 @@ from sala.backends.torch.cases import gpu_cases
 from sala.backends.torch.cases.rows import copying
 from sala.backends.torch.cases.shapes import Call, KernelCase, Shapes
 from sala.errors import SalaError
+from sala.lab.bench.measure import capture, release
 
 MATRIX, COPY_BYTES = 8192, 1 << 30
 WARM_MS, REPEAT_MS, LONG_MS = 10, 40, 200
@@ -67,7 +66,7 @@ def measure_roofline(device: torch.device) -> Roofline:
     except torch.OutOfMemoryError:
         raise SalaError("the GPU has too little free memory", "end what else runs on it") from None
     finally:
-        clean()
+        release()
     return Roofline(2 * MATRIX**3 / product_ms * 1e3, num_bytes / copy_ms * 1e3)
 
 
@@ -77,14 +76,14 @@ def measure(one: KernelCase, roofline: Roofline) -> KernelResult:
         ms, peer_ms, error = _times(one)
     except Exception as problem:  # any failure is the result
         ms, peer_ms, error = None, None, reason(problem)
-    clean()
+    release()
     return result(one, roofline, ms, peer_ms, error)
 
 
 def _times(one: KernelCase) -> tuple[float, float | None, str]:
     with torch.inference_mode():
         works = one.build(one.num_sets)
-        time = milliseconds_in_graph if one.in_graph else _milliseconds_of_first
+        time = milliseconds_in_graph if one.in_graph else lambda calls: milliseconds(calls[0])
         ms = time([work.kernel for work in works])
         try:
             return ms, time([work.peer or work.reference for work in works]), ""
@@ -117,13 +116,6 @@ def reason(problem: BaseException) -> str:
     return " ".join(f"{type(problem).__name__}: {problem}".split())[:_MESSAGE]
 
 
-def clean() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        with contextlib.suppress(RuntimeError):  # a GPU that a kernel has broken says so soon enough
-            torch.cuda.empty_cache()
-
-
 # timing
 
 
@@ -145,19 +137,9 @@ def milliseconds(call: Call) -> float:
 
 def milliseconds_in_graph(calls: Sequence[Call]) -> float:
     """Return the time of one call when the calls follow each other in a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:  # all of them: whatever is made at first use must not be made while recording
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run_all() -> None:
         for call in calls:
             call()
-    return milliseconds(graph.replay) / len(calls)
 
-
-def _milliseconds_of_first(calls: Sequence[Call]) -> float:
-    return milliseconds(calls[0])
+    return milliseconds(capture(run_all).replay) / len(calls)

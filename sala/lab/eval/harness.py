@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sala.errors import InputError, MissingExtra, SalaError
 from sala.lab.report.record import Log
-
-if TYPE_CHECKING:
-    from sala.llm import LLM
+from sala.llm import LLM
 
 
 @cache
@@ -25,7 +23,7 @@ def adapter() -> Any:
 
 
 def evaluate(
-    llm: "LLM",
+    llm: LLM,
     tasks: Sequence[str],
     *,
     log: Log | None = None,

@@ -9,19 +9,17 @@ continuations are prefilled as a prompt.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from sala.engine.cache import TOKEN_BYTES, Request, as_bytes, as_tokens
 from sala.engine.requests import Call, Submission
 from sala.engine.stream import AnswerState, Completion
 from sala.errors import InputError
 from sala.lab.report.record import Log, ResultRow, key_of
+from sala.llm import LLM
 from sala.protocol import Sampling, Verdict
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from sala.llm import LLM
 
 MAX_DICTATED = 64  # tokens of a continuation that are dictated however short its context is
 MIN_SHARED = 64  # tokens of a common prefix for which one request waits until another has computed it
@@ -77,7 +75,7 @@ class Query:
     make: Callable[[list[int], tuple[int, ...]], AnswerState]  # from its tokens and the boundaries
 
 
-def score_pairs(llm: "LLM", pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[tuple[int, Likelihood]]:
+def score_pairs(llm: LLM, pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[tuple[int, Likelihood]]:
     """Yield (index, likelihood) of (context, continuation) pairs in the order of completion.
 
     The result is that of reading context and continuation as one prompt.
@@ -102,14 +100,14 @@ def score_pairs(llm: "LLM", pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[
         yield index, Likelihood(sum(float(part[0].sum()) for part in parts), all(part[1].all() for part in parts))
 
 
-def _is_dictated(llm: "LLM", context: Tokens, continuation: Tokens) -> bool:
+def _is_dictated(llm: LLM, context: Tokens, continuation: Tokens) -> bool:
     """Whether to dictate; not where the whole has another attention regime than the context alone."""
     sparse, length = llm.config.sparse_config, len(context) + len(continuation)
     is_same = sparse.sparse_from(len(context)) == sparse.sparse_from(length)
     return is_same and len(continuation) <= max(MAX_DICTATED, len(context))
 
 
-def _dictate(llm: "LLM", index: int, context: Tokens, continuation: Tokens) -> Query:
+def _dictate(llm: LLM, index: int, context: Tokens, continuation: Tokens) -> Query:
     sampling = Sampling(temperature=0, max_tokens=len(continuation), logprobs=1, ignore_eos=True, seed=0)
     prompt, tokens = llm.encode(context), llm.encode(continuation)  # token ids are only checked
     if len(prompt) + len(tokens) > llm.ctx:
@@ -122,7 +120,7 @@ def _dictate(llm: "LLM", index: int, context: Tokens, continuation: Tokens) -> Q
     return Query(index, as_bytes(prompt), make)
 
 
-def answer_all(llm: "LLM", queries: Iterable[Query]) -> Iterator[tuple[int, Completion]]:
+def answer_all(llm: LLM, queries: Iterable[Query]) -> Iterator[tuple[int, Completion]]:
     """Run all requests, those that begin alike one after the other, and yield (key, completion) as they complete."""
 
     def submissions() -> Iterator[tuple[Sequence[Query], Submission]]:
@@ -166,8 +164,8 @@ def shared_len(one: bytes, other: bytes) -> int:
 
 
 def read_scores(
-    llm: "LLM", ids: Tokens, start: int = 1, on_progress: Note = lambda *_: None
-) -> Iterator[tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]]:
+    llm: LLM, ids: Tokens, start: int = 1, on_progress: Note = lambda *_: None
+) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     """Yield, chunk by chunk, the log-probabilities of the tokens from `start` on, and whether each was the argmax.
 
     Tokens before `start` are context and not scored.
@@ -182,10 +180,8 @@ def read_scores(
     yield from (part for part in llm.score_parts(llm.scoring(ids, reduce, chunk), on_progress) if part is not None)
 
 
-def _to_logprobs(logits: "np.ndarray[Any, Any]", targets: Tokens) -> tuple[Any, Any]:
+def _to_logprobs(logits: np.ndarray[Any, Any], targets: Tokens) -> tuple[Any, Any]:
     """Return log-probabilities in float64 of n tokens by logits [n, V], and whether each is the argmax."""
-    import numpy as np
-
     logprobs, firsts = np.empty(len(targets)), np.empty(len(targets), bool)
     for at in range(0, len(targets), ROWS):
         block, wanted = logits[at : at + ROWS], np.asarray(targets[at : at + ROWS])
@@ -214,7 +210,7 @@ class HarnessModel:
     """
 
     def __init__(
-        self, llm: "LLM", max_length: int | None = None, bos: bool | None = None, log: Log | None = None
+        self, llm: LLM, max_length: int | None = None, bos: bool | None = None, log: Log | None = None
     ) -> None:
         if max_length is not None and not 2 <= max_length <= llm.ctx:
             raise InputError("max_length", f"is {max_length}", f"it must be from 2 to {llm.ctx}, the context")

@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sala.engine.cache import as_bytes
 from sala.errors import InputError
 from sala.lab.eval.likelihood import read_scores
 from sala.lab.report.record import Log, key_of
-
-if TYPE_CHECKING:
-    from sala.llm import LLM
+from sala.llm import LLM
 
 Note = Callable[[str, int, int], None]  # stage, tokens done, total
 
@@ -44,7 +42,7 @@ class TokenizedText:
         return hashlib.sha256(as_bytes(self.ids)).hexdigest()[:16]
 
 
-def to_text(llm: "LLM", name: str, documents: Sequence[str], max_tokens: int | None = None) -> TokenizedText:
+def to_text(llm: LLM, name: str, documents: Sequence[str], max_tokens: int | None = None) -> TokenizedText:
     ends = list(llm.config.eos_token_id[:1]) if len(documents) > 1 else []
     ids = [token for one in llm.tokenizer.encode_many(documents) for token in [*one, *ends]]
     if len(ids) < 2:
@@ -76,7 +74,7 @@ def cut(num_tokens: int, length: int, stride: int | None, has_bos: bool) -> list
 
 
 def measure(
-    llm: "LLM",
+    llm: LLM,
     text: TokenizedText,
     lengths: Sequence[int],
     stride: int | None = None,
@@ -114,7 +112,7 @@ def _tell(note: Note, stage: str, done: int, count: int, total: int, read: int, 
 
 
 def _score(
-    llm: "LLM", ids: list[int], bos: list[int], window: Window, tell: Callable[[int, int], None]
+    llm: LLM, ids: list[int], bos: list[int], window: Window, tell: Callable[[int, int], None]
 ) -> dict[str, Any]:
     began = time.perf_counter()
     prompt = [*bos, *ids[window.start : window.end]]

@@ -18,7 +18,8 @@ from sala.backends.torch.loader import load_model
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec, score
+from sala.lab.eval.tasks.case import score_value as score
+from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec
 from sala.lab.report.comparison import comparison, pair
 from sala.lab.report.record import Record
 from sala.llm import LLM

@@ -7,16 +7,21 @@ and measures nothing twice.
 import hashlib
 import json
 import os
+import platform
 import secrets
 import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from sala import __version__
 from sala.errors import InputError, SalaError
 
 KIND_TABLES: dict[str, dict[str, Any]] = tomllib.loads((files(__package__) / "kinds.toml").read_text("utf-8"))
@@ -28,10 +33,6 @@ ResultRow = dict[str, Any]
 
 def host() -> dict[str, Any]:
     """Return the system, the processor and its memory."""
-    import platform
-
-    import psutil
-
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "processor": processor(),
@@ -47,11 +48,6 @@ def machine() -> dict[str, Any]:
 
 def versions(packages: Sequence[str] = ("torch",)) -> dict[str, str | None]:
     """Return the versions of sala, Python and some packages; None for one that is not installed."""
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    from sala import __version__
-
     found: dict[str, str | None] = {"sala": __version__, "python": platform.python_version()}
     for name in packages:
         try:
@@ -225,8 +221,6 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def processor() -> str:
     """Return the name of the CPU."""
-    import platform
-
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

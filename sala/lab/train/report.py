@@ -12,9 +12,9 @@ import torch
 from sala.backends.torch.model import SalaModel
 from sala.config import SalaConfig
 from sala.errors import InputError
+from sala.lab.eval.tasks.case import score_value as find
 from sala.lab.eval.tasks.choice import read_tasks
 from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec, ValueChoice
-from sala.lab.eval.tasks.needle import score as find
 from sala.lab.report.comparison import comparison, pair, save, write_markdown
 from sala.lab.report.record import ResultRow
 from sala.lab.train.data import read_documents

@@ -6,16 +6,14 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sala.errors import InputError, TemplateError
 from sala.lab.eval.tasks.haystack import Encode, Ids, by_piece
 from sala.text.answer import CLOSE, OPEN
-
-if TYPE_CHECKING:
-    from sala.text.tokenizer import Tokenizer
+from sala.text.tokenizer import Tokenizer
 
 SPARE = 16  # tokens that an answer may have beyond twice what it needs
 
@@ -97,7 +95,7 @@ class PromptWriter:
         self._before, self._after = (np.array(ids, np.int32) for ids in (before, after))
 
     @classmethod
-    def for_model(cls, tokenizer: "Tokenizer") -> "PromptWriter":
+    def for_model(cls, tokenizer: Tokenizer) -> "PromptWriter":
         """Return a writer in the model's own chat format, without reasoning; a model without one continues the text."""
         encode = partial(tokenizer.encode, bos=False)
         options = {"add_generation_prompt": True, "enable_thinking": False}

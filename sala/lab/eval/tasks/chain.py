@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sala.lab.eval.data import read_data
 from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution, insert, random
 from sala.lab.eval.tasks.haystack import Haystack
-from sala.lab.eval.tasks.words import sample_names
+from sala.lab.eval.tasks.words import pick, sample_names
 
 
 class Telling(NamedTuple):
@@ -46,7 +46,7 @@ class ChainMaker:
         """Return a case of `num_tokens`, answer included; `question` selects the chain of the text."""
         writer, spec = self.writer, self.spec
         rng = random(self.seed, spec, num_tokens, number)
-        telling = tellings()[int(rng.integers(len(tellings())))]
+        telling = pick(tellings(), rng)
         names = [one.upper() for one in sample_names(spec.num_chains * spec.num_links, rng)]
         chains = [names[at : at + spec.num_links] for at in range(0, len(names), spec.num_links)]
         values = [str(value) for value in rng.choice(90_000, size=spec.num_chains, replace=False) + 10_000]

@@ -12,16 +12,24 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from sala.errors import InputError
+from sala.lab.eval.data import read_data
 from sala.lab.eval.tasks.case import Case, Frame, Prompt, PromptWriter, Solution, insert, random, remaining
-from sala.lab.eval.tasks.case import score_value as score
 from sala.lab.eval.tasks.haystack import PARAGRAPH, Encode, Haystack, Ids, Stretch, by_piece
-from sala.lab.eval.tasks.wordings import Wording, aurora, compose, filler, frames, wordings
-from sala.lab.eval.tasks.words import Split, ValueKind, count_keys, in_split, sample_keys, sample_values, words_of
-
-__all__ = [
-    "CHATML", "AuroraMaker", "KeyMaker", "KeySpec", "NeedleCase", "NeedleDialogue", "NeedleMaker", "NeedleSpec",
-    "ValueChoice", "Wrap", "chatml", "deal", "score",
-]  # fmt: skip
+from sala.lab.eval.tasks.words import (
+    Split,
+    ValueKind,
+    Wording,
+    aurora,
+    compose,
+    count_keys,
+    frames,
+    in_split,
+    pick,
+    sample_keys,
+    sample_values,
+    wordings,
+    words_of,
+)  # fmt: skip
 
 ValueChoice = Literal["number", "word", "uuid", "mixed"]
 ANY_KIND: tuple[ValueKind, ...] = get_args(ValueKind)
@@ -159,7 +167,7 @@ class KeyMaker:
         another one at every depth.
         """
         rng = random(self._seed, self._spec, num_tokens, number)
-        frame = frames("test")[int(rng.integers(len(frames("test"))))]
+        frame = pick(frames("test"), rng)
         own = depth if self._spec.num_keys == 1 else None
         story = self._sample(frame, random(self._seed, self._spec, num_tokens, number, own))
         queries = self._queries(story)
@@ -179,7 +187,7 @@ class KeyMaker:
         pairs = [(wording, kind) for wording, kinds in found.items() for kind in kinds]
         if not pairs:
             raise InputError("keys", f"are {spec.num_keys}, more than there are different needles", "hide fewer")
-        wording, kind = pairs[int(rng.integers(len(pairs)))]
+        wording, kind = pick(pairs, rng)
         keys = sample_keys(wording.key, "test", spec.num_keys, rng)
         flat = sample_values(kind, wording.category, count, rng)
         values = [flat[at : at + spec.num_values] for at in range(0, len(flat), spec.num_values)]
@@ -208,7 +216,8 @@ class AuroraMaker(KeyMaker):
     """The needle of many demos: the code of Project Aurora in the same few sentences again and again."""
 
     def __init__(self, writer: PromptWriter, seed: int = 0) -> None:
-        super().__init__(writer, Haystack([PARAGRAPH.join([filler()] * REPEATS)], writer.encode), seed)
+        filler = " ".join(read_data("wordings")["filler"].split())
+        super().__init__(writer, Haystack([PARAGRAPH.join([filler] * REPEATS)], writer.encode), seed)
 
     def _sample(self, frame: str, rng: np.random.Generator) -> Story:
         return Story(aurora(), [AURORA_KEY], [[AURORA_VALUE]], frames("test")[0])
@@ -342,7 +351,7 @@ class NeedleMaker:
         wording, kind = _sample_wording(spec, rng)
         keys = sample_keys(wording.key, spec.split, spec.num_keys, rng)
         values = sample_values(kind, wording.category, spec.num_keys, rng)
-        frame = frames(spec.split)[int(rng.integers(len(frames(spec.split))))]
+        frame = pick(frames(spec.split), rng)
         share = UNOPENED if self._unopened is None else self._unopened
         is_opened = (spec.split == "test" and self._unopened is None) or rng.random() >= share
         return Story(wording, keys, [[value] for value in values], frame, is_opened)
@@ -409,5 +418,5 @@ def _sample_wording(spec: NeedleSpec, rng: np.random.Generator) -> tuple[Wording
     found = fitting_wordings(choices, spec.split, kinds, spec.num_keys, spec.num_keys)
     if not found:
         raise InputError("num_keys", f"is {spec.num_keys}, more than there are different needles", "lower it")
-    wording = choices[0] if len(choices) == 1 else list(found)[int(rng.integers(len(found)))]
-    return wording, found[wording][int(rng.integers(len(found[wording])))]
+    wording = choices[0] if len(choices) == 1 else pick(list(found), rng)
+    return wording, pick(found[wording], rng)

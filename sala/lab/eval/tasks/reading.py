@@ -16,7 +16,7 @@ from sala.lab.eval.data import read_data
 from sala.lab.eval.documents import NotBlank, read_lines
 from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution, insert, join_ids, random
 from sala.lab.eval.tasks.haystack import PARAGRAPH, Haystack, Ids
-from sala.lab.eval.tasks.words import Split, in_split, words_of
+from sala.lab.eval.tasks.words import Split, in_split, pick, words_of
 
 NUM_LIVES = 8000  # of the pool to hide others in; only as many as needed are made
 MAX_KNOWN = 1 << 18  # sentences whose ids are cached
@@ -136,10 +136,10 @@ def _sample_asked(rng: np.random.Generator) -> list[Life]:
 
 
 def _sample_life(rng: np.random.Generator, split: Split) -> Life:
-    given, surname = _pick(words_of("given_names"), rng), _pick(_surnames(split), rng)
+    given, surname = pick(words_of("given_names"), rng), pick(_surnames(split), rng)
     values = {
-        "town": _pick(words_of("place_stems"), rng) + _pick(words_of("place_endings"), rng),
-        **{name: _pick(words_of(name), rng) for name in ("trade", "city", "animal", "instrument")},
+        "town": pick(words_of("place_stems"), rng) + pick(words_of("place_endings"), rng),
+        **{name: pick(words_of(name), rng) for name in ("trade", "city", "animal", "instrument")},
     }
     return Life(f"{given} {surname}", values)
 
@@ -152,23 +152,19 @@ def _tell(life: Life, rng: np.random.Generator) -> str:
     out = []
     for at, name in enumerate(names):
         choices = read_data("reading")["sentences"][name]
-        pattern = choices[int(rng.integers(len(choices)))]
+        pattern: str = pick(choices, rng)
         out.append(pattern.format(name=life.name, who=life.name if at == 0 else given, value=life.facts[name]))
     return " ".join(out)
 
 
 def _ask(life: Life, lives: list[Life], is_indirect: bool, rng: np.random.Generator) -> tuple[str, str]:
     """Return a question and its answer."""
-    field = FIELDS[int(rng.integers(len(FIELDS)))]
+    field = pick(FIELDS, rng)
     question: str = read_data("reading")["questions"][field]
     if not is_indirect:
         return question.format(name=life.name), life.facts[field]
     teacher = next(one for one in lives if one.name == life.teacher)
     return question.format(name=f"the teacher of {life.name}"), teacher.facts[field]
-
-
-def _pick(words: tuple[str, ...], rng: np.random.Generator) -> str:
-    return words[int(rng.integers(len(words)))]
 
 
 @cache

@@ -14,7 +14,7 @@ import numpy as np
 
 from sala.errors import InputError
 from sala.lab.eval.tasks.case import random
-from sala.lab.eval.tasks.words import words_of
+from sala.lab.eval.tasks.words import pick, words_of
 
 CLOSING = "Think it through. Then write the result on a line of its own, in the form\nAnswer: …"
 ANSWER = re.compile(r"answer\s*[:：]\s*(.+)", re.IGNORECASE)
@@ -94,12 +94,11 @@ def _sum(rng: np.random.Generator) -> ReasoningProblem:
 
 
 def _story(rng: np.random.Generator) -> ReasoningProblem:
-    return STORIES[int(rng.integers(len(STORIES)))](rng)
+    return pick(STORIES, rng)(rng)
 
 
 def _shop(rng: np.random.Generator) -> ReasoningProblem:
-    names = words_of("given_names")
-    name = names[int(rng.integers(len(names)))]
+    name = pick(words_of("given_names"), rng)
     first, second = _some(2, "fruit", rng)
     counts, prices = rng.integers(3, 15, 2).tolist(), rng.integers(2, 10, 2).tolist()
     cost = counts[0] * prices[0] + counts[1] * prices[1]

@@ -1,12 +1,16 @@
-"""Vocabulary of the tasks: what is asked about (keys), what is hidden (values), and made-up names.
+"""Vocabulary of the tasks: what is asked about (keys), what is hidden (values), made-up names, and their wordings.
 
 Key words are split by their hash: no adjective, noun, given name, surname or place of a train key occurs in a test key.
+Train and test share no wording. Training wordings are also composed from parts, tens of thousands of them, so that
+none is learnt by heart: an attribute ("badge number") takes any statement, question and opening; a relation ("moors
+the boat at") has phrases of its own. No word of theirs is in a test wording.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -15,12 +19,17 @@ from sala.lab.eval.data import read_data
 Split = Literal["train", "test"]
 KeyKind = Literal["person", "thing", "place"]
 ValueKind = Literal["number", "word", "uuid"]
+T = TypeVar("T")
 
 KEY_PARTS: dict[KeyKind, tuple[str, str]] = {
     "person": ("given_names", "surnames"),
     "thing": ("adjectives", "nouns"),
     "place": ("place_stems", "place_endings"),
 }
+
+
+def pick(options: Sequence[T], rng: np.random.Generator) -> T:
+    return options[int(rng.integers(len(options)))]
 
 
 @cache
@@ -93,7 +102,79 @@ def _sample_uuid(rng: np.random.Generator) -> str:
     """Return a short code: 6 or 8 hex digits, or two groups as in a UUID."""
     digits = rng.bytes(6).hex()
     shapes = (digits[:6], digits[:8], f"{digits[:4]}-{digits[4:8]}", f"{digits[:8]}-{digits[8:]}")
-    return shapes[int(rng.integers(len(shapes)))]
+    return pick(shapes, rng)
 
 
 SAMPLERS: dict[ValueKind, Callable[[np.random.Generator], str]] = {"number": _sample_number, "uuid": _sample_uuid}
+
+
+# How needles are worded, and how text and question are put to the model.
+
+PARTS = ("statements", "questions", "openings")
+
+
+@dataclass(frozen=True)
+class Wording:
+    """One way to state a fact and to ask for it: `{key}` and `{value}` are filled in, the value follows the opening."""
+
+    statement: str
+    question: str
+    opening: str
+    key: KeyKind
+    values: tuple[ValueKind, ...]
+    category: str = "common"  # of word values
+
+
+@cache
+def wordings(split: Split) -> tuple[Wording, ...]:
+    return tuple(_wording(entry) for entry in read_data("wordings")[split])
+
+
+@cache
+def aurora() -> Wording:
+    """Return the wording of many demos."""
+    return _wording(read_data("wordings")["aurora"])
+
+
+def frames(split: Split) -> list[str]:
+    """Return the user messages around `{text}`; only training frames may put the question first."""
+    found: list[str] = read_data("wordings")["frames"][split]
+    return found
+
+
+@cache
+def attributes() -> tuple[dict[str, Any], ...]:
+    """Return what a person, thing or place can have: noun, key, values and category of each."""
+    groups = [dict(group) for group in phrases("attributes")]
+    return tuple({**group, "noun": noun} for group in groups for noun in group.pop("nouns"))
+
+
+def phrases(part: str) -> Any:
+    """Return the "statements", "questions" or "openings" that any attribute takes.
+
+    "attributes" are groups of nouns; "relations" are phrases that go together, with their key, values and category.
+    """
+    return read_data("phrases")[part]
+
+
+def compose(rng: np.random.Generator) -> Wording:
+    """Return a random training wording made of parts."""
+    relations, owned = phrases("relations"), attributes()
+    if rng.random() < len(relations) / (len(relations) + len(owned)):
+        source = pick(relations, rng)
+        parts = [pick(source[part], rng) for part in PARTS]
+    else:
+        source = pick(owned, rng)
+        parts = [fill(pick(phrases(part), rng), source["noun"], source["key"]) for part in PARTS]
+    return Wording(*parts, source["key"], tuple(source["values"]), source.get("category", "common"))
+
+
+def fill(pattern: str, noun: str, key: KeyKind) -> str:
+    """Return the pattern for an attribute, with `{key}` and `{value}` left open."""
+    owner = "the {key}" if key == "thing" else "{key}"
+    text = pattern.replace("{noun}", noun).replace("{owner}", owner)
+    return text if text.startswith("{") else text[0].upper() + text[1:]
+
+
+def _wording(entry: dict[str, Any]) -> Wording:
+    return Wording(**{**entry, "values": tuple(entry["values"])})
