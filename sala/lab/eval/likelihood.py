@@ -146,7 +146,7 @@ def families(queries: Iterable[Query]) -> list[list[tuple[Query, tuple[int, ...]
             found[-1].append(one)
         else:
             found.append([one])
-    groups = []
+    groups: list[list[tuple[Query, tuple[int, ...]]]] = []
     for family in found:
         common = min((shared_len(family[0].prompt, one.prompt) for one in family[1:]), default=0)
         groups.append([(one, (common,) if common else ()) for one in family])

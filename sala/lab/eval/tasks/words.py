@@ -162,11 +162,12 @@ def compose(rng: np.random.Generator) -> Wording:
     relations, owned = phrases("relations"), attributes()
     if rng.random() < len(relations) / (len(relations) + len(owned)):
         source = pick(relations, rng)
-        parts = [pick(source[part], rng) for part in PARTS]
+        statement, question, opening = (pick(source[part], rng) for part in PARTS)
     else:
         source = pick(owned, rng)
-        parts = [fill(pick(phrases(part), rng), source["noun"], source["key"]) for part in PARTS]
-    return Wording(*parts, source["key"], tuple(source["values"]), source.get("category", "common"))
+        statement, question, opening = (fill(pick(phrases(part), rng), source["noun"], source["key"]) for part in PARTS)
+    category = source.get("category", "common")
+    return Wording(statement, question, opening, source["key"], tuple(source["values"]), category)
 
 
 def fill(pattern: str, noun: str, key: KeyKind) -> str:
