@@ -2,22 +2,21 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from sala.engine.requests import Call, Prompt, PromptScoring, Submission, Tools
+from sala.engine.requests import Call, Prompt, PromptScoring, Submission
 from sala.engine.sessions import SessionStore
-from sala.engine.stream import Completion, Event, PromptScores, StreamItem
+from sala.engine.stream import Completion, Event, StreamItem
 from sala.llm import base
-from sala.protocol import SampledToken, Sampling
-from sala.text.template import Message
+from sala.protocol import SampledToken
 
 if TYPE_CHECKING:
     import numpy
 
 
-class AsyncLLM(base.BaseLLM):
+class AsyncLLM(base.BaseLLM[AsyncIterator[Event], Coroutine[Any, Any, Completion]]):
     """LLM for asyncio: the same methods as coroutines and asynchronous iterators, for any number of tasks at a time.
 
     >>> llm = await AsyncLLM.load("path/to/MiniCPM-SALA")
@@ -34,61 +33,6 @@ class AsyncLLM(base.BaseLLM):
     async def load(cls, model: str | Path | None = None, **options: Any) -> Self:
         """Load a model without blocking the event loop."""
         return await asyncio.to_thread(cls, model, **options)
-
-    async def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        sampling: Sampling | None = None,
-        *,
-        n: int = 1,
-        on_progress: base.OnProgress | None = None,
-        **settings: Any,
-    ) -> Any:
-        """Continue a text or token ids → Completion; a list for several prompts, and for several answers (`n` > 1)."""
-        merged = base.merge(sampling, settings)
-        items = self._read(lambda: self._generation(prompt, merged, n, on_progress), on_progress)
-        return base.arrange([item async for item in items], prompt, n)
-
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None = None,
-        *,
-        is_chat: bool = False,
-        on_progress: base.OnProgress | None = None,
-        **settings: Any,
-    ) -> AsyncIterator[Event]:
-        """Like `generate` for one prompt, piece by piece; the last event carries the completion."""
-        return self._stream(Call(None, base.merge(sampling, settings), prompt=prompt, is_chat=is_chat), on_progress)
-
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        sampling: Sampling | None = None,
-        *,
-        tools: Tools | None = None,
-        on_progress: base.OnProgress | None = None,
-        **settings: Any,
-    ) -> Completion:
-        """Answer a conversation in the form `[{"role": "user", "content": "..."}, …]`."""
-        call = Call(None, base.merge(sampling, settings), messages=messages, tools=tools)
-        return await self.answer(call, on_progress)
-
-    async def answer(self, call: Call, on_progress: base.OnProgress | None = None) -> Completion:
-        """Answer one call, whatever it asks for; of several answers (`n` > 1) return the first."""
-        return base.first_completion([item async for item in self._stream(call, on_progress, is_streamed=False)])
-
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        sampling: Sampling | None = None,
-        *,
-        tools: Tools | None = None,
-        on_progress: base.OnProgress | None = None,
-        **settings: Any,
-    ) -> AsyncIterator[Event]:
-        """Like `chat`, piece by piece; the last event carries the completion."""
-        return self._stream(Call(None, base.merge(sampling, settings), messages=messages, tools=tools), on_progress)
 
     async def many(
         self, calls: Iterable[Call] | AsyncIterable[Call], max_waiting: int = base.MAX_WAITING
@@ -147,24 +91,23 @@ class AsyncLLM(base.BaseLLM):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _stream(
-        self, call: Call, on_progress: base.OnProgress | None, is_streamed: bool = True
-    ) -> AsyncIterator[Event]:
-        wants_progress = on_progress is not None
-        items = self._read(
-            lambda: self.inputs.submit(call, is_streamed=is_streamed, wants_progress=wants_progress), on_progress
-        )
+    async def _collect(
+        self, prepare: Callable[[], Submission], finish: Callable[[Iterable[StreamItem]], Any], on_progress: Any
+    ) -> Any:
+        return finish([item async for item in self._read(prepare, on_progress)])
+
+    async def _stream(self, call: Call, on_progress: base.OnProgress | None) -> AsyncIterator[Event]:
+        items = self._read(lambda: self._prepare(call, on_progress=on_progress, is_streamed=True), on_progress)
         async with contextlib.aclosing(items):
             async for item in items:
                 if isinstance(item, Event):
                     yield item
 
-    async def _score(self, prepare: Callable[[], PromptScoring]) -> list[Any]:
-        items = self._read(lambda: Submission(scores=[prepare()]))
-        return [part async for item in items if isinstance(item, PromptScores) for part in item.parts]
+    async def _score(self, prepare: Callable[[], PromptScoring]) -> Any:
+        return await self._collect(lambda: Submission(scores=[prepare()]), base.parts_of, None)
 
     async def _read(
-        self, prepare: Callable[[], Submission], on_progress: base.OnProgress | None = None
+        self, prepare: Callable[[], Submission], on_progress: base.OnProgress | None
     ) -> AsyncGenerator[StreamItem]:
         async with await self.service.open(prepare) as stream:
             base.report_start(stream.handle.submission, on_progress)

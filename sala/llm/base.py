@@ -3,15 +3,10 @@
 import hashlib
 import math
 import warnings
-from collections.abc import (
-    Callable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
 from sala.backends import open_executor
 from sala.checkpoint.lora import open_checkpoint
@@ -21,7 +16,7 @@ from sala.engine.engine import Engine
 from sala.engine.requests import Call, InputProcessor, Prompt, PromptScoring, Submission, Tools
 from sala.engine.service import EngineService
 from sala.engine.sessions import DiskTier, SessionStore
-from sala.engine.stream import Completion, Event, PromptProgress, StreamItem
+from sala.engine.stream import Completion, Event, PromptProgress, PromptScores, StreamItem
 from sala.errors import ConfigError, InputError
 from sala.models.embedded import find_base, find_model
 from sala.options.sources import resolve
@@ -33,12 +28,16 @@ from sala.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import numpy
 
+Events = TypeVar("Events")
+Answer = TypeVar("Answer")
 OnProgress = Callable[[int, int], None]  # (tokens of the prompt that are done, all of them)
 MAX_WAITING = 64  # calls of `many` that are queued at a time
 
 
-class BaseLLM:
+class BaseLLM(Generic[Events, Answer]):
     """What LLM and AsyncLLM share: a loaded checkpoint, how its requests are prepared, and the service that runs them.
+
+    `Events` is the kind of iterator that streams return, `Answer` a completion or its coroutine.
 
     `options` are the fields of `sala.options.Options`, such as `ctx="128K"` or `kv="fp8"`; each that is not given is
     read from its variable (`SALA_CTX`, `SALA_KV`). Alternatively pass `options=Options(…)`, which is taken as it is.
@@ -106,6 +105,99 @@ class BaseLLM:
         """Return the token ids of a conversation, up to where the answer begins. `variables` reach the template."""
         return self.inputs.encode_chat(messages, tools=tools, **variables)
 
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        sampling: Sampling | None = None,
+        *,
+        n: int = 1,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Any:
+        """Continue a text or token ids → Completion; a list for several prompts, and for several answers (`n` > 1).
+
+        `settings` are fields of Sampling, such as `temperature=0`. A string is encoded with BOS as the model wants it;
+        special tokens that it spells out stay text (encode with `tokenizer.encode(..., parse_special=True)` otherwise).
+        Several prompts run together; several answers share the prefill of their prompt.
+        """
+        merged, is_batch = replace(sampling or Sampling(), **settings), _is_batch(prompt)
+        prompts: Any = prompt if is_batch else [prompt]
+        calls = [Call(None, merged, prompt=one, n=n) for one in prompts]
+
+        def arrange(items: Iterable[StreamItem]) -> Any:
+            found = {item.index: item.completion for item in items if isinstance(item, Event) and item.completion}
+            groups = [[found[at + number] for number in range(n)] for at in range(0, len(found), n)]
+            answers = groups if n > 1 else [group[0] for group in groups]
+            return answers if is_batch else answers[0]
+
+        return self._collect(lambda: self._prepare(*calls, on_progress=on_progress), arrange, on_progress)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        is_chat: bool = False,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Events:
+        """Like `generate` for one prompt, piece by piece; the last event carries the completion.
+
+        With `is_chat` the prompt is a rendered conversation: reasoning is taken out of the answer.
+        """
+        merged = replace(sampling or Sampling(), **settings)
+        return self._stream(Call(None, merged, prompt=prompt, is_chat=is_chat), on_progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        tools: Tools | None = None,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Answer:
+        """Answer a conversation in the form `[{"role": "user", "content": "..."}, …]`.
+
+        A conversation that continues an earlier one computes only what is new. Only with `tools` are tool calls taken
+        out of the answer.
+        """
+        merged = replace(sampling or Sampling(), **settings)
+        return self.answer(Call(None, merged, messages=messages, tools=tools), on_progress)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling | None = None,
+        *,
+        tools: Tools | None = None,
+        on_progress: OnProgress | None = None,
+        **settings: Any,
+    ) -> Events:
+        """Like `chat`, piece by piece; the last event carries the completion."""
+        merged = replace(sampling or Sampling(), **settings)
+        return self._stream(Call(None, merged, messages=messages, tools=tools), on_progress)
+
+    def answer(self, call: Call, on_progress: OnProgress | None = None) -> Answer:
+        """Answer one call, whatever it asks for; of several answers (`n` > 1) return the first."""
+        found: Answer = self._collect(
+            lambda: self._prepare(call, on_progress=on_progress), first_completion, on_progress
+        )
+        return found
+
+    def _collect(
+        self, prepare: Callable[[], Submission], finish: Callable[[Iterable[StreamItem]], Any], on_progress: Any
+    ) -> Any:
+        """Run a submission and return what `finish` makes of its items, or a coroutine that does."""
+        raise NotImplementedError
+
+    def _stream(self, call: Call, on_progress: OnProgress | None) -> Events:
+        """Run a call and return an iterator of its events; leaving it early cancels the request."""
+        raise NotImplementedError
+
+    def _prepare(self, *calls: Call, on_progress: OnProgress | None, is_streamed: bool = False) -> Submission:
+        return self.inputs.submit(*calls, is_streamed=is_streamed, wants_progress=on_progress is not None)
+
     def scoring(
         self,
         ids: Sequence[int],
@@ -126,13 +218,6 @@ class BaseLLM:
         """Prepare the scoring of a prompt whose parts are lists of SampledToken, for every token but the first."""
         ids = self.inputs.encode(prompt)
         return self.scoring(ids, lambda logits, start: _score_tokens(logits, ids[start + 1 :], top), chunk, index=index)
-
-    def _generation(
-        self, prompt: Prompt | Sequence[Prompt], sampling: Sampling, n: int, on_progress: OnProgress | None
-    ) -> Submission:
-        prompts = list(prompt) if _is_batch(prompt) else [prompt]
-        calls = [Call(None, sampling, prompt=one, n=n) for one in prompts]  # type: ignore[arg-type]
-        return self.inputs.submit(*calls, is_streamed=False, wants_progress=on_progress is not None)
 
     def _submission(self, call: Call) -> Submission | Exception:
         """Prepare one of many calls: a bad call is a bad answer, and no more than that."""
@@ -201,17 +286,14 @@ def report(item: StreamItem, on_progress: OnProgress | None) -> bool:
     return True
 
 
-def arrange(items: Iterable[StreamItem], prompt: object, n: int) -> Any:
-    """Arrange completions as the arguments of `generate` ask for."""
-    found = {item.index: item.completion for item in items if isinstance(item, Event) and item.completion}
-    groups = [[found[at + number] for number in range(n)] for at in range(0, len(found), n)]
-    answers = groups if n > 1 else [group[0] for group in groups]
-    return answers if _is_batch(prompt) else answers[0]
-
-
 def first_completion(items: Iterable[StreamItem]) -> Completion:
-    completion: Completion = arrange(items, (), 1)
-    return completion
+    found = {item.index: item.completion for item in items if isinstance(item, Event) and item.completion}
+    return found[0]
+
+
+def parts_of(items: Iterable[StreamItem]) -> list[Any]:
+    """Return what the scoring of a prompt made of its chunks."""
+    return [part for item in items if isinstance(item, PromptScores) for part in item.parts]
 
 
 def _score_tokens(logits: "numpy.ndarray[Any, Any]", targets: Sequence[int], top: int) -> list[SampledToken]:
@@ -240,10 +322,6 @@ def perplexity(scores: Sequence[SampledToken]) -> float:
     if not scores:
         raise InputError("text", "has one token", "perplexity needs at least two")
     return math.exp(-sum(sampled.logprob or 0.0 for sampled in scores) / len(scores))
-
-
-def merge(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:
-    return replace(sampling or Sampling(), **settings)
 
 
 def _is_batch(prompt: object) -> TypeGuard[Sequence[Prompt]]:

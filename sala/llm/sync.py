@@ -1,20 +1,19 @@
 """LLM: answers prompts and conversations from synchronous code."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from sala.engine.requests import Call, Prompt, PromptScoring, Submission, Tools
+from sala.engine.requests import Call, Prompt, PromptScoring, Submission
 from sala.engine.sessions import SessionStore
-from sala.engine.stream import Completion, Event, PromptScores, StreamItem
+from sala.engine.stream import Completion, Event, StreamItem
 from sala.llm import base
-from sala.protocol import SampledToken, Sampling
-from sala.text.template import Message
+from sala.protocol import SampledToken
 
 if TYPE_CHECKING:
     import numpy
 
 
-class LLM(base.BaseLLM):
+class LLM(base.BaseLLM[Iterator[Event], Completion]):
     """Loads a checkpoint directory, or without one the embedded model, and answers prompts, one or many at a time.
 
     >>> llm = LLM("path/to/MiniCPM-SALA")
@@ -22,72 +21,6 @@ class LLM(base.BaseLLM):
 
     See BaseLLM for the options. Methods may be called from several threads; their requests run together.
     """
-
-    def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        sampling: Sampling | None = None,
-        *,
-        n: int = 1,
-        on_progress: base.OnProgress | None = None,
-        **settings: Any,
-    ) -> Any:
-        """Continue a text or token ids → Completion; a list for several prompts, and for several answers (`n` > 1).
-
-        `settings` are fields of Sampling, such as `temperature=0`. A string is encoded with BOS as the model wants it;
-        special tokens that it spells out stay text (encode with `tokenizer.encode(..., parse_special=True)` otherwise).
-        Several prompts run together; several answers share the prefill of their prompt.
-        """
-        submission = self._generation(prompt, base.merge(sampling, settings), n, on_progress)
-        return base.arrange(self._read(submission, on_progress), prompt, n)
-
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None = None,
-        *,
-        is_chat: bool = False,
-        on_progress: base.OnProgress | None = None,
-        **settings: Any,
-    ) -> Iterator[Event]:
-        """Like `generate` for one prompt, piece by piece; the last event carries the completion.
-
-        With `is_chat` the prompt is a rendered conversation: reasoning is taken out of the answer.
-        """
-        return self._stream(Call(None, base.merge(sampling, settings), prompt=prompt, is_chat=is_chat), on_progress)
-
-    def chat(
-        self,
-        messages: Sequence[Message],
-        sampling: Sampling | None = None,
-        *,
-        tools: Tools | None = None,
-        on_progress: base.OnProgress | None = None,
-        **settings: Any,
-    ) -> Completion:
-        """Answer a conversation in the form `[{"role": "user", "content": "..."}, …]`.
-
-        A conversation that continues an earlier one computes only what is new. Only with `tools` are tool calls taken
-        out of the answer.
-        """
-        return self.answer(Call(None, base.merge(sampling, settings), messages=messages, tools=tools), on_progress)
-
-    def answer(self, call: Call, on_progress: base.OnProgress | None = None) -> Completion:
-        """Answer one call, whatever it asks for; of several answers (`n` > 1) return the first."""
-        submission = self.inputs.submit(call, is_streamed=False, wants_progress=on_progress is not None)
-        return base.first_completion(self._read(submission, on_progress))
-
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        sampling: Sampling | None = None,
-        *,
-        tools: Tools | None = None,
-        on_progress: base.OnProgress | None = None,
-        **settings: Any,
-    ) -> Iterator[Event]:
-        """Like `chat`, piece by piece; the last event carries the completion."""
-        return self._stream(Call(None, base.merge(sampling, settings), messages=messages, tools=tools), on_progress)
 
     def many(
         self, calls: Iterable[Call], max_waiting: int = base.MAX_WAITING
@@ -120,8 +53,7 @@ class LLM(base.BaseLLM):
     def score_parts(self, scoring: PromptScoring, on_progress: base.OnProgress | None = None) -> list[Any]:
         """Score a prompt and return what its `reduce` made of every chunk."""
         submission = Submission(scores=[scoring], wants_progress=on_progress is not None)
-        items = self._read(submission, on_progress)
-        return [part for item in items if isinstance(item, PromptScores) for part in item.parts]
+        return base.parts_of(self._read(submission, on_progress))
 
     def perplexity(self, text: Prompt, chunk: int | None = None) -> float:
         """Return exp of the mean negative log-likelihood of every token after the first."""
@@ -154,11 +86,16 @@ class LLM(base.BaseLLM):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _collect(
+        self, prepare: Callable[[], Submission], finish: Callable[[Iterable[StreamItem]], Any], on_progress: Any
+    ) -> Any:
+        return finish(self._read(prepare(), on_progress))
+
     def _stream(self, call: Call, on_progress: base.OnProgress | None) -> Iterator[Event]:
-        submission = self.inputs.submit(call, wants_progress=on_progress is not None)
+        submission = self._prepare(call, on_progress=on_progress, is_streamed=True)
         return (item for item in self._read(submission, on_progress) if isinstance(item, Event))
 
-    def _read(self, submission: Submission, on_progress: base.OnProgress | None = None) -> Iterator[StreamItem]:
+    def _read(self, submission: Submission, on_progress: base.OnProgress | None) -> Iterator[StreamItem]:
         """Queue the request when the first item is asked for; leaving early cancels it."""
         with self.service.submit(submission) as stream:
             base.report_start(submission, on_progress)
