@@ -4,7 +4,9 @@ import difflib
 import os
 import signal
 import sys
+import tomllib
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -12,34 +14,7 @@ from typer.core import TyperGroup
 
 from sala.errors import InputError, SalaError, explain_write_error
 
-COMMANDS = {
-    "generate": "Answer one prompt.",
-    "chat": "Talk to a model in the terminal.",
-    "serve": "Answer over HTTP, as OpenAI's API does, with a web chat.",
-    "pull": "Download a model from the hub.",
-    "list": "List the local models.",
-    "show": "Describe a checkpoint: layers, sizes, memory.",
-    "rm": "Remove a model.",
-    "ps": "List what a running server has loaded.",
-    "batch": "Answer a file of requests.",
-    "session": "Read a long text once, ask about it any time.",
-    "estimate": "Estimate the memory of a context, and what fits here.",
-    "doctor": "Check this machine, what will be used of it, and every kernel.",
-    "bench": "Measure how fast a model runs here.",
-    "eval": "Measure what a model can do: needles, long-context tasks, reasoning, tasks of lm-eval.",
-    "needle": "Hide one fact in a long text and ask for it.",
-    "perplexity": "Measure how well a model predicts a text, by context length.",
-    "report": "Gather the records of runs into one page.",
-    "setup": "Assemble the embedded model.",
-    "quantize": "Store a model in fewer bits.",
-    "convert": "Turn a dense model into a hybrid.",
-    "train": "Train a model through the stages of a recipe.",
-    "finetune": "Teach a model from your own examples: all of it, LoRA or QLoRA.",
-    "fuse": "Merge an adapter into its model.",
-    "llamafactory": "Run LLaMA-Factory on our models.",
-    "export": "Write a model as transformers loads it with remote code.",
-    "init": "Make a checkpoint with random weights.",
-}
+COMMANDS: dict[str, str] = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
 GROUPS = {
     **dict.fromkeys(("init", "setup", "fuse", "export", "rm"), "checkpoints"),
     **dict.fromkeys(("train", "convert", "finetune", "llamafactory"), "training"),

@@ -1,5 +1,8 @@
 """`sala eval`: quality by context length: needles, long-context tasks, reasoning, lm-eval."""
 
+import hashlib
+import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sala.cli import flags as s
-from sala.cli.lm_eval import lm
 from sala.cli.outputs import RunFiles, output_file, plot_file, print_record, print_table
 from sala.errors import InputError
 from sala.options import Options
@@ -21,13 +23,13 @@ if TYPE_CHECKING:
     from sala.llm import LLM
 
 eval = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-eval.command()(lm)
 
 Lengths = Annotated[str, s.flag("Tokens of prompt and answer, e.g. 4K,32K,128K,1M.")]
 Trials = Annotated[int, s.flag("Cases per cell.", min=1)]
 Haystack = Annotated[Path | None, s.flag("Text to hide needles in; by default made-up prose.", metavar="FILE|DIR")]
 OneAtATime = Annotated[Options, s.Use(defaults={"max_batch": 1})]
 MIN_LENGTH = 256
+MAX_NAME = 80  # characters of the task names in a file name
 VALUES = ("number", "word", "uuid", "mixed")
 
 
@@ -136,6 +138,63 @@ def reasoning(
     rows = run.measure(reasoning_tasks(kinds, count, seed, budgets), _tell_problem, max_tokens)
     record = run.save(summarise_reasoning(rows))
     print_record(record, f"{run.name}, {count} problem(s) of every kind")
+
+
+@eval.command()
+@s.derived
+def lm(
+    *,
+    tasks: Annotated[str, s.flag("Tasks of lm-eval, by name or YAML file, with commas between.")],
+    include_path: Annotated[Path | None, s.flag("Directory with your own tasks.")] = None,
+    shots: Annotated[int | None, s.flag("Examples before a question; by default as the task says.", min=0)] = None,
+    limit: Annotated[float | None, s.flag("Questions per task, or below 1 their share.")] = None,
+    chat: Annotated[bool, s.flag("Ask through the chat template.", "--chat")] = False,
+    system: s.System = None,
+    max_length: Annotated[int | None, s.count_flag("Tokens of a question; by default the context.")] = None,
+    max_tokens: Annotated[int, s.flag("Tokens of an answer, if the task does not say.", "--max-tokens", "-n")] = 256,
+    gen_kwargs: Annotated[str | None, s.flag("Settings of answers, as JSON: '{\"temperature\": 0.6}'.")] = None,
+    output: s.RecordFile = None,
+    samples: Annotated[bool, s.flag("Write every question and answer to a file as well.", "--samples")] = False,
+    force: s.Force = False,
+    options: Annotated[Options, s.Use(spellings={"max_batch": "--batch"})],
+) -> None:
+    """Run tasks of lm-eval without a server; print a table and write a record. An interrupted run is continued."""
+    from importlib.metadata import version
+
+    from sala.lab.eval.harness import adapter, evaluate, to_rows
+    from sala.lab.report.record import Log, Record, write_atomically
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if limit is not None and limit <= 0:
+        raise InputError("limit", f"is {limit:g}", "it must be above 0")
+    settings = _parse_object(gen_kwargs)
+    wanted = {
+        "tasks": names, "shots": shots, "limit": limit, "chat": chat, "system": system, "max_length": max_length,
+        "max_tokens": max_tokens, "gen_kwargs": settings, "device": options.device, "dtype": options.dtype,
+        "ctx": options.ctx,
+    }  # fmt: skip
+    adapter()  # raises, before the model is loaded, if lm-eval is not installed
+    path = s.find_model(options.model)
+    file = output_file(output, default_name(names, path.name))
+    sample_file = file.with_suffix(".samples.jsonl")
+    files = RunFiles(file, None, force, *([sample_file] if samples else []))
+    files.check("harness", path.name, wanted)
+    with s.load(options) as llm, files.resumable():
+        results, target = evaluate(
+            llm, names, log=Log(file.with_suffix(".jsonl")), include_path=include_path, num_fewshot=shots,
+            is_chat=chat, system=system, limit=limit if limit is None or limit < 1 else int(limit),
+            max_length=max_length, max_new_tokens=max_tokens, gen_kwargs=settings, has_samples=samples,
+        )  # fmt: skip
+    if target.num_cut:
+        s.note(f"{target.num_cut:,} requests were longer than {target.max_length:,} tokens: cut on the left")
+    record = Record("harness", path.name, wanted, to_rows(results))
+    record.versions["lm-eval"] = version("lm-eval")
+    print_record(record, f"{path.name}, {', '.join(names)}")
+    if samples:
+        kept = [{"task": task, **one} for task, many in (results.get("samples") or {}).items() for one in many]
+        lines = (json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in kept)
+        write_atomically(sample_file, "".join(lines).encode())
+    files.save(record, "")
 
 
 class _Run:
@@ -269,13 +328,31 @@ def _names(text: str, known: Sequence[str]) -> list[str]:
 
 
 def _digest(file: Path | None) -> str | None:
-    import hashlib
-
     return None if file is None else f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
 
 
 def _per_cell(trials: int) -> str:
     return f"{trials} trial{'s' if trials > 1 else ''} per cell"
+
+
+def default_name(tasks: list[str], model: str) -> str:
+    """Return the file name of a run; many tasks are shortened to a hash, so that other tasks get another name."""
+    joined = "+".join(re.sub(r"[^\w.-]", "-", Path(task).stem if "/" in task else task) for task in tasks)
+    if len(joined) > MAX_NAME:
+        joined = f"{joined[:MAX_NAME]}-{hashlib.sha256(joined.encode()).hexdigest()[:8]}"
+    return f"lm-{joined}-{model}.json"
+
+
+def _parse_object(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InputError("gen_kwargs", f"are {text[:80]!r}", 'give a JSON object, such as {"temperature": 0.6}')
+    return found
 
 
 def speeds(row: "ResultRow") -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sala.cli import flags as s
+from sala.cli.outputs import print_json
 from sala.errors import InputError, SalaError
 from sala.options import Sampling
 
@@ -49,7 +50,7 @@ def generate(
     if completion is None:
         raise SalaError("the answer was cut off")
     if as_json:
-        print(json.dumps(_as_json(completion, no_think), ensure_ascii=False))
+        print_json(_as_json(completion, no_think))
     else:
         print()
     s.note(statistics(completion, time.perf_counter() - began))
@@ -128,20 +129,9 @@ def warn_if_untrained(config: "SalaConfig", num_tokens: int) -> None:
 
 
 def _as_json(completion: "Completion", no_think: bool) -> dict[str, Any]:
-    timings = completion.timings
-    out = {
-        "text": completion.text,
-        "reasoning": completion.reasoning,
-        "tool_calls": [asdict(call) for call in completion.tool_calls],
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "usage": {**asdict(completion.usage), "total_tokens": completion.usage.total_tokens},
-        "timings": {
-            **asdict(timings),
-            "prompt_per_second": timings.prompt_per_second,
-            "predicted_per_second": timings.predicted_per_second,
-        },
-    }
-    if no_think:
-        del out["reasoning"]
-    return out
+    out, timings = asdict(completion), completion.timings
+    out["usage"]["total_tokens"] = completion.usage.total_tokens
+    speeds = {name: getattr(timings, name) for name in ("prompt_per_second", "predicted_per_second")}
+    out["timings"] |= speeds
+    hidden = {"logprobs", "is_whole", "stop_token"} | ({"reasoning"} if no_think else set())
+    return {name: value for name, value in out.items() if name not in hidden}

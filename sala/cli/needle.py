@@ -1,11 +1,11 @@
 """`sala needle`: one fact hidden in one long text. The answer goes to stdout, everything else to stderr."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 from sala.cli import flags as s
 from sala.cli.eval import speeds
+from sala.cli.outputs import print_json
 from sala.errors import InputError
 from sala.options import Options
 
@@ -43,7 +43,7 @@ def needle(
         completion = answer(llm, case, on_progress=on_progress)
     row = {"length": context_len, "depth": depth, "preset": preset, **to_row(case, completion)}
     if as_json:
-        print(json.dumps(row, ensure_ascii=False))
+        print_json(row)
     else:
         print(completion.text.strip())
         s.note("found" if row["is_exact"] else f"not found: the text says {row['wanted'][0]}")

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from sala.cli.flags import note
 
@@ -48,7 +48,7 @@ class ProgressBar:
         self._timer = threading.Timer(patience, self._start)
         self._timer.daemon = True
 
-    def __enter__(self) -> "ProgressBar":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -140,25 +140,16 @@ def training_bar() -> Iterator[Callable[[str, "Progress | str"], None]]:
         yield on_news
 
 
-class EvaluationProgress:
+class EvaluationProgress(ProgressBar):
     """Follows an evaluation: a bar with the time left on a terminal, and a line per case everywhere."""
 
     def __init__(self, describe: Callable[[dict[str, Any]], str]) -> None:
+        super().__init__(is_kept=False, is_quiet=True)
         self._describe = describe
-        self._bar = ProgressBar(is_kept=False, is_quiet=True)
         self._began = time.perf_counter()
         self._total = self._num_tokens = 0
         self.num_cases = 0
         self.num_done = 0  # including those of earlier runs
-
-    def __enter__(self) -> "EvaluationProgress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._bar.close()
 
     def begin(self, num_cases: int, num_known: int, num_tokens: int) -> None:
         self.num_cases, self.num_done, self._total = num_cases, num_known, max(1, num_tokens)
@@ -169,13 +160,13 @@ class EvaluationProgress:
 
     def advance(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
-        self._bar("evaluating", num_tokens, self._total, self._left())
-        self._bar.rename("evaluating", f"{self.num_done}/{self.num_cases}")
+        self("evaluating", num_tokens, self._total, self._left())
+        self.rename("evaluating", f"{self.num_done}/{self.num_cases}")
 
     def tell(self, row: dict[str, Any]) -> None:
         self.num_done += 1
         line, left = f"[{self.num_done}/{self.num_cases}] {self._describe(row)}", self._left()
-        self._bar.print(line if self._bar.is_shown or not left else f"{line}, {left}")
+        self.print(line if self.is_shown or not left else f"{line}, {left}")
         self.advance(self._num_tokens)
 
     def _left(self) -> str:

@@ -41,7 +41,7 @@ SWITCH_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a type is called in help texts, its rule in words, and how it is read from text."""
+    """What a type is called in help texts, its rule in words, and how it is read from text (ValueError if it cannot)."""
 
     metavar: str
     rule: str = ""  # empty: worded from the bounds of the option
@@ -63,58 +63,59 @@ def show_count(number: int) -> str:
     return f"{number // UNITS[unit]}{unit}"
 
 
-def parse_whole(text: str) -> int | str:
-    return int(text) if re.fullmatch(r"\s*[+-]?\d{1,30}\s*", text, re.ASCII) else text
+def _read_whole(text: str) -> int:
+    return int(_match(r"[+-]?[0-9]{1,30}", text.strip()))
 
 
-def parse_number(text: str) -> float | str:
+def _read_number(text: str) -> float:
     try:
-        whole = parse_whole(text)
-        return float(text) if isinstance(whole, str) else whole
+        return _read_whole(text)
     except ValueError:
-        return text
+        return float(text)
 
 
-def parse_count(text: str) -> int | str:
-    try:
-        return read_count(text)
-    except ValueError:
-        return text
-
-
-def parse_switch(text: str) -> bool | str:
-    return SWITCH_WORDS.get(text.strip().lower(), text)
-
-
-def parse_list(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-WHOLE = Kind("N", parse=parse_whole)
-NUMBER = Kind("X", parse=parse_number)
-SWITCH = Kind("", "use true or false", parse=parse_switch)
+WHOLE = Kind("N", parse=_read_whole)
+NUMBER = Kind("X", parse=_read_number)
+SWITCH = Kind("", "use true or false", parse=lambda text: SWITCH_WORDS[text.strip().lower()])
 CHOICE = Kind("NAME")
 
 
-def _read_count(value: Any) -> Any:
-    return parse_count(value) if isinstance(value, str) else value
+# The validators below raise ValueError; `options` words the error by the rule of the kind.
 
 
-def _read_text(value: Any) -> str:
-    text = os.fspath(value) if isinstance(value, Path) else value
-    if not isinstance(text, str) or not text.strip() or not text.isprintable():
-        raise ValueError
-    return text.strip()
-
-
-def read_secret(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[\x21-\x7e]+", value.strip()):
+def _strip(value: Any) -> str:
+    if not isinstance(value, str):
         raise ValueError
     return value.strip()
 
 
+def _match(pattern: str, text: str) -> str:
+    if not re.fullmatch(pattern, text):
+        raise ValueError
+    return text
+
+
+def _read_count(value: Any) -> Any:
+    return read_count(value) if isinstance(value, str) else value
+
+
+def _read_text(value: Any) -> str:
+    text = os.fspath(value) if isinstance(value, Path) else value
+    if not _strip(text) or not text.isprintable():
+        raise ValueError
+    return _strip(text)
+
+
+def read_secret(value: Any) -> str:
+    return _match(r"[\x21-\x7e]+", _strip(value))
+
+
 def _read_path(value: Any) -> Path:
-    if not isinstance(value, str | Path) or not str(value).strip() or "\0" in str(value):
+    if not _strip(str(value) if isinstance(value, Path) else value) or "\0" in str(value):
         raise ValueError
     try:
         return Path(value).expanduser()
@@ -123,33 +124,29 @@ def _read_path(value: Any) -> Path:
 
 
 def _read_address(value: Any) -> str:
-    text = value.strip().lower() if isinstance(value, str) else ""
+    text = _strip(value).lower()
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    if not is_ip(bare) and not re.fullmatch(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?\.?", bare):
-        raise ValueError
-    return bare
+    return bare if is_ip(bare) else _match(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?\.?", bare)
 
 
 def _read_endpoint(value: Any) -> str:
-    host, _, port = value.strip().rpartition(":") if isinstance(value, str) else ("", "", "")
-    if not port.isascii() or not port.isdecimal() or not 0 < int(port[:6]) < 1 << 16:
+    host, _, port = _strip(value).rpartition(":")
+    if not 0 < int(_match(r"[0-9]{1,6}", port)) < 1 << 16:
         raise ValueError
     name = _read_address(host)
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
-def _read_origin(value: Any) -> str:
-    text = value.strip().lower() if isinstance(value, str) else ""
-    if not re.fullmatch(r"https?://[a-z0-9_.\-\[\]:]+", text) or not _has_host(text):
-        raise ValueError
-    return text
-
-
 def _read_url(value: Any) -> str:
-    text = value.strip() if isinstance(value, str) else ""
-    if not re.fullmatch(r"https?://[^\s@\\?#]+", text) or not _has_host(text):
+    text = _match(r"https?://[^\s@\\?#]+", _strip(value))
+    parts = urlsplit(text)
+    if not parts.hostname or parts.port == 0:  # `port` raises by itself for one that is not a number
         raise ValueError
     return text.rstrip("/")
+
+
+def _read_origin(value: Any) -> str:
+    return _read_url(_match(r"https?://[a-z0-9_.\-\[\]:]+", _strip(value).lower()))
 
 
 def _read_list(value: Any) -> Any:
@@ -170,15 +167,6 @@ def is_ip(text: str) -> bool:
     return True
 
 
-def _has_host(url: str) -> bool:
-    """Return whether the URL has a host and, if it names a port, a valid one."""
-    try:
-        parts = urlsplit(url)
-        return bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        return False
-
-
 def spelling(**aliases: str) -> BeforeValidator:
     """Ignore case and surrounding space, and accept other spellings of a choice (`_0` for 0 and false)."""
     known = {name.lstrip("_"): value for name, value in aliases.items()}
@@ -193,12 +181,12 @@ def spelling(**aliases: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-Count = Annotated[int, BeforeValidator(_read_count), Kind("COUNT", parse=parse_count)]
+Count = Annotated[int, BeforeValidator(_read_count), Kind("COUNT", parse=read_count)]
 LoopGuard = Annotated[
     int,
     BeforeValidator(_read_count),
     AfterValidator(_read_loop_guard),
-    Kind("COUNT", "it must be 0, or from 32 to 1M", parse_count),
+    Kind("COUNT", "it must be 0, or from 32 to 1M", read_count),
 ]
 Text = Annotated[str, BeforeValidator(_read_text), Kind("TEXT", "give printable text")]
 Plain = Annotated[str, Kind("TEXT", "give it as text")]
@@ -222,17 +210,17 @@ HubUrl = Annotated[
 Stops = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     BeforeValidator(_read_list),
-    Kind("TEXT", "give one or more strings that are not empty", parse_list),
+    Kind("TEXT", "give one or more strings that are not empty", _split),
 ]
 Origins = Annotated[
     tuple[Annotated[str, BeforeValidator(_read_origin)], ...],
     BeforeValidator(_read_list),
-    Kind("URL", "give a list such as https://example.org, http://localhost:3000", parse_list),
+    Kind("URL", "give a list such as https://example.org, http://localhost:3000", _split),
 ]
 Hosts = Annotated[
     tuple[Annotated[str, BeforeValidator(_read_address)], ...],
     BeforeValidator(_read_list),
-    Kind("HOST", "give a list of names such as example.org, without port", parse_list),
+    Kind("HOST", "give a list of names such as example.org, without port", _split),
 ]
 
 
@@ -290,16 +278,16 @@ class Option:
     """One row of the options table."""
 
     name: str
-    scope: str
     help: str
     default: Any
     kind: Kind
     choices: tuple[str, ...]
     rule: str  # what a valid value is, as the remedy of an error
+    is_list: bool
+    scope: str
     flags: tuple[str, ...]
     off: str
     is_flag: bool
-    is_list: bool
     shown: str | None
 
     @property
@@ -328,8 +316,11 @@ class Option:
         return f"{value:g}" if isinstance(value, float) else str(value)
 
     def parse(self, value: Any) -> Any:
-        """Read a value given as text; other values are left to the check."""
-        return self.kind.parse(value) if isinstance(value, str) else value
+        """Read a value given as text; the class refuses what cannot be read, with the rule."""
+        try:
+            return self.kind.parse(value) if isinstance(value, str) else value
+        except (ValueError, KeyError):
+            return value
 
     def problem(self, value: object) -> str:
         return "is not valid" if self.kind.is_secret else f"is {short(value)}"
@@ -367,21 +358,11 @@ def short(value: object) -> str:
 def _describe(name: str, info: FieldInfo) -> Option:
     inner, metadata = _unwrap(info.annotation, info.metadata)
     kind, choices = _kind_of(inner, metadata, Kind("TEXT", "give a valid value"))
-    extra: Any = info.json_schema_extra
-    return Option(
-        name=name,
-        scope=extra["scope"],
-        help=info.description or "",
-        default=None if info.default_factory or info.is_required() else info.default,
-        kind=kind,
-        choices=choices,
-        rule=kind.rule or _word_rule(kind, choices, metadata),
-        flags=extra["flags"],
-        off=extra["off"],
-        is_flag=extra["is_flag"],
-        is_list=get_origin(inner) is tuple,
-        shown=extra["shown"],
-    )
+    declared: Any = info.json_schema_extra
+    default = None if info.default_factory or info.is_required() else info.default
+    rule = kind.rule or _word_rule(kind, choices, metadata)
+    is_list = get_origin(inner) is tuple
+    return Option(name, info.description or "", default, kind, choices, rule, is_list, **declared)
 
 
 def _kind_of(inner: Any, metadata: Iterable[Any], otherwise: Kind) -> tuple[Kind, tuple[str, ...]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sala import cli
-from sala.cli.lm_eval import default_name
+from sala.cli.eval import default_name
 from sala.cli.progress import duration
 from sala.errors import MissingExtra, install_command
 from sala.lab.report import charts

@@ -9,7 +9,7 @@ sys.path += sys.argv[1].split(":")  # at the end: what this environment has come
 
 import typer
 
-from sala.cli.lm_eval import lm
+from sala.cli.eval import lm
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 app.command()(lm)
