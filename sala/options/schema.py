@@ -41,7 +41,7 @@ SWITCH_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a type is called in help texts, its rule in words, and how it is read from text (ValueError if it cannot)."""
+    """What a type is called in help texts, its rule in words, and how it is read from text (may raise ValueError)."""
 
     metavar: str
     rule: str = ""  # empty: worded from the bounds of the option
