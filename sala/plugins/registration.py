@@ -14,7 +14,7 @@ def register() -> None:
     It may be called several times, before or after the libraries are imported.
     """
     if find_spec("transformers") is not None:
-        from sala.plugins.transformers.registration import register as register_transformers
+        from sala.plugins.transformers import register as register_transformers
 
         register_transformers()
     if find_spec("mlx_lm") is not None:

@@ -81,7 +81,7 @@ def test_pooled_keys_are_kept_step_by_step() -> None:
         part = keys[start : start + length]
         blocks.pages.append(step, part, part)
         start += length
-        written += len(step.fine.homes)
+        written += len(step.fine)
     assert start == 203
     k1, k2 = blocks.pages.pooled(blocks.tables[0].long())
     for pool, kernel, stride in ((k1, 8, 4), (k2, 32, 16)):
@@ -93,7 +93,7 @@ def test_pooled_keys_are_kept_step_by_step() -> None:
 
 def test_a_step_without_tokens() -> None:
     step = plan_step([RequestRow(0, 5, 0, 0)], torch.zeros(1, 4, dtype=torch.int32), 64, SMALL)
-    assert (step.rows, step.num_tokens, step.fine.sources.shape, step.coarse.homes.shape) == ((), 0, (0, 8), (0,))
+    assert (step.rows, step.num_tokens, step.fine.shape, step.coarse.shape) == ((), 0, (0, 8), (0, 32))
 
 
 def test_states_advance_in_their_slots() -> None:

@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 from sala.errors import MissingExtra
 
+ARCHITECTURE = "MiniCPMSALAForCausalLM"  # what other engines look for in config.json
+LAYER_TYPES = {"sparse": "full_attention", "lightning": "linear_attention"}  # names that transformers allows
 _HOMES = {
     "SalaHfConfig": "config",
     "SalaCache": "cache",
     "SalaDecoder": "model",
     "SalaForCausalLM": "model",
     "load": "loading",
-    "register": "registration",
+    "register": "model",
 }
 
 __all__ = list(_HOMES)
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from sala.plugins.transformers.loading import load as load
     from sala.plugins.transformers.model import SalaDecoder as SalaDecoder
     from sala.plugins.transformers.model import SalaForCausalLM as SalaForCausalLM
-    from sala.plugins.transformers.registration import register as register
+    from sala.plugins.transformers.model import register as register
 
 
 def __getattr__(name: str) -> Any:

@@ -24,10 +24,12 @@ class SalaCache(Cache):
     Rows cannot be shortened: a recurrent state holds no earlier one.
     """
 
+    is_compileable = is_croppable = False
+
     def __init__(self, config: SalaConfig, prompt_lens: Sequence[int] | None = None) -> None:
         super().__init__(layers=[])
         self.config = config
-        self.prompt_lens = prompt_lens  # if the prompts' lengths are known before their first chunk
+        self.prompt_lens = prompt_lens  # the tokens of each prompt, cached ones included, as far as known
         self.num_columns = 0
         self.row_pages = 0
         self.lengths: list[int] = []
@@ -71,10 +73,6 @@ class SalaCache(Cache):
         spans = [self._span(row, 0, length, past.k.device) for row, length in enumerate(self.lengths)]
         keys, values = zip(*(past.keys_values(span, span.length) for span in spans), strict=True)
         return torch.cat(keys, 1), torch.cat(values, 1)
-
-    def expect(self, prompt_lens: Sequence[int]) -> None:
-        """Announce the total number of prompt tokens, including those in the cache."""
-        self.prompt_lens = list(prompt_lens)
 
     def _regime(self, row: int, count: int) -> int:
         """Return the first position with sparse attention, by the prompt's length as far as it is known.
@@ -144,11 +142,10 @@ class SalaCache(Cache):
     def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:
         return self.num_columns
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return -1
-
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 4
 
     def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> tuple[int, int]:
         num_new = query if isinstance(query, int) else query.shape[0]
@@ -167,17 +164,7 @@ class SalaCache(Cache):
     def batch_size(self) -> int:
         return len(self.lengths) or -1
 
-    @property
-    def max_batch_size(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    def is_croppable(self) -> bool:
-        return False
+    max_batch_size = batch_size  # its name in transformers 4
 
     @property
     def is_initialized(self) -> bool:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from sala.checkpoint.dtypes import FILE_DTYPES
 from sala.config import MIXERS, RELEASED_NAMES, SalaConfig
 from sala.errors import ConfigError
-from sala.plugins.transformers.names import ARCHITECTURE, LAYER_TYPES
+from sala.plugins.transformers import ARCHITECTURE, LAYER_TYPES
 from sala.quantization_config import MIXER_LINEARS, QuantConfig
 
 _MIXERS_BY_TYPE = {name: RELEASED_NAMES[mixer] for mixer, name in LAYER_TYPES.items()}  # type: ignore[index]
@@ -35,14 +35,9 @@ _PLAN_NAMES = {4: ("colwise_rep", "rowwise_rep"), 5: ("colwise_gather_output", "
 def tensor_plan(major: int) -> dict[str, str]:
     """Return the sharding of every module, in the terms of this major version of transformers."""
     gathered, split = _PLAN_NAMES[min(max(major, 4), 5)]
-    plan = {f"layers.*.self_attn.{name}": gathered for name in MIXER_LINEARS if name != "o_proj"}
-    plan["layers.*.self_attn.o_proj"] = split
-    plan |= {
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
-    return plan
+    plan = {f"self_attn.{name}": split if name == "o_proj" else gathered for name in MIXER_LINEARS}
+    plan |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+    return {f"layers.*.{name}": how for name, how in plan.items()}
 
 
 def major_version() -> int:
@@ -127,9 +122,6 @@ class SalaHfConfig(PretrainedConfig):
         """Return the content of `config.json` with all fields of the model, also those that equal a default."""
         values: dict[str, Any] = super().to_diff_dict()
         values |= {name: getattr(self, name) for name in _FIELDS}
-        for name in ("quantization", "auto_map"):
-            if not values.get(name):
-                values.pop(name, None)
         if values.get("architectures") == ["SalaForCausalLM"]:
             values["architectures"] = [ARCHITECTURE]
         return values

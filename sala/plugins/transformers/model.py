@@ -11,7 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -47,7 +54,7 @@ class SalaPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load a checkpoint; a quantized one in a format that sala reads is dequantized."""
         if kwargs.get("state_dict") is None and pretrained_model_name_or_path is not None:
-            from sala.plugins.transformers.quantized import from_quantized, peek
+            from sala.plugins.transformers.loading import from_quantized, peek
 
             found = config if isinstance(config, SalaHfConfig) else peek(pretrained_model_name_or_path, kwargs)
             if found is not None and found.quantization is not None:
@@ -79,12 +86,6 @@ class SalaDecoder(SalaPreTrainedModel):
         self.norm = RMSNorm(sala.hidden_size, sala.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed_tokens = value  # type: ignore[assignment]
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -148,7 +149,7 @@ class SalaDecoder(SalaPreTrainedModel):
         """embeds [B, n, hidden] → normed hidden states; extends the cache. A long prompt is processed in chunks."""
         layout = find_layout(tuple(embeds.shape[:2]), attention_mask)  # type: ignore[arg-type]
         if not cache.num_columns and cache.prompt_lens is None:
-            cache.expect(layout.counts)
+            cache.prompt_lens = layout.counts
         pieces: list[list[Tensor]] = []
         num_columns = embeds.shape[1]
         for begin in range(0, num_columns, _CHUNK):
@@ -198,21 +199,6 @@ class SalaForCausalLM(SalaPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.loss_rows: int | None = None
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embed_tokens = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = new_embeddings
-
-    def get_decoder(self) -> SalaDecoder:
-        return self.model
 
     def set_decoder(self, decoder: SalaDecoder) -> None:
         self.model = decoder
@@ -290,5 +276,13 @@ class SalaForCausalLM(SalaPreTrainedModel, GenerationMixin):
         past = self.model._find_cache(past, True)
         mask = model_kwargs.get("attention_mask")
         if past is not None and mask is not None and mask.dim() == 2:
-            past.expect(mask.sum(1).tolist())
+            past.prompt_lens = mask.sum(1).tolist()
         model_kwargs["past_key_values"] = past
+
+
+def register() -> None:
+    """Add configuration, models and tokenizer to the Auto classes; it may be called several times."""
+    AutoConfig.register(SalaHfConfig.model_type, SalaHfConfig, exist_ok=True)
+    AutoModel.register(SalaHfConfig, SalaDecoder, exist_ok=True)
+    AutoModelForCausalLM.register(SalaHfConfig, SalaForCausalLM, exist_ok=True)
+    AutoTokenizer.register(SalaHfConfig, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)

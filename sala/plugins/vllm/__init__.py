@@ -11,8 +11,8 @@ import importlib.util
 import logging
 
 from sala.errors import MissingExtra
+from sala.plugins.transformers import ARCHITECTURE
 
-ARCHITECTURE = "MiniCPMSALAForCausalLM"
 BACKEND = "SALA_INFLLM_V2"
 VERSION = "0.32"  # the plug-in uses parts of vLLM that change with every minor version
 _OP = "vllm::sala_lightning"

@@ -1,4 +1,7 @@
-"""Chooses between the Triton kernels and the reference for the layers that vLLM runs."""
+"""Attention and states by sala's Triton kernels or, where they cannot run, by the reference.
+
+The kernels take prefill rows one at a time and decode rows, which have one token, all together.
+"""
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 
@@ -18,11 +21,78 @@ def attend(pages: Pages, step: StepMetadata, q: Tensor, scale: float, has_kernel
     """Return the attention of q [T, H, D], whose keys and values are appended: [T, H, D]."""
     if has_kernels is None:
         has_kernels = can_use_kernels(q) and pages.layout.sparse.block_size % 16 == 0
-    if not has_kernels:
-        return pages.attend(step, q, scale)
-    from sala.plugins.vllm import accelerated
+    lengths = [row.length for row in step.rows]
+    decode = [index for index, length in enumerate(lengths) if has_kernels and length == 1]
+    if len(decode) == len(lengths):
+        return _attend_decode(pages, step, step.rows, q, scale)
+    output = q.new_empty(q.shape)
+    for row, piece, target in zip(step.rows, q.split(lengths), output.split(lengths), strict=True):
+        if not has_kernels or row.length > 1:
+            target.copy_(_attend_row(pages, step, row, piece, scale, has_kernels))
+    if decode:
+        at = _tokens_of(decode, lengths, q.device)
+        output[at] = _attend_decode(pages, step, [step.rows[index] for index in decode], q[at], scale)
+    return output
 
-    return accelerated.attend(pages, step, q, scale)
+
+def _attend_row(
+    pages: Pages, step: StepMetadata, row: RequestRow, q: Tensor, scale: float, has_kernels: bool
+) -> Tensor:
+    """Attend one row; its regime may change inside it."""
+    blocks = pages.blocks_of(step, row)
+    num_dense = min(max(row.sparse_from - row.start, 0), row.length)
+    dense, sparse = pages.attend_dense, pages.attend_sparse
+    if has_kernels:
+        dense, sparse = functools.partial(_dense_prefill, pages), functools.partial(_sparse_prefill, pages)
+    outputs = []
+    if num_dense:
+        outputs.append(dense(q[:num_dense], row.start, blocks, scale))
+    if num_dense < row.length:
+        outputs.append(sparse(q[num_dense:], row.start + num_dense, blocks, scale))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _dense_prefill(pages: Pages, q: Tensor, start: int, blocks: Tensor, scale: float) -> Tensor:
+    from sala.backends.torch.kernels import attention
+
+    return attention.dense_prefill(q, *pages.keys_and_values, pages.tile_table(blocks), start, scale)
+
+
+def _sparse_prefill(pages: Pages, q: Tensor, start: int, blocks: Tensor, scale: float) -> Tensor:
+    from sala.backends.torch.kernels import attention, block_selection
+
+    k1, k2 = pages.pooled(blocks)
+    own = torch.arange(k1.shape[1], device=q.device)
+    selected = block_selection.select_prefill(q, k1, k2, own, start, pages.layout.sparse, scale)
+    return attention.sparse_prefill(q, *pages.keys_and_values, pages.tile_table(blocks), selected, start, scale)
+
+
+def _attend_decode(pages: Pages, step: StepMetadata, rows: Sequence[RequestRow], q: Tensor, scale: float) -> Tensor:
+    """One token of each row: q [S, H, D] → [S, H, D]."""
+    from sala.backends.torch.kernels import block_selection, decode_attention
+
+    sparse, groups = pages.layout.sparse, pages.layout.num_groups
+    num_blocks = max(-(-row.end // pages.block_tokens) for row in rows)
+    inputs = zip(*((row.index, row.end, row.start >= row.sparse_from) for row in rows), strict=True)
+    index, ends, is_sparse = torch.tensor(list(inputs), dtype=torch.int32).to(q.device, non_blocking=True)
+    blocks = step.tables[index.long(), :num_blocks].long()
+    tables = pages.tile_table(blocks).int()
+    dense = [-(-row.end // sparse.block_size) for row in rows if row.start < row.sparse_from]
+    if len(dense) == len(rows):
+        selected = torch.full((len(rows), groups, 1), -1, dtype=torch.int32, device=q.device)
+    else:
+        k1, k2 = pages.pooled(blocks.flatten())
+        own = torch.arange(k1.shape[1], dtype=torch.int32, device=q.device).view(len(rows), -1)
+        selected = block_selection.select_decode(q, k1, k2, own, ends, sparse, scale, own.shape[1], is_sparse.bool())
+    return decode_attention.decode_attention(
+        q, *pages.keys_and_values, tables, ends, is_sparse.bool(), selected, scale, max(dense, default=1)
+    )
+
+
+def _tokens_of(decode: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Return the indices of the only tokens of these rows among all tokens."""
+    begins = torch.tensor([0, *lengths]).cumsum(0)[list(decode)]
+    return begins.to(device, non_blocking=True)
 
 
 def advance_states(
@@ -37,14 +107,34 @@ def advance_states(
     fresh = [index for index, row in enumerate(rows) if row.start == 0]
     if fresh:
         before[fresh] = 0
-    if can_use_kernels(q) if has_kernels is None else has_kernels:
-        from sala.plugins.vllm import accelerated
-
-        output, after = accelerated.advance(q, k, v, before, [row.length for row in rows], slopes, scale)
-    else:
-        output, after = lightning_ragged(q, k, v, before, [row.length for row in rows], slopes, scale)
+    advance = _advance if (can_use_kernels(q) if has_kernels is None else has_kernels) else lightning_ragged
+    output, after = advance(q, k, v, before, [row.length for row in rows], slopes, scale)
     states[slots] = after
     return output.to(q.dtype)
+
+
+def _advance(
+    q: Tensor, k: Tensor, v: Tensor, states: Tensor, lengths: Sequence[int], slopes: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q, k, v [T, H, D] and contiguous states [S, H, D, D], which are overwritten → [T, H, D], the states."""
+    from sala.backends.torch.kernels import lightning
+
+    output = q.new_empty(q.shape)
+    decode = [index for index, length in enumerate(lengths) if length == 1]
+    if len(decode) == len(lengths):
+        slots = torch.arange(len(lengths), device=q.device)
+        lightning.lightning_decode(q, k, v, states, slots, slopes, scale, output)
+        return output, states
+    pieces = [x.split(list(lengths)) for x in (q, k, v, output)]
+    for index, (q_, k_, v_, o_) in enumerate(zip(*pieces, strict=True)):
+        if lengths[index] > 1:
+            found, after = lightning.lightning_prefill(q_, k_, v_, states[index], slopes, scale)
+            o_.copy_(found)
+            states[index] = after
+    if decode:
+        at, ones = _tokens_of(decode, lengths, q.device), [1] * len(decode)
+        output[at], states[decode] = _advance(q[at], k[at], v[at], states[decode], ones, slopes, scale)
+    return output, states
 
 
 def can_use_kernels(x: Tensor) -> bool:

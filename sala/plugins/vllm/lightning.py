@@ -1,4 +1,7 @@
-"""The lightning layer in vLLM: its fp32 state, one matrix per head, is stored in vLLM's blocks like a Mamba state."""
+"""The lightning layer in vLLM, and what it shares with the sparse one: projections, and the requests of a step.
+
+The fp32 state of a lightning layer, one matrix per head, is stored in vLLM's blocks like a Mamba state.
+"""
 
 # mypy: disable-error-code="import-not-found, misc, no-any-return, untyped-decorator"
 
@@ -38,6 +41,65 @@ from sala.plugins.vllm.dispatch import advance_states
 from sala.plugins.vllm.memory import RequestRow
 
 STATE_DTYPE = torch.float32
+Angles = tuple[Tensor, Tensor]  # RoPE's cos and sin
+
+
+class Mixer(nn.Module):
+    """Queries, keys and values of this rank's heads, normed and rotated, and the gated output."""
+
+    def __init__(
+        self, config: SalaConfig, vllm_config: VllmConfig, prefix: str, shape: tuple[int, int, int], has_norm: bool
+    ) -> None:
+        """`shape` is the number of heads and of kv heads of all ranks, and the head dimension."""
+        super().__init__()
+        num_heads, num_kv_heads, dim = shape
+        self.config = config
+        self.num_ranks, self.rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        self.head_dim, self.num_heads = dim, num_heads // self.num_ranks
+        hidden, quant = config.hidden_size, vllm_config.quant_config
+        bias, heads = config.attention_bias, (num_heads, num_kv_heads)
+        self.qkv_proj = QKVParallelLinear(
+            hidden, dim, *heads, bias=bias, quant_config=quant, prefix=f"{prefix}.qkv_proj"
+        )
+        self.num_kv_heads = self.qkv_proj.num_kv_heads
+        width = num_heads * dim
+        self.o_proj = RowParallelLinear(width, hidden, bias=False, quant_config=quant, prefix=f"{prefix}.o_proj")
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if has_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if has_norm else None
+
+    def make_gate(self, vllm_config: VllmConfig, prefix: str) -> ColumnParallelLinear:
+        """Return the linear that gates the outputs of this rank's heads."""
+        width = self.num_ranks * self.num_heads * self.head_dim
+        return ColumnParallelLinear(
+            self.config.hidden_size, width, bias=False, quant_config=vllm_config.quant_config, prefix=prefix
+        )
+
+    def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, hidden] → q [T, H, D], k and v [T, G, D] of this rank's heads."""
+        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        parts = self.qkv_proj(x)[0].split([count * self.head_dim for count in counts], -1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if angles is not None:
+            q, k = apply_rope(q, *angles), apply_rope(k, *angles)
+        return q, k, v
+
+    def close(self, o: Tensor, x: Tensor, gate: nn.Module | None) -> Tensor:
+        """Return the output of the layer from that of its heads, o [T, H * D], and its input x [T, hidden]."""
+        if gate is not None:
+            o = o * torch.sigmoid(gate(x)[0])
+        return self.o_proj(o)[0]
+
+
+def read_rows(metadata: CommonAttentionMetadata) -> tuple[RequestRow, ...]:
+    """Return the requests that have tokens in a step. Without drafts, the host's lengths are exact."""
+    edges = metadata.query_start_loc_cpu.tolist()
+    ends = metadata.seq_lens_cpu_upper_bound
+    ends = (metadata.seq_lens if ends is None else ends).tolist()
+    lengths = [end - begin for begin, end in pairwise(edges)]
+    rows = zip(range(len(lengths)), ends, lengths, strict=False)
+    return tuple(RequestRow(index, end - length, length, 0) for index, end, length in rows if length > 0)
 
 
 class LightningBackend(LinearAttentionBackend):
@@ -63,78 +125,35 @@ class LightningBuilder(LinearAttentionMetadataBuilder):
         return LightningMetadata(**vars(usual), rows=read_rows(common_attn_metadata))
 
 
-def read_rows(metadata: CommonAttentionMetadata) -> tuple[RequestRow, ...]:
-    """Return the requests that have tokens in a step. Without drafts, the host's lengths are exact."""
-    edges = metadata.query_start_loc_cpu.tolist()
-    ends = metadata.seq_lens_cpu_upper_bound
-    ends = (metadata.seq_lens if ends is None else ends).tolist()
-    lengths = [end - begin for begin, end in pairwise(edges)]
-    rows = zip(range(len(lengths)), ends, lengths, strict=False)
-    return tuple(RequestRow(index, end - length, length, 0) for index, end, length in rows if length > 0)
-
-
 def state_shape(config: SalaConfig, num_ranks: int) -> tuple[tuple[int, int, int], ...]:
     dim = config.lightning_head_dim
     return MambaStateShapeCalculator.linear_attention_state_shape(config.lightning_nh, num_ranks, dim)
 
 
-class LightningMixer(nn.Module, MambaBase):
+class LightningMixer(Mixer, MambaBase):
     def __init__(self, config: SalaConfig, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__()
-        self.config, self.prefix = config, prefix
-        self.num_ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-        hidden, dim, quant = config.hidden_size, config.lightning_head_dim, vllm_config.quant_config
-        width, eps = config.lightning_nh * dim, config.rms_norm_eps
-        self.head_dim, self.num_heads = dim, config.lightning_nh // self.num_ranks
-        self.qkv_proj = QKVParallelLinear(
-            hidden,
-            dim,
-            config.lightning_nh,
-            config.lightning_nkv,
-            bias=config.attention_bias,
-            quant_config=quant,
-            prefix=f"{prefix}.qkv_proj",
-        )
-        self.num_kv_heads = self.qkv_proj.num_kv_heads
-        self.o_proj = RowParallelLinear(width, hidden, bias=False, quant_config=quant, prefix=f"{prefix}.o_proj")
-        self.z_proj = None
-        if config.use_output_gate:
-            self.z_proj = ColumnParallelLinear(hidden, width, bias=False, quant_config=quant, prefix=f"{prefix}.z_proj")
-        self.q_norm = RMSNorm(dim, eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(dim, eps) if config.qk_norm else None
-        self.o_norm = RMSNorm(self.num_heads * dim, eps) if config.use_output_norm else None
+        heads, dim = config.lightning_nh, config.lightning_head_dim
+        super().__init__(config, vllm_config, prefix, (heads, config.lightning_nkv, dim), config.qk_norm)
+        self.prefix = prefix
+        self.z_proj = self.make_gate(vllm_config, f"{prefix}.z_proj") if config.use_output_gate else None
+        self.o_norm = RMSNorm(self.num_heads * dim, config.rms_norm_eps) if config.use_output_norm else None
         if self.o_norm is not None:
             set_weight_attrs(self.o_norm.weight, {"weight_loader": sharded_weight_loader(0)})
-        mine = slice(rank * self.num_heads, (rank + 1) * self.num_heads)
-        slopes = decay_slopes(config.lightning_nh)[mine]
+        slopes = decay_slopes(heads)[self.rank * self.num_heads : (self.rank + 1) * self.num_heads]
         self.slopes: Tensor
         self.register_buffer("slopes", slopes.to(vllm_config.device_config.device), persistent=False)
         self.kv_cache: tuple[Tensor, ...] = (torch.tensor([]),)
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, angles: Angles | None) -> Tensor:
         """x [T, hidden], normed → [T, hidden]."""
         q, k, v = self.project(x, angles)
-        o = torch.empty_like(q)
-        torch.ops.vllm.sala_lightning(q, k, v, o, self.prefix)
-        o = self.normalize(o.flatten(1))
-        if self.z_proj is not None:
-            o = o * torch.sigmoid(self.z_proj(x)[0])
-        return self.o_proj(o)[0]
-
-    def project(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, hidden] → q, k, v [T, H, D] of this rank's heads."""
-        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        parts = self.qkv_proj(x)[0].split([count * self.head_dim for count in counts], -1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if angles is not None:
-            q, k = apply_rope(q, *angles), apply_rope(k, *angles)
         if self.num_kv_heads != self.num_heads:
             shared = self.num_heads // self.num_kv_heads
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-        return q, k, v
+        o = torch.empty_like(q)
+        torch.ops.vllm.sala_lightning(q, k, v, o, self.prefix)
+        return self.close(self.normalize(o.flatten(1)), x, self.z_proj)
 
     def normalize(self, o: Tensor) -> Tensor:
         """Normalize over the heads of all ranks."""

@@ -72,22 +72,14 @@ class RequestRow:
 
 
 @dataclass(frozen=True)
-class Pooling:
-    """The windows that a step completes: the slots of their keys [m, kernel], and of the last one [m]."""
-
-    sources: Tensor
-    homes: Tensor
-
-
-@dataclass(frozen=True)
 class StepMetadata:
     """Metadata of a step that all sparse layers share. A token's slot is block * tokens per block + offset."""
 
     rows: tuple[RequestRow, ...]
     tables: Tensor  # [requests, blocks], from vLLM
     slots: Tensor  # [T]
-    fine: Pooling
-    coarse: Pooling
+    fine: Tensor  # [m, kernel], the slots of the keys of each window that the step completes
+    coarse: Tensor  # the same for windows of four times the size
 
     @property
     def num_tokens(self) -> int:
@@ -99,24 +91,19 @@ def plan_step(rows: Sequence[RequestRow], tables: Tensor, block_tokens: int, spa
     at = [torch.arange(row.start, row.end) for row in rows]
     slots = _slots(rows, at, tables, block_tokens)
     kernel, stride = sparse.kernel_size, sparse.kernel_stride
-    return StepMetadata(
-        rows,
-        tables,
-        slots,
-        _plan_pooling(rows, tables, block_tokens, kernel, stride),
-        _plan_pooling(rows, tables, block_tokens, 4 * kernel, 4 * stride),
-    )
+    fine, coarse = (_windows(rows, tables, block_tokens, size * kernel, size * stride) for size in (1, 4))
+    return StepMetadata(rows, tables, slots, fine, coarse)
 
 
-def _plan_pooling(rows: Sequence[RequestRow], tables: Tensor, block_tokens: int, kernel: int, stride: int) -> Pooling:
+def _windows(rows: Sequence[RequestRow], tables: Tensor, block_tokens: int, kernel: int, stride: int) -> Tensor:
+    """Return the slots [m, kernel] of the keys of each window that ends in these rows."""
     ends = []
     for row in rows:
         first = max(row.start // stride, kernel // stride - 1)  # the first window that ends here
         ends.append(torch.arange(first, max(first, row.end // stride)) * stride + stride - 1)
     window = torch.arange(1 - kernel, 1)
     keys = [(last[:, None] + window).flatten() for last in ends]
-    sources = _slots(rows, keys, tables, block_tokens).view(-1, kernel)
-    return Pooling(sources, sources[:, -1])
+    return _slots(rows, keys, tables, block_tokens).view(-1, kernel)
 
 
 def _slots(rows: Sequence[RequestRow], positions: Sequence[Tensor], tables: Tensor, block_tokens: int) -> Tensor:
@@ -173,15 +160,16 @@ class Pages:
         self._pool(self.k1, step.fine, stride)
         self._pool(self.k2, step.coarse, 4 * stride)
 
-    def _pool(self, target: Tensor, pooling: Pooling, stride: int) -> None:
-        num_windows, kernel = pooling.sources.shape
+    def _pool(self, target: Tensor, windows: Tensor, stride: int) -> None:
+        """Write the mean of each window's keys [m, kernel] to the page where it ends."""
+        num_windows, kernel = windows.shape
         if not num_windows:
             return
-        block, page, row = self._places(pooling.sources)
+        block, page, row = self._places(windows)
         tile = (block * self.stride + page)[:, None] + self.groups[:, None]  # [m, G, kernel]
         keys = self.tiles[tile, row[:, None]].flatten(0, 1)
         pooled = pool_keys(keys, kernel, kernel).view(num_windows, self.layout.num_groups, -1)
-        block, page, row = self._places(pooling.homes)
+        block, page, row = self._places(windows[:, -1])
         target[block, :, page, row // stride] = pooled
 
     def pooled(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,50 +177,33 @@ class Pages:
         k1, k2 = (pool[blocks].transpose(0, 1).flatten(1, 2).contiguous() for pool in (self.k1, self.k2))
         return k1, k2
 
-    def attend(self, step: StepMetadata, q: Tensor, scale: float) -> Tensor:
-        """Return the attention of q [T, H, D], whose keys and values are appended, by the reference: [T, H, D]."""
-        pieces = q.split([row.length for row in step.rows])
-        outputs = [self._attend(step, row, piece, scale) for row, piece in zip(step.rows, pieces, strict=True)]
-        return torch.cat(outputs)
-
     def blocks_of(self, step: StepMetadata, row: RequestRow) -> Tensor:
         return step.tables[row.index, : -(-row.end // self.block_tokens)].long()
 
-    def _attend(self, step: StepMetadata, row: RequestRow, q: Tensor, scale: float) -> Tensor:
-        """Attend one row; its regime may change inside it."""
-        blocks = self.blocks_of(step, row)
-        table = self.tile_table(blocks)
-        num_dense = min(max(row.sparse_from - row.start, 0), row.length)
-        outputs = []
-        if num_dense:
-            keys, values = (self._read(table + shift, row.start + num_dense) for shift in (0, self.num_tiles))
-            outputs.append(dense_attention(q[:num_dense], keys, values, row.start, scale))
-        if num_dense < row.length:
-            outputs.append(self._attend_sparse(row, q[num_dense:], row.start + num_dense, blocks, table, scale))
-        return torch.cat(outputs)
-
-    def _read(self, table: Tensor, length: int) -> Tensor:
-        """Return the first `length` rows of the tiles in `table`, [G, length, D]."""
+    def attend_dense(self, q: Tensor, start: int, blocks: Tensor, scale: float) -> Tensor:
+        """Return the dense attention of q [n, H, D] from a position by the reference: [n, H, D]."""
+        length, table = start + len(q), self.tile_table(blocks)
         table = table[: -(-length // self.layout.sparse.block_size)]
-        return self.tiles[self.groups[:, None] + table].flatten(1, 2)[:, :length]
+        keys, values = (
+            self.tiles[self.groups[:, None] + table + shift].flatten(1, 2)[:, :length] for shift in (0, self.num_tiles)
+        )
+        return dense_attention(q, keys, values, start, scale)
 
-    def _attend_sparse(
-        self, row: RequestRow, q: Tensor, start: int, blocks: Tensor, table: Tensor, scale: float
-    ) -> Tensor:
-        sparse = self.layout.sparse
+    def attend_sparse(self, q: Tensor, start: int, blocks: Tensor, scale: float) -> Tensor:
+        """Return the sparse attention of q [n, H, D] from a position by the reference: [n, H, D]."""
+        sparse, end, table = self.layout.sparse, start + len(q), self.tile_table(blocks)
         unused = sparse.kernel_size // sparse.kernel_stride - 1  # rows whose window would start before the sequence
         strides = (sparse.kernel_stride, 4 * sparse.kernel_stride)
         k1, k2 = (
-            pool.flatten(1, 2)[:, unused : max(unused, row.end // stride)]
+            pool.flatten(1, 2)[:, unused : max(unused, end // stride)]
             for pool, stride in zip(self.pooled(blocks), strides, strict=True)
         )
-        at = torch.arange(start, row.end, device=q.device)
-        selected = select_blocks(q, k1, k2, at, -(-row.end // sparse.block_size), sparse, scale)
+        at = torch.arange(start, end, device=q.device)
+        selected = select_blocks(q, k1, k2, at, -(-end // sparse.block_size), sparse, scale)
         keys, values = self.tiles[None, : -self.num_tiles], self.tiles[None, self.num_tiles :]
+        parts = zip(q.chunk(self.layout.num_groups, 1), self.groups.tolist(), strict=True)
         outputs = [
             sparse_attention(part, keys, values, table + shift, selected[:, group, None], at, scale)
-            for group, (part, shift) in enumerate(
-                zip(q.chunk(self.layout.num_groups, 1), self.groups.tolist(), strict=True)
-            )
+            for group, (part, shift) in enumerate(parts)
         ]
         return torch.cat(outputs, 1)

@@ -36,7 +36,7 @@ from sala.backends.torch.model import RMSNorm
 from sala.backends.torch.ops.dense import rope_angles
 from sala.config import SalaConfig
 from sala.errors import ConfigError
-from sala.plugins.vllm.lightning import STATE_DTYPE, LightningMixer, state_shape
+from sala.plugins.vllm.lightning import STATE_DTYPE, Angles, LightningMixer, state_shape
 from sala.plugins.vllm.sparse import SparseMixer
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -67,14 +67,11 @@ class Layer(nn.Module):
         self.mlp = MLP(config, vllm_config.quant_config, f"{prefix}.mlp")
         self.scale = config.residual_scale
 
-    def forward(self, x: Tensor, positions: Tensor, angles: "Angles") -> Tensor:
-        h = self.input_layernorm(x)
-        mixed = self.self_attn(h, angles[0]) if self.is_lightning else self.self_attn(h, positions, angles[1])
-        x = x + mixed * self.scale
+    def forward(self, x: Tensor, positions: Tensor, angles: tuple[Angles | None, Angles | None]) -> Tensor:
+        """`angles` are those of lightning and of sparse layers."""
+        own_angles = angles[0] if self.is_lightning else angles[1]
+        x = x + self.self_attn(self.input_layernorm(x), positions, own_angles) * self.scale
         return x + self.mlp(self.post_attention_layernorm(x)) * self.scale
-
-
-Angles = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]  # of lightning and of sparse layers
 
 
 @support_torch_compile
@@ -120,7 +117,7 @@ class Decoder(nn.Module):
             return IntermediateTensors({"hidden_states": x})
         return self.norm(x)
 
-    def angles(self, positions: Tensor) -> Angles:
+    def angles(self, positions: Tensor) -> tuple[Angles | None, Angles | None]:
         config = self.config
         return (
             rope_angles(positions, config.lightning_head_dim, config.rope_theta) if config.lightning_use_rope else None,

@@ -7,15 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_gather,
-)
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -27,12 +22,11 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from sala.backends.torch.model import RMSNorm
-from sala.backends.torch.ops.dense import apply_rope, grow_queries
+from sala.backends.torch.ops.dense import grow_queries
 from sala.config import SalaConfig, SparseConfig
 from sala.plugins.vllm import BACKEND
 from sala.plugins.vllm.dispatch import attend
-from sala.plugins.vllm.lightning import read_rows
+from sala.plugins.vllm.lightning import Angles, Mixer, read_rows
 from sala.plugins.vllm.memory import BlockLayout, Pages, StepMetadata, plan_step
 from sala.plugins.vllm.regime import keep_apart
 
@@ -160,37 +154,14 @@ class SparseImpl(AttentionImpl[StepMetadata]):
         return output
 
 
-class SparseMixer(nn.Module):
+class SparseMixer(Mixer):
     def __init__(self, config: SalaConfig, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__()
-        self.config = config
-        num_ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-        hidden, dim, quant = config.hidden_size, config.head_dim, vllm_config.quant_config
-        groups, width, eps = (
-            config.num_key_value_heads,
-            config.num_attention_heads * config.head_dim,
-            config.rms_norm_eps,
-        )
-        self.head_dim, self.num_heads = dim, config.num_attention_heads // num_ranks
-        self.qkv_proj = QKVParallelLinear(
-            hidden,
-            dim,
-            config.num_attention_heads,
-            groups,
-            bias=config.attention_bias,
-            quant_config=quant,
-            prefix=f"{prefix}.qkv_proj",
-        )
-        self.num_kv_heads = self.qkv_proj.num_kv_heads
-        self.o_proj = RowParallelLinear(width, hidden, bias=False, quant_config=quant, prefix=f"{prefix}.o_proj")
-        self.o_gate = None
-        if config.attn_use_output_gate:
-            self.o_gate = ColumnParallelLinear(hidden, width, bias=False, quant_config=quant, prefix=f"{prefix}.o_gate")
-        self.q_norm = RMSNorm(dim, eps) if config.attn_qk_norm else None
-        self.k_norm = RMSNorm(dim, eps) if config.attn_qk_norm else None
+        heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        super().__init__(config, vllm_config, prefix, (heads, groups, dim), config.attn_qk_norm)
+        self.o_gate = self.make_gate(vllm_config, f"{prefix}.o_gate") if config.attn_use_output_gate else None
         # All heads of a group select blocks together: where ranks share a group, each computes with all of its heads.
-        shared = max(1, num_ranks // groups)
-        self.group, self.own = rank // shared * shared, rank % shared
+        shared = max(1, self.num_ranks // groups)
+        self.group, self.own = self.rank // shared * shared, self.rank % shared
         self.num_query_heads = shared * self.num_heads
         self.attn = Attention(
             self.num_query_heads,
@@ -198,15 +169,17 @@ class SparseMixer(nn.Module):
             dim**-0.5,
             num_kv_heads=self.num_kv_heads,
             cache_config=vllm_config.cache_config,
-            quant_config=quant,
+            quant_config=vllm_config.quant_config,
             prefix=f"{prefix}.attn",
             attn_backend=backend_for(config.sparse_config),
             sparse=config.sparse_config,
         )
 
-    def forward(self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, angles: Angles | None) -> Tensor:
         """x [T, hidden], normed → [T, hidden]."""
-        q, k, v = self.project(x, positions, angles)
+        q, k, v = self.project(x, angles)
+        if self.config.attn_log_base is not None:
+            q = grow_queries(q, positions, self.config.attn_log_base)
         if self.num_query_heads == self.num_heads:
             o = self.attn(q.flatten(1), k.flatten(1), v.flatten(1))
         else:
@@ -215,21 +188,4 @@ class SparseMixer(nn.Module):
             heads = heads[:, first : first + self.num_query_heads].contiguous()
             width = self.num_heads * self.head_dim
             o = self.attn(heads.flatten(1), k.flatten(1), v.flatten(1))[:, self.own * width : (self.own + 1) * width]
-        if self.o_gate is not None:
-            o = o * torch.sigmoid(self.o_gate(x)[0])
-        return self.o_proj(o)[0]
-
-    def project(
-        self, x: Tensor, positions: Tensor, angles: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, hidden] → q [T, H, D], k and v [T, G, D] of this rank's heads."""
-        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        parts = self.qkv_proj(x)[0].split([count * self.head_dim for count in counts], -1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if angles is not None:
-            q, k = apply_rope(q, *angles), apply_rope(k, *angles)
-        if self.config.attn_log_base is not None:
-            q = grow_queries(q, positions, self.config.attn_log_base)
-        return q, k, v
+        return self.close(o, x, self.o_gate)
