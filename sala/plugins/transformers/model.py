@@ -102,19 +102,16 @@ class SalaDecoder(SalaPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, and not both")
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        states: list[Any] | None = [] if output_hidden_states else None
+        keeps_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         cache = self._find_cache(past_key_values, use_cache)
-        x: Any
         if cache is None:
             layout = find_layout(tuple(embeds.shape[:2]), attention_mask, position_ids)
-            x = self._run_whole(embeds, layout, states)
+            states = self._run_layers(embeds, layout, layout.whole(embeds.device), None, keeps_states)
         else:
             with torch.no_grad():
-                x = self._run_cached(embeds, attention_mask, cache, states)
+                states = self._run_cached(embeds, attention_mask, cache, keeps_states)
         return BaseModelOutputWithPast(
-            last_hidden_state=x, past_key_values=cache, hidden_states=None if states is None else tuple(states)
+            last_hidden_state=states[-1], past_key_values=cache, hidden_states=tuple(states) if keeps_states else None
         )
 
     def _find_cache(self, past: Cache | None, use_cache: bool | None) -> SalaCache | None:
@@ -129,52 +126,41 @@ class SalaDecoder(SalaPreTrainedModel):
             return SalaCache(self.sala_config)
         raise InputError("past_key_values", f"is a {type(past).__name__}", "pass what this model returned, or None")
 
-    def _run_whole(self, embeds: Tensor, layout: BatchLayout, states: list[Tensor] | None) -> Tensor:
-        """embeds [B, n, hidden] → normed hidden states, of whole sequences."""
-        x = layout.pack(embeds) * self.sala_config.scale_emb
-        batch = layout.whole(x.device)
-        for layer in self.layers:
-            if states is not None:
-                states.append(layout.unpack(x))
-                x = layout.pack(states[-1])  # so that gradients pass through the returned states
-            x = layer(x, batch)
-        x = layout.unpack(self.norm(x))
-        if states is not None:
-            states.append(x)
-        return x
-
-    def _run_cached(
-        self, embeds: Tensor, attention_mask: Tensor | None, cache: SalaCache, states: list[Tensor] | None
-    ) -> Tensor:
-        """embeds [B, n, hidden] → normed hidden states; extends the cache. A long prompt is processed in chunks."""
-        layout = find_layout(tuple(embeds.shape[:2]), attention_mask)  # type: ignore[arg-type]
-        if not cache.num_columns and cache.prompt_lens is None:
-            cache.prompt_lens = layout.counts
-        pieces: list[list[Tensor]] = []
-        num_columns = embeds.shape[1]
-        for begin in range(0, num_columns, _CHUNK):
-            end = min(begin + _CHUNK, num_columns)
-            mask = None if layout.places is None or attention_mask is None else attention_mask[:, -num_columns:]
-            piece = find_layout((embeds.shape[0], end - begin), None if mask is None else mask[:, begin:end])
-            pieces.append(self._run_piece(embeds[:, begin:end], piece, cache, states is not None))
-        joined = [torch.cat(parts, 1) if len(parts) > 1 else parts[0] for parts in zip(*pieces, strict=True)]
-        if states is not None:
-            states.extend(joined)
-        return joined[-1]
-
-    def _run_piece(self, embeds: Tensor, layout: BatchLayout, cache: SalaCache, keeps_states: bool) -> list[Tensor]:
-        """Return the hidden states of every layer, if they are kept, and the normed ones."""
-        batch = cache.advance(layout.counts, embeds.dtype, [_device_of(layer, embeds.device) for layer in self.layers])
-        cache.num_columns += embeds.shape[1]
+    def _run_layers(
+        self, embeds: Tensor, layout: BatchLayout, batch: Any, cache: SalaCache | None, keeps_states: bool
+    ) -> list[Tensor]:
+        """embeds [B, n, hidden] → the input of every layer, if they are kept, and the normed hidden states."""
         x = layout.pack(embeds) * self.sala_config.scale_emb
         kept = []
-        if not batch.spans:
-            return [torch.zeros_like(embeds)] * (len(self.layers) + 1 if keeps_states else 1)
         for index, layer in enumerate(self.layers):
             if keeps_states:
                 kept.append(layout.unpack(x))
-            x = layer(x, batch, cache.past_of(index))
+                x = layout.pack(kept[-1])  # so that gradients pass through the returned states
+            x = layer(x, batch, None if cache is None else cache.past_of(index))
         return [*kept, layout.unpack(self.norm(x))]
+
+    def _run_cached(
+        self, embeds: Tensor, attention_mask: Tensor | None, cache: SalaCache, keeps_states: bool
+    ) -> list[Tensor]:
+        """Return the same as `_run_layers`, and extend the cache. A long prompt is processed in chunks."""
+        num_rows, num_columns = embeds.shape[:2]
+        layout = find_layout((num_rows, num_columns), attention_mask)
+        if not cache.num_columns and cache.prompt_lens is None:
+            cache.prompt_lens = layout.counts
+        mask = None if layout.places is None or attention_mask is None else attention_mask[:, -num_columns:]
+        devices = [_device_of(layer, embeds.device) for layer in self.layers]
+        pieces: list[list[Tensor]] = []
+        for begin in range(0, num_columns, _CHUNK):
+            part = embeds[:, begin : begin + _CHUNK]
+            own_mask = None if mask is None else mask[:, begin : begin + _CHUNK]
+            own_layout = find_layout((num_rows, part.shape[1]), own_mask)
+            batch = cache.advance(own_layout.counts, embeds.dtype, devices)
+            cache.num_columns += part.shape[1]
+            if batch.spans:
+                pieces.append(self._run_layers(part, own_layout, batch, cache, keeps_states))
+            else:  # padding only
+                pieces.append([torch.zeros_like(part)] * (len(self.layers) + 1 if keeps_states else 1))
+        return [torch.cat(parts, 1) if len(parts) > 1 else parts[0] for parts in zip(*pieces, strict=True)]
 
 
 def _device_of(layer: nn.Module, default: torch.device) -> torch.device:
