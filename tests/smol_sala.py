@@ -18,4 +18,4 @@ def load(name: str) -> ModuleType:
     return module
 
 
-pack, questions, rules = load("pack"), load("questions"), load("rules")
+compose, pack, questions, rules = load("compose"), load("pack"), load("questions"), load("rules")

@@ -14,7 +14,7 @@ from sala.backends.torch.model import SparseMixer
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig, SparseConfig
 from sala.errors import ConfigError, ModelNotFound
-from sala.lab.train.halo.sample import Opening, write_rows
+from sala.lab.train.halo.sample import Marks, Opening, Writer
 from sala.lab.train.halo.source import dense_config, import_dense
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid, to_lightning, to_sparse
 from sala.lab.train.models import load_for_training
@@ -88,6 +88,11 @@ class Reference:
             x = x + self.linear(gate / (1 + np.exp(-gate)) * up, f"{at}.mlp.down_proj")
         head = "model.embed_tokens" if self.c["tie_word_embeddings"] else "lm_head"
         return self.linear(self.norm(x, "model.norm"), head)
+
+
+def write_rows(model, openings, length, ends, seed, dtype):
+    """Every opening continued up to `length` tokens, or up to and including the first end token."""
+    return Writer(model, len(openings), length, ends, Marks(), seed, dtype).write(openings).rows()
 
 
 def test_same_logits(source: Path, teacher: Path) -> None:

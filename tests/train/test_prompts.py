@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from sala.errors import ConfigError
-from sala.lab.train.documents import HeldOut
-from sala.lab.train.halo.prompts import PromptTable, read_held_out
-from tests.smol_sala import rules
+from sala.lab.train.documents import HeldOut, read_held_out
+from tests.smol_sala import compose, rules
 
+PromptTable = compose.PromptTable
 MODEL = Path(__file__).parents[2] / "models" / "smol-sala"
 HELD_OUT = [MODEL / "everyday.jsonl", MODEL / "development.jsonl"]
 

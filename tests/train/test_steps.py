@@ -12,9 +12,8 @@ from sala.lab.eval.tasks.needle import NeedleMaker
 from sala.lab.train.data import TrainingRow
 from sala.lab.train.halo.source import import_dense
 from sala.lab.train.models import load_for_training
-from sala.lab.train.needles import NeedleRows, chat_wrap
+from sala.lab.train.needles import NeedleRows, ReadingRows, ReadingTable, chat_wrap
 from sala.lab.train.probe import Probe, read_cases
-from sala.lab.train.reading import ReadingRows, ReadingTable
 from sala.lab.train.steps import StepPart, Steps, collate, weigh_needle, weigh_text
 from sala.text.tokenizer import Tokenizer
 from tests.train.dense import write_dense_model
@@ -34,7 +33,7 @@ def part(name: int, rows: int, length: int, is_sparse: bool = False) -> StepPart
 def test_every_step_has_the_same_shapes() -> None:
     steps = Steps([part(1, 4, 16), part(2, 2, 32), part(3, 2, 16), part(4, 2, 16, is_sparse=True)], collate)
     for step in (0, 3):
-        batches = steps[step]
+        batches = steps(step)
         assert [tuple(batch.tokens.shape) for batch in batches] == [(6, 16), (2, 32), (2, 16)]
         assert [row.kind for row in steps.rows(step)[0]] == ["1"] * 4 + ["3"] * 2
         assert batches[0].tokens[:, 0].tolist() == [1000 + 4 * step + at for at in range(4)] + [
@@ -45,8 +44,8 @@ def test_every_step_has_the_same_shapes() -> None:
 
 def test_processes_share_the_rows_of_a_step() -> None:
     parts = [part(1, 4, 16), part(2, 2, 32)]
-    whole = Steps(parts, collate)[2]
-    halves = [Steps(parts, collate, rank, 2)[2] for rank in range(2)]
+    whole = Steps(parts, collate)(2)
+    halves = [Steps(parts, collate, rank, 2)(2) for rank in range(2)]
     for index, batch in enumerate(whole):
         joined = np.concatenate([half[index].tokens for half in halves])
         assert sorted(joined[:, 0]) == sorted(batch.tokens[:, 0])
@@ -118,8 +117,6 @@ def test_the_probe(tmp_path: Path) -> None:
     (tmp_path / "probe.json").write_text(json.dumps(cases))
     probe = Probe(read_cases(tmp_path / "probe.json"), teacher, rows=2, length=16)
     same, far = probe(teacher), probe(other)
-    packed = Probe(read_cases(tmp_path / "probe.json"), teacher, length=16, is_packed=True)
-    assert packed(other) == pytest.approx(far, rel=1e-4)
     assert same["kl"] == pytest.approx(0, abs=1e-5)
     assert same["agree"] == 1
     assert far["kl"] > 0.01

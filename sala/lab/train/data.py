@@ -54,10 +54,7 @@ class TokenStream:
     ends: Array
 
     def save(self, file: Path) -> None:
-        draft = file.with_name(f".{file.name}.part")
-        with draft.open("wb") as handle:
-            np.savez(handle, tokens=self.tokens, learn=self.loss_mask, ends=self.ends)
-        draft.rename(file)
+        save_arrays(file, tokens=self.tokens, learn=self.loss_mask, ends=self.ends)
 
     @classmethod
     def load(cls, file: Path) -> "TokenStream":
@@ -73,6 +70,14 @@ class TokenStream:
         lengths = tuple(after - before for before, after in pairwise(edges) if after > before)
         loss_mask = self.loss_mask[piece]
         return TrainingRow(self.tokens[piece].astype(np.int64), loss_mask, np.zeros(length, np.bool_), lengths)
+
+
+def save_arrays(file: Path, **arrays: Array) -> None:
+    """Write an .npz file atomically."""
+    draft = file.with_name(f".{file.name}.part")
+    with draft.open("wb") as handle:
+        np.savez(handle, **arrays)  # type: ignore[arg-type]
+    draft.rename(file)
 
 
 def read_documents(source: Source, base: Path) -> Iterator[Any]:
@@ -183,24 +188,33 @@ def load_stream(
     return stream
 
 
-class StreamRows:
-    """Rows of one token stream, each once per epoch, in an order that differs between epochs."""
+class Epochs:
+    """Items in random order, each once per epoch, in an order that differs between epochs."""
 
-    def __init__(self, stream: TokenStream, length: int, seed: int, truth: float = 0.0) -> None:
-        self.stream, self.length, self.seed, self.truth = stream, length, seed, truth
-        self.count = len(stream.tokens) // length
-        if not self.count:
-            raise InputError(
-                "data", f"has {len(stream.tokens):,} tokens, fewer than a row's {length:,}", "lower seq_len"
-            )
+    def __init__(self, items: Array, seed: int) -> None:
+        self.items, self.seed = items, seed
         self._epoch, self._order = -1, np.arange(0)
 
-    def __call__(self, index: int) -> TrainingRow:
-        epoch, place = divmod(index, self.count)
+    def __call__(self, index: int) -> int:
+        epoch, place = divmod(index, len(self.items))
         if epoch != self._epoch:
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.items)
             self._epoch = epoch
-        return replace(self.stream.row(int(self._order[place]), self.length), truth=self.truth)
+        return int(self._order[place])
+
+
+class StreamRows:
+    """Rows of one token stream in random order."""
+
+    def __init__(self, stream: TokenStream, length: int, seed: int, truth: float = 0.0) -> None:
+        self.stream, self.length, self.truth = stream, length, truth
+        size = len(stream.tokens)
+        if size < length:
+            raise InputError("data", f"has {size:,} tokens, fewer than a row's {length:,}", "lower seq_len")
+        self.order = Epochs(np.arange(size // length), seed)
+
+    def __call__(self, index: int) -> TrainingRow:
+        return replace(self.stream.row(self.order(index), self.length), truth=self.truth)
 
 
 class Mixture:

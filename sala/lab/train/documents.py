@@ -1,5 +1,6 @@
 """Documents that a teacher wrote, with a role for every token; filters for them, and training rows."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sala.errors import InputError
-from sala.lab.train.data import Array, TokenStream, TrainingRow
+from sala.lab.train.data import Array, Epochs, TokenStream, TrainingRow, save_arrays
 
 GIVEN, ASKED, ANSWER, TEXT = range(4)  # roles: template or prompt, question by the teacher, answer, free text
 NGRAM = 8
@@ -38,10 +39,6 @@ class Documents:
             np.array([ended for _, _, ended in documents], np.bool_),
         )
 
-    @classmethod
-    def join(cls, parts: Sequence["Documents"]) -> "Documents":
-        return cls.of([part.document(at) for part in parts for at in range(len(part))])
-
     def __len__(self) -> int:
         return len(self.ends)
 
@@ -63,10 +60,7 @@ class Documents:
         return Documents.of([self.document(index) for index in indices])
 
     def save(self, file: Path) -> None:
-        draft = file.with_name(f".{file.name}.part")
-        with draft.open("wb") as handle:
-            np.savez(handle, tokens=self.tokens, roles=self.roles, ends=self.ends, is_ended=self.is_ended)
-        draft.rename(file)
+        save_arrays(file, tokens=self.tokens, roles=self.roles, ends=self.ends, is_ended=self.is_ended)
 
     @classmethod
     def load(cls, file: Path) -> "Documents":
@@ -187,6 +181,19 @@ def _key(words: Sequence[str]) -> str:
     return " ".join(words)
 
 
+def read_held_out(files: Sequence[Path]) -> HeldOut:
+    """Return the `turns` of JSONL files, and their `avoid` words, as texts held out from training."""
+    texts: list[str] = []
+    avoid: list[tuple[list[str], str]] = []
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            texts += record["turns"]
+            if record.get("avoid"):
+                avoid.append((record["avoid"], " ".join(record["turns"])))
+    return HeldOut(texts, avoid)
+
+
 def to_stream(documents: Documents, end: int) -> TokenStream:
     """Return free text as a token stream with `end` after every document.
 
@@ -229,16 +236,12 @@ class DialogueRows:
         self.chosen = np.flatnonzero(~documents.is_text() & (sizes <= length) & (sizes > shortest))
         if not len(self.chosen):
             raise InputError("data", f"no dialogue has {shortest + 1} to {length} tokens", "change the rows' seq_len")
-        self.documents, self.length, self.pad, self.seed = documents, length, pad, seed
+        self.documents, self.length, self.pad = documents, length, pad
         self.weights = weights or DialogueWeights()
-        self._epoch, self._order = -1, np.arange(0)
+        self.order = Epochs(self.chosen, seed)
 
     def __call__(self, index: int) -> TrainingRow:
-        epoch, place = divmod(index, len(self.chosen))
-        if epoch != self._epoch:
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.chosen)
-            self._epoch = epoch
-        tokens, roles, is_ended = self.documents.document(int(self._order[place]))
+        tokens, roles, is_ended = self.documents.document(self.order(index))
         return weigh_dialogue(tokens, roles, is_ended, self.length, self.pad, self.weights)
 
 

@@ -114,7 +114,9 @@ def train(
     make = partial(collate, packing=stage.packing, tile_rows=learner.tile_rows)
     steps = Steps(parts, make, learner.rank, learner.world, stage.micro_rows)
     numbers = range(clock.step, clock.step + 1_000_000 if clock.seconds else stage.num_steps)
-    feed, last_save = prefetch(steps, numbers, learner.device), clock.step
+    is_cuda = learner.device.type == "cuda"
+    num_workers = min(12, max(1, (os.cpu_count() or 2) - 2)) if is_cuda else 0
+    feed, last_save = prefetch(steps, numbers, num_workers, is_pinned=is_cuda), clock.step
     if probe is not None and clock.step == 0:
         log.add(0, learner.measure(probe, False))
     while clock.done < 1:
@@ -144,22 +146,28 @@ def train(
     return log.entries
 
 
-def prefetch(items: Dataset[Any], numbers: range, device: torch.device) -> Iterator[Any]:
-    """Return an iterator over the given items, which processes prepare ahead if training runs on a GPU."""
-    is_cuda = device.type == "cuda"
-    num_workers = min(12, max(1, (os.cpu_count() or 2) - 2)) if is_cuda else 0
+def prefetch(make: Callable[[int], Any], numbers: range, num_workers: int, is_pinned: bool = False) -> Iterator[Any]:
+    """Return an iterator over make(number), which `num_workers` processes prepare ahead."""
     return iter(
         DataLoader(
-            items,
+            _Items(make),
             batch_size=None,
             sampler=numbers,
             collate_fn=_identity,
             num_workers=num_workers,
             multiprocessing_context="fork" if num_workers else None,
             prefetch_factor=4 if num_workers else None,
-            pin_memory=is_cuda,
+            pin_memory=is_pinned,
         )
     )
+
+
+class _Items(Dataset[Any]):
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+
+    def __getitem__(self, number: int) -> Any:
+        return self.make(number)
 
 
 def _identity(item: Any) -> Any:

@@ -1,13 +1,22 @@
-"""Training rows that hide facts in text and ask for them, padded to the row length."""
+"""Training rows that hide facts or composed passages in text and ask about them, padded to the row length."""
 
-from collections.abc import Sequence
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from sala.errors import InputError
+from sala.errors import ConfigError, InputError
 from sala.lab.eval.tasks.needle import NeedleDialogue, NeedleMaker, NeedleSpec, Wrap
 from sala.lab.train.data import TrainingRow
 from sala.text.tokenizer import Tokenizer
+
+PARAGRAPH = "\n\n"
+MIN_PIECE = 40  # characters; shorter paragraphs of other text are left out
+_SLOT = re.compile(r"\{(?:(\w+)=)?(?:(\d+)\*)?(\w+(?:\.\.\d+)?)\}")
+_AN = re.compile(r"\b([Aa]) (?=[aeioAEIO])")  # "an apple"; words with u take either article
 
 
 def chat_wrap(tokenizer: Tokenizer) -> Wrap:
@@ -21,6 +30,15 @@ def chat_wrap(tokenizer: Tokenizer) -> Wrap:
     _, _, rest = text("FIRST", "ANSWER", "SECOND").partition("ANSWER")
     between = tokenizer.encode(rest.partition("SECOND")[0], bos=False, parse_special=True)
     return Wrap(before, after, tokenizer.decode(between[1:], skip_special=False))  # the answer includes its end token
+
+
+def _padded_row(ids: Sequence[int], answer: Sequence[bool], length: int, pad: int) -> TrainingRow:
+    """Return a row in which everything but the answers is learned from the teacher, who may be wrong about them."""
+    size = min(len(ids), length)
+    tokens = np.full(length, pad, np.int64)
+    is_answer, loss_mask = np.zeros((2, length), np.bool_)
+    tokens[:size], is_answer[:size], loss_mask[:size] = ids[:size], answer[:size], True
+    return TrainingRow(tokens, loss_mask & ~is_answer, is_answer, (length,))
 
 
 class NeedleRows:
@@ -50,14 +68,7 @@ class NeedleRows:
         num_questions = int(rng.integers(1, num_keys + 1))
         num_topics = int(rng.integers(1, self.max_topics + 1)) if self.max_topics > 1 else 1
         dialogue = self._fit(num_keys, num_questions, num_topics, index)
-        ids = np.full(self.length, self.pad, np.int64)
-        answer = np.zeros(self.length, np.bool_)
-        loss_mask = np.zeros(self.length, np.bool_)
-        ids[: len(dialogue.token_ids)] = dialogue.token_ids
-        answer[: len(dialogue.is_answer)] = dialogue.is_answer
-        loss_mask[: len(dialogue.token_ids)] = True
-        loss_mask[answer] = False  # the teacher may be wrong about answers; they have a loss of their own
-        return TrainingRow(ids, loss_mask, answer, (self.length,))
+        return _padded_row(dialogue.token_ids, dialogue.is_answer, self.length, self.pad)
 
     def _fit(self, num_keys: int, num_questions: int, num_topics: int, index: int) -> NeedleDialogue:
         """Return a dialogue with as many facts and questions as fit into the row."""
@@ -72,3 +83,171 @@ class NeedleRows:
                     num_keys, num_questions = num_keys - 1, min(num_questions, num_keys - 1)
                 else:
                     raise
+
+
+class SlotLists:
+    """Lists of words and phrases, which fill the slots of templates:
+
+    {place}        an entry of the list `place`, whose own slots are filled
+    {a=place}      the same, stored as `a` for the rest of the text; {a} repeats it
+    {2..99}        a whole number; {n=2..99} stores it
+    {3*fruit}      three different entries, separated by commas; {n=3*fruit} stores them
+    """
+
+    def __init__(self, lists: Mapping[str, Sequence[str]]) -> None:
+        self.lists = dict(lists)
+
+    @classmethod
+    def load(cls, file: Path) -> "SlotLists":
+        """Read the `[lists]` of a prompt table in TOML; raise ConfigError if a text of it names an unknown list."""
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        slots = cls(values.get("lists", {}))
+        templates = [turn for kind in values.get("kind", []) for turn in kind["templates"]]
+        slots.check((turn for turns in templates for turn in ([turns] if isinstance(turns, str) else turns)), str(file))
+        return slots
+
+    def check(self, templates: Iterable[str], where: str) -> None:
+        texts = [*templates, *(entry for entries in self.lists.values() for entry in entries)]
+        slots = [(text, match) for text in texts for match in _SLOT.finditer(text)]
+        known = {*self.lists, *(match[1] for _, match in slots)}
+        for text, match in slots:
+            if match[3] not in known and ".." not in match[3]:
+                raise ConfigError(f"{where}: {text!r} names the unknown list {match[3]!r}", "add it to [lists]")
+
+    def fill(self, text: str, names: dict[str, str], rng: np.random.Generator) -> str:
+        """Return the text with all slots filled; `names` holds the stored values and is updated."""
+        return _AN.sub(r"\1n ", self._fill(text, names, rng))
+
+    def _fill(self, text: str, names: dict[str, str], rng: np.random.Generator) -> str:
+        def one(match: re.Match[str]) -> str:
+            name, many, what = match.groups()
+            if what in names and name is None:
+                return names[what]
+            value = self._value(what, int(many) if many else 0, names, rng)
+            if name is not None:
+                names[name] = value
+            return value
+
+        return _SLOT.sub(one, text)
+
+    def _value(self, what: str, many: int, names: dict[str, str], rng: np.random.Generator) -> str:
+        if ".." in what:
+            low, _, high = what.partition("..")
+            return str(int(rng.integers(int(low), int(high) + 1)))
+        entries = self.lists[what]
+        if many:
+            chosen = rng.permutation(len(entries))[:many]
+            return ", ".join(self._fill(entries[int(at)], names, rng) for at in chosen)
+        return self._fill(entries[int(rng.integers(len(entries)))], names, rng)
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A passage template with (question, answer) pairs; `keyed` questions identify one of several similar passages."""
+
+    text: str
+    ask: tuple[tuple[str, str], ...]
+    keyed: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingTable:
+    passages: tuple[Passage, ...]
+    slots: SlotLists
+
+    @classmethod
+    def load(cls, file: Path, lists: Path) -> "ReadingTable":
+        """Read the passages, and the lists that fill their slots; raise ConfigError if there are no passages."""
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        passages = [
+            Passage(one["text"], tuple(map(tuple, one["ask"])), tuple(map(tuple, one["keyed"])))
+            for one in values.get("passage", [])
+        ]
+        if not passages:
+            raise ConfigError(f"{file} has no [[passage]]", "add at least one")
+        return cls(tuple(passages), SlotLists.load(lists))
+
+    def sample(self, count: int, alike: int, rng: np.random.Generator) -> tuple[list[str], list[tuple[str, str]]]:
+        """Return up to `alike` passages from each of `count` templates, and (question, answer) pairs about them."""
+        texts, questions = [], []
+        for at in rng.permutation(len(self.passages))[:count]:
+            passage = self.passages[int(at)]
+            number = int(rng.integers(1, alike + 1))
+            seen: set[str] = set()
+            for _ in range(number):
+                names: dict[str, str] = {}
+                text = self.slots.fill(passage.text, names, rng)
+                if names["who"] in seen:
+                    continue
+                seen.add(names["who"])
+                texts.append(text)
+                pairs = passage.keyed if number > 1 or rng.random() < 0.5 else passage.ask
+                question, answer = pairs[int(rng.integers(len(pairs)))]
+                questions.append((self.slots.fill(question, names, rng), self.slots.fill(answer, names, rng)))
+        order = rng.permutation(len(questions)).tolist()
+        return texts, [questions[at] for at in order]
+
+
+class ReadingRows:
+    """Row i holds passages in other text that fills the row, and questions about some of them."""
+
+    def __init__(
+        self,
+        table: ReadingTable,
+        documents: Sequence[str],
+        encode: Callable[[str], list[int]],
+        wrap: Wrap,
+        end: int,
+        length: int,
+        max_alike: int,
+        max_topics: int,
+        seed: int,
+    ) -> None:
+        self.table, self.documents, self.encode, self.wrap, self.end = table, documents, encode, wrap, end
+        self.length, self.max_alike, self.max_topics, self.seed = length, max_alike, max_topics, seed
+        self.max_questions = max(1, min(6, length // 200))
+
+    def __call__(self, index: int) -> TrainingRow:
+        rng = np.random.default_rng([self.seed, index])
+        num_topics = int(rng.integers(1, self.max_topics + 1))
+        texts, questions = self.table.sample(num_topics, self.max_alike, rng)
+        questions = questions[: int(rng.integers(1, self.max_questions + 1))]
+        turns = [self._turn(at, *pair) for at, pair in enumerate(questions)]
+        passages = [self.encode(text + PARAGRAPH) for text in texts]
+        head = self.encode(self.wrap.before)
+        room = self.length - len(head) - sum(map(len, passages)) - sum(len(a) + len(b) for a, b in turns)
+        ids = list(head)
+        for piece in self._mixed(passages, self._other(room, rng), rng):
+            ids += piece
+        answer = [False] * len(ids)
+        for question_ids, answer_ids in turns:
+            ids += [*question_ids, *answer_ids]
+            answer += [False] * len(question_ids) + [True] * len(answer_ids)
+        return _padded_row(ids, answer, self.length, self.end)
+
+    def _turn(self, at: int, question: str, answer: str) -> tuple[list[int], list[int]]:
+        before = "" if at == 0 else self.wrap.again or PARAGRAPH
+        return self.encode(before + question + self.wrap.after), [*self.encode(answer), self.end]
+
+    def _other(self, room: int, rng: np.random.Generator) -> list[list[int]]:
+        """Return paragraphs of other text of at most `room` tokens."""
+        out: list[list[int]] = []
+        # half of the short rows hold the passages alone
+        if not self.documents or (self.length <= 1024 and rng.random() < 0.5):
+            return out
+        while room > 0:
+            document = self.documents[int(rng.integers(len(self.documents)))]
+            for piece in document.split(PARAGRAPH):
+                if len(piece) < MIN_PIECE:
+                    continue
+                out.append(self.encode(piece + PARAGRAPH)[:room])
+                room -= len(out[-1])
+                if room <= 0:
+                    break
+        return out
+
+    def _mixed(self, passages: list[list[int]], other: list[list[int]], rng: np.random.Generator) -> list[list[int]]:
+        out = list(other)
+        for passage in passages:
+            out.insert(int(rng.integers(len(out) + 1)), passage)
+        return out

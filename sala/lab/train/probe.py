@@ -1,11 +1,8 @@
 """Measure how far a student is from its teacher on the teacher's own answers to held-out prompts.
 
-    python -m sala.lab.train.probe PROBE.json TEACHER STUDENT
-
 A probe file holds token ids, so that a measurement takes seconds on a GPU and covers the same positions in every run.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +12,9 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.batch import whole
-from sala.backends.torch.loader import pick_device
 from sala.backends.torch.model import SalaModel
 from sala.lab.train.documents import has_loop
-from sala.lab.train.models import load_for_training
+from sala.lab.train.score import generate_greedy
 
 _TILE = 1024  # positions whose logits are in memory at a time
 
@@ -40,20 +36,12 @@ def read_cases(file: Path) -> list[ProbeCase]:
 class Probe:
     """Compare students with a teacher, whose hidden states are computed once.
 
-    Rows are padded to `length` and computed `rows` at a time, so that a compiled student sees a known shape; with
-    `is_packed`, unpadded rows are concatenated, which is less work.
+    Rows are padded to `length` and computed `rows` at a time.
     """
 
-    def __init__(
-        self,
-        cases: Sequence[ProbeCase],
-        teacher: SalaModel,
-        rows: int = 16,
-        length: int = 512,
-        is_packed: bool = False,
-    ) -> None:
+    def __init__(self, cases: Sequence[ProbeCase], teacher: SalaModel, rows: int = 16, length: int = 512) -> None:
         fitting = [case for case in cases if len(case.prompt) + len(case.answer) <= length]
-        self.cases, self.rows, self.length, self.is_packed = fitting, rows, length, is_packed
+        self.cases, self.rows = fitting, rows
         self.device = teacher.lm_head.weight.device
         tokens = torch.zeros((-(-len(fitting) // rows) * rows, length), dtype=torch.long)
         at: list[int] = []
@@ -74,20 +62,8 @@ class Probe:
     @torch.no_grad()
     def _hidden(self, model: SalaModel) -> Tensor:
         """Return the hidden states [P, hidden] that predict the tokens of the answers."""
-        if not self.is_packed:
-            parts = [model(whole(part)).float() for part in self.tokens.split(self.rows)]
-            return torch.cat(parts)[self.at] / model.config.logit_divisor
-        sizes = [len(case.prompt) + len(case.answer) for case in self.cases]
-        is_real = torch.arange(self.length) < torch.tensor(sizes)[:, None]
-        tokens = self.tokens[: len(sizes)][is_real.to(self.device)]
-        hidden = self._unpack(model(whole(tokens, sizes)).float(), is_real)
-        return hidden[self.at] / model.config.logit_divisor
-
-    def _unpack(self, packed: Tensor, is_real: Tensor) -> Tensor:
-        """Return packed hidden states in the layout of padded rows."""
-        out = packed.new_zeros((self.tokens.numel(), packed.shape[1]))
-        out[: is_real.numel()][is_real.flatten().to(self.device)] = packed
-        return out
+        parts = [model(whole(part)).float() for part in self.tokens.split(self.rows)]
+        return torch.cat(parts)[self.at] / model.config.logit_divisor
 
     @torch.no_grad()
     def __call__(self, student: SalaModel) -> dict[str, float]:
@@ -110,52 +86,7 @@ class Probe:
             "loss": float(torch.cat(chosen).mean()),
         }
 
-    @torch.no_grad()
     def ended(self, student: SalaModel, end: int, most: int = 160) -> float:
-        """Return the share of prompts whose greedy answer ends within `most` tokens and does not loop.
-
-        Every step recomputes whole rows, because a student in training has no KV cache.
-        """
-        num_cases = len(self.cases)
-        length = -(-(max(len(case.prompt) for case in self.cases) + most) // 64) * 64
-        tokens = torch.zeros((num_cases, length), dtype=torch.long)
-        for row, case in enumerate(self.cases):
-            tokens[row, : len(case.prompt)] = torch.tensor(case.prompt)
-        tokens = tokens.to(self.device)
-        sizes = torch.tensor([len(case.prompt) for case in self.cases], device=self.device)
-        rows = torch.arange(num_cases, device=self.device)
-        done = torch.zeros(num_cases, dtype=torch.bool, device=self.device)
-        head = student.lm_head.weight.detach().float()
-        for _ in range(most):
-            hidden = student(whole(tokens)).view(num_cases, length, -1)[rows, sizes - 1].float()
-            with torch.autocast(self.device.type, enabled=False):
-                best = (hidden @ head.T).argmax(-1)
-            tokens[rows, sizes] = torch.where(done, tokens[rows, sizes], best)
-            sizes = torch.where(done, sizes, sizes + 1)
-            done |= best == end
-            if bool(done.all()):
-                break
-        begins = [len(case.prompt) for case in self.cases]
-        answers = [tokens[row, begins[row] : int(sizes[row])].tolist() for row in range(num_cases)]
-        return sum(bool(done[row]) and not has_loop(a) for row, a in enumerate(answers)) / max(1, num_cases)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("probe", type=Path)
-    parser.add_argument("teacher", type=Path)
-    parser.add_argument("student", type=Path)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--ended", action="store_true", help="also generate the student's answers (slow without a GPU)")
-    options = parser.parse_args()
-    device = pick_device(options.device)
-    probe = Probe(read_cases(options.probe), load_for_training(options.teacher, device), is_packed=True)
-    student = load_for_training(options.student, device)
-    values = probe(student)
-    if options.ended:
-        values["ended"] = probe.ended(student, student.config.eos_token_id[0])
-    print(json.dumps(values, indent=2))
-
-
-if __name__ == "__main__":
-    main()
+        """Return the share of prompts whose greedy answer ends within `most` tokens and does not loop."""
+        answers = generate_greedy(student, [case.prompt for case in self.cases], most, [end])
+        return sum(ids[-1] == end and not has_loop(ids) for ids in answers) / max(1, len(answers))

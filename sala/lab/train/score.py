@@ -85,7 +85,7 @@ def _score(logits: Tensor, labels: Tensor) -> Score:
     return Score(float(chosen), tuple((logits.argmax(-1) == labels).tolist()))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate_greedy(
     model: SalaModel, contexts: Sequence[Sequence[int]], max_tokens: int, ends: Sequence[int]
 ) -> list[list[int]]:
@@ -99,7 +99,9 @@ def generate_greedy(
             rows = [[*contexts[i], *outputs[i]] for i in batch]
             hidden = _hidden_states(model, rows, lengths[batch[0]])
             last = torch.stack([hidden[at, len(row) - 1] for at, row in enumerate(rows)])
-            for i, token in zip(batch, model.logits(last).argmax(-1).tolist(), strict=True):
+            with torch.autocast(last.device.type, enabled=False):  # bf16 logits would often tie
+                tokens = model.logits(last.float()).argmax(-1).tolist()
+            for i, token in zip(batch, tokens, strict=True):
                 outputs[i].append(token)
         open_rows = [i for i in open_rows if outputs[i][-1] not in ends]
     return outputs

@@ -12,9 +12,8 @@ from sala.lab.eval.tasks.needle import CHATML, NeedleMaker, Wrap
 from sala.lab.train.data import Mixture, RowMaker, StreamRows, load_stream, read_documents
 from sala.lab.train.documents import DialogueRows, Documents, to_stream
 from sala.lab.train.halo.sample import TEXT_END
-from sala.lab.train.needles import NeedleRows, chat_wrap
+from sala.lab.train.needles import NeedleRows, ReadingRows, ReadingTable, chat_wrap
 from sala.lab.train.processes import main_process_first
-from sala.lab.train.reading import ReadingRows, ReadingTable
 from sala.lab.train.recipe import Learning, MixStage, SampleStage, Source
 from sala.lab.train.recipe_run import RecipeRun
 from sala.lab.train.steps import StepPart, weigh_needle, weigh_text

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from sala.errors import InputError
 from sala.lab.train.data import RowMaker, TrainingRow
@@ -48,7 +47,7 @@ class TrainingBatch(NamedTuple):
         return TrainingBatch(*moved)
 
 
-class Steps(Dataset[list[TrainingBatch]]):
+class Steps:
     """The micro-batches of step i: parts of the same length and regime share a micro-batch of at most `micro_rows`.
 
     Each of the `world` processes gets its share of every part's rows. Raise InputError if they cannot be divided.
@@ -68,7 +67,7 @@ class Steps(Dataset[list[TrainingBatch]]):
         self.parts, self.collate, self.rank, self.world = list(parts), collate, rank, world
         self.micro_rows = micro_rows
 
-    def __getitem__(self, step: int) -> list[TrainingBatch]:
+    def __call__(self, step: int) -> list[TrainingBatch]:
         return [self.collate(rows) for rows in self.rows(step)]
 
     def rows(self, step: int) -> list[list[TrainingRow]]:

@@ -4,7 +4,6 @@ Distilling on the teacher's own text preserves its behaviour, above all its styl
 """
 
 import json
-import multiprocessing
 import os
 import time
 from collections import deque
@@ -18,9 +17,19 @@ import torch
 
 from sala.backends.torch.model import SalaModel
 from sala.errors import InputError
-from sala.lab.train.documents import ANSWER, ASKED, GIVEN, TEXT, Documents, HeldOut, filter_documents, runs
-from sala.lab.train.halo.prompts import read_held_out
+from sala.lab.train.documents import (
+    ANSWER,
+    ASKED,
+    GIVEN,
+    TEXT,
+    Documents,
+    HeldOut,
+    filter_documents,
+    read_held_out,
+    runs,
+)
 from sala.lab.train.halo.slots import Slots, SlotUpdate
+from sala.lab.train.loop import prefetch
 from sala.lab.train.recipe import Prompts, SampleStage
 from sala.text.tokenizer import Tokenizer
 
@@ -30,6 +39,7 @@ TEXT_MIN_P = 0.02
 MAX_QUESTION, MAX_ANSWER = 120, 320  # tokens
 TEXT_END = "<|endoftext|>"  # ends free text where a tokenizer has it; turns end with the model's own end tokens
 MANY = 5000  # documents from which on the held-out check uses several processes
+CHUNK = 500  # documents that a process checks at a time
 STEPS = 8  # decoding steps between two checks for finished rows
 
 
@@ -305,17 +315,6 @@ def _after_last_answer(roles: Sequence[int]) -> int:
     return max(at for at, role in enumerate(roles) if role == ANSWER) + 1
 
 
-def write_rows(
-    model: SalaModel, openings: Sequence[Opening], length: int, ends: Sequence[int], seed: int, dtype: torch.dtype
-) -> list[list[int]]:
-    """Return every opening continued up to `length` tokens, or up to and including the first end token.
-
-    Rows that must end and do not are dropped.
-    """
-    writer = Writer(model, min(len(openings), 4096), length, ends, Marks(), seed, dtype)
-    return writer.write(openings).rows()
-
-
 def write_samples(
     model: SalaModel,
     tokenizer: Tokenizer,
@@ -331,7 +330,8 @@ def write_samples(
     are kept.
     """
     config, device = model.config, model.model.norm.weight.device
-    ends = tuple(dict.fromkeys((*config.eos_token_id, *_text_end(tokenizer))))
+    text_end = tokenizer.token_id(TEXT_END)
+    ends = tuple(dict.fromkeys((*config.eos_token_id, *([] if text_end is None else [text_end]))))
     composed = [turns for prompt in stage.prompts if prompt.path for turns in _read_turns(base / prompt.path)]
     topics = _read_topics(base, stage.topics)
     bos = config.bos_token_id if config.bos_token_id is not None else 0
@@ -352,38 +352,16 @@ def write_samples(
 
 
 def _repeats(documents: Documents, tokenizer: Tokenizer, held_out: HeldOut) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return for each document whether the teacher asked a held-out question in it."""
+    """Return for each document whether the teacher asked a held-out question in it; many are checked in processes."""
 
-    def check(part: range) -> list[bool]:
-        questions = (runs(*documents.document(at)[:2], ASKED) for at in part)
+    def check(part: int) -> list[bool]:
+        indices = range(part * CHUNK, min((part + 1) * CHUNK, len(documents)))
+        questions = (runs(*documents.document(at)[:2], ASKED) for at in indices)
         return [any(tokenizer.decode(run) in held_out for run in one) for one in questions]
 
-    size = -(-len(documents) // max(1, (os.cpu_count() or 1)))
-    parts = [range(at, min(at + size, len(documents))) for at in range(0, len(documents), max(size, 1))]
-    return np.array(_in_processes(check, parts), np.bool_)
-
-
-def _in_processes(check: Callable[[range], list[bool]], parts: Sequence[range]) -> list[bool]:
-    """Apply `check` to all parts, in separate processes if there are many documents."""
-    if sum(map(len, parts)) < MANY or not hasattr(os, "fork"):
-        return [value for part in parts for value in check(part)]
-    context = multiprocessing.get_context("fork")
-    pipes = [context.SimpleQueue() for _ in parts]
-    processes = [
-        context.Process(target=lambda part=part, pipe=pipe: pipe.put(check(part)), daemon=True)
-        for part, pipe in zip(parts, pipes, strict=True)
-    ]
-    for process in processes:
-        process.start()
-    out = [value for pipe in pipes for value in pipe.get()]
-    for process in processes:
-        process.join()
-    return out
-
-
-def _text_end(tokenizer: Tokenizer) -> tuple[int, ...]:
-    end = tokenizer.token_id(TEXT_END)
-    return () if end is None else (end,)
+    num_workers = (os.cpu_count() or 1) if len(documents) >= MANY and hasattr(os, "fork") else 0
+    parts = prefetch(check, range(-(-len(documents) // CHUNK)), num_workers)
+    return np.array([value for part in parts for value in part], np.bool_)
 
 
 def _read_turns(file: Path) -> list[list[str]]:

@@ -1,19 +1,14 @@
 """Compose distinct prompts of many kinds from a table of templates and lists.
 
 A table is TOML: `[lists]` with words and phrases, and `[[kind]]` tables with a `name`, a `weight` and `templates`.
-A template is a string, or a list of strings for several turns of the user. Slots are written in braces:
+A template is a string, or a list of strings for several turns of the user. Its slots are those of
+`sala.lab.train.needles.SlotLists`.
 
-    {place}        an entry of the list `place`, whose own slots are filled
-    {a=place}      the same, stored as `a` for the rest of the prompt; {a} repeats it
-    {2..99}        a whole number; {n=2..99} stores it
-    {3*fruit}      three different entries, separated by commas; {n=3*fruit} stores them
-
-    python -m sala.lab.train.halo.prompts TABLE COUNT OUT.jsonl --seed 1 --held-out everyday.jsonl
+    python models/smol-sala/compose.py TABLE COUNT OUT.jsonl --seed 1 --held-out everyday.jsonl
 """
 
 import argparse
 import json
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from sala.errors import ConfigError
-from sala.lab.train.documents import HeldOut
+from sala.lab.train.documents import HeldOut, read_held_out
+from sala.lab.train.needles import SlotLists
 
-_SLOT = re.compile(r"\{(?:(\w+)=)?(?:(\d+)\*)?(\w+(?:\.\.\d+)?)\}")
-_AN = re.compile(r"\b([Aa]) (?=[aeioAEIO])")  # "an apple"; words with u take either article
 _TRIES = 40  # attempts at a new prompt, after which it is skipped
 
 
@@ -42,11 +35,12 @@ class Prompt:
     turns: tuple[str, ...]
 
 
-class PromptTable:
+class PromptTable(SlotLists):
     """Templates and lists; the prompts are a function of the seed."""
 
     def __init__(self, lists: Mapping[str, Sequence[str]], kinds: Sequence[PromptKind]) -> None:
-        self.lists, self.kinds = dict(lists), tuple(kinds)
+        super().__init__(lists)
+        self.kinds = tuple(kinds)
 
     @classmethod
     def load(cls, file: Path) -> "PromptTable":
@@ -61,17 +55,8 @@ class PromptTable:
             for one in values.get("kind", [])
         ]
         table = cls(values.get("lists", {}), kinds)
-        table.check(str(file))
+        table.check((turn for kind in kinds for template in kind.templates for turn in template), str(file))
         return table
-
-    def check(self, where: str) -> None:
-        texts = [turn for kind in self.kinds for template in kind.templates for turn in template]
-        texts += [entry for entries in self.lists.values() for entry in entries]
-        remembered = {match[1] for text in texts for match in _SLOT.finditer(text) if match[1]}
-        for text in texts:
-            for match in _SLOT.finditer(text):
-                if match[3] not in self.lists and match[3] not in remembered and ".." not in match[3]:
-                    raise ConfigError(f"{where}: {text!r} names the unknown list {match[3]!r}", "add it to [lists]")
 
     def prompts(self, count: int, seed: int, held_out: HeldOut | None = None) -> Iterator[Prompt]:
         """Yield up to `count` distinct prompts in the shares of the kinds, none of them held out."""
@@ -91,45 +76,6 @@ class PromptTable:
                     seen.add(turns)
                     yield Prompt(kind.name, turns)
                     break
-
-    def fill(self, text: str, names: dict[str, str], rng: np.random.Generator) -> str:
-        """Return the text with all slots filled; `names` holds the stored values and is updated."""
-        return _AN.sub(r"\1n ", self._fill(text, names, rng))
-
-    def _fill(self, text: str, names: dict[str, str], rng: np.random.Generator) -> str:
-        def one(match: re.Match[str]) -> str:
-            name, many, what = match.groups()
-            if what in names and name is None:
-                return names[what]
-            value = self._value(what, int(many) if many else 0, names, rng)
-            if name is not None:
-                names[name] = value
-            return value
-
-        return _SLOT.sub(one, text)
-
-    def _value(self, what: str, many: int, names: dict[str, str], rng: np.random.Generator) -> str:
-        if ".." in what:
-            low, _, high = what.partition("..")
-            return str(int(rng.integers(int(low), int(high) + 1)))
-        entries = self.lists[what]
-        if many:
-            chosen = rng.permutation(len(entries))[:many]
-            return ", ".join(self._fill(entries[int(at)], names, rng) for at in chosen)
-        return self._fill(entries[int(rng.integers(len(entries)))], names, rng)
-
-
-def read_held_out(files: Sequence[Path]) -> HeldOut:
-    """Return the `turns` of JSONL files, and their `avoid` words, as texts held out from training."""
-    texts: list[str] = []
-    avoid: list[tuple[list[str], str]] = []
-    for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            texts += record["turns"]
-            if record.get("avoid"):
-                avoid.append((record["avoid"], " ".join(record["turns"])))
-    return HeldOut(texts, avoid)
 
 
 def main() -> None:
