@@ -70,8 +70,7 @@ class Documents:
 
 def has_loop(tokens: Sequence[int], size: int = NGRAM, times: int = 3) -> bool:
     """Return whether an n-gram of `size` tokens occurs at least `times` times."""
-    grams = Counter(tuple(tokens[at : at + size]) for at in range(len(tokens) - size + 1))
-    return bool(grams) and max(grams.values()) >= times
+    return loop_start(tokens, size, times) < len(tokens)
 
 
 def loop_start(tokens: Sequence[int], size: int = NGRAM, times: int = 2) -> int:

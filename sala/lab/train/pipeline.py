@@ -25,7 +25,7 @@ from sala.lab.train.accelerated import Accelerated, Group
 from sala.lab.train.block_selection_loss import min_length
 from sala.lab.train.fast_paths import FastPaths
 from sala.lab.train.halo.sample import write_samples
-from sala.lab.train.halo.select import LayerProbe, measure_layers, needle_pairs, select_layers
+from sala.lab.train.halo.select import Importance, measure_layers, needle_pairs, rate_layers, select_layers
 from sala.lab.train.halo.source import ALWAYS_DENSE, copy_tokenizer
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid, to_sparse
 from sala.lab.train.latent import LatentLearner, Latents
@@ -72,7 +72,9 @@ def run_recipe(run: RecipeRun, start: Path) -> Path:
             raise OutOfTime(f"out of time before stage {stage.name}", "run it again to resume")
         if not is_done:
             began = time.monotonic()
-            _STAGES[type(stage)](run, stage, directory, model)
+            if is_main_process() or isinstance(stage, Learning):
+                _STAGES[type(stage)](run, stage, directory, model)
+            barrier()
             run.note(stage.name, f"done in {time.monotonic() - began:,.0f} s")
             torch.compiler.reset()
         model = model if is_sampling else produced
@@ -94,12 +96,6 @@ def _claim(directory: Path, stage: Stage) -> None:
 
 def _sample(run: RecipeRun, stage: SampleStage, directory: Path, start: Path) -> None:
     """Let the teacher write training documents."""
-    if is_main_process():
-        _write_samples(run, stage, directory)
-    barrier()
-
-
-def _write_samples(run: RecipeRun, stage: SampleStage, directory: Path) -> None:
     model = run.load_teacher()
     assert run.teacher is not None
     limits = [time.monotonic() + stage.seconds] if stage.seconds else []
@@ -148,28 +144,14 @@ def _align(run: RecipeRun, stage: AlignStage, directory: Path, start: Path) -> N
 
 
 def _select(run: RecipeRun, stage: SelectStage, directory: Path, start: Path) -> None:
-    """Select the layers that keep attention."""
-    if is_main_process():
-        _build_hybrid(run, stage, directory, start)
-    barrier()
-
-
-def _build_hybrid(run: RecipeRun, stage: SelectStage, directory: Path, start: Path) -> None:
     """Write the initial hybrid: attention in the selected layers, the aligned mixers elsewhere."""
     teacher, aligned = run.load_teacher(), load_for_training(start, run.device)
-    num_layers = teacher.config.num_hidden_layers
     kept = stage.layers
     if not kept:
-        mixers: dict[int, Any] = {i: layer.self_attn for i, layer in enumerate(aligned.model.layers)}
-        probe = _layer_probe(run, stage)
-
-        def note(index: int, recall: float, sense: float) -> None:
-            run.note(stage.name, Progress(index + 1, num_layers, {"recall": recall, "sense": sense}))
-
         with torch.autocast(run.device.type, torch.bfloat16, enabled=_is_mixed(run)):
-            scores = measure_layers(teacher, mixers, probe, stage.epsilon, note)
-        kept = select_layers(scores, stage, num_layers)
-        table = {str(index): asdict(score) for index, score in scores.items()}
+            scores = _measure_layers(run, stage, teacher, [layer.self_attn for layer in aligned.model.layers])
+        kept = select_layers(scores, stage)
+        table = {str(index): score._asdict() for index, score in enumerate(scores)}
         (directory / "layers.json").write_text(json.dumps({"kept": kept, "layers": table}, indent=2) + "\n")
     run.note(stage.name, f"layers {', '.join(map(str, kept))} keep attention")
     config = hybrid_config(teacher.config, kept, run.recipe.sparse)
@@ -179,13 +161,18 @@ def _build_hybrid(run: RecipeRun, stage: SelectStage, directory: Path, start: Pa
     _save(student, directory / "model", config, start)
 
 
-def _layer_probe(run: RecipeRun, stage: SelectStage) -> LayerProbe:
+def _measure_layers(run: RecipeRun, stage: SelectStage, teacher: SalaModel, mixers: list[Any]) -> list[Importance]:
+    """Return the importance of every layer, by needles and multiple-choice questions."""
     assert run.teacher is not None
     tokenizer = Tokenizer.load(run.teacher)
-    maker = needle_makers(run, tokenizer, stage.haystack)[0]
-    tasks = tuple(tuple(read_tasks(run.base / task)[: stage.max_questions]) for task in stage.tasks)
-    needles = needle_pairs(maker, stage.recall_len, stage.recall_rows)
-    return LayerProbe(needles, tasks, partial(tokenizer.encode, bos=False))
+    tasks = [read_tasks(run.base / task)[: stage.max_questions] for task in stage.tasks]
+    needles = needle_pairs(needle_makers(run, tokenizer, stage.haystack)[0], stage.recall_len, stage.recall_rows)
+    encode = partial(tokenizer.encode, bos=False)
+    measures = []
+    for recall, sense in measure_layers(teacher, mixers, needles, tasks, encode):
+        measures.append((recall, sense))
+        run.note(stage.name, Progress(len(measures), len(mixers), {"recall": recall, "sense": sense}))
+    return rate_layers(measures, stage.epsilon)
 
 
 def _train(run: RecipeRun, stage: TrainStage, directory: Path, start: Path) -> None:

@@ -6,10 +6,8 @@ recalls facts from its context, and C, how well it answers common-sense question
     s_i = (max R - R_i) / (max C - C_i + epsilon)
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-
-from torch import nn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from sala.backends.torch.model import SalaModel
 from sala.lab.eval.tasks.choice import ChoiceTask
@@ -20,35 +18,10 @@ from sala.lab.train.score import choice_accuracy, score_rows
 Pairs = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Importance:
+class Importance(NamedTuple):
     recall: float
     sense: float
     score: float
-
-
-@dataclass(frozen=True, slots=True)
-class LayerProbe:
-    """The measurements of every candidate: needle cases and multiple-choice questions."""
-
-    needles: Pairs
-    tasks: tuple[tuple[ChoiceTask, ...], ...]
-    encode: Callable[[str], list[int]]
-
-    def recall(self, model: SalaModel) -> float:
-        """Return the mean share of answer tokens that are the model's top-1 prediction."""
-        scores = score_rows(model, self.needles)
-        return sum(sum(score.is_first) / len(score.is_first) for score in scores) / len(scores)
-
-    def sense(self, model: SalaModel) -> float:
-        """Return the mean accuracy over the tasks; 0 without tasks."""
-        if not self.tasks:
-            return 0.0
-        return sum(self._accuracy(model, task) for task in self.tasks) / len(self.tasks)
-
-    def _accuracy(self, model: SalaModel, questions: Sequence[ChoiceTask]) -> float:
-        found = choice_accuracy(model, questions, self.encode)
-        return (found.acc + found.acc_norm) / 2
 
 
 def needle_pairs(maker: NeedleMaker, length: int, count: int, num_keys: int = 2) -> Pairs:
@@ -59,37 +32,41 @@ def needle_pairs(maker: NeedleMaker, length: int, count: int, num_keys: int = 2)
 
 def measure_layers(
     teacher: SalaModel,
-    aligned: Mapping[int, nn.Module],
-    probe: LayerProbe,
-    epsilon: float,
-    note: Callable[[int, float, float], None],
-) -> dict[int, Importance]:
-    """Return the importance of every layer with an aligned mixer; the teacher is unchanged afterwards."""
-    recalls, senses = {}, {}
-    for index, mixer in aligned.items():
-        layer = teacher.model.layers[index]
+    aligned: Sequence[Any],
+    needles: Pairs,
+    tasks: Sequence[Sequence[ChoiceTask]],
+    encode: Callable[[str], list[int]],
+) -> Iterator[tuple[float, float]]:
+    """Yield R and C of the teacher with each layer's attention replaced in turn; it is unchanged afterwards.
+
+    R is the mean share of answer tokens that are the model's top-1 prediction, C the mean accuracy over the tasks.
+    """
+    for layer, mixer in zip(teacher.model.layers, aligned, strict=True):
         original, layer.self_attn = layer.self_attn, mixer
         try:
-            recalls[index], senses[index] = probe.recall(teacher), probe.sense(teacher)
+            scores = score_rows(teacher, needles)
+            recall = sum(sum(score.is_first) / len(score.is_first) for score in scores) / len(scores)
+            found = [choice_accuracy(teacher, questions, encode) for questions in tasks]
+            sense = sum((one.acc + one.acc_norm) / 2 for one in found) / max(len(found), 1)
         finally:
             layer.self_attn = original
-        note(index, recalls[index], senses[index])
-    best_recall, best_sense = max(recalls.values()), max(senses.values())
-    return {
-        index: Importance(
-            recalls[index],
-            senses[index],
-            (best_recall - recalls[index]) / (best_sense - senses[index] + epsilon),
-        )
-        for index in aligned
-    }
+        yield recall, sense
 
 
-def select_layers(scores: Mapping[int, Importance], stage: SelectStage, num_layers: int) -> tuple[int, ...]:
+def rate_layers(measures: Sequence[tuple[float, float]], epsilon: float) -> list[Importance]:
+    """Return the importance of each layer from its R and C."""
+    best_recall, best_sense = (max(values) for values in zip(*measures, strict=True))
+    return [
+        Importance(recall, sense, (best_recall - recall) / (best_sense - sense + epsilon)) for recall, sense in measures
+    ]
+
+
+def select_layers(scores: Sequence[Importance], stage: SelectStage) -> tuple[int, ...]:
     """Return the layers that keep attention: with `keep_ends` the first and the last, then the highest scores."""
+    num_layers = len(scores)
     count = stage.num_layers or max(1, num_layers // 4)
     kept = {0, num_layers - 1} if stage.keep_ends else set()
-    for index in sorted(scores, key=lambda i: -scores[i].score):
+    for index in sorted(range(num_layers), key=lambda i: -scores[i].score):
         if len(kept) >= count:
             break
         kept.add(index)
