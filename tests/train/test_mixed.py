@@ -23,13 +23,12 @@ from sala.lab.train.fast_paths import FastPaths, check_head, check_scan
 from sala.lab.train.halo.source import dense_config
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid
 from sala.lab.train.latent import LatentLearner, Latents
-from sala.lab.train.loop import OutOfTime, train
+from sala.lab.train.loop import OutOfTime, read_state, train, write_state
 from sala.lab.train.losses import LossWeights, head_loss
 from sala.lab.train.models import load_for_training
 from sala.lab.train.objectives import Distil
 from sala.lab.train.overlays import MLP_LINEARS, TeacherBase, load_overlay, overlay_storage
 from sala.lab.train.recipe import MixStage, Schedule, Source
-from sala.lab.train.state import read_state, write_state
 from sala.lab.train.steps import StepPart, TrainingBatch, collate
 from tests.smol_sala import pack
 from tests.train.dense import CONFIG

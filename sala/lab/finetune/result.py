@@ -18,8 +18,8 @@ from sala.checkpoint.writer import copy_companions, new_directory, write_file, w
 from sala.config import SalaConfig
 from sala.lab.finetune.options import FinetuneOptions
 from sala.lab.finetune.target import QK_PARTS
+from sala.lab.train.models import tensor_bytes
 from sala.lab.train.plots import plot_losses
-from sala.lab.train.state import tensor_bytes
 
 LOSSES_FILE, PLOT_FILE = "losses.json", "losses.png"
 

@@ -31,7 +31,7 @@ from sala.lab.quantize.layers import Chunks, Site, forget_module, read_layer, se
 from sala.lab.quantize.plan import QuantizeSettings, plan_modules
 from sala.lab.quantize.ranges import TORCH_DTYPES, expand, round_matrix, round_within_ranges
 from sala.lab.quantize.texts import CalibrationText
-from sala.lab.train.state import tensor_bytes
+from sala.lab.train.models import tensor_bytes
 from sala.quantization_config import Groups, QuantConfig
 
 _VERSION = 2  # of the computation; another version does not continue an old work directory

@@ -19,12 +19,7 @@ def convert(
     source: Path, output: Path, recipe: Path, work: Path, device: str, note: Note, minutes: float | None = None
 ) -> None:
     """Run the recipe on a dense model; stages that are complete in `work` are skipped."""
-    teacher = work / "teacher"
-    run = _begin(output, recipe, work, teacher, device, note, minutes)
-    if is_main_process():
-        import_dense(source, teacher)
-    barrier()
-    _run(run, teacher, output)
+    _run(work / "teacher", output, recipe, work, device, note, minutes, source, is_imported=True)
 
 
 def train_model(
@@ -38,30 +33,39 @@ def train_model(
     teacher: Path | None = None,
 ) -> None:
     """Run the recipe on a MiniCPM-SALA checkpoint. The teacher may be one as well, or a dense model."""
-    _check_sala(model)
-    is_external = teacher is not None and not _is_sala(teacher)
-    run = _begin(output, recipe, work, work / "teacher" if is_external else teacher, device, note, minutes)
-    if teacher is not None and is_external and is_main_process():
-        import_dense(teacher, work / "teacher")
-    barrier()
-    _run(run, model, output)
+    if not (model / "config.json").is_file():
+        raise ModelNotFound(f"{model} has no config.json", "give a checkpoint's directory")
+    if not _is_sala(model):
+        raise CheckpointError(f"{model} is not a MiniCPM-SALA checkpoint", "convert it first: sala convert")
+    is_imported = teacher is not None and not _is_sala(teacher)
+    _run(model, output, recipe, work, device, note, minutes, teacher, is_imported)
 
 
-def _begin(
-    output: Path, recipe: Path, work: Path, teacher: Path | None, device: str, note: Note, minutes: float | None
-) -> RecipeRun:
-    began = time.monotonic()
+def _run(
+    start: Path,
+    output: Path,
+    recipe: Path,
+    work: Path,
+    device: str,
+    note: Note,
+    minutes: float | None,
+    teacher: Path | None,
+    is_imported: bool,
+) -> None:
+    """Run the recipe from `start`; the teacher is imported as work/teacher if it is a dense model."""
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
     check_new(output)
     stages = load_recipe(recipe)
     work.mkdir(parents=True, exist_ok=True)
-    deadline = None if minutes is None else began + 60 * minutes
     local_device = init_process(device)
-    return RecipeRun(
-        stages, recipe.parent, work, teacher, local_device, note if is_main_process() else _silent, deadline
-    )
-
-
-def _run(run: RecipeRun, start: Path, output: Path) -> None:
+    if not is_main_process():
+        note = _silent
+    if teacher is not None and is_imported:
+        if is_main_process():
+            import_dense(teacher, work / "teacher")
+        teacher = work / "teacher"
+    barrier()
+    run = RecipeRun(stages, recipe.parent, work, teacher, local_device, note, deadline)
     final = run_recipe(run, start)
     if is_main_process():
         write_recipe_report(run, start, final)
@@ -71,13 +75,6 @@ def _run(run: RecipeRun, start: Path, output: Path) -> None:
         run.note("recipe", f"wrote {output}")
     barrier()
     destroy_process()
-
-
-def _check_sala(model: Path) -> None:
-    if not (model / "config.json").is_file():
-        raise ModelNotFound(f"{model} has no config.json", "give a checkpoint's directory")
-    if not _is_sala(model):
-        raise CheckpointError(f"{model} is not a MiniCPM-SALA checkpoint", "convert it first: sala convert")
 
 
 def _is_sala(model: Path) -> bool:

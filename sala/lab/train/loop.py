@@ -14,17 +14,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from sala.checkpoint.reader import read_file_header, read_tensors
+from sala.checkpoint.writer import write_file
 from sala.errors import SalaError
+from sala.lab.train.models import tensor_bytes
 from sala.lab.train.processes import any_process, barrier
 from sala.lab.train.recipe import Learning, MixStage
-from sala.lab.train.state import read_state, write_state
 from sala.lab.train.steps import StepPart, Steps, TrainingBatch, collate
 
 LOG_EVERY = 10
+_STATE = "state.safetensors"
 Probe = Callable[[bool], Mapping[str, float]]  # measures the weights; called with True at the end of the run
 
 
@@ -144,6 +148,31 @@ def train(
         if is_late and not is_last:
             raise OutOfTime(f"out of time after step {clock.step} of {clock.expected_steps}", "run it again to resume")
     return log.entries
+
+
+def write_state(directory: Path, learner: Learner, facts: Mapping[str, float]) -> None:
+    """Replace the saved state atomically; every process must call this, and wait for the others."""
+    tensors = learner.tensors()  # a collective operation if the weights are sharded
+    if learner.rank == 0:
+        draft = directory / f".{_STATE}.part"
+        draft.unlink(missing_ok=True)
+        specs = {name: ("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
+        texts = {name: json.dumps(value) for name, value in facts.items()}
+        write_file(draft, specs, lambda name: tensor_bytes(tensors[name]), texts)
+        draft.replace(directory / _STATE)
+
+
+def read_state(directory: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the tensors and facts of the saved state; both are empty if there is none."""
+    file = directory / _STATE
+    if not file.is_file():
+        return {}, {}
+    facts, infos = read_file_header(file)
+    tensors = {
+        name: torch.from_numpy(np.frombuffer(raw.data, np.float32).reshape(raw.shape).copy())
+        for name, raw in read_tensors(file, infos).items()
+    }
+    return tensors, {name: json.loads(facts[name]) for name in ("step", "elapsed") if name in facts}
 
 
 def prefetch(make: Callable[[int], Any], numbers: range, num_workers: int, is_pinned: bool = False) -> Iterator[Any]:

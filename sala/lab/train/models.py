@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sala.backends.torch.loader import load_model
 from sala.backends.torch.model import SalaModel
@@ -15,7 +15,6 @@ from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import new_directory, write_text, write_weights
 from sala.config import SalaConfig
-from sala.lab.train.state import tensor_bytes
 
 
 def load_for_training(directory: Path, device: torch.device) -> SalaModel:
@@ -49,3 +48,9 @@ def save_model(
         write_weights(draft, specs, lambda name: tensor_bytes(tensors[name], kind))
         write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
         copy(tokenizer_from, draft)
+
+
+def tensor_bytes(tensor: Tensor, dtype: torch.dtype = torch.float32) -> memoryview:
+    """Return the values in `dtype`, as a safetensors file stores them."""
+    flat = tensor.detach().to("cpu", dtype).contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

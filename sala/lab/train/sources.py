@@ -1,5 +1,6 @@
 """The rows of a stage from its sources: tokenized texts, the teacher's samples, facts and passages in texts."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,78 +25,76 @@ READING_EVERY = 3  # every third row of a needle source with a table is a readin
 
 def step_parts(run: RecipeRun, stage: Learning, start: Path) -> list[StepPart]:
     """Return what every step holds: rows of one length in the shares of the sources, or `rows` rows of each source."""
-    tokenizer = Tokenizer.load(start)
+    maker = _RowMakers(run, stage, Tokenizer.load(start), SalaConfig.load(start).eos_token_id)
     with main_process_first():
         if isinstance(stage, MixStage):
             return [
-                StepPart(
-                    _maker(run, stage, source, tokenizer, start), source.rows, _length(stage, source), source.is_sparse
-                )
+                StepPart(maker.weighted_rows(source), source.rows, source.seq_len or stage.seq_len, source.is_sparse)
                 for source in stage.data
             ]
-        makers = [_rows_of(run, stage, source, tokenizer, start) for source in stage.data]
+        makers = [maker.rows(source) for source in stage.data]
     shares = Mixture(makers, [source.weight for source in stage.data], run.recipe.seed)
-    return [StepPart(shares, stage.batch_rows, stage.seq_len, is_sparse=False)]
+    return [StepPart(shares, stage.batch_rows, stage.seq_len)]
 
 
-def _length(stage: Learning, source: Source) -> int:
-    return source.seq_len or stage.seq_len
+class _RowMakers:
+    """Makes the rows of a stage's sources."""
+
+    def __init__(self, run: RecipeRun, stage: Learning, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
+        self.run, self.stage, self.tokenizer = run, stage, tokenizer
+        self.eos = ends[0] if ends else 0
+        self.seed = run.recipe.seed * 1009 + run.recipe.stages.index(stage)  # type: ignore[arg-type]
+
+    def weighted_rows(self, source: Source) -> RowMaker:
+        """Return rows with weights per token, for a mixture."""
+        if source.kind == "dialogues":
+            seed = self.seed * 31 + self.stage.data.index(source)
+            length = source.seq_len or self.stage.seq_len
+            return DialogueRows(_documents(self.run, source), length, self.eos, seed, source.shortest)
+        rows = self.rows(source)
+        if source.kind in ("needle", "reading"):
+            return lambda index: weigh_needle(rows(index), source.answer_share)
+        return lambda index: weigh_text(rows(index))
+
+    def rows(self, source: Source) -> RowMaker:
+        run, tokenizer, length = self.run, self.tokenizer, source.seq_len or self.stage.seq_len
+        if source.kind == "reading":
+            return self._reading(source, length)
+        if source.kind == "needle":
+            wraps = [CHATML, chat_wrap(tokenizer)] if source.has_system else [CHATML]
+            makers = needle_makers(run, tokenizer, source.path, source.max_documents, wraps)
+            needles = NeedleRows(makers, length, source.num_keys, source.num_topics, self.eos, self.seed)
+            if not source.table:
+                return needles
+            passages = self._reading(source, length)
+            return lambda index: passages(index) if index % READING_EVERY == 2 else needles(index)
+        text_end = tokenizer.token_id(TEXT_END)
+        end = self.eos if text_end is None or not source.rows else text_end
+        if source.kind in ("samples", "dialogues"):
+            documents = _documents(run, source)
+            if source.rows:
+                documents = documents.select(np.flatnonzero(documents.is_text()).tolist())
+            return StreamRows(to_stream(documents, end), length, self.seed, source.truth)
+
+        def note(name: str, count: int) -> None:
+            run.note(self.stage.name, f"reading {name}: {count:,}")
+
+        line = load_stream(source, tokenizer, end, run.base, run.work / "tokens", note)
+        return StreamRows(line, length, self.seed, source.truth)
+
+    def _reading(self, source: Source, length: int) -> ReadingRows:
+        table = ReadingTable.load(self.run.base / source.table, self.run.base / source.lists)
+        documents, encode = _texts(self.run, self.tokenizer, source.path, source.max_documents)
+        wrap, shape = chat_wrap(self.tokenizer), (length, source.num_keys, source.num_topics)
+        return ReadingRows(table, documents, encode, wrap, self.eos, *shape, self.seed)
 
 
-def _maker(run: RecipeRun, stage: Learning, source: Source, tokenizer: Tokenizer, start: Path) -> RowMaker:
-    length = _length(stage, source)
-    seed = _seed(run, stage) * 31 + stage.data.index(source)
-    if source.kind == "dialogues":
-        documents = _documents(run, source)
-        return DialogueRows(documents, length, _eos(start), seed, source.shortest)
-    rows = _rows_of(run, stage, source, tokenizer, start)
-    if source.kind in ("needle", "reading"):
-        return lambda index: weigh_needle(rows(index), source.answer_share)
-    return lambda index: weigh_text(rows(index))
-
-
-def _seed(run: RecipeRun, stage: Learning) -> int:
-    return run.recipe.seed * 1009 + run.recipe.stages.index(stage)
-
-
-def _eos(start: Path) -> int:
-    config = SalaConfig.load(start)
-    return config.eos_token_id[0] if config.eos_token_id else 0
-
-
-def _rows_of(run: RecipeRun, stage: Learning, source: Source, tokenizer: Tokenizer, start: Path) -> RowMaker:
-    eos, seed, length = _eos(start), _seed(run, stage), _length(stage, source)
-    if source.kind == "reading":
-        return _reading(run, source, tokenizer, length, eos, seed)
-    if source.kind == "needle":
-        wraps = [CHATML, chat_wrap(tokenizer)] if source.has_system else [CHATML]
-        makers = needle_makers(run, tokenizer, source.path, source.max_documents, wraps)
-        needles = NeedleRows(makers, length, source.num_keys, source.num_topics, eos, seed)
-        if not source.table:
-            return needles
-        passages = _reading(run, source, tokenizer, length, eos, seed)
-        return lambda index: passages(index) if index % READING_EVERY == 2 else needles(index)
-    text_end = tokenizer.token_id(TEXT_END)
-    end = eos if text_end is None or not source.rows else text_end
-    if source.kind in ("samples", "dialogues"):
-        documents = _documents(run, source)
-        if source.rows:
-            documents = documents.select(np.flatnonzero(documents.is_text()).tolist())
-        return StreamRows(to_stream(documents, end), length, seed, source.truth)
-    cache = run.work / "tokens"
-    line = load_stream(
-        source, tokenizer, end, run.base, cache, lambda name, n: run.note(stage.name, f"reading {name}: {n:,}")
-    )
-    return StreamRows(line, length, seed, source.truth)
-
-
-def _reading(run: RecipeRun, source: Source, tokenizer: Tokenizer, length: int, end: int, seed: int) -> ReadingRows:
-    table = ReadingTable.load(run.base / source.table, run.base / source.lists)
-    documents = list(islice(read_documents(Source(path=source.path), run.base), source.max_documents))
-    encode = partial(tokenizer.encode, bos=False, parse_special=True)
-    return ReadingRows(
-        table, documents, encode, chat_wrap(tokenizer), end, length, source.num_keys, source.num_topics, seed
-    )
+def _texts(
+    run: RecipeRun, tokenizer: Tokenizer, path: str, limit: int | None
+) -> tuple[list[str], Callable[[str], list[int]]]:
+    """Return texts in which something is hidden, and what encodes them."""
+    documents = list(islice(read_documents(Source(path=path), run.base), limit))
+    return documents, partial(tokenizer.encode, bos=False, parse_special=True)
 
 
 def _documents(run: RecipeRun, source: Source) -> Documents:
@@ -106,11 +105,9 @@ def _documents(run: RecipeRun, source: Source) -> Documents:
 
 
 def needle_makers(
-    run: RecipeRun, tokenizer: Tokenizer, path: str, limit: int | None = None, wraps: list[Wrap] | None = None
+    run: RecipeRun, tokenizer: Tokenizer, path: str, limit: int | None = None, wraps: Sequence[Wrap] = (CHATML,)
 ) -> list[NeedleMaker]:
     """Return a needle maker over the texts of `path` for each wrap."""
-    source = Source(path=path, max_documents=limit)
-    documents = list(islice(read_documents(source, run.base), source.max_documents))
+    documents, encode = _texts(run, tokenizer, path, limit)
     end = tokenizer.token_id("<|im_end|>")
-    encode = partial(tokenizer.encode, bos=False, parse_special=True)
-    return [NeedleMaker(encode, documents, seed=run.recipe.seed, wrap=wrap, end_id=end) for wrap in wraps or [CHATML]]
+    return [NeedleMaker(encode, documents, seed=run.recipe.seed, wrap=wrap, end_id=end) for wrap in wraps]
