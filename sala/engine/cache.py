@@ -165,8 +165,8 @@ class SequenceState:
     max_len: int  # tokens, prompt and answer together
     boundaries: tuple[int, ...]
     after: "SequenceState | None" = None  # a sibling whose prefill it shares
-    tokens: list[int] = field(default_factory=list)
-    token_bytes: bytearray = field(default_factory=bytearray)
+    tokens: list[int] = field(init=False)
+    token_bytes: bytearray = field(init=False)
     pages: list[int] = field(default_factory=list)
     slot: int | None = None
     num_computed: int = 0
@@ -174,10 +174,15 @@ class SequenceState:
     turn: int = 0  # of the scheduler, when it was admitted or last had a prefill chunk
     is_suspect: bool = False  # took part in a step that failed: runs alone to its end
     sampled: list[SampledToken] = field(default_factory=list)
-    forced: deque[int] = field(default_factory=deque)
+    forced: deque[int] = field(init=False)
     finish_reason: str | None = None
     error: Exception | None = None
     id: int = field(default_factory=lambda: next(_ids))
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+        self.token_bytes = bytearray(as_bytes(self.tokens))
+        self.forced = deque(self.request.forced)
 
     @property
     def prompt_len(self) -> int:

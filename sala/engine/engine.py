@@ -2,14 +2,13 @@
 
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sala.config import SparseConfig
-from sala.engine.cache import Hybrid, Request, SequenceState, as_bytes
+from sala.engine.cache import Hybrid, Request, SequenceState
 from sala.engine.draft import Speculation, lookup
 from sala.engine.scheduler import Scheduler, Work
 from sala.errors import ContextTooLong, InputError
@@ -42,10 +41,8 @@ class Engine:
         self._can_draft = options.speculate != "off"
         self._was_idle = False  # the last step had nothing to do
         self._late: list[Update] = []  # updates of a step that was interrupted
-        self.before: Callable[[SequenceState], None] | None = (
-            None  # called for a new request: may load its prefix into the cache
-        )
-        self.after: Callable[[SequenceState], None] | None = None  # called for a finished sequence: may save its prefix
+        self.before: Callable[[SequenceState], None] | None = None  # for a new request: may load its prefix
+        self.after: Callable[[SequenceState], None] | None = None  # for a finished sequence: may save its prefix
 
     @property
     def capacity(self) -> Capacity:
@@ -66,17 +63,14 @@ class Engine:
         limit = self._executor.capacity.max_tokens
         seed = request.sampling.seed
         if seed is None:
-            seed = sibling.sampling.seed if sibling is not None else secrets.randbits(62)
+            seed = (sibling.sampling.seed or 0) if sibling is not None else secrets.randbits(62)
         sequence = SequenceState(
             request=request,
-            sampling=replace(request.sampling, seed=_other_seed(seed or 0, index)),
+            sampling=replace(request.sampling, seed=(seed + index + (1 << 63)) % (1 << 64) - (1 << 63)),
             sparse_from=self._sparse.sparse_from(len(request.prompt)),
             max_len=min(limit + 1, len(request.prompt) + request.sampling.max_tokens),
             boundaries=self._boundaries(request),
             after=sibling,
-            tokens=list(request.prompt),
-            token_bytes=bytearray(as_bytes(request.prompt)),
-            forced=deque(request.forced),
         )
         if self.before is not None and sibling is None:
             self.before(sequence)
@@ -142,7 +136,9 @@ class Engine:
             try:
                 updates.append(self._advance(item, sampled))
             except Exception as error:
-                self._fail(item.sequence, error)
+                item.sequence.error, item.sequence.finish_reason = error, "error"
+                self.hybrid.release(item.sequence)  # its state is no longer valid
+                self.scheduler.remove(item.sequence)
                 updates.append(Update(item.sequence, ()))
             except BaseException:
                 for left in work[index:]:  # their states have advanced, their bookkeeping has not: compute them again
@@ -155,12 +151,6 @@ class Engine:
                 if update.sequence.is_finished and update.sequence.error is None:
                     self.after(update.sequence)
         return updates
-
-    def _fail(self, sequence: SequenceState, error: Exception) -> None:
-        """End a sequence whose state is no longer valid."""
-        sequence.error, sequence.finish_reason = error, "error"
-        self.hybrid.release(sequence)
-        self.scheduler.remove(sequence)
 
     def _masked(self, work: list[Work]) -> tuple[list[Work], list[Update]]:
         """Add the masks of the controls; a control that raises ends its own sequence and no other."""
@@ -238,7 +228,8 @@ class Engine:
         sequence = item.sequence
         sequence.num_computed += item.num_tokens + max(0, len(sampled) - 1)
         if not sampled:
-            self._reached(sequence)
+            if sequence.num_remaining == 1 or sequence.num_computed in sequence.boundaries:
+                self.hybrid.snapshot(sequence)
             return Update(sequence, ())
         if item.drafts:
             self.speculation.count(len(item.drafts), len(sampled) - 1)
@@ -252,11 +243,6 @@ class Engine:
         else:
             self.hybrid.truncate(sequence)
         return Update(sequence, tuple(kept))
-
-    def _reached(self, sequence: SequenceState) -> None:
-        """Take a snapshot if the prefill has come to a boundary, or to the last token but one."""
-        if sequence.num_remaining == 1 or sequence.num_computed in sequence.boundaries:
-            self.hybrid.snapshot(sequence)
 
     def _take(self, sequence: SequenceState, sampled: SampledToken) -> SampledToken:
         """Add a token to the answer; may set the finish reason."""
@@ -325,8 +311,6 @@ class Engine:
             sparse_from=self._sparse.sparse_from(prompt_len),
             max_len=len(tokens),
             boundaries=(),
-            tokens=list(tokens),
-            token_bytes=bytearray(as_bytes(tokens)),
         )
         if not self.hybrid.admit(sequence):
             raise InputError("prompt", "does not fit beside the requests that run", "wait for them, or cancel them")
@@ -340,8 +324,3 @@ class Engine:
                 at += size
         finally:
             self.hybrid.release(sequence)
-
-
-def _other_seed(seed: int, index: int) -> int:
-    """Return the seed of a sibling, within 64 bits."""
-    return (seed + index + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -110,7 +110,8 @@ class EngineLoop:
         try:
             self._take_orders(order)
             while self._active and not self.is_stopping:
-                self._drop_cancelled()
+                for handle in [handle for handle in self._active if handle.is_cancelled]:
+                    self._finish(handle, "cancelled")
                 if self._active:
                     self._step()
                 self._take_orders(None)
@@ -146,15 +147,12 @@ class EngineLoop:
             if isinstance(order, EngineTask):
                 order.run()
             elif isinstance(order, RequestHandle):
-                self._begin(order)
+                order.scores = deque(order.submission.scores)
+                self._active.append(order)
+                if not order.scores:
+                    self._submit(order)
             order = self._next_order()
         self.beat = time.monotonic()
-
-    def _begin(self, handle: RequestHandle) -> None:
-        handle.scores = deque(handle.submission.scores)
-        self._active.append(handle)
-        if not handle.scores:
-            self._submit(handle)
 
     def _submit(self, handle: RequestHandle) -> None:
         """Queue all answers of a request in the engine; the first of a group computes the prompt for all of it."""
@@ -169,10 +167,6 @@ class EngineLoop:
                     handle.left[state.index] = state
         except Exception as error:
             self._fail(handle, error)
-
-    def _drop_cancelled(self) -> None:
-        for handle in [handle for handle in self._active if handle.is_cancelled]:
-            self._finish(handle, "cancelled")
 
     def _step(self) -> None:
         updates = self.engine.step()

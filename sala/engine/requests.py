@@ -151,13 +151,17 @@ class InputProcessor:
         self._check(ids)
         self._check_sampling(call.sampling)
         boundaries = (*call.boundaries, self._last_message(call, ids))
-        is_open = is_chat and self._is_open(ids)
+        is_open = is_chat and self.tokenizer.decode(ids[-16:], skip_special=False).rstrip().endswith(OPEN)
         answers = []
         for _ in range(call.n):
             controls, forced = self._controls(call.sampling, is_open)
             request = Request(ids, call.sampling, self._stop_ids, "", boundaries, controls, forced)
             form = Structured(call.tools, is_open) if is_chat else None
-            answers.append(AnswerState(request, self._answer(call, ids, form)))
+            answer = None
+            if self._tokenizer is not None:
+                detokenizer = Detokenizer(self._tokenizer, ids)
+                answer = Answer(detokenizer, call.sampling.stop, form, call.stops_when_shown)
+            answers.append(AnswerState(request, answer))
         return answers
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -200,15 +204,6 @@ class InputProcessor:
         for token in sampling.logit_bias:
             if token >= self._vocab_size:
                 raise InputError("logit_bias", f"names token {token}", f"ids go to {self._vocab_size - 1}")
-
-    def _answer(self, call: Call, ids: Sequence[int], form: Structured | None) -> Answer | None:
-        if self._tokenizer is None:
-            return None
-        return Answer(Detokenizer(self._tokenizer, ids), call.sampling.stop, form, call.stops_when_shown)
-
-    def _is_open(self, ids: Sequence[int]) -> bool:
-        """Whether the prompt itself opens the reasoning."""
-        return self.tokenizer.decode(ids[-16:], skip_special=False).rstrip().endswith(OPEN)
 
     def _controls(self, sampling: Sampling, is_open: bool) -> tuple[tuple[Control, ...], tuple[int, ...]]:
         """Return what steers the answer, and the tokens it must begin with."""

@@ -68,10 +68,7 @@ class Scheduler:
         suspects = [sequence for sequence in self.running if sequence.is_suspect]
         group = suspects[:1] or list(self.running)
         decoding = [sequence for sequence in group if sequence.is_decoding and self._has_page(sequence)]
-        decoding = [
-            sequence for sequence in decoding if sequence in self.running
-        ]  # a later one may have been preempted
-        work = [Work(sequence, 1) for sequence in decoding]
+        work = [Work(sequence, 1) for sequence in decoding if sequence in self.running]  # others were preempted
         prefilling = [sequence for sequence in group if sequence in self.running and not sequence.is_decoding]
         budget = self._step_tokens
         for sequence in sorted(prefilling, key=lambda sequence: (sequence.turn, sequence.id)):
@@ -86,7 +83,8 @@ class Scheduler:
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_batch:
                 return
-            if sequence.after is not None and not self._has_prefilled(sequence.after):
+            sibling = sequence.after
+            if sibling and not sibling.is_finished and sibling.num_computed < sibling.prompt_len - 1:
                 continue  # its sibling computes the prompt for both
             if not self._hybrid.admit(sequence):
                 return  # in order, so that a large request is not overtaken for ever
@@ -94,9 +92,6 @@ class Scheduler:
             at = sum(1 for other in self.running if other.id < sequence.id)
             self.running.insert(at, sequence)
             sequence.turn = self._turn
-
-    def _has_prefilled(self, sibling: SequenceState) -> bool:
-        return sibling.is_finished or sibling.num_computed >= sibling.prompt_len - 1
 
     def _has_page(self, sequence: SequenceState) -> bool:
         """Reserve space for the next token, preempting the youngest sequence if necessary."""

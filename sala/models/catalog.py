@@ -138,7 +138,9 @@ class Library:
         with hold(self.directory, folder):
             for place in (*([] if path is None else [path]), *find_partials(self.directory, folder)):
                 self._remove(place)
-            self._sweep()
+            for path in self.directory.glob(f"{TRASH}*"):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
 
     def _remove(self, path: Path) -> None:
         """Rename the directory first: it disappears at once, and after a crash the next delete removes the rest."""
@@ -150,11 +152,6 @@ class Library:
         except OSError as error:
             raise SalaError(f"{path.name} cannot be removed: {error.strerror}") from None
         shutil.rmtree(trash, ignore_errors=True)
-
-    def _sweep(self) -> None:
-        for path in self.directory.glob(f"{TRASH}*"):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
 
     def _is_ours(self, path: Path) -> bool:
         """Return whether the path is a directory in the models directory whose name is an id, and not a link."""

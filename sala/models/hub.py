@@ -114,6 +114,8 @@ class Hub:
     """The Hugging Face Hub, a mirror that speaks its protocol, or ModelScope."""
 
     def __init__(self, url: str | None = None, token: str | None = None, **options: Any) -> None:
+        from huggingface_hub import constants
+
         friends = tuple(
             host.strip().lower() for host in os.environ.get("SALA_HUB_HOSTS", "").split(",") if host.strip()
         )
@@ -125,7 +127,8 @@ class Hub:
         self.is_modelscope = options.pop("is_modelscope", host.removeprefix("www.") == "modelscope.cn")
         self.token = None if self.is_modelscope else token or read_token()
         self.client = Client(found, self.token, friends=friends, **options)
-        self.has_xet = self.client.url == DEFAULT_URL and _has_xet()
+        is_on = not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
+        self.has_xet = is_on and self.client.url == DEFAULT_URL
 
     def look_up(self, repo_id: str, revision: str | None = None, stop: Stop | None = None) -> Listing:
         """Return the files with sizes and hashes; raise InputError or DownloadError if there is no such model."""
@@ -157,12 +160,6 @@ def read_token() -> str | None:
 
     token = get_token() or ""
     return token if re.fullmatch(r"[\x21-\x7e]{1,1000}", token) else None
-
-
-def _has_xet() -> bool:
-    from huggingface_hub import constants
-
-    return not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
 
 
 def _refusal(status: int, code: str, repo_id: str, revision: str | None) -> DownloadError:

@@ -32,13 +32,14 @@ class Tokenizer:
     def __init__(self, definition: str, settings: Mapping[str, Any], template: str | None) -> None:
         self._inner = _build(definition)
         self.fingerprint = hashlib.sha256(definition.encode()).hexdigest()
-        self._settings = settings
         self._nonce = "".join(chr(0xE000 + secrets.randbelow(0x1000)) for _ in range(8))
         self._marks = _secret_spellings(definition, self._nonce)
         self._guarded = _build(_respell(definition, self._marks)) if self._marks else self._inner
-        self.bos_id = self._find_bos()
-        self._adds_bos = self._wants_bos()
         names = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        first = next(iter(self._inner.encode("", add_special_tokens=True).ids), None)
+        self.bos_id = first if names["bos_token"] is None else self.token_id(names["bos_token"])
+        adds_bos = settings.get("add_bos_token")
+        self._adds_bos = adds_bos if isinstance(adds_bos, bool) else first is not None and first == self.bos_id
         self._template = None if template is None else ChatTemplate(template, names, self._marks)
 
     @classmethod
@@ -150,7 +151,8 @@ class Tokenizer:
                     "such a conversation cannot be trained on with this template",
                 )
             turns.append((asked, answered))
-        joined = [turns] if _is_growing(turns) else [[turn] for turn in turns]
+        is_growing = all(after[0].startswith(before[1]) for before, after in pairwise(turns))
+        joined = [turns] if is_growing else [[turn] for turn in turns]
         return [self._mark_answers(group, stop_ids) for group in joined if group]
 
     def _mark_answers(
@@ -188,25 +190,6 @@ class Tokenizer:
         """Stop the process that renders templates, if it runs."""
         if self._template is not None:
             self._template.close()
-
-    def _find_bos(self) -> int | None:
-        name = _content(self._settings.get("bos_token"))
-        if name is not None:
-            return self.token_id(name)
-        with_special = self._inner.encode("", add_special_tokens=True).ids
-        return with_special[0] if with_special else None
-
-    def _wants_bos(self) -> bool:
-        setting = self._settings.get("add_bos_token")
-        if isinstance(setting, bool):
-            return setting
-        ids = self._inner.encode("", add_special_tokens=True).ids
-        return bool(ids) and ids[0] == self.bos_id
-
-
-def _is_growing(turns: Sequence[tuple[str, str]]) -> bool:
-    """Return whether every turn begins with all of the previous one."""
-    return all(after[0].startswith(before[1]) for before, after in pairwise(turns))
 
 
 def _build(definition: str) -> RustTokenizer:
