@@ -117,19 +117,17 @@ class QuantConfig:
     def from_dict(cls, table: Any, where: str) -> "QuantConfig":
         if isinstance(table, dict) and "quant_method" in table:
             return _parse_external(table, where)
-        own = _parse_groups(table, where, may_have_more=True)
-        named = {name: value for name, value in table.items() if name not in ("bits", "group_size", "mode")}
-        for name, value in named.items():
-            if value is not False and not isinstance(value, dict):
-                raise ConfigError(
-                    f"{where}: {str(name)[:100]!r} is {str(value)[:100]}",
-                    "a module is false, or has bits and group_size",
-                )
-        overrides = tuple(
-            (name, None if value is False else _parse_groups(value, f"{where}: {name[:100]}", may_have_more=False))
-            for name, value in named.items()
-        )
-        return cls(own.bits, own.group_size, overrides)
+        fields = _Table(table, where)
+        own = fields.groups()
+        overrides: list[tuple[str, Groups | None]] = []
+        for name, value in fields.fields.items():
+            if value is False:
+                overrides.append((name, None))
+                continue
+            module = _Table(value, f"{where}: {name[:100]}", "a module is false, or has bits and group_size")
+            overrides.append((name, module.groups()))
+            module.finish()
+        return cls(own.bits, own.group_size, tuple(overrides))
 
 
 def matrix_modules(mixers: Sequence[str]) -> set[str]:
@@ -141,35 +139,16 @@ def matrix_modules(mixers: Sequence[str]) -> set[str]:
     return names
 
 
-def _parse_groups(table: Any, where: str, may_have_more: bool) -> Groups:
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} is {str(table)[:100]!r}", "it must be an object with bits and group_size")
-    for name in table:
-        if name not in ("bits", "group_size", "mode") and not may_have_more:
-            raise ConfigError(f"{where}: {str(name)[:100]!r} is not known", "give bits and group_size")
-    if table.get("mode", "affine") != "affine":
-        raise ConfigError(f"{where}: mode is {str(table['mode'])[:100]!r}", "only 'affine' is supported")
-    return Groups(_choice(table, "bits", BITS, where), _choice(table, "group_size", GROUP_SIZES, where))
-
-
-def _choice(table: Mapping[str, Any], name: str, allowed: Sequence[int], where: str) -> int:
-    value = table.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
-        problem = "is missing" if value is None else f"is {str(value)[:100]!r}"
-        raise ConfigError(f"{where}: {name} {problem}", "use " + ", ".join(map(str, allowed)))
-    return value
-
-
 _MAX_GROUP = 1 << 22
 _MAX_BLOCK = 1 << 16
 
 
 class _Table:
-    """Takes fields from a table of another program one by one; what is left at the end is unknown."""
+    """Takes fields from a table one by one; what is left at the end is unknown."""
 
-    def __init__(self, table: Any, where: str) -> None:
+    def __init__(self, table: Any, where: str, remedy: str = "it must be an object") -> None:
         if not isinstance(table, dict):
-            raise ConfigError(f"{where} is {str(table)[:100]!r}", "it must be an object")
+            raise ConfigError(f"{where} is {str(table)[:100]!r}", remedy)
         self.fields = dict(table)
         self.where = where
 
@@ -191,11 +170,13 @@ class _Table:
             raise self.fail(names[0], problem, "only " + " or ".join(map(str, allowed)) + " can be read")
         return value
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.take(name)
-        if value is not None and not isinstance(value, bool):
-            raise self.fail(name, f"is {str(value)[:100]!r}", "it must be true or false")
-        return default if value is None else value
+    def flag(self, name: str) -> bool:
+        return bool(self.choice((name,), (True, False), False))
+
+    def groups(self) -> Groups:
+        """Take the fields that MLX writes."""
+        self.choice(("mode",), ("affine",), "affine")
+        return Groups(self.choice(("bits",), BITS), self.choice(("group_size",), GROUP_SIZES))
 
     def empty(self, *names: str) -> None:
         """Refuse fields that are set and would change the computation."""

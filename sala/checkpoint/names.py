@@ -18,10 +18,17 @@ def expected_tensors(config: SalaConfig, packed: Mapping[str, Groups] | None = N
 
     Modules of `packed` have the shapes of their codes, scales and biases; all others those of their weights.
     """
-    hidden = config.hidden_size
+    hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for index, mixer in enumerate(config.mixers):
-        layer = {"input_layernorm.weight": (hidden,), **_mixer(config, mixer), **_mlp(config)}
+        layer = {
+            "input_layernorm.weight": (hidden,),
+            **_mixer(config, mixer),
+            "post_attention_layernorm.weight": (hidden,),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
@@ -41,35 +48,18 @@ def _mixer(config: SalaConfig, mixer: str) -> dict[str, tuple[int, ...]]:
         "v_proj": (kv_width, hidden),
         "o_proj": (hidden, width),
     }
-    optional: dict[str, tuple[tuple[int, ...], bool]]
-    if is_sparse:
-        optional = {
-            "q_norm": ((dim,), config.attn_qk_norm),
-            "k_norm": ((dim,), config.attn_qk_norm),
-            "o_gate": ((width, hidden), config.attn_use_output_gate),
-        }
-    else:
-        optional = {
-            "q_norm": ((dim,), config.qk_norm),
-            "k_norm": ((dim,), config.qk_norm),
-            "o_norm": ((width,), config.use_output_norm),
-            "z_proj": ((width, hidden), config.use_output_gate),
-        }
-    shapes |= {name: shape for name, (shape, is_present) in optional.items() if is_present}
+    if config.attn_qk_norm if is_sparse else config.qk_norm:
+        shapes |= {"q_norm": (dim,), "k_norm": (dim,)}
+    if is_sparse and config.attn_use_output_gate:
+        shapes["o_gate"] = (width, hidden)
+    if not is_sparse and config.use_output_norm:
+        shapes["o_norm"] = (width,)
+    if not is_sparse and config.use_output_gate:
+        shapes["z_proj"] = (width, hidden)
     named = {f"self_attn.{name}.weight": shape for name, shape in shapes.items()}
     if config.attention_bias:
         named |= {f"self_attn.{name}.bias": shapes[name][:1] for name in QKV_LINEARS}
     return named
-
-
-def _mlp(config: SalaConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
 
 
 def check_tensors(checkpoint: Checkpoint, config: SalaConfig) -> None:
@@ -83,12 +73,8 @@ def check_tensors(checkpoint: Checkpoint, config: SalaConfig) -> None:
     where = checkpoint.path
     missing = [name for name, part in expected.items() if part.is_required and name not in found]
     _refuse(where, "lacks", missing, "download it again")
-    _refuse(
-        where,
-        "has unexpected",
-        [name for name in found if name not in expected],
-        "config.json belongs to another model",
-    )
+    strange = [name for name in found if name not in expected]
+    _refuse(where, "has unexpected", strange, "config.json belongs to another model")
     for name, part in expected.items():
         if name in found:
             _check_part(f"{where}: {name}", found[name], part)

@@ -44,7 +44,7 @@ class RequestMetrics:
     """Requests and tokens since the start: the observer of all engines of a server."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         make = partial(Counter, registry=registry)
         self._accepted = make("sala_requests_accepted", "Requests accepted into the queue.")
         self._rejected = make("sala_requests_rejected", "Requests refused because the queue was full.")
