@@ -119,7 +119,7 @@ def _scan(directory: Path) -> dict[str, TensorInfo]:
 
 
 def _scan_shards(directory: Path) -> dict[str, TensorInfo]:
-    weight_map = _read_index(directory / INDEX_FILE)
+    weight_map = read_index(directory / INDEX_FILE)
     tensors: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):
         for name, info in read_file_header(_inside(directory, shard))[1].items():
@@ -134,7 +134,8 @@ def _scan_shards(directory: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _read_index(file: Path) -> dict[str, str]:
+def read_index(file: Path) -> dict[str, str]:
+    """Return the file of every tensor, by name."""
     try:
         if file.stat().st_size > MAX_HEADER_BYTES:
             raise CheckpointError(f"{file} is larger than {MAX_HEADER_BYTES >> 20} MiB", _DAMAGED)
@@ -144,7 +145,7 @@ def _read_index(file: Path) -> dict[str, str]:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{file}: weight_map must map names to files", _DAMAGED)
+        raise CheckpointError(f"{file} has no weight_map from names to files", _DAMAGED)
     return weight_map
 
 

@@ -50,7 +50,10 @@ class SessionStore:
         self.fingerprint = fingerprint
         self.warn = warn
         self.refused: set[Path] = set()
-        _check_directory(directory)
+        if directory.exists() and not directory.is_dir():
+            raise InputError("cache-dir", f"{directory} is not a directory", "choose another")
+        if os.name == "posix" and directory.is_dir() and directory.stat().st_mode & 0o002:
+            raise InputError("cache-dir", f"{directory} is writable by every user", f"run: chmod o-w {directory}")
         for left in directory.glob(".*.part") if directory.is_dir() else ():  # left by a process that was killed
             if time.time() - left.stat().st_mtime > _STALE_SECONDS:
                 left.unlink(missing_ok=True)
@@ -242,10 +245,3 @@ def _checksum(metadata: Mapping[str, str], blobs: Mapping[str, Blob]) -> str:
         digest.update(f"{name} {blobs[name].dtype} {blobs[name].shape}".encode())
         digest.update(blobs[name].data)
     return digest.hexdigest()
-
-
-def _check_directory(directory: Path) -> None:
-    if directory.exists() and not directory.is_dir():
-        raise InputError("cache-dir", f"{directory} is not a directory", "choose another")
-    if os.name == "posix" and directory.is_dir() and directory.stat().st_mode & 0o002:
-        raise InputError("cache-dir", f"{directory} is writable by every user", f"run: chmod o-w {directory}")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sala.checkpoint.reader import INDEX_FILE, SINGLE_FILE
+from sala.config import read_json_object
 from sala.errors import InputError, ModelNotFound, SalaError
 from sala.models.download import REGISTRY, Record, RecordedFile, find_partials, hold, pull
 from sala.models.embedded import EMBEDDED, overlay_dir
@@ -25,7 +26,7 @@ from sala.models.hub import (
     AlreadyThere,
     Busy,
     Hub,
-    cached_repos,
+    cached_models,
     check_repo_id,
     check_revision,
     find_cached,
@@ -98,7 +99,7 @@ class Library:
             if entry := self._describe(model_id, path, False):
                 entries.append(entry)
         known = {entry.id for entry in entries}
-        cached = (self._cached(repo_id) for repo_id in cached_repos())
+        cached = (self._describe_cached(repo_id, path) for repo_id, path in cached_models())
         return entries + [entry for entry in cached if entry is not None and entry.id not in known]
 
     def find(self, model_id: str) -> Entry | None:
@@ -112,8 +113,11 @@ class Library:
         """Return a model of the Hugging Face cache, by its repository or the id that it has here."""
         repo_id = model_id.replace("--", "/", 1)
         path = find_cached(repo_id)
-        entry = path and self._describe(folder_name(repo_id), path, False)
-        return replace(entry, repo_id=repo_id, revision=path.name) if path and entry else None
+        return None if path is None else self._describe_cached(repo_id, path)
+
+    def _describe_cached(self, repo_id: str, path: Path) -> Entry | None:
+        entry = self._describe(folder_name(repo_id), path, False)
+        return entry and replace(entry, repo_id=repo_id, revision=path.name)
 
     def partials(self) -> tuple[Partial, ...]:
         """Return the downloads that can be resumed."""
@@ -227,14 +231,15 @@ def _sizes(path: Path) -> dict[str, int]:
 def _quantization(path: Path) -> dict[str, Any] | None:
     """Return the quantization table of config.json without its entries for single modules."""
     try:
-        with (path / "config.json").open("rb") as handle:
-            config = json.loads(handle.read(MAX_CONFIG_BYTES))
-        found = config.get("quantization") or config.get("quantization_config")
-    except (OSError, ValueError, AttributeError, RecursionError):
+        config = read_json_object(path / "config.json")
+    except SalaError:
         return None
-    if not isinstance(found, dict):
-        return None
-    return {name: value for name, value in found.items() if not isinstance(value, dict)}
+    found = config.get("quantization") or config.get("quantization_config")
+    return (
+        {name: value for name, value in found.items() if not isinstance(value, dict)}
+        if isinstance(found, dict)
+        else None
+    )
 
 
 def _read_record(path: Path, is_ours: bool) -> Record:

@@ -5,7 +5,6 @@ resumes inside a file. With hf-xet an interrupted file starts over; finished fil
 """
 
 import contextlib
-import json
 import re
 import shutil
 import time
@@ -17,9 +16,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from sala.checkpoint.reader import INDEX_FILE, MAX_HEADER_BYTES, Checkpoint
+from sala.checkpoint.reader import INDEX_FILE, Checkpoint, read_index
 from sala.checkpoint.writer import sync_directory, write_text
-from sala.errors import CheckpointError, DiskFull, check_space
+from sala.config import read_json_object
+from sala.errors import CheckpointError, DiskFull, SalaError, check_space
 from sala.models.hub import AlreadyThere, Busy, Hub, Listing, check_repo_id, check_revision, find_cached, folder_name
 from sala.models.transfer import (
     Cancelled,
@@ -262,29 +262,23 @@ def _progress_class(file: RemoteFile, stop: Stop, report: _Reporter) -> Any:
 def _check_index(path: Path, names: set[str]) -> None:
     """Raise DownloadError unless the index places all weights in files of the repository."""
     try:
-        if path.stat().st_size > MAX_HEADER_BYTES:
-            raise ValueError
-        shards = set(json.loads(path.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise DownloadError(f"{INDEX_FILE} has no weight_map", "do not use this model") from None
+        shards = set(read_index(path).values())
+    except CheckpointError as error:
+        raise DownloadError(error.message.replace(f"{path.parent}/", ""), "do not use this model") from None
     for shard in shards:
-        if not isinstance(shard, str) or shard not in names or not shard.endswith(".safetensors"):
+        if shard not in names or not shard.endswith(".safetensors"):
             raise DownloadError(
-                f"{INDEX_FILE} places weights in {str(shard)[:100]!r}, which is not a file of the model",
+                f"{INDEX_FILE} places weights in {shard[:100]!r}, which is not a file of the model",
                 "do not use this model",
             )
 
 
 def _check_whole(draft: Path) -> None:
     try:
-        config = json.loads((draft / "config.json").read_bytes())
+        read_json_object(draft / "config.json")
         Checkpoint(draft).close()
-    except CheckpointError as error:
+    except SalaError as error:
         raise DownloadError(error.message.replace(f"{draft}/", ""), "the model is damaged on the hub") from None
-    except (ValueError, RecursionError):
-        raise DownloadError("config.json is not JSON", "the model is damaged on the hub") from None
-    if not isinstance(config, dict):
-        raise DownloadError("config.json is not a JSON object", "the model is damaged on the hub")
 
 
 def _publish(draft: Path, target: Path, listing: Listing, hashes: Mapping[str, str]) -> None:

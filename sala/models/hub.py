@@ -86,8 +86,8 @@ def find_cached(repo_id: str, revision: str | None = None) -> Path | None:
     return None
 
 
-def cached_repos() -> list[str]:
-    """Return the repositories of SALA models in the Hugging Face cache."""
+def cached_models() -> list[tuple[str, Path]]:
+    """Return the repositories and directories of SALA models in the Hugging Face cache."""
     from huggingface_hub import constants
 
     found = []
@@ -96,7 +96,7 @@ def cached_repos() -> list[str]:
         with contextlib.suppress(OSError):
             snapshot = find_cached(repo_id)
             if snapshot is not None and b'"minicpm_sala"' in (snapshot / "config.json").read_bytes():
-                found.append(repo_id)
+                found.append((repo_id, snapshot))
     return found
 
 
