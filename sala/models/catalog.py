@@ -235,11 +235,9 @@ def _quantization(path: Path) -> dict[str, Any] | None:
     except SalaError:
         return None
     found = config.get("quantization") or config.get("quantization_config")
-    return (
-        {name: value for name, value in found.items() if not isinstance(value, dict)}
-        if isinstance(found, dict)
-        else None
-    )
+    if not isinstance(found, dict):
+        return None
+    return {name: value for name, value in found.items() if not isinstance(value, dict)}
 
 
 def _read_record(path: Path, is_ours: bool) -> Record:

@@ -397,7 +397,7 @@ def test_offline_by_choice(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.Mo
 def test_an_index_that_leads_outside(fake: FakeHub, tmp_path: Path, name: object) -> None:
     index = {"metadata": {}, "weight_map": {"a": name, "b": "model-00002-of-00002.safetensors"}}
     fake.files["model.safetensors.index.json"] = json.dumps(index).encode()
-    with pytest.raises(DownloadError, match="not a file of the model|no weight_map from names to files"):
+    with pytest.raises(DownloadError, match=r"not a file of the model|no weight_map from names to files"):
         fetch(fake, tmp_path)
     assert not fake.requests_of(SHARD)  # found out before the weights are fetched
     assert not (tmp_path / "org--model").exists()
