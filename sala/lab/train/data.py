@@ -9,7 +9,7 @@ import json
 import lzma
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -132,28 +132,15 @@ def tokenize(
     """Return a source as a token stream; `note` is called with the number of documents done."""
     pieces: list[Array] = []
     loss_mask: list[Array] = []
-    pending: list[str] = []
-
-    def flush() -> None:
-        for ids in tokenizer.encode_many(pending):
-            pieces.append(np.array([*ids, eos], np.uint32))
-            loss_mask.append(np.ones(len(ids) + 1, np.bool_))
-        pending.clear()
-
-    for number, document in enumerate(read_documents(source, base)):
-        if source.max_documents is not None and number >= source.max_documents:
-            break
+    documents = islice(read_documents(source, base), source.max_documents)
+    while batch := list(islice(documents, _BATCH)):
+        note(source.path or source.dataset, len(pieces))
         if source.kind == "chat":
-            ids, mask = encode_dialogue(document, tokenizer)
-            pieces.append(np.array(ids, np.uint32))
-            loss_mask.append(np.array(mask, np.bool_))
+            encoded = [encode_dialogue(messages, tokenizer) for messages in batch]
         else:
-            pending.append(document)
-            if len(pending) == _BATCH:
-                flush()
-        if number % _BATCH == 0:
-            note(source.path or source.dataset, number)
-    flush()
+            encoded = [([*ids, eos], [True] * (len(ids) + 1)) for ids in tokenizer.encode_many(batch)]
+        pieces += [np.array(ids, np.uint32) for ids, _ in encoded]
+        loss_mask += [np.array(mask, np.bool_) for _, mask in encoded]
     if not pieces:
         raise InputError("data", f"{source.path or source.dataset} has no documents", "give a source with text")
     ends = np.cumsum([len(piece) for piece in pieces])

@@ -121,6 +121,7 @@ def train(
     is_cuda = learner.device.type == "cuda"
     num_workers = min(12, max(1, (os.cpu_count() or 2) - 2)) if is_cuda else 0
     feed, last_save = prefetch(steps, numbers, num_workers, is_pinned=is_cuda), clock.step
+    probe_every = stage.probe_every if isinstance(stage, MixStage) else stage.num_steps
     if probe is not None and clock.step == 0:
         log.add(0, learner.measure(probe, False))
     while clock.done < 1:
@@ -131,7 +132,7 @@ def train(
         is_last = clock.done >= 1
         is_due = clock.step % stage.save_every == 0 or is_last or is_late
         if clock.step % LOG_EVERY == 0 or clock.step == 1 or is_due:
-            values = learner.values() | {"rate": rate}
+            values = learner.values() | {"rate": rate} | ({"done": round(clock.done, 4)} if clock.seconds else {})
             bad = learner.find_divergence(values)
             if bad is not None:
                 kept = f"the state of step {last_save} is kept" if last_save else "nothing was saved yet"
@@ -139,7 +140,7 @@ def train(
                 raise Diverged(problem, f"lower lr, remove {directory}, and run it again")
             log.add(clock.step, values)
             note(Progress(clock.step, clock.expected_steps, values))
-        if probe is not None and (is_last or clock.step % getattr(stage, "probe_every", 1) == 0):
+        if probe is not None and (is_last or clock.step % probe_every == 0):
             log.add(clock.step, learner.measure(probe, is_last))
         if is_due:
             write_state(directory, learner, {"step": clock.step, "elapsed": clock.elapsed})

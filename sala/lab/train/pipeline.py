@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from sala.lab.train.halo.select import Importance, measure_layers, needle_pairs,
 from sala.lab.train.halo.source import ALWAYS_DENSE, copy_tokenizer
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid, to_sparse
 from sala.lab.train.latent import LatentLearner, Latents
-from sala.lab.train.loop import OutOfTime, Progress, train
+from sala.lab.train.loop import OutOfTime, Probe, Progress, train
 from sala.lab.train.models import load_for_training, save_model
 from sala.lab.train.objectives import Align, Distil, NextToken, Objective
 from sala.lab.train.overlays import TeacherBase, load_student, overlay_storage
@@ -148,7 +148,8 @@ def _select(run: RecipeRun, stage: SelectStage, directory: Path, start: Path) ->
     teacher, aligned = run.load_teacher(), load_for_training(start, run.device)
     kept = stage.layers
     if not kept:
-        with torch.autocast(run.device.type, torch.bfloat16, enabled=_is_mixed(run)):
+        is_mixed = run.device.type == "cuda" and run.recipe.dtype == "bfloat16"
+        with torch.autocast(run.device.type, torch.bfloat16, enabled=is_mixed):
             scores = _measure_layers(run, stage, teacher, [layer.self_attn for layer in aligned.model.layers])
         kept = select_layers(scores, stage)
         table = {str(index): score._asdict() for index, score in enumerate(scores)}
@@ -252,21 +253,14 @@ def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
         raise stopped
 
 
-def _student_probe(
-    run: RecipeRun, stage: MixStage, teacher: SalaModel, student: SalaModel
-) -> Callable[[bool], Mapping[str, float]] | None:
-    """Return a function that measures the student and, called with True, also its greedy answers."""
+def _student_probe(run: RecipeRun, stage: MixStage, teacher: SalaModel, student: SalaModel) -> Probe | None:
+    """Return what measures the student and, called with True, also its greedy answers."""
     if not stage.probe:
         return None
     with torch.compiler.set_stance("force_eager"):
         probe = probing.Probe(probing.read_cases(run.base / stage.probe), teacher)
     end = student.config.eos_token_id[0]
-
-    def measure(is_whole: bool) -> Mapping[str, float]:
-        values = probe(student)
-        return values | {"ended": probe.ended(student, end)} if is_whole else values
-
-    return measure
+    return lambda is_whole: probe(student) | ({"ended": probe.ended(student, end)} if is_whole else {})
 
 
 def _parameter_groups(student: SalaModel, stage: TrainStage) -> list[Group]:
@@ -338,10 +332,6 @@ def _compile(modules: Iterable[nn.Module], config: SalaConfig, device: torch.dev
     decay_slopes(config.lightning_nh, device)  # cached before compilation, they are constants
     for module in modules:
         module.compile(dynamic=False)
-
-
-def _is_mixed(run: RecipeRun) -> bool:
-    return run.device.type == "cuda" and run.recipe.dtype == "bfloat16"
 
 
 _STAGES: dict[type[Any], Callable[[RecipeRun, Any, Path, Path], None]] = {

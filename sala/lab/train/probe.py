@@ -5,8 +5,8 @@ A probe file holds token ids, so that a measurement takes seconds on a GPU and c
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,18 +19,16 @@ from sala.lab.train.score import generate_greedy
 _TILE = 1024  # positions whose logits are in memory at a time
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeCase:
-    """A prompt, the teacher's greedy answer (up to its first repetition), and whether it ended with an end token."""
+class ProbeCase(NamedTuple):
+    """A prompt, and the teacher's greedy answer (up to its first repetition)."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
-    is_ended: bool
 
 
 def read_cases(file: Path) -> list[ProbeCase]:
     entries = json.loads(file.read_text(encoding="utf-8"))
-    return [ProbeCase(tuple(e["prompt"]), tuple(e["answer"]), e["is_ended"]) for e in entries]
+    return [ProbeCase(tuple(entry["prompt"]), tuple(entry["answer"])) for entry in entries]
 
 
 class Probe:

@@ -1,7 +1,7 @@
 """Batched log-probabilities, greedy generation and perplexity, for layer selection and reports."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from sala.lab.eval.tasks.choice import Accuracy, ChoiceTask, accuracy, requests
 _TOKENS_AT_ONCE = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(NamedTuple):
     """The log-probability of a continuation, and which of its tokens are the model's top-1 prediction."""
 
     logprob: float
@@ -68,7 +67,9 @@ def _score_batch(model: SalaModel, rows: Sequence[tuple[Sequence[int], Sequence[
     for at, (context, continuation) in enumerate(rows):
         end = len(context) + len(continuation)
         logits = model.logits(hidden[at, len(context) - 1 : end - 1])
-        out.append(_score(logits, torch.tensor(continuation, device=logits.device)))
+        labels = torch.tensor(continuation, device=logits.device)
+        logprob = logits.log_softmax(-1).gather(1, labels[:, None]).sum()
+        out.append(Score(float(logprob), tuple((logits.argmax(-1) == labels).tolist())))
     return out
 
 
@@ -78,11 +79,6 @@ def _hidden_states(model: SalaModel, rows: Sequence[Sequence[int]], length: int)
     for at, row in enumerate(rows):
         tokens[at, : len(row)] = torch.tensor(row)
     return model(whole(tokens.to(model.model.norm.weight.device), ops=select_ops())).view(len(rows), length, -1)
-
-
-def _score(logits: Tensor, labels: Tensor) -> Score:
-    chosen = logits.log_softmax(-1).gather(1, labels[:, None]).sum()
-    return Score(float(chosen), tuple((logits.argmax(-1) == labels).tolist()))
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ class _RowMakers:
     def __init__(self, run: RecipeRun, stage: Learning, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
         self.run, self.stage, self.tokenizer = run, stage, tokenizer
         self.eos = ends[0] if ends else 0
-        self.seed = run.recipe.seed * 1009 + run.recipe.stages.index(stage)  # type: ignore[arg-type]
+        self.seed = run.recipe.seed * 1009 + run.recipe.stages.index(stage)
 
     def weighted_rows(self, source: Source) -> RowMaker:
         """Return rows with weights per token, for a mixture."""

@@ -188,7 +188,8 @@ class Writer:
         waiting = deque(enumerate(openings))
         num_tokens = 0
         while waiting or any(row is not None for row in self.rows):
-            changes = [self._begin(slot, *waiting.popleft()) for slot in self._idle(len(waiting))]
+            idle = [slot for slot, row in enumerate(self.rows) if row is None]
+            changes = [self._begin(slot, *waiting.popleft()) for slot in idle[: len(waiting)]]
             self.slots.update(changes)
             self.slots.run(STEPS)
             num_tokens += self._collect()
@@ -198,9 +199,6 @@ class Writer:
                 break
         self.documents.sort(key=lambda document: document[0])
         return Documents.of([document[1:] for document in self.documents])
-
-    def _idle(self, limit: int) -> list[int]:
-        return [slot for slot, row in enumerate(self.rows) if row is None][:limit]
 
     def _begin(self, slot: int, number: int, opening: Opening) -> SlotUpdate:
         given = len(self.marks.opening)
@@ -265,7 +263,7 @@ class Writer:
             return None
         if row.writes == "question":
             if not is_ended or size < 3:
-                self._keep_answered(row, ids[: row.begin])
+                self._keep(row, ids, [*row.parts, (ASKED, size)], is_ended=False)
                 return None
             row.parts += [(ASKED, size), (GIVEN, len(self.marks.to_answer))]
             row.writes = "answer"
@@ -290,29 +288,15 @@ class Writer:
         return self._change(slot, row, len(ids), len(ids) - 1, tokens)
 
     def _keep(self, row: _Row, ids: list[int], parts: list[tuple[int, int]], is_ended: bool) -> None:
-        """Record a document; an unfinished last answer of several is cut off."""
-        roles = _roles(parts)
-        if not is_ended and roles.count(ANSWER) > parts[-1][1]:
-            cut = _after_last_answer(roles[: len(roles) - parts[-1][1]])
+        """Record a document; of several answers an unfinished last one, or an unfinished question, is cut off."""
+        roles = [role for role, size in parts for _ in range(size)]
+        last, size = parts[-1]
+        before = roles[: len(roles) - size]
+        if not is_ended and ANSWER in before:
+            cut = max(at for at, role in enumerate(before) if role == ANSWER) + 1
             ids, roles, is_ended = ids[:cut], roles[:cut], True
-        if is_ended or not row.opening.must_end:
+        if is_ended or (last != ASKED and not row.opening.must_end):
             self.documents.append((row.number, ids, roles, is_ended))
-
-    def _keep_answered(self, row: _Row, ids: list[int]) -> None:
-        """Record a dialogue with an unfinished question up to its last answer; drop one without an answer."""
-        roles = _roles(row.parts)
-        if ANSWER in roles:
-            cut = _after_last_answer(roles)
-            self.documents.append((row.number, ids[:cut], roles[:cut], True))
-
-
-def _roles(parts: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the role of every token from (role, number of tokens) pairs."""
-    return [role for role, size in parts for _ in range(size)]
-
-
-def _after_last_answer(roles: Sequence[int]) -> int:
-    return max(at for at, role in enumerate(roles) if role == ANSWER) + 1
 
 
 def write_samples(

@@ -47,9 +47,7 @@ def to_lightning(source: SparseMixer, config: SalaConfig, generator: torch.Gener
             new.weight.copy_(_repeat_heads(old.weight, shared, source.head_dim))
             if old.bias is not None:
                 new.bias.copy_(_repeat_heads(old.bias, shared, source.head_dim))
-        for norm, old_norm in ((mixer.q_norm, source.q_norm), (mixer.k_norm, source.k_norm)):
-            if norm is not None:
-                norm.weight.copy_(torch.ones_like(norm.weight) if old_norm is None else old_norm.weight)
+        _copy_norms(mixer, source)
         if mixer.o_norm is not None:
             mixer.o_norm.weight.fill_(1.0)
         if mixer.z_proj is not None:
@@ -63,9 +61,7 @@ def to_sparse(source: SparseMixer, config: SalaConfig, generator: torch.Generato
     with torch.no_grad():
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             _copy(getattr(mixer, name), getattr(source, name))
-        for norm, old_norm in ((mixer.q_norm, source.q_norm), (mixer.k_norm, source.k_norm)):
-            if norm is not None and old_norm is not None:
-                norm.weight.copy_(old_norm.weight)
+        _copy_norms(mixer, source)
         if mixer.o_gate is not None:
             _randomise(mixer.o_gate, generator)
             mixer.o_proj.weight.mul_(2.0)
@@ -92,6 +88,12 @@ def _copy(new: nn.Linear, old: nn.Linear) -> None:
     new.weight.copy_(old.weight)
     if old.bias is not None:
         new.bias.copy_(old.bias)
+
+
+def _copy_norms(mixer: LightningMixer | SparseMixer, source: SparseMixer) -> None:
+    for norm, old in ((mixer.q_norm, source.q_norm), (mixer.k_norm, source.k_norm)):
+        if norm is not None:
+            norm.weight.copy_(torch.ones_like(norm.weight) if old is None else old.weight)
 
 
 def _repeat_heads(values: Tensor, times: int, head_dim: int) -> Tensor:
