@@ -111,7 +111,7 @@ def test_fp8_prefill_needs_a_gpu_that_can() -> None:
     with pytest.raises(InputError, match="auto or fp8"):
         Options(prefill="fast")
     with pytest.raises(InputError, match="compute capability"):
-        select_forward(make_model(SHAPE), torch.device("cpu"), MAX_TOKENS, prefill="fp8")
+        select_forward(make_model(SHAPE), torch.device("cpu"), MAX_TOKENS, Options(prefill="fp8"))
 
 
 def builds() -> list[Build]:

@@ -14,7 +14,7 @@ from sala.backends.torch.kernels import block_selection, triton_kernels
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.random import TINY
 from sala.config import SalaConfig, SparseConfig
-from sala.protocol import Plan, Row, Sampling
+from sala.protocol import Options, Plan, Row, Sampling
 
 SPARSE = SparseConfig(kernel_size=8, kernel_stride=4, block_size=16, window_size=32, topk=2, dense_len=64)
 SHAPE = replace(
@@ -142,8 +142,8 @@ def test_kernels_that_are_switched_off(device: torch.device, monkeypatch: pytest
     """Where every Triton kernel could run, `kernels="off"` selects none."""
     model = make_model(SHAPE).to(device)
     monkeypatch.setattr(triton_kernels, "why_not", lambda _: None)
-    assert isinstance(select_forward(model, device, MAX_TOKENS), GpuForward)
-    assert select_forward(model, device, MAX_TOKENS, kernels="off") is None
+    assert isinstance(select_forward(model, device, MAX_TOKENS, Options()), GpuForward)
+    assert select_forward(model, device, MAX_TOKENS, Options(kernels="off")) is None
     sparse, width = SHAPE.sparse_config, SHAPE.head_dim
     q, k, v = (torch.randn(70, heads, width, device=device) for heads in (4, 2, 2))
     wanted = select_ops().whole_sparse_attention(q, k, v, sparse, 0.3)

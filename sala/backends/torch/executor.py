@@ -31,23 +31,16 @@ class TorchExecutor:
     """Runs plans on one device. Not thread-safe: one engine owns it."""
 
     def __init__(
-        self,
-        model: SalaModel,
-        capacity: Capacity,
-        device: torch.device,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype | None = None,
-        kernels: str = "auto",
-        prefill: str = "auto",
+        self, model: SalaModel, capacity: Capacity, device: torch.device, dtype: torch.dtype, options: Options
     ) -> None:
-        """`kv_dtype` is that of keys and values, if not `dtype`; for `kernels` and `prefill` see `Options`."""
         self.model = model
         self.capacity = capacity
         self.device = device
         self.dtype = dtype
+        kv_dtype = pick_kv(options.kv, device)
         self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype, device, kv_dtype)
-        self.ops = select_ops(kernels)
-        self.fused = select_forward(model, device, capacity.max_tokens, kernels, prefill, kv_dtype)
+        self.ops = select_ops(options.kernels)
+        self.fused = select_forward(model, device, capacity.max_tokens, options)
         self._pulse = torch.zeros(1, device=device)  # for `probe`, which must not allocate
         self._is_closed = False
 
@@ -162,9 +155,8 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
     free = free_bytes(device)
     if is_mapped:  # the mapped weights are not resident yet but will be
         free = max(free - checkpoint.nbytes, free // 10)
-    kv_dtype = pick_kv(options.kv, device)
-    capacity = plan_capacity(config, options, dtype, device, free, kv_dtype)
-    return TorchExecutor(model, capacity, device, dtype, kv_dtype, options.kernels, options.prefill)
+    capacity = plan_capacity(config, options, dtype, device, free)
+    return TorchExecutor(model, capacity, device, dtype, options)
 
 
 def pick_kv(kind: str, device: torch.device) -> torch.dtype | None:
@@ -178,18 +170,12 @@ def pick_kv(kind: str, device: torch.device) -> torch.dtype | None:
 
 
 def plan_capacity(
-    config: SalaConfig,
-    options: Options,
-    dtype: torch.dtype,
-    device: torch.device,
-    free: int,
-    kv_dtype: torch.dtype | None = None,
+    config: SalaConfig, options: Options, dtype: torch.dtype, device: torch.device, free: int
 ) -> Capacity:
     """Return how many pages and slots fit into `free` bytes."""
-    chunk, name, kv_bytes = prefill_chunk(device), _NAMES[dtype], dtype.itemsize
-    if kv_dtype is not None:
-        name, kv_bytes = f"{name}, keys and values {_NAMES[kv_dtype]}", kv_dtype.itemsize
-    return share_memory(config, options, name, dtype.itemsize, chunk, free, kv_bytes)
+    kv_dtype = pick_kv(options.kv, device) or dtype
+    name = _NAMES[dtype] if kv_dtype == dtype else f"{_NAMES[dtype]}, keys and values {_NAMES[kv_dtype]}"
+    return share_memory(config, options, name, dtype.itemsize, prefill_chunk(device), free, kv_dtype.itemsize)
 
 
 def prefill_chunk(device: torch.device) -> int:

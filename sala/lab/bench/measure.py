@@ -57,12 +57,10 @@ class BenchTarget:
     def service(self, ctx: int, batch: int = 1) -> Iterator[tuple[EngineService, Capacity]]:
         """Open an engine service for `batch` sequences of `ctx` tokens, without snapshots: nothing is reused."""
         options = replace(self.options, ctx=ctx, max_batch=batch, snapshots=0)
-        kv_dtype, free = executor.pick_kv(options.kv, self.device), executor.free_bytes(self.device)
-        capacity = executor.plan_capacity(self.config, options, self.dtype, self.device, free, kv_dtype)
+        free = executor.free_bytes(self.device)
+        capacity = executor.plan_capacity(self.config, options, self.dtype, self.device, free)
         _check_capacity(capacity, batch)
-        opened = executor.TorchExecutor(
-            self.model, capacity, self.device, self.dtype, kv_dtype, options.kernels, options.prefill
-        )
+        opened = executor.TorchExecutor(self.model, capacity, self.device, self.dtype, options)
         service = EngineService(Engine(opened, self.config.sparse_config, options))
         try:
             yield service, capacity

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sala.backends.torch.batch import Batch
-from sala.backends.torch.cache import FP8, HybridCache
+from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.fast import cpu_decode, training
 from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.linears import can_run_packed, put_half_linears
@@ -67,28 +67,21 @@ def put_kernel_linears(model: nn.Module, kernels: str) -> None:
         put_half_linears(model)
 
 
-def select_forward(
-    model: SalaModel,
-    device: torch.device,
-    max_tokens: int,
-    kernels: str = "auto",
-    prefill: str = "auto",
-    kv_dtype: torch.dtype | None = None,
-) -> FusedForward | None:
+def select_forward(model: SalaModel, device: torch.device, max_tokens: int, options: Options) -> FusedForward | None:
     """Return the fused forward of this device, or None if there is none for this model.
 
     `max_tokens` is the longest sequence. Raises InputError if `prefill` is "fp8" and the device cannot do that.
     """
-    is_gpu = kernels != "off" and triton_kernels.why_not(device) is None and _has_gpu_shapes(model)
-    if prefill == "fp8":
+    is_gpu = options.kernels != "off" and triton_kernels.why_not(device) is None and _has_gpu_shapes(model)
+    if options.prefill == "fp8":
         _check_fp8_prefill(device, is_gpu)
     if is_gpu:
         from sala.backends.torch.fast.gpu_forward import GpuForward
 
-        return GpuForward(model, device, max_tokens, prefill=prefill)
-    is_cpu = kernels != "off" and device.type == "cpu" and native.load() is not None
+        return GpuForward(model, device, max_tokens, prefill=options.prefill)
+    is_cpu = options.kernels != "off" and device.type == "cpu" and native.load() is not None
     # decode.cpp reads pages of 16 and 32 bits
-    return cpu_decode.CpuDecode(model) if is_cpu and kv_dtype != FP8 and cpu_decode.can_decode(model) else None
+    return cpu_decode.CpuDecode(model) if is_cpu and options.kv != "fp8" and cpu_decode.can_decode(model) else None
 
 
 def _check_fp8_prefill(device: torch.device, has_kernels: bool) -> None:
