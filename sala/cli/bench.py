@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from sala.cli import flags as s
-from sala.cli.outputs import RunFiles, print_record
+from sala.cli.outputs import Run
 from sala.errors import InputError, SalaError
 from sala.options import Options
 
@@ -62,10 +62,10 @@ def latency(
     from sala.lab.report.charts import length_label
 
     counts = s.counts(lengths, "lengths")
-    files = _new_files(json_file, plot, force)
+    run = Run("latency", "", {}, json_file, plot, force, is_new=True)
     target = _open(options, random, counts[0] + new_tokens)
     results = _measure_all(counts, lambda count: measure_latency(target, count, new_tokens), length_label)
-    _finish("latency", _facts(target, new_tokens), _with_ratios(results), files)
+    _finish(run, _facts(target, new_tokens), _with_ratios(results))
 
 
 @bench.command()
@@ -87,13 +87,13 @@ def throughput(
     counts = s.counts(batches, "batches")
     if length < 1:
         raise InputError("length", f"is {length}", "it must be at least 1")
-    files = _new_files(json_file, plot, force)
+    run = Run("throughput", "", {}, json_file, plot, force, is_new=True)
     target = _open(options, random, length + new_tokens, counts[0])
     results = _measure_all(
         counts, lambda count: measure_throughput(target, count, length, new_tokens), lambda count: f"{count} at a time"
     )
     facts = {**_facts(target, new_tokens), "length": length}
-    _finish("throughput", facts, _with_ratios(results), files, f", prompts of {length:,} tokens")
+    _finish(run, facts, _with_ratios(results), f", prompts of {length:,} tokens")
 
 
 @bench.command()
@@ -109,14 +109,14 @@ def kernels(
     """Measure every Triton kernel alone, at the released shapes: time, share of the roofline, and against a peer."""
     counts = s.counts(lengths, "lengths")
     where = _gpu(options.device)
-    files = _new_files(json_file, plot, force)
+    run = Run("kernels", "", {}, json_file, plot, force, is_new=True)
     name, roofline, results = _measure_kernels(where, counts)
     products, moved = roofline.flops_per_s / 1e12, roofline.bytes_per_s / 1e12
     facts = {
         "subject": f"kernels, bfloat16, {name}: {products:,.0f} TFLOP/s and {moved:.2f} TB/s at best",
         "device": str(where), "dtype": "bfloat16", "lengths": counts, "tflops": products, "tb_per_s": moved,
     }  # fmt: skip
-    _finish("kernels", facts, [asdict(one) for one in results], files)
+    _finish(run, facts, [asdict(one) for one in results])
     if all(one.ms is None for one in results):
         raise SalaError(f"no kernel ran: {results[0].error}", "see what is wrong: sala doctor")
 
@@ -139,22 +139,20 @@ def against(
     from sala.lab.bench.dense import verdict as judge
     from sala.lab.bench.measure import measure_latency, release
     from sala.lab.report.charts import length_label
-    from sala.lab.report.record import Record
 
     counts = s.counts(lengths, "lengths")
-    files = RunFiles(json_file, plot, force)
     asked = {"dense": dense, "lengths": counts, "new_tokens": new_tokens}
-    files.check("against", f"random {random}" if random else s.find_model(options.model).name, asked)
+    name = f"random {random}" if random else s.find_model(options.model).name
+    run = Run("against", name, asked, json_file, plot, force)
     need_transformers()
     check_dense(dense, options, counts[0] + new_tokens)
     target = _open(options, random, counts[0] + new_tokens)
-    facts = _facts(target, new_tokens) | asked
-    files.check("against", target.name, facts)
-    record, title = Record("against", target.name, facts), f"{facts['subject']}, against {dense}"
-    where, precision = target.device, target.dtype
-    logged = _logged(files.log, facts)
-    with files.resumable():
-        s.note(f"ours: {facts['subject']}")
+    run.settings |= _facts(target, new_tokens)
+    run.check()
+    title, where, precision = run.settings["subject"], target.device, target.dtype
+    logged = _logged(run.log, run.settings)
+    with run.resumable():
+        s.note(f"ours: {title}")
         measure = logged("ours", partial(measure_latency, target, new_tokens=new_tokens))
         ours = _measure_all(counts, measure, length_label)
         del target, measure  # one model in memory at a time
@@ -163,11 +161,10 @@ def against(
         loaded = cache(lambda: open_dense(dense, where, precision))  # only if some length is not in the log
         measure = logged("dense", lambda count: measure_dense(loaded(), count, new_tokens))
         theirs = _measure_all(counts, measure, length_label)
-    record.results = compare(ours, theirs)
-    print_record(record, title)
-    for name in MEASURES:
-        s.note(f"{name.replace('_', ' ')}: {judge(record.results, name)}")
-    files.save(record, title)
+    results = compare(ours, theirs)
+    run.finish(run.to_record(results), f"{title}, against {dense}")
+    for measure_name in MEASURES:
+        s.note(f"{measure_name.replace('_', ' ')}: {judge(results, measure_name)}")
 
 
 def _logged(file: Path | None, facts: dict[str, Any]) -> Callable[[str, "Measure"], "Measure"]:
@@ -190,12 +187,6 @@ def _logged(file: Path | None, facts: dict[str, Any]) -> Callable[[str, "Measure
         return find_or_measure
 
     return decorate
-
-
-def _new_files(json_file: Path | None, plot: Path | None, force: bool) -> RunFiles:
-    files = RunFiles(json_file, plot, force)
-    files.check_new()
-    return files
 
 
 def _open(options: Options, random: str | None, num_tokens: int, batch: int = 1) -> "BenchTarget":
@@ -298,13 +289,9 @@ def _with_ratios(results: Sequence[Any]) -> list[dict[str, Any]]:
     return [{**asdict(one), "decode_ratio": one.decode_per_second / base} for one in results]
 
 
-def _finish(
-    kind: str, facts: dict[str, Any], results: list[dict[str, Any]], files: RunFiles, more_title: str = ""
-) -> None:
+def _finish(run: Run, facts: dict[str, Any], results: list[dict[str, Any]], more_title: str = "") -> None:
     """Print and plot the results, and write them with the facts of the run once more at the top."""
     from sala import __version__
-    from sala.lab.report.record import Record
 
-    record, title = Record(kind, facts["subject"], facts, results), facts["subject"] + more_title
-    print_record(record, title)
-    files.save(record, title, sala=__version__, **facts)
+    run.model, run.settings = facts["subject"], facts
+    run.finish(run.to_record(results), run.model + more_title, sala=__version__, **facts)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sala.cli import flags as s
-from sala.cli.outputs import RunFiles, output_file, plot_file, print_record, print_table
+from sala.cli.outputs import Run, output_file, plot_file, print_table
 from sala.errors import InputError
 from sala.options import Options
 
 if TYPE_CHECKING:
     from sala.lab.eval.suite import Suite
-    from sala.lab.report.record import Record, ResultRow
+    from sala.lab.report.record import ResultRow
     from sala.llm import LLM
 
 eval = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -60,14 +60,14 @@ def needle(
     if preset == "aurora" and (keys > 1 or values != "mixed" or haystack is not None):
         raise InputError("preset", "aurora has its own needle and text", "leave out --keys, --values and --haystack")
     counts, places = s.counts(lengths, "lengths", MIN_LENGTH), _depths(depths)
-    run = _Run("needle", options, output, plot, force, counts)
-    run.facts = {"seed": seed, "preset": preset, "keys": keys, "values": values}
-    run.asked = {"lengths": counts, "depths": places, "trials": trials}
+    facts = {"seed": seed, "preset": preset, "keys": keys, "values": values}
+    asked = {"lengths": counts, "depths": places, "trials": trials}
+    run = _Evaluation("needle", options, output, plot, force, facts, asked)
     suite = run.open(haystack, verbose)
     kinds: Any = VALUES[:-1] if values == "mixed" else (values,)
     jobs = suite.needle(counts, places, trials, preset, keys, kinds)
     cells = summarise(run.measure(jobs, _tell_needle), ("length", "depth"))
-    title = f"needles found: {run.name}, {_per_cell(trials)}"
+    title = f"needles found: {run.model}, {_per_cell(trials)}"
     run.save(cells, title)
     _print_grid(cells, title)
 
@@ -100,12 +100,12 @@ def ruler(
     chosen = _names(tasks, (*RULER, *own))
     counts = s.counts(lengths, "lengths", MIN_LENGTH)
     passages = read_passages(questions) if questions is not None else []
-    run = _Run("ruler", options, output, plot, force, counts)
-    run.facts = {"seed": seed, "questions": _digest(questions)}
-    run.asked = {"tasks": chosen, "lengths": counts, "trials": trials, "per_text": per_text}
+    facts = {"seed": seed, "questions": _digest(questions)}
+    asked = {"tasks": chosen, "lengths": counts, "trials": trials, "per_text": per_text}
+    run = _Evaluation("ruler", options, output, plot, force, facts, asked)
     jobs = run.open(haystack, verbose).ruler(chosen, counts, trials, per_text, passages)
     cells = summarise(run.measure(jobs, _tell_ruler), ("task", "length"))
-    title = f"{run.name}, {_per_cell(trials)}"
+    title = f"{run.model}, {_per_cell(trials)}"
     run.save(cells, f"long-context tasks: {title}")
     _print_tasks(cells, f"scores: {title}")
 
@@ -131,13 +131,12 @@ def reasoning(
 
     kinds = _names(tasks, tuple(KINDS))
     budgets = [None] if budget is None else [None, budget]
-    run = _Run("reasoning", options, output, None, force)
-    run.facts = {"seed": seed, "max_tokens": max_tokens, "max_batch": options.max_batch}
-    run.asked = {"tasks": kinds, "count": count, "budgets": budgets}
+    facts = {"seed": seed, "max_tokens": max_tokens, "max_batch": options.max_batch}
+    asked = {"tasks": kinds, "count": count, "budgets": budgets}
+    run = _Evaluation("reasoning", options, output, None, force, facts, asked)
     run.load(verbose)
     rows = run.measure(reasoning_tasks(kinds, count, seed, budgets), _tell_problem, max_tokens)
-    record = run.save(summarise_reasoning(rows))
-    print_record(record, f"{run.name}, {count} problem(s) of every kind")
+    run.save(summarise_reasoning(rows), f"{run.model}, {count} problem(s) of every kind", is_shown=True)
 
 
 @eval.command()
@@ -162,7 +161,7 @@ def lm(
     from importlib.metadata import version
 
     from sala.lab.eval.harness import adapter, evaluate, to_rows
-    from sala.lab.report.record import Log, Record, write_atomically
+    from sala.lab.report.record import Log, write_atomically
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if limit is not None and limit <= 0:
@@ -177,9 +176,8 @@ def lm(
     path = s.find_model(options.model)
     file = output_file(output, default_name(names, path.name))
     sample_file = file.with_suffix(".samples.jsonl")
-    files = RunFiles(file, None, force, *([sample_file] if samples else []))
-    files.check("harness", path.name, wanted)
-    with s.load(options) as llm, files.resumable():
+    run = Run("harness", path.name, wanted, file, None, force, *([sample_file] if samples else []))
+    with s.load(options) as llm, run.resumable():
         results, target = evaluate(
             llm, names, log=Log(file.with_suffix(".jsonl")), include_path=include_path, num_fewshot=shots,
             is_chat=chat, system=system, limit=limit if limit is None or limit < 1 else int(limit),
@@ -187,24 +185,21 @@ def lm(
         )  # fmt: skip
     if target.num_cut:
         s.note(f"{target.num_cut:,} requests were longer than {target.max_length:,} tokens: cut on the left")
-    record = Record("harness", path.name, wanted, to_rows(results))
-    record.versions["lm-eval"] = version("lm-eval")
-    print_record(record, f"{path.name}, {', '.join(names)}")
     if samples:
         kept = [{"task": task, **one} for task, many in (results.get("samples") or {}).items() for one in many]
         lines = (json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in kept)
         write_atomically(sample_file, "".join(lines).encode())
-    files.save(record, "")
+    record = run.to_record(to_rows(results))
+    record.versions["lm-eval"] = version("lm-eval")
+    run.finish(record, f"{path.name}, {', '.join(names)}")
 
 
-class _Run:
+class _Evaluation(Run):
     """What every evaluation does before and after: from the flags to the files.
 
     `facts` are what the result of a case depends on, `asked` is what selects the cases; both identify the run.
     """
 
-    facts: dict[str, Any]
-    asked: dict[str, Any]
     llm: "LLM"
 
     def __init__(
@@ -214,36 +209,37 @@ class _Run:
         output: Path | None,
         plot: Path | None,
         force: bool,
-        lengths: Sequence[int] = (),
+        facts: dict[str, Any],
+        asked: dict[str, Any],
     ) -> None:
         """Raise for everything that can be refused before the model is loaded."""
         from sala.config import SalaConfig
         from sala.lab.eval.runner import check_lengths
 
-        path = s.find_model(options.model)
-        self.name, self._kind, self._options = path.name, kind, options
+        path, lengths = s.find_model(options.model), asked.get("lengths", ())
+        self._options, self._longest = options, max(lengths, default=0)
         if lengths:
             check_lengths(lengths, options.ctx or SalaConfig.load(path).max_position_embeddings)
-            self._options = replace(options, ctx=options.ctx or max(lengths))
-        self._longest = max(lengths, default=0)
-        self._output = output_file(output, f"{kind}-{self.name}.json")
-        self._table = self._output.with_suffix(".csv")
-        self._log = self._output.with_suffix(".jsonl")
-        self._files = RunFiles(
-            self._output, plot_file(plot, self._output) if kind != "reasoning" else None, force, self._table
-        )
-        self._notes: list[str] = []
+            self._options = replace(options, ctx=options.ctx or self._longest)
+        self._file = output_file(output, f"{kind}-{path.name}.json")
+        picture = plot_file(plot, self._file) if kind != "reasoning" else None
+        self.facts, self._notes = facts, list[str]()
+        table = self._file.with_suffix(".csv")
+        super().__init__(kind, path.name, facts | asked, self._file, picture, force, table)
 
     def load(self, verbose: bool) -> None:
         """Load the model, unless the files belong to another run."""
         from sala import __version__
         from sala.backends import name_device
 
-        self.facts |= {"sala": __version__, "device": name_device(self._options.backend, self._options.device)}
-        self._check()
+        self._learn(sala=__version__, device=name_device(self._options.backend, self._options.device))
         self.llm = s.load(self._options, verbose)
-        self.facts |= {"fingerprint": self.llm.fingerprint()[:16], "dtype": self.llm.capacity.dtype}
-        self._check()
+        self._learn(fingerprint=self.llm.fingerprint()[:16], dtype=self.llm.capacity.dtype)
+
+    def _learn(self, **facts: Any) -> None:
+        self.facts |= facts
+        self.settings |= facts
+        self.check()
 
     def open(self, haystack: Path | None, verbose: bool) -> "Suite":
         """Load the model; return the suite of its cases."""
@@ -252,7 +248,7 @@ class _Run:
         from sala.lab.eval.tasks.case import PromptWriter
 
         source = read_source(haystack) if haystack is not None else None
-        self.facts["haystack"] = "prose" if source is None else source.name
+        self._learn(haystack="prose" if source is None else source.name)
         self.load(verbose)
         if source is not None and source.num_chars < 8 * self._longest:
             count = sum(map(len, self.llm.tokenizer.encode_many(source.documents)))
@@ -270,7 +266,7 @@ class _Run:
         from sala.lab.eval.runner import run_cases, run_problems
         from sala.lab.report.record import Log, key_of
 
-        log, keys = Log(self._log), [key_of(self.facts, job.labels) for job in jobs]
+        log, keys = Log(self._file.with_suffix(".jsonl")), [key_of(self.facts, job.labels) for job in jobs]
 
         def num_known() -> int:
             return sum(log.find(key) is not None for key in keys)
@@ -282,30 +278,26 @@ class _Run:
                     return run_cases(self.llm, jobs, log, self.facts, progress)
                 return run_problems(self.llm, jobs, max_tokens, log, self.facts, progress)
         except KeyboardInterrupt:
-            s.note(f"stopped; {num_known()} of {len(keys)} cases are in {self._log}")
+            s.note(f"stopped; {num_known()} of {len(keys)} cases are in {self.log}")
             s.note(f"the same command continues from there: {shlex.join(['sala', *sys.argv[1:]])}")
             raise
 
-    def save(self, results: "list[ResultRow]", title: str = "") -> "Record":
+    def save(self, results: "list[ResultRow]", title: str, is_shown: bool = False) -> None:
         """Write the record, the table and the picture."""
         from sala.lab.eval.runner import write_csv
-        from sala.lab.report.record import Record
 
-        write_csv(results, self._table)
-        record = Record(self._kind, self.name, self.facts | self.asked, results, notes=self._notes)
-        self._files.save(record, title)
-        s.note(f"every answer is in {self._log}")
-        return record
-
-    def _check(self) -> None:
-        self._files.check(self._kind, self.name, self.facts | self.asked)
+        write_csv(results, self._file.with_suffix(".csv"))
+        record = self.to_record(results)
+        record.notes = self._notes
+        self.finish(record, title, is_shown)
+        s.note(f"every answer is in {self.log}")
 
     def _remark(self, num_known: int, num_cases: int) -> list[str]:
         """Return what a reader of the speeds must know: cases of an earlier run may have had other conditions."""
         from sala.lab.report.record import Record
 
-        if num_known == num_cases and self._output.exists() and not self._files.force:
-            return Record.load(self._output).notes
+        if num_known == num_cases and self._file.exists() and not self.force:
+            return Record.load(self._file).notes
         if not num_known:
             return []
         text = "come from an earlier run, perhaps with other threads or load: speeds mix both"

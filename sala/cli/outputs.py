@@ -11,7 +11,7 @@ from sala.cli import flags as s
 from sala.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
-    from sala.lab.report.record import Record
+    from sala.lab.report.record import Record, ResultRow
 
 
 def size(count: float) -> str:
@@ -50,13 +50,6 @@ def print_facts(title: str, facts: Mapping[str, str]) -> None:
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"  {name:<{width}}  {value}")
-
-
-def print_record(record: "Record", title: str) -> None:
-    """Print the results of a run as the report shows them."""
-    from sala.lab.report.kinds import table_of
-
-    print_table(title, *table_of(record))
 
 
 def check_writable(file: Path) -> None:
@@ -100,11 +93,25 @@ def plot_file(plot: Path | None, output: Path) -> Path | None:
     return output.with_suffix(".png")
 
 
-class RunFiles:
-    """The files of a run: its record with a log beside it, a picture and more; none replaces those of another run."""
+class Run:
+    """A run that ends in a record: what identifies it, and its files, which never replace those of another run.
 
-    def __init__(self, record: Path | None, plot: Path | None, force: bool, *more: Path) -> None:
-        """Raise InputError if one of the files cannot be written."""
+    `settings` may grow when more is known; `check` then compares them once more with a record that exists.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        model: str,
+        settings: dict[str, Any],
+        record: Path | None,
+        plot: Path | None,
+        force: bool,
+        *more: Path,
+        is_new: bool = False,
+    ) -> None:
+        """Raise InputError if a file cannot be written or belongs to another run; with `is_new` also if it exists."""
+        self.kind, self.model, self.settings = kind, model, settings
         self.record, self.plot, self.force = record, plot, force
         self.log = None if record is None else record.with_suffix(".jsonl")
         self._others = [*more] if plot is None else [*more, plot]
@@ -114,15 +121,16 @@ class RunFiles:
             check_plot(plot)
         for file in (*self._others, *filter(None, (record, self.log))):
             check_writable(file)
+            if is_new and not force and file != self.log:
+                check_new(file, "choose another name, or --force")
+        self.check()
 
-    def check(self, kind: str, model: str, settings: dict[str, Any]) -> None:
+    def check(self) -> None:
         """Raise InputError if the files belong to another run, as far as the settings tell that are known so far."""
         if self.force:
             return
         if self.record is not None and self.record.exists():
-            from sala.lab.report.record import Record
-
-            Record(kind, model, settings).check(self.record)
+            self.to_record([]).check(self.record)
             return
         for file in self._others:
             if file.exists():
@@ -130,11 +138,10 @@ class RunFiles:
                     "output", f"{file} exists and belongs to something else", "choose another name, or --force"
                 )
 
-    def check_new(self) -> None:
-        """Raise InputError if one of the files exists: for runs that cannot be continued."""
-        for file in (*self._others, *filter(None, [self.record])):
-            if not self.force:
-                check_new(file, "choose another name, or --force")
+    def to_record(self, results: "list[ResultRow]") -> "Record":
+        from sala.lab.report.record import Record
+
+        return Record(self.kind, self.model, self.settings, results)
 
     @contextmanager
     def resumable(self) -> Iterator[None]:
@@ -146,10 +153,12 @@ class RunFiles:
                 s.note(f"stopped; the results so far are in {self.log}, and the same command continues from there")
             raise
 
-    def save(self, record: "Record", title: str, **extra: Any) -> None:
-        """Plot the results, and write them with `extra` keys at the top."""
-        from sala.lab.report.kinds import plot_record
+    def finish(self, record: "Record", title: str, is_shown: bool = True, **extra: Any) -> None:
+        """Print and plot the results, and write them with `extra` keys at the top."""
+        from sala.lab.report.kinds import plot_record, table_of
 
+        if is_shown:
+            print_table(title, *table_of(record))
         if self.plot is not None:
             plot_record(record, self.plot, title)
             if self.record is not None:

@@ -20,12 +20,12 @@ def perplexity(
     force: s.Force = False,
     options: Annotated[Options, s.Use(without=("ctx",), defaults={"max_batch": 1, "snapshots": 0})],
 ) -> None:
-    from sala.cli.outputs import RunFiles, output_file, plot_file, print_record
+    from sala.cli.outputs import Run, output_file, plot_file
     from sala.cli.progress import ProgressBar
     from sala.config import SalaConfig
     from sala.lab.eval import perplexity as work
     from sala.lab.eval.documents import read_documents
-    from sala.lab.report.record import Log, Record
+    from sala.lab.report.record import Log
 
     counts = s.counts(lengths, "lengths")
     _check(stride, tokens, counts)
@@ -34,27 +34,23 @@ def perplexity(
     record_file = output_file(output, f"perplexity-{path.name}.json")
     if record_file.absolute() == file.absolute():
         raise InputError("output", f"{record_file} is the text itself", "choose another name")
-    files = RunFiles(record_file, plot_file(plot, record_file), force)
     settings: dict[str, Any] = {"file": file.name, "stride": stride, "device": options.device}
-    files.check("perplexity", path.name, settings)
+    run = Run("perplexity", path.name, settings, record_file, plot_file(plot, record_file), force)
     ctx = min(max(counts), SalaConfig.load(path).max_position_embeddings)
     with s.load(options, ctx=ctx) as llm:
         text = work.to_text(llm, str(file), documents, tokens)
         chosen = work.choose_lengths(counts, len(text.ids), llm.ctx)
         for count in sorted(set(counts) - set(chosen)):
             s.note(f"{count:,} tokens left out: the text has {len(text.ids):,}, the context holds {llm.ctx:,}")
-        settings |= {
+        run.settings |= {
             "text": text.digest, "tokens": len(text.ids), "lengths": chosen,
             "fingerprint": llm.fingerprint()[:16], "dtype": llm.capacity.dtype,
         }  # fmt: skip
-        files.check("perplexity", path.name, settings)
-        record = Record("perplexity", path.name, settings)
-        with files.resumable(), ProgressBar() as bar:
+        run.check()
+        with run.resumable(), ProgressBar() as bar:
             log = Log(record_file.with_suffix(".jsonl"))
-            record.results = list(work.measure(llm, text, chosen, stride, log, bar))
-    title = f"{path.name} on {file.name}"
-    print_record(record, title)
-    files.save(record, title)
+            results = list(work.measure(llm, text, chosen, stride, log, bar))
+    run.finish(run.to_record(results), f"{path.name} on {file.name}")
 
 
 def _check(stride: int | None, tokens: int | None, counts: list[int]) -> None:

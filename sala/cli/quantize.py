@@ -81,9 +81,10 @@ def _text(model: Path, file: Path | None, options: Options, bar: ProgressBar) ->
 
 def _report(original: Path, quantized: Path, tokens: Any, options: Options, num_needles: int, bar: ProgressBar) -> None:
     from sala.backends.torch.loader import pick_device
-    from sala.cli.outputs import print_record
+    from sala.cli.outputs import print_table
     from sala.lab.quantize.report import NAME, measure, to_record
     from sala.lab.report.comparison import save
+    from sala.lab.report.kinds import table_of
 
     device = pick_device(options.device)
     try:
@@ -94,6 +95,6 @@ def _report(original: Path, quantized: Path, tokens: Any, options: Options, num_
     record = to_record(results, quantized.name, {"original": original.name, "device": str(device)})
     has_picture = save(record, quantized, NAME)
     bar.close()
-    print_record(record, f"{quantized.name} beside {original.name}")
+    print_table(f"{quantized.name} beside {original.name}", *table_of(record))
     if not has_picture:
         s.note(f"no picture: {MissingExtra('matplotlib', 'eval')}")
