@@ -17,6 +17,8 @@ from sala.errors import InputError, SalaError, explain_write_error
 COMMANDS: dict[str, str] = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
 GROUPS = {
     **dict.fromkeys(("init", "setup", "fuse", "export", "rm"), "checkpoints"),
+    "batch": "generate",
+    "report": "eval",
     **dict.fromkeys(("train", "convert", "finetune", "llamafactory"), "training"),
 }  # modules that are not named for their command
 

@@ -110,20 +110,13 @@ class Conversation:
         name, _, rest = line.partition(" ")
         if name in ("/bye", "/exit", "/quit"):
             return False
-        commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: s.note(HELP),
-            "/clear": self.clear,
-            "/regen": self.regenerate,
-            "/read": self.attach,
-            "/set": self.set,
-            "/show": self.show,
-            "/save": self.save,
-            "/load": self.load,
-        }
-        if name not in commands:
+        run = getattr(self, f"do_{name.removeprefix('/')}", None)
+        if run is None:
             s.note(f"{name} is not a command; /help lists them")
+        elif name in ("/read", "/save", "/load") and not rest.strip():
+            raise InputError(name, "needs a file", f"{name} FILE")
         else:
-            commands[name](rest.strip())
+            run(rest.strip())
         return True
 
     def ask(self, text: str) -> None:
@@ -168,11 +161,14 @@ class Conversation:
             s.note(f"(speculation is switched off: {off_because})")
             self.has_told = True
 
-    def clear(self, _: str = "") -> None:
+    def do_help(self, _: str) -> None:
+        s.note(HELP)
+
+    def do_clear(self, _: str) -> None:
         self.messages, self.attached, self.last = [], [], None
         s.note("(the conversation is forgotten)")
 
-    def regenerate(self, _: str) -> None:
+    def do_regen(self, _: str) -> None:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise InputError("/regen", "has no answer to replace", "ask something first")
         old = self.messages.pop()
@@ -182,15 +178,13 @@ class Conversation:
             self.messages.append(old)
             raise
 
-    def attach(self, name: str) -> None:
-        if not name:
-            raise InputError("/read", "needs a file", "/read FILE")
+    def do_read(self, name: str) -> None:
         text = s.read_text(name)
         self.attached.append(text)
         count = len(self.llm.tokenizer.encode(text, bos=False))
         s.note(f"({name}: {count:,} tokens, sent with your next message)")
 
-    def set(self, rest: str) -> None:
+    def do_set(self, rest: str) -> None:
         name, _, value = rest.partition(" ")
         settings = {field.name: getattr(self.sampling, field.name) for field in fields(self.sampling)}
         if not name:
@@ -204,7 +198,7 @@ class Conversation:
         else:
             raise InputError("/set", f"does not know {name!r}" if value else "needs a value", "/set NAME VALUE")
 
-    def show(self, _: str) -> None:
+    def do_show(self, _: str) -> None:
         config = self.llm.config
         s.note(f"  model    {self.llm.path}")
         s.note(f"  layers   {len(config.sparse_layers)} sparse, {len(config.lightning_layers)} lightning")
@@ -212,9 +206,7 @@ class Conversation:
         s.note(f"  drafts   {self.llm.engine.speculation.summary()}")
         s.note(f"  context  {used:,} of {self.llm.ctx:,} tokens, {len(self.messages)} messages")
 
-    def save(self, name: str) -> None:
-        if not name:
-            raise InputError("/save", "needs a file", "/save FILE")
+    def do_save(self, name: str) -> None:
         text = json.dumps(
             {"format": FORMAT, "system": self.system, "messages": self.messages}, ensure_ascii=False, indent=1
         )
@@ -227,11 +219,9 @@ class Conversation:
             raise InputError("/save", f"{name} cannot be written: {error.strerror}") from None
         s.note(f"(saved to {name})")
 
-    def load(self, name: str) -> None:
+    def do_load(self, name: str) -> None:
         from sala.text.template import check_messages
 
-        if not name:
-            raise InputError("/load", "needs a file", "/load FILE")
         try:
             data = json.loads(s.read_text(name))
             is_ours = isinstance(data, dict) and data.get("format") == FORMAT and isinstance(data["messages"], list)

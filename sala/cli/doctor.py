@@ -29,9 +29,12 @@ USUAL_CTX = 8192  # tokens for which a model's memory is judged
 
 @s.derived
 def doctor(*, options: Annotated[Options, s.Use(only=("model",))], as_json: s.AsJson = False) -> None:
-    from sala.lab.report.record import versions
+    import psutil
 
-    facts: dict[str, Any] = {"versions": versions(PACKAGES), "machine": machine(), "places": places()}
+    from sala.lab.report.record import host, versions
+
+    facts: dict[str, Any] = {"versions": versions(PACKAGES), "machine": host(), "places": places()}
+    facts["machine"]["memory_free"] = int(psutil.virtual_memory().available)
     warnings = [*_space_warnings(facts["machine"]["memory_free"], facts["places"]["disk_free"])]
     try:
         facts |= {"gpus": gpus(), "in_use": in_use()}
@@ -65,14 +68,6 @@ def doctor(*, options: Annotated[Options, s.Use(only=("model",))], as_json: s.As
             print(f"warning: {warning}")
     if not is_well or not all(check["is_good"] for check in facts["checks"]):
         raise typer.Exit(1)
-
-
-def machine() -> dict[str, Any]:
-    import psutil
-
-    from sala.lab.report.record import host
-
-    return {**host(), "memory_free": int(psutil.virtual_memory().available)}
 
 
 def gpus() -> list[dict[str, Any]]:

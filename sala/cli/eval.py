@@ -1,4 +1,4 @@
-"""`sala eval`: quality by context length: needles, long-context tasks, reasoning, lm-eval."""
+"""`sala eval`: quality by context length: needles, long-context tasks, reasoning, lm-eval; `sala report`: all runs."""
 
 import hashlib
 import json
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sala.cli import flags as s
-from sala.cli.outputs import Run, output_file, plot_file, print_table
-from sala.errors import InputError
+from sala.cli.outputs import Run, check_new, output_file, plot_file, print_table
+from sala.errors import InputError, MissingExtra
 from sala.options import Options
 
 if TYPE_CHECKING:
@@ -192,6 +192,30 @@ def lm(
     record = run.to_record(to_rows(results))
     record.versions["lm-eval"] = version("lm-eval")
     run.finish(record, f"{path.name}, {', '.join(names)}")
+
+
+def report(
+    runs: Annotated[list[Path], s.argument("Records of runs (JSON), or directories of them.")],
+    output: Annotated[Path, s.flag("Page to write.", "--output", "-o", metavar="FILE.html")] = Path("report.html"),
+    title: Annotated[str, s.flag("Title of the page.")] = "Evaluation",
+    force: Annotated[bool, s.flag("Replace an existing page.", "--force")] = False,
+) -> None:
+    from sala.lab.report.charts import need_matplotlib
+    from sala.lab.report.page import read_runs, to_page
+    from sala.lab.report.record import today, write_atomically
+
+    file = output_file(output, "report.html", ".html")
+    if not force:
+        check_new(file, "choose another name, or --force")
+    found = read_runs([path.expanduser() for path in runs])
+    has_charts = True
+    try:
+        need_matplotlib()
+    except MissingExtra as error:
+        has_charts = False
+        s.note(f"there will be no charts: {error}")
+    write_atomically(file, to_page(found, title, today()[:10], has_charts).encode())
+    s.note(f"wrote {file}: {len(found)} run{'s' if len(found) > 1 else ''}")
 
 
 class _Evaluation(Run):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin,
 import typer
 
 from sala.errors import InputError, SalaError
-from sala.options import CommandOptions, Options, Sampling
+from sala.options import CommandOptions, Options, Sampling, sources
 from sala.options.schema import SWITCH, Option, read_count, table
 from sala.options.sources import Given, build, check_variables, from_environment, from_file, from_flags, show
 
@@ -235,14 +235,9 @@ def note(text: str) -> None:
 
 def read_text(name: str) -> str:
     """Read a text file, or stdin for `-`."""
-    try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
-    except OSError as error:
-        raise InputError("file", f"{name} cannot be read: {error.strerror}") from None
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError("file", f"{name} is not UTF-8 text (byte {error.start})", "convert it to text first") from None
+    if name == "-":
+        return sources.decode(sys.stdin.buffer.read(), "standard input")
+    return sources.read_text(Path(name).expanduser())
 
 
 def uses_colour(stream: object) -> bool:

@@ -1,14 +1,16 @@
-"""`sala generate`: one prompt, one answer. The answer goes to stdout, everything else to stderr."""
+"""`sala generate`: one prompt, one answer, which goes to stdout and everything else to stderr; `sala batch`: many."""
 
 import json
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sala.cli import flags as s
-from sala.cli.outputs import print_json
+from sala.cli.outputs import check_new, print_json
 from sala.errors import InputError, SalaError
 from sala.options import Sampling
 
@@ -57,6 +59,31 @@ def generate(
     warn_if_untrained(llm.config, completion.usage.prompt_tokens)
     if options.speculate != "off":
         s.note(f"[{llm.engine.speculation.summary()}]")
+
+
+@s.derived
+def batch(
+    *,
+    source: Annotated[Path, s.argument("JSONL file of requests.", metavar="IN.jsonl")],
+    output: Annotated[Path, s.flag("File of the answers; must not exist.", "--output", "-o")],
+    options: s.Loading,
+    verbose: s.Verbose = False,
+) -> None:
+    from sala.cli.progress import ProgressBar
+    from sala.server.batch import run_batch
+
+    if source.resolve() == output.resolve():
+        raise InputError("output", "is the input", "choose another file")
+    try:
+        source.open("rb").close()
+    except OSError as error:
+        raise InputError("file", f"{source} cannot be read: {error.strerror}", "check the path") from None
+    check_new(output)
+    llm = s.load(options, verbose)
+    with ProgressBar(is_kept=False, is_quiet=True) as bar:
+        tally = run_batch(llm, source, output, partial(bar, "answering"))
+    resumed = f", {tally.skipped} from an earlier run" if tally.skipped else ""
+    s.note(f"{output}: {tally.done} answered, {tally.failed} refused{resumed}")
 
 
 def read_schema(sampling: Sampling) -> Sampling:

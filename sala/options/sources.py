@@ -124,21 +124,23 @@ def check_variables(known: Iterable[str], warn: Callable[[str], None], environme
         warn(f"{variable} is not an option and has no effect")
 
 
-def read_text(file: Path, max_bytes: int) -> str:
-    """Read a small UTF-8 file; errors name it."""
+def read_text(file: Path, max_bytes: int | None = None) -> str:
+    """Read a UTF-8 file; errors name it."""
     try:
         with file.open("rb") as stream:
-            data = stream.read(max_bytes + 1)
+            data = stream.read(-1 if max_bytes is None else max_bytes + 1)
     except OSError as error:
         raise InputError(str(file), f"cannot be read: {error.strerror}", "check the path and its permissions") from None
-    if len(data) > max_bytes:
+    if max_bytes is not None and len(data) > max_bytes:
         raise InputError(str(file), f"has more than {max_bytes:,} bytes", "check that it is the right file")
+    return decode(data, str(file))
+
+
+def decode(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(
-            str(file), f"is not UTF-8 text (byte {error.start})", "check that it is the right file"
-        ) from None
+        raise InputError(name, f"is not UTF-8 text (byte {error.start})", "check that it is the right file") from None
 
 
 def _find_line(text: str, key: str) -> str:

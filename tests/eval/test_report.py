@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sala.cli.report import report
+from sala.cli.eval import report
 from sala.errors import InputError
 from sala.lab.report.charts import HeatMap, Lines, Series, length_label, plot, to_svg
 from sala.lab.report.kinds import KINDS, interval, ratio_text
