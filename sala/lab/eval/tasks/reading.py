@@ -4,7 +4,7 @@ The lives that are asked about have surnames that no other life has.
 """
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from sala.lab.eval.data import read_data
 from sala.lab.eval.documents import NotBlank, read_lines
 from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution, insert, join_ids, random
 from sala.lab.eval.tasks.haystack import PARAGRAPH, Haystack, Ids
-from sala.lab.eval.tasks.words import Split, in_split, pick, words_of
+from sala.lab.eval.tasks.words import Split, key_words, pick, words_of
 
 NUM_LIVES = 8000  # of the pool to hide others in; only as many as needed are made
 MAX_KNOWN = 1 << 18  # sentences whose ids are cached
@@ -33,10 +33,6 @@ def _frame(question: str) -> Frame:
 class Life:
     name: str
     facts: dict[str, str]
-
-    @property
-    def teacher(self) -> str | None:
-        return self.facts.get("teacher")
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,8 @@ class ReadingMaker:
         """Return a case; `question` selects the life of the text; every second question takes two steps."""
         rng = random(self._seed, "reading", num_tokens, number)
         lives = _sample_asked(rng)
-        asked = [lives[2 * at] for at in range(NUM_ASKED)]
-        askings = [_ask(life, lives, at % 2 == 1, rng) for at, life in enumerate(asked)]
+        pairs = zip(lives[::2], lives[1::2], strict=True)
+        askings = [_ask(pupil, teacher if at % 2 else None, rng) for at, (pupil, teacher) in enumerate(pairs)]
         selected = (number + question) % NUM_ASKED
         frames, answers = [_frame(one) for one, _ in askings], [f" {answer}." for _, answer in askings]
         prompt = self._writer.prompt(frames, answers, selected)
@@ -136,7 +132,7 @@ def _sample_asked(rng: np.random.Generator) -> list[Life]:
 
 
 def _sample_life(rng: np.random.Generator, split: Split) -> Life:
-    given, surname = pick(words_of("given_names"), rng), pick(_surnames(split), rng)
+    given, surname = pick(words_of("given_names"), rng), pick(key_words("person", split)[1], rng)
     values = {
         "town": pick(words_of("place_stems"), rng) + pick(words_of("place_endings"), rng),
         **{name: pick(words_of(name), rng) for name in ("trade", "city", "animal", "instrument")},
@@ -151,22 +147,15 @@ def _tell(life: Life, rng: np.random.Generator) -> str:
     given = life.name.split()[0]
     out = []
     for at, name in enumerate(names):
-        choices = read_data("reading")["sentences"][name]
-        pattern: str = pick(choices, rng)
+        pattern: str = pick(read_data("reading")["sentences"][name], rng)
         out.append(pattern.format(name=life.name, who=life.name if at == 0 else given, value=life.facts[name]))
     return " ".join(out)
 
 
-def _ask(life: Life, lives: list[Life], is_indirect: bool, rng: np.random.Generator) -> tuple[str, str]:
-    """Return a question and its answer."""
+def _ask(life: Life, teacher: Life | None, rng: np.random.Generator) -> tuple[str, str]:
+    """Return a question and its answer; with a teacher it is about the teacher of that life."""
     field = pick(FIELDS, rng)
     question: str = read_data("reading")["questions"][field]
-    if not is_indirect:
+    if teacher is None:
         return question.format(name=life.name), life.facts[field]
-    teacher = next(one for one in lives if one.name == life.teacher)
     return question.format(name=f"the teacher of {life.name}"), teacher.facts[field]
-
-
-@cache
-def _surnames(split: Split) -> tuple[str, ...]:
-    return tuple(one for one in words_of("surnames") if in_split(one, split))

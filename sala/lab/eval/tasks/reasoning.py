@@ -6,19 +6,18 @@ stopped reasoning.
 
 import re
 from collections.abc import Callable
-from functools import partial
 from itertools import permutations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sala.errors import InputError
+from sala.lab.eval.data import read_data
 from sala.lab.eval.tasks.case import random
 from sala.lab.eval.tasks.words import pick, words_of
 
-CLOSING = "Think it through. Then write the result on a line of its own, in the form\nAnswer: …"
 ANSWER = re.compile(r"answer\s*[:：]\s*(.+)", re.IGNORECASE)
-Check = Callable[[tuple[str, ...]], bool]
+Check = Callable[[Callable[[str], int]], bool]  # of the place of each name
 
 
 class ReasoningProblem(NamedTuple):
@@ -40,7 +39,7 @@ def make(kind: str, number: int, seed: int = 0) -> ReasoningProblem:
     if kind not in KINDS:
         raise InputError("tasks", f"hold {kind!r}", f"choose from {', '.join(KINDS)}")
     problem = KINDS[kind](random(seed, "reasoning", kind, number))
-    return problem._replace(text=f"{problem.text}\n\n{CLOSING}")
+    return problem._replace(text=f"{problem.text}\n\n{_text('closing')}")
 
 
 def judge(problem: ReasoningProblem, text: str, reasoning: str) -> Judgement:
@@ -93,41 +92,31 @@ def _sum(rng: np.random.Generator) -> ReasoningProblem:
     return ReasoningProblem(f"{' '.join(parts)} Which number do you get?", str(value))
 
 
-def _story(rng: np.random.Generator) -> ReasoningProblem:
-    return pick(STORIES, rng)(rng)
-
-
 def _shop(rng: np.random.Generator) -> ReasoningProblem:
-    name = pick(words_of("given_names"), rng)
-    first, second = _some(2, "fruit", rng)
+    name, fruit = pick(words_of("given_names"), rng), _some(2, "fruit", rng)
     counts, prices = rng.integers(3, 15, 2).tolist(), rng.integers(2, 10, 2).tolist()
     cost = counts[0] * prices[0] + counts[1] * prices[1]
     paid = cost + int(rng.integers(3, 60))
-    text = (
-        f"{name} buys {counts[0]} crates of {first} at {prices[0]} coins each and {counts[1]} crates of {second} at "
-        f"{prices[1]} coins each, and pays with a purse of {paid} coins. How many coins are left in the purse?"
-    )
+    text = _text("shop", name=name, fruit=fruit, counts=counts, prices=prices, paid=paid)
     return ReasoningProblem(text, str(paid - cost))
 
 
 def _tank(rng: np.random.Generator) -> ReasoningProblem:
     flow, leak, hours, extra = (int(rng.integers(*span)) for span in ((20, 60), (3, 15), (4, 12), (10, 90)))
-    text = (
-        f"A tank holds {extra} litres. Every hour a pump adds {flow} litres, and every hour {leak} litres leak out. "
-        f"After {hours} hours half of what is in the tank is drawn off. How many litres have been drawn off, "
-        "rounded down to a whole number?"
-    )
+    text = _text("tank", flow=flow, leak=leak, hours=hours, extra=extra)
     return ReasoningProblem(text, str((extra + hours * (flow - leak)) // 2))
 
 
 def _ages(rng: np.random.Generator) -> ReasoningProblem:
-    one, two, three = _some(3, "given_names", rng)
+    names = _some(3, "given_names", rng)
     age, times, less, years = (int(rng.integers(*span)) for span in ((5, 14), (2, 5), (1, 4), (2, 12)))
-    text = (
-        f"{one} is {age} years old. {two} is {times} times as old as {one}. "
-        f"{three} is {less} years younger than {two}. How old will all three be together in {years} years?"
-    )
+    text = _text("ages", names=names, age=age, times=times, less=less, years=years)
     return ReasoningProblem(text, str(age + age * times + age * times - less + 3 * years))
+
+
+def _text(key: str, **gaps: Any) -> str:
+    template: str = read_data("reasoning")[key]
+    return template.format(**gaps)
 
 
 def _row(rng: np.random.Generator) -> ReasoningProblem:
@@ -139,7 +128,7 @@ def _row(rng: np.random.Generator) -> ReasoningProblem:
     told: list[str] = []
     for at in rng.permutation(len(clues)).tolist():
         text, holds = clues[at]
-        fewer = [order for order in left if holds(order)]
+        fewer = [order for order in left if holds(order.index)]
         if len(fewer) < len(left):
             left, told = fewer, [*told, text]
         if len(left) == 1:
@@ -154,24 +143,14 @@ def _clues(secret: list[str]) -> list[tuple[str, Check]]:
     """Return every possible clue about an order, and how to check it. Together they leave only this order."""
     out: list[tuple[str, Check]] = []
     for at, one in enumerate(secret):
-        out += [(f"{one} stands before {other}.", partial(_is_before, one, other)) for other in secret[at + 1 :]]
-        apart = [other for place, other in enumerate(secret) if abs(place - at) > 1]
-        out += [(f"{one} does not stand next to {other}.", partial(_is_apart, one, other)) for other in apart]
+        for other in secret[at + 1 :]:
+            out.append((f"{one} stands before {other}.", lambda place, a=one, b=other: place(a) < place(b)))
+        for other in secret[: max(0, at - 1)] + secret[at + 2 :]:
+            text = f"{one} does not stand next to {other}."
+            out.append((text, lambda place, a=one, b=other: abs(place(a) - place(b)) > 1))
         if at not in (0, 3):
-            out.append((f"{one} is neither first nor last.", partial(_is_inside, one)))
+            out.append((f"{one} is neither first nor last.", lambda place, a=one: place(a) in (1, 2)))
     return out
-
-
-def _is_before(one: str, other: str, order: tuple[str, ...]) -> bool:
-    return order.index(one) < order.index(other)
-
-
-def _is_apart(one: str, other: str, order: tuple[str, ...]) -> bool:
-    return abs(order.index(one) - order.index(other)) > 1
-
-
-def _is_inside(one: str, order: tuple[str, ...]) -> bool:
-    return order.index(one) in (1, 2)
 
 
 def _some(count: int, kind: str, rng: np.random.Generator) -> list[str]:
@@ -179,7 +158,8 @@ def _some(count: int, kind: str, rng: np.random.Generator) -> list[str]:
     return [words[at] for at in rng.choice(len(words), count, replace=False).tolist()]
 
 
-STORIES: tuple[Callable[[np.random.Generator], ReasoningProblem], ...] = (_shop, _tank, _ages)
 KINDS: dict[str, Callable[[np.random.Generator], ReasoningProblem]] = {
-    "arithmetic": _sum, "steps": _story, "constraints": _row,
-}  # fmt: skip
+    "arithmetic": _sum,
+    "steps": lambda rng: pick((_shop, _tank, _ages), rng)(rng),
+    "constraints": _row,
+}
