@@ -83,8 +83,7 @@ def _report(original: Path, quantized: Path, tokens: Any, options: Options, num_
     from sala.backends.torch.loader import pick_device
     from sala.cli.outputs import print_table
     from sala.lab.quantize.report import NAME, measure, to_record
-    from sala.lab.report.comparison import save
-    from sala.lab.report.kinds import table_of
+    from sala.lab.report.kinds import save, table_of
 
     device = pick_device(options.device)
     try:

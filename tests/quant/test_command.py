@@ -14,7 +14,7 @@ from sala.lab.quantize.pipeline import quantize_model
 from sala.lab.quantize.plan import QuantizeSettings
 from sala.lab.quantize.report import NAME, measure, to_record
 from sala.lab.quantize.texts import FileText
-from sala.lab.report.comparison import save
+from sala.lab.report.kinds import save
 from sala.lab.report.record import Record
 from tests.quant.prose import prose
 

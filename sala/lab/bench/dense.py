@@ -67,7 +67,10 @@ def open_dense(source: str, device: torch.device, dtype: torch.dtype) -> DenseMo
     """Return the model of a checkpoint directory, or one of `RANDOM` with random weights made on the device."""
     transformers = need_transformers()
     if source in RANDOM:
-        return DenseModel(source, _make_random(transformers, source, device, dtype), device)
+        config = transformers.Qwen3Config(**RANDOM[source], max_position_embeddings=1 << 20, tie_word_embeddings=False)
+        with torch.device(device):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return DenseModel(source, model.eval(), device)
     path = _find(source)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -96,19 +99,6 @@ def check_dense(source: str, options: Options, num_tokens: int) -> None:
         return
     path = _find(source)
     bench.check_memory(path.name, sum(file.stat().st_size for file in path.glob("*.safetensors")), 0, device)
-
-
-def _make_random(transformers: Any, name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    shape = RANDOM[name]
-    config = transformers.Qwen3Config(**shape, max_position_embeddings=1 << 20, tie_word_embeddings=False)
-    config._attn_implementation = "sdpa"
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            return transformers.Qwen3ForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
 
 
 def count_parameters(shape: dict[str, int]) -> int:

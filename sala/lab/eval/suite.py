@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from itertools import product
 from typing import Protocol
 
 from sala.errors import InputError
@@ -56,16 +57,11 @@ class Suite:
         """Return the needle jobs. The depths of a trial share its text and are adjacent."""
         maker = self._needle_maker(preset, num_keys, kinds)
         maker.make(min(lengths), 0, depths[0])  # raises now if the length is too short
-        return [
-            CaseJob(
-                {"length": length, "depth": depth, "trial": trial},
-                length,
-                partial(maker.make, length, trial, depth / 100),
-            )
-            for length in sorted(lengths)
-            for trial in range(trials)
-            for depth in sorted(depths)
-        ]
+        jobs = []
+        for length, trial, depth in product(sorted(lengths), range(trials), sorted(depths)):
+            labels = {"length": length, "depth": depth, "trial": trial}
+            jobs.append(CaseJob(labels, length, partial(maker.make, length, trial, depth / 100)))
+        return jobs
 
     def _needle_maker(self, preset: str, num_keys: int, kinds: tuple[ValueKind, ...]) -> KeyMaker:
         if preset == "aurora":
@@ -88,12 +84,11 @@ class Suite:
             maker = self._ruler_maker(task, passages)
             shared = per_text if task in SHARING else 1
             maker.make(min(lengths), 0)
-            for length in sorted(lengths):
-                for trial in range(trials):
-                    number, question = divmod(trial, shared)
-                    make = partial(maker.make, length, number, question=question)
-                    labels = {"task": task, "length": length, "trial": trial, "number": number, "question_at": question}
-                    jobs.append(CaseJob(labels, length, make))
+            for length, trial in product(sorted(lengths), range(trials)):
+                number, question = divmod(trial, shared)
+                make = partial(maker.make, length, number, question=question)
+                labels = {"task": task, "length": length, "trial": trial, "number": number, "question_at": question}
+                jobs.append(CaseJob(labels, length, make))
         return jobs
 
     def _ruler_maker(self, task: str, passages: Sequence[UserPassage]) -> Maker:
@@ -115,7 +110,5 @@ def reasoning_tasks(kinds: Sequence[str], count: int, seed: int, budgets: Sequen
     """Return `count` problems of every kind, each once for every budget."""
     return [
         ProblemJob({"task": kind, "budget": budget, "number": number}, reasoning.make(kind, number, seed), budget)
-        for budget in budgets
-        for kind in kinds
-        for number in range(count)
+        for budget, kind, number in product(budgets, kinds, range(count))
     ]

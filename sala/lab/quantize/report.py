@@ -20,7 +20,7 @@ from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.lab.eval.tasks.case import score_value as score
 from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec
-from sala.lab.report.comparison import comparison, pair
+from sala.lab.report.kinds import comparison, pair
 from sala.lab.report.record import Record
 from sala.llm import LLM
 from sala.options import Options

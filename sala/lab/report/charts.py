@@ -167,12 +167,10 @@ def need_matplotlib() -> Any:
 
 
 def check_plot(file: Path) -> None:
-    """Raise before the work begins if the picture could not be written."""
+    """Raise before the work begins if the picture could not be plotted."""
     if file.suffix not in SUFFIXES:
         message = f"{file} does not end in {', '.join(SUFFIXES)}"
         raise InputError("plot", message, f"choose a format, e.g. {file.stem}.pdf")
-    if not file.absolute().parent.is_dir():
-        raise InputError("plot", f"{file} cannot be written", "its directory does not exist")
     need_matplotlib()
 
 

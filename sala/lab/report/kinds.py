@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from sala.errors import MissingExtra
 from sala.lab.report.charts import Bars, Chart, HeatMap, Lines, Series, length_label, plot
-from sala.lab.report.record import KIND_TABLES, Record, ResultRow
+from sala.lab.report.record import KIND_TABLES, Record, ResultRow, write_atomically
 
 MAX_NUMBER = 1e30
 MANY = 20  # trials from which on a share says more than a count
@@ -288,3 +289,37 @@ def table_of(record: Record) -> tuple[list[str], list[list[str]], list[bool]]:
     columns = KINDS[record.kind].columns_of(record)
     rows = [[one.text(row) for one in columns] for row in record.results]
     return [heading(one.name, record) for one in columns], rows, [one.is_left for one in columns]
+
+
+# Two models side by side: a record, a table and a picture, for conversion and quantization alike.
+
+
+def pair(
+    measure: str, before: float | None, after: float | None, on: str | int | None = None, unit: str = ""
+) -> ResultRow:
+    """Return a row of a comparison. `on` is a text, a task or a length; the unit "share" is shown in percent."""
+    return {"measure": measure, "on": on, "before": before, "after": after, "unit": unit}
+
+
+def comparison(model: str, before: str, after: str, settings: Mapping[str, Any], results: list[ResultRow]) -> Record:
+    """Return the record of a comparison; `before` and `after` are the headings of the two models."""
+    return Record("comparison", model, {"names": {"before": before, "after": after}, **settings}, results)
+
+
+def save(record: Record, directory: Path, name: str) -> bool:
+    """Write NAME.json and NAME.png; return whether matplotlib was there for the picture."""
+    picture = directory / f"{name}.png"
+    try:
+        plot_record(record, picture, record.model)
+        record.plots = [picture.name]
+    except MissingExtra:
+        pass
+    record.save(directory / f"{name}.json", force=True)
+    return bool(record.plots)
+
+
+def write_markdown(record: Record, file: Path, title: str) -> None:
+    headings, rows, _ = table_of(record)
+    lines = [headings, ["---"] * len(headings), *rows]
+    table = "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+    write_atomically(file, f"# {title}\n\n{table}".encode())

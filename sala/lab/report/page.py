@@ -35,23 +35,21 @@ class RunFile:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunFile]:
-    """Read records from files or directories; raise InputError with the name of a broken one."""
+    """Read records from files or directories; raise InputError with the name of a broken one.
+
+    JSON files of other kinds in a directory are left out.
+    """
     found: dict[Path, None] = {}
     for path in paths:
-        records = _records_in(path) if path.is_dir() else [path]
-        if not records:
+        inner = [file for file in sorted(path.glob("*.json")) if "kind" in read_json(file)]
+        if path.is_dir() and not inner:
             raise InputError("record", f"{path} holds no record of a run", "give the JSON files of runs")
-        found |= dict.fromkeys(records)
+        found |= dict.fromkeys(inner or [path])
     order = list(KINDS)
-    return sorted((read_run(file) for file in found), key=lambda run: order.index(run.record.kind))
+    return sorted(map(_read_run, found), key=lambda run: order.index(run.record.kind))
 
 
-def _records_in(directory: Path) -> list[Path]:
-    """Return the records of a directory, without JSON files of other kinds; raise if one cannot be read."""
-    return [file for file in sorted(directory.glob("*.json")) if "kind" in read_json(file)]
-
-
-def read_run(file: Path) -> RunFile:
+def _read_run(file: Path) -> RunFile:
     record = Record.load(file)
     if not record.results:
         raise broken(file, "has no results")
@@ -63,12 +61,10 @@ def read_run(file: Path) -> RunFile:
 def _check_row(file: Path, kind: RecordKind, number: int, row: Any) -> None:
     if not isinstance(row, dict):
         raise broken(file, f"has a result that is not an object (number {number})")
-    for name in kind.texts:
-        if not isinstance(row.get(name), str):
-            raise broken(file, f"has no {name} in result {number}")
-    for name in kind.numbers:
-        if not is_number(row.get(name)):
-            raise broken(file, f"has no {name} in result {number}")
+    lacking = [name for name in kind.texts if not isinstance(row.get(name), str)]
+    lacking += [name for name in kind.numbers if not is_number(row.get(name))]
+    if lacking:
+        raise broken(file, f"has no {lacking[0]} in result {number}")
     for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise broken(file, f"has {name} = {value} in result {number}")

@@ -15,7 +15,7 @@ from sala.errors import InputError
 from sala.lab.eval.tasks.case import score_value as find
 from sala.lab.eval.tasks.choice import read_tasks
 from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec, ValueChoice
-from sala.lab.report.comparison import comparison, pair, save, write_markdown
+from sala.lab.report.kinds import comparison, pair, save, write_markdown
 from sala.lab.report.record import ResultRow
 from sala.lab.train.data import read_documents
 from sala.lab.train.models import load_for_training

@@ -13,23 +13,10 @@ import numpy as np
 
 from sala.errors import InputError
 from sala.lab.eval.data import read_data
+from sala.lab.eval.tasks import words
 from sala.lab.eval.tasks.case import Case, Frame, Prompt, PromptWriter, Solution, insert, random, remaining
 from sala.lab.eval.tasks.haystack import PARAGRAPH, Encode, Haystack, Ids, Stretch, by_piece
-from sala.lab.eval.tasks.words import (
-    Split,
-    ValueKind,
-    Wording,
-    aurora,
-    compose,
-    count_keys,
-    frames,
-    in_split,
-    pick,
-    sample_keys,
-    sample_values,
-    wordings,
-    words_of,
-)  # fmt: skip
+from sala.lab.eval.tasks.words import Split, ValueKind, Wording, frames, pick, wordings
 
 ValueChoice = Literal["number", "word", "uuid", "mixed"]
 ANY_KIND: tuple[ValueKind, ...] = get_args(ValueKind)
@@ -95,9 +82,9 @@ def fitting_wordings(
     """Return the wordings that have enough keys, with their value kinds that have enough values."""
     found = {}
     for wording in choices:
-        has_words = len(words_of(wording.category)) >= num_values
+        has_words = len(words.words_of(wording.category)) >= num_values
         known = [kind for kind in wording.values if kind in kinds and (kind != "word" or has_words)]
-        if known and count_keys(wording.key, split) >= num_keys:
+        if known and words.count_keys(wording.key, split) >= num_keys:
             found[wording] = known
     return found
 
@@ -188,8 +175,8 @@ class KeyMaker:
         if not pairs:
             raise InputError("keys", f"are {spec.num_keys}, more than there are different needles", "hide fewer")
         wording, kind = pick(pairs, rng)
-        keys = sample_keys(wording.key, "test", spec.num_keys, rng)
-        flat = sample_values(kind, wording.category, count, rng)
+        keys = words.sample_keys(wording.key, "test", spec.num_keys, rng)
+        flat = words.sample_values(kind, wording.category, count, rng)
         values = [flat[at : at + spec.num_values] for at in range(0, len(flat), spec.num_values)]
         return Story(wording, keys, values, frame)
 
@@ -220,7 +207,7 @@ class AuroraMaker(KeyMaker):
         super().__init__(writer, Haystack([PARAGRAPH.join([filler] * REPEATS)], writer.encode), seed)
 
     def _sample(self, frame: str, rng: np.random.Generator) -> Story:
-        return Story(aurora(), [AURORA_KEY], [[AURORA_VALUE]], frames("test")[0])
+        return Story(words.aurora(), [AURORA_KEY], [[AURORA_VALUE]], frames("test")[0])
 
 
 # Training: dialogues about needles of one or several wordings, in a chat format given as text.
@@ -349,8 +336,8 @@ class NeedleMaker:
 
     def _sample(self, spec: NeedleSpec, rng: np.random.Generator) -> Story:
         wording, kind = _sample_wording(spec, rng)
-        keys = sample_keys(wording.key, spec.split, spec.num_keys, rng)
-        values = sample_values(kind, wording.category, spec.num_keys, rng)
+        keys = words.sample_keys(wording.key, spec.split, spec.num_keys, rng)
+        values = words.sample_values(kind, wording.category, spec.num_keys, rng)
         frame = pick(frames(spec.split), rng)
         share = UNOPENED if self._unopened is None else self._unopened
         is_opened = (spec.split == "test" and self._unopened is None) or rng.random() >= share
@@ -404,7 +391,7 @@ class NeedleMaker:
 def deal(documents: Sequence[str]) -> dict[Split, list[str]]:
     """Return the documents by split; the hash of a document decides."""
     splits: tuple[Split, ...] = get_args(Split)
-    return {split: [document for document in documents if in_split(document, split)] for split in splits}
+    return {split: [document for document in documents if words.in_split(document, split)] for split in splits}
 
 
 def _sample_wording(spec: NeedleSpec, rng: np.random.Generator) -> tuple[Wording, ValueKind]:
@@ -412,7 +399,7 @@ def _sample_wording(spec: NeedleSpec, rng: np.random.Generator) -> tuple[Wording
     kinds = ANY_KIND if spec.value == "mixed" else (spec.value,)
     choices: Sequence[Wording] = wordings(spec.split)
     if spec.split == "train" and rng.random() < COMPOSED:
-        composed = compose(rng)
+        composed = words.compose(rng)
         if fitting_wordings([composed], spec.split, kinds, spec.num_keys, spec.num_keys):
             choices = [composed]
     found = fitting_wordings(choices, spec.split, kinds, spec.num_keys, spec.num_keys)
