@@ -17,7 +17,11 @@ from sala.lab.eval.tasks.case import random
 from sala.lab.eval.tasks.words import pick, words_of
 
 ANSWER = re.compile(r"answer\s*[:：]\s*(.+)", re.IGNORECASE)
-Check = Callable[[Callable[[str], int]], bool]  # of the place of each name
+RULES: dict[str, Callable[[int, int], bool]] = {  # about the places of two names in a row of four
+    "{} stands before {}.": lambda one, other: one < other,
+    "{} does not stand next to {}.": lambda one, other: abs(one - other) > 1,
+    "{} is neither first nor last.": lambda one, _: one in (1, 2),
+}
 
 
 class ReasoningProblem(NamedTuple):
@@ -127,10 +131,10 @@ def _row(rng: np.random.Generator) -> ReasoningProblem:
     left = list(permutations(names))
     told: list[str] = []
     for at in rng.permutation(len(clues)).tolist():
-        text, holds = clues[at]
-        fewer = [order for order in left if holds(order.index)]
+        rule, one, other = clues[at]
+        fewer = [order for order in left if RULES[rule](order.index(one), order.index(other))]
         if len(fewer) < len(left):
-            left, told = fewer, [*told, text]
+            left, told = fewer, [*told, rule.format(one, other)]
         if len(left) == 1:
             break
     place = int(rng.integers(4))
@@ -139,18 +143,15 @@ def _row(rng: np.random.Generator) -> ReasoningProblem:
     return ReasoningProblem(f"{listed} stand in a row. {' '.join(told)} {question}", secret[place], tuple(names))
 
 
-def _clues(secret: list[str]) -> list[tuple[str, Check]]:
-    """Return every possible clue about an order, and how to check it. Together they leave only this order."""
-    out: list[tuple[str, Check]] = []
+def _clues(secret: list[str]) -> list[tuple[str, str, str]]:
+    """Return every rule that holds in an order, with the two names it is about. Together they leave only this order."""
+    clues = []
     for at, one in enumerate(secret):
-        for other in secret[at + 1 :]:
-            out.append((f"{one} stands before {other}.", lambda place, a=one, b=other: place(a) < place(b)))
-        for other in secret[: max(0, at - 1)] + secret[at + 2 :]:
-            text = f"{one} does not stand next to {other}."
-            out.append((text, lambda place, a=one, b=other: abs(place(a) - place(b)) > 1))
-        if at not in (0, 3):
-            out.append((f"{one} is neither first nor last.", lambda place, a=one: place(a) in (1, 2)))
-    return out
+        for rule, holds in RULES.items():
+            is_about_one = rule.count("{}") == 1
+            others = [place for place in range(len(secret)) if (place == at) == is_about_one]
+            clues += [(rule, one, secret[place]) for place in others if holds(at, place)]
+    return clues
 
 
 def _some(count: int, kind: str, rng: np.random.Generator) -> list[str]:
