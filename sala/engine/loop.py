@@ -9,7 +9,8 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -32,6 +33,50 @@ class Observer(Protocol):
     def rejected(self) -> None: ...
 
     def finished(self, reason: str, usage: Usage, first_token_s: float, decode_s: float) -> None: ...
+
+
+class Histogram:
+    """Counts values in buckets: `counts[i]` of those up to `bounds[i]`, the last of all that are larger."""
+
+    def __init__(self, *bounds: float) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class RequestStatistics:
+    """An observer that adds up, for any number of services. Its numbers may be read by any thread."""
+
+    def __init__(self) -> None:
+        self.num_accepted = self.num_rejected = 0
+        self.reasons: Counter[str] = Counter()
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self.first_token_s = Histogram(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+        self.inter_token_s = Histogram(0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+        self._lock = threading.Lock()
+
+    def accepted(self) -> None:
+        with self._lock:
+            self.num_accepted += 1
+
+    def rejected(self) -> None:
+        with self._lock:
+            self.num_rejected += 1
+
+    def finished(self, reason: str, usage: Usage, first_token_s: float, decode_s: float) -> None:
+        with self._lock:
+            self.reasons[reason] += 1
+            self.prompt_tokens += usage.prompt_tokens
+            self.cached_tokens += usage.cached_tokens
+            self.completion_tokens += usage.completion_tokens
+            if usage.completion_tokens > 0:
+                self.first_token_s.add(first_token_s)
+            if usage.completion_tokens > 1:
+                self.inter_token_s.add(decode_s / (usage.completion_tokens - 1))
 
 
 class RequestHandle:

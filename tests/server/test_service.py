@@ -399,11 +399,11 @@ def test_a_reader_of_one_byte_a_second(make_server: Callable[..., Server], monke
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     wordy = {"n": 8, "stream": True, "logprobs": True, "top_logprobs": 20}
     open_socket(server, {**LONG, "max_tokens": 1900, **wordy}, connection)
-    count = server.app.state.metrics.registry.get_sample_value
-    wait_for(lambda: count("sala_requests_accepted_total"))  # it may not run for long
+    statistics = server.app.state.metrics.statistics
+    wait_for(lambda: statistics.num_accepted)  # it may not run for long
     assert server.post(CHAT, SHORT).status_code == 200
     server.wait_idle(15)
-    assert count("sala_requests_total", {"reason": "cancelled"}) == 1
+    assert statistics.reasons["cancelled"] == 1
     connection.close()
 
 

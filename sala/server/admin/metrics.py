@@ -1,20 +1,20 @@
-"""Metrics for Prometheus: requests and tokens of all engines, the state of the models, and the process.
+"""Metrics for Prometheus: the engines count requests and tokens; this module exports the numbers when scraped.
 
 Every accepted request is counted once in `sala_requests_total`, with one reason, so that the sums add up.
 """
 
+import itertools
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from sala.engine.stream import Usage
+from sala.engine.loop import Histogram, RequestStatistics
 
 if TYPE_CHECKING:
     from sala.server.runtime import Runtime
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 router = APIRouter(tags=["metrics"])
 
 REASONS = ("stop", "length", "tool_calls", "repetition", "error", "cancelled")
-
-FIRST_TOKEN_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-INTER_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 
 # kind, name, help text, field of the engine's status
 PER_MODEL: tuple[tuple[Any, str, str, str], ...] = (
@@ -40,54 +37,15 @@ PER_MODEL: tuple[tuple[Any, str, str, str], ...] = (
 )
 
 
-class RequestMetrics:
-    """Requests and tokens since the start: the observer of all engines of a server."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        make = partial(Counter, registry=registry)
-        self._accepted = make("sala_requests_accepted", "Requests accepted into the queue.")
-        self._rejected = make("sala_requests_rejected", "Requests refused because the queue was full.")
-        self._prompt = make("sala_prompt_tokens", "Prompt tokens.")
-        self._cached = make("sala_cached_tokens", "Prompt tokens taken from the cache.")
-        self._completion = make("sala_completion_tokens", "Generated tokens.")
-        self._finished = make("sala_requests", "Requests that have finished, by reason.", ("reason",))
-        for reason in REASONS:
-            self._finished.labels(reason)
-        first, between = (
-            "From the arrival of a request to its first token.",
-            "Mean time between two tokens of an answer.",
-        )
-        histogram = partial(Histogram, registry=registry)
-        self._first_token = histogram("sala_time_to_first_token_seconds", first, buckets=FIRST_TOKEN_SECONDS)
-        self._inter_token = histogram("sala_inter_token_seconds", between, buckets=INTER_TOKEN_SECONDS)
-
-    def accepted(self) -> None:
-        self._accepted.inc()
-
-    def rejected(self) -> None:
-        self._rejected.inc()
-
-    def finished(self, reason: str, usage: Usage, first_token_s: float, decode_s: float) -> None:
-        self._finished.labels(reason).inc()
-        self._prompt.inc(usage.prompt_tokens)
-        self._cached.inc(usage.cached_tokens)
-        self._completion.inc(usage.completion_tokens)
-        if usage.completion_tokens > 0:
-            self._first_token.observe(first_token_s)
-        if usage.completion_tokens > 1:
-            self._inter_token.observe(decode_s / (usage.completion_tokens - 1))
-
-
 class Metrics(Collector):
     """The metrics of one server: what its engines have counted, the state of its models, and its process."""
 
     def __init__(self) -> None:
+        self.statistics = RequestStatistics()
         self._runtime: Runtime | None = None
         self._process = psutil.Process()
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self.statistics = RequestMetrics(self.registry)
 
     def render(self, runtime: "Runtime") -> bytes:
         """Return all metrics in the text format, with the state of these models."""
@@ -95,8 +53,29 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
+        yield from self._collect_requests()
         yield from self._collect_models()
         yield from self._collect_process()
+
+    def _collect_requests(self) -> Iterator[Metric]:
+        """Yield the requests and tokens since the start."""
+        counted = self.statistics
+        for name, words, value in (
+            ("sala_requests_accepted", "Requests accepted into the queue.", counted.num_accepted),
+            ("sala_requests_rejected", "Requests refused because the queue was full.", counted.num_rejected),
+            ("sala_prompt_tokens", "Prompt tokens.", counted.prompt_tokens),
+            ("sala_cached_tokens", "Prompt tokens taken from the cache.", counted.cached_tokens),
+            ("sala_completion_tokens", "Generated tokens.", counted.completion_tokens),
+        ):
+            yield CounterMetricFamily(name, words, value=value)
+        finished = CounterMetricFamily("sala_requests", "Requests that have finished, by reason.", labels=["reason"])
+        for reason in REASONS:
+            finished.add_metric([reason], counted.reasons[reason])
+        yield finished
+        first = "From the arrival of a request to its first token."
+        yield _histogram("sala_time_to_first_token_seconds", first, counted.first_token_s)
+        between = "Mean time between two tokens of an answer."
+        yield _histogram("sala_inter_token_seconds", between, counted.inter_token_s)
 
     def _collect_models(self) -> Iterator[Metric]:
         """Yield the state of every loaded model."""
@@ -122,6 +101,12 @@ class Metrics(Collector):
             if hasattr(process, "num_fds"):
                 yield gauge("process_open_fds", "Open files.", value=process.num_fds())
             yield gauge("process_threads", "Threads.", value=process.num_threads())
+
+
+def _histogram(name: str, words: str, histogram: Histogram) -> Metric:
+    bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
+    buckets = list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
+    return HistogramMetricFamily(name, words, buckets=buckets, sum_value=histogram.total)
 
 
 @router.get("/metrics", response_class=Response, summary="Metrics for Prometheus")
