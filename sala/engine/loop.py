@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from sala.engine.engine import Engine, Update
 from sala.engine.requests import PromptScoring, Submission
@@ -23,16 +23,6 @@ from sala.errors import CacheTooSmall, EngineClosed, EngineDead, InputError, Sal
 
 IDLE_S = 1.0  # longest sleep of an idle engine thread, so that its heartbeat stays recent
 _log = logging.getLogger("sala.engine")
-
-
-class Observer(Protocol):
-    """Counts requests. Called from the engine thread and from readers: cheap and thread-safe."""
-
-    def accepted(self) -> None: ...
-
-    def rejected(self) -> None: ...
-
-    def finished(self, reason: str, usage: Usage, first_token_s: float, decode_s: float) -> None: ...
 
 
 class Histogram:
@@ -49,7 +39,7 @@ class Histogram:
 
 
 class RequestStatistics:
-    """An observer that adds up, for any number of services. Its numbers may be read by any thread."""
+    """The observer of any number of services: adds up. Called from engine threads and readers; readable from any."""
 
     def __init__(self) -> None:
         self.num_accepted = self.num_rejected = 0
@@ -134,7 +124,7 @@ class EngineLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self.observer: Observer | None = None
+        self.observer: RequestStatistics | None = None
         self.log: logging.Logger | None = None
         self.on_step: Callable[[], None] | None = None
         self.beat = time.monotonic()

@@ -42,7 +42,7 @@ from functools import cache
 from typing import Any, Generic, Self, TypeVar
 
 from sala.engine.engine import Engine
-from sala.engine.loop import EngineLoop, EngineTask, Observer, RequestHandle
+from sala.engine.loop import EngineLoop, EngineTask, RequestHandle, RequestStatistics
 from sala.engine.requests import Submission
 from sala.engine.stream import WAIT_S, Completion, Event, Inbox, StreamItem, call_soon
 from sala.errors import EngineClosed, EngineDead, QueueFull, SlowReader
@@ -179,7 +179,7 @@ class EngineService:
 
     def observe(
         self,
-        observer: Observer | None = None,
+        observer: RequestStatistics | None = None,
         log: logging.Logger | None = None,
         on_step: Callable[[], None] | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from sala.checkpoint.names import check_tensors
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.engine.loop import Observer
+from sala.engine.loop import RequestStatistics
 from sala.engine.service import EngineService
 from sala.errors import SalaError
 from sala.llm import LLM
@@ -63,7 +63,11 @@ class Runtime:
     """The loaded models. A request loads the model it names; idle models are unloaded for it."""
 
     def __init__(
-        self, settings: Settings, library: Library, observer: Observer | None = None, open_model: OpenModel = open_model
+        self,
+        settings: Settings,
+        library: Library,
+        observer: RequestStatistics | None = None,
+        open_model: OpenModel = open_model,
     ) -> None:
         self.loaded: dict[str, LoadedModel] = {}
         self._settings = settings

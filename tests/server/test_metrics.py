@@ -6,7 +6,7 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from sala.engine.loop import Observer
+from sala.engine.loop import RequestStatistics
 from sala.engine.stream import Usage
 from sala.server.admin.metrics import REASONS, Metrics
 from sala.server.settings import Settings
@@ -33,7 +33,7 @@ def numbers(metrics: Metrics, runtime: FakeRuntime | None = None) -> dict[str, f
 
 
 def test_it_is_an_observer(metrics: Metrics) -> None:
-    observer: Observer = metrics.statistics
+    observer: RequestStatistics = metrics.statistics
     observer.accepted()
     observer.rejected()
     assert numbers(metrics)["sala_requests_accepted_total"] == 1
