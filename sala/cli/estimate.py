@@ -54,11 +54,14 @@ def estimate(
         Options, s.Use(only=("ctx", "kv", "snapshots", "dtype"), defaults={"ctx": 131072, "snapshots": 1})
     ],
 ) -> None:
+    import psutil
+
     if bits is not None:
         s.one_of("bits", bits, (4, 8))
     s.one_of("group-size", group_size, GROUP_SIZES)
     config, parameters, stored = _find(model, shape)
-    ctx, free = options.ctx or config.max_position_embeddings, _free() if memory is None else memory
+    ctx = options.ctx or config.max_position_embeddings
+    free = psutil.virtual_memory().available if memory is None else memory
     if finetune is not None:
         tuning, dtype = _tuning(
             finetune, optimizer, options.dtype, num_tokens=ctx, batch=batch, rank=rank, bits=bits or 4
@@ -101,12 +104,6 @@ def _show_parts(
     for name, count in parts.items():
         print(f"  {name:<12} {size(count):>12}")
     print(f"{'fits into' if fits else 'does NOT fit into'} the {size(free)} available{more}")
-
-
-def _free() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)
 
 
 def _tuning(method: str, optimizer: str, dtype: str, **settings: Any) -> tuple[Tuning, str]:

@@ -1,5 +1,6 @@
 """`sala list`: the models on this machine."""
 
+from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +35,9 @@ def list(as_json: s.AsJson = False) -> None:
 
 
 def _facts(entry: "Entry") -> dict[str, Any]:
-    return {
-        "id": entry.id,
-        "path": str(entry.path) if entry.size_bytes else None,
-        "repo_id": entry.repo_id,
-        "revision": entry.revision,
-        "quantization": entry.quantization,
-        "size_bytes": entry.size_bytes,
-        "downloaded_at": entry.downloaded_at,
-        "is_assembled": entry.size_bytes > 0,
-    }
+    facts = asdict(entry) | {"path": str(entry.path) if entry.size_bytes else None}
+    del facts["is_ours"]
+    return facts | {"is_assembled": entry.size_bytes > 0}
 
 
 def _cells(entry: "Entry") -> tuple[str, ...]:

@@ -65,17 +65,6 @@ class ProgressBar:
                 self._timer.start()
         self._progress.update(self._tasks[task], completed=done, total=total, text=text)
 
-    def task(self, name: str) -> OnProgress:
-        """Return a callback (done, total) for one task; the bar goes away when the task is done."""
-
-        def on_progress(done: int, total: int) -> None:
-            if done < total:
-                self(name, done, total)
-            else:
-                self.close()
-
-        return on_progress
-
     def rename(self, task: str, description: str) -> None:
         if task in self._tasks:
             self._progress.update(self._tasks[task], description=description)
@@ -122,7 +111,7 @@ class ProgressBar:
 def prefill_bar() -> Iterator[OnProgress]:
     """Show the progress of a long prefill; the bar goes away when the first token is there."""
     with ProgressBar("tokens", PATIENCE, is_kept=False, is_quiet=True) as bar:
-        yield bar.task("reading")
+        yield lambda done, total: bar("reading", done, total) if done < total else bar.close()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import re
 from typing import TYPE_CHECKING, Annotated
 
 from sala.cli import flags as s
+from sala.cli.outputs import size as show_size
 from sala.cli.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -72,16 +73,10 @@ class DownloadProgress:
         size = sum(total for _, total in self._files.values())
         if not self._is_told:
             self._is_told = True
-            self._tell(size)
+            # bytes that are there already do not count for the speed
+            self._bar(self._name, self._there, size)
+            there = f", {show_size(self._there)} of it there" if self._there else ""
+            if not self._bar.is_shown:
+                s.note(f"downloading {self._name}: {show_size(size)} in {len(self._files)} files{there}")
         self._bar(self._name, sum(done for done, _ in self._files.values()), size)
         self._bar.rename(self._name, file)
-
-    def _tell(self, size: int) -> None:
-        """Say how much there is to download; bytes that are there already do not count for the speed."""
-        if self._bar.is_shown:
-            self._bar(self._name, self._there, size)
-            return
-        from sala.cli.outputs import size as show_size
-
-        there = f", {show_size(self._there)} of it there" if self._there else ""
-        s.note(f"downloading {self._name}: {show_size(size)} in {len(self._files)} files{there}")
