@@ -18,7 +18,7 @@ from sala.errors import SalaError
 from sala.models.catalog import Downloads, Library
 from sala.server.admin import health, metrics, models
 from sala.server.admin.metrics import Metrics
-from sala.server.api import routes, tokens
+from sala.server.api import routes
 from sala.server.http import page
 from sala.server.http.errors import GUARDED, ApiError, describe, from_exception, from_validation
 from sala.server.http.security import Guard, RequestLimits, need_key
@@ -62,7 +62,7 @@ def add_routes(app: FastAPI) -> None:
     """Add the API with and without the prefix /v1. The routes themselves require the key."""
     keyed = [Depends(need_key)]
     errors = GUARDED | describe(401)
-    for router in (routes.router, models.router, tokens.router):
+    for router in (routes.router, models.router):
         app.include_router(router, prefix="/v1", dependencies=keyed, responses=errors)
         app.include_router(router, dependencies=keyed, include_in_schema=False)
     app.include_router(metrics.router, dependencies=keyed, responses=errors)

@@ -23,8 +23,7 @@ from sala.llm import LLM
 from sala.server.api.answers import Reply, naming
 from sala.server.api.chat import ChatReply
 from sala.server.api.chat_schema import ChatRequest, GenerationRequest
-from sala.server.api.completions import CompletionReply
-from sala.server.api.completions_schema import CompletionRequest
+from sala.server.api.completions import CompletionReply, CompletionRequest
 from sala.server.http.errors import ApiError, from_exception, from_validation
 from sala.server.settings import Settings
 

@@ -12,9 +12,9 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sala.config import SalaConfig
 from sala.errors import ConfigError, InputError, MissingExtra
@@ -78,33 +78,36 @@ class LaunchRequest:
     more: tuple[str, ...]
     environment: Mapping[str, str]
 
-    def pass_on(self, **flags: str) -> list[str]:
-        """Return settings under the engine's names; those that are not set are left to the engine's defaults."""
-        words = ((flag, str(getattr(self.settings, name))) for name, flag in flags.items() if name in self.given)
-        return [word for pair in words for word in pair]
+    def get(self, name: str) -> Any:
+        """Return a setting; None if it is not set, so that the engine's own default holds."""
+        return getattr(self.settings, name) if name in self.given else None
 
 
 def plan(
     settings: Settings, given: Collection[str], more: Sequence[str], environment: Mapping[str, str]
 ) -> LaunchCommand:
     """Return what to start. Checks all settings; `given` names those that are set, `more` are flags for the engine."""
-    engine = ENGINES[settings.engine]
+    engine = settings.engine
+    takes, make_command = ENGINES[engine]
     if more and not more[0].startswith("-"):
         raise InputError("arguments", f"{more[0][:60]} is not a flag", "name a model with -m")
     check_listening(settings)
-    _check_given(settings.engine, engine.takes, given)
+    for name in sorted(given):
+        if name not in COMMON | takes:
+            remedy = REMEDIES.get(name, "leave it out, or use --engine sala")
+            raise InputError(flag_name(name), f"cannot be passed on to {engine}", remedy)
     _check_nodes(settings)
     if settings.port == 0:
-        raise InputError("port", "is 0", f"choose one: {settings.engine} does not report which port it took")
+        raise InputError("port", "is 0", f"choose one: {engine} does not report which port it took")
     path = find_model(settings)
     config = SalaConfig.load(path)
     _check_shares(config, settings)
-    launch = engine.plan(LaunchRequest(settings, frozenset(given), path, config, tuple(more), environment))
+    launch = make_command(LaunchRequest(settings, frozenset(given), path, config, tuple(more), environment))
     _check_more(launch, more)
-    if importlib.util.find_spec(settings.engine) is None:
-        raise MissingExtra(settings.engine, settings.engine)
-    _check_plugin(settings.engine, environment)
-    return LaunchCommand((*launch.command, *more), launch.variables, launch.secrets, launch.key_file)
+    if importlib.util.find_spec(engine) is None:
+        raise MissingExtra(engine, engine)
+    _check_plugin(engine, environment)
+    return replace(launch, command=(*launch.command, *more))
 
 
 def check_own(given: Collection[str], more: Sequence[str]) -> None:
@@ -129,53 +132,39 @@ def find_model(settings: Settings) -> Path:
     return path
 
 
-def _check_given(engine: str, takes: Collection[str], given: Collection[str]) -> None:
-    for name in sorted(given):
-        if name not in COMMON and name not in takes:
-            remedy = REMEDIES.get(name, "leave it out, or use --engine sala")
-            raise InputError(flag_name(name), f"cannot be passed on to {engine}", remedy)
-
-
 def _check_nodes(settings: Settings) -> None:
-    ranks = settings.tp * settings.pp
-    if settings.nodes == 1 and (settings.master is not None or settings.node_rank):
-        name = "master" if settings.master is not None else "node_rank"
-        raise InputError(flag_name(name), "is for several machines", "set their number with --nodes")
-    if settings.nodes == 1:
+    nodes, ranks = settings.nodes, settings.tp * settings.pp
+    if nodes == 1:
+        if settings.master is not None or settings.node_rank:
+            name = "master" if settings.master is not None else "node_rank"
+            raise InputError(flag_name(name), "is for several machines", "set their number with --nodes")
         return
     if settings.master is None:
         raise InputError("--master", "is missing", "give HOST:PORT of machine 0, where the machines meet")
-    if settings.node_rank >= settings.nodes:
-        raise InputError("--node-rank", f"is {settings.node_rank}", f"it must be from 0 to {settings.nodes - 1}")
-    if ranks % settings.nodes:
-        raise InputError(
-            "--nodes", f"is {settings.nodes}, and {ranks} GPUs cannot be spread evenly", "choose another --tp or --pp"
-        )
+    if settings.node_rank >= nodes:
+        raise InputError("--node-rank", f"is {settings.node_rank}", f"it must be from 0 to {nodes - 1}")
+    if ranks % nodes:
+        problem = f"is {nodes}, and {ranks} GPUs cannot be spread evenly"
+        raise InputError("--nodes", problem, "choose another --tp or --pp")
 
 
 def _check_shares(config: SalaConfig, settings: Settings) -> None:
     tp, groups = settings.tp, config.num_key_value_heads
-    for name in ("num_attention_heads", "lightning_nh", "intermediate_size"):
-        count = getattr(config, name)
+    counts = {name: getattr(config, name) for name in ("num_attention_heads", "lightning_nh", "intermediate_size")}
+    fits = [n for n in range(1, 65) if not any(c % n for c in counts.values()) and not (groups % n and n % groups)]
+    remedy = f"use {', '.join(map(str, fits))}"
+    for name, count in counts.items():
         if count % tp:
-            raise InputError("--tp", f"is {tp}, which does not divide {name} = {count}", f"use {_divisors(config)}")
+            raise InputError("--tp", f"is {tp}, which does not divide {name} = {count}", remedy)
     if groups % tp and tp % groups:
-        raise InputError("--tp", f"is {tp}, which cannot share {groups} KV heads evenly", f"use {_divisors(config)}")
+        raise InputError("--tp", f"is {tp}, which cannot share {groups} KV heads evenly", remedy)
     if settings.pp > config.num_hidden_layers:
         raise InputError("--pp", f"is {settings.pp}", f"the model has {config.num_hidden_layers} layers")
-    quantization = config.quantization
-    if quantization is not None and quantization.layout is None:
+    if config.quantization is not None and config.quantization.layout is None:
         raise ConfigError(
             f"{settings.engine} cannot read checkpoints that are quantized in MLX's layout",
             "use one in bfloat16, GPTQ, AWQ, compressed-tensors or FP8",
         )
-
-
-def _divisors(config: SalaConfig) -> str:
-    counts = (config.num_attention_heads, config.lightning_nh, config.intermediate_size)
-    groups = config.num_key_value_heads
-    fits = [n for n in range(1, 65) if not any(c % n for c in counts) and not (groups % n and n % groups)]
-    return ", ".join(map(str, fits))
 
 
 def _check_more(launch: LaunchCommand, more: Sequence[str]) -> None:
@@ -200,58 +189,71 @@ def plan_vllm(asked: LaunchRequest) -> LaunchCommand:
     """Return the command for vLLM. A node without a server needs `vllm serve`, which we run as a module."""
     settings, path = asked.settings, asked.path
     if settings.device != "auto":
-        raise InputError(
-            "--device",
-            f"is {settings.device}",
-            "vllm uses the device it was built for; choose GPUs with CUDA_VISIBLE_DEVICES",
-        )
-    module = "vllm.entrypoints.openai.api_server"
-    start = ["-m", module, "--model", str(path)]
+        remedy = "vllm uses the device it was built for; choose GPUs with CUDA_VISIBLE_DEVICES"
+        raise InputError("--device", f"is {settings.device}", remedy)
     if settings.node_rank:
         start = ["-m", "vllm.entrypoints.cli.main", "serve", str(path), "--headless"]
     else:
+        start = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(path)]
         start += ["--host", settings.host, "--port", str(settings.port)]
-    flags = ["--served-model-name", served_name(path), "--dtype", settings.dtype]
-    flags += ["--enable-prefix-caching", "--enable-chunked-prefill"]
-    flags += asked.pass_on(ctx="--max-model-len", max_batch="--max-num-seqs", cache_memory="--kv-cache-memory-bytes")
-    flags += _sizes({"--tensor-parallel-size": settings.tp, "--pipeline-parallel-size": settings.pp})
+    start += ["--served-model-name", served_name(path), "--dtype", settings.dtype]
+    start += ["--enable-prefix-caching", "--enable-chunked-prefill"]
+    flags: dict[str, Any] = {
+        "--max-model-len": asked.get("ctx"),
+        "--max-num-seqs": asked.get("max_batch"),
+        "--kv-cache-memory-bytes": asked.get("cache_memory"),
+        "--tensor-parallel-size": _unless_one(settings.tp),
+        "--pipeline-parallel-size": _unless_one(settings.pp),
+    }
     if settings.nodes > 1:
         host, _, port = str(settings.master).rpartition(":")
-        flags += ["--distributed-executor-backend", "mp", "--nnodes", str(settings.nodes)]
-        flags += ["--node-rank", str(settings.node_rank), "--master-addr", host.strip("[]"), "--master-port", port]
+        flags |= {"--distributed-executor-backend": "mp", "--nnodes": settings.nodes}
+        flags |= {"--node-rank": settings.node_rank, "--master-addr": host.strip("[]"), "--master-port": port}
     if settings.cors_origins:
-        flags += ["--allowed-origins", json.dumps(settings.cors_origins)]
+        flags["--allowed-origins"] = json.dumps(settings.cors_origins)
     variables = {"VLLM_LOGGING_LEVEL": settings.log_level.upper()} if "log_level" in asked.given else {}
     secrets = {} if settings.api_key is None else {"VLLM_API_KEY": settings.api_key}
-    return LaunchCommand((sys.executable, *start, *flags), variables, secrets)
+    return LaunchCommand((sys.executable, *start, *_words(flags)), variables, secrets)
 
 
 def plan_sglang(asked: LaunchRequest) -> LaunchCommand:
     """Return the command for SGLang. On a CPU or with another attention backend it is dense: exact to `dense_len`."""
     settings, path, config = asked.settings, asked.path, asked.config
     if settings.device not in ("auto", "cpu", "cuda"):
-        raise InputError(
-            "--device", f"is {settings.device}", "use cpu or cuda; choose the GPU with CUDA_VISIBLE_DEVICES"
-        )
+        remedy = "use cpu or cuda; choose the GPU with CUDA_VISIBLE_DEVICES"
+        raise InputError("--device", f"is {settings.device}", remedy)
     _check_sglang_model(config)
-    is_dense = is_dense_in_sglang(asked)
+    is_dense, is_cpu = is_dense_in_sglang(asked), settings.device == "cpu"
     ctx = check_sglang_context(config, settings.ctx, is_dense)
     if not is_dense:
         _check_ratio(config, settings.tp)
     start = ["-m", "sglang.launch_server", "--model-path", str(path), "--served-model-name", served_name(path)]
     start += ["--host", settings.host, "--port", str(settings.port), "--dtype", settings.dtype]
-    flags = [] if ctx is None else ["--context-length", str(ctx)]
-    flags += [] if settings.device == "auto" else ["--device", settings.device]
-    if settings.device == "cpu":
-        flags += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    flags += asked.pass_on(max_batch="--max-running-requests", max_queue="--max-queued-requests")
-    flags += asked.pass_on(log_level="--log-level")
-    flags += _sizes({"--tp-size": settings.tp, "--nnodes": settings.nodes})
-    if settings.nodes > 1:
-        flags += ["--node-rank", str(settings.node_rank), "--dist-init-addr", str(settings.master)]
+    flags = {
+        "--context-length": ctx,
+        "--device": None if settings.device == "auto" else settings.device,
+        "--attention-backend": "torch_native" if is_cpu else None,
+        "--sampling-backend": "pytorch" if is_cpu else None,
+        "--max-running-requests": asked.get("max_batch"),
+        "--max-queued-requests": asked.get("max_queue"),
+        "--log-level": asked.get("log_level"),
+        "--tp-size": _unless_one(settings.tp),
+        "--nnodes": _unless_one(settings.nodes),
+        "--node-rank": settings.node_rank if settings.nodes > 1 else None,
+        "--dist-init-addr": settings.master if settings.nodes > 1 else None,
+    }
     keys = {"api-key": settings.api_key, "admin-api-key": settings.admin_key}
     held = {name: key for name, key in keys.items() if key is not None}
-    return LaunchCommand((sys.executable, *start, *flags), key_file=held)
+    return LaunchCommand((sys.executable, *start, *_words(flags)), key_file=held)
+
+
+def _unless_one(count: int) -> int | None:
+    return count if count > 1 else None
+
+
+def _words(flags: Mapping[str, Any]) -> list[str]:
+    """Return flags as words; those that are None are left out."""
+    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
 
 
 def is_dense_in_sglang(asked: LaunchRequest) -> bool:
@@ -281,11 +283,8 @@ def _check_ratio(config: SalaConfig, tp: int) -> None:
         return
     least = config.num_attention_heads // max(1, config.num_key_value_heads)
     remedy = "use --tp 1 or 2, or --engine vllm" if least == SPARSE_RATIO else "use --engine vllm"
-    raise InputError(
-        "--tp",
-        f"is {tp}, which gives {ratio} query heads per KV head, and sglang's sparse attention needs {SPARSE_RATIO}",
-        remedy,
-    )
+    needs = f"sglang's sparse attention needs {SPARSE_RATIO}"
+    raise InputError("--tp", f"is {tp}, which gives {ratio} query heads per KV head, and {needs}", remedy)
 
 
 def _check_sglang_model(config: SalaConfig) -> None:
@@ -299,19 +298,13 @@ def _check_sglang_model(config: SalaConfig) -> None:
     }
     for name, is_wrong in faults.items():
         if is_wrong:
-            raise ConfigError(
-                f"sglang computes models with {name} = {getattr(config, name)} wrongly",
-                "use --engine vllm or --engine sala",
-            )
+            problem = f"sglang computes models with {name} = {getattr(config, name)} wrongly"
+            raise ConfigError(problem, "use --engine vllm or --engine sala")
 
 
 def served_name(path: Path) -> str:
     """Return the model name for clients, the same that our own server would use."""
     return re.sub(r"[^A-Za-z0-9._+@=-]", "-", path.name).lstrip("._+@=-")[:200] or "model"
-
-
-def _sizes(counts: Mapping[str, int]) -> list[str]:
-    return [word for flag, count in counts.items() if count > 1 for word in (flag, str(count))]
 
 
 def _write_keys(keys: Mapping[str, str]) -> str:
@@ -322,15 +315,10 @@ def _write_keys(keys: Mapping[str, str]) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class ExternalEngine:
-    takes: frozenset[str]  # settings that are passed on in addition to the common ones
-    plan: Callable[[LaunchRequest], LaunchCommand]
-
-
-ENGINES = {
-    "vllm": ExternalEngine(frozenset({"pp", "cache_memory", "cors_origins"}), plan_vllm),
-    "sglang": ExternalEngine(frozenset({"admin_key", "max_queue"}), plan_sglang),
+# the settings that are passed on in addition to the common ones, and what makes the command
+ENGINES: dict[str, tuple[frozenset[str], Callable[[LaunchRequest], LaunchCommand]]] = {
+    "vllm": (frozenset({"pp", "cache_memory", "cors_origins"}), plan_vllm),
+    "sglang": (frozenset({"admin_key", "max_queue"}), plan_sglang),
 }
 # Flags, under all their names, that would change where an engine listens, who may call it and how it is distributed.
 KEPT = frozenset(

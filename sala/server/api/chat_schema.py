@@ -4,7 +4,7 @@ import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
-from pydantic import AfterValidator, BaseModel, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Field, Tag, field_validator, model_validator
 
 from sala.server.http.body import FIRST_ONLY, Strict, problem, union
 
@@ -265,78 +265,3 @@ def check_tools(names: list[str], choice: str, function: str | None) -> None:
         raise problem("needs tools", "tool_choice")
     if function is not None and function not in names:
         raise problem("names a function that is not in tools", "tool_choice")
-
-
-class UsageObject(BaseModel):
-    class PromptDetails(BaseModel):
-        cached_tokens: int
-
-    class CompletionDetails(BaseModel):
-        reasoning_tokens: int
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
-
-
-class TimingsObject(BaseModel):
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_second: float
-
-
-class TokenLogprob(BaseModel):
-    class Rival(BaseModel):
-        token: str
-        logprob: float
-        bytes: list[int] | None
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[Rival]
-
-
-class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob] | None
-    refusal: None
-
-
-class AnsweredCall(BaseModel):
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
-
-
-class AnswerMessage(BaseModel):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    reasoning_content: str | None = None
-    tool_calls: list[AnsweredCall] | None = None
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    stop_reason: str | None = Field(
-        None, description="`repetition`: the answer was cut because it kept repeating itself."
-    )
-
-
-class ChatCompletion(BaseModel):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageObject
-    timings: TimingsObject

@@ -1,4 +1,4 @@
-"""The generating routes, and the one path that all of them take.
+"""The generating routes and those of the tokenizer, and the one path that all generating ones take.
 
 `answer` finds the model, prepares the request in the service's thread pool, and sends what the engine generates, as a
 whole or as server-sent events. A `Reply` says what that looks like in one API. A client that disconnects cancels its
@@ -12,22 +12,22 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, model_validator
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from sala.engine.requests import COUNT_LIMIT
 from sala.engine.service import Stream
-from sala.errors import SlowReader
-from sala.server.api import anthropic
+from sala.errors import InputError, SlowReader
 from sala.server.api.answers import B, Reply, naming
-from sala.server.api.anthropic_schema import CountRequest, MessageObject, MessagesError, MessagesRequest, TokenCount
-from sala.server.api.chat import ChatInput, ChatReply, read_chat
-from sala.server.api.chat_schema import ChatCompletion, ChatRequest
-from sala.server.api.completions import CompletionReply
-from sala.server.api.completions_schema import CompletionRequest, TextCompletion
-from sala.server.api.responses import ResponseReply
-from sala.server.api.responses_schema import ResponseObject, ResponseRequest
-from sala.server.http.body import dump
+from sala.server.api.anthropic import CountRequest, MessageReply, MessagesRequest
+from sala.server.api.anthropic import read_conversation as read_messages
+from sala.server.api.chat import ChatInput, ChatReply, as_messages, read_chat
+from sala.server.api.chat_schema import MAX_TOOLS, ChatRequest, Message, Tool
+from sala.server.api.completions import CompletionReply, CompletionRequest, TokenIds
+from sala.server.api.responses import ResponseReply, ResponseRequest
+from sala.server.http.body import Strict, dump, problem
 from sala.server.http.errors import ALWAYS, from_exception
 from sala.server.http.security import StrictRoute
 from sala.server.runtime import LoadedModel
@@ -37,47 +37,104 @@ MAX_PENDING = 1 << 20  # bytes of an answer that may wait for a slow client
 T = TypeVar("T")
 Descriptions = dict[int | str, dict[str, Any]]
 router = APIRouter(route_class=StrictRoute)
+
+
+def refer(name: str) -> dict[str, Any]:
+    """Refer to an answer that `reference/answers.json` describes."""
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+
+
+def streamed(name: str, errors: Descriptions, events: str) -> Descriptions:
+    """Describe the responses of a route that streams on request."""
+    words = f"The answer; with `stream`, server-sent events {events}."
+    return {**errors, 200: {"description": words, "content": {**refer(name), "text/event-stream": {}}}}
+
+
 MESSAGES_ERRORS: Descriptions = {
-    status: {"model": MessagesError, "description": answer["description"]} for status, answer in ALWAYS.items()
+    status: {"description": error["description"], "content": refer("MessagesError")} for status, error in ALWAYS.items()
 }
 
 
-def streamed(errors: Descriptions, events: str) -> Descriptions:
-    """Describe the responses of a route that streams on request."""
-    words = f"The answer; with `stream`, server-sent events {events}."
-    return {**errors, 200: {"description": words, "content": {"text/event-stream": {}}}}
+class TokenizeRequest(Strict):
+    """One of `prompt`, `content` (the same under another name) and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    add_special_tokens: bool = Field(True, description="Begin a text with BOS, if the model uses it.")
+    add_generation_prompt: bool = Field(True, description="End a conversation with the prompt for the answer.")
+
+    @model_validator(mode="after")
+    def _check_source(self) -> "TokenizeRequest":
+        given = [name for name in ("prompt", "content", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise problem("give exactly one of prompt, content and messages", "prompt")
+        return self
+
+
+class Tokens(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: TokenIds
+
+
+class TokenCount(BaseModel):
+    input_tokens: int
+
+
+class DetokenizedText(BaseModel):
+    prompt: str
+    content: str = Field(description="The same as `prompt`.")
+
+
+class TokenizerInfo(BaseModel):
+    model: str
+    vocab_size: int
+    bos_token: str | None
+    bos_token_id: int | None
+    eos_token: str | None = Field(description="The first of the tokens that end a text.")
+    eos_token_ids: list[int]
+    max_model_len: int
+    fingerprint: str = Field(description="A hash of the tokenizer's definition.")
 
 
 @router.post(
-    "/chat/completions", tags=["chat"], summary="Answer a conversation", response_model=ChatCompletion,
-    responses=streamed(ALWAYS, "of chunks that end with `[DONE]`"),
+    "/chat/completions", tags=["chat"], summary="Answer a conversation",
+    responses=streamed("ChatCompletion", ALWAYS, "of chunks that end with `[DONE]`"),
 )  # fmt: skip
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     return await answer(request, body, ChatReply)
 
 
 @router.post(
-    "/completions", tags=["completions"], summary="Continue a text", response_model=TextCompletion,
-    responses=streamed(ALWAYS, "of chunks that end with `[DONE]`"),
+    "/completions", tags=["completions"], summary="Continue a text",
+    responses=streamed("TextCompletion", ALWAYS, "of chunks that end with `[DONE]`"),
 )  # fmt: skip
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     return await answer(request, body, CompletionReply)
 
 
 @router.post(
-    "/responses", tags=["responses"], summary="Answer items with items", response_model=ResponseObject,
-    responses=streamed(ALWAYS, "from response.created to response.completed"),
+    "/responses", tags=["responses"], summary="Answer items with items",
+    responses=streamed("ResponseObject", ALWAYS, "from response.created to response.completed"),
 )  # fmt: skip
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     return await answer(request, body, ResponseReply)
 
 
 @router.post(
-    "/messages", tags=["messages"], summary="Answer messages with blocks", response_model=MessageObject,
-    responses=streamed(MESSAGES_ERRORS, "from message_start to message_stop"),
+    "/messages", tags=["messages"], summary="Answer messages with blocks",
+    responses=streamed("MessageObject", MESSAGES_ERRORS, "from message_start to message_stop"),
 )  # fmt: skip
 async def create_message(body: MessagesRequest, request: Request) -> Response:
-    return await answer(request, body, anthropic.MessageReply)
+    return await answer(request, body, MessageReply)
 
 
 @router.post(
@@ -95,8 +152,64 @@ async def count_input_tokens(body: ChatRequest, request: Request) -> dict[str, i
 )  # fmt: skip
 async def count_message_tokens(body: CountRequest, request: Request) -> dict[str, int]:
     """The length of the prompt of these messages; it may be longer than the context."""
-    read = partial(anthropic.read_conversation, body)
-    return await count_tokens(request, body.model, read, anthropic.MessageReply.fields)
+    return await count_tokens(request, body.model, lambda: read_messages(body), MessageReply.fields)
+
+
+@router.post("/tokenize", response_model=Tokens, responses=ALWAYS, tags=["tokens"], summary="Text to token ids")
+async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    model: LoadedModel = await request.app.state.runtime.get(body.model)
+    llm = model.llm
+
+    def encode() -> list[int]:
+        if body.messages is not None:
+            tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
+            ends_open = body.add_generation_prompt
+            return llm.encode_chat(as_messages(body.messages), tools=tools, add_generation_prompt=ends_open)
+        text = body.prompt if body.prompt is not None else body.content
+        return llm.tokenizer.encode(text or "", body.add_special_tokens, max_tokens=llm.ctx, count_limit=COUNT_LIMIT)
+
+    with naming(ChatReply.fields):
+        ids = await until_gone(request, model.service.call(encode))
+    return {"tokens": ids, "count": len(ids), "max_model_len": model.llm.ctx}
+
+
+@router.post(
+    "/detokenize", response_model=DetokenizedText, responses=ALWAYS, tags=["tokens"], summary="Token ids to text"
+)
+async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+    model: LoadedModel = await request.app.state.runtime.get(body.model)
+    llm = model.llm
+
+    def decode() -> str:
+        if max(body.tokens) >= llm.config.vocab_size:
+            raise InputError("tokens", f"hold {max(body.tokens)}", f"ids go to {llm.config.vocab_size - 1}")
+        return llm.tokenizer.decode(body.tokens, skip_special=False)
+
+    text = await until_gone(request, model.service.call(decode))
+    return {"prompt": text, "content": text}
+
+
+@router.get(
+    "/tokenizer_info",
+    response_model=TokenizerInfo,
+    responses=ALWAYS,
+    tags=["tokens"],
+    summary="Facts about the tokenizer",
+)
+async def show_tokenizer(request: Request, model: str | None = None) -> dict[str, Any]:
+    loaded: LoadedModel = await request.app.state.runtime.get(model)
+    llm = loaded.llm
+    bos_id, stop_ids = llm.tokenizer.bos_id, sorted(llm.stop_ids)
+    return {
+        "model": loaded.id,
+        "vocab_size": llm.config.vocab_size,
+        "bos_token": None if bos_id is None else llm.tokenizer.decode([bos_id], skip_special=False),
+        "bos_token_id": bos_id,
+        "eos_token": llm.tokenizer.decode(stop_ids[:1], skip_special=False) or None,
+        "eos_token_ids": stop_ids,
+        "max_model_len": llm.ctx,
+        "fingerprint": llm.tokenizer.fingerprint,
+    }
 
 
 async def count_tokens(
