@@ -4,11 +4,11 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from sala.errors import ModelNotFound
 from sala.models.catalog import Downloads, Entry, Job, Library
@@ -21,76 +21,10 @@ from sala.server.runtime import LoadedModel, Runtime, no_such_model
 
 router = APIRouter(tags=["models"], route_class=StrictRoute)
 POLL_SECONDS = 0.2
-ModelId = Annotated[str, Path(description="The id; for a model from a hub also organisation/name.", max_length=256)]
 ADMIN = [Depends(need_admin_key)]
+ModelId = Annotated[str, Path(description="The id; for a model from a hub also organisation/name.", max_length=256)]
 FACTS = ("repo_id", "revision", "quantization", "size_bytes", "downloaded_at")
 UNLOADED: dict[str, Any] = {"loaded": False, "context_length": None, "trained_length": None, "requests": None}
-
-
-class Requests(BaseModel):
-    running: int
-    waiting: int
-
-
-class ModelCard(BaseModel):
-    """A model; the first four fields are OpenAI's."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int = Field(description="When it was downloaded or its files were written, in seconds since 1970.")
-    owned_by: str
-    path: str = Field(description="The name of its directory; the full path with the admin key.")
-    loaded: bool
-    repo_id: str | None
-    revision: str | None
-    quantization: dict[str, Any] | None
-    size_bytes: int
-    downloaded_at: float | None
-    context_length: int | None = Field(description="The longest sequence in tokens; null unless it is loaded.")
-    trained_length: int | None = Field(description="The longest sequence of its training; null unless known.")
-    requests: Requests | None = Field(description="Its requests; null unless it is loaded.")
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class FileProgress(BaseModel):
-    done: int
-    total: int
-
-
-class DownloadJob(BaseModel):
-    """The state of a download."""
-
-    id: str
-    object: Literal["model.download"] = "model.download"
-    repo_id: str
-    revision: str | None
-    status: Literal["queued", "running", "done", "failed", "cancelled"]
-    done_bytes: int
-    total_bytes: int = Field(description="0 until the hub has listed the files.")
-    files: dict[str, FileProgress]
-    notes: list[str] = Field(description="Files that were skipped, and why.")
-    error: str | None
-    created: int
-
-
-class JobList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[DownloadJob]
-
-
-class JobAnswer(BaseModel):
-    job: DownloadJob
-
-
-class Deleted(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    deleted: Literal[True] = True
-    note: str | None = None
 
 
 class DownloadRequest(Strict):
@@ -104,6 +38,11 @@ class DownloadRequest(Strict):
 
 class ModelRequest(Strict):
     model: str = Field(max_length=256, description="Id of a model.")
+
+
+def admin(answer: str, *errors: int, success: int = 200) -> dict[str, Any]:
+    """Return the arguments of a route that needs the admin key, sends this answer and may send these errors."""
+    return {"dependencies": ADMIN, "responses": describe(401, 403, *errors, answer=answer, success=success)}
 
 
 def _state(name: str) -> Any:
@@ -141,18 +80,23 @@ def _find_job(downloads: DownloadsState, job_id: Annotated[str, Path(max_length=
 FoundJob = Annotated[Job, Depends(_find_job)]
 
 
-@router.get("/models", response_model=ModelList, summary="List the models")
+@router.get("/models", responses=describe(answer="ModelList"), summary="List the models")
 async def list_models(library: LibraryState, runtime: RuntimeState, is_admin: IsAdmin) -> Any:
     pairs = [(entry, _loaded(runtime, entry)) for entry in await asyncio.to_thread(library.list)]
     listed = [model for _, model in pairs]
     cards = [_card(entry, model, is_admin) for entry, model in pairs]
-    return {"data": cards + [_card(None, one, is_admin) for one in list(runtime.loaded.values()) if one not in listed]}
+    return {
+        "object": "list",
+        "data": cards + [_card(None, one, is_admin) for one in list(runtime.loaded.values()) if one not in listed],
+    }
 
 
 @router.post(
-    "/models/download", status_code=202, response_model=JobAnswer, summary="Download a model from the hub",
-    responses=describe(400, 401, 403, 409), dependencies=ADMIN,
-)  # fmt: skip
+    "/models/download",
+    status_code=202,
+    summary="Download a model from the hub",
+    **admin("JobAnswer", 400, 409, success=202),
+)
 async def start_download(downloads: DownloadsState, body: DownloadRequest) -> Any:
     """Downloads in the background. A second request for a model that is being downloaded returns the same job."""
     try:
@@ -164,18 +108,12 @@ async def start_download(downloads: DownloadsState, body: DownloadRequest) -> An
     return {"job": _show(job)}
 
 
-@router.get(
-    "/models/download", response_model=JobList, summary="List the downloads",
-    responses=describe(401, 403), dependencies=ADMIN,
-)  # fmt: skip
+@router.get("/models/download", summary="List the downloads", **admin("JobList"))
 async def list_downloads(downloads: DownloadsState) -> Any:
-    return {"data": [_show(job) for job in downloads.list()]}
+    return {"object": "list", "data": [_show(job) for job in downloads.list()]}
 
 
-@router.get(
-    "/models/download/{job_id}", response_model=DownloadJob, summary="Describe a download",
-    responses=describe(401, 403, 404), dependencies=ADMIN,
-)  # fmt: skip
+@router.get("/models/download/{job_id}", summary="Describe a download", **admin("DownloadJob", 404))
 async def get_download(job: FoundJob) -> Any:
     return _show(job)
 
@@ -193,29 +131,20 @@ async def follow_download(request: Request, downloads: DownloadsState, job: Foun
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
-@router.delete(
-    "/models/download/{job_id}", response_model=DownloadJob, summary="Cancel a download",
-    responses=describe(401, 403, 404), dependencies=ADMIN,
-)  # fmt: skip
+@router.delete("/models/download/{job_id}", summary="Cancel a download", **admin("DownloadJob", 404))
 async def cancel_download(downloads: DownloadsState, job: FoundJob) -> Any:
     """Keeps the data that has arrived: a new download of the model resumes there."""
     cancelled = await asyncio.to_thread(downloads.cancel, job.id)
     return _show(cancelled or job)
 
 
-@router.post(
-    "/models/load", response_model=ModelCard, summary="Load a model",
-    responses=describe(400, 401, 403, 404, 409, 503), dependencies=ADMIN,
-)  # fmt: skip
+@router.post("/models/load", summary="Load a model", **admin("ModelCard", 400, 404, 409, 503))
 async def load_model(library: LibraryState, runtime: RuntimeState, body: ModelRequest) -> Any:
     entry = await asyncio.to_thread(library.find, body.model)
     return _card(entry, await runtime.load(body.model if entry is None else entry.id), True)
 
 
-@router.post(
-    "/models/unload", response_model=ModelCard, summary="Unload a model",
-    responses=describe(400, 401, 403, 404, 409), dependencies=ADMIN,
-)  # fmt: skip
+@router.post("/models/unload", summary="Unload a model", **admin("ModelCard", 400, 404, 409))
 async def unload_model(library: LibraryState, runtime: RuntimeState, body: ModelRequest) -> Any:
     entry, model = await _find(library, runtime, body.model)
     if model is None:
@@ -225,9 +154,7 @@ async def unload_model(library: LibraryState, runtime: RuntimeState, body: Model
     return card
 
 
-@router.get(
-    "/models/{model_id:path}", response_model=ModelCard, summary="Describe a model", responses=describe(401, 404)
-)
+@router.get("/models/{model_id:path}", summary="Describe a model", responses=describe(401, 404, answer="ModelCard"))
 async def get_model(library: LibraryState, runtime: RuntimeState, model_id: ModelId, is_admin: IsAdmin) -> Any:
     entry, model = await _find(library, runtime, model_id)
     if entry is None and model is None:
@@ -235,10 +162,7 @@ async def get_model(library: LibraryState, runtime: RuntimeState, model_id: Mode
     return _card(entry, model, is_admin)
 
 
-@router.delete(
-    "/models/{model_id:path}", response_model=Deleted, summary="Delete a model",
-    responses=describe(401, 403, 404, 409), dependencies=ADMIN,
-)  # fmt: skip
+@router.delete("/models/{model_id:path}", summary="Delete a model", **admin("Deleted", 404, 409))
 async def delete_model(
     library: LibraryState, runtime: RuntimeState, downloads: DownloadsState, model_id: ModelId
 ) -> Any:
@@ -257,7 +181,8 @@ async def delete_model(
     except Busy:
         raise ApiError(409, "another process is using that model; try again later", code="model_busy") from None
     note = "it is assembled again when it is used" if entry is not None and entry.id == EMBEDDED else None
-    return {"id": model_id if entry is None else entry.id, "note": note}
+    name = model_id if entry is None else entry.id
+    return {"id": name, "object": "model", "deleted": True, "note": note}
 
 
 async def _events(downloads: Downloads, job_id: str, ping_s: float) -> AsyncIterator[str]:
@@ -308,6 +233,7 @@ def _card(entry: Entry | None, model: LoadedModel | None, is_admin: bool) -> dic
         created = entry.downloaded_at or (written.stat().st_mtime if written.exists() else 0.0)
     return {
         "id": found.id,
+        "object": "model",
         "created": int(created),
         "owned_by": str(facts["repo_id"]).partition("/")[0] if facts["repo_id"] else "local",
         "path": str(found.path) if is_admin else found.path.name,
@@ -320,6 +246,7 @@ def _show(job: Job) -> dict[str, Any]:
     same = ("id", "repo_id", "revision", "status", "done_bytes", "total_bytes", "error")
     return {
         **{name: getattr(job, name) for name in same},
+        "object": "model.download",
         "files": {name: {"done": done, "total": total} for name, (done, total) in job.files.items()},
         "notes": list(job.skipped),
         "created": int(job.created_at),

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -28,7 +28,7 @@ from sala.server.api.chat_schema import MAX_TOOLS, ChatRequest, Message, Tool
 from sala.server.api.completions import CompletionReply, CompletionRequest, TokenIds
 from sala.server.api.responses import ResponseReply, ResponseRequest
 from sala.server.http.body import Strict, dump, problem
-from sala.server.http.errors import ALWAYS, from_exception
+from sala.server.http.errors import ALWAYS, from_exception, refer
 from sala.server.http.security import StrictRoute
 from sala.server.runtime import LoadedModel
 from sala.server.settings import Settings
@@ -39,19 +39,19 @@ Descriptions = dict[int | str, dict[str, Any]]
 router = APIRouter(route_class=StrictRoute)
 
 
-def refer(name: str) -> dict[str, Any]:
-    """Refer to an answer that `reference/answers.json` describes."""
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+def sends(name: str) -> Descriptions:
+    """Describe the responses of a route that sends this answer."""
+    return ALWAYS | {200: refer(name)}
 
 
 def streamed(name: str, errors: Descriptions, events: str) -> Descriptions:
     """Describe the responses of a route that streams on request."""
     words = f"The answer; with `stream`, server-sent events {events}."
-    return {**errors, 200: {"description": words, "content": {**refer(name), "text/event-stream": {}}}}
+    return {**errors, 200: {"description": words, "content": {**refer(name)["content"], "text/event-stream": {}}}}
 
 
 MESSAGES_ERRORS: Descriptions = {
-    status: {"description": error["description"], "content": refer("MessagesError")} for status, error in ALWAYS.items()
+    status: {"description": error["description"], **refer("MessagesError")} for status, error in ALWAYS.items()
 }
 
 
@@ -74,35 +74,9 @@ class TokenizeRequest(Strict):
         return self
 
 
-class Tokens(BaseModel):
-    tokens: list[int]
-    count: int
-    max_model_len: int
-
-
 class DetokenizeRequest(Strict):
     model: str | None = None
     tokens: TokenIds
-
-
-class TokenCount(BaseModel):
-    input_tokens: int
-
-
-class DetokenizedText(BaseModel):
-    prompt: str
-    content: str = Field(description="The same as `prompt`.")
-
-
-class TokenizerInfo(BaseModel):
-    model: str
-    vocab_size: int
-    bos_token: str | None
-    bos_token_id: int | None
-    eos_token: str | None = Field(description="The first of the tokens that end a text.")
-    eos_token_ids: list[int]
-    max_model_len: int
-    fingerprint: str = Field(description="A hash of the tokenizer's definition.")
 
 
 @router.post(
@@ -147,17 +121,17 @@ async def count_input_tokens(body: ChatRequest, request: Request) -> dict[str, i
 
 
 @router.post(
-    "/messages/count_tokens", tags=["messages"], summary="Count the tokens of messages", response_model=TokenCount,
-    responses=MESSAGES_ERRORS,
+    "/messages/count_tokens", tags=["messages"], summary="Count the tokens of messages",
+    responses={**MESSAGES_ERRORS, 200: refer("TokenCount")},
 )  # fmt: skip
-async def count_message_tokens(body: CountRequest, request: Request) -> dict[str, int]:
+async def count_message_tokens(body: CountRequest, request: Request) -> Any:
     """The length of the prompt of these messages; it may be longer than the context."""
     return await count_tokens(request, body.model, lambda: read_messages(body), MessageReply.fields)
 
 
-@router.post("/tokenize", response_model=Tokens, responses=ALWAYS, tags=["tokens"], summary="Text to token ids")
-async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
-    model: LoadedModel = await request.app.state.runtime.get(body.model)
+@router.post("/tokenize", tags=["tokens"], summary="Text to token ids", responses=sends("Tokens"))
+async def tokenize(body: TokenizeRequest, request: Request) -> Any:
+    model = await find_model(request, body.model)
     llm = model.llm
 
     def encode() -> list[int]:
@@ -173,11 +147,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     return {"tokens": ids, "count": len(ids), "max_model_len": model.llm.ctx}
 
 
-@router.post(
-    "/detokenize", response_model=DetokenizedText, responses=ALWAYS, tags=["tokens"], summary="Token ids to text"
-)
-async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
-    model: LoadedModel = await request.app.state.runtime.get(body.model)
+@router.post("/detokenize", tags=["tokens"], summary="Token ids to text", responses=sends("DetokenizedText"))
+async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
+    model = await find_model(request, body.model)
     llm = model.llm
 
     def decode() -> str:
@@ -189,15 +161,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
     return {"prompt": text, "content": text}
 
 
-@router.get(
-    "/tokenizer_info",
-    response_model=TokenizerInfo,
-    responses=ALWAYS,
-    tags=["tokens"],
-    summary="Facts about the tokenizer",
-)
-async def show_tokenizer(request: Request, model: str | None = None) -> dict[str, Any]:
-    loaded: LoadedModel = await request.app.state.runtime.get(model)
+@router.get("/tokenizer_info", tags=["tokens"], summary="Facts about the tokenizer", responses=sends("TokenizerInfo"))
+async def show_tokenizer(request: Request, model: str | None = None) -> Any:
+    loaded = await find_model(request, model)
     llm = loaded.llm
     bos_id, stop_ids = llm.tokenizer.bos_id, sorted(llm.stop_ids)
     return {
@@ -216,16 +182,21 @@ async def count_tokens(
     request: Request, model_id: str | None, read: Callable[[], ChatInput], fields: Mapping[str, str]
 ) -> dict[str, int]:
     """Return the length of the prompt of the conversation that `read` returns."""
-    model: LoadedModel = await until_gone(request, request.app.state.runtime.get(model_id))
+    model = await find_model(request, model_id)
     with naming(fields):
         ids = await until_gone(request, model.service.call(lambda: read().encode(model.llm.inputs)))
     return {"input_tokens": len(ids)}
 
 
+async def find_model(request: Request, model_id: str | None) -> LoadedModel:
+    """Return a model by its id, by default the server's default model; load it first if necessary."""
+    return await until_gone(request, request.app.state.runtime.get(model_id))
+
+
 async def answer(request: Request, body: B, kind: type[Reply[B]]) -> Response:
     """Answer a request."""
     settings: Settings = request.app.state.settings
-    model: LoadedModel = await until_gone(request, request.app.state.runtime.get(body.model))
+    model = await find_model(request, body.model)
     reply = kind(model.id, model.llm, body, settings)
     with naming(kind.fields):
         work = model.service.open(partial(reply.prepare, model.llm.inputs), MAX_PENDING)

@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from sala.errors import (
     CacheTooSmall,
     ContextTooLong,
@@ -91,24 +89,15 @@ def anthropic_envelope(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message[:MAX_MESSAGE], **error.extra}}
 
 
-class ErrorObject(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    message: str = Field(description="What went wrong, and what to do about it.")
-    type: str
-    param: str | None = Field(description="The invalid field of the request, as a path.")
-    code: str | None
+def refer(name: str) -> dict[str, Any]:
+    """Return the content of a response that `reference/schemas.json` describes under this name."""
+    return {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
 
 
-class ErrorEnvelope(BaseModel):
-    """The body of every error, except on Anthropic's routes."""
-
-    error: ErrorObject
-
-
-def describe(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the errors of a route, for its documentation."""
-    return {status: {"model": ErrorEnvelope, "description": DESCRIPTIONS[status]} for status in statuses}
+def describe(*statuses: int, answer: str | None = None, success: int = 200) -> dict[int | str, dict[str, Any]]:
+    """Return the responses of a route, for its documentation: errors, and what is sent if there are none."""
+    found: dict[int | str, dict[str, Any]] = {} if answer is None else {success: refer(answer)}
+    return found | {status: {"description": DESCRIPTIONS[status], **refer("ErrorEnvelope")} for status in statuses}
 
 
 DESCRIPTIONS = {

@@ -84,13 +84,13 @@ async def get_schema(request: Request) -> JSONResponse:
 
 
 def describe_api(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, with the answers of the generating routes, which are not built from models.
+    """Return the OpenAPI document, with the schemas of all answers, which are not built from models.
 
     It has none of the 422 responses that FastAPI adds: invalid requests get 400 here.
     """
     document = app.openapi()
     schemas = document["components"]["schemas"]
-    schemas |= {name: {"title": name, **one} for name, one in json.loads(_read("reference", "answers.json")[0]).items()}
+    schemas |= {name: {"title": name, **one} for name, one in json.loads(_read("reference", "schemas.json")[0]).items()}
     for operation in (each for path in document["paths"].values() for each in path.values()):
         operation["responses"].pop("422", None)
     for name in ("HTTPValidationError", "ValidationError"):
