@@ -33,10 +33,7 @@ SPARSE_RATIO = 16  # query heads per KV head, the only ratio that SGLang's spars
 REMEDIES = {  # for settings that other engines do not take
     "adapter": "merge it into the model first: sala fuse MODEL --adapter ADAPTER -o DIR",
     "pp": "sglang cannot split SALA by layers; use --tp, or --engine vllm",
-    "temperature": "set it in the requests",
-    "top_p": "set it in the requests",
-    "top_k": "set it in the requests",
-    "max_tokens": "set it in the requests",
+    **dict.fromkeys(("temperature", "top_p", "top_k", "max_tokens"), "set it in the requests"),
 }
 
 

@@ -76,13 +76,12 @@ class Runtime:
         self._open = open_model
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[LoadedModel]] = set()
-        self._num_loading = 0
         self._is_closing = False
         self.default_id = self._find_default()
 
     @property
     def is_loading(self) -> bool:
-        return self._num_loading > 0
+        return bool(self._tasks)
 
     def _find_default(self) -> str:
         """Return the id of the model that answers when none is named; a directory is registered in the library."""
@@ -111,9 +110,8 @@ class Runtime:
             raise ApiError(404, "that model is not loaded", param="model", code="model_not_loaded")
         async with self._lock:
             if model.service.num_requests:
-                raise ApiError(
-                    409, "that model is answering requests; try again when it has finished", code="model_busy"
-                )
+                busy = "that model is answering requests; try again when it has finished"
+                raise ApiError(409, busy, code="model_busy")
             await self._unload(model, 0.0)
 
     async def close(self, drain_s: float) -> None:
@@ -153,12 +151,10 @@ class Runtime:
         task = asyncio.create_task(self._load(model_id, makes_room))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
-        self._num_loading += 1
         return await asyncio.shield(task)
 
     def _forget(self, task: "asyncio.Task[LoadedModel]") -> None:
         self._tasks.discard(task)
-        self._num_loading -= 1
         if not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not log it: the clients have been told
 
@@ -168,7 +164,7 @@ class Runtime:
             if entry_id in self.loaded:
                 return self.loaded[entry_id]
             if self._is_closing:
-                raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "30"})
+                raise ApiError(503, "the server is shutting down", code="shutting_down", retry_s=30)
             if makes_room:
                 await self._try(entry_id, check_model, path)  # don't unload a model for one that cannot be loaded
                 await self._make_room()
@@ -191,13 +187,8 @@ class Runtime:
         """Unload the idle models. Raises if one is answering requests."""
         for model in list(self.loaded.values()):
             if model.service.num_requests:
-                raise ApiError(
-                    503,
-                    f"the model {model.id} is answering requests; use it, or try again later",
-                    param="model",
-                    code="model_busy",
-                    headers={"Retry-After": str(RETRY_S)},
-                )
+                busy = f"the model {model.id} is answering requests; use it, or try again later"
+                raise ApiError(503, busy, param="model", code="model_busy", retry_s=RETRY_S)
             await self._unload(model, 0.0)
 
     async def _unload(self, model: LoadedModel, drain_s: float) -> None:
@@ -214,10 +205,5 @@ def no_such_model() -> ApiError:
 
 
 def _cannot_load(model_id: str) -> ApiError:
-    return ApiError(
-        503,
-        f"the model {model_id} cannot be loaded; the server's log says why",
-        param="model",
-        code="model_not_loaded",
-        headers={"Retry-After": str(RETRY_S)},
-    )
+    message = f"the model {model_id} cannot be loaded; the server's log says why"
+    return ApiError(503, message, param="model", code="model_not_loaded", retry_s=RETRY_S)

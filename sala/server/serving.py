@@ -175,7 +175,8 @@ class Server(uvicorn.Server):
 
     def _arm_exit_timer(self) -> None:
         """Make sure that the process ends even if something hangs. Don't wait for a model that is still loading."""
-        is_loading = is_loading_only(self.front)
+        runtime = getattr(self.front.state, "runtime", None)
+        is_loading = runtime is not None and runtime.is_loading and not self.front.num_running
         last = threading.Timer(QUICK_S if is_loading else self.settings.drain_s + GRACE_S, os._exit, (self.exit_code,))
         last.daemon = True
         last.start()
@@ -223,11 +224,6 @@ class Server(uvicorn.Server):
         log.error(reason)
         self.exit_code = 1
         self.drain()
-
-
-def is_loading_only(front: Front) -> bool:
-    runtime = getattr(front.state, "runtime", None)
-    return runtime is not None and runtime.is_loading and not front.num_running
 
 
 def has_died(state: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx2
+import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
+HELLO = [{"role": "user", "content": "hello"}]
 LIMITS = ("max_tokens", "max_output_tokens")
 
 
@@ -159,3 +161,33 @@ def check_kind(response: httpx2.Response, operation: Any) -> None:
     assert kind in operation["responses"][str(response.status_code)]["content"]
     if kind == "application/json":
         response.json()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 1}, "ChatCompletion"),
+        ("/v1/completions", {"prompt": "hello", "logprobs": 1, "echo": True}, "TextCompletion"),
+        ("/v1/responses", {"input": "hello"}, "ResponseObject"),
+        ("/v1/messages", {"messages": HELLO}, "MessageObject"),
+        ("/v1/messages/count_tokens", {"messages": HELLO}, "TokenCount"),
+        ("/v1/messages", {"messages": []}, "MessagesError"),
+        ("/v1/completions", {}, "ErrorEnvelope"),
+        ("/v1/tokenize", {"prompt": "hello"}, "Tokens"),
+        ("/v1/detokenize", {"tokens": [65]}, "DetokenizedText"),
+        ("/v1/tokenizer_info", None, "TokenizerInfo"),
+        ("/v1/models", None, "ModelList"),
+        ("/v1/models/download", None, "JobList"),
+    ],
+)
+def test_answers_are_as_the_document_describes_them(
+    server: Server, document: Any, path: str, body: Any, name: str
+) -> None:
+    limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    limits = {limit: 3} if path.endswith(("completions", "responses", "messages")) else {}
+    with server.client() as client:
+        answer = client.get(path) if body is None else client.post(path, json={**body, **limits})
+    schemas = document["components"]["schemas"]
+    described = {**schemas[name], "components": document["components"]}
+    jsonschema.validate(answer.json(), described)
+    assert answer.json().keys() >= set(schemas[name]["required"])

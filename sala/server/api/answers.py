@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from sala.engine.requests import InputProcessor, Submission
 from sala.engine.service import Stream
@@ -19,7 +19,7 @@ from sala.errors import ContextTooLong, InputError
 from sala.llm import LLM
 from sala.options import Sampling
 from sala.protocol import SampledToken
-from sala.server.api.chat_schema import GenerationRequest
+from sala.server.api.chat_schema import AnswerRequest, GenerationRequest
 from sala.server.http.body import dump
 from sala.server.http.errors import ApiError, from_exception
 from sala.server.settings import Settings
@@ -29,14 +29,7 @@ NO_LOGPROB = -9999.0  # JSON has no infinity
 Chunk = Mapping[str, Any]
 
 
-class Body(Protocol):
-    """What the body of every generating route has."""
-
-    model: str | None
-    stream: bool | None
-
-
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=AnswerRequest)
 G = TypeVar("G", bound=GenerationRequest)
 
 

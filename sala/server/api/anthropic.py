@@ -12,8 +12,17 @@ from pydantic import Field, Tag, model_validator
 
 from sala.server.api.blocks import Block, BlockChange, BlockReply
 from sala.server.api.chat import ChatInput, as_call, as_tool
-from sala.server.api.chat_schema import MAX_INT, MAX_TOOLS, Count, Parameters, StopText, ToolName, check_tools
-from sala.server.http.body import FIRST_ONLY, Strict, discriminate, problem, union
+from sala.server.api.chat_schema import (
+    MAX_INT,
+    MAX_TOOLS,
+    AnswerRequest,
+    Count,
+    Parameters,
+    StopText,
+    ToolName,
+    check_tools,
+)
+from sala.server.http.body import FIRST_ONLY, Strict, TextOr, discriminate, join, problem, text_or
 from sala.server.http.errors import ApiError, anthropic_envelope
 from sala.text.answer import StopFinder
 
@@ -48,14 +57,7 @@ class ToolUse(Strict):
     input: dict[str, Any]
 
 
-TextOrBlocks = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[TextBlock], FIRST_ONLY, Tag("~list")],
-    union({str: "~text", list: "~list"}, "a string or a list of text blocks"),
-]
-
-
-def join(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+TextOrBlocks = Annotated[TextOr[TextBlock], text_or("a list of text blocks")]
 
 
 class ToolResult(Strict):
@@ -95,10 +97,7 @@ ContentBlock = Annotated[
     | Annotated[ThinkingBlock, Tag("~thought")],
     discriminate(_block_kind, "a block"),
 ]
-AnthropicContent = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[ContentBlock], FIRST_ONLY, Tag("~list")],
-    union({str: "~text", list: "~list"}, "a string or a list of blocks"),
-]
+AnthropicContent = Annotated[TextOr[ContentBlock], text_or("a list of blocks")]
 OTHERS: dict[str, tuple[type[Strict], ...]] = {
     "user": (ToolUse, ThinkingBlock),
     "assistant": (ToolResult,),
@@ -131,29 +130,21 @@ class CustomTool(Strict):
 class AnthropicToolChoice(Strict):
     """`any` and `tool` are enforced: the answer consists of calls only."""
 
+    needs = {"tool": ("name", "is required with type tool")}  # noqa: RUF012
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = Field(None, description="If true, only the first call is returned.")
 
-    @model_validator(mode="after")
-    def _check_name(self) -> "AnthropicToolChoice":
-        if self.type == "tool" and self.name is None:
-            raise problem("is required with type tool", "name", "missing")
-        return self
-
 
 class Thinking(Strict):
+    needs = {"enabled": ("budget_tokens", "is required with type enabled")}  # noqa: RUF012
+
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = Field(None, description="Maximum tokens of reasoning.")
     display: Literal["summarized", "omitted"] | None = Field(
         None, description="`omitted` leaves the reasoning out; otherwise it is returned in full."
     )
-
-    @model_validator(mode="after")
-    def _check_budget(self) -> "Thinking":
-        if self.type == "enabled" and self.budget_tokens is None:
-            raise problem("is required with type enabled", "budget_tokens", "missing")
-        return self
 
 
 class OutputFormat(Strict):
@@ -200,7 +191,7 @@ class CountRequest(Strict):
         return word, self.tool_choice.name if self.tool_choice.type == "tool" else None
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, AnswerRequest):
     """A conversation to answer.
 
     `metadata`, `service_tier`, `inference_geo` and the fields that /messages/count_tokens ignores are accepted and not
@@ -210,7 +201,6 @@ class MessagesRequest(CountRequest):
     ignored = CountRequest.ignored | {"metadata", "service_tier", "inference_geo"}
 
     max_tokens: Count = Field(description="Maximum length of the answer, reasoning included.")
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
     stop_sequences: Annotated[list[StopText], MaxLen(4), FIRST_ONLY] | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)

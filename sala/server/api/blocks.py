@@ -4,7 +4,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sala.engine.requests import InputProcessor, Submission
 from sala.engine.stream import Event, StreamItem
@@ -27,8 +27,7 @@ class Block:
         return Block(self.kind, self.index, call=self.call)
 
 
-@dataclass(frozen=True)
-class BlockChange:
+class BlockChange(NamedTuple):
     """A block begins, grows by `text`, or ends."""
 
     what: Literal["begin", "grow", "end"]

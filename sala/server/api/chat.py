@@ -12,6 +12,7 @@ from sala.server.api import answers
 from sala.server.api.answers import AnswerProgress, ChoicesReply, TokenSpeller
 from sala.server.api.chat_schema import ChatRequest, Message
 from sala.server.api.grammar import call_grammar
+from sala.server.http.body import join
 from sala.server.settings import Settings
 from sala.text.tools import ToolCall
 
@@ -109,11 +110,8 @@ def as_messages(messages: list[Message]) -> list[dict[str, Any]]:
     """Return a conversation as templates expect it: text, arguments as objects, `system` for `developer`."""
     out = []
     for index, message in enumerate(messages):
-        content = message.content or ""
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
         role = "system" if message.role == "developer" else message.role
-        one: dict[str, Any] = {"role": role, "content": content}
+        one: dict[str, Any] = {"role": role, "content": join(message.content or "")}
         if message.reasoning_content:
             one["reasoning_content"] = message.reasoning_content
         if message.tool_call_id is not None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Le, MaxLen, MinLen
 from pydantic import AfterValidator, Field, Tag, field_validator, model_validator
 
-from sala.server.http.body import FIRST_ONLY, Strict, problem, union
+from sala.server.http.body import FIRST_ONLY, Strict, TextOr, problem, text_or, union
 
 MAX_ANSWERS = 8
 MAX_TOOLS = 128
@@ -53,10 +53,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[TextPart], FIRST_ONLY, Tag("~parts")],
-    union({str: "~text", list: "~parts"}, "a string or a list of text parts"),
-]
+Content = Annotated[TextOr[TextPart], text_or("a list of text parts")]
 
 
 class FunctionCall(Strict):
@@ -131,14 +128,10 @@ class NamedSchema(Strict):
 
 
 class ResponseFormat(Strict):
+    needs = {"json_schema": ("json_schema", "json_schema needs a schema")}  # noqa: RUF012
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> "ResponseFormat":
-        if self.type == "json_schema" and self.json_schema is None:
-            raise problem("json_schema needs a schema", "json_schema", "missing")
-        return self
 
 
 class StreamOptions(Strict):
@@ -153,7 +146,14 @@ class TemplateOptions(Strict):
     enable_thinking: bool | None = None
 
 
-class GenerationRequest(Strict):
+class AnswerRequest(Strict):
+    """The fields that all requests to generate an answer share."""
+
+    model: str | None = Field(None, description="The model to use; by default the server's default model.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
+
+
+class GenerationRequest(AnswerRequest):
     """The fields that chats and plain completions share."""
 
     ignored = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
@@ -162,8 +162,6 @@ class GenerationRequest(Strict):
         "repetition_penalty", "ignore_eos",
     )  # fmt: skip
 
-    model: str | None = Field(None, description="The model to use; by default the server's default model.")
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS, description="Number of answers; the prompt is processed once.")
     stop: Stop | None = Field(None, description="End the answer before any of these strings.")

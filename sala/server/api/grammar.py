@@ -48,7 +48,8 @@ def _value(schema: Any, shared: Mapping[str, Any]) -> str:
     """Return the rule for the text between the tags. Objects and lists go into CDATA, since they may hold a `<`."""
     schema = schema if isinstance(schema, Mapping) else {}
     if isinstance(schema.get("enum"), list) and all(isinstance(item, str) for item in schema["enum"]):
-        return "(" + " | ".join(_quote(_literal(item)) for item in schema["enum"]) + ")"
+        texts = (f"<![CDATA[{item}]]>" if "<" in item else item for item in schema["enum"])
+        return f"({' | '.join(map(_quote, texts))})"
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if kinds == [None] and ("$ref" in schema or "anyOf" in schema or "oneOf" in schema or "allOf" in schema):
@@ -59,10 +60,6 @@ def _value(schema: Any, shared: Mapping[str, Any]) -> str:
     if all(kind in SIMPLE for kind in kinds):
         return inner
     return f'"<![CDATA[" {inner} "]]>"'
-
-
-def _literal(text: str) -> str:
-    return f"<![CDATA[{text}]]>" if "<" in text else text
 
 
 def _quote(text: str) -> str:

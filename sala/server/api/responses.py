@@ -11,8 +11,8 @@ from pydantic import Field, Tag, field_validator, model_validator
 
 from sala.server.api.blocks import Block, BlockChange, BlockReply
 from sala.server.api.chat import ChatInput, answer_schema, as_call, as_tool
-from sala.server.api.chat_schema import MAX_TOOLS, TEXT_ONLY, Count, Parameters, ToolName, check_tools
-from sala.server.http.body import FIRST_ONLY, Strict, discriminate, problem, union
+from sala.server.api.chat_schema import MAX_TOOLS, TEXT_ONLY, AnswerRequest, Count, Parameters, ToolName, check_tools
+from sala.server.http.body import FIRST_ONLY, Strict, TextOr, discriminate, join, problem, text_or, union
 from sala.server.http.errors import ApiError
 
 NOT_STORED = "this server stores nothing; send the whole conversation as input"
@@ -36,14 +36,7 @@ class ContentPart(Strict):
         return {"type": "refusal", "text": data.get("refusal")} if is_refusal else data
 
 
-TextOrParts = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[ContentPart], FIRST_ONLY, Tag("~list")],
-    union({str: "~text", list: "~list"}, "a string or a list of text parts"),
-]
-
-
-def join(content: str | list[ContentPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+TextOrParts = Annotated[TextOr[ContentPart], text_or("a list of text parts")]
 
 
 class MessageItem(Strict):
@@ -122,7 +115,7 @@ InputItem = Annotated[
 ]
 Input = Annotated[
     Annotated[str, Tag("~text")] | Annotated[list[InputItem], MinLen(1), FIRST_ONLY, Tag("~list")],
-    union({str: "~text", list: "~list"}, "a string or a list of items"),
+    text_or("a list of items"),
 ]
 
 
@@ -150,18 +143,13 @@ AnyChoice = Annotated[
 
 class TextFormat(Strict):
     ignored = frozenset({"description", "strict"})
+    needs = {"json_schema": ("schema", "json_schema needs a schema")}  # noqa: RUF012
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = Field(None, max_length=64)
     schema_: dict[str, Any] | None = Field(
         None, alias="schema", description="The JSON schema that the answer must follow."
     )
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> "TextFormat":
-        if self.type == "json_schema" and self.schema_ is None:
-            raise problem("json_schema needs a schema", "schema", "missing")
-        return self
 
 
 class TextOptions(Strict):
@@ -180,7 +168,7 @@ class Reasoning(Strict):
     generate_summary: None = Field(None, description="Not supported.")
 
 
-class ResponseRequest(Strict):
+class ResponseRequest(AnswerRequest):
     """A conversation to answer, as a list of items.
 
     Nothing is stored, even if `store` is true. `user`, `service_tier`, `safety_identifier`, `prompt_cache_key`,
@@ -194,7 +182,6 @@ class ResponseRequest(Strict):
         }
     )  # fmt: skip
 
-    model: str | None = Field(None, description="The model to use; by default the server's default model.")
     input: Input = Field(json_schema_extra={"example": "Hello"})
     instructions: str | None = Field(None, description="A system message that precedes the input.")
     max_output_tokens: Count | None = Field(None, description="Maximum length of the answer, reasoning included.")
@@ -205,7 +192,6 @@ class ResponseRequest(Strict):
     parallel_tool_calls: bool | None = Field(None, description="If false, only the first call is returned.")
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
     metadata: dict[Annotated[str, MaxLen(64)], Annotated[str, MaxLen(512)]] | None = Field(
         None, max_length=16, description="Returned unchanged."
     )
@@ -249,7 +235,7 @@ class ResponseRequest(Strict):
 def read_conversation(body: ResponseRequest) -> ChatInput:
     form = body.text.format if body.text else None
     return ChatInput(
-        messages=list(as_messages(body)),
+        messages=as_messages(body),
         sampling={"max_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p},
         tools=[as_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()],
         choice=body.choice,
@@ -259,40 +245,29 @@ def read_conversation(body: ResponseRequest) -> ChatInput:
     )
 
 
-def as_messages(body: ResponseRequest) -> Iterator[dict[str, Any]]:
-    """Yield messages; consecutive reasoning, text and calls of the assistant become one message."""
-    if body.instructions:
-        yield {"role": "system", "content": body.instructions}
-    if isinstance(body.input, str):
-        yield {"role": "user", "content": body.input}
-        return
-    turn: dict[str, Any] = {}
-    for item in body.input:
+def as_messages(body: ResponseRequest) -> list[dict[str, Any]]:
+    """Return messages; consecutive reasoning, text and calls of the assistant become one message."""
+    items = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    out: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    for item in items:
         if isinstance(item, ReasoningItem) and not item.content:
             continue
-        if _belongs(item, turn):
-            _add_to_turn(turn, item)
-            continue
-        if turn:
-            yield {"content": "", **turn}
-            turn = {}
         if isinstance(item, CallOutput):
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": join(item.output)}
+            out.append({"role": "tool", "tool_call_id": item.call_id, "content": join(item.output)})
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            yield {"role": "user" if item.role == "user" else "system", "content": join(item.content)}
+            out.append({"role": "user" if item.role == "user" else "system", "content": join(item.content)})
         else:
-            turn = {"role": "assistant"}
-            _add_to_turn(turn, item)
-    if turn:
-        yield {"content": "", **turn}
+            if not (out and _continues(out[-1], item)):
+                out.append({"role": "assistant"})
+            _add_to_turn(out[-1], item)
+    return [{"content": "", **message} for message in out]
 
 
-def _belongs(item: InputItem, turn: dict[str, Any]) -> bool:
-    """Return whether the assistant's turn continues with this item: reasoning, then text, then calls."""
-    if isinstance(item, CallItem):
-        return bool(turn)
-    is_speech = isinstance(item, MessageItem) and item.role == "assistant"
-    return bool(turn) and is_speech and "content" not in turn and "tool_calls" not in turn
+def _continues(message: dict[str, Any], item: InputItem) -> bool:
+    """Return whether a message goes on with this item of the assistant: reasoning, then text, then calls."""
+    if message["role"] != "assistant" or isinstance(item, ReasoningItem):
+        return False
+    return isinstance(item, CallItem) or not message.keys() & {"content", "tool_calls"}
 
 
 def _add_to_turn(turn: dict[str, Any], item: InputItem) -> None:
@@ -397,22 +372,18 @@ class ResponseReply(BlockReply[ResponseRequest]):
         body, sampling = self.body, self.sampling
         choice = body.tool_choice or "auto"
         return {
+            **dict.fromkeys(("completed_at", "error", "incomplete_details", "max_tool_calls", "previous_response_id")),
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "completed_at": None,
             "status": status,
             "background": False,
-            "error": None,
-            "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
             "metadata": body.metadata or {},
             "model": self.model_id,
             "output": [self._item(block, self._status(block)) for block in self.blocks],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "service_tier": "default",
             "store": False,

@@ -257,7 +257,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await run_first(self._write(send), wait_for_disconnect(receive), self._is_given_up.wait())
-        except OSError:  # the connection was lost while we were writing
+        except (OSError, ClientDisconnect):  # the connection was lost, perhaps while we were writing
             return
         finally:
             self._close()
@@ -269,33 +269,27 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def run_first(*works: Coroutine[Any, Any, Any]) -> None:
-    """Run all coroutines until one ends, and cancel the others. Raises what the first coroutine raised."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    if not tasks[0].cancelled():
-        tasks[0].result()
-
-
 async def wait_for_disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T], undo: Callable[[T], None] | None = None) -> T:
-    """Return the result of `work`; raise ClientDisconnect if the client leaves first.
+    """Return the result of `work`; raise ClientDisconnect if the client leaves first."""
+    return await run_first(work, wait_for_disconnect(request.receive), undo=undo)
+
+
+async def run_first(
+    work: Coroutine[Any, Any, T], *others: Coroutine[Any, Any, Any], undo: Callable[[T], None] | None = None
+) -> T:
+    """Return the result of `work`, or raise ClientDisconnect if one of the others ends first; cancel what is left.
 
     `undo` releases a result that cannot be delivered because this coroutine was cancelled.
     """
     task = asyncio.create_task(work)
-    listener = asyncio.create_task(wait_for_disconnect(request.receive))
+    tasks = [task, *(asyncio.create_task(other) for other in others)]
     try:
-        await asyncio.wait({task, listener}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
@@ -304,6 +298,6 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T], undo: Calla
             undo(task.result())
         raise
     finally:
-        for one in (listener, task):
+        for one in tasks:
             one.cancel()
-        await asyncio.gather(listener, task, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

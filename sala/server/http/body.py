@@ -1,11 +1,11 @@
 """JSON as clients send and get it: read strictly and within limits, validated by strict models, written compactly."""
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_JSON_DEPTH = 64
@@ -81,14 +81,20 @@ class Strict(BaseModel):
     ignored: ClassVar[frozenset[str]] = frozenset()
     types: ClassVar[tuple[str, ...]] = ()  # if given, `type` must be one of these; otherwise say `remedy`
     remedy: ClassVar[str] = ""
+    needs: ClassVar[Mapping[str, tuple[str, str]]] = {}  # by `type`, a field that must be there, and what to say
 
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        if cls.types and isinstance(data.get("type"), str) and data["type"] not in cls.types:
+        kind = data.get("type")
+        kind = kind if isinstance(kind, str) else ""
+        if kind and cls.types and kind not in cls.types:
             raise problem(cls.remedy, "type")
+        if kind in cls.needs and data.get(cls.needs[kind][0]) is None:
+            field, message = cls.needs[kind]
+            raise problem(message, field, "missing")
         known = {field.alias or name for name, field in cls.model_fields.items()}
         for name in data:
             if name not in known and name not in cls.ignored:
@@ -120,3 +126,15 @@ class _FirstOnly(FailFast):
 
 
 FIRST_ONLY = _FirstOnly()
+T = TypeVar("T")
+TextOr = Annotated[str, Tag("~text")] | Annotated[list[T], FIRST_ONLY, Tag("~list")]
+
+
+def text_or(words: str) -> Discriminator:
+    """Tell a text from a list of parts; anything else "must be a string or `words`"."""
+    return union({str: "~text", list: "~list"}, f"a string or {words}")
+
+
+def join(content: Any) -> str:
+    """Return a text or a list of text parts as one text."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

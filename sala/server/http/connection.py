@@ -12,17 +12,15 @@ import http
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h11
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sala.errors import SalaError
 from sala.server.http.errors import ApiError
 from sala.server.settings import Settings
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = logging.getLogger("sala.server")
 LINGER_S = 2.0  # how long a refused client may keep sending, so that it gets to read the error
@@ -49,7 +47,7 @@ class Connection(H11Protocol):
             self._watch()
         else:
             busy = "there are too many connections; try again in a moment"
-            self.refuse(ApiError(503, busy, code="too_many_connections", headers={"retry-after": "5"}))
+            self.refuse(ApiError(503, busy, code="too_many_connections", retry_s=5))
 
     def data_received(self, data: bytes) -> None:
         if self.is_refused:
@@ -190,15 +188,14 @@ class Front:
         self.is_draining = False
         self.failure: BaseException | None = None
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._start(scope, receive, send)
             return
         is_probe = scope["path"].startswith("/health")
         if self.is_draining and not is_probe:
-            headers = {"retry-after": "5", "connection": "close"}
-            ending = ApiError(503, "the server is shutting down; try again soon", code="shutting_down", headers=headers)
-            await ending(scope, receive, send)
+            ending, close = "the server is shutting down; try again soon", {"connection": "close"}
+            await ApiError(503, ending, code="shutting_down", headers=close, retry_s=5)(scope, receive, send)
             return
         self.num_running += not is_probe
         try:
@@ -206,10 +203,10 @@ class Front:
         finally:
             self.num_running -= not is_probe
 
-    async def _start(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the lifespan. If the application cannot start, keep the reason and don't log the stack trace."""
 
-        async def without_trace(message: "Message") -> None:
+        async def without_trace(message: Message) -> None:
             known = isinstance(sys.exception(), SalaError | MemoryError | asyncio.CancelledError)
             await send({**message, "message": ""} if known and "message" in message else message)
 
@@ -219,18 +216,18 @@ class Front:
             self.failure = error
             raise
 
-    async def _answer(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, and log it."""
         began = time.monotonic()
         status: int | str = "gone"
         is_read = False
 
-        async def read() -> "Message":
+        async def read() -> Message:
             nonlocal is_read
             is_read = True
             return await receive()
 
-        async def write(message: "Message") -> None:
+        async def write(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]

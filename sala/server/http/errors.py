@@ -7,17 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sala.errors import (
-    CacheTooSmall,
-    ContextTooLong,
-    EngineClosed,
-    EngineDead,
-    InputError,
-    MissingExtra,
-    NoTokenizer,
-    QueueFull,
-    TemplateError,
-)
+from sala import errors as causes
 from sala.server.http.body import dump
 
 if TYPE_CHECKING:
@@ -37,7 +27,7 @@ _ANTHROPIC_TYPES = _TYPES | {
 class ApiError(Exception):
     """An unsuccessful response, as an exception and as an ASGI application that sends it.
 
-    `extra` adds keys to the error object.
+    `retry_s` says when to try again; `extra` adds keys to the error object.
     """
 
     def __init__(
@@ -48,6 +38,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        retry_s: int | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
@@ -56,7 +47,7 @@ class ApiError(Exception):
         self.type = type or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.param = param
         self.code = code
-        self.headers = dict(headers or {})
+        self.headers = dict(headers or {}) | ({} if retry_s is None else {"retry-after": str(retry_s)})
         self.extra = dict(extra or {})
 
     def envelope(self, path: str = "") -> dict[str, Any]:
@@ -120,21 +111,20 @@ ALWAYS = GUARDED | describe(401, 404, 429)
 
 # status, code, and where it differs from the exception's own text, the message; the first match counts
 _KNOWN: dict[type[BaseException], tuple[int, str, str | None]] = {
-    ContextTooLong: (400, "context_length_exceeded", None),
-    NoTokenizer: (400, "no_tokenizer", "this model has no tokenizer; send token ids instead of text"),
-    InputError: (400, "invalid_value", None),
-    TemplateError: (400, "invalid_value", None),
-    QueueFull: (429, "queue_full", None),
-    EngineClosed: (503, "shutting_down", "the server is shutting down"),
-    EngineDead: (500, "engine_dead", "the engine has stopped; restart the server"),
-    CacheTooSmall: (400, "cache_too_small", None),
-    MissingExtra: (400, "not_available", None),
+    causes.ContextTooLong: (400, "context_length_exceeded", None),
+    causes.NoTokenizer: (400, "no_tokenizer", "this model has no tokenizer; send token ids instead of text"),
+    causes.InputError: (400, "invalid_value", None),
+    causes.TemplateError: (400, "invalid_value", None),
+    causes.QueueFull: (429, "queue_full", None),
+    causes.EngineClosed: (503, "shutting_down", "the server is shutting down"),
+    causes.EngineDead: (500, "engine_dead", "the engine has stopped; restart the server"),
+    causes.CacheTooSmall: (400, "cache_too_small", None),
+    causes.MissingExtra: (400, "not_available", None),
 }
 _OUT_OF_MEMORY = (
     "there is not enough memory for this request; send a shorter one, or try again when others have finished"
 )
 _UNEXPECTED = "the request failed with an internal error; the server's log says more"
-_RETRY_AFTER = {429: "2", 503: "30"}
 
 
 def from_exception(error: BaseException) -> ApiError:
@@ -147,12 +137,12 @@ def from_exception(error: BaseException) -> ApiError:
             (503, "out_of_memory", _OUT_OF_MEMORY) if is_out_of_memory(error) else (500, "server_error", _UNEXPECTED)
         )
     status, code, message = known
-    param = "messages" if isinstance(error, TemplateError) else getattr(error, "field", None)
+    param = "messages" if isinstance(error, causes.TemplateError) else getattr(error, "field", None)
     extra = {}
-    if isinstance(error, ContextTooLong):
+    if isinstance(error, causes.ContextTooLong):
         extra = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.max_tokens}
-    headers = {"Retry-After": _RETRY_AFTER[status]} if status in _RETRY_AFTER else {}
-    return ApiError(status, message or str(error), param=param, code=code, headers=headers, extra=extra)
+    retry_s = {429: 2, 503: 30}.get(status)
+    return ApiError(status, message or str(error), param=param, code=code, retry_s=retry_s, extra=extra)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

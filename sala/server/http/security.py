@@ -13,20 +13,18 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sala.options.schema import is_ip
 from sala.server.http.body import read_json
 from sala.server.http.errors import ApiError, from_exception, from_validation
 from sala.server.settings import LOCAL_HOSTS, Settings, is_loopback
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 AUTHORITY = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(\d{1,5}))?")
 ORIGIN = re.compile(rb"(https?)://(.+)")
@@ -46,8 +44,8 @@ _log = logging.getLogger("sala.server")
 async def need_key(request: Request) -> None:
     """Dependency: require the API key, if one is set. The admin key is accepted too."""
     settings: Settings = request.app.state.settings
-    if settings.api_key is not None:
-        _check_key(request, [key for key in (settings.api_key, settings.admin_key) if key is not None])
+    if settings.api_key is not None and not _matches(request, settings.api_key, settings.admin_key):
+        raise _wrong_key(request)
 
 
 async def need_admin_key(request: Request) -> None:
@@ -57,33 +55,24 @@ async def need_admin_key(request: Request) -> None:
     if key is None:
         is_here = settings.is_local or (request.client is not None and is_loopback(request.client.host))
         if not is_here:
-            raise ApiError(
-                403, "models can be managed from the server's own machine only, or with a key", code="admin_key_needed"
-            )
-        return
-    try:
-        _check_key(request, [key])
-    except ApiError:
-        if settings.api_key is not None and _matches(request, settings.api_key):
-            raise ApiError(403, "this needs the admin key", code="admin_key_needed") from None
-        raise
+            message = "models can be managed from the server's own machine only, or with a key"
+            raise ApiError(403, message, code="admin_key_needed")
+    elif not _matches(request, key):
+        if _matches(request, settings.api_key):
+            raise ApiError(403, "this needs the admin key", code="admin_key_needed")
+        raise _wrong_key(request)
 
 
-def _check_key(request: Request, keys: list[str]) -> None:
-    if any(_matches(request, key) for key in keys):
-        return
-    given = "wrong" if _given_keys(request) else "missing"
-    raise ApiError(
-        401,
-        f"the API key is {given}; send it as Authorization: Bearer KEY",
-        code="invalid_api_key",
-        headers={"WWW-Authenticate": 'Bearer realm="sala"'},
-    )
+def _wrong_key(request: Request) -> ApiError:
+    problem = "wrong" if _given_keys(request) else "missing"
+    message = f"the API key is {problem}; send it as Authorization: Bearer KEY"
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": 'Bearer realm="sala"'})
 
 
-def _matches(request: Request, key: str) -> bool:
-    """Compare in constant time, so that timing reveals nothing about the key."""
-    return any(hmac.compare_digest(given, key.encode()) for given in _given_keys(request))
+def _matches(request: Request, *keys: str | None) -> bool:
+    """Compare in constant time, so that timing reveals nothing about the keys."""
+    wanted = [key.encode() for key in keys if key is not None]
+    return any(hmac.compare_digest(given, key) for key in wanted for given in _given_keys(request))
 
 
 def _given_keys(request: Request) -> list[bytes]:
@@ -105,20 +94,20 @@ class Guard:
     logs; the server only echoes it.
     """
 
-    def __init__(self, app: "ASGIApp", settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
         self.settings = settings
         self.hosts = LOCAL_HOSTS | {name.rstrip(".") for name in settings.allowed_hosts}
         self.origins = {origin.encode() for origin in settings.cors_origins}
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         given = next(iter(_values(scope, b"x-request-id")), b"")
         number = given.decode() if REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
 
-        async def stamp(message: "Message") -> None:
+        async def stamp(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.setdefault("x-request-id", number)
@@ -130,18 +119,15 @@ class Guard:
         refusal = self._check_host(scope) or self._check_origin(scope)
         await (self.app if refusal is None else refusal)(scope, receive, stamp)
 
-    def _check_host(self, scope: "Scope") -> ApiError | None:
+    def _check_host(self, scope: Scope) -> ApiError | None:
         found = [AUTHORITY.fullmatch(value.strip()) for value in _values(scope, b"host")]
         if len(found) != 1 or found[0] is None:
             return ApiError(400, "the request must have one valid Host header", code="bad_request")
         name = found[0][1].decode().lower().strip("[]").rstrip(".")
         if name in self.hosts or self._is_safe(name):
             return None
-        return ApiError(
-            421,
-            "this server does not answer to that host name; add it with the setting allowed_hosts",
-            code="unknown_host",
-        )
+        message = "this server does not answer to that host name; add it with the setting allowed_hosts"
+        return ApiError(421, message, code="unknown_host")
 
     def _is_safe(self, name: str) -> bool:
         """Return whether DNS rebinding cannot be at work: with an IP address, or where every request needs a key."""
@@ -149,17 +135,14 @@ class Guard:
             return is_loopback(name)
         return is_ip(name) or (self.settings.api_key is not None and not self.settings.allowed_hosts)
 
-    def _check_origin(self, scope: "Scope") -> ApiError | None:
+    def _check_origin(self, scope: Scope) -> ApiError | None:
         hosts = _values(scope, b"host")
         origins = [value.strip().lower() for value in _values(scope, b"origin")]
         is_own = all(origin in self.origins or any(is_same(origin, host) for host in hosts) for origin in origins)
         if is_own or scope["method"] in SAFE_METHODS:
             return None
-        return ApiError(
-            403,
-            "web pages of that origin may not call this server; permit it with the setting cors_origins",
-            code="foreign_origin",
-        )
+        message = "web pages of that origin may not call this server; permit it with the setting cors_origins"
+        return ApiError(403, message, code="foreign_origin")
 
 
 def is_same(origin: bytes, host: bytes) -> bool:
@@ -174,7 +157,7 @@ def is_same(origin: bytes, host: bytes) -> bool:
     return (theirs[1], theirs[2] or default) == (ours[1], ours[2] or default)
 
 
-def _values(scope: "Scope", name: bytes) -> list[bytes]:
+def _values(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key == name]
 
 
@@ -191,24 +174,24 @@ class RequestLimits:
     Unexpected exceptions become errors, so that the connection can serve further requests.
     """
 
-    def __init__(self, app: "ASGIApp", settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
         self.max_body = settings.max_body
         self.held = 0  # bytes of all bodies that have not been answered yet
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         refusal = check_headers(scope, self.max_body)
         await (self._meter if refusal is None else refusal)(scope, receive, send)
 
-    async def _meter(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def _meter(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application and count the bytes of the body as they arrive, until the answer begins."""
         num_bytes, is_started = 0, False
         refusal: ApiError | None = None
 
-        async def count() -> "Message":
+        async def count() -> Message:
             nonlocal num_bytes, refusal
             message = await receive()
             if message["type"] == "http.request":
@@ -220,7 +203,7 @@ class RequestLimits:
                     raise BodyTooLarge
             return message
 
-        async def watch(message: "Message") -> None:
+        async def watch(message: Message) -> None:
             nonlocal is_started
             if refusal is None or is_started:  # otherwise the application has caught BodyTooLarge
                 is_started = True
@@ -252,40 +235,33 @@ class RequestLimits:
             return too_large(self.max_body)
         if self.held > MAX_BODIES * self.max_body:
             message = "the server is reading too many large requests at once; send this one again later"
-            return ApiError(503, message, "server_error", code="bodies_too_large", headers={"retry-after": "1"})
+            return ApiError(503, message, "server_error", code="bodies_too_large", retry_s=1)
         return None
 
 
 def too_large(max_body: int) -> ApiError:
-    return ApiError(
-        413, f"the body has more than {max_body:,} bytes; send less or raise max_body", code="body_too_large"
-    )
+    message = f"the body has more than {max_body:,} bytes; send less or raise max_body"
+    return ApiError(413, message, code="body_too_large")
 
 
-def check_headers(scope: "Scope", max_body: int) -> ApiError | None:
+def check_headers(scope: Scope, max_body: int) -> ApiError | None:
     """Return the reason to refuse a request by its headers, if there is one."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in headers)
     if size > MAX_HEADER_BYTES or len(headers) > MAX_HEADERS:
-        return ApiError(
-            431, f"the header has more than {MAX_HEADER_BYTES:,} bytes or {MAX_HEADERS} lines", code="header_too_large"
-        )
+        message = f"the header has more than {MAX_HEADER_BYTES:,} bytes or {MAX_HEADERS} lines"
+        return ApiError(431, message, code="header_too_large")
     lengths = [value.strip() for name, value in headers if name == b"content-length"]
     if lengths and any(name == b"transfer-encoding" for name, _ in headers):
-        return ApiError(
-            400,
-            "Content-Length and Transfer-Encoding exclude each other",
-            code="bad_request",
-            headers={"connection": "close"},
-        )
+        message = "Content-Length and Transfer-Encoding exclude each other"
+        return ApiError(400, message, code="bad_request", headers={"connection": "close"})
     if len(set(lengths)) > 1 or not all(length.isdigit() for length in lengths):
         return ApiError(400, "Content-Length must be one number", code="bad_request")
     encodings = [value.strip().lower() for name, value in headers if name == b"content-encoding"]
     if any(encoding not in (b"", b"identity") for encoding in encodings):
-        return ApiError(
-            415, "compressed bodies are not supported; send it without Content-Encoding", code="unsupported_encoding"
-        )
+        message = "compressed bodies are not supported; send it without Content-Encoding"
+        return ApiError(415, message, code="unsupported_encoding")
     if lengths and (len(lengths[0]) > 18 or int(lengths[0]) > max_body):
         return too_large(max_body)
     return None
