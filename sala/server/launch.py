@@ -221,9 +221,7 @@ def plan_sglang(asked: LaunchRequest) -> LaunchCommand:
         raise InputError("--device", f"is {settings.device}", remedy)
     _check_sglang_model(config)
     is_dense, is_cpu = is_dense_in_sglang(asked), settings.device == "cpu"
-    ctx = check_sglang_context(config, settings.ctx, is_dense)
-    if not is_dense:
-        _check_ratio(config, settings.tp)
+    ctx = check_sglang_context(config, settings, is_dense)
     start = ["-m", "sglang.launch_server", "--model-path", str(path), "--served-model-name", served_name(path)]
     start += ["--host", settings.host, "--port", str(settings.port), "--dtype", settings.dtype]
     flags = {
@@ -260,9 +258,9 @@ def is_dense_in_sglang(asked: LaunchRequest) -> bool:
     return forced or asked.settings.device == "cpu" or any(not name.startswith("minicpm") for name in chosen)
 
 
-def check_sglang_context(config: SalaConfig, ctx: int | None, is_dense: bool) -> int | None:
+def check_sglang_context(config: SalaConfig, settings: Settings, is_dense: bool) -> int | None:
     """Return the context to request; if all attention is dense, it must end before the model would become sparse."""
-    sparse = config.sparse_config
+    sparse, ctx, tp = config.sparse_config, settings.ctx, settings.tp
     if is_dense:
         most = max(sparse.dense_len - 1, sparse.agreement_len)
         if ctx is not None and ctx > most:
@@ -271,17 +269,14 @@ def check_sglang_context(config: SalaConfig, ctx: int | None, is_dense: bool) ->
     least = max(sparse.dense_len, sparse.block_size * sparse.topk)
     if ctx is not None and ctx < least:
         raise InputError("--ctx", f"is {ctx}", f"sglang's sparse attention needs at least {least}")
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    ratio = heads // tp // max(1, groups // tp)
+    if ratio != SPARSE_RATIO:
+        fits_alone = heads // max(1, groups) == SPARSE_RATIO
+        needs = f"sglang's sparse attention needs {SPARSE_RATIO}"
+        problem = f"is {tp}, which gives {ratio} query heads per KV head, and {needs}"
+        raise InputError("--tp", problem, "use --tp 1 or 2, or --engine vllm" if fits_alone else "use --engine vllm")
     return ctx
-
-
-def _check_ratio(config: SalaConfig, tp: int) -> None:
-    ratio = config.num_attention_heads // tp // max(1, config.num_key_value_heads // tp)
-    if ratio == SPARSE_RATIO:
-        return
-    least = config.num_attention_heads // max(1, config.num_key_value_heads)
-    remedy = "use --tp 1 or 2, or --engine vllm" if least == SPARSE_RATIO else "use --engine vllm"
-    needs = f"sglang's sparse attention needs {SPARSE_RATIO}"
-    raise InputError("--tp", f"is {tp}, which gives {ratio} query heads per KV head, and {needs}", remedy)
 
 
 def _check_sglang_model(config: SalaConfig) -> None:

@@ -71,9 +71,8 @@ def prepare_models_dir(path: Path) -> None:
         next(path.iterdir(), None)
     except OSError as error:
         reason = "is a file" if isinstance(error, FileExistsError | NotADirectoryError) else str(error.strerror).lower()
-        raise SalaError(
-            f"the models directory {path} cannot be used: {reason}", "choose another with --models-dir"
-        ) from None
+        problem = f"the models directory {path} cannot be used: {reason}"
+        raise SalaError(problem, "choose another with --models-dir") from None
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -97,9 +96,8 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 def _explain(error: OSError, host: str, port: int) -> SalaError:
     if error.errno == errno.EADDRINUSE:
-        return SalaError(
-            f"port {port} of {host} is in use", "choose another with --port, or stop the process that uses it"
-        )
+        remedy = "choose another with --port, or stop the process that uses it"
+        return SalaError(f"port {port} of {host} is in use", remedy)
     if error.errno == errno.EADDRNOTAVAIL:
         return SalaError(f"{host} is not an address of this machine", "give one that is with --host")
     if error.errno == errno.EACCES:
@@ -175,8 +173,7 @@ class Server(uvicorn.Server):
 
     def _arm_exit_timer(self) -> None:
         """Make sure that the process ends even if something hangs. Don't wait for a model that is still loading."""
-        runtime = getattr(self.front.state, "runtime", None)
-        is_loading = runtime is not None and runtime.is_loading and not self.front.num_running
+        is_loading = self.front.state.runtime.is_loading and not self.front.num_running
         last = threading.Timer(QUICK_S if is_loading else self.settings.drain_s + GRACE_S, os._exit, (self.exit_code,))
         last.daemon = True
         last.start()
@@ -211,8 +208,8 @@ class Server(uvicorn.Server):
 
     def _check_first_load(self) -> None:
         """Stop if the model that the user named cannot be loaded. If none was named, one can still be downloaded."""
-        runtime = getattr(self.front.state, "runtime", None)
-        if self._has_loaded or runtime is None or runtime.is_loading:
+        runtime = self.front.state.runtime
+        if self._has_loaded or runtime.is_loading:
             return
         self._has_loaded = True
         if not runtime.loaded and self.settings.model is not None:
@@ -227,9 +224,7 @@ class Server(uvicorn.Server):
 
 
 def has_died(state: Any) -> bool:
-    runtime = getattr(state, "runtime", None)
-    loaded = list(runtime.loaded.values()) if runtime is not None else []
-    return any(not each.service.status().is_alive for each in loaded)
+    return any(not each.service.status().is_alive for each in list(state.runtime.loaded.values()))
 
 
 def as_user_error(error: BaseException) -> Exception:

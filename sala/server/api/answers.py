@@ -159,10 +159,12 @@ class ChoicesReply(Reply[G]):
         number = f"{self.prefix}-{secrets.token_hex(12)}"
         return {"id": number, "object": self.kind, "created": int(time.time()), "model": self.model_id}
 
+    answers: Sequence[Any]  # each has a `completion` once it is complete
+
     @property
-    @abstractmethod
     def completions(self) -> list[Completion]:
         """The complete answers so far."""
+        return [one.completion for one in self.answers if one.completion is not None]
 
     @abstractmethod
     def usage(self) -> dict[str, Any]: ...

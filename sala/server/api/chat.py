@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sala.engine.requests import Call, InputProcessor, Submission
-from sala.engine.stream import Completion, Event, PromptProgress, StreamItem
+from sala.engine.stream import Event, PromptProgress, StreamItem
 from sala.errors import InputError
 from sala.server.api import answers
 from sala.server.api.answers import AnswerProgress, ChoicesReply, TokenSpeller
@@ -161,21 +161,21 @@ class ChatReply(ChoicesReply[ChatRequest]):
     def prepare(self, inputs: InputProcessor) -> Submission:
         chat = read_chat(self.body)
         has_tools, shows_reasoning = chat.offered_tools is not None, not self.settings.no_think
-        self._answers = [AnswerProgress(has_tools, chat.is_single, shows_reasoning) for _ in range(chat.n)]
+        self.answers = [AnswerProgress(has_tools, chat.is_single, shows_reasoning) for _ in range(chat.n)]
         self._speller = TokenSpeller(self.llm) if self.body.logprobs else None
         return inputs.submit(chat.as_call(self.settings), wants_progress=bool(self.body.return_progress))
 
     def take(self, item: StreamItem) -> None:
         if isinstance(item, Event):
-            self._answers[item.index].take(item)
+            self.answers[item.index].take(item)
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(index, one) for index, one in enumerate(self._answers)]
+        choices = [self._choice(index, one) for index, one in enumerate(self.answers)]
         return {**self.head, "choices": choices, **self.summary()}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         self.head["object"] = "chat.completion.chunk"
-        for index in range(len(self._answers)):
+        for index in range(len(self.answers)):
             yield self.chunk({"index": index, "delta": {"role": "assistant", "content": ""}})
 
     def chunks(self, item: StreamItem) -> Iterator[dict[str, Any]]:
@@ -183,7 +183,7 @@ class ChatReply(ChoicesReply[ChatRequest]):
             yield self.chunk({"index": 0, "delta": {}}, prompt_progress=answers.prompt_progress(item))
         if not isinstance(item, Event):
             return
-        one = self._answers[item.index]
+        one = self.answers[item.index]
         delta = one.show(item)
         if delta.reasoning:
             yield self._chunk(item.index, {"reasoning_content": delta.reasoning})
@@ -193,12 +193,12 @@ class ChatReply(ChoicesReply[ChatRequest]):
         if delta.text:
             yield self._chunk(item.index, {"content": delta.text})
         if one.completion is not None:
-            is_last = all(each.completion is not None for each in self._answers)
+            is_last = all(each.completion is not None for each in self.answers)
             more = {"timings": answers.timings(self.completions)} if is_last else {}
             yield self._chunk(item.index, {}, answers.finish(one.completion), **more)
 
     def _chunk(self, index: int, delta: Any, ending: Any = None, **more: Any) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(self._answers[index])}
+        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(self.answers[index])}
         return self.chunk({**choice, **(ending or {})}, **more)
 
     def _choice(self, index: int, one: AnswerProgress) -> dict[str, Any]:
@@ -223,14 +223,10 @@ class ChatReply(ChoicesReply[ChatRequest]):
         one.num_told = len(one.sampled)
         return {"content": [self._speller.sampled(each) for each in sampled], "refusal": None}
 
-    @property
-    def completions(self) -> list[Completion]:
-        return [one.completion for one in self._answers if one.completion is not None]
-
     def usage(self) -> dict[str, Any]:
         first = self.completions[0].usage
         sampled = sum(one.usage.completion_tokens for one in self.completions)
-        reasoning = sum(one.num_reasoning for one in self._answers)
+        reasoning = sum(one.num_reasoning for one in self.answers)
         return answers.usage(first.prompt_tokens, first.cached_tokens, sampled, reasoning)
 
 

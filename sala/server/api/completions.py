@@ -113,11 +113,11 @@ class CompletionReply(ChoicesReply[CompletionRequest]):
             prompts = [prompts]
         self._n = body.n or 1
         self._ids = [inputs.encode(prompt) for prompt in prompts]
-        self._continuations = [Continuation() for _ in range(len(self._ids) * self._n)]
+        self.answers = [Continuation() for _ in range(len(self._ids) * self._n)]
         self._speller = TokenSpeller(self.llm) if body.logprobs is not None else None
         if body.echo and self._speller is None:
             texts = [one if isinstance(one, str) else self.llm.tokenizer.decode(one) for one in prompts]
-            for index, one in enumerate(self._continuations):
+            for index, one in enumerate(self.answers):
                 one.text = texts[index // self._n]
         values = {**answers.read_sampling(body), "max_tokens": body.max_tokens, "logprobs": body.logprobs}
         if body.max_tokens == 0:
@@ -137,7 +137,7 @@ class CompletionReply(ChoicesReply[CompletionRequest]):
             self._take_scores(item)
         if not isinstance(item, Event):
             return
-        one = self._continuations[item.index]
+        one = self.answers[item.index]
         for sampled in item.sampled:
             if self._speller is not None:
                 one.add(self._speller, sampled)
@@ -148,7 +148,7 @@ class CompletionReply(ChoicesReply[CompletionRequest]):
         if self._speller is None:
             return
         ids = self._ids[scores.index]
-        for one in self._continuations[scores.index * self._n :][: self._n]:
+        for one in self.answers[scores.index * self._n :][: self._n]:
             detokenizer = Detokenizer(self.llm.tokenizer)
             for sampled in (SampledToken(ids[0]), *(each for part in scores.parts for each in part)):
                 one.add(self._speller, sampled, is_first=not one.tokens)
@@ -156,11 +156,11 @@ class CompletionReply(ChoicesReply[CompletionRequest]):
             one.text += detokenizer.flush()
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._choice(index, **one.ending()) for index, one in enumerate(self._continuations)]
+        choices = [self._choice(index, **one.ending()) for index, one in enumerate(self.answers)]
         return {**self.head, "choices": choices, **self.summary()}
 
     def opening(self) -> Iterator[dict[str, Any]]:
-        for index, one in enumerate(self._continuations):
+        for index, one in enumerate(self.answers):
             if one.text:  # echoed
                 yield self.chunk(self._choice(index))
 
@@ -170,23 +170,19 @@ class CompletionReply(ChoicesReply[CompletionRequest]):
             return
         count = self._n if isinstance(item, PromptScores) else 1
         for index in range(item.index * count, (item.index + 1) * count):
-            one = self._continuations[index]
+            one = self.answers[index]
             if one.has_news:
                 yield self.chunk(self._choice(index, **(one.ending() if one.completion is not None else {})))
 
     def closing(self) -> Iterator[dict[str, Any]]:
         if self.body.max_tokens == 0:
-            for index, one in enumerate(self._continuations):
+            for index, one in enumerate(self.answers):
                 yield self.chunk(self._choice(index, **one.ending()))
         yield from super().closing()
 
     def _choice(self, index: int, **ending: Any) -> dict[str, Any]:
-        text, logprobs = self._continuations[index].take_news()
+        text, logprobs = self.answers[index].take_news()
         return {"index": index, "text": text, "logprobs": None if self._speller is None else logprobs, **ending}
-
-    @property
-    def completions(self) -> list[Completion]:
-        return [one.completion for one in self._continuations if one.completion is not None]
 
     def usage(self) -> dict[str, Any]:
         cached = sum(one.usage.cached_tokens for one in self.completions[:: self._n])

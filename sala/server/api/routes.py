@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from sala.engine.requests import COUNT_LIMIT
@@ -242,31 +242,23 @@ async def send_events(stream: Stream, reply: Reply[Any], ping_s: float) -> Async
         yield reply.encode(reply.failed(from_exception(error)))
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Send events until they end, the client disconnects or `is_given_up` is set; then call `close` in any case."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[bytes], is_given_up: asyncio.Event, close: Callable[[], None]) -> None:
-        super().__init__(None, 200, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
+        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._is_given_up = is_given_up
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await run_first(self._write(send), wait_for_disconnect(receive), self._is_given_up.wait())
+            await run_first(self.stream_response(send), wait_for_disconnect(receive), self._is_given_up.wait())
         except (OSError, ClientDisconnect):  # the connection was lost, perhaps while we were writing
             return
         finally:
             self._close()
-
-    async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def wait_for_disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
