@@ -16,8 +16,8 @@ from starlette.routing import Match
 from sala import __version__
 from sala.errors import SalaError
 from sala.models.catalog import Downloads, Library
-from sala.server.admin import health, metrics, models
-from sala.server.admin.metrics import Metrics
+from sala.server.admin import models, monitoring
+from sala.server.admin.monitoring import Metrics
 from sala.server.api import routes
 from sala.server.http import page
 from sala.server.http.errors import GUARDED, ApiError, describe, from_exception, from_validation
@@ -65,8 +65,8 @@ def add_routes(app: FastAPI) -> None:
     for router in (routes.router, models.router):
         app.include_router(router, prefix="/v1", dependencies=keyed, responses=errors)
         app.include_router(router, dependencies=keyed, include_in_schema=False)
-    app.include_router(metrics.router, dependencies=keyed, responses=errors)
-    for router in (health.router, page.router):  # public: they reveal nothing
+    app.include_router(monitoring.metrics_router, dependencies=keyed, responses=errors)
+    for router in (monitoring.health_router, page.router):  # public: they reveal nothing
         app.include_router(router, responses=GUARDED)
 
 

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from sala.engine.service import ServiceStatus
-from sala.server.admin import health, metrics
+from sala.server.admin import monitoring
 from sala.server.app import add_guards, add_handlers
 from sala.server.http import page
 from sala.server.http.security import need_admin_key, need_key
@@ -50,13 +50,13 @@ def make_app(settings: Settings) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.state.settings = settings
     app.state.runtime = FakeRuntime()
-    app.state.metrics = metrics.Metrics()
+    app.state.metrics = monitoring.Metrics()
     app.state.num_streams = 0
     add_handlers(app)
     add_guards(app, settings)
-    app.include_router(health.router)
+    app.include_router(monitoring.health_router)
     app.include_router(page.router)
-    app.include_router(metrics.router, dependencies=[Depends(need_key)])
+    app.include_router(monitoring.metrics_router, dependencies=[Depends(need_key)])
     app.include_router(_routes(), dependencies=[Depends(need_key)])
     return app
 

@@ -168,7 +168,7 @@ def test_a_failed_request_leaves_its_connection_to_the_next(server: Server, pupp
 def test_an_engine_that_is_stuck_is_unhealthy_until_it_moves(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sala.server.admin.health.MAX_SILENCE_S", 0.3)
+    monkeypatch.setattr("sala.server.admin.monitoring.MAX_SILENCE_S", 0.3)
     server = make_server()
     puppet_of(server).delay_s = 1.5
     with server.client() as client:

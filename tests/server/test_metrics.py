@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sala.engine.loop import RequestStatistics
 from sala.engine.stream import Usage
-from sala.server.admin.metrics import REASONS, Metrics
+from sala.server.admin.monitoring import REASONS, Metrics
 from sala.server.settings import Settings
 from tests.server.live import FakeModel, FakeRuntime, make_app
 

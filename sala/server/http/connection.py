@@ -35,8 +35,7 @@ class Connection(H11Protocol):
         self.num_received = 0
         self.is_refused = False
         self._wait: str | None = None
-        self._wait_timer: asyncio.TimerHandle | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # wait: for the client to send; stall: for it to read
 
     # Called by the transport.
 
@@ -57,19 +56,17 @@ class Connection(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_timers()
+        self._cancel("wait", "stall")
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._stall_timer is None:
-            self._stall_timer = self.loop.call_later(self.settings.body_deadline_s, self.transport.abort)
+        if "stall" not in self._timers:
+            self._timers["stall"] = self.loop.call_later(self.settings.body_deadline_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
+        self._cancel("stall")
 
     # Called by uvicorn.
 
@@ -103,7 +100,7 @@ class Connection(H11Protocol):
         """Send an error and close the connection, leaving the client some time to read it."""
         is_asked = self.cycle is not None and not self.cycle.response_complete
         self.is_refused = True
-        self._cancel_timers()
+        self._cancel("wait", "stall")
         self._unset_keepalive_if_required()
         if is_asked:
             self.cycle.disconnected = True
@@ -118,7 +115,7 @@ class Connection(H11Protocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._wait_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+        self._timers["wait"] = self.loop.call_later(LINGER_S, self.transport.abort)
 
     def _make_room(self) -> bool:
         """Close the connection that has been idle for longest; return whether there was one."""
@@ -138,9 +135,7 @@ class Connection(H11Protocol):
         if wait == self._wait:
             return
         self._wait = wait
-        if self._wait_timer is not None:
-            self._wait_timer.cancel()
-            self._wait_timer = None
+        self._cancel("wait")
         if wait is not None:
             self._start_timer()
 
@@ -159,7 +154,7 @@ class Connection(H11Protocol):
             "body": self.settings.body_deadline_s,
             "rest": LINGER_S,  # of a body whose response has been sent already
         }[self._wait or "rest"]
-        self._wait_timer = self.loop.call_later(seconds, self._end_wait)
+        self._timers["wait"] = self.loop.call_later(seconds, self._end_wait)
 
     def _end_wait(self) -> None:
         if self._wait == "rest":
@@ -171,11 +166,10 @@ class Connection(H11Protocol):
         else:
             self.refuse(ApiError(408, "the request body stopped arriving", code="request_timeout"))
 
-    def _cancel_timers(self) -> None:
-        for timer in (self._wait_timer, self._stall_timer):
-            if timer is not None:
-                timer.cancel()
-        self._wait_timer = self._stall_timer = None
+    def _cancel(self, *names: str) -> None:
+        for name in names:
+            if name in self._timers:
+                self._timers.pop(name).cancel()
 
 
 class Front:

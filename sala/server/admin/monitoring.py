@@ -1,11 +1,13 @@
-"""Metrics for Prometheus: the engines count requests and tokens; this module exports the numbers when scraped.
+"""Monitoring: health checks for load balancers, containers and people, and metrics for Prometheus.
 
-Every accepted request is counted once in `sala_requests_total`, with one reason, so that the sums add up.
+Health checks need no key and reveal nothing. `/health` checks that the engine makes progress: a process that is up but
+stuck is not healthy. The engines count requests and tokens; the numbers are exported when they are scraped. Every
+accepted request is counted once in `sala_requests_total`, with one reason, so that the sums add up.
 """
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import psutil
 from fastapi import APIRouter, Request, Response
@@ -13,14 +15,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
+from pydantic import BaseModel, Field
 
 from sala.engine.loop import Histogram, RequestStatistics
+from sala.server.runtime import Runtime
 
-if TYPE_CHECKING:
-    from sala.server.runtime import Runtime
+health_router = APIRouter(tags=["health"])
+metrics_router = APIRouter(tags=["metrics"])
+MAX_SILENCE_S = 60.0  # an engine with work whose loop has not turned for this long is stuck
 
-router = APIRouter(tags=["metrics"])
-
+State = Literal["ok", "idle", "loading", "draining", "unhealthy"]
+NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "The server cannot answer now; `status` says why."}}
 REASONS = ("stop", "length", "tool_calls", "repetition", "error", "cancelled")
 
 # kind, name, help text, field of the engine's status
@@ -37,6 +42,57 @@ PER_MODEL: tuple[tuple[Any, str, str, str], ...] = (
 )
 
 
+class Health(BaseModel):
+    status: State = Field(description="ok; idle: no model is loaded; loading; draining: shutting down; unhealthy.")
+
+
+@health_router.get("/health", responses=NOT_READY, summary="Can the server answer?")
+async def check_health(request: Request, response: Response) -> Health:
+    """200 if requests can be answered, at once or after loading a model; otherwise 503."""
+    return _answer(response, find_state(request.app.state), healthy={"ok", "idle"})
+
+
+@health_router.get("/health/live", summary="Is the process up?")
+async def check_live() -> Health:
+    """Always 200. To decide whether to restart the server, use `/health`."""
+    return Health(status="ok")
+
+
+@health_router.get("/health/ready", responses=NOT_READY, summary="Is a model loaded and its engine running?")
+async def check_ready(request: Request, response: Response) -> Health:
+    """200 if a model is loaded, or was unloaded because it was idle: the next request loads it again."""
+    may_be_idle = request.app.state.settings.idle_unload_s > 0
+    return _answer(response, find_state(request.app.state), healthy={"ok", "idle"} if may_be_idle else {"ok"})
+
+
+def find_state(state: Any) -> State:
+    if getattr(state, "is_draining", False):
+        return "draining"
+    runtime = getattr(state, "runtime", None)
+    if runtime is None:
+        return "loading"
+    statuses = [each.service.status() for each in list(runtime.loaded.values())]
+    if any(is_stuck(status) for status in statuses):
+        return "unhealthy"
+    if statuses:
+        return "ok"
+    return "loading" if runtime.is_loading else "idle"
+
+
+def is_stuck(status: Any) -> bool:
+    """Return whether an engine is dead, or has work and makes no progress. An idle engine may sleep."""
+    has_work = status.waiting + status.running > 0
+    return not status.is_alive or (has_work and status.heartbeat_s > MAX_SILENCE_S)
+
+
+def _answer(response: Response, state: State, healthy: set[str]) -> Health:
+    response.headers["cache-control"] = "no-store"
+    if state not in healthy:
+        response.status_code = 503
+        response.headers["retry-after"] = "5"
+    return Health(status=state)
+
+
 class Metrics(Collector):
     """The metrics of one server: what its engines have counted, the state of its models, and its process."""
 
@@ -47,7 +103,7 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
-    def render(self, runtime: "Runtime") -> bytes:
+    def render(self, runtime: Runtime) -> bytes:
         """Return all metrics in the text format, with the state of these models."""
         self._runtime = runtime
         return generate_latest(self.registry)
@@ -109,7 +165,7 @@ def _histogram(name: str, words: str, histogram: Histogram) -> Metric:
     return HistogramMetricFamily(name, words, buckets=buckets, sum_value=histogram.total)
 
 
-@router.get("/metrics", response_class=Response, summary="Metrics for Prometheus")
+@metrics_router.get("/metrics", response_class=Response, summary="Metrics for Prometheus")
 async def show_metrics(request: Request) -> Response:
     metrics: Metrics = request.app.state.metrics
     return Response(
