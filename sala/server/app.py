@@ -17,7 +17,6 @@ from sala import __version__
 from sala.errors import SalaError
 from sala.models.catalog import Downloads, Library
 from sala.server.admin import models, monitoring
-from sala.server.admin.monitoring import Metrics
 from sala.server.api import routes
 from sala.server.http import page
 from sala.server.http.errors import GUARDED, ApiError, describe, from_exception, from_validation
@@ -48,7 +47,7 @@ def create_app(settings: Settings, runtime: Runtime | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.settings = settings
-    app.state.metrics = Metrics()
+    app.state.metrics = monitoring.Metrics()
     app.state.library = Library(settings.models_dir) if runtime is None else runtime.library
     app.state.downloads = Downloads(app.state.library, settings.hub_url)
     app.state.runtime = runtime or Runtime(settings, app.state.library, app.state.metrics.statistics)

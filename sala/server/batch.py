@@ -29,7 +29,6 @@ from sala.server.settings import Settings
 
 MAX_WAITING = 64  # requests that are queued at a time
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "max_tokens": 1024, "loop_guard": 0}
-Progress = Callable[[int, int], None]
 
 
 class BatchFields(GenerationRequest):
@@ -67,7 +66,7 @@ class Tally:
     seen: set[str] = field(default_factory=set)
 
 
-def run_batch(llm: LLM, source: Path, target: Path, on_progress: Progress | None = None) -> Tally:
+def run_batch(llm: LLM, source: Path, target: Path, on_progress: Callable[[int, int], None] | None = None) -> Tally:
     """Answer every line of `source` and write the answers to `target`. Return the counts."""
     if target.exists() or target.is_symlink():
         raise InputError("output", f"{target} exists already", "choose another file")

@@ -58,7 +58,12 @@ class LaunchCommand:
         for name in ("api_key", "admin_key"):
             os.environ.pop(variable_name(name), None)
         os.environ.update({**self.variables, **self.secrets})
-        command = [*self.command, *(["--config", _write_keys(self.key_file)] if self.key_file else [])]
+        command = list(self.command)
+        if self.key_file:  # only we can read it; keys on a command line would be visible to other users
+            handle, name = tempfile.mkstemp(prefix="sala-keys-", suffix=".yaml")
+            with os.fdopen(handle, "w") as file:
+                file.writelines(f"{key}: {json.dumps(value)}\n" for key, value in self.key_file.items())
+            command += ["--config", name]
         sys.stdout.flush()
         sys.stderr.flush()
         os.execvp(command[0], command)  # noqa: S606
@@ -103,7 +108,10 @@ def plan(
     _check_more(launch, more)
     if importlib.util.find_spec(engine) is None:
         raise MissingExtra(engine, engine)
-    _check_plugin(engine, environment)
+    variable = f"{engine.upper()}_PLUGINS"  # both engines load all plug-ins unless it lists the permitted ones
+    allowed = environment.get(variable, "").strip()
+    if allowed and "sala" not in [name.strip() for name in allowed.split(",")]:
+        raise InputError(variable, f"is {allowed[:60]!r}", "add sala to it: SALA runs there through its plug-in")
     return replace(launch, command=(*launch.command, *more))
 
 
@@ -174,14 +182,6 @@ def _check_more(launch: LaunchCommand, more: Sequence[str]) -> None:
             raise InputError(name, "is set by sala serve", "use its own flag, before the --")
 
 
-def _check_plugin(engine: str, environment: Mapping[str, str]) -> None:
-    """Check that our plug-in is loaded: both engines load all plug-ins unless a variable lists the permitted ones."""
-    variable = f"{engine.upper()}_PLUGINS"
-    allowed = environment.get(variable, "").strip()
-    if allowed and "sala" not in [name.strip() for name in allowed.split(",")]:
-        raise InputError(variable, f"is {allowed[:60]!r}", "add sala to it: SALA runs there through its plug-in")
-
-
 def plan_vllm(asked: LaunchRequest) -> LaunchCommand:
     """Return the command for vLLM. A node without a server needs `vllm serve`, which we run as a module."""
     settings, path = asked.settings, asked.path
@@ -199,8 +199,8 @@ def plan_vllm(asked: LaunchRequest) -> LaunchCommand:
         "--max-model-len": asked.get("ctx"),
         "--max-num-seqs": asked.get("max_batch"),
         "--kv-cache-memory-bytes": asked.get("cache_memory"),
-        "--tensor-parallel-size": _unless_one(settings.tp),
-        "--pipeline-parallel-size": _unless_one(settings.pp),
+        "--tensor-parallel-size": settings.tp if settings.tp > 1 else None,
+        "--pipeline-parallel-size": settings.pp if settings.pp > 1 else None,
     }
     if settings.nodes > 1:
         host, _, port = str(settings.master).rpartition(":")
@@ -232,18 +232,14 @@ def plan_sglang(asked: LaunchRequest) -> LaunchCommand:
         "--max-running-requests": asked.get("max_batch"),
         "--max-queued-requests": asked.get("max_queue"),
         "--log-level": asked.get("log_level"),
-        "--tp-size": _unless_one(settings.tp),
-        "--nnodes": _unless_one(settings.nodes),
+        "--tp-size": settings.tp if settings.tp > 1 else None,
+        "--nnodes": settings.nodes if settings.nodes > 1 else None,
         "--node-rank": settings.node_rank if settings.nodes > 1 else None,
         "--dist-init-addr": settings.master if settings.nodes > 1 else None,
     }
     keys = {"api-key": settings.api_key, "admin-api-key": settings.admin_key}
     held = {name: key for name, key in keys.items() if key is not None}
     return LaunchCommand((sys.executable, *start, *_words(flags)), key_file=held)
-
-
-def _unless_one(count: int) -> int | None:
-    return count if count > 1 else None
 
 
 def _words(flags: Mapping[str, Any]) -> list[str]:
@@ -297,14 +293,6 @@ def _check_sglang_model(config: SalaConfig) -> None:
 def served_name(path: Path) -> str:
     """Return the model name for clients, the same that our own server would use."""
     return re.sub(r"[^A-Za-z0-9._+@=-]", "-", path.name).lstrip("._+@=-")[:200] or "model"
-
-
-def _write_keys(keys: Mapping[str, str]) -> str:
-    """Write a file that only we can read: keys on the command line of SGLang would be visible to other users."""
-    handle, name = tempfile.mkstemp(prefix="sala-keys-", suffix=".yaml")
-    with os.fdopen(handle, "w") as file:
-        file.writelines(f"{key}: {json.dumps(value)}\n" for key, value in keys.items())
-    return name
 
 
 # the settings that are passed on in addition to the common ones, and what makes the command

@@ -89,9 +89,7 @@ class Runtime:
         if name is None or name == EMBEDDED:
             return EMBEDDED
         entry = self.library.find(name)
-        if entry is not None:
-            return entry.id
-        return self.library.register(_find_default_model(self._settings)[0])
+        return self.library.register(_find_default_model(self._settings)[0]) if entry is None else entry.id
 
     async def get(self, model_id: str | None) -> LoadedModel:
         """Return a loaded model, by default the default one; load it first if necessary."""
@@ -105,9 +103,7 @@ class Runtime:
         return self.loaded.get(model_id) or await self._load_shielded(model_id, makes_room=False)
 
     async def unload(self, model_id: str) -> None:
-        model = self.loaded.get(model_id)
-        if model is None:
-            raise ApiError(404, "that model is not loaded", param="model", code="model_not_loaded")
+        model = self.loaded[model_id]
         async with self._lock:
             if model.service.num_requests:
                 busy = "that model is answering requests; try again when it has finished"

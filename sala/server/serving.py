@@ -45,17 +45,12 @@ def serve(settings: Settings, note: Note) -> int:
         set_up_log(settings.log_level)
         from sala.server.app import create_app
 
-        app = create_app(settings)
-        server = make_server(app, settings, partial(greet, settings, listener, note))
-        return run(server, listener)
-
-
-def run(server: "Server", listener: socket.socket) -> int:
-    server.is_process = True
-    try:
-        server.run(sockets=[listener])
-    except SystemExit:  # uvicorn exits like this when the application did not start
-        server.exit_code = 1
+        server = make_server(create_app(settings), settings, partial(greet, settings, listener, note))
+        server.is_process = True
+        try:
+            server.run(sockets=[listener])
+        except SystemExit:  # uvicorn exits like this when the application did not start
+            server.exit_code = 1
     if server.front.failure is not None:
         raise as_user_error(server.front.failure)
     if server.force_exit:  # don't wait for other threads
@@ -163,16 +158,13 @@ class Server(uvicorn.Server):
 
     def drain(self) -> None:
         """Let running requests finish, and refuse new ones."""
-        if self.front.is_draining:
+        if self.front.state.is_draining:
             return
-        self.front.is_draining = True
         self.front.state.is_draining = True
         self._deadline = time.monotonic() + self.settings.drain_s
-        if self.is_process:
-            self._arm_exit_timer()
-
-    def _arm_exit_timer(self) -> None:
-        """Make sure that the process ends even if something hangs. Don't wait for a model that is still loading."""
+        if not self.is_process:
+            return
+        # make sure that the process ends even if something hangs; don't wait for a model that is still loading
         is_loading = self.front.state.runtime.is_loading and not self.front.num_running
         last = threading.Timer(QUICK_S if is_loading else self.settings.drain_s + GRACE_S, os._exit, (self.exit_code,))
         last.daemon = True
@@ -196,7 +188,7 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
     def _check_engine(self) -> None:
-        if self.front.is_draining:
+        if self.front.state.is_draining:
             return
         self._check_first_load()
         if not has_died(self.front.state):

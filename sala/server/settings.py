@@ -13,24 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from sala.errors import InputError, SalaError
-from sala.options import MaxTokens, Options, Temperature, ThinkBudget, TopK, TopP
-from sala.options.schema import (
-    Address,
-    Count,
-    Endpoint,
-    File,
-    Hosts,
-    HubUrl,
-    LoopGuard,
-    Origins,
-    Secret,
-    is_ip,
-    option,
-    options,
-    read_secret,
-    spelling,
-    table,
-)
+from sala.options import MaxTokens, Options, Temperature, ThinkBudget, TopK, TopP, schema
+from sala.options.schema import is_ip, option, options, read_secret, spelling, table
 from sala.options.sources import Given, build, from_environment, from_file, from_flags, read_text
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -60,23 +44,25 @@ def _default_models_dir() -> Path:
 class Settings(Options):
     """How the server runs. Keys are never shown."""
 
-    host: Address = _where("127.0.0.1", "Address to listen on; 0.0.0.0 is every network, and needs a key.")
+    host: schema.Address = _where("127.0.0.1", "Address to listen on; 0.0.0.0 is every network, and needs a key.")
     port: int = _where(8080, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
-    models_dir: File = _where(_default_models_dir, "Directory of downloaded models.", shown="the user's data directory")
+    models_dir: schema.File = _where(
+        _default_models_dir, "Directory of downloaded models.", shown="the user's data directory"
+    )
     engine: Annotated[Literal["sala", "vllm", "sglang"], spelling()] = _where("sala", "Engine that runs the model.")
     tp: Group = _where(1, "GPUs that share every layer; for vllm and sglang.")
     pp: Group = _where(1, "Groups of GPUs that share the layers; for vllm.")
     nodes: Group = _where(1, "Machines that run one model together; for vllm and sglang.")
     node_rank: int = _where(0, "Number of this machine among them; 0 answers the clients.", ge=0, le=1 << 10)
-    master: Endpoint | None = _where(None, "HOST:PORT of machine 0, where the machines meet.")
+    master: schema.Endpoint | None = _where(None, "HOST:PORT of machine 0, where the machines meet.")
 
-    api_key: Secret | None = _keys(
+    api_key: schema.Secret | None = _keys(
         None, "Key that every request must bring; a file or the environment hides it.", repr=False
     )
-    admin_key: Secret | None = _keys(
+    admin_key: schema.Secret | None = _keys(
         None, "Key to download, load, unload and delete models.", shown="the API key", repr=False
     )
-    api_key_file: File | None = _keys(None, "File that holds the API key.")
+    api_key_file: schema.File | None = _keys(None, "File that holds the API key.")
 
     max_queue: int = _requests(64, "Requests that may wait; one more gets 429.", ge=0, le=1 << 20)
     max_tokens: MaxTokens = _requests(2048, "Length of an answer whose request does not say.", flags=("-n",))
@@ -87,25 +73,25 @@ class Settings(Options):
     top_k: TopK = _requests(0, "For requests that do not say; 0: no limit.")
     no_think: bool = _requests(False, "Leave the reasoning out of the answers.", off="--think")
     think_budget: ThinkBudget | None = _requests(None, "Tokens of reasoning at most, then the answer.")
-    loop_guard: LoopGuard = _requests(512, "End an answer that repeats itself for so many tokens; 0: never.")
+    loop_guard: schema.LoopGuard = _requests(512, "End an answer that repeats itself for so many tokens; 0: never.")
 
     idle_unload_s: float = _life(0.0, "Unload a model after so many idle seconds; 0: never.", ge=0.0, le=1e7)
     drain_s: float = _life(30.0, "Seconds that running requests get to end at shutdown.", ge=0.0, le=86_400.0)
 
-    max_body: Count = _limits(64 << 20, "Bytes of a request at most; more gets 413.", ge=1024, le=1 << 40)
+    max_body: schema.Count = _limits(64 << 20, "Bytes of a request at most; more gets 413.", ge=1024, le=1 << 40)
     header_deadline_s: Deadline = _limits(10.0, "Seconds in which the header of a request must arrive.")
     body_deadline_s: Deadline = _limits(60.0, "Seconds that a body may pause before it gets 408.")
     max_connections: int = _limits(256, "Connections at a time; one more gets 503.", ge=1, le=1 << 16)
     ping_s: Deadline = _limits(15.0, "Seconds between signs of life in a silent stream.")
 
-    cors_origins: Origins = _access((), "Origins of web pages that may call this server.")
-    allowed_hosts: Hosts = _access((), "Names by which clients may call this server.")
+    cors_origins: schema.Origins = _access((), "Origins of web pages that may call this server.")
+    allowed_hosts: schema.Hosts = _access((), "Names by which clients may call this server.")
     allow_remote_without_key: bool = _access(
         False,
         "Listen beyond this machine without a key: anyone there can use it.",
         off="--refuse-remote-without-key",
     )
-    hub_url: HubUrl = _access(
+    hub_url: schema.HubUrl = _access(
         "https://huggingface.co", "Hub that models are downloaded from: an address, or modelscope."
     )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], spelling()] = _access(

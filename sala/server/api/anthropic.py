@@ -4,7 +4,7 @@ For the form of its errors see `http.errors`.
 """
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import MaxLen, MinLen
@@ -233,41 +233,36 @@ def as_messages(body: CountRequest) -> Iterator[dict[str, Any]]:
     if system:
         yield {"role": "system", "content": system}
     for message in body.messages:
+        content = message.content
+        blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
         if message.role == "assistant":
-            yield _as_turn(message)
+            yield _as_turn(blocks)
         else:
-            yield from _as_inputs(message)
+            yield from _as_inputs(message.role, blocks)
 
 
-def _as_turn(message: AnthropicMessage) -> dict[str, Any]:
+def _as_turn(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
     """Return reasoning, text and calls of the assistant as one message."""
-    if isinstance(message.content, str):
-        return {"role": "assistant", "content": message.content}
-    text = "\n".join(block.text for block in message.content if isinstance(block, TextBlock))
-    turn: dict[str, Any] = {"role": "assistant", "content": text}
-    thinking = "".join(block.thinking for block in message.content if isinstance(block, ThinkingBlock))
-    if thinking:
-        turn["reasoning_content"] = thinking
-    calls = [as_call(block.id, block.name, block.input) for block in message.content if isinstance(block, ToolUse)]
-    return {**turn, "tool_calls": calls} if calls else turn
+    text = "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+    thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    calls = [as_call(block.id, block.name, block.input) for block in blocks if isinstance(block, ToolUse)]
+    more = {"reasoning_content": thinking, "tool_calls": calls}
+    return {"role": "assistant", "content": text, **{name: value for name, value in more.items() if value}}
 
 
-def _as_inputs(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
+def _as_inputs(role: str, blocks: Sequence[ContentBlock]) -> Iterator[dict[str, Any]]:
     """Yield tool results as messages of their own, and adjacent texts as one message."""
-    if isinstance(message.content, str):
-        yield {"role": message.role, "content": message.content}
-        return
     texts: list[str] = []
-    for block in message.content:
+    for block in blocks:
         if isinstance(block, TextBlock):
             texts.append(block.text)
         elif isinstance(block, ToolResult):
             if texts:
-                yield {"role": message.role, "content": "\n".join(texts)}
+                yield {"role": role, "content": "\n".join(texts)}
                 texts = []
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": join(block.content)}
-    if texts or not message.content:
-        yield {"role": message.role, "content": "\n".join(texts)}
+    if texts or not blocks:
+        yield {"role": role, "content": "\n".join(texts)}
 
 
 class MessageReply(BlockReply[MessagesRequest]):

@@ -111,17 +111,14 @@ def as_messages(messages: list[Message]) -> list[dict[str, Any]]:
     out = []
     for index, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
-        one: dict[str, Any] = {"role": role, "content": join(message.content or "")}
-        if message.reasoning_content:
-            one["reasoning_content"] = message.reasoning_content
-        if message.tool_call_id is not None:
-            one["tool_call_id"] = message.tool_call_id
-        if message.tool_calls:
-            one["tool_calls"] = [
-                as_call(call.id, call.function.name, _arguments(call.function.arguments, index, number))
-                for number, call in enumerate(message.tool_calls)
-            ]
-        out.append(one)
+        calls = [
+            as_call(call.id, call.function.name, _arguments(call.function.arguments, index, number))
+            for number, call in enumerate(message.tool_calls or ())
+        ]
+        more = {"reasoning_content": message.reasoning_content or None, "tool_calls": calls or None}
+        more["tool_call_id"] = message.tool_call_id
+        given = {name: value for name, value in more.items() if value is not None}
+        out.append({"role": role, "content": join(message.content or ""), **given})
     return out
 
 

@@ -74,11 +74,6 @@ class Continuation:
     num_told: int = 0  # tokens that have been sent
     num_shown: int = 0  # characters that have been sent
 
-    @property
-    def has_news(self) -> bool:
-        is_more = self.num_shown < len(self.text) or self.num_told < len(self.tokens)
-        return self.completion is not None or is_more
-
     def add(self, speller: TokenSpeller, sampled: SampledToken, is_first: bool = False) -> None:
         rivals: dict[str, float] = {}
         for number, logprob in (*sampled.top_logprobs, (sampled.token, answers.finite(sampled.logprob))):
@@ -171,7 +166,8 @@ class CompletionReply(ChoicesReply[CompletionRequest]):
         count = self._n if isinstance(item, PromptScores) else 1
         for index in range(item.index * count, (item.index + 1) * count):
             one = self.answers[index]
-            if one.has_news:
+            is_longer = one.num_shown < len(one.text) or one.num_told < len(one.tokens)
+            if one.completion is not None or is_longer:
                 yield self.chunk(self._choice(index, **(one.ending() if one.completion is not None else {})))
 
     def closing(self) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ def call_grammar(
     calls = "call" if is_single else r'call ("\n" call)*'
     rules = [f"start: {calls}" if answer is None else f"start: {calls} | answer"]
     if answer is not None:
-        rules.append(f"answer: %json {_dump({**COMPACT, **answer})}")
+        rules.append(f"answer: %json {json.dumps({**COMPACT, **answer}, allow_nan=False)}")
     rules.append(f"call: {' | '.join(names)}")
     for name, function in zip(names, functions, strict=True):
         rules += _function_rules(name, function)
@@ -56,7 +56,7 @@ def _value(schema: Any, shared: Mapping[str, Any]) -> str:
         kinds = ["object"]
     if not all(kind in (*SIMPLE, "object", "array") for kind in kinds):
         return '(TEXT | "<![CDATA[" DATA "]]>")'
-    inner = f"%json {_dump({**shared, **schema, **COMPACT})}"
+    inner = f"%json {json.dumps({**shared, **schema, **COMPACT}, allow_nan=False)}"
     if all(kind in SIMPLE for kind in kinds):
         return inner
     return f'"<![CDATA[" {inner} "]]>"'
@@ -64,7 +64,3 @@ def _value(schema: Any, shared: Mapping[str, Any]) -> str:
 
 def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _dump(schema: Mapping[str, Any]) -> str:
-    return json.dumps(schema, allow_nan=False)

@@ -232,19 +232,6 @@ class ResponseRequest(AnswerRequest):
         return self.tool_choice or "auto", None
 
 
-def read_conversation(body: ResponseRequest) -> ChatInput:
-    form = body.text.format if body.text else None
-    return ChatInput(
-        messages=as_messages(body),
-        sampling={"max_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p},
-        tools=[as_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()],
-        choice=body.choice,
-        is_single=body.parallel_tool_calls is False,
-        schema=answer_schema(form.type, form.schema_) if form else None,
-        effort=body.reasoning.effort if body.reasoning else None,
-    )
-
-
 def as_messages(body: ResponseRequest) -> list[dict[str, Any]]:
     """Return messages; consecutive reasoning, text and calls of the assistant become one message."""
     items = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
@@ -293,7 +280,17 @@ class ResponseReply(BlockReply[ResponseRequest]):
         self._created = int(time.time())
         self._item_ids: dict[int, str] = {}
         self._num_events = 0
-        return read_conversation(self.body)
+        body = self.body
+        form = body.text.format if body.text else None
+        return ChatInput(
+            messages=as_messages(body),
+            sampling={"max_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p},
+            tools=[as_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()],
+            choice=body.choice,
+            is_single=body.parallel_tool_calls is False,
+            schema=answer_schema(form.type, form.schema_) if form else None,
+            effort=body.reasoning.effort if body.reasoning else None,
+        )
 
     def whole(self) -> dict[str, Any]:
         usage = self.progress.result.usage

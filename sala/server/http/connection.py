@@ -178,8 +178,8 @@ class Front:
     def __init__(self, app: Any) -> None:
         self.app: ASGIApp = app
         self.state = app.state
+        self.state.is_draining = False
         self.num_running = 0
-        self.is_draining = False
         self.failure: BaseException | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -187,7 +187,7 @@ class Front:
             await self._start(scope, receive, send)
             return
         is_probe = scope["path"].startswith("/health")
-        if self.is_draining and not is_probe:
+        if self.state.is_draining and not is_probe:
             ending, close = "the server is shutting down; try again soon", {"connection": "close"}
             await ApiError(503, ending, code="shutting_down", headers=close, retry_s=5)(scope, receive, send)
             return

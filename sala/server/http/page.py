@@ -23,6 +23,12 @@ OWN = (
     PAGE, "style.css", "favicon.svg", "answer.js", "api.js", "app.js", "composer.js", "dom.js", "files.js", "format.js",
     "markdown.js", "settings.js", "sidebar.js", "store.js", "theme.js", "view.js",
 )  # fmt: skip
+PAGES = {
+    "/": ("web", PAGE),
+    "/docs": ("reference", "page.html"),
+    "/docs/page.js": ("reference", "page.js"),
+    "/docs/page.css": ("reference", "page.css"),
+}
 MANIFEST = "vendor/vendored.json"  # third-party files, with their versions and hashes
 CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -47,8 +53,11 @@ HEADERS = {
 
 
 @router.api_route("/", methods=["GET", "HEAD"])
+@router.get("/docs")
+@router.get("/docs/page.js")
+@router.get("/docs/page.css")
 async def get_page(request: Request) -> Response:
-    return _answer(request, "web", PAGE)
+    return _answer(request, *PAGES[request.scope["path"]])
 
 
 @router.api_route("/web/{name:path}", methods=["GET", "HEAD"])
@@ -56,17 +65,6 @@ async def get_file(request: Request, name: str) -> Response:
     if name not in content_types() or name == PAGE:
         raise HTTPException(404)
     return _answer(request, "web", name)
-
-
-@router.get("/docs")
-async def get_reference(request: Request) -> Response:
-    return _answer(request, "reference", "page.html")
-
-
-@router.get("/docs/page.js")
-@router.get("/docs/page.css")
-async def get_reference_file(request: Request) -> Response:
-    return _answer(request, "reference", PurePosixPath(request.url.path).name)
 
 
 @router.get("/openapi.json", dependencies=[Depends(need_key)])
