@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
     options = parser.parse_args()
     path = find_model(options.model)
-    tokens = cut(FileText(options.text, path).tokens()[: options.measured], 1024)
+    tokens = cut(FileText(options.text, path).tokens[: options.measured], 1024)
     results: dict = json.loads(options.output.read_text()) if options.output.exists() else {}
     results["settings"] = {"model": options.model, "measured": tokens.numel(), "calibrated": options.tokens}
     original = read_hidden(path, tokens, CPU)

@@ -287,9 +287,9 @@ def test_what_is_held_out_is_not_calibrated_with(tiny: Path, tmp_path: Path) -> 
     whole = FileText(tmp_path / "text.jsonl", tiny)
     seen, held = whole.pieces(1 << 30, 64).flatten().tolist(), whole.held_out(1 << 30, 64).flatten().tolist()
     assert len(held) > 64
-    assert seen == whole.tokens()[: len(seen)]
-    assert whole._split() >= len(seen)
-    assert held == whole.tokens()[whole._split() :][: len(held)]
+    assert seen == whole.tokens[: len(seen)]
+    assert whole.num_seen >= len(seen)
+    assert held == whole.tokens[whole.num_seen :][: len(held)]
 
 
 def test_one_run_at_a_time(tiny: Path, tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def watch():
         time.sleep(0.002)
 model, target, text, method = sys.argv[1:]
 source = FileText(Path(text), Path(model))
-source.tokens()
+source.tokens
 torch.linalg.cholesky(torch.eye(512)) @ torch.ones(512, 512)
 seen = [used()]
 threading.Thread(target=watch, daemon=True).start()

@@ -20,7 +20,6 @@ from sala.text.tokenizer import Tokenizer
 Array = np.ndarray[Any, np.dtype[Any]]
 ROLES = ("system", "user", "assistant", "tool")
 SHOWN = 20  # problems listed in an error message
-_NOTE_EVERY = 100
 _T = TypeVar("_T")
 
 
@@ -69,25 +68,21 @@ class ReaderOptions:
             raise InputError("conversation", f"has {count:,} tokens", remedy)
 
 
-def load_examples(
-    path: Path, reader: ReaderOptions, skip_bad: bool = False, note: Callable[[int], None] = lambda count: None
-) -> tuple[list[Example], list[Problem]]:
+def load_examples(path: Path, reader: ReaderOptions, skip_bad: bool = False) -> tuple[list[Example], list[Problem]]:
     """Return the examples of a file and its bad records; raise BadData as `load_records` does."""
-    return load_records(path, lambda record, line: _examples(record, line, reader), skip_bad, note)
+    return load_records(path, lambda record, line: _examples(record, line, reader), skip_bad)
 
 
 def load_records(
-    path: Path, parse: Callable[[dict[str, Any], int], list[_T]], skip_bad: bool, note: Callable[[int], None]
+    path: Path, parse: Callable[[dict[str, Any], int], list[_T]], skip_bad: bool
 ) -> tuple[list[_T], list[Problem]]:
-    """Return what `parse` makes of the records of a file, and the bad records; `note` is called with their count.
+    """Return what `parse` makes of the records of a file, and the bad records.
 
     Raise BadData if there are bad records, unless `skip_bad` and some records are good.
     """
     found: list[_T] = []
     problems: list[Problem] = []
-    for number, (line, record) in enumerate(read_records(path)):
-        if number % _NOTE_EVERY == 0:
-            note(number)
+    for line, record in read_records(path):
         if isinstance(record, Problem):
             problems.append(record)
             continue

@@ -34,19 +34,14 @@ class Preference:
 
 
 def load_preferences(
-    path: Path,
-    reader: ReaderOptions,
-    skip_bad: bool = False,
-    note: Callable[[int], None] = lambda count: None,
-    *,
-    objective: str,
+    path: Path, reader: ReaderOptions, skip_bad: bool = False, *, objective: str
 ) -> tuple[list[Preference], list[Problem]]:
     """Return the preferences of a file and its bad records; raise BadData if there are any, unless `skip_bad`."""
 
     def parse(record: Record, line: int) -> list[Preference]:
         return [Preference(_read(record, objective, reader), line)]
 
-    return load_records(path, parse, skip_bad, note)
+    return load_records(path, parse, skip_bad)
 
 
 def _read(record: Mapping[str, Any], objective: str, reader: ReaderOptions) -> Record:

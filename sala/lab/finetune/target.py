@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sala.backends.torch.linears import AffineWeight
 from sala.backends.torch.loader import pick_dtype, read_parameter, read_weight, to_affine
 from sala.backends.torch.model import SalaModel
-from sala.checkpoint.matrices import Fp8Matrix, QuantizedMatrices
+from sala.checkpoint.matrices import QuantizedMatrices
 from sala.checkpoint.names import check_tensors
-from sala.checkpoint.packing import quantize
+from sala.checkpoint.packing import Packed, quantize
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError
@@ -137,32 +136,24 @@ def frozen_linears(options: FinetuneOptions, device: torch.device) -> MakeLinear
     def make_linear(
         checkpoint: Checkpoint, config: SalaConfig, name: str, bias: nn.Parameter | None, dtype: torch.dtype
     ) -> nn.Module:
-        affine, order = _read_quantized(checkpoint, config, name)
-        if affine is None and wants_nf4:
-            return _nf4(read_weight(checkpoint, config, name, dtype, torch.device("cpu")), bias, dtype, device)
-        if affine is None:
-            affine = _quantize(read_weight(checkpoint, config, name, torch.float32, torch.device("cpu")), options.bits)
-        weight = affine.map(lambda part: part.to(device, copy=True))
-        return FrozenLinear(weight, bias, None if order is None else order.to(device))
+        matrices, cpu = QuantizedMatrices(checkpoint, config), torch.device("cpu")
+        packed = matrices.read(name) if name in matrices else None
+        if not isinstance(packed, Packed):  # plain or FP8
+            if wants_nf4:
+                return _nf4(read_weight(checkpoint, config, name, dtype, cpu), bias, dtype, device)
+            packed = _quantize(read_weight(checkpoint, config, name, torch.float32, cpu), options.bits)
+        weight = to_affine(packed).map(lambda part: part.to(device, copy=True))
+        return FrozenLinear(weight, bias, None if packed.order is None else torch.from_numpy(packed.order).to(device))
 
     return make_linear
 
 
-def _read_quantized(checkpoint: Checkpoint, config: SalaConfig, name: str) -> tuple[AffineWeight | None, Tensor | None]:
-    """Return a quantized matrix and its column order as the checkpoint stores them; None if it is plain or FP8."""
-    matrices = QuantizedMatrices(checkpoint, config)
-    matrix = matrices.read(name) if name in matrices else None
-    if matrix is None or isinstance(matrix, Fp8Matrix):
-        return None, None
-    return to_affine(matrix), None if matrix.order is None else torch.from_numpy(matrix.order)
-
-
-def _quantize(weight: Tensor, bits: int) -> AffineWeight:
+def _quantize(weight: Tensor, bits: int) -> Packed:
     """Round to the nearest codes, in the largest groups of at most 64 that divide the columns."""
     size = max((size for size in GROUP_SIZES if size <= 64 and weight.shape[1] % size == 0), default=None)
     if size is None:
         raise InputError("method", f"is qlora, but {weight.shape[1]} columns cannot be grouped", "use lora")
-    return to_affine(quantize(weight.numpy(), bits, size, "F16"))
+    return quantize(weight.numpy(), bits, size, "F16")
 
 
 def _nf4(weight: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, device: torch.device) -> nn.Module:

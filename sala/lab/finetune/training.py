@@ -31,11 +31,10 @@ _RECORD = "options.json"
 
 @dataclass(frozen=True, slots=True)
 class FinetuneCallbacks:
-    """Called with status messages, with the training progress, and with the number of records read."""
+    """Called with status messages and with the training progress."""
 
     message: Callable[[str], None] = lambda text: None
     progress: Callable[[Progress], None] = lambda progress: None
-    reading: Callable[[int], None] = lambda count: None
 
 
 class Stopped(SalaError):
@@ -107,7 +106,7 @@ def read_data(
         load = partial(load_preferences, objective=options.objective)
 
     def read(file: Path) -> list[Any]:
-        found, problems = load(file, reader, options.skip_bad, callbacks.reading)
+        found, problems = load(file, reader, options.skip_bad)
         if problems:
             lines = ", ".join(str(problem.line) for problem in problems[:10]) + (" …" if len(problems) > 10 else "")
             callbacks.message(f"{file}: {len(problems):,} bad records left out (lines {lines})")

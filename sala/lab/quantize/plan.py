@@ -1,5 +1,7 @@
 """Which matrix gets how many bits: one rule for all, and patterns for exceptions."""
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -67,22 +69,18 @@ def plan_modules(config: SalaConfig, settings: QuantizeSettings) -> dict[str, Gr
     own = [Keep.parse(text) for text in settings.keep]
     for rule in own:
         if not any(rule.matches(module) for module in modules):
-            raise InputError(
-                "keep", f"has {rule.pattern[:100]!r}, which matches no module of this model", "see: sala show"
-            )
+            problem = f"has {rule.pattern[:100]!r}, which matches no module of this model"
+            raise InputError("keep", problem, "see: sala show")
     rules = [*(Keep(pattern, 8) for pattern in default_keep(config)), *own]
     plan: dict[str, Groups | None] = {}
     for module in modules:
-        bits: int | None = settings.bits
-        for rule in rules:
-            if rule.matches(module):
-                bits = rule.bits
+        bits = [settings.bits, *(rule.bits for rule in rules if rule.matches(module))][-1]
         plan[module] = None if bits is None else Groups(bits, settings.group_size)
-        if bits is not None and shapes[f"{module}.weight"][1] % settings.group_size:
-            raise CheckpointError(
-                f"{module}.weight {list(shapes[f'{module}.weight'])} has no groups of {settings.group_size}",
-                _other_size(shapes[f"{module}.weight"][1], module),
-            )
+        shape = shapes[f"{module}.weight"]
+        if bits is not None and shape[1] % settings.group_size:
+            fitting = [size for size in GROUP_SIZES if shape[1] % size == 0]
+            remedy = f"use --group-size {fitting[-1]}" if fitting else f"keep it whole: --keep {module}={WHOLE}"
+            raise CheckpointError(f"{module}.weight {list(shape)} has no groups of {settings.group_size}", remedy)
     if not any(plan.values()):
         raise InputError("keep", "leaves nothing to quantize", "keep less")
     return plan
@@ -93,16 +91,11 @@ def default_keep(config: SalaConfig) -> tuple[str, ...]:
     return "embed_tokens", "lm_head", "v_proj", f"model.layers.{config.num_hidden_layers - 1}.*"
 
 
-def _other_size(num_in: int, module: str) -> str:
-    fitting = [size for size in GROUP_SIZES if num_in % size == 0]
-    return f"use --group-size {fitting[-1]}" if fitting else f"keep it whole: --keep {module}={WHOLE}"
-
-
 def count_bits(plan: dict[str, Groups | None], shapes: dict[str, tuple[int, ...]], whole_bits: int) -> float:
     """Return the bits per weight of all matrices together, including 16-bit scales and biases."""
     total = weights = 0.0
     for module, groups in plan.items():
-        count = float(shapes[f"{module}.weight"][0] * shapes[f"{module}.weight"][1])
+        count = float(math.prod(shapes[f"{module}.weight"]))
         weights += count
         total += count * (whole_bits if groups is None else groups.bits + 32 / groups.group_size)
     return total / weights
@@ -110,10 +103,5 @@ def count_bits(plan: dict[str, Groups | None], shapes: dict[str, tuple[int, ...]
 
 def describe(plan: dict[str, Groups | None]) -> str:
     """Say how many matrices have how many bits."""
-    kinds: dict[str, int] = {}
-    for groups in plan.values():
-        name = WHOLE if groups is None else f"{groups.bits} bits"
-        kinds[name] = kinds.get(name, 0) + 1
-    return ", ".join(
-        f"{count} matrices {name}" if name == WHOLE else f"{count} in {name}" for name, count in kinds.items()
-    )
+    kinds = Counter(f"matrices {WHOLE}" if groups is None else f"in {groups.bits} bits" for groups in plan.values())
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())

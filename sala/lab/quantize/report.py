@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from sala.backends.torch.batch import whole
 from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.loader import load_model
-from sala.backends.torch.model import SalaModel
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.lab.eval.tasks.case import score_value as score
-from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec
+from sala.lab.eval.tasks.needle import NeedleMaker, NeedleSpec
 from sala.lab.report.kinds import comparison, pair
 from sala.lab.report.record import Record
 from sala.llm import LLM
@@ -61,8 +60,9 @@ def measure(
         hidden[who], heads[who] = read_hidden(path, tokens, device, step, loading.kernels)
     out: Values = {"tokens": tokens.numel(), **compare(hidden, heads, tokens)}
     del hidden, heads
-    out |= {who: out[who] | {"bytes": _size(path)} for who, path in paths.items()}
     for who, path in paths.items():
+        with Checkpoint(path) as checkpoint:
+            out[who]["bytes"] = checkpoint.nbytes
         out[who]["needle"] = _recall(path, tokens, loading, num_needles, lengths, step)
     note("measuring", total, total)
     return out
@@ -87,11 +87,7 @@ def read_hidden(
         step()
     model.model.layers = nn.ModuleList()  # only the head is still needed
     gc.collect()
-    return torch.stack(rows), partial(_logits, model, dtype, device)
-
-
-def _logits(model: SalaModel, dtype: torch.dtype, device: torch.device, hidden: Tensor) -> Tensor:
-    return model.logits(hidden.to(device, dtype)).cpu()
+    return torch.stack(rows), lambda hidden: model.logits(hidden.to(device, dtype)).cpu()
 
 
 @torch.inference_mode()
@@ -133,23 +129,14 @@ def _recall(
     with LLM(path, options=options, ctx=max(lengths) + 64, max_batch=4, snapshots=0) as llm:
         for length in lengths:
             spec = NeedleSpec(length - NUM_ANSWERED, split="test")
-            cases = [maker.make(spec, index) for index in range(trials)]
             found = 0
-            for case in cases:
-                found += _is_found(llm, case)
+            for index in range(trials):
+                case = maker.make(spec, index)
+                answer = llm.generate(list(case.token_ids), temperature=0, max_tokens=NUM_ANSWERED)
+                found += score(case.value, answer.text) == 1
                 step()
             out[str(length)] = found / trials
     return out
-
-
-def _is_found(llm: LLM, case: NeedleCase) -> bool:
-    answer = llm.generate(list(case.token_ids), temperature=0, max_tokens=NUM_ANSWERED)
-    return score(case.value, answer.text) == 1
-
-
-def _size(path: Path) -> int:
-    with Checkpoint(path) as checkpoint:
-        return checkpoint.nbytes
 
 
 def to_record(results: Values, model: str, settings: Values) -> Record:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -38,32 +39,32 @@ class FileText:
 
     file: Path
     model: Path
-    _tokens: list[int] | None = field(default=None, init=False)
 
     @property
     def key(self) -> str:
         return hashlib.sha256(read_bytes(self.file, FIELD)).hexdigest()
 
+    @cached_property
     def tokens(self) -> list[int]:
-        if self._tokens is None:
-            tokenizer, config = Tokenizer.load(self.model), SalaConfig.load(self.model)
-            ends = list(config.eos_token_id[:1])
-            texts = read_documents(self.file, FIELD, (*LINES, ".json"))
-            self._tokens = [token for ids in tokenizer.encode_many(texts) for token in [*ids, *ends]]
-            if len(self._tokens) < MIN_TOKENS:
-                message = f"{self.file} has {len(self._tokens)} tokens"
-                raise InputError(FIELD, message, f"give at least {MIN_TOKENS}; some ten thousand are better")
-        return self._tokens
+        tokenizer, config = Tokenizer.load(self.model), SalaConfig.load(self.model)
+        ends = list(config.eos_token_id[:1])
+        texts = read_documents(self.file, FIELD, (*LINES, ".json"))
+        tokens = [token for ids in tokenizer.encode_many(texts) for token in [*ids, *ends]]
+        if len(tokens) < MIN_TOKENS:
+            message = f"{self.file} has {len(tokens)} tokens"
+            raise InputError(FIELD, message, f"give at least {MIN_TOKENS}; some ten thousand are better")
+        return tokens
+
+    @property
+    def num_seen(self) -> int:
+        """The number of tokens that are not held out."""
+        return len(self.tokens) - min(MAX_HELD_OUT, int(HELD_OUT * len(self.tokens)))
 
     def pieces(self, num_tokens: int, length: int) -> Tensor:
-        return cut(self.tokens()[: self._split()][:num_tokens], length)
+        return cut(self.tokens[: self.num_seen][:num_tokens], length)
 
     def held_out(self, num_tokens: int, length: int) -> Tensor:
-        return cut(self.tokens()[self._split() :][:num_tokens], length)
-
-    def _split(self) -> int:
-        count = len(self.tokens())
-        return count - min(MAX_HELD_OUT, int(HELD_OUT * count))
+        return cut(self.tokens[self.num_seen :][:num_tokens], length)
 
 
 @dataclass
