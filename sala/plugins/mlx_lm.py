@@ -24,7 +24,7 @@ from sala.backends.mlx.batch import Batch, Span
 from sala.backends.mlx.cache import HybridCache
 from sala.backends.mlx.dispatch import select_ops
 from sala.backends.mlx.model import Layer, SalaModel
-from sala.backends.mlx.ops import REFERENCE, Ops
+from sala.backends.mlx.ops import REFERENCE
 from sala.backends.mlx.ops.sparse import pool_keys
 from sala.config import SalaConfig, SparseConfig
 from sala.errors import InputError, SalaError
@@ -43,8 +43,7 @@ class ModelArgs:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelArgs":
-        config = SalaConfig.from_dict({key: value for key, value in values.items() if key not in _THEIRS})
-        return cls(config)
+        return cls(SalaConfig.from_dict({key: value for key, value in values.items() if key not in _THEIRS}))
 
 
 class SalaCache:
@@ -81,9 +80,6 @@ class SalaCache:
             raise InputError("inputs", f"has {num} sequences", f"this cache was begun with {self.num}")
         return self.hybrid
 
-    def advance(self, length: int) -> None:
-        self.offset += length
-
     @property
     def state(self) -> list[Any]:
         """Arrays and plain values, as mlx-lm evaluates, counts and saves them."""
@@ -119,19 +115,12 @@ class SalaCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> "SalaCache":
         """Copy the lists only: arrays are immutable."""
         own = copy.copy(self)
-        if self.hybrid is not None:
-            own.hybrid = copy.copy(self.hybrid)
-            own.hybrid.pages = {layer: copy.copy(pages) for layer, pages in self.hybrid.pages.items()}
-            own.hybrid.states = {layer: list(states) for layer, states in self.hybrid.states.items()}
+        own.hybrid = None if self.hybrid is None else self.hybrid.fork()
         return own
 
     @property
     def nbytes(self) -> int:
-        if self.hybrid is None:
-            return 0
-        pools = [pool for pages in self.hybrid.pages.values() for pool in pages.pools]
-        states = [state for states in self.hybrid.states.values() for state in states]
-        return sum(array.nbytes for array in (*pools, *states))
+        return 0 if self.hybrid is None else sum(array.nbytes for array in self.hybrid.arrays(range(self.num)))
 
     def size(self) -> int:
         return self.offset
@@ -198,9 +187,9 @@ class Model(SalaModel):
         (kept,), (num, length) = cache, inputs.shape
         mx.synchronize()  # pages that are still being read would be copied instead of written
         dtype = self.model.norm.weight.dtype
-        batch = _batch(inputs, kept.spans(num, length, dtype), select_ops())
+        batch = Batch((), kept.spans(num, length, dtype), select_ops(), inputs.reshape(-1))  # inputs stay unevaluated
         hidden = super().__call__(batch, kept.opened(num, dtype))
-        kept.advance(length)
+        kept.offset += length
         return self.logits(hidden).reshape(num, length, -1)
 
     def whole(self, inputs: mx.array) -> mx.array:
@@ -212,7 +201,8 @@ class Model(SalaModel):
         spans = tuple(
             Span(0, length, row, sparse_from, 0, tuple(range(row * pages, (row + 1) * pages))) for row in range(num)
         )
-        hidden = super().__call__(_batch(inputs, spans, REFERENCE), _WholeCache(self.config, num))
+        batch = Batch((), spans, REFERENCE, inputs.reshape(-1))
+        hidden = super().__call__(batch, _WholeCache(self.config, num))
         return self.logits(hidden).reshape(num, length, -1)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -231,11 +221,6 @@ class _WholeCache(HybridCache):
         empty = mx.zeros((config.lightning_nh, dim, dim))
         self.pages = {layer: WholePages(config.sparse_config) for layer in config.sparse_layers}  # type: ignore[misc]
         self.states = {layer: [empty] * num for layer in config.lightning_layers}
-
-
-def _batch(inputs: mx.array, spans: tuple[Span, ...], ops: Ops) -> Batch:
-    """Return a batch of inputs, which are not evaluated."""
-    return Batch((), spans, ops, inputs.reshape(-1))
 
 
 def register() -> None:

@@ -44,25 +44,16 @@ def register() -> None:
     log.info("SGLang %s: %s", norm.value, "repaired" if norm is Norm.PER_RANK else "left as it is")
     if norm is Norm.ABSENT:
         return
-    _keep_config()
-    if norm is Norm.PER_RANK:
-        _hook(f"{MODEL}.{MIXER}.__init__", build_mixer)
-    if not torch.cuda.is_available():
-        _hook(KERNEL, run_segments)
-
-
-def _keep_config() -> None:
-    """Keep SGLang's configuration under the model's name, also where `sala.register()` was called before."""
     from sglang.srt.configs.minicpm import MiniCPMHybridConfig
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from transformers import AutoConfig
 
+    # SGLang's configuration stays under the model's name, also where `sala.register()` was called before.
     AutoConfig.register(MiniCPMHybridConfig.model_type, MiniCPMHybridConfig, exist_ok=True)
-
-
-def _hook(target: str, hook: Callable[..., Any]) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(target, hook, HookType.AROUND)
+    if norm is Norm.PER_RANK:
+        HookRegistry.register(f"{MODEL}.{MIXER}.__init__", build_mixer, HookType.AROUND)
+    if not torch.cuda.is_available():
+        HookRegistry.register(KERNEL, run_segments, HookType.AROUND)
 
 
 def _find_source(module: str) -> str:

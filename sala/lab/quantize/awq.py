@@ -77,12 +77,14 @@ def fold_scales(
         is_norm = weight_of(layer, producer).dim() == 1
         if not is_norm and groups.get(producer) is None:
             continue
-        scales = _search(layer, site, seen[site.name], groups, dtype, _num_shared(layer, producer))
+        shared = _num_shared(layer, producer)
+        scales = _search(layer, site, seen[site.name], groups, dtype, shared)
         if is_norm:
             norm, scales = _divide_norm(weight_of(layer, producer), scales, TORCH_DTYPES[dtypes[producer]])
             set_tensor(layer, f"{producer}.weight", norm)
         else:
-            _divide_rows(layer, producer, scales)
+            rows = scales.view(-1, *shared)[:, 0].flatten()  # heads that share values share scales
+            set_tensor(layer, f"{producer}.weight", weight_of(layer, producer) / rows[:, None])
         for name in site.consumers:
             set_tensor(layer, f"{name}.weight", weight_of(layer, name) * scales)
         out[site.name] = seen[site.name].divided(scales)
@@ -151,11 +153,3 @@ def _divide_norm(norm: Tensor, scales: Tensor, stored: torch.dtype) -> tuple[Ten
     found = norm / divided
     is_good = (divided != 0) & torch.isfinite(found) & (found != 0)
     return torch.where(is_good, divided, norm), torch.where(is_good, found, 1)
-
-
-def _divide_rows(layer: Layer, producer: str, scales: Tensor) -> None:
-    weight = weight_of(layer, producer)
-    if len(scales) != len(weight):  # heads that share values share scales
-        mixer: Any = layer.self_attn
-        scales = scales.view(mixer.num_kv_heads, -1, mixer.head_dim)[:, 0].flatten()
-    set_tensor(layer, f"{producer}.weight", weight / scales[:, None])

@@ -280,16 +280,12 @@ def _check_finite(checkpoint: Checkpoint, note: Note) -> None:
     total = len(checkpoint.tensors)
     for done, (name, info) in enumerate(checkpoint.tensors.items()):
         note("checking", done, total)
-        if info.dtype in TORCH_DTYPES and not _is_finite(checkpoint, name, info.dtype):
-            raise CheckpointError(f"{name} has a weight that is infinite or NaN", "the original model is damaged")
+        if info.dtype in TORCH_DTYPES:
+            values = read_tensor(checkpoint, name, TORCH_DTYPES[info.dtype], torch.device("cpu")).view(-1)
+            if not all(bool(torch.isfinite(piece).all()) for piece in values.split(_PIECE)):
+                raise CheckpointError(f"{name} has a weight that is infinite or NaN", "the original model is damaged")
+            checkpoint.forget(name)
     note("checking", total, total)
-
-
-def _is_finite(checkpoint: Checkpoint, name: str, dtype: str) -> bool:
-    values = read_tensor(checkpoint, name, TORCH_DTYPES[dtype], torch.device("cpu")).view(-1)
-    is_finite = all(bool(torch.isfinite(values[at : at + _PIECE]).all()) for at in range(0, len(values), _PIECE))
-    checkpoint.forget(name)
-    return is_finite
 
 
 def _packed_arrays(module: str, packed: Packed) -> Arrays:

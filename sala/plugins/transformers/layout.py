@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -20,11 +20,9 @@ class WholeRows(Sequences):
 
     def to(self, device: Any, **_: Any) -> "WholeRows":
         place = torch.device(device)
-        return (
-            self
-            if self.positions.device == place
-            else WholeRows(self.tokens, self.positions.to(place), self.lengths, self.ops)
-        )
+        if self.positions.device == place:
+            return self
+        return WholeRows(self.tokens, self.positions.to(place), self.lengths, self.ops)
 
 
 class CachedRows(Batch):
@@ -77,9 +75,9 @@ def find_layout(
     """
     num_rows, num_columns = shape
     mask = _newest(attention_mask, shape)
-    is_full = mask is None or bool(mask.all())
-    places = None if is_full or mask is None else mask.flatten().nonzero().squeeze(1)
-    counts = (num_columns,) * num_rows if mask is None or is_full else tuple(mask.sum(1).tolist())
+    places, counts = None, (num_columns,) * num_rows
+    if mask is not None and not bool(mask.all()):
+        places, counts = mask.flatten().nonzero().squeeze(1), tuple(mask.sum(1).tolist())
     lengths = tuple(count for count in counts if count)
     if position_ids is not None and num_columns > 1:
         starts = position_ids.expand(shape) == 0 if position_ids.dim() == 2 else None
@@ -92,22 +90,13 @@ def _newest(mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
     if mask is None:
         return None
     if mask.dim() != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
-        raise InputError(
-            "attention_mask",
-            f"has the shape {list(mask.shape)}",
-            "give 1 for tokens and 0 for padding, [batch, length]",
-        )
+        remedy = "give 1 for tokens and 0 for padding, [batch, length]"
+        raise InputError("attention_mask", f"has the shape {list(mask.shape)}", remedy)
     return mask[:, -shape[1] :].bool()
 
 
 def _split(starts: Tensor, places: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
     """Return the lengths of the sequences; a position of 0 starts a new one, and so does every row."""
     flags = starts.flatten() if places is None else starts.flatten()[places]
-    begins, total = set(flags.nonzero().squeeze(1).tolist()), sum(counts)
-    at = 0
-    for count in counts:
-        if count:
-            begins.add(at)
-        at += count
-    borders = [*sorted(begins), total]
-    return tuple(end - begin for begin, end in pairwise(borders))
+    borders = {*flags.nonzero().squeeze(1).tolist(), *accumulate(counts, initial=0)}
+    return tuple(end - begin for begin, end in pairwise(sorted(borders)))
