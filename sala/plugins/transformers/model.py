@@ -102,11 +102,12 @@ class SalaDecoder(SalaPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, and not both")
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        keeps_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        keeps_states = bool(wanted)
         cache = self._find_cache(past_key_values, use_cache)
         if cache is None:
             layout = find_layout(tuple(embeds.shape[:2]), attention_mask, position_ids)
-            states = self._run_layers(embeds, layout, layout.whole(embeds.device), None, keeps_states)
+            states: list[Any] = self._run_layers(embeds, layout, layout.whole(embeds.device), None, keeps_states)
         else:
             with torch.no_grad():
                 states = self._run_cached(embeds, attention_mask, cache, keeps_states)
