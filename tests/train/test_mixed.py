@@ -27,9 +27,10 @@ from sala.lab.train.loop import OutOfTime, read_state, train, write_state
 from sala.lab.train.losses import LossWeights, head_loss
 from sala.lab.train.models import load_for_training
 from sala.lab.train.objectives import Distil
-from sala.lab.train.overlays import MLP_LINEARS, TeacherBase, load_overlay, overlay_storage
+from sala.lab.train.overlays import TeacherBase, load_overlay, overlay_storage
 from sala.lab.train.recipe import MixStage, Schedule, Source
 from sala.lab.train.steps import StepPart, TrainingBatch, collate
+from sala.quantization_config import MLP_LINEARS
 from tests.smol_sala import pack
 from tests.train.dense import CONFIG
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from sala.backends.torch.model import SalaModel
-from sala.quantization_config import MIXER_LINEARS
+from sala.quantization_config import MIXER_LINEARS, MLP_LINEARS
 
 
 class LowRank(nn.Module):
@@ -81,7 +81,7 @@ def add_low_rank(model: SalaModel, origin: SalaModel, rank: int, seed: int) -> N
     """Make the MLPs low-rank changes of the origin's MLPs, starting from their current difference."""
     generator = torch.Generator().manual_seed(seed)
     for layer, old in zip(model.model.layers, origin.model.layers, strict=True):
-        for name in ("gate_proj", "up_proj", "down_proj"):
+        for name in MLP_LINEARS:
             base, now = getattr(old.mlp, name), getattr(layer.mlp, name)
             change = None if now is base else (now.weight - base.weight).detach()
             setattr(layer.mlp, name, LowRank(base, rank, generator, change))
@@ -90,7 +90,7 @@ def add_low_rank(model: SalaModel, origin: SalaModel, rank: int, seed: int) -> N
 def merge_low_rank(model: SalaModel) -> None:
     """Replace the low-rank modules by plain linears with the changes added."""
     for layer in model.model.layers:
-        for name in ("gate_proj", "up_proj", "down_proj"):
+        for name in MLP_LINEARS:
             module = getattr(layer.mlp, name)
             if isinstance(module, LowRank):
                 num_out, num_in = module.base.weight.shape

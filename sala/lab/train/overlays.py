@@ -17,9 +17,7 @@ from sala.errors import CheckpointError
 from sala.lab.train.adapters import LowRank, add_low_rank
 from sala.lab.train.latent import Storage
 from sala.lab.train.models import load_for_training, set_parameter
-from sala.quantization_config import MIXER_LINEARS
-
-MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+from sala.quantization_config import MIXER_LINEARS, MLP_LINEARS
 
 
 @dataclass(frozen=True, slots=True)
