@@ -78,13 +78,10 @@ class AffineWeight:
         bits = NATIVE_BITS[self.bits]
         if bits == self.bits:
             return self
-        codes = torch.cat(
-            [
-                pack(unpack(self.codes[begin:end], self.bits) << (bits - self.bits), bits)
-                for begin, end in _pieces(self.num_out, self.num_in)
-            ]
-        )
-        scales = self.scales.float() / 2 ** (bits - self.bits)
+        more = bits - self.bits
+        pieces = [self.codes[begin:end] for begin, end in _pieces(self.num_out, self.num_in)]
+        codes = torch.cat([pack(unpack(piece, self.bits) << more, bits) for piece in pieces])
+        scales = self.scales.float() / 2**more
         return AffineWeight(codes, scales, self.biases.float(), bits, self.group_size)
 
     def rows(self, index: Tensor | slice) -> Tensor:

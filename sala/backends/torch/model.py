@@ -246,9 +246,8 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, config: SalaConfig) -> None:
         super().__init__()
-        weight = torch.empty(
-            config.vocab_size, config.hidden_size
-        )  # given, because initializing it on the meta device would load a compiler
+        # The weight is given, because initializing it on the meta device would load a compiler.
+        weight = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=weight)
         self.layers = nn.ModuleList(Layer(config, mixer) for mixer in config.mixers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -240,9 +240,8 @@ class PrefillSpan:
         k, v = fresh
         n, is_grouped = q.shape[0], q.shape[1] != k.shape[1]
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k[:n], v[:n]))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)[0].transpose(
-            0, 1
-        )
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
+        return o[0].transpose(0, 1)
 
 
 class DecodeSpans:
@@ -266,9 +265,8 @@ class DecodeSpans:
         self.num_padded = num_rows if num_rows <= linear.MAX_ROWS else -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
         sizes = [self.num_padded, self.num_padded, *[num_spans] * 4]
         self.inputs = torch.zeros(sum(sizes), dtype=torch.long, device=device)
-        self.tokens, self.all_positions, self.slots, self.starts, self.sparse_from, self.advances = self.inputs.split(
-            sizes
-        )
+        self.tokens, self.all_positions, *rest = self.inputs.split(sizes)
+        self.slots, self.starts, self.sparse_from, self.advances = rest
         self.positions = self.all_positions[:num_rows]
         self.tables = torch.zeros(num_spans, max_blocks, dtype=torch.int32, device=device)
         self.row_of = torch.arange(num_spans, device=device).repeat_interleave(count)

@@ -103,13 +103,10 @@ def lightning_whole(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], slo
     """
     is_even = len(set(lengths)) == 1
     rows = len(lengths) if is_even else 1
-    docs = (
-        None
-        if is_even
-        else torch.repeat_interleave(
-            torch.arange(len(lengths), device=q.device), torch.tensor(lengths, device=q.device)
-        )[None]
-    )
+    docs = None
+    if not is_even:
+        sizes = torch.tensor(lengths, device=q.device)
+        docs = torch.arange(len(lengths), device=q.device).repeat_interleave(sizes)[None]
     q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))  # [B, H, n, D]
     output = _many_chunks(upcast(q) * scale, upcast(k), upcast(v), slopes.to(upcast(q).dtype), docs)
     return output.transpose(1, 2).flatten(0, 1)
@@ -160,8 +157,7 @@ def _chunks_side_by_side(
         from_state = from_state * (owner == doc)[:, None]
         doc = owner[:, -1:]
     updates = (k * until_end).transpose(-1, -2) @ v  # [B, H, N, D, D]
-    states = (across @ updates.flatten(3)).unflatten(3, state.shape[2:]) + from_state[..., None, None] * state[
-        :, :, None
-    ]
+    old = from_state[..., None, None] * state[:, :, None]
+    states = (across @ updates.flatten(3)).unflatten(3, state.shape[2:]) + old
     output = (q @ k.transpose(-1, -2) * inside) @ v + since_start * (q @ states[:, :, :-1])
     return output, states[:, :, -1], doc
