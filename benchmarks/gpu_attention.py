@@ -17,7 +17,8 @@ from triton.testing import do_bench
 
 from sala.backends.torch.cases.attention import random_selection as random_blocks
 from sala.backends.torch.kernels import attention, decode_attention
-from sala.backends.torch.kernels.attention import Config, block_union, dense_prefill, sparse_prefill
+from sala.backends.torch.kernels.attention import block_union, prefill
+from sala.backends.torch.kernels.launch import Config, shared_memory
 from sala.backends.torch.ops.dense import dense_attention
 from sala.backends.torch.ops.sparse import sparse_attention
 from sala.config import SparseConfig
@@ -31,7 +32,6 @@ MAX_DENSE = SPARSE.dense_len // BLOCK
 RELEASED, SMALL = (32, 2, 128), (9, 3, 64)
 TERA = 1e12
 READ_RATE, PRODUCT_RATE = 4.3, 790.0  # TB/s and TFLOP/s of an H200
-Split = decode_attention.Config
 
 
 def random_pages(length: int, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,11 +77,11 @@ def check_prefill() -> None:
             clean = (k.float().nan_to_num(), v.float().nan_to_num())
             expected = sparse_attention(q.float(), *clean, table, selected.long(), positions, dim**-0.5)
             name = f"{heads}/{groups}/{dim} {str(dtype)[6:]} length {length} n {n}"
-            report_error(f"sparse_prefill {name}", sparse_prefill(q, k, v, table, selected, start, dim**-0.5), expected)
+            report_error(f"sparse_prefill {name}", prefill(q, k, v, table, selected, start, dim**-0.5), expected)
             if length <= 8192:
                 line = [x[:, table].flatten(1, 2)[:, :length] for x in clean]
                 expected = dense_attention(q.float(), *line, start, dim**-0.5)
-                report_error(f"dense_prefill  {name}", dense_prefill(q, k, v, table, start, dim**-0.5), expected)
+                report_error(f"dense_prefill  {name}", prefill(q, k, v, table, None, start, dim**-0.5), expected)
 
 
 def check_tiles() -> None:
@@ -90,9 +90,9 @@ def check_tiles() -> None:
     q = torch.randn(500, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
     selected = random_selection(500, 19500, GROUPS, 0.5)
     for tokens, warps in ((2, 4), (4, 4), (8, 8)):
-        config = Config(tokens, warps, 2)
-        whole = sparse_prefill(q, k, v, table, selected, 19500, SCALE, config)
-        part = sparse_prefill(q[3:301], k, v, table, selected[3:301], 19503, SCALE, config)
+        config = Config({"TOKENS": tokens}, warps, 2)
+        whole = prefill(q, k, v, table, selected, 19500, SCALE, config)
+        part = prefill(q[3:301], k, v, table, selected[3:301], 19503, SCALE, config)
         print(f"sparse_prefill tiles of {tokens}: batch-invariant: {torch.equal(whole[3:301], part)}")
 
 
@@ -175,8 +175,11 @@ def time_sparse_prefill() -> None:
     k, v, table = random_pages(length, RELEASED, torch.bfloat16)
     peer = time_cudnn(length)
     print(f"peer: SDPA causal, {length} tokens: {peer:.1f} ms, {2 * DIM * HEADS * length**2 / peer / 1e9:.0f} TFLOP/s")
-    configs = [Config(*x) for x in ((2, 4, 3), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 8, 2), (8, 8, 3), (8, 8, 4))]
-    default = attention._config(16, BLOCK, DIM, 2, attention.shared_memory(DEVICE), True)
+    configs = [
+        Config({"TOKENS": x}, *rest)
+        for x, *rest in ((2, 4, 3), (4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 8, 2), (8, 8, 3), (8, 8, 4))
+    ]
+    default = attention._config(16, BLOCK, DIM, 2, shared_memory(DEVICE), True)
     for n, shared in ((length, 0.75), (length, 0.0), (8192, 0.75)):
         start = length - n
         q = torch.randn(n, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
@@ -185,9 +188,9 @@ def time_sparse_prefill() -> None:
         results = []
         for config in configs:
             try:
-                ms = milliseconds(lambda: sparse_prefill(q, k, v, table, selected, start, SCALE, config))  # noqa: B023
-                union_ms = milliseconds(lambda: _union(selected, table, start, config.tokens), 20)  # noqa: B023
-                mean = _union(selected, table, start, config.tokens)[1].float().mean().item()
+                ms = milliseconds(lambda: prefill(q, k, v, table, selected, start, SCALE, config))  # noqa: B023
+                union_ms = milliseconds(lambda: _union(selected, table, start, config.tile["TOKENS"]), 20)  # noqa: B023
+                mean = _union(selected, table, start, config.tile["TOKENS"])[1].float().mean().item()
                 mark = " (default)" if config == default else ""
                 rates = f"{ms:8.2f} ms {useful / ms / 1e9:5.0f} TFLOP/s useful, union {union_ms:.2f} ms"
                 results.append((ms, f"{rates}, {mean:.0f} blocks {config}{mark}"))
@@ -211,9 +214,11 @@ def time_dense_prefill() -> None:
     q = torch.randn(n, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE)
     peer, flops = time_cudnn(n), 2.0 * DIM * HEADS * n * n
     results = []
-    for config in (Config(*x) for x in ((4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 8, 2), (8, 8, 3), (8, 8, 4))):
+    for config in (
+        Config({"TOKENS": x}, *rest) for x, *rest in ((4, 4, 2), (4, 4, 3), (4, 4, 4), (8, 8, 2), (8, 8, 3), (8, 8, 4))
+    ):
         try:
-            ms = milliseconds(lambda: dense_prefill(q, k, v, table, 0, SCALE, config))  # noqa: B023
+            ms = milliseconds(lambda: prefill(q, k, v, table, None, 0, SCALE, config))  # noqa: B023
             results.append((ms, f"{ms:8.3f} ms {flops / ms / 1e9:5.0f} TFLOP/s {config}"))
         except Exception as error:
             results.append((math.inf, f"{config}: {type(error).__name__} {str(error)[:200]}"))
@@ -242,8 +247,11 @@ def time_decode() -> None:
     num_blocks, num_pages = 2048, 16384
     pool = (GROUPS, num_pages, BLOCK, DIM)
     k, v = (torch.randn(pool, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    configs = [Split(*x) for x in ((1, 4, 2), (2, 4, 2), (2, 4, 3), (2, 8, 3), (4, 4, 3), (4, 4, 5), (8, 4, 4))]
-    default = decode_attention._config(BLOCK * DIM * 2, attention.shared_memory(DEVICE))
+    configs = [
+        Config({"SPLIT_BLOCKS": x}, *rest)
+        for x, *rest in ((1, 4, 2), (2, 4, 2), (2, 4, 3), (2, 8, 3), (4, 4, 3), (4, 4, 5), (8, 4, 4))
+    ]
+    default = decode_attention._config(BLOCK * DIM * 2, shared_memory(DEVICE))
     for rows in (1, 8, 32):
         inputs = []
         for _ in range(16 if rows == 1 else 4):
@@ -258,7 +266,7 @@ def time_decode() -> None:
         for config in configs:
             mark = " (default)" if config == default else ""
 
-            def call(q: Tensor, tables: Tensor, selected: Tensor, gate: Tensor, config: Split = config) -> Tensor:
+            def call(q: Tensor, tables: Tensor, selected: Tensor, gate: Tensor, config: Config = config) -> Tensor:
                 own = (lengths, is_sparse, selected, SCALE, MAX_DENSE, gate)  # noqa: B023
                 return decode_attention.decode_attention(q, k, v, tables, *own, config=config)
 

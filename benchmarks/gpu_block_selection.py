@@ -17,9 +17,8 @@ from torch import Tensor
 
 from sala.backends.torch.cache import KVPages
 from sala.backends.torch.kernels import block_scores, block_selection, pooling, top_blocks
-from sala.backends.torch.kernels.attention import shared_memory
 from sala.backends.torch.kernels.block_scores import ScoreConfig
-from sala.backends.torch.kernels.top_blocks import TopConfig
+from sala.backends.torch.kernels.launch import Config, shared_memory
 from sala.backends.torch.ops import sparse as ops
 from sala.config import SparseConfig
 
@@ -30,6 +29,11 @@ SCALE = DIM**-0.5
 DEVICE = torch.device("cuda")
 BYTES, FLOPS = 4.3e12, 790e12
 
+
+def top(size: int, segments: int, num_warps: int) -> Config:
+    return Config({"SIZE": size, "SEGMENTS": segments}, num_warps)
+
+
 SCORE_CONFIGS = [
     ScoreConfig(64, 128, 64, 4, 2, 3),
     ScoreConfig(64, 128, 64, 4, 3, 2),
@@ -39,14 +43,14 @@ SCORE_CONFIGS = [
 ]
 TOP_CONFIGS = {
     2048: [
-        TopConfig(2048, 0, 4),
-        TopConfig(2048, 0, 1),
-        TopConfig(2048, 256, 4),
+        top(2048, 0, 4),
+        top(2048, 0, 1),
+        top(2048, 256, 4),
     ],
     16384: [
-        TopConfig(2048, 1024, 4),
-        TopConfig(4096, 1024, 8),
-        TopConfig(2048, 512, 4),
+        top(2048, 1024, 4),
+        top(4096, 1024, 8),
+        top(2048, 512, 4),
     ],
 }
 
@@ -315,7 +319,7 @@ def time_decode_top() -> None:
     lengths = torch.tensor([1_000_000], device=DEVICE)
     out = torch.empty(1, GROUPS, SPARSE.num_selected, dtype=torch.int32, device=DEVICE)
     found = []
-    for config in (TopConfig(4096, 1024, 8), TopConfig(8192, 1024, 16), TopConfig(16384, 1024, 16)):
+    for config in (top(4096, 1024, 8), top(8192, 1024, 16), top(16384, 1024, 16)):
         us = graphed(top_blocks.launch_top, scores, out, lengths, None, 1, SPARSE, config)
         found.append((us, tuple(config)))
     for us, name in sorted(found):

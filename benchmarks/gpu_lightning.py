@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sala.backends.torch.kernels import fused, lightning
-from sala.backends.torch.kernels.lightning import PrefillConfig
+from sala.backends.torch.kernels.launch import Config
 from sala.backends.torch.ops import lightning as reference
 from sala.backends.torch.ops.dense import apply_rope, grow_queries, query_growth, rms_norm, rope_angles
 
@@ -123,7 +123,7 @@ def check_steps() -> None:
         if rows > 1:
             slots[1] = -1
         before = states.clone()
-        guessed = lightning.lightning_verify(q, k, v, states, slots, slopes, dim**-0.5)
+        guessed = lightning.lightning_decode(q, k, v, states, slots, slopes, dim**-0.5, keeps_states=True)
         kept = equal(states, before)
         after = states.clone()
         decoded = [
@@ -168,7 +168,7 @@ def check_fused() -> None:
         q_weight, k_weight = (torch.randn(dim, device="cuda").to(dtype) for _ in range(2))
         positions = torch.randint(0, 1 << 20, (rows,), device="cuda")
         cos, sin = rope_angles(positions, dim, 10000.0)
-        found = fused.qk_norm_rope(q, k, q_weight, k_weight, EPS, cos, sin, query_growth(positions, 512.0))
+        found = fused.qk_norm_rope(q, k, fused.Heads(q_weight, k_weight, EPS, cos, sin), query_growth(positions, 512.0))
         expected = grow_queries(apply_rope(rms_norm(q, q_weight, EPS), cos, sin), positions, 512.0)
         say(
             f"qk {rows} x {heads}, {groups} x {dim} {dtype}",
@@ -222,14 +222,10 @@ def time_peers() -> None:
 def tune_prefill() -> None:
     slopes = reference.decay_slopes(HEADS, torch.device("cuda"))
     state = torch.randn(HEADS, DIM, DIM, device="cuda")
+    tiles = ((128, 8, 3, True), (128, 8, 2, True), (128, 8, 4, True), (64, 4, 2, True), (64, 4, 3, True))
     configs = [
-        PrefillConfig(64, 128, 8, 3, True),
-        PrefillConfig(64, 128, 8, 2, True),
-        PrefillConfig(64, 128, 8, 4, True),
-        PrefillConfig(64, 64, 4, 2, True),
-        PrefillConfig(64, 64, 4, 3, True),
-        PrefillConfig(64, 128, 8, 3, False),
-        PrefillConfig(64, 64, 4, 2, False),
+        Config({"CHUNK": 64, "COLUMNS": columns, "STAGES": stages, "TMA": has_tma}, num_warps)
+        for columns, num_warps, stages, has_tma in (*tiles, (128, 8, 3, False), (64, 4, 2, False))
     ]
     for n, segments in ((8192, (512, 1024, 2048)), (131072, (4096, 8192, 16384))):
         q, k, v = projected(n, HEADS, DIM, torch.bfloat16)
@@ -241,7 +237,7 @@ def tune_prefill() -> None:
                     results.append(one_config(q, k, v, state, slopes, expected, config, segment))
                 except Exception as error:
                     print(f"{config} {segment}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-        for ms, error, config, segment in sorted(results):
+        for ms, error, config, segment in sorted(results, key=lambda result: result[0]):
             name = f"tune {n} {tuple(config)} segment {segment}"
             print(line(name, ms, prefill_bytes(n), f"error {error:.1e}"), flush=True)
 
@@ -253,9 +249,9 @@ def one_config(
     state: Tensor,
     slopes: Tensor,
     expected: Tensor,
-    config: PrefillConfig,
+    config: Config,
     segment: int,
-) -> tuple[float, float, PrefillConfig, int]:
+) -> tuple[float, float, Config, int]:
     def call() -> tuple[Tensor, Tensor]:
         return lightning.lightning_prefill(q, k, v, state, slopes, SCALE, config, segment)
 
@@ -290,7 +286,9 @@ def time_steps() -> None:
             q, k, v = (x.unflatten(0, (rows, n)) for x in projected(rows * n, HEADS, DIM, torch.bfloat16))
             counts = torch.full((rows,), n, device="cuda")
             verify = [
-                lambda s=s, q=q, k=k, v=v, slots=slots: lightning.lightning_verify(q, k, v, s, slots, slopes, SCALE)
+                lambda s=s, q=q, k=k, v=v, slots=slots: lightning.lightning_decode(
+                    q, k, v, s, slots, slopes, SCALE, keeps_states=True
+                )
                 for s in states
             ]
             fold = [
@@ -319,7 +317,7 @@ def time_fused() -> None:
             (
                 "qk_norm_rope",
                 lambda q=q, k=k, cos=cos, sin=sin: fused.qk_norm_rope(
-                    q, k, head_weight, head_weight, EPS, cos, sin, None
+                    q, k, fused.Heads(head_weight, head_weight, EPS, cos, sin)
                 ),
                 4 + 4 * DIM / HIDDEN,
             ),

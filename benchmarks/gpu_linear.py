@@ -23,8 +23,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from sala.backends.torch.kernels import fused, linear
-from sala.backends.torch.kernels.attention import shared_memory
-from sala.backends.torch.kernels.linear import Config
+from sala.backends.torch.kernels.launch import Config, shared_memory
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -42,57 +41,63 @@ SCALE, EPS = 0.2475, 1e-6
 THREADS = 16
 Call = Callable[[], Any]
 
+
+def tile(columns: int, depth: int, splits: int, num_warps: int, num_stages: int, is_swapped: bool = True) -> Config:
+    sizes = {"COLUMNS": columns, "DEPTH": depth, "SPLITS": splits, "IS_SWAPPED": is_swapped}
+    return Config(sizes, num_warps, num_stages)
+
+
 SPLIT = [
-    Config(64, 64, 4, 4, 6),
-    Config(64, 64, 8, 4, 6),
-    Config(64, 128, 2, 4, 4),
-    Config(64, 128, 2, 4, 6),
-    Config(64, 128, 4, 4, 4),
-    Config(64, 128, 8, 4, 4),
-    Config(64, 256, 2, 4, 4),
-    Config(64, 256, 2, 8, 4),
-    Config(128, 64, 4, 4, 5),
-    Config(128, 64, 4, 8, 6),
-    Config(128, 64, 8, 4, 5),
-    Config(128, 64, 8, 8, 5),
-    Config(128, 128, 4, 4, 5),
-    Config(128, 128, 4, 8, 4),
-    Config(128, 128, 4, 8, 5),
-    Config(256, 64, 8, 8, 5),
-    Config(256, 64, 8, 8, 6),
-    Config(16, 256, 1, 4, 6, is_swapped=False),
-    Config(32, 128, 2, 4, 6, is_swapped=False),
-    Config(32, 256, 1, 4, 6, is_swapped=False),
-    Config(64, 128, 2, 4, 6, is_swapped=False),
-    Config(64, 128, 4, 4, 5, is_swapped=False),
-    Config(128, 64, 4, 4, 6, is_swapped=False),
-    Config(128, 64, 8, 8, 6, is_swapped=False),
+    tile(64, 64, 4, 4, 6),
+    tile(64, 64, 8, 4, 6),
+    tile(64, 128, 2, 4, 4),
+    tile(64, 128, 2, 4, 6),
+    tile(64, 128, 4, 4, 4),
+    tile(64, 128, 8, 4, 4),
+    tile(64, 256, 2, 4, 4),
+    tile(64, 256, 2, 8, 4),
+    tile(128, 64, 4, 4, 5),
+    tile(128, 64, 4, 8, 6),
+    tile(128, 64, 8, 4, 5),
+    tile(128, 64, 8, 8, 5),
+    tile(128, 128, 4, 4, 5),
+    tile(128, 128, 4, 8, 4),
+    tile(128, 128, 4, 8, 5),
+    tile(256, 64, 8, 8, 5),
+    tile(256, 64, 8, 8, 6),
+    tile(16, 256, 1, 4, 6, is_swapped=False),
+    tile(32, 128, 2, 4, 6, is_swapped=False),
+    tile(32, 256, 1, 4, 6, is_swapped=False),
+    tile(64, 128, 2, 4, 6, is_swapped=False),
+    tile(64, 128, 4, 4, 5, is_swapped=False),
+    tile(128, 64, 4, 4, 6, is_swapped=False),
+    tile(128, 64, 8, 8, 6, is_swapped=False),
 ]
 WHOLE = [
-    Config(64, 64, 1, 4, 6),
-    Config(64, 128, 1, 4, 3),
-    Config(64, 128, 1, 4, 4),
-    Config(64, 128, 1, 4, 6),
-    Config(64, 256, 1, 4, 4),
-    Config(128, 64, 1, 4, 5),
-    Config(128, 64, 1, 8, 3),
-    Config(128, 64, 1, 8, 5),
-    Config(128, 128, 1, 4, 5),
-    Config(128, 128, 1, 8, 5),
-    Config(256, 64, 1, 8, 5),
-    Config(64, 128, 1, 4, 5, is_swapped=False),
-    Config(128, 64, 1, 4, 6, is_swapped=False),
-    Config(128, 64, 1, 8, 6, is_swapped=False),
+    tile(64, 64, 1, 4, 6),
+    tile(64, 128, 1, 4, 3),
+    tile(64, 128, 1, 4, 4),
+    tile(64, 128, 1, 4, 6),
+    tile(64, 256, 1, 4, 4),
+    tile(128, 64, 1, 4, 5),
+    tile(128, 64, 1, 8, 3),
+    tile(128, 64, 1, 8, 5),
+    tile(128, 128, 1, 4, 5),
+    tile(128, 128, 1, 8, 5),
+    tile(256, 64, 1, 8, 5),
+    tile(64, 128, 1, 4, 5, is_swapped=False),
+    tile(128, 64, 1, 4, 6, is_swapped=False),
+    tile(128, 64, 1, 8, 6, is_swapped=False),
 ]
 PAIR = [
-    Config(64, 64, 1, 4, 5),
-    Config(64, 64, 1, 8, 5),
-    Config(64, 128, 1, 4, 5),
-    Config(64, 128, 1, 8, 5),
-    Config(128, 64, 1, 8, 5),
-    Config(128, 64, 1, 8, 6),
-    Config(32, 128, 1, 4, 6, is_swapped=False),
-    Config(64, 64, 1, 4, 6, is_swapped=False),
+    tile(64, 64, 1, 4, 5),
+    tile(64, 64, 1, 8, 5),
+    tile(64, 128, 1, 4, 5),
+    tile(64, 128, 1, 8, 5),
+    tile(128, 64, 1, 8, 5),
+    tile(128, 64, 1, 8, 6),
+    tile(32, 128, 1, 4, 6, is_swapped=False),
+    tile(64, 64, 1, 4, 6, is_swapped=False),
 ]
 
 BEST: dict[str, list[tuple[float, Config]]] = {}  # by shape, what was timed, the fastest first
@@ -105,7 +110,11 @@ def limit() -> int:
 
 def default(shape: str) -> Config:
     n, k = SHAPES[shape]
-    return linear._config(n, k, DTYPE.itemsize, limit(), 8 if shape in ("o", "down") else 1)
+    return linear._config(n, k, DTYPE.itemsize, limit(), max_splits=8 if shape in ("o", "down") else 1)
+
+
+def pair_config() -> Config:
+    return linear._config(*SHAPES["gate_up"], DTYPE.itemsize, limit(), 32, max_splits=1, is_pair=True)
 
 
 def best(name: str, count: int, instead: Config) -> list[Config]:
@@ -118,9 +127,9 @@ def with_pdl(config: Config) -> Config:
 
 
 def named(config: Config) -> str:
-    side = "swapped" if config.is_swapped else "plain  "
+    side = "swapped" if config.tile["IS_SWAPPED"] else "plain  "
     when = " pdl" if config.uses_pdl else ""
-    sizes = f"{config.columns:3} x {config.depth:3}, {config.splits} splits"
+    sizes = "{COLUMNS:3} x {DEPTH:3}, {SPLITS} splits".format(**config.tile)
     return f"{sizes}, {config.num_warps} warps, {config.num_stages} stages, {side}{when}"
 
 
@@ -266,7 +275,7 @@ def time_silu() -> None:
     x, both = [numbers(ROWS, hidden)], copies(twice, hidden)
     peer = microseconds_in_graph(rotated(lambda x, w: fused.silu_mul(F.linear(x, w)), x, both))
     print(f"gate_up and silu_mul: {peer:.2f} us with F.linear; in linear_silu_mul:")
-    usual = linear._pair_config(32, DTYPE.itemsize, limit())
+    usual = pair_config()
     configs = list(dict.fromkeys([*PAIR, usual]))
     fastest = time_configs("gate_up silu", linear.linear_silu_mul, configs, (x, both), usual)
     LINES.append(f"gate_up, silu: F.linear and silu_mul {peer:6.2f} us, ours {fastest}")
@@ -372,7 +381,7 @@ def chain_mlp() -> None:
 
     n, k = SHAPES["down"]
     down = best("down", 1, default("down"))[0]
-    pair = best("gate_up silu", 1, linear._pair_config(32, DTYPE.itemsize, limit()))[0]
+    pair = best("gate_up silu", 1, pair_config())[0]
     ways: dict[str, Callable[..., Any]] = {
         "F.linear, silu_mul, F.linear, add_rms_norm": usual,
         "F.linear, silu_mul, split_linear, add_partials": partial(apart, down),
@@ -486,7 +495,7 @@ def check_pdl() -> None:
     """Kernels that start before the one ahead has ended must see all that it wrote: a chain of layers in a graph."""
     layers = [(weights(2 * MLP, HIDDEN), weights(HIDDEN, MLP), weights(HIDDEN, HIDDEN)) for _ in range(6)]
     norm, first = torch.ones(HIDDEN, dtype=DTYPE, device=DEVICE), numbers(ROWS, HIDDEN)
-    o, down, pair = default("o"), default("down"), linear._pair_config(32, DTYPE.itemsize, limit())
+    o, down, pair = default("o"), default("down"), pair_config()
 
     def forward(uses_pdl: bool) -> Tensor:
         configs = [config._replace(uses_pdl=uses_pdl) for config in (o, pair, down)]

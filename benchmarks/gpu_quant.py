@@ -32,8 +32,8 @@ from triton.testing import do_bench
 from benchmarks.gpu_model import CHUNK, REST_S, Ours, seconds
 from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.kernels import fp8, fused, linear, packed
-from sala.backends.torch.kernels.attention import shared_memory
-from sala.backends.torch.kernels.packed import Config, PackedWeight
+from sala.backends.torch.kernels.launch import Config, shared_memory
+from sala.backends.torch.kernels.packed import PackedWeight
 from sala.backends.torch.linears import AffineEmbedding, AffineLinear, AffineWeight
 from sala.backends.torch.loader import random_model
 from sala.backends.torch.model import SalaModel
@@ -62,9 +62,14 @@ RESULTS: dict[str, Any] = {}  # what earlier runs measured is kept, part by part
 DEFAULTS = ("lm_head", "v_proj", "layers.31.")  # what `sala quantize` keeps in 8 bits, unless told otherwise
 Call = Callable[[], Any]
 
-SPLIT = [Config(columns, splits, 4, stages, True) for columns in (64, 128) for splits in (4, 8) for stages in (3, 4, 5)]
-WHOLE = [Config(64, 1, 4, stages, True) for stages in (3, 4, 5, 6, 8)]
-WHOLE += [Config(128, 1, 4, stages, True) for stages in (3, 4, 5)]
+
+def tile(columns: int, splits: int, num_stages: int) -> Config:
+    return Config({"COLUMNS": columns, "SPLITS": splits}, 4, num_stages, uses_pdl=True)
+
+
+SPLIT = [tile(columns, splits, stages) for columns in (64, 128) for splits in (4, 8) for stages in (3, 4, 5)]
+WHOLE = [tile(64, 1, stages) for stages in (3, 4, 5, 6, 8)]
+WHOLE += [tile(128, 1, stages) for stages in (3, 4, 5)]
 
 
 # weights
@@ -156,9 +161,8 @@ def rotated(call: Callable[..., Any], x: Tensor, weights: list[Any], *rest: Any)
 
 def named(config: Config) -> str:
     when = ", pdl" if config.uses_pdl else ""
-    return (
-        f"{config.columns} columns, {config.splits} splits, {config.num_warps} warps, {config.num_stages} stages{when}"
-    )
+    sizes = "{COLUMNS} columns, {SPLITS} splits".format(**config.tile)
+    return f"{sizes}, {config.num_warps} warps, {config.num_stages} stages{when}"
 
 
 # check
@@ -187,9 +191,9 @@ class Case:
         self.exact = torch.cat([weight.rows(slice(at, at + 8192)) for at in range(0, n, 8192)])
         self.x = numbers(max(CHECKED), k, dtype=dtype)
         self.calls: dict[str, Callable[[Tensor], Tensor]] = {
-            "linear": lambda rows: packed.linear(rows, self.held),
-            "split": lambda rows: packed.split_linear(rows, self.held).sum(0),
-            "pair": lambda rows: packed.linear_silu_mul(rows, self.held),
+            "linear": lambda rows: linear.linear(rows, self.held),
+            "split": lambda rows: linear.split_linear(rows, self.held).sum(0),
+            "pair": lambda rows: linear.linear_silu_mul(rows, self.held),
         }
 
     def check(self) -> float:
@@ -233,12 +237,12 @@ def check_pdl() -> None:
         x, normed = first, first
         for both, weight, out in layers:
             configs = [
-                packed._config_of(held, 8, most, is_pair)._replace(uses_pdl=uses_pdl)
+                packed.config_of(held, 8, most, is_pair)._replace(uses_pdl=uses_pdl)
                 for held, most, is_pair in ((out, 8, False), (both, 1, True), (weight, 8, False))
             ]
-            partials = packed.split_linear(normed, out, configs[0])
+            partials = linear.split_linear(normed, out, configs[0])
             x, normed = linear.add_partials_rms_norm(x, partials, 0.25, norm, 1e-6, uses_pdl)
-            partials = packed.split_linear(packed.linear_silu_mul(normed, both, configs[1]), weight, configs[2])
+            partials = linear.split_linear(linear.linear_silu_mul(normed, both, configs[1]), weight, configs[2])
             x, normed = linear.add_partials_rms_norm(x, partials, 0.25, norm, 1e-6, uses_pdl)
         return x
 
@@ -263,13 +267,14 @@ def tune(bits: int) -> None:
     for name, (n, k) in SHAPES.items():
         weights = copies(n, k, bits)
         is_split, is_pair = name in ("o", "down"), name == "gate_up"
-        call = packed.split_linear if is_split else packed.linear_silu_mul if is_pair else packed.linear
+        call = linear.split_linear if is_split else linear.linear_silu_mul if is_pair else linear.linear
         floor = weights[0].nbytes / READ_RATE / 1e6
         plain = [numbers(n, k) for _ in range(max(2, ROTATED // (2 * n * k)))]
         cases = []
         for rows in TUNED_ROWS:
-            usual = packed._config_of(weights[0], rows, 8 if is_split else 1, is_pair)
-            cases += [(rows, config) for config in dict.fromkeys([usual, *(SPLIT if is_split else WHOLE)])]
+            usual = packed.config_of(weights[0], rows, 8 if is_split else 1, is_pair)
+            others = [config for config in (SPLIT if is_split else WHOLE) if config != usual]
+            cases += [(rows, config) for config in (usual, *others)]
         xs = {rows: numbers(rows, k) for rows in TUNED_ROWS}
         compile_all([partial(call, xs[rows], weights[0], config) for rows, config in cases])
         for rows in TUNED_ROWS:
@@ -319,8 +324,8 @@ def tiles() -> None:
             packed.MIN_TILE = least
             for one in (packed._config, packed._packed_kernel):
                 getattr(one, "cache_clear", lambda: None)()
-            results[least] = packed.split_linear(x, weights[0])
-            us = microseconds(rotated(packed.split_linear, x, weights))
+            results[least] = linear.split_linear(x, weights[0])
+            us = microseconds(rotated(linear.split_linear, x, weights))
             is_same = torch.equal(results[least], results[8])
             print(f"{name}, {bits} bits, tiles of {least:2} rows: {us:6.2f} us, bits as with 8: {is_same}", flush=True)
             out[f"{name} {bits} bits, {least}"] = {"us": us, "is_same": is_same}
@@ -470,7 +475,7 @@ def gemlite() -> None:
             peers.append(one)
         for rows in ROW_COUNTS:
             x = numbers(rows, k)
-            call = packed.split_linear if name in ("o", "down") else packed.linear
+            call = linear.split_linear if name in ("o", "down") else linear.linear
             us = microseconds(rotated(call, x, ours))
             try:
                 peers[0](x)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.kernels import attention, decode_attention
-from sala.backends.torch.kernels.attention import Config, dense_prefill, sparse_prefill
+from sala.backends.torch.kernels.attention import prefill
 from sala.backends.torch.kernels.decode_attention import decode_attention as decode
+from sala.backends.torch.kernels.launch import Config
 from sala.backends.torch.ops.dense import dense_attention
 from sala.backends.torch.ops.sparse import sparse_attention
 from tests.kernels.aot import Build
@@ -80,7 +81,7 @@ def test_sparse_prefill(
     positions = torch.arange(start, start + n, device=device)
     selected = choose(positions, groups, 3, block).to(device)
     q = torch.randn(n, heads, dim, device=device)
-    out = sparse_prefill(q, memory.k, memory.v, memory.tables[0], selected, start, dim**-0.5, Config(tokens, 4, 2))
+    out = prefill(q, memory.k, memory.v, memory.tables[0], selected, start, dim**-0.5, Config({"TOKENS": tokens}, 4, 2))
     expected = sparse_attention(q, *memory.clean(), memory.tables[0], selected, positions, dim**-0.5)
     assert_close(out, expected)
 
@@ -94,11 +95,11 @@ def test_sparse_prefill_in_rounds_and_from_a_wider_tensor(
     wide = torch.randn(20, 100, device=device)
     q = wide[:, :64].view(20, 4, 16)
     arguments = (q, memory.k, memory.v, memory.tables[0], selected, 40, 0.25)
-    whole = sparse_prefill(*arguments)
+    whole = prefill(*arguments)
     monkeypatch.setattr(attention, "UNION_BYTES", 64)
     monkeypatch.setattr(attention, "UNION_PROGRAMS", 3)
     monkeypatch.setattr(attention, "UNION_CHUNK", 2)
-    assert torch.equal(sparse_prefill(*arguments), whole)
+    assert torch.equal(prefill(*arguments), whole)
 
 
 def test_sparse_prefill_of_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:
@@ -107,8 +108,8 @@ def test_sparse_prefill_of_a_row_does_not_depend_on_its_neighbours(device: torch
     selected = choose(torch.arange(50, 70), 2, 3, BLOCK).to(device)
     q = torch.randn(20, 4, 16, device=device)
     pages = (memory.k, memory.v, memory.tables[0])
-    whole = sparse_prefill(q, *pages, selected, 50, 0.25, Config(8, 4, 2))
-    part = sparse_prefill(q[3:14], *pages, selected[3:14], 53, 0.25, Config(8, 4, 2))
+    whole = prefill(q, *pages, selected, 50, 0.25, Config({"TOKENS": 8}, 4, 2))
+    part = prefill(q[3:14], *pages, selected[3:14], 53, 0.25, Config({"TOKENS": 8}, 4, 2))
     assert torch.equal(whole[3:14], part)
 
 
@@ -128,7 +129,7 @@ def test_dense_prefill(n: int, start: int, heads: int, groups: int, device: torc
     torch.manual_seed(3)
     memory = Memory([start + n], groups, 16, BLOCK, device)
     q = torch.randn(n, heads, 16, device=device)
-    out = dense_prefill(q, memory.k, memory.v, memory.tables[0], start, 0.25)
+    out = prefill(q, memory.k, memory.v, memory.tables[0], None, start, 0.25)
     assert_close(out, dense_attention(q, *memory.line(0, start + n), start, 0.25))
 
 
@@ -213,18 +214,9 @@ def prefill_build(limit: int, is_sparse: bool, dtype: str = "bf16", config: Conf
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{dtype}")
     lists = {"entries_ptr": "*i32" if is_sparse else "*i64", "counts_ptr": "*i32", "out_ptr": f"*{dtype}"}
     sizes = dict.fromkeys(("num_tokens", "start", "num_pages", "max_entries", "q_stride"), "i32")
-    constants = {
-        "GROUPS": 2,
-        "SHARED": 16,
-        "SHARED_PADDED": attention._padded(16, config.tokens),
-        "TOKENS": config.tokens,
-        "BLOCK": 64,
-        "DIM": 128,
-        "IS_SPARSE": is_sparse,
-        "PRECISION": "ieee",
-    }
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return Build(attention.prefill_kernel, {**pointers, **lists, **sizes, "scale": "fp32"}, constants, options)
+    constants = attention.prefill_constants(2, 16, 64, 128, is_sparse, config)
+    signature = {**pointers, **lists, **sizes, "scale": "fp32"}
+    return Build(attention.prefill_kernel, signature, constants, config.options)
 
 
 def union_build() -> Build:
@@ -243,15 +235,14 @@ def union_build() -> Build:
 GEOMETRY = {"SHARED": 16, "BLOCK": 64, "DIM": 128}
 
 
-def split_build(limit: int, config: decode_attention.Config | None = None) -> Build:
+def split_build(limit: int, config: Config | None = None) -> Build:
     config = config or decode_attention._config(64 * 128 * 2, limit)
-    blocks, options = config.blocks, {"num_warps": config.num_warps, "num_stages": config.num_stages}
     pointers = {**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16"), "tables_ptr": "*i64", "lengths_ptr": "*i32"}
     more = {"is_sparse_ptr": "*i1", "selected_ptr": "*i32", "acc_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32"}
     sizes = dict.fromkeys(("num_pages", "table_size", *decode_attention.SIZES, "q_stride"), "i32")
     own = {"row_of_ptr": None, "GROUPS": 2, "SHARED_PADDED": 16, "PRECISION": "ieee", "PDL": 0}
-    constants = {**GEOMETRY, **own, "SPLIT_BLOCKS": blocks}
-    return Build(decode_attention.split_kernel, {**pointers, **more, **sizes}, constants, options)
+    constants = {**GEOMETRY, **own, **config.tile}
+    return Build(decode_attention.split_kernel, {**pointers, **more, **sizes}, constants, config.options)
 
 
 def join_build() -> Build:

@@ -138,7 +138,8 @@ def test_passes_move_as_much_as_the_copy(name: str, device: torch.device) -> Non
         assert work.peer is not None
         found, copied = work.kernel(), work.peer()
     outputs = found if isinstance(found, tuple) else (found,)
-    inputs = [x for x in work.kernel.args if isinstance(x, Tensor)]  # type: ignore[attr-defined]
+    parts = [part if isinstance(part, tuple) else (part,) for part in work.kernel.args]  # type: ignore[attr-defined]
+    inputs = [x for part in parts for x in part if isinstance(x, Tensor)]
     assert num_bytes(*inputs, *outputs) == one.num_bytes
     assert copied.numel() == one.num_bytes // 2
     assert all(x.isfinite().all() and x.shape[0] == 32 for x in outputs)

@@ -15,6 +15,7 @@ from torch import Tensor
 from sala.backends.torch.cache import KVPages
 from sala.backends.torch.fast.dispatch import _select_whole
 from sala.backends.torch.kernels import block_scores, block_selection, pooling, top_blocks, triton_kernels
+from sala.backends.torch.kernels.launch import Config
 from sala.backends.torch.ops import sparse as ops
 from sala.config import SparseConfig
 from tests.kernels.aot import Build
@@ -207,7 +208,7 @@ def test_top_blocks(
     for row, position in enumerate(positions.tolist()):
         own = position // 8
         scores[row, :, own - 2 if own >= 16 else 0 :] = torch.nan  # none of these may be read
-    config = top_blocks.TopConfig(size, segments, 1)
+    config = Config({"SIZE": size, "SEGMENTS": segments}, 1)
     got = torch.empty(4, 2, 16, dtype=torch.int32, device=device)
     top_blocks.launch_top(scores, got, positions, None, 0, sparse, config)
     assert torch.equal(got.long(), want)
@@ -309,7 +310,7 @@ def top_build(width: int, num_rows: int) -> Build:
     return build(
         top_blocks._top_kernel,
         constants | {"OFFSET": 0, "HAS_FLAGS": False, "PDL": 0},
-        {"num_warps": config.num_warps},
+        config.options,
     )
 
 

@@ -95,11 +95,12 @@ def test_qk(heads: int, groups: int, dim: int, parts: str, dtype: torch.dtype, d
         q_expected, k_expected = apply_rope(q_expected, cos, sin), apply_rope(k_expected, cos, sin)
     if growth is not None:
         q_expected = grow_queries(q_expected, positions, 512.0)
-    q_found, k_found = fused.qk_norm_rope(q, k, q_weight, k_weight, EPS, cos, sin, growth)
+    given = fused.Heads(q_weight, k_weight, EPS, cos, sin)
+    q_found, k_found = fused.qk_norm_rope(q, k, given, growth)
     assert_near(q_found, q_expected)
     assert_near(k_found, k_expected)
 
-    fused.qk_norm_rope(q, k, q_weight, k_weight, EPS, cos, sin, growth, out=(q, k))
+    fused.qk_norm_rope(q, k, given, growth, out=(q, k))
     assert torch.equal(q, q_found)
     assert torch.equal(k, k_found)
 
@@ -109,7 +110,7 @@ def test_silu_mul(width: int, dtype: torch.dtype, device: torch.device) -> None:
     both = rows(3, 2 * width, dtype, device)
     gate, up = both.chunk(2, 1)
     assert_near(fused.silu_mul(both), F.silu(gate) * up)
-    assert_near(fused.silu_mul_pair(up, gate), F.silu(up) * gate)
+    assert_near(fused.silu_mul(torch.cat((up, gate), 1)), F.silu(up) * gate)
 
 
 def test_nothing(device: torch.device) -> None:
@@ -144,11 +145,11 @@ def build(kernel: Any, constants: dict[str, Any], num_warps: int) -> Build:
 
 def builds() -> list[Build]:
     row = {"WIDTH": 4096, "BLOCK": 4096}
-    heads = {"H": 32, "G": 32, "D": 128, "HALF": 64, "HEADS": fused.HEADS}
+    heads = {"H": 32, "G": 32, "D": 128}
     everything = {"HAS_NORM": True, "HAS_ROPE": True, "HAS_GROWTH": True}
     return [
-        build(fused._rms_norm_kernel, row | {"HAS_DELTA": True}, fused._warps(4096)),
-        build(fused._norm_gate_kernel, row | {"HAS_NORM": True, "HAS_GATE": True, "PDL": 0}, fused._warps(4096)),
+        build(fused._rms_norm_kernel, row | {"HAS_DELTA": True, "scales_ptr": None}, fused.warps(4096)),
+        build(fused._norm_gate_kernel, row | {"HAS_NORM": True, "HAS_GATE": True, "PDL": 0}, fused.warps(4096)),
         build(fused._qk_kernel, heads | everything, 2),
         build(fused._silu_mul_kernel, {"WIDTH": 16384, "BLOCK": fused.COLUMNS}, 4),
     ]

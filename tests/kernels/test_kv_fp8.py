@@ -11,8 +11,9 @@ import torch
 
 from sala.backends.torch.cache import FP8, HybridCache, raw, rounded
 from sala.backends.torch.kernels import pooling
-from sala.backends.torch.kernels.attention import Config, dense_prefill, sparse_prefill
+from sala.backends.torch.kernels.attention import prefill
 from sala.backends.torch.kernels.decode_attention import decode_attention
+from sala.backends.torch.kernels.launch import Config
 from tests.kernels.aot import Build
 from tests.kernels.test_attention import BLOCK, LIMITS, Memory, choose, prefill_build, split_build
 from tests.kernels.test_block_selection import RELEASED, build
@@ -79,10 +80,10 @@ def test_attention_reads_what_the_pages_hold(device: torch.device) -> None:
     selected = choose(positions, groups, 3, BLOCK).to(device)
     for pools in (narrow, wide):
         assert pools[0].is_contiguous()
-    config = Config(4, 4, 1)
-    found, expected = (sparse_prefill(q, *pools, table, selected, start, 0.25, config) for pools in (narrow, wide))
+    config = Config({"TOKENS": 4}, 4, 1)
+    found, expected = (prefill(q, *pools, table, selected, start, 0.25, config) for pools in (narrow, wide))
     assert torch.equal(found, expected)
-    found, expected = (dense_prefill(q, *pools, table, start, 0.25, config) for pools in (narrow, wide))
+    found, expected = (prefill(q, *pools, table, None, start, 0.25, config) for pools in (narrow, wide))
     assert torch.equal(found, expected)
     lengths, is_sparse = torch.tensor([start + n], device=device), torch.ones(1, dtype=torch.bool, device=device)
     found, expected = (

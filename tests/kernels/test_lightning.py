@@ -11,20 +11,19 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.kernels import fused, lightning
+from sala.backends.torch.kernels.launch import Config
 from sala.backends.torch.kernels.lightning import (
     Heads,
-    PrefillConfig,
     lightning_decode,
     lightning_fold,
     lightning_prefill,
-    lightning_verify,
 )
 from sala.backends.torch.ops import lightning as reference
 from tests.kernels.aot import Build
 
 SLOPES = [0.84, 0.5, 0.07]
-POINTERS = PrefillConfig(chunk=16, columns=32, num_warps=4, num_stages=1, has_tma=False)
-DESCRIPTORS = PrefillConfig(chunk=64, columns=64, num_warps=4, num_stages=1, has_tma=True)
+POINTERS = Config({"CHUNK": 16, "COLUMNS": 32, "STAGES": 1, "TMA": False}, 4)
+DESCRIPTORS = Config({"CHUNK": 64, "COLUMNS": 64, "STAGES": 1, "TMA": True}, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -58,13 +57,13 @@ def distance(a: Tensor, b: Tensor) -> float:
         (63, 2, 64, POINTERS, 32),
         (65, 1, 64, DESCRIPTORS, 64),
         (300, 2, 64, DESCRIPTORS, 64),
-        (300, 2, 32, DESCRIPTORS._replace(columns=32), 128),
-        (130, 3, 32, POINTERS._replace(chunk=32), 64),
+        (300, 2, 32, DESCRIPTORS._replace(tile=DESCRIPTORS.tile | {"COLUMNS": 32}), 128),
+        (130, 3, 32, POINTERS._replace(tile=POINTERS.tile | {"CHUNK": 32}), 64),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_prefill(
-    n: int, heads: int, dim: int, config: PrefillConfig, segment: int, dtype: torch.dtype, device: torch.device
+    n: int, heads: int, dim: int, config: Config, segment: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     torch.manual_seed(n)
     q, k, v = projected(n, heads, dim, dtype, device)
@@ -106,7 +105,7 @@ def test_steps(dtype: torch.dtype, device: torch.device) -> None:
     slots, slopes = torch.tensor([4, -1, 0], device=device), torch.tensor(SLOPES[:2], device=device)
     before = states.clone()
 
-    guessed = lightning_verify(q, k, v, states, slots, slopes, scale)
+    guessed = lightning_decode(q, k, v, states, slots, slopes, scale, keeps_states=True)
     assert torch.equal(states.nan_to_num(), before.nan_to_num())
     assert not guessed[1].any()
 
@@ -143,12 +142,12 @@ def test_steps_norm_and_rotate(dtype: torch.dtype, has_norm: bool, has_rope: boo
     given = Heads(*norms, 1e-6, *angles)
     states, slopes = torch.randn(2, heads, dim, dim, device=device), torch.tensor(SLOPES[:2], device=device)
     slots, counts = torch.tensor([1, 0], device=device), torch.tensor([n, n - 1], device=device)
-    made = [x.unflatten(0, (2, n)) for x in fused.qk_norm_rope(q, k, *given, None)]
+    made = [x.unflatten(0, (2, n)) for x in fused.qk_norm_rope(q, k, given)]
     q, k, v = (x.unflatten(0, (2, n)) for x in (q, k, v))
     near = 1e-6 if dtype == torch.float32 else 1e-3
 
-    guessed = lightning_verify(q, k, v, states, slots, slopes, scale, heads=given)
-    assert distance(guessed, lightning_verify(*made, v, states, slots, slopes, scale)) < near
+    guessed = lightning_decode(q, k, v, states, slots, slopes, scale, heads=given, keeps_states=True)
+    assert distance(guessed, lightning_decode(*made, v, states, slots, slopes, scale, keeps_states=True)) < near
     after, decoded = states.clone(), []
     for token in range(n):
         rows = slice(token, None, n)  # of the angles
@@ -178,11 +177,12 @@ def test_rows_do_not_see_each_other(device: torch.device) -> None:
     assert torch.equal(torch.cat(alone), lightning_decode(q, k, v, states, slots, slopes, 0.2))
 
 
-def prefill_build(config: PrefillConfig, dtype: str, dim: int, heads: int) -> Build:
+def prefill_build(config: Config, dtype: str, dim: int, heads: int) -> Build:
     row = 4 * heads * dim
     signature = dict.fromkeys(lightning._prefill_kernel.arg_names, "constexpr")
-    for name, width in (("q", dim), ("k", dim), ("v", config.columns), ("out", config.columns)):
-        signature[name] = f"tensordesc<{dtype}[{config.chunk}, {width}]>" if config.has_tma else f"*{dtype}"
+    chunk, columns = config.tile["CHUNK"], config.tile["COLUMNS"]
+    for name, width in (("q", dim), ("k", dim), ("v", columns), ("out", columns)):
+        signature[name] = f"tensordesc<{dtype}[{chunk}, {width}]>" if config.tile["TMA"] else f"*{dtype}"
     signature |= dict.fromkeys(("state_ptr", "slopes_ptr", "next_ptr"), "*fp32")
     signature |= {"num_tokens": "i32", "segment": "i32", "scale": "fp32"}
     constants = {
@@ -191,14 +191,11 @@ def prefill_build(config: PrefillConfig, dtype: str, dim: int, heads: int) -> Bu
         "V_ROW": row,
         "H": heads,
         "D": dim,
-        "COLUMNS": config.columns,
-        "CHUNK": config.chunk,
         "HORIZON": lightning.HORIZON,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32",
-        "STAGES": config.num_stages,
-        "TMA": config.has_tma,
+        **config.tile,
     }
-    return Build(lightning._prefill_kernel, signature, constants, {"num_warps": config.num_warps})
+    return Build(lightning._prefill_kernel, signature, constants, config.options)
 
 
 def step_build(num_tokens: int, has_output: bool, has_counts: bool, keeps_state: bool, early: int) -> Build:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sala.backends.torch.kernels import fused, linear
-from sala.backends.torch.kernels.linear import Config
+from sala.backends.torch.kernels.launch import Config
 from sala.backends.torch.ops.dense import rms_norm
 from tests.kernels.aot import Build
 
@@ -20,12 +20,19 @@ EPS = 1e-6
 DTYPES = [torch.float32, torch.float16]
 LIMITS = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}  # shared memory of a program
 SHAPES = [(64, 64), (192, 576), (136, 320)]  # N, K
+
+
+def tile(columns: int, depth: int, splits: int, num_warps: int, num_stages: int, is_swapped: bool = True) -> Config:
+    sizes = {"COLUMNS": columns, "DEPTH": depth, "SPLITS": splits, "IS_SWAPPED": is_swapped}
+    return Config(sizes, num_warps, num_stages)
+
+
 CONFIGS = [
     None,
-    Config(64, 64, 1, 4, 3),
-    Config(16, 64, 2, 4, 3, is_swapped=False),
-    Config(128, 128, 4, 4, 3),
-    Config(32, 256, 8, 8, 4, is_swapped=False),
+    tile(64, 64, 1, 4, 3),
+    tile(16, 64, 2, 4, 3, is_swapped=False),
+    tile(128, 128, 4, 4, 3),
+    tile(32, 256, 8, 8, 4, is_swapped=False),
 ]
 
 
@@ -75,15 +82,16 @@ def test_split_linear(shape: tuple[int, int], config: Config | None, dtype: torc
     assert partials.shape[1:] == (32, n)
     assert partials.dtype == torch.float32
     if config is not None:
-        assert partials.shape[0] == config.splits
-        size = -(-k // (config.depth * config.splits)) * config.depth
-        parts = [x.float()[:, i * size : (i + 1) * size] for i in range(config.splits)]
-        pieces = [weight.float()[:, i * size : (i + 1) * size] for i in range(config.splits)]
+        splits, depth = config.tile["SPLITS"], config.tile["DEPTH"]
+        assert partials.shape[0] == splits
+        size = -(-k // (depth * splits)) * depth
+        parts = [x.float()[:, i * size : (i + 1) * size] for i in range(splits)]
+        pieces = [weight.float()[:, i * size : (i + 1) * size] for i in range(splits)]
         assert_near(partials, torch.stack([F.linear(*both) for both in zip(parts, pieces, strict=True)]), 1e-5)
     assert_near(partials.sum(0), F.linear(x.float(), weight.float()), 1e-5)
 
 
-@pytest.mark.parametrize("config", [None, Config(64, 64, 1, 4, 3), Config(32, 128, 1, 4, 3, is_swapped=False)], ids=str)
+@pytest.mark.parametrize("config", [None, tile(64, 64, 1, 4, 3), tile(32, 128, 1, 4, 3, is_swapped=False)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_whole_products(
     shape: tuple[int, int], config: Config | None, dtype: torch.dtype, device: torch.device
@@ -139,7 +147,7 @@ def test_small_model(dtype: torch.dtype, device: torch.device) -> None:
     assert_near(normed, expected[1], 1e-5)
 
 
-@pytest.mark.parametrize("config", [None, Config(64, 64, 4, 4, 3, is_swapped=False)], ids=str)
+@pytest.mark.parametrize("config", [None, tile(64, 64, 4, 4, 3, is_swapped=False)], ids=str)
 def test_rows_do_not_see_each_other(config: Config | None, dtype: torch.dtype, device: torch.device) -> None:
     x, weight = rows(32, 320, dtype, device), weights(192, 320, dtype, device)
     others = rows(32, 320, dtype, device) * 100
@@ -174,9 +182,13 @@ def test_nothing(device: torch.device) -> None:
 
 @pytest.mark.parametrize("limit", LIMITS.values())
 def test_splits_are_of_the_shape_alone(limit: int) -> None:
-    assert [linear._config(n, k, 2, limit).splits for n, k in ((4096, 4096), (4096, 16384), (16384, 4096))] == [2, 2, 1]
-    assert linear._config(576, 576, 2, limit).splits == 2
-    assert linear._config(64, 64, 2, limit).splits == 1
+    assert [linear._config(n, k, 2, limit).tile["SPLITS"] for n, k in ((4096, 4096), (4096, 16384), (16384, 4096))] == [
+        2,
+        2,
+        1,
+    ]
+    assert linear._config(576, 576, 2, limit).tile["SPLITS"] == 2
+    assert linear._config(64, 64, 2, limit).tile["SPLITS"] == 1
 
 
 def build(kernel: Any, constants: dict[str, Any], options: dict[str, Any], dtype: str = "bf16") -> Build:
@@ -184,7 +196,7 @@ def build(kernel: Any, constants: dict[str, Any], options: dict[str, Any], dtype
     for name in kernel.arg_names:
         if name in constants:
             signature[name] = "constexpr"
-        elif name == "partials_ptr" or (name == "out_ptr" and "SPLITS" in constants and kernel.__name__ == LINEAR):
+        elif name == "partials_ptr" or (name == "out_ptr" and not constants.get("IS_PAIR", True)):
             signature[name] = "*fp32"
         elif name.endswith("_ptr"):
             signature[name] = f"*{dtype}"
@@ -193,35 +205,33 @@ def build(kernel: Any, constants: dict[str, Any], options: dict[str, Any], dtype
     return Build(kernel, signature, constants, options)
 
 
-LINEAR = linear._linear_kernel.__name__
-
-
 def linear_build(n: int, k: int, config: Config, dtype: str = "bf16", rows: int = 32) -> Build:
     number = torch.float32 if dtype == "fp32" else torch.bfloat16
-    constants = linear.constants(rows, n, k, number, config) | {"SPLITS": config.splits}
-    return build(linear._linear_kernel, constants, linear.options(config), dtype)
+    constants = linear.linear_constants(rows, n, k, number, config)
+    return build(linear._linear_kernel, constants, config.options, dtype)
+
+
+def pair_build(config: Config, rows: int) -> Build:
+    constants = linear.linear_constants(rows, 16384, 4096, torch.bfloat16, config, is_pair=True)
+    return build(linear._linear_kernel, constants, config.options)
 
 
 def builds_for(capability: int) -> list[Build]:
     """The released shapes as this device would have them, and a small model; what is early, from Hopper on."""
     limit = LIMITS[capability]
     down = linear._config(4096, 16384, 2, limit)
-    pair, tall_pair = (linear._pair_config(rows, 2, limit) for rows in (32, 128))
+    pair, tall_pair = (linear._config(32768, 4096, 2, limit, rows, 1, is_pair=True) for rows in (32, 128))
     row = {"SPLITS": 4, "WIDTH": 4096, "BLOCK": 4096, "PDL": 2 if capability >= 90 else 0}
     if capability >= 90:
         down, pair = (config._replace(uses_pdl=True) for config in (down, pair))
     return [
         linear_build(4096, 4096, linear._config(4096, 4096, 2, limit)),
         linear_build(4096, 16384, down),
-        build(linear._gate_up_kernel, linear.constants(32, 16384, 4096, torch.bfloat16, pair), linear.options(pair)),
+        pair_build(pair, 32),
         build(linear._add_norm_kernel, row, {"num_warps": 32, "enable_fp_fusion": False}),
         linear_build(576, 1536, linear._config(576, 1536, 4, limit), dtype="fp32"),
         *(linear_build(4096, 16384, linear._config(4096, 16384, 2, limit, rows=rows), rows=rows) for rows in (64, 128)),
-        build(
-            linear._gate_up_kernel,
-            linear.constants(128, 16384, 4096, torch.bfloat16, tall_pair),
-            linear.options(tall_pair),
-        ),
+        pair_build(tall_pair, 128),
     ]
 
 

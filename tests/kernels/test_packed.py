@@ -23,7 +23,7 @@ from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.fast.gpu_weights import Projection
 from sala.backends.torch.kernels import fused, linear, packed, packed_unpack, packed_weight
-from sala.backends.torch.kernels.packed import Config
+from sala.backends.torch.kernels.launch import Config
 from sala.backends.torch.linears import AffineEmbedding, AffineLinear, AffineWeight
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.affine import dequantize
@@ -35,7 +35,7 @@ from tests.kernels.test_linear import LIMITS, rows
 
 FORMATS = [(bits, group_size) for bits in (4, 8) for group_size in (32, 64, 128)]
 N, K = 72, 384  # no whole tiles, no whole blocks of 4 bits
-CONFIGS = [None, Config(32, 4, 4, 2)]
+CONFIGS = [None, Config({"COLUMNS": 32, "SPLITS": 4}, 4, 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -131,16 +131,16 @@ def check_products(held: packed_weight.PackedWeight, weight: Tensor) -> None:
     x = rows(3, K, dtype, device)
     wanted = F.linear(x.float(), weight)
     for config in CONFIGS:
-        partials = packed.split_linear(x, held, config)
+        partials = linear.split_linear(x, held, config)
         assert partials.dtype == torch.float32
         assert_near(partials.sum(0).to(dtype), wanted)
         if config is not None:
-            assert partials.shape[0] == config.splits
-        if config is None or config.splits == 1:
-            found = packed.linear(x, held, config)
+            assert partials.shape[0] == config.tile["SPLITS"]
+        if config is None or config.tile["SPLITS"] == 1:
+            found = linear.linear(x, held, config)
             assert found.dtype == dtype
             assert_near(found, wanted)
-            pair = packed.linear_silu_mul(x, held, config)
+            pair = linear.linear_silu_mul(x, held, config)
             assert torch.equal(pair, fused.silu_mul(found))
 
 
@@ -148,7 +148,7 @@ def check_products(held: packed_weight.PackedWeight, weight: Tensor) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_few_rows_and_many_see_the_same_weights(bits: int, dtype: torch.dtype, device: torch.device) -> None:
     held = affine(N, K, bits, 64, torch.float32, device).for_gpu(dtype, device)
-    found = [packed.linear(some, held) for some in torch.eye(K, dtype=dtype, device=device).split(linear.MAX_ROWS)]
+    found = [linear.linear(some, held) for some in torch.eye(K, dtype=dtype, device=device).split(linear.MAX_ROWS)]
     assert torch.equal(torch.cat(found), packed.expand(held).T)
 
 
@@ -173,7 +173,7 @@ def test_scales_too_large_to_be_made_larger(group_size: int, device: torch.devic
         held.append(one.for_gpu(torch.bfloat16, device))
         wanted = dense(one)
         torch.testing.assert_close(packed.expand(held[-1]).float(), wanted, rtol=2**-8, atol=2**-8)
-        found, terms = packed.linear(x, held[-1]).float(), F.linear(x.float().abs(), wanted.abs())
+        found, terms = linear.linear(x, held[-1]).float(), F.linear(x.float().abs(), wanted.abs())
         assert ((found - F.linear(x.float(), wanted)).abs() <= 2**-7 * terms).all()  # the large ones may cancel
     assert [one.power for one in held] == [packed_weight.POWER, 0]
     assert not packed_weight.are_alike(held)
@@ -186,9 +186,9 @@ def test_in_fp32(bits: int, device: torch.device) -> None:
     weight = affine(N, K, bits, 64, torch.float32, device)
     held, x = weight.for_gpu(torch.float32, device), rows(3, K, torch.float32, device)
     wanted = F.linear(x, dense(weight))
-    assert_near(packed.linear(x, held), wanted, 1e-5)
-    assert_near(packed.split_linear(x, held).sum(0), wanted, 1e-5)
-    assert_near(packed.linear_silu_mul(x, held), fused.silu_mul(wanted), 1e-5)
+    assert_near(linear.linear(x, held), wanted, 1e-5)
+    assert_near(linear.split_linear(x, held).sum(0), wanted, 1e-5)
+    assert_near(linear.linear_silu_mul(x, held), fused.silu_mul(wanted), 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the other rows are large, or no numbers
@@ -197,7 +197,7 @@ def test_rows_do_not_see_each_other(count: int, bits: int, device: torch.device)
     held = affine(N, K, bits, 64, torch.float32, device).for_gpu(torch.float16, device)
     x, others = rows(count, K, torch.float16, device), rows(count, K, torch.float16, device) * 100
     others[0], others[7] = x[0], float("nan")
-    for call in (packed.linear, packed.linear_silu_mul, lambda *args: packed.split_linear(*args).transpose(0, 1)):
+    for call in (linear.linear, linear.linear_silu_mul, lambda *args: linear.split_linear(*args).transpose(0, 1)):
         together = call(x, held)
         assert torch.equal(call(others, held)[0], together[0])
         assert torch.equal(call(x[1:], held), together[1:])
@@ -211,17 +211,17 @@ def test_rows_do_not_see_each_other(count: int, bits: int, device: torch.device)
 def test_many_rows(bits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = affine(N, K, bits, 64, torch.float32, device)
     x = rows(linear.MAX_ROWS + 1, K, torch.float16, device)
-    whole = packed.product(x, weight.for_gpu(torch.float16, device))
+    whole = linear.product(x, weight.for_gpu(torch.float16, device))
     assert_near(whole, F.linear(x.float(), dense(weight)), 4e-3)
     monkeypatch.setattr(packed, "MAX_EXPANDED", 30 * K)
-    assert_near(packed.product(x, weight.for_gpu(torch.float16, device)), whole)
+    assert_near(linear.product(x, weight.for_gpu(torch.float16, device)), whole)
 
 
 def test_rows_of_any_layout(device: torch.device) -> None:
     held = affine(N, K, 4, 64, torch.float32, device).for_gpu(torch.float16, device)
     odd = rows(3, K, torch.float16, device, 3)
-    assert torch.equal(packed.linear(odd, held), packed.linear(odd.contiguous(), held))
-    assert packed.linear(odd[:0], held).shape == (0, N)
+    assert torch.equal(linear.linear(odd, held), linear.linear(odd.contiguous(), held))
+    assert linear.linear(odd[:0], held).shape == (0, N)
     assert packed.expand(held, torch.zeros(0, dtype=torch.long, device=device)).shape == (0, K)
 
 
@@ -244,10 +244,10 @@ def test_several_matrices_side_by_side(device: torch.device) -> None:
     x = rows(5, K, torch.float16, device)
     shapes = [(40, 4, 64), (24, 8, 32), (9, 4, 32)]
     held = [affine(n, K, bits, size, torch.float16, device).for_gpu(torch.float16, device) for n, bits, size in shapes]
-    assert torch.equal(packed.linears(x, held), torch.cat([packed.linear(x, each) for each in held], 1))
+    assert torch.equal(linear.linears(x, held), torch.cat([linear.linear(x, each) for each in held], 1))
     wide = [affine(n, K, bits, size, torch.float32, device).for_gpu(torch.float32, device) for n, bits, size in shapes]
     x = x.float()
-    assert torch.equal(packed.linears(x, wide), torch.cat([packed.linear(x, each) for each in wide], 1))
+    assert torch.equal(linear.linears(x, wide), torch.cat([linear.linear(x, each) for each in wide], 1))
 
 
 def test_one_matrix_of_several(device: torch.device) -> None:
@@ -431,21 +431,22 @@ def test_the_instructions_of_gpus_unpack_nibbles(kind: str, group_size: int) -> 
 @pytest.mark.parametrize("limit", LIMITS.values())
 def test_splits_are_of_the_shape_alone(limit: int) -> None:
     for n, k in ((4096, 4096), (4096, 16384), (576, 1536)):
-        found = {packed._config(n, k, bits, limit, count).splits for bits in (4, 8) for count in (1, 32, 128)}
+        found = {packed._config(n, k, bits, limit, count).tile["SPLITS"] for bits in (4, 8) for count in (1, 32, 128)}
         assert len(found) == 1
-    assert packed._config(64, 64, 4, limit, 1).splits == 1
+    assert packed._config(64, 64, 4, limit, 1).tile["SPLITS"] == 1
 
 
 def build(capability: int, n: int, k: int, bits: int, group_size: int, count: int, is_pair: bool = False) -> Build:
     config = packed._config(n, k, bits, LIMITS[capability], count, 1 if is_pair else packed.MAX_SPLITS)
     if capability >= 90:
         config = config._replace(uses_pdl=True)
-    constants = packed.constants(count, n, k, bits, group_size, config, is_pair)
+    constants = packed.packed_constants(count, n, k, bits, config, is_pair)
+    constants |= {"BITS": bits, "GROUPS": packed_weight.block_size(bits) // group_size}
     constants |= {"PITCH": 2 * n, "POWER": packed_weight.POWER if bits == 4 else 0, "HAS_ASM": True}
     pointers = {"x_ptr": "*bf16", "codes_ptr": "*i32", "groups_ptr": "*i32", "x_row": "i32", "out_row": "i32"}
     pointers["out_ptr"] = "*bf16" if is_pair else "*fp32"
     signature = {name: pointers.get(name, "constexpr") for name in packed._packed_kernel.arg_names}
-    return Build(packed._packed_kernel, signature, constants, packed.options(config))
+    return Build(packed._packed_kernel, signature, constants, config.options)
 
 
 def builds_for(capability: int) -> list[Build]:

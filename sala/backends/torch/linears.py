@@ -219,9 +219,9 @@ class AffineLinear(NativeProducts, AffineModule):
         if self.bias is None and self.kernel is not None and _is_ready(x):  # decoding: every microsecond counts
             return self.by_kernel(x)
         if self.can_run_on_gpu(x, x.dtype):
-            from sala.backends.torch.kernels import packed
+            from sala.backends.torch.kernels import linear
 
-            y = packed.product(x.reshape(-1, self.in_features), self.gpu_weight(x.dtype, x.device))
+            y = linear.product(x.reshape(-1, self.in_features), self.gpu_weight(x.dtype, x.device))
         else:
             rows = x.reshape(-1, self.in_features).float().contiguous()
             y = self.by_expansion(rows) if self.kernel is None or len(rows) > DECODE_ROWS else self.by_kernel(rows)

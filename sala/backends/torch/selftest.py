@@ -34,6 +34,7 @@ DENSE_LEN = 2048  # beyond them: no dense row is longer than this
 SMALL = replace(  # heads as wide as those of the released model
     TINY, head_dim=64, lightning_head_dim=64, sparse_config=replace(TINY.sparse_config, dense_len=DENSE_LEN)
 )
+KINDS, REGIMES = ("prefill", "decode"), ("dense", "sparse")
 STEP_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 _MESSAGE = 200  # characters of a reason
 
@@ -93,56 +94,46 @@ def case_trials(kind: str, cases: Sequence[KernelCase]) -> dict[str, Trial]:
 
 
 def cpu_step_trials() -> dict[str, Trial]:
-    return {f"native step, {regime}": Trial(partial(_cpu_step, regime == "sparse"), 1e-4) for regime in REGIMES}
+    """The steps of an answer, after a prompt that the model computes for both."""
+    step = partial(_step_error, torch.device("cpu"), torch.float32, "decode")
+    return {f"native step, {regime}": Trial(partial(step, regime == "sparse"), 1e-4) for regime in REGIMES}
 
 
 def gpu_step_trials(device: torch.device) -> dict[str, Trial]:
+    """A prompt in two chunks, or an answer after one, by all kernels together."""
     plain = {
         f"GPU {kind}, {regime}, {str(dtype).removeprefix('torch.')}": Trial(
-            partial(_gpu_step, device, dtype, kind, regime == "sparse"), tolerance
+            partial(_step_error, device, dtype, kind, regime == "sparse"), tolerance
         )
         for dtype, tolerance in STEP_ERRORS.items()
-        for kind in ("prefill", "decode")
+        for kind in KINDS
         for regime in REGIMES
     }
     packed = {
-        f"GPU {kind}, {bits} bits": Trial(partial(_packed_step, device, kind, bits), STEP_ERRORS[torch.bfloat16])
-        for kind in ("prefill", "decode")
+        f"GPU {kind}, {bits} bits": Trial(
+            partial(_step_error, device, torch.bfloat16, kind, True, bits), STEP_ERRORS[torch.bfloat16]
+        )
+        for kind in KINDS
         for bits in (4, 8)
     }
     return plain | packed
 
 
-REGIMES = ("dense", "sparse")
-
-
-def _cpu_step(is_sparse: bool) -> float:
-    """The steps of an answer, after a prompt that the model computes for both."""
-    model = random_model(SMALL, torch.float32, torch.device("cpu"))
-    return Pair(CpuDecode(model), model, is_sparse).compare_kind("decode")
-
-
-def _gpu_step(device: torch.device, dtype: torch.dtype, kind: str, is_sparse: bool) -> float:
-    """A prompt in two chunks, or an answer after one, by all kernels together."""
-    model = random_model(SMALL, dtype, device)
-    return Pair(_gpu_forward(model, device), model, is_sparse).compare_kind(kind)
-
-
-def _packed_step(device: torch.device, kind: str, bits: int) -> float:
-    """`_gpu_step` with packed matrices, against the same ones dequantized."""
-    model, twin = (random_model(SMALL, torch.bfloat16, device) for _ in range(2))
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            weight = _nearest(module.weight, bits)
-            module.weight.copy_(weight.rows(slice(None)))
-            twin.set_submodule(name, AffineLinear(weight, module.bias))
-    return Pair(_gpu_forward(twin, device), model, is_sparse=True).compare_kind(kind)
-
-
-def _gpu_forward(model: SalaModel, device: torch.device) -> FusedForward:
+def _step_error(device: torch.device, dtype: torch.dtype, kind: str, is_sparse: bool, bits: int | None = None) -> float:
+    """Compare the fused forward with the model; with `bits`, packed matrices with the same ones dequantized."""
+    model = fused_model = random_model(SMALL, dtype, device)
+    if bits is not None:
+        fused_model = random_model(SMALL, dtype, device)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and name != "lm_head":
+                weight = _nearest(module.weight, bits)
+                module.weight.copy_(weight.rows(slice(None)))
+                fused_model.set_submodule(name, AffineLinear(weight, module.bias))
+    if device.type == "cpu":
+        return Pair(CpuDecode(fused_model), model, is_sparse).compare_kind(kind)
     from sala.backends.torch.fast.gpu_forward import GpuForward
 
-    return GpuForward(model, device, PROMPT + 64, has_graphs=device.type == "cuda")
+    return Pair(GpuForward(fused_model, device, PROMPT + 64), model, is_sparse).compare_kind(kind)
 
 
 def _nearest(weight: Tensor, bits: int, group_size: int = 32) -> AffineWeight:
@@ -178,14 +169,10 @@ class Pair:
         """Compare a prompt in two chunks ("prefill"), or the steps of an answer after it ("decode")."""
         if kind == "prefill":
             return self.compare((PROMPT - 300, 300))
-        self.read(PROMPT)
-        return self.compare(ANSWER)
-
-    def read(self, count: int) -> None:
-        """Let the model compute so many tokens in both caches."""
-        plan = Plan((self.row(count),))
+        plan = Plan((self.row(PROMPT),))
         for cache in self.caches:
             self.model(pack(plan, self.device), cache)
+        return self.compare(ANSWER)
 
     def compare(self, sizes: Sequence[int]) -> float:
         """Run rows of these sizes and return the distance of all hidden states, relative to their norm.

@@ -55,7 +55,7 @@ def _attend_row(
 def _dense_prefill(pages: Pages, q: Tensor, start: int, blocks: Tensor, scale: float) -> Tensor:
     from sala.backends.torch.kernels import attention
 
-    return attention.dense_prefill(q, *pages.keys_and_values, pages.tile_table(blocks), start, scale)
+    return attention.prefill(q, *pages.keys_and_values, pages.tile_table(blocks), None, start, scale)
 
 
 def _sparse_prefill(pages: Pages, q: Tensor, start: int, blocks: Tensor, scale: float) -> Tensor:
@@ -64,7 +64,7 @@ def _sparse_prefill(pages: Pages, q: Tensor, start: int, blocks: Tensor, scale: 
     k1, k2 = pages.pooled(blocks)
     own = torch.arange(k1.shape[1], device=q.device)
     selected = block_selection.select_prefill(q, k1, k2, own, start, pages.layout.sparse, scale)
-    return attention.sparse_prefill(q, *pages.keys_and_values, pages.tile_table(blocks), selected, start, scale)
+    return attention.prefill(q, *pages.keys_and_values, pages.tile_table(blocks), selected, start, scale)
 
 
 def _attend_decode(pages: Pages, step: StepMetadata, rows: Sequence[RequestRow], q: Tensor, scale: float) -> Tensor:

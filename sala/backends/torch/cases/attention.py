@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sala.backends.torch import kernels
 from sala.backends.torch.batch import Span
 from sala.backends.torch.cache import KVPages
 from sala.backends.torch.cases.shapes import (
@@ -34,8 +35,7 @@ def attention_cases(shapes: Shapes) -> Iterator[KernelCase]:
     yield _select_prefill(shapes)
     yield from (_select_decode(shapes, rows) for rows in shapes.batches)
     yield _top_blocks(shapes)
-    yield from (_sparse_attention(shapes, shared) for shared in shapes.shared)
-    yield _dense_attention(shapes)
+    yield from (_prefill_attention(shapes, shared) for shared in (*shapes.shared, None))
     yield from (_decode_attention(shapes, rows) for rows in shapes.batches)
     yield _append(shapes)
 
@@ -60,7 +60,8 @@ def _pooled_bytes(shapes: Shapes) -> int:
     return (fine + coarse) * shapes.config.num_key_value_heads * shapes.config.head_dim * shapes.dtype.itemsize
 
 
-def _window_flops(shapes: Shapes, count: int) -> int:
+def _flops(shapes: Shapes, count: int) -> int:
+    """Operations of products of every query head with so many vectors."""
     return 2 * shapes.config.num_attention_heads * shapes.config.head_dim * count
 
 
@@ -118,20 +119,17 @@ def _block_scores(shapes: Shapes) -> KernelCase:
     positions = shapes.arange(start, shapes.context)
 
     def build(_: int) -> list[Work]:
-        from sala.backends.torch.kernels import block_scores
-        from sala.backends.torch.kernels.attention import shared_memory
-
         pooled, q = Pooled(shapes, 1), shapes.queries(n)
         line, windows = pooled.line(0), pooled.windows(0)
         width = (shapes.context - 1) // sparse.block_size - sparse.num_window_blocks
-        config = block_scores.score_config(q.element_size(), q.shape[2], shared_memory(q.device))
-        tile = min(block_scores.queries_at_once(q, groups, width, sparse, config), n)
+        config = kernels.block_scores.score_config(q.element_size(), q.shape[2], kernels.launch.shared_memory(q.device))
+        tile = min(kernels.block_scores.queries_at_once(q, groups, width, sparse, config), n)
         scores = torch.zeros(tile, groups, width, dtype=torch.float32, device=shapes.device)
 
         def kernel() -> Tensor:
             for begin in range(0, n, tile):
                 rows = q[begin : begin + tile]
-                block_scores.launch_scores(rows, *line, scores, start + begin, sparse, shapes.scale, config)
+                kernels.block_scores.launch_scores(rows, *line, scores, start + begin, sparse, shapes.scale, config)
             return scores
 
         return [Work(kernel, partial(_scores, shapes, q, *windows, positions))]
@@ -144,7 +142,7 @@ def _block_scores(shapes: Shapes) -> KernelCase:
 
     num_scores, num_seen = _chunk_windows(shapes)
     num_bytes = _query_bytes(shapes, n) + _pooled_bytes(shapes) + groups * num_scores * STATE_BYTES
-    flops = _window_flops(shapes, num_seen)
+    flops = _flops(shapes, num_seen)
     return KernelCase("block scores", _chunk_size(shapes), build, flops, num_bytes, measure=measure)
 
 
@@ -167,50 +165,43 @@ def _select_prefill(shapes: Shapes) -> KernelCase:
     start = shapes.context - n
 
     def build(_: int) -> list[Work]:
-        from sala.backends.torch.kernels import block_selection
-
         pooled, q = Pooled(shapes, 1), shapes.queries(n)
         rest = (pooled.tables[0], start, shapes.sparse, shapes.scale)
-        kernel = partial(block_selection.select_prefill, q, pooled.k1, pooled.k2, *rest)
+        kernel = partial(kernels.block_selection.select_prefill, q, pooled.k1, pooled.k2, *rest)
         return [Work(kernel, partial(pooled.select, q, shapes.arange(start, shapes.context), 0))]
 
-    flops = _window_flops(shapes, _chunk_windows(shapes)[1])
+    flops = _flops(shapes, _chunk_windows(shapes)[1])
     num_bytes = _query_bytes(shapes, n) + _pooled_bytes(shapes) + _selected_bytes(shapes, n)
     return KernelCase("block selection", _chunk_size(shapes), build, flops, num_bytes, measure=share_of_others)
 
 
 def _select_decode(shapes: Shapes, rows: int) -> KernelCase:
-    num_bytes = rows * _pooled_bytes(shapes) + _query_bytes(shapes, rows) + _selected_bytes(shapes, rows)
-
     def build(count: int) -> list[Work]:
-        from sala.backends.torch.kernels import block_selection
+        pooled = Pooled(shapes, count * rows)
+        lengths, flags = _decode_rows(shapes, rows)
 
-        pooled, queries = Pooled(shapes, count * rows), [shapes.queries(rows) for _ in range(count)]
-        tables = pooled.tables.int().view(count, rows, -1)
-        lengths = torch.full((rows,), shapes.context, device=shapes.device)
-        flags = torch.ones(rows, dtype=torch.bool, device=shapes.device)
-        rest = (lengths, shapes.sparse, shapes.scale, shapes.num_blocks, flags)
+        def one_by_one(q: Tensor, first: int) -> Tensor:
+            return torch.cat([pooled.select(part, lengths[:1] - 1, first + i) for i, part in enumerate(q.split(1))])
 
-        def one_by_one(index: int) -> Tensor:
-            parts = queries[index].split(1)
-            return torch.cat([pooled.select(q, lengths[:1] - 1, index * rows + i) for i, q in enumerate(parts)])
-
-        kernels = (partial(block_selection.select_decode, q, pooled.k1, pooled.k2) for q in queries)
-        return [
-            Work(partial(kernel, table, *rest), partial(one_by_one, index))
-            for index, (kernel, table) in enumerate(zip(kernels, tables, strict=True))
-        ]
+        works = []
+        for first in range(0, count * rows, rows):
+            q, tables = shapes.queries(rows), pooled.tables[first : first + rows].int()
+            rest = (tables, lengths, shapes.sparse, shapes.scale, shapes.num_blocks, flags)
+            kernel = partial(kernels.block_selection.select_decode, q, pooled.k1, pooled.k2, *rest)
+            works.append(Work(kernel, partial(one_by_one, q, first)))
+        return works
 
     _, fine, coarse = num_windows(shapes.context - 1, shapes.sparse)
-    return KernelCase(
-        "decode block selection",
-        _decode_size(shapes, rows),
-        build,
-        _window_flops(shapes, rows * (fine + coarse)),
-        num_bytes,
-        num_sets=shapes.num_sets(num_bytes),
-        measure=share_of_others,
-    )
+    num_bytes = rows * _pooled_bytes(shapes) + _query_bytes(shapes, rows) + _selected_bytes(shapes, rows)
+    flops, sets = _flops(shapes, rows * (fine + coarse)), shapes.num_sets(num_bytes)
+    size = _decode_size(shapes, rows)
+    return KernelCase("decode block selection", size, build, flops, num_bytes, num_sets=sets, measure=share_of_others)
+
+
+def _decode_rows(shapes: Shapes, rows: int) -> tuple[Tensor, Tensor]:
+    """The lengths of a decode step's rows, and that all of them are sparse."""
+    lengths = torch.full((rows,), shapes.context, device=shapes.device)
+    return lengths, torch.ones(rows, dtype=torch.bool, device=shapes.device)
 
 
 def _decode_size(shapes: Shapes, rows: int) -> str:
@@ -225,15 +216,13 @@ def _top_blocks(shapes: Shapes) -> KernelCase:
     num_free = max(0, end - sparse.init_blocks)
 
     def build(_: int) -> list[Work]:
-        from sala.backends.torch.kernels import top_blocks
-
         scores = torch.rand(n, groups, num_blocks, device=shapes.device)
         positions = torch.full((n,), num_blocks * sparse.block_size - 1, device=shapes.device)
         free = scores[:, :, sparse.init_blocks : end].contiguous()
         count = min(num_free, sparse.num_selected - sparse.num_window_blocks - sparse.init_blocks - 1)
-        case = (scores, positions, sparse)
         peer = partial(torch.topk, free, count, sorted=False)
-        return [Work(partial(top_blocks.top_blocks, *case), partial(reference.top_blocks, *case), peer)]
+        kernel = kernels.top_blocks.top_blocks
+        return [Work.of(kernel, reference.top_blocks, scores, positions, sparse, peer=peer)]
 
     num_bytes = n * groups * num_free * STATE_BYTES + _selected_bytes(shapes, n)
     size = f"{row_count(n)} of {label(num_blocks)}"
@@ -247,11 +236,6 @@ def num_attended(begin: int, end: int, sparse: SparseConfig) -> int:
     """Count the keys that queries at these positions attend to by the sparse rule, all together."""
     block, most = sparse.block_size, sparse.num_selected
     return sum(min(at // block, most - 1) * block + at % block + 1 for at in range(begin, end))
-
-
-def _attention_flops(shapes: Shapes, count: int) -> int:
-    """A product with a key and one with a value."""
-    return 4 * shapes.config.num_attention_heads * shapes.config.head_dim * count
 
 
 def _key_bytes(shapes: Shapes, count: int) -> int:
@@ -309,40 +293,29 @@ def _by_the_fastest(attend: Call) -> Tensor:
         return attend()
 
 
-def _sparse_attention(shapes: Shapes, shared: float) -> KernelCase:
-    """A whole prompt: torch's causal attention, the peer, takes nothing else."""
-    length = shapes.context
+def _prefill_attention(shapes: Shapes, shared: float | None) -> KernelCase:
+    """A whole prompt, as torch's causal attention takes nothing else: the longest one, or that of the dense regime."""
+    is_sparse = shared is not None
+    length = shapes.context if is_sparse else shapes.sparse.dense_len
 
     def build(_: int) -> list[Work]:
-        from sala.backends.torch.kernels import attention
-
-        line, q, positions = Line(shapes, length), shapes.queries(length), shapes.arange(length)
-        selected = random_selection(positions, len(line.table), line.k.shape[0], shapes.sparse, shared)
-        kernel = partial(attention.sparse_prefill, q, line.k, line.v, line.table, selected, 0, shapes.scale)
-        twin = partial(
-            reference.sparse_attention, q, line.k, line.v, line.table, selected.long(), positions, shapes.scale
-        )
-        return [Work(kernel, twin, line.causal(q, shapes.scale))]
-
-    num_bytes = 2 * _query_bytes(shapes, length) + _key_bytes(shapes, length) + _selected_bytes(shapes, length)
-    flops = _attention_flops(shapes, num_attended(0, length, shapes.sparse))
-    return KernelCase("sparse attention", f"{label(length)}, {shared:.0%} shared", build, flops, num_bytes, "SDPA")
-
-
-def _dense_attention(shapes: Shapes) -> KernelCase:
-    """The longest prompt in the dense regime."""
-    length = shapes.sparse.dense_len
-
-    def build(_: int) -> list[Work]:
-        from sala.backends.torch.kernels import attention
-
-        line, q = Line(shapes, length), shapes.queries(length)
-        kernel = partial(attention.dense_prefill, q, line.k, line.v, line.table, 0, shapes.scale)
-        return [Work(kernel, partial(dense_attention, q, *line.lines, 0, shapes.scale), line.causal(q, shapes.scale))]
+        line, q, positions, scale = Line(shapes, length), shapes.queries(length), shapes.arange(length), shapes.scale
+        selected, twin = None, partial(dense_attention, q, *line.lines, 0, scale)
+        if shared is not None:
+            selected = random_selection(positions, len(line.table), line.k.shape[0], shapes.sparse, shared)
+            pages = (line.k, line.v, line.table, selected.long())
+            twin = partial(reference.sparse_attention, q, *pages, positions, scale)
+        kernel = partial(kernels.attention.prefill, q, line.k, line.v, line.table, selected, 0, scale)
+        return [Work(kernel, twin, line.causal(q, scale))]
 
     num_bytes = 2 * _query_bytes(shapes, length) + _key_bytes(shapes, length)
-    flops = _attention_flops(shapes, length * (length + 1) // 2)
-    return KernelCase("dense attention", label(length), build, flops, num_bytes, "SDPA")
+    num_seen = length * (length + 1) // 2
+    name, size = "dense attention", label(length)
+    if is_sparse:
+        num_bytes += _selected_bytes(shapes, length)
+        num_seen = num_attended(0, length, shapes.sparse)
+        name, size = "sparse attention", f"{size}, {shared:.0%} shared"
+    return KernelCase(name, size, build, _flops(shapes, 2 * num_seen), num_bytes, "SDPA")
 
 
 def _decode_attention(shapes: Shapes, rows: int) -> KernelCase:
@@ -350,14 +323,11 @@ def _decode_attention(shapes: Shapes, rows: int) -> KernelCase:
     groups, num_seen = config.num_key_value_heads, num_attended(shapes.context - 1, shapes.context, sparse)
 
     def build(count: int) -> list[Work]:
-        from sala.backends.torch.kernels import decode_attention
-
         num_pages = shapes.num_blocks
         if count > 1:
             num_pages = max(num_pages, 4 * shapes.rotated_bytes // _key_bytes(shapes, sparse.block_size))
         k, v = (shapes.random(groups, num_pages, sparse.block_size, config.head_dim) for _ in range(2))
-        lengths = torch.full((rows,), shapes.context, device=shapes.device)
-        flags = torch.ones(rows, dtype=torch.bool, device=shapes.device)
+        lengths, flags = _decode_rows(shapes, rows)
         max_dense = min(shapes.num_blocks, -(-sparse.dense_len // sparse.block_size))
         works = []
         for _ in range(count):
@@ -365,21 +335,14 @@ def _decode_attention(shapes: Shapes, rows: int) -> KernelCase:
             tables, q = torch.stack(orders), shapes.queries(rows)
             selected = random_selection(lengths - 1, shapes.num_blocks, groups, sparse)
             rest = (tables.int(), lengths, flags, selected, shapes.scale, max_dense)
-            kernel = partial(decode_attention.decode_attention, q, k, v, *rest)
-            works.append(
-                Work(kernel, partial(_attend_by_rows, q, k, v, tables, selected.long(), lengths - 1, shapes.scale))
-            )
+            kernel = partial(kernels.decode_attention.decode_attention, q, k, v, *rest)
+            twin = partial(_attend_by_rows, q, k, v, tables, selected.long(), lengths - 1, shapes.scale)
+            works.append(Work(kernel, twin))
         return works
 
-    num_bytes = rows * _key_bytes(shapes, num_seen) + 2 * _query_bytes(shapes, rows)
-    return KernelCase(
-        "decode attention",
-        _decode_size(shapes, rows),
-        build,
-        _attention_flops(shapes, rows * num_seen),
-        num_bytes,
-        num_sets=shapes.num_sets(rows * _key_bytes(shapes, num_seen)),
-    )
+    read_bytes, size = rows * _key_bytes(shapes, num_seen), _decode_size(shapes, rows)
+    num_bytes, sets = read_bytes + 2 * _query_bytes(shapes, rows), shapes.num_sets(read_bytes)
+    return KernelCase("decode attention", size, build, _flops(shapes, 2 * rows * num_seen), num_bytes, num_sets=sets)
 
 
 def _attend_by_rows(
@@ -400,32 +363,30 @@ def _append(shapes: Shapes) -> KernelCase:
     num_bytes = (4 * n + num_pooled) * groups * dim * shapes.dtype.itemsize
 
     def build(count: int) -> list[Work]:
-        from sala.backends.torch.kernels import pooling
-
         num_pages = -(-n // sparse.block_size)
         order = torch.randperm(num_pages)
         span = Span(0, n, 0, 0, 0, tuple(order.tolist()), shapes.device)
         positions = shapes.arange(n)
         where = (order.to(shapes.device)[None], positions[:1], torch.zeros_like(positions), positions, sparse)
 
-        def kernel(pages: KVPages, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-            pooling.append(k, v, pages.k, pages.v, pages.k1, pages.k2, *where)
+        def pools(pages: KVPages) -> tuple[Tensor, ...]:
             return pages.k, pages.v, pages.k1, pages.k2
+
+        def kernel(pages: KVPages, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            kernels.pooling.append(k, v, *pools(pages), *where)
+            return pools(pages)
 
         def twin(pages: KVPages, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
             pages.append(span, k, v)
-            return pages.k, pages.v, pages.k1, pages.k2
+            return pools(pages)
 
         works = []
         for _ in range(count):
             k, v = shapes.projected(n, groups, dim, 2)
-            calls: list[Call] = []
-            for append in (kernel, twin):
-                pages = KVPages(num_pages, config, shapes.dtype, shapes.device)
-                for pool in (pages.k, pages.v, pages.k1, pages.k2):
-                    pool.zero_()
-                calls.append(partial(append, pages, k, v))
-            works.append(Work(*calls))
+            both = [KVPages(num_pages, config, shapes.dtype, shapes.device) for _ in range(2)]
+            for pool in (*pools(both[0]), *pools(both[1])):
+                pool.zero_()
+            works.append(Work(partial(kernel, both[0], k, v), partial(twin, both[1], k, v)))
         return works
 
     size = f"{label(n)} tokens"

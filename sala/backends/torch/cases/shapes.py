@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,13 @@ class Work:
     reference: Call
     peer: Call | None = None
     also: Call | None = None
+
+    @classmethod
+    def of(
+        cls, kernel: Callable[..., Any], reference: Callable[..., Any], *inputs: Any, peer: Call | None = None
+    ) -> "Work":
+        """Return the call of a kernel and a reference that take the same arguments."""
+        return cls(partial(kernel, *inputs), partial(reference, *inputs), peer)
 
     def error(self, measure: Callable[[Tensor, Tensor], float]) -> float:
         """Return the largest error of the kernel's results."""

@@ -30,7 +30,7 @@ from sala.backends.torch.fast.gpu_layers import (
     norm_rows,
     norm_to_fp8,
 )
-from sala.backends.torch.fast.gpu_weights import can_take, kernels_of, product, weight_of
+from sala.backends.torch.fast.gpu_weights import weight_of
 from sala.backends.torch.kernels import lightning, linear
 from sala.backends.torch.kernels.packed_weight import PackedWeight
 from sala.backends.torch.linears import AffineEmbedding
@@ -182,10 +182,10 @@ class GpuForward:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `SalaModel.logits`, and batch-invariant."""
-        if hidden.shape[0] > MAX_SAMPLED_ROWS or not can_take(1, self.head):
-            return product(hidden / self.config.logit_divisor, self.head).float()
-        rows = (hidden / self.config.logit_divisor).split(kernels_of(self.head).max_rows(self.head))
-        parts = [product(some, self.head).float() for some in rows]
+        if hidden.shape[0] > MAX_SAMPLED_ROWS or not linear.can_take(1, self.head):
+            return linear.product(hidden / self.config.logit_divisor, self.head).float()
+        rows = (hidden / self.config.logit_divisor).split(linear.max_rows(self.head))
+        parts = [linear.product(some, self.head).float() for some in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def angles(self, positions: Tensor) -> Angles:

@@ -29,7 +29,7 @@ from sala.backends.torch.kernels import (
     linear,
     pooling,
 )
-from sala.backends.torch.kernels.lightning import Heads
+from sala.backends.torch.kernels.fused import Heads
 from sala.backends.torch.kernels.packed_weight import PackedWeight
 from sala.backends.torch.model import Layer, LightningMixer, RMSNorm
 from sala.backends.torch.ops.lightning import decay_slopes
@@ -156,7 +156,7 @@ def rotate(q: Tensor, k: Tensor, heads: Heads, growth: Tensor | None) -> tuple[T
     """Norm and rotate q [T, H, D] and k [T, G, D] where the model does so."""
     if heads.q_weight is None and heads.cos is None and growth is None:
         return q, k
-    return fused.qk_norm_rope(q, k, *heads, growth)
+    return fused.qk_norm_rope(q, k, heads, growth)
 
 
 def norm_to_fp8(x: Tensor, delta: Tensor | None, scale: float, norm: RMSNorm, _: bool) -> tuple[Tensor, Normed]:
@@ -228,7 +228,7 @@ class PrefillSpan:
         if num_dense < q.shape[0]:
             q, start = q[num_dense:], start + num_dense
             selected = block_selection.select_prefill(q, pages.k1, pages.k2, self.table, start, pages.sparse, scale)
-            outputs.append(attention.sparse_prefill(q, pages.k, pages.v, self.table, selected, start, scale))
+            outputs.append(attention.prefill(q, pages.k, pages.v, self.table, selected, start, scale))
         o = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1)
         return o if gate is None else fused.norm_gate(o, None, gate, layer.eps)
 
@@ -236,7 +236,7 @@ class PrefillSpan:
         self, q: Tensor, start: int, fresh: tuple[Tensor, Tensor] | None, pages: KVPages, scale: float
     ) -> Tensor:
         if start or fresh is None or pages.is_fp8:
-            return attention.dense_prefill(q, pages.k, pages.v, self.table, start, scale)
+            return attention.prefill(q, pages.k, pages.v, self.table, None, start, scale)
         k, v = fresh
         n, is_grouped = q.shape[0], q.shape[1] != k.shape[1]
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k[:n], v[:n]))
@@ -288,7 +288,7 @@ class DecodeSpans:
             lightning.lightning_decode(q_, k_, v_, states, self.slots, slopes, scale, o_, heads, first)
             return output.flatten(1)
         q_, k_, v_, o_ = (x.unflatten(0, (self.num_spans, self.count)) for x in (q_, k_, v_, o_))
-        lightning.lightning_verify(q_, k_, v_, states, self.slots, slopes, scale, o_, heads, first)
+        lightning.lightning_decode(q_, k_, v_, states, self.slots, slopes, scale, o_, heads, first, keeps_states=True)
         self.kept[layer.index] = k_, v_, heads
         lightning.lightning_fold(k_, v_, states, self.slots, self.advances, slopes, heads)  # spans without drafts
         return output.flatten(1)

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sala.backends.torch.kernels import fp8, fused, linear, packed
+from sala.backends.torch.kernels.linear import Weight, can_take, product
 from sala.backends.torch.kernels.packed_weight import PackedWeight, are_alike, concatenate
 from sala.backends.torch.linears import AffineLinear
-
-Weight = Tensor | PackedWeight
 
 
 class Projection:
@@ -39,9 +37,9 @@ class Projection:
     def __call__(self, x: Tensor) -> Tensor:
         if len(self.parts) == 1:
             return product(x, self.parts[0], self.bias)
-        packed_parts = [part for part in self.parts if isinstance(part, PackedWeight) and packed.can_take(len(x), part)]
+        packed_parts = [part for part in self.parts if isinstance(part, PackedWeight) and can_take(len(x), part)]
         if len(packed_parts) == len(self.parts):
-            out = packed.linears(x, packed_parts)
+            out = linear.linears(x, packed_parts)
         else:
             out = torch.cat([product(x, part) for part in self.parts], 1)
         return out if self.bias is None else out + self.bias
@@ -60,37 +58,15 @@ class Projection:
     def silu_mul(self, x: Tensor) -> Tensor:
         """Return silu(gate) * up [T, N / 2]; the gate is the first half of the outputs."""
         if len(self.parts) == 1 and self.bias is None and can_take(x.shape[0], self.parts[0]):
-            return kernels_of(self.parts[0]).linear_silu_mul(x, self.parts[0])
+            return linear.linear_silu_mul(x, self.parts[0])
         return fused.silu_mul(self(x))
-
-
-def kernels_of(weight: Weight) -> Any:
-    """Return the module whose kernels read this matrix."""
-    return packed if isinstance(weight, PackedWeight) else linear
-
-
-def can_take(rows: int, weight: Weight) -> bool:
-    """Return whether those kernels take so many rows."""
-    return bool(kernels_of(weight).can_take(rows, weight))
-
-
-def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [T, K], weight [N, K] → [T, N]; batch-invariant for decode rows."""
-    if isinstance(weight, PackedWeight):
-        out = packed.product(x, weight)
-    elif linear.can_take(x.shape[0], weight):
-        out = linear.linear(x, weight)
-    else:
-        return F.linear(x, weight, bias)
-    return out if bias is None else out + bias
 
 
 def residual_product(x: Tensor, weight: Weight) -> Tensor:
     """`product` for the residual stream: of decode rows as partial sums [S, T, N], which `norm_rows` adds up."""
     if not can_take(x.shape[0], weight):
         return product(x, weight)
-    parts: Tensor = kernels_of(weight).split_linear(x, weight)
-    return parts
+    return linear.split_linear(x, weight)
 
 
 def weight_of(module: Any, dtype: torch.dtype, device: torch.device) -> Weight:

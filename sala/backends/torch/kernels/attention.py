@@ -7,26 +7,19 @@ tokens' blocks, with one bit per token for the tokens that selected a block. Blo
 exactly zero to it, so its result does not depend on its neighbours.
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sala.backends.torch.kernels.launch import Config, aligned_rows, shared_memory
+
 LOG2_E = 1.4426950408889634
 UNION_BYTES = 256 << 20  # for the lists of blocks; longer inputs are split into several launches
 UNION_PROGRAMS = 1024
 UNION_CHUNK = 1024
-
-
-class Config(NamedTuple):
-    """Tokens of a tile, warps, and stages of the pipeline that loads keys and values."""
-
-    tokens: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_selected", "start", "num_tiles", "max_entries", "row_size"])
@@ -180,46 +173,40 @@ def prefill_kernel(
     tl.store(out_rows[:, None] + column[None], acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
 
 
-def sparse_prefill(
+def prefill(
     q: Tensor,
     pages_k: Tensor,
     pages_v: Tensor,
     table: Tensor,
-    selected: Tensor,
+    selected: Tensor | None,
     start: int,
     scale: float,
     config: Config | None = None,
 ) -> Tensor:
-    """Queries from position `start` on, each over its selected blocks up to itself.
+    """Queries from position `start` on, each over its selected blocks up to itself; over all tokens without `selected`.
 
     q [n, H, D], pages [G, P, B, D], table [N] block to page, selected [n, G, C] int32 with -1 for none → [n, H, D].
     """
-    num_tokens, (groups, _, block, _) = q.shape[0], pages_k.shape
-    out = q.new_empty(q.shape)
-    config = config or _config_of(q, pages_k, is_sparse=True)
-    num_blocks = -(-(start + num_tokens) // block)
-    max_entries = min(config.tokens * selected.shape[2] + 2, num_blocks)
-    tiles = max(1, UNION_BYTES // (4 * groups * max_entries))
-    for begin in range(0, num_tokens, tiles * config.tokens):
-        rows = slice(begin, begin + tiles * config.tokens)
-        union = block_union(selected[rows], table, start + begin, block, config.tokens, max_entries)
-        _launch(q[rows], pages_k, pages_v, table, union, out[rows], start + begin, scale, config)
-    return out
-
-
-def dense_prefill(
-    q: Tensor,
-    pages_k: Tensor,
-    pages_v: Tensor,
-    table: Tensor,
-    start: int,
-    scale: float,
-    config: Config | None = None,
-) -> Tensor:
-    """Queries from position `start` on, each over all tokens up to itself; shapes as above → [n, H, D]."""
-    out = q.new_empty(q.shape)
-    config = config or _config_of(q, pages_k, is_sparse=False)
-    _launch(q, pages_k, pages_v, table, None, out, start, scale, config)
+    (num_tokens, heads, dim), (groups, num_pages, block, _) = q.shape, pages_k.shape
+    assert pages_k.is_contiguous()
+    assert pages_v.is_contiguous()
+    is_sparse, shared, limit = selected is not None, heads // groups, shared_memory(q.device)
+    config = config or _config(shared, block, dim, q.element_size(), limit, is_sparse)
+    tokens, step, max_entries = config.tile["TOKENS"], max(num_tokens, 1), len(table)
+    if selected is not None:
+        max_entries = min(tokens * selected.shape[2] + 2, triton.cdiv(start + num_tokens, block))
+        step = max(1, UNION_BYTES // (4 * groups * max_entries)) * tokens
+    q, out = aligned_rows(q), q.new_empty(q.shape)
+    constants = prefill_constants(groups, shared, block, dim, is_sparse, config)
+    for begin in range(0, num_tokens, step):
+        rows, first = slice(begin, begin + step), start + begin
+        entries = counts = table  # the counts are unused in dense attention
+        if selected is not None:
+            entries, counts = block_union(selected[rows], table, first, block, tokens, max_entries)
+        count = min(step, num_tokens - begin)
+        tensors = (q[rows], pages_k, pages_v, entries, counts, out[rows])
+        sizes = (count, first, num_pages, max_entries, q.stride(0), scale * LOG2_E)
+        prefill_kernel[(triton.cdiv(count, tokens), groups)](*tensors, *sizes, **constants, **config.options)
     return out
 
 
@@ -236,79 +223,30 @@ def block_union(
     counts = torch.empty(num_tiles, groups, dtype=torch.int32, device=selected.device)
     programs = min(UNION_PROGRAMS, num_tiles * groups)
     seen = torch.zeros(programs, triton.cdiv(num_blocks, 128) * 128, dtype=torch.uint8, device=selected.device)
-    union_kernel[(programs,)](
-        selected.contiguous(),
-        table,
-        entries,
-        counts,
-        seen,
-        num_tokens,
-        num_selected,
-        start,
-        num_tiles,
-        max_entries,
-        seen.shape[1],
-        GROUPS=groups,
-        SELECTED=triton.next_power_of_2(num_selected),
-        TOKENS=tokens,
-        BLOCK=block,
-        CHUNK=UNION_CHUNK,
-        num_warps=4,
-        num_stages=1,
-    )
+    tensors = (selected.contiguous(), table, entries, counts, seen)
+    sizes = (num_tokens, num_selected, start, num_tiles, max_entries, seen.shape[1])
+    tile = {"SELECTED": triton.next_power_of_2(num_selected), "TOKENS": tokens, "CHUNK": UNION_CHUNK}
+    union_kernel[(programs,)](*tensors, *sizes, GROUPS=groups, BLOCK=block, **tile, num_warps=4, num_stages=1)
     return entries, counts
 
 
-def _launch(
-    q: Tensor,
-    pages_k: Tensor,
-    pages_v: Tensor,
-    table: Tensor,
-    union: tuple[Tensor, Tensor] | None,
-    out: Tensor,
-    start: int,
-    scale: float,
-    config: Config,
-) -> None:
-    (num_tokens, heads, dim), (groups, num_pages, block, _) = q.shape, pages_k.shape
-    assert pages_k.is_contiguous()
-    assert pages_v.is_contiguous()
-    q = rows_of_heads(q)
-    entries, counts = union or (table, table)  # unused in dense attention
-    prefill_kernel[(triton.cdiv(num_tokens, config.tokens), groups)](
-        q,
-        pages_k,
-        pages_v,
-        entries,
-        counts,
-        out,
-        num_tokens,
-        start,
-        num_pages,
-        entries.shape[-1],
-        q.stride(0),
-        scale * LOG2_E,
-        GROUPS=groups,
-        SHARED=heads // groups,
-        SHARED_PADDED=_padded(heads // groups, config.tokens),
-        TOKENS=config.tokens,
-        BLOCK=block,
-        DIM=dim,
-        IS_SPARSE=union is not None,
-        PRECISION="ieee",
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+def prefill_constants(
+    groups: int, shared: int, block: int, dim: int, is_sparse: bool, config: Config
+) -> dict[str, Any]:
+    """Return the compile-time constants of `prefill_kernel`.
 
-
-def _padded(shared: int, tokens: int) -> int:
-    """Return the heads of a group, padded so that a tile has enough rows for a product and a power of two of them."""
-    return max(triton.next_power_of_2(shared), 16 // tokens)
-
-
-def _config_of(q: Tensor, pages: Tensor, is_sparse: bool) -> Config:
-    groups, _, block, dim = pages.shape
-    return _config(q.shape[1] // groups, block, dim, q.element_size(), shared_memory(q.device), is_sparse)
+    The heads of a group are padded so that a tile has enough rows for a product and a power of two of them.
+    """
+    return {
+        "GROUPS": groups,
+        "SHARED": shared,
+        "SHARED_PADDED": max(triton.next_power_of_2(shared), 16 // config.tile["TOKENS"]),
+        "BLOCK": block,
+        "DIM": dim,
+        "IS_SPARSE": is_sparse,
+        "PRECISION": "ieee",
+        **config.tile,
+    }
 
 
 def _config(shared: int, block: int, dim: int, element_size: int, limit: int, is_sparse: bool) -> Config:
@@ -319,24 +257,8 @@ def _config(shared: int, block: int, dim: int, element_size: int, limit: int, is
     """
     shared = triton.next_power_of_2(shared)
     if element_size > 2:  # no tensor cores: registers are the limit
-        return Config(max(1, min(8, 32 // shared)), 8, 1)
+        return Config({"TOKENS": max(1, min(8, 32 // shared))}, 8, 1)
     num_rows = 128 if limit > 160 << 10 and not is_sparse else 64
     tokens = max(1, num_rows // shared)
     num_stages = 3 if limit >= (6 * block + num_rows) * dim * element_size else 2
-    return Config(min(tokens, 8) if is_sparse else tokens, num_rows // 16, num_stages)
-
-
-def rows_of_heads(x: Tensor) -> Tensor:
-    """Return q [n, H, D] with contiguous, aligned rows, which may lie apart as parts of a wider projection."""
-    is_whole = x.stride(2) == 1 and x.stride(1) == x.shape[2]
-    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-    return x if is_whole and is_aligned else x.clone(memory_format=torch.contiguous_format)
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may use; those of Hopper where there is no GPU."""
-    if device.type != "cuda":
-        return 227 << 10
-    properties: Any = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin
+    return Config({"TOKENS": min(tokens, 8) if is_sparse else tokens}, num_rows // 16, num_stages)

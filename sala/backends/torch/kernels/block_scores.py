@@ -11,7 +11,6 @@ thread of the tensor cores' layout owns whole heads of its tokens: the sum over 
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sala.backends.torch.kernels.attention import LOG2_E
+from sala.backends.torch.kernels.launch import num_processors
 from sala.backends.torch.kernels.pdl import pdl_options, pdl_wait
 from sala.config import SparseConfig
 
@@ -275,7 +275,8 @@ def decode_scores(
     (num_rows, _, dim), groups = q.shape, pages_k1.shape[0]
     assert tables.stride(1) == 1
     assert pages_k1.is_contiguous() and pages_k2.is_contiguous()  # noqa: PT018
-    rows = decode_rows(sparse, dim, q.element_size())
+    row_bytes = dim * q.element_size()
+    rows = max(128 if row_bytes <= 256 else 64, 2 * sparse.block_size // sparse.kernel_stride)  # k1 windows per program
     num_splits = -(-max_blocks * (sparse.block_size // (4 * sparse.kernel_stride)) // SPLIT)
     shared = decode_constants(sparse, q.shape[1] // groups, dim, q.dtype)
     scores = torch.empty(num_rows, groups, max_blocks, dtype=torch.float32, device=q.device)
@@ -285,7 +286,7 @@ def decode_scores(
     _decode_norm_kernel[(num_splits, groups, num_rows)](
         q, pages_k2, tables, lengths, active, partial,
         num_pages, tables.stride(0), num_splits, q.stride(0), q.stride(1), factor, ROWS=SPLIT, **shared, **early,
-        num_warps=4 if dim * q.element_size() <= 256 else 8,
+        num_warps=4 if row_bytes <= 256 else 8,
     )  # fmt: skip
     per_program = rows * sparse.kernel_stride // sparse.block_size - 1
     _decode_score_kernel[(-(-max_blocks // per_program), groups, num_rows)](
@@ -340,16 +341,11 @@ def decode_constants(sparse: SparseConfig, heads: int, dim: int, dtype: torch.dt
     return _geometry(sparse, heads, dim, dtype) | {"SLOTS": max(16, triton.next_power_of_2(heads))}
 
 
-def decode_rows(sparse: SparseConfig, dim: int, element_size: int) -> int:
-    """Return the k1 windows per program of a decode step."""
-    return max(128 if dim * element_size <= 256 else 64, 2 * sparse.block_size // sparse.kernel_stride)
-
-
 def queries_at_once(q: Tensor, groups: int, width: int, sparse: SparseConfig, config: ScoreConfig) -> int:
     """Return how many queries are scored at a time: as many as fit, in whole waves of programs if one wave fits."""
     num_tokens = score_constants(sparse, q.shape[1] // groups, q.shape[2], q.dtype, config)["TOKENS"]
     limit = max(SCORE_BYTES // (4 * groups * width), num_tokens)
-    wave = max(1, _num_sms(q.device) * config.per_sm // groups) * num_tokens
+    wave = max(1, num_processors(q.device) * config.per_sm // groups) * num_tokens
     return limit // wave * wave if limit >= wave else limit // num_tokens * num_tokens
 
 
@@ -361,8 +357,3 @@ def score_config(element_size: int, dim: int, shared_memory: int) -> ScoreConfig
         return ScoreConfig(rows=64, columns=128, rows2=64, num_warps=8, num_stages=2, per_sm=1)
     # measured on an H200: two programs with three stages stay fast up to a million tokens, three with two do not
     return ScoreConfig(rows=64, columns=128, rows2=64, num_warps=4, num_stages=3, per_sm=2)
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -6,7 +6,6 @@
 import torch
 from torch import Tensor
 
-from sala.backends.torch.kernels.attention import shared_memory
 from sala.backends.torch.kernels.block_scores import (
     decode_scores,
     launch_scores,
@@ -14,7 +13,7 @@ from sala.backends.torch.kernels.block_scores import (
     score_config,
     supports,
 )
-from sala.backends.torch.kernels.pooling import has_whole_rows
+from sala.backends.torch.kernels.launch import aligned_rows, shared_memory
 from sala.backends.torch.kernels.top_blocks import every_block, launch_top
 from sala.config import SparseConfig
 
@@ -42,7 +41,7 @@ def select_rows(q: Tensor, k1: Tensor, k2: Tensor, start: int, sparse: SparseCon
         return every_block(positions, groups, num_blocks, sparse)
     width = (start + n - 1) // sparse.block_size - sparse.num_window_blocks
     selected = torch.empty(n, groups, sparse.num_selected, dtype=torch.int32, device=q.device)
-    q = q if has_whole_rows(q) else q.contiguous()
+    q = aligned_rows(q)
     config = score_config(q.element_size(), dim, shared_memory(q.device))
     tile = queries_at_once(q, groups, width, sparse, config)
     scores = torch.empty(min(tile, n), groups, width, dtype=torch.float32, device=q.device)
@@ -67,7 +66,6 @@ def select_decode(
         return every_block(active - 1, groups, max_blocks, sparse)
     selected = torch.empty(num_rows, groups, sparse.num_selected, dtype=torch.int32, device=q.device)
     flags = is_sparse if is_sparse is None or is_sparse.dtype != torch.bool else is_sparse.view(torch.uint8)
-    q = q if has_whole_rows(q) else q.contiguous()
-    scores = decode_scores(q, pages_k1, pages_k2, tables, lengths, flags, sparse, scale, max_blocks)
+    scores = decode_scores(aligned_rows(q), pages_k1, pages_k2, tables, lengths, flags, sparse, scale, max_blocks)
     launch_top(scores, selected, lengths, flags, 1, sparse)
     return selected

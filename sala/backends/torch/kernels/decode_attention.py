@@ -7,26 +7,17 @@ attends to selected blocks or to all of them is read on the device, as are lengt
 serves every step.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sala.backends.torch.kernels.attention import LOG2_E, absorb, rows_of_heads, shared_memory
+from sala.backends.torch.kernels.attention import LOG2_E, absorb
+from sala.backends.torch.kernels.launch import Config, aligned_rows, shared_memory
 from sala.backends.torch.kernels.pdl import pdl_launch_dependents, pdl_options, pdl_wait
 
 SIZES = ("num_splits", "num_selected", "max_dense")
 JOIN_CHUNK = 64  # splits joined at a time; fixed, so that the order of sums does not depend on how many there are
-
-
-class Config(NamedTuple):
-    """Blocks per split (a power of two; the order of sums depends on it), warps, and stages of the pipeline."""
-
-    blocks: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit
@@ -187,22 +178,22 @@ def decode_attention(
     (num_rows, heads, dim), (groups, num_pages, block, _) = q.shape, pages_k.shape
     assert pages_k.is_contiguous()
     assert pages_v.is_contiguous()
-    q, shared, num_selected = rows_of_heads(q), heads // groups, selected.shape[2]
+    q, shared, num_selected = aligned_rows(q), heads // groups, selected.shape[2]
     lengths, is_sparse, selected = lengths.contiguous(), is_sparse.contiguous(), selected.contiguous()
     config = config or _config(block * dim * q.element_size(), shared_memory(q.device))
-    splits = triton.cdiv(max(num_selected, max_dense_blocks), config.blocks)
+    splits = triton.cdiv(max(num_selected, max_dense_blocks), config.tile["SPLIT_BLOCKS"])
     acc = torch.empty(num_rows, groups, splits, shared, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(num_rows, groups, splits, 2, shared, dtype=torch.float32, device=q.device)
     out = q.new_empty(q.shape) if output is None else output
     assert out.is_contiguous()
-    geometry = {"SHARED": shared, "SPLIT_BLOCKS": config.blocks, "BLOCK": block, "DIM": dim}
+    geometry = {"SHARED": shared, "BLOCK": block, "DIM": dim, **config.tile}
     sizes = (splits, num_selected, max_dense_blocks)
     pdl = pdl_options(q.device, num_rows, dependents_first)
     split_kernel[(splits, groups, num_rows)](
         q, pages_k, pages_v, tables, row_of, lengths, is_sparse, selected, acc, stats,
         num_pages, tables.stride(0), *sizes, q.stride(0), scale * LOG2_E,
         **geometry, GROUPS=groups, SHARED_PADDED=max(16, triton.next_power_of_2(shared)), PRECISION="ieee", **pdl,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        **config.options,
     )  # fmt: skip
     join_kernel[(heads, num_rows)](
         acc, stats, gate, lengths, is_sparse, out, *sizes, 0 if gate is None else gate.stride(0),
@@ -212,5 +203,8 @@ def decode_attention(
 
 
 def _config(block_bytes: int, limit: int) -> Config:
-    """Choose by the bytes of a block of keys and shared memory: small splits fill the GPU even with one row."""
-    return Config(2, 4, 3 if 5 * block_bytes <= limit else 1)
+    """Choose by the bytes of a block of keys and shared memory: small splits fill the GPU even with one row.
+
+    The blocks of a split are a power of two; the order of sums depends on them.
+    """
+    return Config({"SPLIT_BLOCKS": 2}, 4, 3 if 5 * block_bytes <= limit else 1)

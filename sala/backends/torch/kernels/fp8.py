@@ -5,7 +5,6 @@ Every row of the activations has its own scale, computed by the kernel that writ
 matrix. Results have the precision of 8 bits: an answer may differ from that of bf16. Decoding never uses FP8.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sala.backends.torch.kernels.fused import _normed
+from sala.backends.torch.kernels.fused import launch_norm, rounded_silu_mul, store_fp8, warps
+from sala.backends.torch.kernels.launch import capability
 
 MOST = 448.0  # the largest number of e4m3
 LEAST_SCALE = 1e-12  # of rows of zeros
@@ -27,15 +27,10 @@ class Rows:
     codes: Tensor
     scales: Tensor
 
-    def rows(self, begin: int, end: int) -> "Rows":
-        """Return some of the rows, in the same memory."""
-        return Rows(self.codes[begin:end], self.scales[begin:end])
 
-
-@functools.cache
 def can_run(device: torch.device) -> bool:
     """Return whether the device has tensor cores for FP8."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return capability(device) >= 89
 
 
 def from_weight(weight: Tensor) -> Rows:
@@ -61,35 +56,6 @@ def product(x: Rows, weight: Rows, dtype: torch.dtype) -> Tensor:
 
 
 @triton.jit
-def _store_row(x, codes_ptr, scales_ptr, row, column, is_here, WIDTH: tl.constexpr):
-    """Store x [BLOCK] (fp32, zeros past the width) in e4m3 with its scale."""
-    scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / 448.0
-    codes = (x / scale).to(codes_ptr.dtype.element_ty)
-    tl.store(codes_ptr + row * WIDTH + column, codes, mask=is_here)
-    tl.store(scales_ptr + row, scale)
-
-
-@triton.jit
-def _norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, codes_ptr, scales_ptr, x_row, delta_row, scale, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr,
-):  # fmt: skip
-    """`fused._rms_norm_kernel` with results in FP8."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    is_here = column < WIDTH
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    x = tl.load(x_ptr + row * x_row + column, mask=is_here, other=0.0).to(tl.float32)
-    if HAS_DELTA:
-        delta = tl.load(delta_ptr + row * delta_row + column, mask=is_here, other=0.0).to(tl.float32)
-        x = (x + (delta * scale).to(dtype).to(tl.float32)).to(dtype)
-        tl.store(sum_ptr + row * WIDTH + column, x, mask=is_here)
-        x = x.to(tl.float32)
-    out = _normed(x, weight_ptr, column, is_here, WIDTH, eps, dtype)
-    _store_row(out, codes_ptr, scales_ptr, row, column, is_here, WIDTH)
-
-
-@triton.jit
 def _silu_mul_kernel(
     x_ptr, codes_ptr, scales_ptr, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_SILU: tl.constexpr
 ):
@@ -101,45 +67,22 @@ def _silu_mul_kernel(
     x = tl.load(x_ptr + row * x_row + column, mask=is_here, other=0.0).to(tl.float32)
     if HAS_SILU:
         up = tl.load(x_ptr + row * x_row + WIDTH + column, mask=is_here, other=0.0).to(tl.float32)
-        x = ((x / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
-    _store_row(x, codes_ptr, scales_ptr, row, column, is_here, WIDTH)
+        x = rounded_silu_mul(x, up, dtype).to(tl.float32)
+    store_fp8(x, codes_ptr, scales_ptr, row, column, is_here, WIDTH)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Rows:
     """`fused.rms_norm` of x [T, h], in e4m3."""
-    return _norm(x, None, 1.0, weight, eps, x)
+    out = _empty(x.shape[0], x.shape[1], x.device)
+    launch_norm(x, None, 1.0, weight, eps, x, out.codes, out.scales)
+    return out
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, scale: float, weight: Tensor, eps: float) -> tuple[Tensor, Rows]:
     """`fused.add_rms_norm` of x, delta [T, h]; its second result is in e4m3."""
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return total, _norm(x, delta, scale, weight, eps, total)
-
-
-def _norm(x: Tensor, delta: Tensor | None, scale: float, weight: Tensor, eps: float, total: Tensor) -> Rows:
-    count, width = x.shape
-    assert x.stride(1) == 1
-    assert delta is None or delta.stride(1) == 1
-    out = _empty(count, width, x.device)
-    if count:
-        _norm_kernel[(count,)](
-            x,
-            x if delta is None else delta,
-            weight,
-            total,
-            out.codes,
-            out.scales,
-            x.stride(0),
-            x.stride(0) if delta is None else delta.stride(0),
-            scale,
-            eps,
-            WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
-            HAS_DELTA=delta is not None,
-            num_warps=_warps(width),
-            enable_fp_fusion=False,  # the model rounds a product before it adds
-        )
-    return out
+    total, out = torch.empty(x.shape, dtype=x.dtype, device=x.device), _empty(x.shape[0], x.shape[1], x.device)
+    launch_norm(x, delta, scale, weight, eps, total, out.codes, out.scales)
+    return total, out
 
 
 def silu_mul(gate_up: Tensor) -> Rows:
@@ -156,23 +99,11 @@ def _quantize(x: Tensor, width: int, has_silu: bool) -> Rows:
     assert x.stride(1) == 1
     out = _empty(x.shape[0], width, x.device)
     if x.shape[0]:
-        _silu_mul_kernel[(x.shape[0],)](
-            x,
-            out.codes,
-            out.scales,
-            x.stride(0),
-            WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
-            HAS_SILU=has_silu,
-            num_warps=_warps(width),
-        )
+        constants = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "HAS_SILU": has_silu}
+        _silu_mul_kernel[(x.shape[0],)](x, out.codes, out.scales, x.stride(0), **constants, num_warps=warps(width, 32))
     return out
 
 
 def _empty(count: int, width: int, device: torch.device) -> Rows:
     codes = torch.empty(count, width, dtype=torch.float8_e4m3fn, device=device)
     return Rows(codes, torch.empty(count, 1, device=device))
-
-
-def _warps(width: int) -> int:
-    return max(1, min(32, triton.next_power_of_2(width) // 512))

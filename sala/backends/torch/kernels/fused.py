@@ -5,6 +5,8 @@ Arithmetic is in fp32; values are rounded to the model's precision wherever `ops
 round them, so that a model with these kernels and one without differ by the order of sums only.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,8 +14,18 @@ from torch import Tensor
 
 from sala.backends.torch.kernels.pdl import pdl_launch_dependents, pdl_options, pdl_wait
 
-HEADS = 8  # per program
+HEADS: tl.constexpr = tl.constexpr(8)  # per program
 COLUMNS = 2048
+
+
+class Heads(NamedTuple):
+    """Norms [D] and rotations cos, sin [T, D] in fp32 of the heads of q and k, where the model has them."""
+
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 0.0
+    cos: Tensor | None = None
+    sin: Tensor | None = None
 
 
 @triton.jit
@@ -26,12 +38,30 @@ def _normed(x, weight_ptr, column, is_here, width, eps, dtype: tl.constexpr):
 
 
 @triton.jit
+def rounded_silu_mul(gate, up, dtype: tl.constexpr):
+    """Return silu(gate) * up, rounded to dtype twice, as the model does."""
+    gate = gate.to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    return (active * up.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def store_fp8(x, codes_ptr, scales_ptr, row, column, is_here, WIDTH: tl.constexpr):
+    """Store x [BLOCK] (fp32, zeros past the width) in e4m3 with its scale."""
+    scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / 448.0
+    codes = (x / scale).to(codes_ptr.dtype.element_ty)
+    tl.store(codes_ptr + row * WIDTH + column, codes, mask=is_here)
+    tl.store(scales_ptr + row, scale)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
     delta_ptr,
     weight_ptr,
     sum_ptr,
     out_ptr,
+    scales_ptr,
     x_row,
     delta_row,
     scale,
@@ -40,10 +70,11 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
 ):
+    """With `scales_ptr`, the result is in FP8."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_here = column < WIDTH
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     x = tl.load(x_ptr + row * x_row + column, mask=is_here, other=0.0).to(tl.float32)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + row * delta_row + column, mask=is_here, other=0.0).to(tl.float32)
@@ -51,47 +82,42 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + row * WIDTH + column, x, mask=is_here)
         x = x.to(tl.float32)
     out = _normed(x, weight_ptr, column, is_here, WIDTH, eps, dtype)
-    tl.store(out_ptr + row * WIDTH + column, out.to(dtype), mask=is_here)
+    if scales_ptr is None:
+        tl.store(out_ptr + row * WIDTH + column, out.to(dtype), mask=is_here)
+    else:
+        store_fp8(out, out_ptr, scales_ptr, row, column, is_here, WIDTH)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, h], weight [h] → [T, h] in x's dtype."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _norm(x, None, 1.0, weight, eps, out, out)
+    launch_norm(x, None, 1.0, weight, eps, out, out)
     return out
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, scale: float, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x, delta [T, h] → x + scale * delta [T, h], and its norm [T, h], both in x's dtype."""
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _norm(x, delta, scale, weight, eps, total, out)
+    launch_norm(x, delta, scale, weight, eps, total, out)
     return total, out
 
 
-def _norm(
-    x: Tensor, delta: Tensor | None, scale: float, weight: Tensor, eps: float, total: Tensor, out: Tensor
-) -> None:
+def launch_norm(
+    x: Tensor, delta: Tensor | None, scale: float, weight: Tensor, eps: float, total: Tensor, out: Tensor,
+    scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the sum of x and delta, if there is one, and its norm; `out` is in FP8 if it has scales [T, 1]."""
     rows, width = x.shape
     assert x.stride(1) == 1
     assert delta is None or delta.stride(1) == 1
     if rows == 0:
         return
-    _rms_norm_kernel[(rows,)](
-        x,
-        x if delta is None else delta,
-        weight,
-        total,
-        out,
-        x.stride(0),
-        x.stride(0) if delta is None else delta.stride(0),
-        scale,
-        eps,
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        HAS_DELTA=delta is not None,
-        num_warps=_warps(width),
-        enable_fp_fusion=False,  # the model rounds a product before it adds
-    )
+    other = x if delta is None else delta
+    tensors, numbers = (x, other, weight, total, out, scales), (x.stride(0), other.stride(0), scale, eps)
+    constants = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "HAS_DELTA": delta is not None}
+    num_warps = warps(width, 16 if scales is None else 32)
+    # The model rounds a product before it adds: no fused multiply-adds.
+    _rms_norm_kernel[(rows,)](*tensors, *numbers, **constants, num_warps=num_warps, enable_fp_fusion=False)
 
 
 @triton.jit
@@ -138,21 +164,11 @@ def norm_gate(
     out = torch.empty(o.shape, dtype=o.dtype, device=o.device)
     if rows == 0:
         return out
-    _norm_gate_kernel[(rows,)](
-        o,
-        o if norm_weight is None else norm_weight,
-        o if z is None else z,
-        out,
-        o.stride(0),
-        o.stride(0) if z is None else z.stride(0),
-        eps,
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        HAS_NORM=norm_weight is not None,
-        HAS_GATE=z is not None,
-        **pdl_options(o.device, rows, dependents_first),
-        num_warps=_warps(width),
-    )
+    norm_weight_, z_ = o if norm_weight is None else norm_weight, o if z is None else z  # not read where None
+    constants = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
+    constants |= {"HAS_NORM": norm_weight is not None, "HAS_GATE": z is not None}
+    options = pdl_options(o.device, rows, dependents_first) | {"num_warps": warps(width)}
+    _norm_gate_kernel[(rows,)](o, norm_weight_, z_, out, o.stride(0), z_.stride(0), eps, **constants, **options)
     return out
 
 
@@ -179,8 +195,6 @@ def _qk_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     HAS_GROWTH: tl.constexpr,
@@ -188,45 +202,14 @@ def _qk_kernel(
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
+    factors = (cos_ptr + token * D, sin_ptr + token * D, growth_ptr + token)
     if block < BLOCKS:
-        _qk_block(
-            q_ptr + token * q_row,
-            q_out_ptr + token * q_out_row,
-            q_weight_ptr,
-            cos_ptr + token * D,
-            sin_ptr + token * D,
-            growth_ptr + token,
-            q_head,
-            q_out_head,
-            block * HEADS,
-            eps,
-            H,
-            D,
-            HALF,
-            HEADS,
-            HAS_NORM,
-            HAS_ROPE,
-            HAS_GROWTH,
-        )
+        q, q_out = q_ptr + token * q_row, q_out_ptr + token * q_out_row
+        _qk_block(q, q_out, q_weight_ptr, factors, q_head, q_out_head, block, eps, H, D, HAS_NORM, HAS_ROPE, HAS_GROWTH)
     else:
+        k, k_out = k_ptr + token * k_row, k_out_ptr + token * k_out_row
         _qk_block(
-            k_ptr + token * k_row,
-            k_out_ptr + token * k_out_row,
-            k_weight_ptr,
-            cos_ptr + token * D,
-            sin_ptr + token * D,
-            growth_ptr + token,
-            k_head,
-            k_out_head,
-            (block - BLOCKS) * HEADS,
-            eps,
-            G,
-            D,
-            HALF,
-            HEADS,
-            HAS_NORM,
-            HAS_ROPE,
-            False,
+            k, k_out, k_weight_ptr, factors, k_head, k_out_head, block - BLOCKS, eps, G, D, HAS_NORM, HAS_ROPE, False
         )
 
 
@@ -235,25 +218,23 @@ def _qk_block(
     x_ptr,
     out_ptr,
     weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    growth_ptr,
+    factors,
     x_head,
     out_head,
-    first,
+    block,
     eps,
     NUM: tl.constexpr,
     D: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     HAS_GROWTH: tl.constexpr,
 ):
-    """Heads first … first + HEADS of one token, as two halves [HEADS, D / 2]."""
+    """One block of HEADS heads of one token, as two halves [HEADS, D / 2]."""
+    cos_ptr, sin_ptr, growth_ptr = factors
+    HALF: tl.constexpr = triton.next_power_of_2(D // 2)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     MIDDLE: tl.constexpr = D // 2
-    head = first + tl.arange(0, HEADS)[:, None]
+    head = block * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HALF)
     has_dim = dim < MIDDLE
     is_here = (head < NUM) & has_dim[None, :]
@@ -285,51 +266,25 @@ def _qk_block(
 
 
 def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    growth: Tensor | None,
-    out: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, heads: Heads, growth: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k [T, G, D] → the same shapes: each head normed if there are weights [D], rotated if there are cos
-    and sin [T, D] in fp32, q multiplied by growth [T] in fp32 if there is any. `out` may be (q, k) themselves.
+    """q [T, H, D], k [T, G, D] → the same shapes, normed and rotated; q times growth [T] in fp32 if there is any.
+
+    `out` may be (q, k) themselves.
     """
-    rows, heads, dim = q.shape
-    groups = k.shape[1]
+    (rows, num_heads, dim), groups = q.shape, k.shape[1]
     assert q.stride(2) == k.stride(2) == 1
-    assert (q_weight is None) == (k_weight is None)
+    assert (heads.q_weight is None) == (heads.k_weight is None)
     q_out, k_out = out or tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if rows == 0:
         return q_out, k_out
-    cos, sin = (None if x is None else x.contiguous() for x in (cos, sin))
-    strides = [x.stride(axis) for x in (q, k, q_out, k_out) for axis in (0, 1)]
-    _qk_kernel[(rows, -(-heads // HEADS) - (-groups // HEADS))](
-        q,
-        k,
-        q if q_weight is None else q_weight,
-        k if k_weight is None else k_weight,
-        q if cos is None else cos,
-        q if sin is None else sin,
-        q if growth is None else growth,
-        q_out,
-        k_out,
-        *strides,
-        eps,
-        H=heads,
-        G=groups,
-        D=dim,
-        HALF=triton.next_power_of_2(dim // 2),
-        HEADS=HEADS,
-        HAS_NORM=q_weight is not None,
-        HAS_ROPE=cos is not None,
-        HAS_GROWTH=growth is not None,
-        num_warps=2,
-        enable_fp_fusion=False,
-    )
+    optional = (heads.q_weight, heads.k_weight, heads.cos, heads.sin, growth)
+    tensors = (q, k, *(q if x is None else x.contiguous() for x in optional), q_out, k_out)
+    strides = (x.stride(axis) for x in (q, k, q_out, k_out) for axis in (0, 1))
+    flags = {"HAS_NORM": heads.q_weight is not None, "HAS_ROPE": heads.cos is not None}
+    constants = {"H": num_heads, "G": groups, "D": dim, "HAS_GROWTH": growth is not None, **flags}
+    grid = (rows, triton.cdiv(num_heads, HEADS.value) + triton.cdiv(groups, HEADS.value))
+    _qk_kernel[grid](*tensors, *strides, heads.eps, **constants, num_warps=2, enable_fp_fusion=False)
     return q_out, k_out
 
 
@@ -341,18 +296,12 @@ def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, gate_row, up_row, WIDTH: tl.cons
     gate = tl.load(gate_ptr + row * gate_row + column, mask=is_here, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + column, mask=is_here, other=0.0).to(tl.float32)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    active = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + column, (active * up).to(dtype), mask=is_here)
+    tl.store(out_ptr + row * WIDTH + column, rounded_silu_mul(gate, up, dtype), mask=is_here)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2 * m], the gate first → silu(gate) * up [T, m]."""
     gate, up = gate_up.chunk(2, dim=1)
-    return silu_mul_pair(gate, up)
-
-
-def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up [T, m] → silu(gate) * up [T, m]."""
     rows, width = gate.shape
     assert gate.stride(1) == up.stride(1) == 1
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -365,6 +314,6 @@ def silu_mul_pair(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def _warps(width: int) -> int:
+def warps(width: int, most: int = 16) -> int:
     """Return the warps that give a thread about 16 numbers of a row."""
-    return max(1, min(16, triton.next_power_of_2(width) // 512))
+    return max(1, min(most, triton.next_power_of_2(width) // 512))

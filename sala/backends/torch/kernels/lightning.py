@@ -7,38 +7,21 @@ another. A decode step keeps a slice of a state in registers and takes one token
 order: verifying drafts and then folding the accepted ones gives the same bits as decoding.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sala.backends.torch.kernels.fused import Heads
+from sala.backends.torch.kernels.launch import Config, aligned_rows, capability, num_processors
 from sala.backends.torch.kernels.pdl import pdl_launch_dependents, pdl_options, prefetch
 
 HORIZON = 20.0
 LONGEST_SEGMENT = 8192
 STEP_COLUMNS = 32  # of a state per program; the same for all batches, because it decides the order of sums
 STEP_WARPS = 4
-
-
-class PrefillConfig(NamedTuple):
-    chunk: int
-    columns: int  # of the state per program
-    num_warps: int
-    num_stages: int
-    has_tma: bool
-
-
-class Heads(NamedTuple):
-    """Norms [D] and rotations cos, sin [tokens, D] that a step applies to q and k first, as `fused.qk_norm_rope`."""
-
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    eps: float
-    cos: Tensor | None
-    sin: Tensor | None
+PLAIN = Heads()
 
 
 @triton.jit
@@ -153,55 +136,35 @@ def lightning_prefill(
     state: Tensor,
     slopes: Tensor,
     scale: float,
-    config: PrefillConfig | None = None,
+    config: Config | None = None,
     segment: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """n tokens of one sequence: q, k, v [n, H, D], state [H, D, D] fp32 → output [n, H, D] in q's dtype, next state."""
     n, heads, dim = q.shape
-    q, k, v = _compact(q), _compact(k), _compact(v)
-    state = state.contiguous()
-    config = config or _config(dim, q.dtype, _capability(q.device))
-    segment = segment or _segment(n, heads, config.chunk, _num_processors(q.device))
-    assert segment % config.chunk == 0
+    q, k, v, state = aligned_rows(q), aligned_rows(k), aligned_rows(v), state.contiguous()
+    config = config or _config(dim, q.dtype, capability(q.device))
+    chunk, columns = config.tile["CHUNK"], config.tile["COLUMNS"]
+    segment = segment or _segment(n, heads, chunk, num_processors(q.device))
+    assert segment % chunk == 0
     output = torch.empty((n, heads, dim), dtype=q.dtype, device=q.device)
     after = torch.empty_like(state)
-    tiles = ((q, dim), (k, dim), (v, config.columns), (output, config.columns))
-    q_, k_, v_, out_ = (_described(x, config.chunk, width) if config.has_tma else x for x, width in tiles)
-    grid = (-(-n // segment) * heads * (dim // config.columns),)
-    _prefill_kernel[grid](
-        q_,
-        k_,
-        v_,
-        state,
-        slopes,
-        out_,
-        after,
-        n,
-        segment,
-        scale,
-        Q_ROW=q.stride(0),
-        K_ROW=k.stride(0),
-        V_ROW=v.stride(0),
-        H=heads,
-        D=dim,
-        COLUMNS=config.columns,
-        CHUNK=config.chunk,
-        HORIZON=HORIZON,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        STAGES=config.num_stages,
-        TMA=config.has_tma,
-        num_warps=config.num_warps,
-    )
+    tiles = ((q, dim), (k, dim), (v, columns), (output, columns))
+    q_, k_, v_, out_ = (_described(x, chunk, width) if config.tile["TMA"] else x for x, width in tiles)
+    tensors = (q_, k_, v_, state, slopes, out_, after)
+    strides = {"Q_ROW": q.stride(0), "K_ROW": k.stride(0), "V_ROW": v.stride(0)}
+    constants = {"H": heads, "D": dim, "HORIZON": HORIZON, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
+    grid = (-(-n // segment) * heads * (dim // columns),)
+    _prefill_kernel[grid](*tensors, n, segment, scale, **strides, **constants, **config.tile, **config.options)
     return output, after
 
 
-def _config(dim: int, dtype: torch.dtype, capability: int) -> PrefillConfig:
-    """Choose tiles by the kind of GPU; fp32 runs without tensor cores, in small tiles."""
+def _config(dim: int, dtype: torch.dtype, compute_capability: int) -> Config:
+    """Choose chunk and columns of the state per program by the kind of GPU; fp32 runs without tensor cores."""
     if dtype == torch.float32:
-        return PrefillConfig(chunk=16, columns=min(dim, 32), num_warps=4, num_stages=1, has_tma=False)
-    if capability // 10 == 9:
-        return PrefillConfig(chunk=64, columns=min(dim, 128), num_warps=8, num_stages=3, has_tma=True)
-    return PrefillConfig(chunk=64, columns=min(dim // 2, 64), num_warps=8, num_stages=2, has_tma=False)
+        return Config({"CHUNK": 16, "COLUMNS": min(dim, 32), "STAGES": 1, "TMA": False}, 4)
+    if compute_capability // 10 == 9:
+        return Config({"CHUNK": 64, "COLUMNS": min(dim, 128), "STAGES": 3, "TMA": True}, 8)
+    return Config({"CHUNK": 64, "COLUMNS": min(dim // 2, 64), "STAGES": 2, "TMA": False}, 8)
 
 
 def _segment(num_tokens: int, heads: int, chunk: int, num_processors: int) -> int:
@@ -339,39 +302,26 @@ def lightning_decode(
     slopes: Tensor,
     scale: float,
     output: Tensor | None = None,
-    heads: Heads | None = None,
+    heads: Heads = PLAIN,
     dependents_first: bool = False,
+    keeps_states: bool = False,
 ) -> Tensor:
-    """A token each: q, k, v [S, H, D], states [P, H, D, D] fp32 advanced at slots [S] (-1: none) → [S, H, D]."""
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device) if output is None else output
-    q, k, v = (x[:, None] for x in (q, k, v))
-    _step(q, k, v, states, slots, None, slopes, scale, output, heads, False, dependents_first)
-    return output
+    """n tokens each: q, k, v [S, n, H, D], or one each [S, H, D] → output of the same shape.
 
-
-def lightning_verify(
-    q: Tensor, k: Tensor, v: Tensor, states: Tensor, slots: Tensor, slopes: Tensor, scale: float,
-    output: Tensor | None = None, heads: Heads | None = None, dependents_first: bool = False,
-) -> Tensor:  # fmt: skip
-    """n tokens each: q, k, v [S, n, H, D] → output [S, n, H, D], as decoding would return; states stay unchanged."""
+    states [P, H, D, D] in fp32 advance at slots [S] (-1: none), or stay unchanged, as when drafts are verified.
+    """
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device) if output is None else output
-    _step(
-        q, k, v, states, slots, None, slopes, scale, output, heads, keeps_state=True, dependents_first=dependents_first
-    )
+    if q.dim() == 3:
+        q, k, v = (x[:, None] for x in (q, k, v))
+    _step(q, k, v, states, slots, slopes, scale, output, None, heads, keeps_states, dependents_first)
     return output
 
 
 def lightning_fold(
-    k: Tensor,
-    v: Tensor,
-    states: Tensor,
-    slots: Tensor,
-    counts: Tensor,
-    slopes: Tensor,
-    heads: Heads | None = None,
+    k: Tensor, v: Tensor, states: Tensor, slots: Tensor, counts: Tensor, slopes: Tensor, heads: Heads = PLAIN
 ) -> None:
     """Advance the states at slots [S] by the first counts [S] of k, v [S, n, H, D], as decoding would have."""
-    _step(k, k, v, states, slots, counts, slopes, 1.0, None, heads, keeps_state=False)
+    _step(k, k, v, states, slots, slopes, 1.0, None, counts, heads)
 
 
 def _step(
@@ -380,72 +330,43 @@ def _step(
     v: Tensor,
     states: Tensor,
     slots: Tensor,
-    counts: Tensor | None,
     slopes: Tensor,
     scale: float,
     output: Tensor | None,
-    heads: Heads | None,
-    keeps_state: bool,
+    counts: Tensor | None,
+    heads: Heads,
+    keeps_states: bool = False,
     dependents_first: bool = False,
 ) -> None:
     sequences, num_tokens, num_heads, dim = q.shape
-    first = heads or Heads(None, None, 0.0, None, None)
-    assert first.cos is None or (first.cos.is_contiguous() and len(first.cos) >= sequences * num_tokens)
+    cos = heads.cos
+    assert cos is None or (cos.is_contiguous() and len(cos) >= sequences * num_tokens)
     assert states.is_contiguous()
     assert output is None or output.is_contiguous()
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     if sequences == 0:
         return
     columns = min(dim, STEP_COLUMNS)
+    optional = ((heads.q_weight, k), (heads.k_weight, k), (cos, slopes), (heads.sin, slopes), (output, k))
+    optional_tensors = (unread if x is None else x for x, unread in optional)
+    tensors = (q, k, v, states, slots, slots if counts is None else counts, slopes, *optional_tensors)
+    strides = (x.stride(axis) for x in (q, k, v) for axis in range(3))
+    constants = {"N": num_tokens, "H": num_heads, "D": dim, "COLUMNS": columns, "KEEPS_STATE": keeps_states}
+    constants |= {"HAS_OUTPUT": output is not None, "HAS_COUNTS": counts is not None}
+    constants |= {"HAS_NORM": heads.q_weight is not None, "HAS_ROPE": cos is not None}
     _step_kernel[(num_heads * (dim // columns), sequences)](
-        q,
-        k,
-        v,
-        states,
-        slots,
-        slots if counts is None else counts,
-        slopes,
-        k if first.q_weight is None else first.q_weight,
-        k if first.k_weight is None else first.k_weight,
-        slopes if first.cos is None else first.cos,
-        slopes if first.sin is None else first.sin,
-        k if output is None else output,
+        *tensors,
         states.shape[0],
         scale,
-        first.eps,
-        *(x.stride(axis) for x in (q, k, v) for axis in range(3)),
-        N=num_tokens,
-        H=num_heads,
-        D=dim,
-        COLUMNS=columns,
-        HAS_OUTPUT=output is not None,
-        HAS_COUNTS=counts is not None,
-        KEEPS_STATE=keeps_state,
-        HAS_NORM=first.q_weight is not None,
-        HAS_ROPE=first.cos is not None,
+        heads.eps,
+        *strides,
+        **constants,
         **pdl_options(q.device, sequences * num_tokens, dependents_first),
         num_warps=STEP_WARPS,
         enable_fp_fusion=False,  # fused multiply-adds in one variant only would change bits
     )
 
 
-def _compact(x: Tensor) -> Tensor:
-    """Return x [n, H, D] if the heads of a row are contiguous and aligned to 16 bytes, else a copy."""
-    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-    is_compact = x.stride(1) == x.shape[2] and x.stride(2) == 1
-    return x if is_aligned and is_compact else x.clone(memory_format=torch.contiguous_format)
-
-
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     n, heads, dim = x.shape
     return TensorDescriptor(x, [n, heads * dim], [x.stride(0), 1], [rows, columns])
-
-
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def _capability(device: torch.device) -> int:
-    """Return the compute capability, 90 on Hopper, or 0 without a GPU."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return 10 * major + minor

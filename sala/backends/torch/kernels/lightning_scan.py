@@ -74,24 +74,9 @@ def scan(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, length: int, scale: fl
     out = torch.empty_like(v)
     columns = min(dim, COLUMNS)
     grid = (tokens // length * heads * (dim // columns),)
-    precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    _scan_kernel[grid](
-        q,
-        k,
-        v,
-        out,
-        slopes,
-        length,
-        scale,
-        H=heads,
-        D=dim,
-        COLUMNS=columns,
-        CHUNK=CHUNK,
-        REVERSE=is_reversed,
-        PRECISION=precision,
-        num_warps=4,
-        num_stages=2,
-    )
+    tile = {"COLUMNS": columns, "CHUNK": CHUNK, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
+    options = {"num_warps": 4, "num_stages": 2}
+    _scan_kernel[grid](q, k, v, out, slopes, length, scale, H=heads, D=dim, REVERSE=is_reversed, **tile, **options)
     return out
 
 

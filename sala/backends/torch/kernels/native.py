@@ -161,9 +161,12 @@ def _attempt() -> tuple[Path, str] | None:
 
 def _build(compiler: str, flags: list[str]) -> Path | None:
     """Return the library for this compiler, flags and processor, built if necessary; None if that fails."""
+    import platformdirs
+
     texts = [file.read_text(encoding="utf-8") for file in (*HEADERS, *SOURCES)]
     key = "\n".join([*texts, compiler, *flags, _processor()])
-    file = _cache_directory() / f"sala-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+    name = f"sala-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+    file = Path(platformdirs.user_cache_dir("sala")) / "kernels" / name
     if file.is_file():
         return file
     try:
@@ -177,12 +180,6 @@ def _build(compiler: str, flags: list[str]) -> Path | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return file
-
-
-def _cache_directory() -> Path:
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("sala")) / "kernels"
 
 
 def _processor() -> str:

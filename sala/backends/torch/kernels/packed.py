@@ -6,9 +6,7 @@ products of decode rows are batch-invariant. In fp32, which tensor cores do not 
 """
 
 import functools
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sala.backends.torch.kernels import linear as dense
-from sala.backends.torch.kernels.attention import shared_memory
-from sala.backends.torch.kernels.linear import MAX_ROWS, _silu_mul
+from sala.backends.torch.kernels.fused import rounded_silu_mul
+from sala.backends.torch.kernels.launch import Config, largest_power_of_2, shared_memory
 from sala.backends.torch.kernels.packed_unpack import _halves
 from sala.backends.torch.kernels.packed_weight import WORDS, PackedWeight, block_size
 from sala.backends.torch.kernels.pdl import can_use_pdl, prefetch
@@ -32,16 +29,6 @@ MAX_STAGES = 8  # of the pipeline
 MAX_PREFETCHED = 2  # blocks that a program prefetches before the kernel ahead of it has ended
 MAX_EXPANDED = 1 << 26  # weights that `product` expands at a time
 SMALL_SHARED = 128 << 10  # bytes: consumer GPUs have less than this much shared memory per program
-
-
-class Config(NamedTuple):
-    """A program computes `columns` outputs of one of `splits` parts of K. For `uses_pdl` see `pdl.py`."""
-
-    columns: int
-    splits: int
-    num_warps: int
-    num_stages: int
-    uses_pdl: bool = False
 
 
 @triton.jit
@@ -129,7 +116,7 @@ def _packed_kernel(
     out = (acc * 2.0**POWER).to(out_dtype)
     if IS_PAIR:
         gate, up = tl.split(tl.permute(tl.reshape(out, (2, OUTPUTS, TILE_ROWS)), (1, 2, 0)))
-        out = _silu_mul(gate, up, out_dtype)
+        out = rounded_silu_mul(gate, up, out_dtype)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     target = out_ptr + (split * ROWS + row).to(tl.int64)[:, None] * out_row + column[None, :]
     tl.store(target, tl.trans(out), mask=is_row & (column < N)[None, :])
@@ -172,51 +159,8 @@ def _expand_kernel(
     tl.store(target + HALF, high.to(dtype), mask=is_row & (inner + HALF < K))
 
 
-def linear(x: Tensor, weight: PackedWeight, config: Config | None = None) -> Tensor:
-    """x [T, K] → [T, N] in x's dtype; at most 128 rows."""
-    if weight.dtype.itemsize > 2:
-        return dense.linear(x, expand(weight))
-    out = torch.empty(x.shape[0], weight.num_out, dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, config or _config_of(weight, x.shape[0], max_splits=1))
-    return out
-
-
-def linears(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
-    """`linear` with several matrices, which may differ in bits; results side by side: [T, N + …]; at most 128 rows."""
-    ends = [0, *accumulate(weight.num_out for weight in weights)]
-    out = torch.empty(x.shape[0], ends[-1], dtype=x.dtype, device=x.device)
-    for weight, begin, end in zip(weights, ends, ends[1:], strict=False):
-        if weight.dtype.itemsize > 2:
-            out[:, begin:end] = dense.linear(x, expand(weight))
-        else:
-            _launch(x, weight, out[:, begin:end], _config_of(weight, x.shape[0], max_splits=1))
-    return out
-
-
-def split_linear(x: Tensor, weight: PackedWeight, config: Config | None = None) -> Tensor:
-    """x [T, K] → partials [S, T, N] in fp32, whose sum is the product; at most 128 rows."""
-    if weight.dtype.itemsize > 2:
-        return dense.split_linear(x, expand(weight))
-    config = config or _config_of(weight, x.shape[0])
-    partials = torch.empty(config.splits, x.shape[0], weight.num_out, dtype=torch.float32, device=x.device)
-    _launch(x, weight, partials, config)
-    return partials
-
-
-def linear_silu_mul(x: Tensor, weight: PackedWeight, config: Config | None = None) -> Tensor:
-    """x [T, K], weight [2 * m, K], the gate's rows first → silu(gate) * up [T, m]; at most 128 rows."""
-    if weight.dtype.itemsize > 2:
-        return dense.linear_silu_mul(x, expand(weight))
-    config = config or _config_of(weight, x.shape[0], max_splits=1, is_pair=True)
-    out = torch.empty(x.shape[0], weight.num_out // 2, dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, config, is_pair=True)
-    return out
-
-
-def product(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [T, K] → [T, N], any number of rows: prefill rows by an expanded copy of the matrix, a piece at a time."""
-    if can_take(x.shape[0], weight):
-        return linear(x, weight)
+def expanded_product(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x [T, K] → [T, N], any number of rows, by an expanded copy of the matrix, a piece at a time."""
     step = max(1, MAX_EXPANDED // weight.num_in)
     if step >= weight.num_out:
         return F.linear(x, expand(weight))
@@ -234,89 +178,39 @@ def expand(weight: PackedWeight, index: Tensor | None = None) -> Tensor:
     if num_rows == 0:
         return out
     columns = 16 if num_rows <= 64 else 32
-    _expand_kernel[(weight.codes.shape[0], triton.cdiv(num_rows, columns))](
-        weight.codes,
-        weight.groups,
-        weight.codes if index is None else index.contiguous(),
-        out,
-        num_rows,
-        K=weight.num_in,
-        PITCH=_pitch(weight),
-        COLUMNS=columns,
-        BITS=weight.bits,
-        GROUPS=weight.groups.shape[2],
-        POWER=weight.power,
-        HAS_INDEX=index is not None,
-        HAS_ASM=_has_asm(weight),
-        num_warps=4,
-    )
+    tensors = (weight.codes, weight.groups, weight.codes if index is None else index.contiguous(), out)
+    grid = (weight.codes.shape[0], triton.cdiv(num_rows, columns))
+    constants = {"K": weight.num_in, "COLUMNS": columns, "HAS_INDEX": index is not None, **format_constants(weight)}
+    _expand_kernel[grid](*tensors, num_rows, **constants, num_warps=4)
     return out
 
 
-def _launch(x: Tensor, weight: PackedWeight, out: Tensor, config: Config, is_pair: bool = False) -> None:
-    """out [T, N], whose rows may lie apart, or [S, T, N]."""
-    rows = x.shape[0]
-    if rows == 0:
-        return
-    assert rows <= MAX_ROWS
-    assert out.dim() == 3 or config.splits == 1
+def launch(x: Tensor, weight: PackedWeight, out: Tensor, config: Config, is_pair: bool) -> None:
+    """Multiply aligned rows x [T, K] into out [T, N], whose rows may lie apart, or [S, T, N]."""
+    rows, n = x.shape[0], out.shape[-1]
     assert out.is_contiguous() or (out.dim() == 2 and out.stride(1) == 1)
     assert x.shape[1] == weight.num_in
-    assert x.dtype == weight.dtype
     assert weight.codes.stride()[1:] == (WORDS, 1)
-    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-    if x.stride(1) != 1 or not is_aligned:
-        x = x.clone(memory_format=torch.contiguous_format)
-    n = weight.num_out // 2 if is_pair else weight.num_out
     tiles = triton.cdiv(rows, tile_rows(rows))  # adjacent programs: the second reads the codes from the L2 cache
-    outputs = config.columns // 2 if is_pair else config.columns
-    _packed_kernel[(tiles, triton.cdiv(n, outputs), config.splits)](
-        x,
-        weight.codes,
-        weight.groups,
-        out,
-        x.stride(0),
-        out.stride(-2),
-        **constants(rows, n, weight.num_in, weight.bits, weight.group_size, config, is_pair),
-        PITCH=_pitch(weight),
-        POWER=weight.power,
-        HAS_ASM=_has_asm(weight),
-        **options(config),
+    outputs = config.tile["COLUMNS"] // 2 if is_pair else config.tile["COLUMNS"]
+    constants = packed_constants(rows, n, weight.num_in, weight.bits, config, is_pair) | format_constants(weight)
+    _packed_kernel[(tiles, triton.cdiv(n, outputs), config.tile["SPLITS"])](
+        x, weight.codes, weight.groups, out, x.stride(0), out.stride(-2), **constants, **config.options
     )
 
 
-def constants(
-    rows: int, n: int, k: int, bits: int, group_size: int, config: Config, is_pair: bool = False
-) -> dict[str, Any]:
-    """Return the compile-time constants of the kernel that do not depend on the device."""
-    part = triton.cdiv(triton.cdiv(k, block_size(bits)), config.splits)
+def packed_constants(rows: int, n: int, k: int, bits: int, config: Config, is_pair: bool = False) -> dict[str, Any]:
+    """Return the compile-time constants of the kernel that do not depend on the matrix's memory."""
+    part = triton.cdiv(triton.cdiv(k, block_size(bits)), config.tile["SPLITS"])
     return {
         "N": n,
         "K": k,
         "ROWS": rows,
         "TILE_ROWS": tile_rows(rows),
-        "COLUMNS": config.columns,
-        "SPLITS": config.splits,
-        "BITS": bits,
-        "GROUPS": block_size(bits) // group_size,
         "PREFETCH_STEPS": min(part, MAX_PREFETCHED) if config.uses_pdl else 0,
         "IS_PAIR": is_pair,
+        **config.tile,
     }
-
-
-def options(config: Config) -> dict[str, Any]:
-    early = {"launch_pdl": True} if config.uses_pdl else {}
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages} | early
-
-
-def max_rows(weight: PackedWeight) -> int:
-    """Return the most rows that these products take."""
-    return MAX_ROWS if weight.dtype.itemsize <= 2 else dense.MIN_ROWS
-
-
-def can_take(rows: int, weight: PackedWeight) -> bool:
-    """Return whether these products take so many rows."""
-    return rows <= max_rows(weight)
 
 
 def tile_rows(rows: int) -> int:
@@ -324,21 +218,21 @@ def tile_rows(rows: int) -> int:
     return min(MAX_TILE, max(MIN_TILE, triton.next_power_of_2(rows)))
 
 
-def _pitch(weight: PackedWeight) -> int:
-    """Return the number of rows of the matrix that this one is a part of."""
+def format_constants(weight: PackedWeight) -> dict[str, Any]:
+    """Return the compile-time constants of a matrix: PITCH rows has the matrix that this one is a part of.
+
+    Codes are unpacked by PTX (HAS_ASM), but not in the interpreter, nor in fp32.
+    """
     groups = weight.groups
     assert groups.stride()[1:] == (groups.shape[2], 1)
     pitch = weight.codes.stride(0) // WORDS
     assert weight.codes.shape[0] == 1 or groups.stride(0) == pitch * groups.shape[2]
-    return pitch
+    has_asm = weight.codes.is_cuda and weight.dtype.itemsize == 2
+    constants = {"BITS": weight.bits, "GROUPS": groups.shape[2], "POWER": weight.power}
+    return constants | {"PITCH": pitch, "HAS_ASM": has_asm}
 
 
-def _has_asm(weight: PackedWeight) -> bool:
-    """Return whether codes are unpacked by PTX: not in the interpreter, nor in fp32."""
-    return weight.codes.is_cuda and weight.dtype.itemsize == 2
-
-
-def _config_of(weight: PackedWeight, rows: int, max_splits: int = MAX_SPLITS, is_pair: bool = False) -> Config:
+def config_of(weight: PackedWeight, rows: int, max_splits: int, is_pair: bool = False) -> Config:
     device = weight.codes.device
     limit = shared_memory(device)
     config = _config(weight.num_out, weight.num_in, weight.bits, limit, rows, max_splits, is_pair)
@@ -353,17 +247,11 @@ def _config(
 
     Measured on an H200: best are the deepest pipelines with which the programs of a multiprocessor still fit together.
     """
-    splits = _splits(n, k, max_splits)
+    splits = largest_power_of_2(min(max_splits, k // MIN_PART, PROGRAMS // triton.cdiv(n, 64)))
     # Without wgmma a tile of 128 columns is at the limit of registers: ptxas spills for sm_120 with Triton 3.7.
     is_wide = (is_pair or max_splits > 1) and n >= 128 and limit > SMALL_SHARED
     columns = 128 if is_wide else 64
     stage = columns * (WORDS + 4) * 4 + tile_rows(rows) * block_size(bits) * 2
     per_processor = min(4, max(1, round(triton.cdiv(n, columns) * splits / PROCESSORS)))
     stages = max(3, min(MAX_STAGES, limit // (per_processor * stage)))
-    return Config(columns, splits, 4, max(2, min(stages, limit // stage)))
-
-
-def _splits(n: int, k: int, most: int) -> int:
-    """Return a power of two that gives every multiprocessor of a large GPU some programs, if K is long enough."""
-    wanted = min(most, k // MIN_PART, PROGRAMS // triton.cdiv(n, 64))
-    return 1 << max(wanted, 1).bit_length() - 1
+    return Config({"COLUMNS": columns, "SPLITS": splits}, 4, max(2, min(stages, limit // stage)))

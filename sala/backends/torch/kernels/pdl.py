@@ -12,12 +12,13 @@ products, some multiprocessors would get too many programs and finish last. One 
 instead of 5.1 ms per token on an H200.
 """
 
-import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from sala.backends.torch.kernels.launch import capability
 
 MAX_ROWS = 128  # of a step; larger ones are too long for launch times to matter
 
@@ -51,10 +52,9 @@ def prefetch(pointers):
     )
 
 
-@functools.cache
 def can_use_pdl(device: torch.device) -> bool:
     """Return whether the device supports PDL: Hopper and newer do."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return capability(device) >= 90
 
 
 def pdl_options(device: torch.device, num_rows: int, dependents_first: bool = False) -> dict[str, Any]:

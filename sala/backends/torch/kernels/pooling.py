@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sala.backends.torch.kernels.launch import aligned_rows
 from sala.backends.torch.kernels.pdl import pdl_options, pdl_wait
 from sala.config import SparseConfig
 
@@ -125,7 +126,7 @@ def append(
         return
     assert all(pool.is_contiguous() for pool in (pages_k, pages_v, pages_k1, pages_k2))
     assert tables.stride(1) == 1
-    k_new, v_new = (x if has_whole_rows(x) else x.contiguous() for x in (k_new, v_new))
+    k_new, v_new = aligned_rows(k_new), aligned_rows(v_new)
     assert pages_k.shape[2:] == (sparse.block_size, dim)
     assert dim * k_new.element_size() % 16 == 0
     _append_kernel[(num_tokens, groups)](
@@ -134,13 +135,6 @@ def append(
         **append_constants(sparse, dim), **pdl_options(k_new.device, num_tokens, dependents_first=True),
         num_warps=4,  # fixed: the order of a mean's sum depends on it
     )  # fmt: skip
-
-
-def has_whole_rows(x: Tensor) -> bool:
-    """Return whether every row of the last dimension is aligned to 16 bytes, as wide loads need."""
-    steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
-    is_even = all(step * x.element_size() % 16 == 0 for step in steps)
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and is_even
 
 
 def append_constants(sparse: SparseConfig, dim: int) -> dict[str, Any]:

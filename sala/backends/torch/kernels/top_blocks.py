@@ -6,25 +6,18 @@ fit are held in registers. Longer rows are first cut down to a few candidates by
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def"
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sala.backends.torch.kernels.launch import Config
 from sala.backends.torch.kernels.pdl import pdl_options, pdl_wait
 from sala.config import SparseConfig
 
 CANDIDATES = 512  # blocks that may remain after the coarse cut of a long row; more are picked from the whole row
-
-
-class TopConfig(NamedTuple):
-    """Blocks of a row loaded at a time, segments of the coarse cut (0: none, the row is held whole), warps."""
-
-    size: int
-    segments: int
-    num_warps: int
 
 
 @triton.jit
@@ -166,7 +159,7 @@ def every_block(positions: Tensor, groups: int, count: int, sparse: SparseConfig
 
 def launch_top(
     scores: Tensor, selected: Tensor, positions: Tensor, flags: Tensor | None, offset: int, sparse: SparseConfig,
-    config: TopConfig | None = None,
+    config: Config | None = None,
 ) -> None:  # fmt: skip
     n, groups, count = selected.shape
     if not n:
@@ -180,11 +173,11 @@ def launch_top(
     _top_kernel[(n * groups,)](
         scores, positions, positions if flags is None else flags, scratch, selected, width,
         **constants, OFFSET=offset, HAS_FLAGS=flags is not None, **pdl_options(selected.device, n, True),
-        num_warps=config.num_warps,
+        **config.options,
     )  # fmt: skip
 
 
-def top_constants(sparse: SparseConfig, groups: int, count: int, width: int, config: TopConfig) -> dict[str, Any]:
+def top_constants(sparse: SparseConfig, groups: int, count: int, width: int, config: Config) -> dict[str, Any]:
     return {
         "GROUPS": groups,
         "BLOCK": sparse.block_size,
@@ -192,16 +185,20 @@ def top_constants(sparse: SparseConfig, groups: int, count: int, width: int, con
         "WINDOW": sparse.num_window_blocks,
         "SELECTED": count,
         "PADDED": triton.next_power_of_2(count),
-        "SIZE": config.size,
-        "SEGMENTS": config.segments,
         "CANDIDATES": CANDIDATES,
-        "HELD": width <= config.size,
+        "HELD": width <= config.tile["SIZE"],
+        **config.tile,
     }
 
 
-def top_config(width: int, num_rows: int) -> TopConfig:
-    """Hold short rows in registers and stream long ones; give a few rows more warps, for latency."""
+def top_config(width: int, num_rows: int) -> Config:
+    """Choose the blocks of a row loaded at a time and the segments of the coarse cut (0: the row is held whole).
+
+    Short rows are held in registers, long ones streamed; a few rows get more warps, for latency.
+    """
     size = max(triton.next_power_of_2(width), 256)
     if size <= 2048:
-        return TopConfig(size, 0, max(1, size // 512))
-    return TopConfig(4096, 1024, 8) if num_rows <= 256 else TopConfig(2048, 1024, 4)
+        return Config({"SIZE": size, "SEGMENTS": 0}, max(1, size // 512))
+    if num_rows <= 256:
+        return Config({"SIZE": 4096, "SEGMENTS": 1024}, 8)
+    return Config({"SIZE": 2048, "SEGMENTS": 1024}, 4)
