@@ -1,6 +1,7 @@
 """Batch files, sessions and estimates from the command line."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -69,6 +70,29 @@ def test_good_and_bad_lines(llm: LLM, tmp_path: Path) -> None:
     assert errors["hot"]["param"] == "temperature"
     assert not (tmp_path / "out.jsonl.part").exists()
     assert integrity(llm.engine) == []
+
+
+def test_lines_are_answered_as_the_server_answers(llm: LLM, tmp_path: Path) -> None:
+    """With its schema, its errors and its logprobs, and with the parameters that only batches take."""
+    lines = [
+        request("regex", regex="[ab]{3}", max_tokens=20),
+        request("logprobs", logprobs=True, top_logprobs=2),
+        request("unknown", colour="red"),
+        request("bias", logit_bias={"x": 1}),
+        request("grammar", grammar=7),
+    ]
+    run_batch(llm, write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    bodies = {name: line["response"]["body"] for name, line in read(tmp_path / "out.jsonl").items()}
+    (choice,) = bodies["regex"]["choices"]
+    assert re.fullmatch("[ab]{3}", choice["message"]["content"])
+    (choice,) = bodies["logprobs"]["choices"]
+    assert [len(one["top_logprobs"]) for one in choice["logprobs"]["content"]] == [2] * 5
+    errors = {name: (body["error"]["param"], body["error"]["code"]) for name, body in bodies.items() if "error" in body}
+    assert errors == {
+        "unknown": ("colour", "unknown_parameter"),
+        "bias": ("logit_bias", "invalid_value"),
+        "grammar": ("grammar", "invalid_value"),
+    }
 
 
 def test_a_hundred_thousand_lines(llm: LLM, tmp_path: Path) -> None:
