@@ -34,8 +34,8 @@ WORDS = {
 _log = logging.getLogger("sala.server")
 
 
-def create_app(settings: Settings, runtime: Runtime | None = None) -> FastAPI:
-    """Return the application. Unless a runtime is given, the default model is loaded at the start."""
+def create_app(settings: Settings) -> FastAPI:
+    """Return the application. When it starts, it loads the default model."""
     app = FastAPI(
         title="sala",
         version=__version__,
@@ -48,9 +48,9 @@ def create_app(settings: Settings, runtime: Runtime | None = None) -> FastAPI:
     )
     app.state.settings = settings
     app.state.metrics = monitoring.Metrics()
-    app.state.library = Library(settings.models_dir) if runtime is None else runtime.library
+    app.state.library = Library(settings.models_dir)
     app.state.downloads = Downloads(app.state.library, settings.hub_url)
-    app.state.runtime = runtime or Runtime(settings, app.state.library, app.state.metrics.statistics)
+    app.state.runtime = Runtime(settings, app.state.library, app.state.metrics.statistics)
     add_routes(app)
     add_handlers(app)
     add_guards(app, settings)

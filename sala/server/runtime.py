@@ -25,7 +25,6 @@ CHECK_S = 1.0  # between two checks for idle models
 RETRY_S = 5
 T = TypeVar("T")
 _log = logging.getLogger("sala.server")
-OpenModel = Callable[[Path, Settings], LLM]
 
 
 @dataclass(eq=False)
@@ -62,18 +61,11 @@ def check_model(path: Path) -> None:
 class Runtime:
     """The loaded models. A request loads the model it names; idle models are unloaded for it."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        library: Library,
-        observer: RequestStatistics | None = None,
-        open_model: OpenModel = open_model,
-    ) -> None:
+    def __init__(self, settings: Settings, library: Library, observer: RequestStatistics | None = None) -> None:
         self.loaded: dict[str, LoadedModel] = {}
         self._settings = settings
         self.library = library
         self._observer = observer
-        self._open = open_model
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[LoadedModel]] = set()
         self._is_closing = False
@@ -164,7 +156,7 @@ class Runtime:
             if makes_room:
                 await self._try(entry_id, check_model, path)  # don't unload a model for one that cannot be loaded
                 await self._make_room()
-            llm = await self._try(entry_id, self._open, path, self._settings)
+            llm = await self._try(entry_id, open_model, path, self._settings)
             llm.service.max_queue = self._settings.max_queue
             llm.service.observe(self._observer, _log)
             llm.service.start()
