@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from sala.models.download import PARTIAL, REGISTRY
+from sala.server.runtime import open_model
 from tests.server.conftest import Server, wait_for
 from tests.server.fake_hub import FakeHub, serve, tree
 
@@ -73,18 +74,17 @@ def test_a_model_from_the_hub_to_the_bin(make_server: Callable[..., Server], hub
 
 
 def test_a_model_is_not_deleted_while_a_request_loads_it(
-    make_server: Callable[..., Server], tiny: Path, tmp_path: Path
+    make_server: Callable[..., Server], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = make_server()
     shutil.copytree(tiny, tmp_path / "models" / "second")
     runtime, may_go = server.app.state.runtime, threading.Event()
-    really = runtime._open
 
     def slowly(*arguments: Any) -> Any:
         may_go.wait(20)
-        return really(*arguments)
+        return open_model(*arguments)
 
-    runtime._open = slowly
+    monkeypatch.setattr("sala.server.runtime.open_model", slowly)
     before = tree(tmp_path / "models")
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(chat, server, "second")
