@@ -27,8 +27,9 @@ from sala.lab.train.loop import OutOfTime, read_state, train, write_state
 from sala.lab.train.losses import LossWeights, head_loss
 from sala.lab.train.models import load_for_training
 from sala.lab.train.objectives import Distil
+from sala.lab.train.on_policy import StudentRows
 from sala.lab.train.overlays import TeacherBase, load_overlay, overlay_storage
-from sala.lab.train.recipe import MixStage, Schedule, Source
+from sala.lab.train.recipe import MixStage, OnPolicy, Schedule, Source
 from sala.lab.train.steps import StepPart, TrainingBatch, collate
 from sala.quantization_config import MLP_LINEARS
 from tests.smol_sala import pack
@@ -392,3 +393,13 @@ def test_head_loss_does_not_depend_on_tiles() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_scan_on_a_gpu() -> None:
     assert check_scan(torch.device("cuda")) < 2e-2
+
+
+def test_a_run_takes_the_students_own_answers_into_its_steps(overlay: Path, teacher: SalaModel, tmp_path: Path) -> None:
+    run = run_of(overlay, teacher, tmp_path / "a", steps=4)
+    options = OnPolicy(path="write", rows=2, seq_len=32, every=2, after=0.5)
+    run.learner.student_rows = StudentRows(run.learner.objective.student, [[40, 41, 42]], options, seed=1)
+    run.train()
+    entries = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert ["kl.on-policy-32" in entry for entry in entries] == [False, False, True, True]
+    assert all(0 < entry["kl.on-policy-32"] < 0.7 for entry in entries[2:])  # a symmetric divergence is below ln 2

@@ -45,7 +45,7 @@ class Accelerated:
         objective.to(self.device)
         self.wrapped, self.optimizer = self.accelerator.prepare(objective, optimizer)
 
-    def update(self, batches: Sequence[TrainingBatch], step: int, rate: float) -> None:
+    def update(self, batches: Sequence[TrainingBatch], step: int, rate: float, done: float = 0.0) -> None:
         for group, scale in zip(self.optimizer.param_groups, self.scales, strict=True):
             group["lr"] = rate * scale
         counts = torch.tensor([self.objective.counts(batch) for batch in batches], dtype=torch.float64)

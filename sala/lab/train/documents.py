@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,9 @@ class Documents:
         begin = int(self.ends[index - 1]) if index else 0
         piece = slice(begin, int(self.ends[index]))
         return self.tokens[piece], self.roles[piece], bool(self.is_ended[index])
+
+    def items(self) -> Iterator[tuple[Array, Array, bool]]:
+        return (self.document(index) for index in range(len(self)))
 
     def is_text(self) -> Array:
         """Return for each document whether it is free text."""

@@ -20,17 +20,18 @@ class FastPaths:
     has_scan: bool = False  # the Triton kernel for lightning layers
     has_bf16_head: bool = False  # matrix products of head and loss in bf16
     is_compiled: bool = False
+    has_graphs: bool = False  # forward and backward replayed as CUDA graphs
 
     @property
     def is_plain(self) -> bool:
-        return not (self.has_scan or self.has_bf16_head)
+        return not (self.has_scan or self.has_bf16_head or self.has_graphs)
 
     @classmethod
     def on(cls, device: torch.device) -> "FastPaths":
         """Return the paths whose results are correct on this device."""
         if device.type != "cuda":
             return cls()
-        return cls(_is_accurate(check_scan, device), _is_accurate(check_head, device), True)
+        return cls(_is_accurate(check_scan, device), _is_accurate(check_head, device), True, True)
 
 
 def set_scan(student: SalaModel, is_fast: bool) -> None:

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from sala.lab.train.adapters import round_to_codes
 from sala.lab.train.block_selection_loss import count_queries
+from sala.lab.train.graphs import GraphedPass
 from sala.lab.train.loop import Probe
 from sala.lab.train.objectives import Distil
+from sala.lab.train.on_policy import StudentRows
 from sala.lab.train.recipe import MixStage
-from sala.lab.train.steps import TrainingBatch
+from sala.lab.train.steps import TrainingBatch, collate
 
 MAX_SKIPPED = 3  # consecutive log entries with a non-finite gradient
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -77,6 +79,11 @@ class Latents:
         )
         self.use_latent()
 
+    @property
+    def grads(self) -> list[Tensor]:
+        """Return the gradients of the stacks, which stay in place."""
+        return [stack.latent.grad for stack in self.stacks if stack.latent.grad is not None]
+
     @torch.no_grad()
     def use_latent(self) -> None:
         """Make the model compute with the current weights."""
@@ -101,12 +108,11 @@ class Latents:
 
         If the norm is not finite, the gradients are replaced by zeros.
         """
-        grads = [stack.latent.grad for stack in self.stacks]
+        grads = self.grads
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
         factor = (clip / norm.clamp(min=clip)) if clip else torch.ones_like(norm)
         is_good = torch.isfinite(norm)
         for grad in grads:
-            assert grad is not None
             grad.copy_(torch.where(is_good, grad * factor, torch.zeros_like(grad)))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -115,7 +121,6 @@ class Latents:
             stack.mean.lerp_(stack.latent, 1 - decay)
         self.use_latent()
         for grad in grads:
-            assert grad is not None
             grad.zero_()
         return norm
 
@@ -151,7 +156,17 @@ class LatentLearner:
 
     rank, world = 0, 1
 
-    def __init__(self, objective: Distil, latents: Latents, stage: MixStage, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        objective: Distil,
+        latents: Latents,
+        stage: MixStage,
+        note: Callable[[str], None],
+        student_rows: StudentRows | None = None,
+    ) -> None:
+        self.student_rows = student_rows
+        self._graphs: GraphedPass | None = None
+        self._batch: TrainingBatch | None = None  # the micro-batch that runs now
         self.objective, self.latents, self.stage, self.note = objective, latents, stage, note
         self.device = latents.stacks[0].latent.device
         self.tile_rows = objective.tile_rows or 0
@@ -165,19 +180,41 @@ class LatentLearner:
         self.num_steps = self.num_tokens = 0
         self.began = time.monotonic()
 
-    def update(self, batches: Sequence[TrainingBatch], step: int, rate: float) -> None:
+    def update(self, batches: Sequence[TrainingBatch], step: int, rate: float, done: float = 0.0) -> None:
+        if self.student_rows is not None and done >= self.student_rows.options.after:
+            batches = [*batches, collate(self.student_rows(step), tile_rows=self.tile_rows)]
         total = max(1, sum(batch.counts[2] for batch in batches))
         for batch in batches:
-            on_device = batch.to(self.device)
-            scaled = on_device._replace(main=on_device.main / total, label=on_device.label / total)
-            with self._precision():
-                loss, sums = self.objective(scaled, self._scales_of(batch))
-            loss.backward()
+            sums = self.run(batch, total)
             self.sums[batch.name] = self.sums.get(batch.name, 0) + sums
             self.counts[batch.name] = self.counts.get(batch.name, 0) + np.array(self.objective.counts(batch))
             self.num_tokens += batch.tokens.numel()
         self.norm = self.latents.update(rate, self.stage.clip, mean_decay(self.stage.mean_decay, step))
         self.num_steps += 1
+
+    def run(self, batch: TrainingBatch, total: int) -> Tensor:
+        """Add the gradients of a micro-batch, and return the sums of its terms."""
+        if not self.objective.fast.has_graphs:
+            loss, sums = self._loss(batch.to(self.device), total)
+            loss.backward()
+            return sums
+        if self._graphs is None:
+            self._graphs = GraphedPass(self._graphed_loss, self.latents.grads, self.note)
+        self._batch = batch
+        inputs = tuple(value for value in batch if isinstance(value, Tensor))
+        return self._graphs((*inputs, torch.tensor(float(total))), batch.is_symmetric)
+
+    def _graphed_loss(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        assert self._batch is not None
+        values = iter(inputs)
+        moved: Any = (next(values) if isinstance(value, Tensor) else value for value in self._batch)
+        return self._loss(TrainingBatch(*moved), inputs[-1])
+
+    def _loss(self, batch: TrainingBatch, total: int | Tensor) -> tuple[Tensor, Tensor]:
+        scaled = batch._replace(main=batch.main / total, label=batch.label / total)
+        with self._precision():
+            loss, sums = self.objective(scaled, self._scales_of(batch))
+        return loss, sums
 
     def _scales_of(self, batch: TrainingBatch) -> Tensor:
         queries = count_queries(*batch.tokens.shape)
@@ -209,6 +246,7 @@ class LatentLearner:
             return "the gradient"
         self.note("the gradient is not finite: continuing without the fast paths")
         self.objective.use_plain_paths()
+        self._graphs = None
         self.num_skipped = 0
         return None
 

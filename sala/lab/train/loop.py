@@ -55,8 +55,8 @@ class Learner(Protocol):
     world: int
     tile_rows: int  # positions with a loss are padded to a multiple of this; 0: all positions have a loss
 
-    def update(self, batches: Sequence[TrainingBatch], step: int, rate: float) -> None:
-        """Take one optimizer step over the micro-batches of all processes."""
+    def update(self, batches: Sequence[TrainingBatch], step: int, rate: float, done: float) -> None:
+        """Take one optimizer step over the micro-batches of all processes, after the share `done` of the run."""
 
     def values(self) -> dict[str, float]:
         """Return the losses since the last call and the gradient norm."""
@@ -126,7 +126,7 @@ def train(
         log.add(0, learner.measure(probe, False))
     while clock.done < 1:
         rate = stage.rate.rate(clock.step, clock.done)
-        learner.update(next(feed), clock.step, rate)
+        learner.update(next(feed), clock.step, rate, clock.done)
         clock.tick()
         is_late = deadline is not None and any_process(time.monotonic() > deadline, learner.device)
         is_last = clock.done >= 1

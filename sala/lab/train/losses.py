@@ -5,6 +5,7 @@ keeps the gradients of the hidden states (and of the head, if it is trained) onl
 the matrix products run in bf16 and accumulate in fp32; softmax and loss are always in fp32.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -33,22 +34,32 @@ def head_loss(
     weights: LossWeights,
     teacher: tuple[Tensor, Tensor] | None = None,
     tile_rows: int | None = None,
+    is_symmetric: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted loss of hidden [T, h], head [V, h], labels [T], and two unweighted sums [2] without gradient.
 
     The main loss is the cross-entropy of the label or, with `teacher` (its hidden states, its head), the divergence
     KL(teacher || student) mixed with the label's cross-entropy by its share; the answer loss is always the
-    cross-entropy. The sums, of the divergence and of the answers, cover the rows with a weight. On a GPU the loss of a
-    tile is compiled, once if the number of rows is a multiple of `tile_rows`.
+    cross-entropy. With `is_symmetric` the divergence is the Jensen-Shannon divergence, which suits the student's own
+    text: it also counts tokens that only the student finds likely. The sums, of the divergence and of the answers,
+    cover the rows with a weight. On a GPU the loss of a tile is compiled, once if the number of rows is a multiple of
+    `tile_rows`.
     """
     tile_rows = tile_rows or TILE_ROWS.get(hidden.device.type, TILE_ROWS["cpu"])
-    return _HeadLoss.apply(hidden, head, labels, weights, teacher, tile_rows)
+    return _HeadLoss.apply(hidden, head, labels, weights, teacher, tile_rows, is_symmetric)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: LossWeights, teacher: Any, tile_rows: int
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        weights: LossWeights,
+        teacher: Any,
+        tile_rows: int,
+        is_symmetric: bool,
     ) -> Any:
         grad_hidden = torch.empty_like(hidden)
         grad_head = torch.zeros_like(head) if head.requires_grad else None
@@ -59,7 +70,7 @@ class _HeadLoss(torch.autograd.Function):
             rows = slice(begin, begin + tile_rows)
             teacher_logits = None if teacher is None else _logits(teacher[0][rows], teacher[1])
             part, part_sums, grad = compute(
-                _logits(hidden[rows], head), labels[rows], weights.part(rows), teacher_logits
+                _logits(hidden[rows], head), labels[rows], weights.part(rows), teacher_logits, is_symmetric
             )
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ head
@@ -74,7 +85,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_hidden, grad_head = ctx.saved_tensors
         scaled = None if grad_head is None else grad_head * grads[0]
-        return (grad_hidden * grads[0]).to(grad_hidden.dtype), scaled, None, None, None, None
+        return (grad_hidden * grads[0]).to(grad_hidden.dtype), scaled, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, head: Tensor) -> Tensor:
@@ -86,7 +97,7 @@ def _logits(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 def _tile(
-    logits: Tensor, labels: Tensor, weights: LossWeights, teacher_logits: Tensor | None
+    logits: Tensor, labels: Tensor, weights: LossWeights, teacher_logits: Tensor | None, is_symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss, the unweighted sums and the gradient of a tile of logits [n, V]."""
     main, answer, truth = weights
@@ -102,9 +113,17 @@ def _tile(
     else:
         teacher_logp = teacher_logits.log_softmax(-1)
         teacher_p = teacher_logp.exp()
-        reported = (teacher_p * (teacher_logp - logp)).sum(-1)
+        if is_symmetric:
+            mean_logp = torch.logaddexp(logp, teacher_logp) - math.log(2)
+            ratio = 0.5 * (logp - mean_logp)
+            own = (p * ratio).sum(-1)
+            reported = own + 0.5 * (teacher_p * (teacher_logp - mean_logp)).sum(-1)
+            slope = p * (ratio - own[:, None])
+        else:
+            reported = (teacher_p * (teacher_logp - logp)).sum(-1)
+            slope = p - teacher_p
         main_loss = reported * (1 - share) + label_loss * share
-        grad = (p - teacher_p) * (main * (1 - share))[:, None] + (p - is_label) * (answer + main * share)[:, None]
+        grad = slope * (main * (1 - share))[:, None] + (p - is_label) * (answer + main * share)[:, None]
     sums = torch.stack(((reported * (main != 0)).sum(), (label_loss * (answer != 0)).sum()))
     return (main_loss * main + label_loss * answer).sum(), sums, grad
 

@@ -76,7 +76,9 @@ class NextToken(Objective):
             if teacher is not None:
                 teacher = (teacher[0].to(dtype), teacher[1].to(dtype))
             head = self.student.lm_head.weight.to(dtype)
-            loss, sums = head_loss(hidden.to(dtype), head, batch.labels, weights, teacher, self.tile_rows)
+            loss, sums = head_loss(
+                hidden.to(dtype), head, batch.labels, weights, teacher, self.tile_rows, batch.is_symmetric
+            )
         if self.selection_loss is None:
             return loss, sums
         return loss + selection * scales[2], torch.cat((sums, selection.detach()[None].to(sums.dtype)))
@@ -117,12 +119,12 @@ class Distil(NextToken):
 
     def use(self, fast: FastPaths) -> None:
         """Compute on these paths from now on."""
-        self.fast, self.cache = fast, TeacherCache(self.cache_bytes)
+        self.fast, self.cache = fast, TeacherCache(0 if fast.has_graphs else self.cache_bytes)
         set_scan(self.student, fast.has_scan)
 
     def use_plain_paths(self) -> None:
         """Continue without the custom kernels."""
-        self.use(replace(self.fast, has_scan=False, has_bf16_head=False))
+        self.use(replace(self.fast, has_scan=False, has_bf16_head=False, has_graphs=False))
 
     def forward(self, batch: TrainingBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():

@@ -32,6 +32,7 @@ from sala.lab.train.latent import LatentLearner, Latents
 from sala.lab.train.loop import OutOfTime, Probe, Progress, train
 from sala.lab.train.models import load_for_training, save_model
 from sala.lab.train.objectives import Align, Distil, NextToken, Objective
+from sala.lab.train.on_policy import StudentRows, first_questions
 from sala.lab.train.overlays import TeacherBase, load_student, overlay_storage
 from sala.lab.train.plots import plot_log
 from sala.lab.train.processes import any_process, barrier, gather_parameters, is_main_process
@@ -46,7 +47,7 @@ from sala.lab.train.recipe import (
     TrainStage,
 )
 from sala.lab.train.recipe_run import RecipeRun
-from sala.lab.train.sources import needle_makers, step_parts
+from sala.lab.train.sources import needle_makers, step_parts, written_documents
 from sala.text.tokenizer import Tokenizer
 
 NOTE_EVERY = 5.0  # seconds between progress notes of a sample stage
@@ -238,7 +239,7 @@ def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
         objective.use(FastPaths.on(run.device))
         _compile([*student.model.layers, *teacher.model.layers], config, run.device)
     note = partial(run.note, stage.name)
-    learner = LatentLearner(objective, latents, stage, note)
+    learner = LatentLearner(objective, latents, stage, note, _student_rows(run, stage, student))
     parts, probe = step_parts(run, stage, start), _student_probe(run, stage, teacher, student)
     target, stopped = directory / "model", None
     try:
@@ -251,6 +252,16 @@ def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
     _save(student, target, config, start)
     if stopped is not None:
         raise stopped
+
+
+def _student_rows(run: RecipeRun, stage: MixStage, student: SalaModel) -> StudentRows | None:
+    options = stage.on_policy
+    if options is None:
+        return None
+    prompts = first_questions(written_documents(run, options.path), options.seq_len // 2)
+    if not prompts:
+        raise InputError("on_policy", f"{options.path} has no dialogue with a short question", "raise seq_len")
+    return StudentRows(student, prompts, options, run.recipe.seed)
 
 
 def _student_probe(run: RecipeRun, stage: MixStage, teacher: SalaModel, student: SalaModel) -> Probe | None:

@@ -51,6 +51,7 @@ class Source(_Table):
     table: str = ""  # reading, and a third of a needle source's rows: passages with questions and answers
     lists: str = ""  # with table: the prompt table whose lists fill the passages' slots
     rows: Count = 0  # rows in every step
+    every: Annotated[int, Field(ge=1)] = 1  # with rows: in every n-th step only
     seq_len: Count = 0  # their length; 0: the stage's
     shortest: Count = 0  # dialogues: only those with more tokens than this
     is_sparse: bool = False  # sparse attention in these rows from dense_len on
@@ -73,6 +74,19 @@ class Prompts(_Table):
     temperatures: tuple[Number, ...] = ()  # instead of temperature: a random one of these for each row; 0 is greedy
     must_end: bool = False  # leave out documents without an end token
     second_turns: Number = 0.0  # share of the dialogues in which the teacher writes another question and answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnPolicy(_Table):
+    """Answers that the student writes during a `mix` stage, to the questions of a `sample` stage."""
+
+    path: str  # name of the `sample` stage
+    rows: Count = 48  # in every step
+    seq_len: Count = 256
+    every: Annotated[int, Field(ge=1)] = 60  # steps between two rounds of writing; a round is written at once
+    after: Number = 0.0  # share of the run before the first round
+    weight: Number = 2.0  # of a token, relative to the other rows' tokens
+    temperatures: tuple[Number, ...] = (0.0, 1.0)  # used in turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +238,8 @@ class MixStage(DistilStage):
     mean_decay: Number = 0.998
     probe: str = ""  # a file of prompts and teacher answers for `Probe`, measured every `probe_every` steps
     probe_every: Count = 300
-    cache_gb: Count = 48  # device memory for the teacher's hidden states of repeated rows
+    cache_gb: Count = 48  # device memory for the teacher's hidden states of repeated rows, where graphs do not run
+    on_policy: OnPolicy | None = None
 
     @property
     def rate(self) -> Schedule:
@@ -351,6 +366,7 @@ _TABLES: dict[str, Any] = {
     "report": Report,
     "data": Source,
     "prompts": Prompts,
+    "on_policy": OnPolicy,
 } | _KINDS
 _RULES = {
     "int_type": "it must be a whole number",

@@ -29,8 +29,8 @@ def step_parts(run: RecipeRun, stage: Learning, start: Path) -> list[StepPart]:
     with main_process_first():
         if isinstance(stage, MixStage):
             return [
-                StepPart(maker.weighted_rows(source), source.rows, source.seq_len or stage.seq_len, source.is_sparse)
-                for source in stage.data
+                StepPart(make, source.rows, source.seq_len or stage.seq_len, source.is_sparse, source.every)
+                for source, make in ((source, maker.weighted_rows(source)) for source in stage.data)
             ]
         makers = [maker.rows(source) for source in stage.data]
     shares = Mixture(makers, [source.weight for source in stage.data], run.recipe.seed)
@@ -50,7 +50,7 @@ class _RowMakers:
         if source.kind == "dialogues":
             seed = self.seed * 31 + self.stage.data.index(source)
             length = source.seq_len or self.stage.seq_len
-            return DialogueRows(_documents(self.run, source), length, self.eos, seed, source.shortest)
+            return DialogueRows(written_documents(self.run, source.path), length, self.eos, seed, source.shortest)
         rows = self.rows(source)
         if source.kind in ("needle", "reading"):
             return lambda index: weigh_needle(rows(index), source.answer_share)
@@ -71,7 +71,7 @@ class _RowMakers:
         text_end = tokenizer.token_id(TEXT_END)
         end = self.eos if text_end is None or not source.rows else text_end
         if source.kind in ("samples", "dialogues"):
-            documents = _documents(run, source)
+            documents = written_documents(run, source.path)
             if source.rows:
                 documents = documents.select(np.flatnonzero(documents.is_text()).tolist())
             return StreamRows(to_stream(documents, end), length, self.seed, source.truth)
@@ -97,10 +97,11 @@ def _texts(
     return documents, partial(tokenizer.encode, bos=False, parse_special=True)
 
 
-def _documents(run: RecipeRun, source: Source) -> Documents:
-    sampling = next((s for s in run.recipe.stages if isinstance(s, SampleStage) and s.name == source.path), None)
+def written_documents(run: RecipeRun, name: str) -> Documents:
+    """Return the documents of the `sample` stage with this name."""
+    sampling = next((s for s in run.recipe.stages if isinstance(s, SampleStage) and s.name == name), None)
     if sampling is None:
-        raise InputError("path", f"is {source.path!r}", "give the name of an earlier stage of kind 'sample'")
+        raise InputError("path", f"is {name!r}", "give the name of an earlier stage of kind 'sample'")
     return Documents.load(run.directory(sampling) / "samples.npz")
 
 

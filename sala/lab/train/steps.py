@@ -15,12 +15,13 @@ from sala.lab.train.data import RowMaker, TrainingRow
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """The rows that one source contributes to every step."""
+    """The rows that one source contributes to every step, or to every n-th step."""
 
     make: RowMaker
     rows: int
     length: int
     is_sparse: bool = False
+    every: int = 1
 
 
 class TrainingBatch(NamedTuple):
@@ -41,6 +42,7 @@ class TrainingBatch(NamedTuple):
     keys: Sequence[int]  # a hash of each row for the teacher cache; 0 for rows that never repeat
     name: str  # kinds and length, for the log
     counts: Sequence[int]  # positions with a main loss, with a cross-entropy, and with any of them
+    is_symmetric: bool = False  # the student wrote it: its divergence from the teacher is the Jensen-Shannon divergence
 
     def to(self, device: torch.device) -> "TrainingBatch":
         moved: Any = (x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self)
@@ -73,18 +75,21 @@ class Steps:
     def rows(self, step: int) -> list[list[TrainingRow]]:
         shapes: dict[tuple[int, bool], list[TrainingRow]] = {}
         for part in self.parts:
+            if step % part.every:
+                continue
             share = part.rows // self.world
-            first = step * part.rows + self.rank * share
+            first = step // part.every * part.rows + self.rank * share
             rows = shapes.setdefault((part.length, part.is_sparse), [])
             rows += [part.make(number) for number in range(first, first + share)]
-        size = self.micro_rows or max(map(len, shapes.values()))
+        size = self.micro_rows or max(map(len, shapes.values()), default=1)
         return [rows[at : at + size] for rows in shapes.values() for at in range(0, len(rows), size)]
 
 
 def collate(rows: Sequence[TrainingRow], packing: str = "stream", tile_rows: int = 0) -> TrainingBatch:
     """Return the rows as a batch with a loss at all positions.
 
-    With `tile_rows` only positions with a weight count, padded to a multiple of it by positions without weight.
+    With `tile_rows` only positions with a weight count, padded by others to a quarter, half … or all of the tokens: few
+    sizes mean few compilations and captures. Each is a multiple of `tile_rows`.
     """
     tokens = np.stack([row.tokens for row in rows]).astype(np.int64)
     is_weighted = rows[0].teacher_weight is not None
@@ -104,7 +109,8 @@ def collate(rows: Sequence[TrainingRow], packing: str = "stream", tile_rows: int
     truth = np.repeat([row.truth for row in rows], tokens.shape[1]).astype(np.float32)
     at = None
     if tile_rows:
-        at = np.arange(-(-max(len(wanted), 1) // tile_rows) * tile_rows) % tokens.size
+        tiles, quarter = -(-max(len(wanted), 1) // tile_rows), -(-tokens.size // (4 * tile_rows))
+        at = np.arange(-(-tiles // quarter) * quarter * tile_rows) % tokens.size
         at[: len(wanted)] = wanted
         is_real = np.arange(len(at)) < len(wanted)
         weights = [np.where(is_real, weight[at], 0).astype(np.float32) for weight in weights]
@@ -118,9 +124,10 @@ def collate(rows: Sequence[TrainingRow], packing: str = "stream", tile_rows: int
         at=None if at is None else torch.from_numpy(at),
         is_answer=torch.from_numpy(answer.reshape(tokens.shape)),
         lengths=lengths,
-        keys=[0 if row.kind == "needle" else _key(row.tokens) for row in rows] if is_weighted else (),
+        keys=[0 if row.kind in ("needle", "on-policy") else _key(row.tokens) for row in rows] if is_weighted else (),
         name=f"{'+'.join(sorted({row.kind for row in rows}))}-{tokens.shape[1]}",
         counts=[*(int(np.count_nonzero(weight)) for weight in weights), len(wanted)],
+        is_symmetric=rows[0].kind == "on-policy",
     )
 
 

@@ -178,6 +178,11 @@ class Writer:
         self.has_opening = [False] * num_slots  # the slot's KV cache starts with the template's opening
         self.documents: list[tuple[int, list[int], list[int], bool]] = []
 
+    def restart(self) -> None:
+        """Forget the documents so far, and take over the model's current weights."""
+        self.documents = []
+        self.slots.refresh()
+
     def write(
         self,
         openings: Iterable[Opening],
@@ -205,7 +210,7 @@ class Writer:
         tokens = opening.tokens[: self.length]
         is_chat = bool(given) and tokens[:given] == self.marks.opening
         position = min(given, len(tokens) - 1) if is_chat and self.has_opening[slot] else 0
-        self.has_opening[slot] = is_chat
+        self.has_opening[slot] = is_chat and not self.slots.has_states
         row = _Row(opening, number, opening.writes, len(tokens), [(GIVEN, len(tokens))], num_asked=opening.num_asked)
         row.turns = list(opening.turns)
         self.rows[slot] = row

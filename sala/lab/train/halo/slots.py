@@ -1,7 +1,7 @@
-"""Sample from a dense model in thousands of slots at once, each at its own position (continuous batching).
+"""Sample from a dense or hybrid model in thousands of slots at once, each at its own position (continuous batching).
 
 A finished slot starts the next text at once, so that no row idles. All state lies on the device; on a GPU a step is a
-CUDA graph, and the host checks for finished rows only every few steps.
+CUDA graph, and the host checks for finished rows only every few steps. Attention is dense at every length.
 """
 
 import math
@@ -13,20 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sala.backends.torch.model import SalaModel
-from sala.backends.torch.ops.dense import apply_rope, rms_norm, rope_angles
+from sala.backends.torch.model import LightningMixer, SalaModel
+from sala.backends.torch.ops.dense import apply_rope, query_growth, rms_norm, rope_angles
+from sala.backends.torch.ops.lightning import decay_slopes
 
 _MIN_TEMPERATURE = 1e-3  # sampling is greedy below this temperature
 
 
 class _LayerWeights(NamedTuple):
-    """Weights of a layer; projections with the same input are concatenated."""
+    """Weights of a layer; projections with the same input (queries, keys, values, output gate) are concatenated."""
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    projections: Tensor
+    bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    output_norm: Tensor | None
     output: Tensor
     mlp_norm: Tensor
     gate_up: Tensor
@@ -34,11 +36,17 @@ class _LayerWeights(NamedTuple):
 
 
 class _Shape(NamedTuple):
+    """The geometry of a layer's mixer."""
+
     heads: int
     groups: int
     dim: int
     eps: float
     scale: float  # residual scale
+    theta: float | None  # of RoPE
+    log_base: float | None
+    has_gate: bool
+    is_lightning: bool
 
 
 class SlotUpdate(NamedTuple):
@@ -59,20 +67,12 @@ class Slots:
     def __init__(
         self, model: SalaModel, num_slots: int, length: int, ends: Sequence[int], dtype: torch.dtype, seed: int
     ) -> None:
-        config, device = model.config, model.model.norm.weight.device
+        device = model.model.norm.weight.device
         self.model, self.length, self.dtype, self.device = model, length, dtype, device
-        self.shape = _Shape(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.rms_norm_eps,
-            config.residual_scale,
-        )
+        self.shapes = [_shape(layer, model) for layer in model.model.layers]
         self.layers = [_weights(layer, dtype) for layer in model.model.layers]
         self.head = model.lm_head.weight.detach().float()  # bf16 logits would often tie
-        cache = (num_slots, length, config.num_key_value_heads, config.head_dim)
-        self.keys = [torch.zeros(cache, dtype=dtype, device=device) for _ in self.layers]
-        self.values = [torch.zeros(cache, dtype=dtype, device=device) for _ in self.layers]
+        self.caches = [_new_cache(shape, num_slots, length, dtype, device) for shape in self.shapes]
         self.tokens = torch.zeros((num_slots, length), dtype=torch.long, device=device)
         whole: dict[str, Any] = {"dtype": torch.long, "device": device}
         self.position, self.given = torch.zeros(num_slots, **whole), torch.zeros(num_slots, **whole)
@@ -83,6 +83,7 @@ class Slots:
         self.rows, self.ends = torch.arange(num_slots, device=device), torch.tensor(list(ends), **whole)
         self.generator = torch.Generator(device).manual_seed(seed)
         self.project: Callable[..., Any] = _project
+        self.recur: Callable[..., Any] = _recur
         self.finish_layer: Callable[..., Any] = _finish_layer
         self.sample: Callable[..., Any] = _sample
         self.attend: Callable[..., Tensor] = _attend_masked
@@ -91,8 +92,22 @@ class Slots:
             from sala.lab.train.halo.row_attention import attend_rows
 
             self.attend = attend_rows
-            functions = (_project, _finish_layer, _sample)
-            self.project, self.finish_layer, self.sample = (torch.compile(f, dynamic=False) for f in functions)
+            functions = (_project, _recur, _finish_layer, _sample)
+            compiled = (torch.compile(function, dynamic=False) for function in functions)
+            self.project, self.recur, self.finish_layer, self.sample = compiled
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a row can only continue where it stopped: a recurrent state holds no earlier positions."""
+        return any(shape.is_lightning for shape in self.shapes)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the model's current weights."""
+        for weights, layer in zip(self.layers, self.model.model.layers, strict=True):
+            for target, value in zip(weights, _weights(layer, self.dtype), strict=True):
+                if target is not None:
+                    target.copy_(value)
 
     def update(self, changes: Sequence[SlotUpdate]) -> None:
         """Start new tasks in slots."""
@@ -136,7 +151,8 @@ class Slots:
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.generator)
         try:
-            with torch.cuda.graph(graph):
+            # a data loader may pin memory in another thread meanwhile, which a strict capture would forbid
+            with torch.cuda.graph(graph, capture_error_mode="relaxed"):
                 self._step()
             self.graph = graph
         except RuntimeError as error:
@@ -160,56 +176,124 @@ class Slots:
         self.is_active &= ~(is_end | is_full)
 
     def _forward(self, tokens: Tensor) -> Tensor:
-        """Append tokens [R] to the KV cache at each row's position, and return the logits [R, vocabulary] in fp32."""
-        model, shape = self.model, self.shape
+        """Append tokens [R] to the caches at each row's position, and return the logits [R, vocabulary] in fp32."""
+        model = self.model
         config = model.config
-        theta = config.rope_theta if config.attn_use_rope else None
-        angles = (None, None) if theta is None else rope_angles(self.position, shape.dim, theta)
+        angles = {
+            (shape.dim, shape.theta): rope_angles(self.position, shape.dim, shape.theta)
+            for shape in self.shapes
+            if shape.theta is not None
+        }
+        growth = None if config.attn_log_base is None else query_growth(self.position, config.attn_log_base)
         x = model.model.embed_tokens(tokens).float() * config.scale_emb
         lengths = self.position + 1
-        for weights, keys, values in zip(self.layers, self.keys, self.values, strict=True):
-            q, k, v = self.project(x, weights, *angles, shape)
-            keys[self.rows, self.position], values[self.rows, self.position] = k, v
-            o = self.attend(q, keys, values, lengths)
-            x = self.finish_layer(x, o.flatten(1), weights, shape)
-        hidden = rms_norm(x, model.model.norm.weight, shape.eps) / config.logit_divisor
+        for weights, shape, cache in zip(self.layers, self.shapes, self.caches, strict=True):
+            cos, sin = angles.get((shape.dim, shape.theta), (None, None))
+            q, k, v, gate = self.project(x, weights, cos, sin, growth, shape)
+            if shape.is_lightning:
+                o = self.recur(q, k, v, cache[0], self.position, self.is_active)
+            else:
+                cache[0][self.rows, self.position], cache[1][self.rows, self.position] = k, v
+                o = self.attend(q, *cache, lengths)
+            x = self.finish_layer(x, o.flatten(1), gate, weights, shape)
+        hidden = rms_norm(x, model.model.norm.weight, config.rms_norm_eps) / config.logit_divisor
         return F.linear(hidden, self.head)
+
+
+def _shape(layer: Any, model: SalaModel) -> _Shape:
+    mixer, config = layer.self_attn, model.config
+    is_lightning = isinstance(mixer, LightningMixer)
+    return _Shape(
+        mixer.num_heads,
+        mixer.num_kv_heads,
+        mixer.head_dim,
+        config.rms_norm_eps,
+        config.residual_scale,
+        mixer.rope_theta,
+        None if is_lightning else config.attn_log_base,
+        _gate(mixer) is not None,
+        is_lightning,
+    )
+
+
+def _gate(mixer: Any) -> Any:
+    return mixer.z_proj if isinstance(mixer, LightningMixer) else mixer.o_gate
+
+
+def _new_cache(
+    shape: _Shape, num_slots: int, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Return a recurrent state in fp32, or keys and values."""
+    if shape.is_lightning:
+        return (torch.zeros(num_slots, shape.heads, shape.dim, shape.dim, device=device),)
+    size = (num_slots, length, shape.groups, shape.dim)
+    return torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device)
 
 
 def _weights(layer: Any, dtype: torch.dtype) -> _LayerWeights:
     mixer, mlp = layer.self_attn, layer.mlp
-    three = (mixer.q_proj, mixer.k_proj, mixer.v_proj)
-    has_bias = mixer.q_proj.bias is not None
+    inputs = [mixer.q_proj, mixer.k_proj, mixer.v_proj]
+    bias = None if mixer.q_proj.bias is None else [part.bias for part in inputs]
+    gate = _gate(mixer)
+    if gate is not None:
+        inputs.append(gate)
+        if bias is not None:
+            bias.append(torch.zeros(gate.weight.shape[0], device=gate.weight.device))
+    norms = [getattr(mixer, name, None) for name in ("q_norm", "k_norm", "o_norm")]
+    q_norm, k_norm, output_norm = (None if norm is None else norm.weight.detach().clone() for norm in norms)
     return _LayerWeights(
-        input_norm=layer.input_layernorm.weight.detach(),
-        qkv=torch.cat([part.weight for part in three]).detach().to(dtype),
-        qkv_bias=torch.cat([part.bias for part in three]).detach().to(dtype) if has_bias else None,
-        q_norm=None if mixer.q_norm is None else mixer.q_norm.weight.detach(),
-        k_norm=None if mixer.k_norm is None else mixer.k_norm.weight.detach(),
-        output=mixer.o_proj.weight.detach().to(dtype),
-        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        input_norm=layer.input_layernorm.weight.detach().clone(),
+        projections=torch.cat([part.weight for part in inputs]).detach().to(dtype),
+        bias=None if bias is None else torch.cat(bias).detach().to(dtype),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        output_norm=output_norm,
+        output=mixer.o_proj.weight.detach().to(dtype, copy=True),
+        mlp_norm=layer.post_attention_layernorm.weight.detach().clone(),
         gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach().to(dtype),
-        down=mlp.down_proj.weight.detach().to(dtype),
+        down=mlp.down_proj.weight.detach().to(dtype, copy=True),
     )
 
 
 def _project(
-    x: Tensor, weights: _LayerWeights, cos: Tensor | None, sin: Tensor | None, shape: _Shape
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [R, H, D], k and v [R, G, D] of x [R, hidden] in fp32."""
-    inner = rms_norm(x, weights.input_norm, shape.eps).to(weights.qkv.dtype)
-    qkv = F.linear(inner, weights.qkv, weights.qkv_bias).unflatten(1, (-1, shape.dim))
-    q, k, v = qkv.split([shape.heads, shape.groups, shape.groups], 1)
+    x: Tensor, weights: _LayerWeights, cos: Tensor | None, sin: Tensor | None, growth: Tensor | None, shape: _Shape
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return q [R, H, D], k and v [R, G, D] and the output gate [R, H * D] of x [R, hidden] in fp32."""
+    inner = rms_norm(x, weights.input_norm, shape.eps).to(weights.projections.dtype)
+    found = F.linear(inner, weights.projections, weights.bias)
+    gate = torch.sigmoid(found[:, -shape.heads * shape.dim :]) if shape.has_gate else None
+    parts = found[:, : (shape.heads + 2 * shape.groups) * shape.dim].unflatten(1, (-1, shape.dim))
+    q, k, v = parts.split([shape.heads, shape.groups, shape.groups], 1)
     if weights.q_norm is not None and weights.k_norm is not None:
         q, k = rms_norm(q, weights.q_norm, shape.eps), rms_norm(k, weights.k_norm, shape.eps)
     if cos is not None and sin is not None:
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-    return q.to(inner.dtype).contiguous(), k.to(inner.dtype).contiguous(), v.contiguous()
+    if growth is not None and shape.log_base is not None:
+        q = q * growth[:, None, None]
+    return q.to(inner.dtype).contiguous(), k.to(inner.dtype).contiguous(), v.contiguous(), gate
 
 
-def _finish_layer(x: Tensor, o: Tensor, weights: _LayerWeights, shape: _Shape) -> Tensor:
-    """Return the output of the layer: output projection, MLP and residuals."""
-    x = x + F.linear(o, weights.output).float() * shape.scale
+def _recur(q: Tensor, k: Tensor, v: Tensor, state: Tensor, position: Tensor, is_active: Tensor) -> Tensor:
+    """Advance the states [R, H, D, D] of active rows by one token, and return the outputs [R, H, D].
+
+    A row at position 0 starts from an empty state.
+    """
+    shared = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+    decay = torch.exp(-decay_slopes(q.shape[1], q.device))[None, :, None, None]
+    kept = torch.where((position > 0)[:, None, None, None], state * decay, 0.0)
+    after = kept + k.float()[..., :, None] * v.float()[..., None, :]
+    state.copy_(torch.where(is_active[:, None, None, None], after, state))
+    return ((q.float() * q.shape[-1] ** -0.5)[..., None] * after).sum(-2).to(q.dtype)
+
+
+def _finish_layer(x: Tensor, o: Tensor, gate: Tensor | None, weights: _LayerWeights, shape: _Shape) -> Tensor:
+    """Return the output of the layer: norm and gate, output projection, MLP and residuals."""
+    if weights.output_norm is not None:
+        o = rms_norm(o, weights.output_norm, shape.eps).to(o.dtype)
+    if gate is not None:
+        o = o * gate
+    x = x + F.linear(o.to(weights.output.dtype), weights.output).float() * shape.scale
     inner = rms_norm(x, weights.mlp_norm, shape.eps).to(weights.gate_up.dtype)
     gate, up = F.linear(inner, weights.gate_up).chunk(2, 1)
     return x + F.linear(F.silu(gate) * up, weights.down).float() * shape.scale

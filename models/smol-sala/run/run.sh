@@ -1,10 +1,10 @@
 #!/bin/bash
-# The first run of recipe-5, in four commands of at most ten minutes: bash models/smol-sala/run/run1.sh N CARRIED OUT
+# A run of a recipe in commands of at most ten minutes: bash models/smol-sala/run/run.sh N CARRIED OUT
 #   1  unpack, and the speed of the loop (random weights; fills the compile caches)
 #   2  the teacher writes
 #   3  train, pack what there is
 #   4  train to the end, pack, answer, measure
-# CARRIED holds the pieces of `run1.py pieces`; files stay in $WORK between the commands.
+# CARRIED holds the pieces of `run.py pieces`; files stay in $WORK between the commands.
 set -u
 WORK=${WORK:-/tmp/run}
 stage=$1 carried=$2 out=$3
@@ -14,8 +14,7 @@ for wheel in "$carried"/*/*.whl; do
 done
 export PYTHONPATH=$PWD:$WORK/vendor PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=true
 export TORCHINDUCTOR_CACHE_DIR=$WORK/inductor TRITON_CACHE_DIR=$WORK/triton TORCHINDUCTOR_FX_GRAPH_CACHE=1
-export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-run() { python3 models/smol-sala/run/run1.py "$@"; }
+run() { python3 models/smol-sala/run/run.py "$@"; }
 run gather "$carried" "$WORK" || exit 1
 case $stage in
   1) run profile "$WORK" "$out" --minutes "${MINUTES:-1.6}" ;;

@@ -1,9 +1,9 @@
-"""The first run of recipe-5 in commands of limited length, on a machine that keeps its files between them.
+"""A run of a recipe in commands of limited length, on a machine that keeps its files between them.
 
-    python models/smol-sala/run/run1.py gather CARRIED WORK      # join and unpack what was carried there, in pieces
-    python models/smol-sala/run/run1.py profile WORK OUT         # speed of the loop with and without its fast paths
-    python models/smol-sala/run/run1.py run WORK OUT --minutes 9 # write data, then train; again to go on
-    python models/smol-sala/run/run1.py finish WORK OUT          # pack what was learnt, measure it
+    python models/smol-sala/run/run.py gather CARRIED WORK      # unpack what was carried there
+    python models/smol-sala/run/run.py profile WORK OUT         # speed of the loop with and without CUDA graphs
+    python models/smol-sala/run/run.py run WORK OUT --minutes 9 # write data, then train; again to go on
+    python models/smol-sala/run/run.py finish WORK OUT          # pack what was learnt, measure it
 
 `pieces BASE CORPUS PROMPTS TARGET` makes the pieces. With --smoke everything runs on a CPU at a tiny scale. What a
 command leaves in OUT is small enough to be carried back.
@@ -52,7 +52,8 @@ SMOL = {
     "max_position_embeddings": 8192, "tie_word_embeddings": True, "vocab_size": 49152, "hidden_act": "silu",
     "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32",
 }  # fmt: skip
-CORPUS_SHARE = 0.52  # of its documents that travel
+CORPUS_SHARE = 0.36  # of its documents that travel
+SHAPES = [(64, 256), (24, 512), (30, 1024), (1, 8192), (1, 32768)]  # of recipe-6
 BEGAN = time.monotonic()
 
 
@@ -61,49 +62,38 @@ def say(text: str) -> None:
 
 
 def make_pieces(base: Path, corpus: Path, prompts: Path, target: Path) -> None:
-    """Write folders 1, 2, 3 of files that travel one folder at a time, in this order.
-
-    BASE is the teacher's GGUF file, compressed by xz, in the first two; half of the corpus fills up all three.
-    """
+    """Write folders 1, 2, 3 that travel one at a time: the teacher's GGUF file (BASE, by xz) in two halves, the text."""
     for name in ("1", "2", "3"):
         shutil.rmtree(target / name, ignore_errors=True)
         (target / name).mkdir(parents=True)
     packed = base.read_bytes()
     half = -(-len(packed) // 2)
-    split(packed, target, "base.gguf.xz", (half, half))
+    for number in range(2):
+        part = packed[number * half : (number + 1) * half]
+        (target / str(number + 1) / f"base.gguf.xz.part{number + 1}").write_bytes(part)
     for file in (prompts, corpus / "topics.txt"):
         (target / "2" / f"{file.name}.xz").write_bytes(lzma.compress(file.read_bytes()))
     for name in ("heldout.jsonl.xz", "unseen.jsonl.xz"):
-        shutil.copy(corpus / name, target / "2" / name)
+        shutil.copy(corpus / name, target / "3" / name)
     with lzma.open(corpus / "train.jsonl.xz") as handle:
         lines = handle.readlines()
-    order = np.random.default_rng(5).permutation(len(lines))[: int(len(lines) * CORPUS_SHARE)]
-    text = lzma.compress(b"".join(lines[at] for at in order), preset=3)
-    split(text, target, "train.jsonl.xz", (2_200_000, 3_900_000, len(text)))
+    order = np.random.default_rng(6).permutation(len(lines))[: int(len(lines) * CORPUS_SHARE)]
+    (target / "3" / "train.jsonl.xz").write_bytes(lzma.compress(b"".join(lines[at] for at in order), preset=6))
     for folder in sorted(target.iterdir()):
         print(folder, sum(file.stat().st_size for file in folder.iterdir()) / 2**20, "MiB")
 
 
-def split(data: bytes, target: Path, name: str, sizes: tuple[int, ...]) -> None:
-    begin = 0
-    for number, size in enumerate(sizes):
-        (target / str(number + 1) / f"{name}.part{number + 1}of{len(sizes)}").write_bytes(data[begin : begin + size])
-        begin += size
-
-
 def gather(carried: Path, work: Path) -> None:
-    """Copy what has come into WORK/in, join what is complete, and put everything into its place."""
+    """Copy what has come into WORK/in, and put everything into its place."""
     place = work / "in"
     for name in ("in", "start", "build/corpus"):
         (work / name).mkdir(parents=True, exist_ok=True)
     for file in carried.rglob("*"):
         if file.is_file():
             shutil.copy(file, place / file.name)
-    for part in place.glob("*.part1of*"):
-        name, _, count = part.name.rpartition(".part1of")
-        parts = [place / f"{name}.part{number + 1}of{count}" for number in range(int(count))]
-        if all(one.is_file() for one in parts):
-            (place / name).write_bytes(b"".join(one.read_bytes() for one in parts))
+    parts = sorted(place.glob("base.gguf.xz.part*"))
+    if len(parts) == 2:
+        (place / "base.gguf.xz").write_bytes(b"".join(part.read_bytes() for part in parts))
     for name, target in (("prompts.jsonl", work / "build"), ("topics.txt", work / "build/corpus")):
         if (place / f"{name}.xz").is_file():
             (target / name).write_bytes(lzma.decompress((place / f"{name}.xz").read_bytes()))
@@ -125,13 +115,13 @@ def device_of(options: argparse.Namespace) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and not options.smoke else "cpu")
 
 
-def recipe_of(work: Path, is_smoke: bool) -> tuple[Recipe, Path]:
+def recipe_of(work: Path, is_smoke: bool, recipe_name: str) -> tuple[Recipe, Path]:
     """The recipe, its paths under WORK; tiny for a smoke test."""
     base = work / "models" / "smol-sala"  # paths of the recipe are relative to its directory
     base.mkdir(parents=True, exist_ok=True)
     for file in [*MODEL.glob("*.jsonl"), *MODEL.glob("probe.json"), *MODEL.glob("*.toml")]:
         shutil.copy(file, base / file.name)
-    recipe = load_recipe(MODEL / "recipe-5.toml")
+    recipe = load_recipe(MODEL / recipe_name)
     if is_smoke or not (base / "probe.json").is_file():
         stages = [replace(s, probe="") if isinstance(s, MixStage) else s for s in recipe.stages]
         recipe = replace(recipe, stages=tuple(stages))
@@ -141,7 +131,7 @@ def recipe_of(work: Path, is_smoke: bool) -> tuple[Recipe, Path]:
     for stage in recipe.stages:
         if isinstance(stage, SampleStage):
             prompts = tuple(replace(one, must_end=False) for one in stage.prompts)
-            small = {"num_rows": 24, "batch_rows": 24, "seq_len": 128, "seconds": 60, "is_filtered": False}
+            small = {"num_rows": 8, "batch_rows": 8, "seq_len": 96, "seconds": 240, "is_filtered": False}
             stages.append(replace(stage, prompts=prompts, **small))  # type: ignore[arg-type]
         elif isinstance(stage, MixStage):
             data = tuple(
@@ -150,9 +140,10 @@ def recipe_of(work: Path, is_smoke: bool) -> tuple[Recipe, Path]:
                 for source in stage.data
             )  # fmt: skip
             sparse = SparseConfig(window_size=64, topk=1, dense_len=512)
+            own = stage.on_policy and replace(stage.on_policy, rows=2, seq_len=128, every=2, after=0.0)
             stages.append(
                 replace(stage, data=data, seconds=0, steps=2, warmup_steps=1, sparse=sparse, teacher_window=256,
-                        cache_gb=1, probe_every=2)
+                        cache_gb=1, probe_every=2, on_policy=own)
             )  # fmt: skip
     return replace(recipe, stages=tuple(stages)), base
 
@@ -160,7 +151,7 @@ def recipe_of(work: Path, is_smoke: bool) -> tuple[Recipe, Path]:
 def run(options: argparse.Namespace) -> None:
     """Go on with the recipe until it is done or the minutes are over."""
     work, out = options.work, options.out
-    recipe, base = recipe_of(work, options.smoke)
+    recipe, base = recipe_of(work, options.smoke, options.recipe)
     if options.only_write:
         recipe = replace(recipe, stages=recipe.stages[:1])
     if options.seconds:  # another length of the last stage, also of one that has begun
@@ -193,6 +184,21 @@ def run(options: argparse.Namespace) -> None:
         out.mkdir(parents=True, exist_ok=True)
         for file in (work / "stages").rglob("metrics.jsonl"):
             shutil.copy(file, out / "metrics.jsonl")
+        if options.only_write:
+            safely(lambda: keep_samples(work, out))
+
+
+def keep_samples(work: Path, out: Path) -> None:
+    """Compress what the teacher wrote into OUT, for later runs."""
+    with np.load(next((work / "stages").rglob("samples.npz"))) as arrays:
+        flat = {name: arrays[name] for name in arrays.files}
+    flat["tokens"] = flat["tokens"].astype(np.uint16)
+    np.savez(work / "samples-16.npz", **flat)
+    packed = lzma.compress((work / "samples-16.npz").read_bytes(), preset=1)
+    half = -(-len(packed) // 2)
+    for number in range(2):
+        (out / f"samples.npz.xz.part{number + 1}").write_bytes(packed[number * half : (number + 1) * half])
+    say(f"samples: {len(packed) / 2**20:.1f} MiB")
 
 
 def pack(work: Path, out: Path, recipe: Recipe) -> None:
@@ -221,7 +227,7 @@ def pack(work: Path, out: Path, recipe: Recipe) -> None:
 def finish(options: argparse.Namespace) -> None:
     """Pack, put the checkpoint together as it will be served, and let it answer."""
     work, out = options.work, options.out
-    recipe, _ = recipe_of(work, options.smoke)
+    recipe, _ = recipe_of(work, options.smoke, options.recipe)
     pack(work, out, recipe)
     for file in (work / "stages").rglob("metrics.jsonl"):
         shutil.copy(file, out / "metrics.jsonl")
@@ -261,7 +267,7 @@ def answers(work: Path, out: Path, options: argparse.Namespace) -> None:
 
 
 def profile(options: argparse.Namespace) -> None:
-    """Milliseconds of forward and backward per shape, with the fast paths and without, on random weights."""
+    """Milliseconds of forward and backward per shape, by CUDA graphs and without, on random weights."""
     device, out = device_of(options), options.out
     out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
@@ -269,25 +275,23 @@ def profile(options: argparse.Namespace) -> None:
     torch._dynamo.config.suppress_errors = True
     teacher, student, latents = random_pair(device)
     table: dict[str, Any] = {}
-    shapes = [(1, 64), (2, 32)] if options.smoke else [(64, 256), (24, 512), (24, 1024), (1, 8192)]
-    plain = replace(FastPaths.on(device), has_scan=False, has_bf16_head=False)
-    for name, fast in (("new", FastPaths.on(device)), ("old", plain)):
-        torch._dynamo.reset()
-        tile_rows = 64 if options.smoke else 2048
-        objective = Distil(student, teacher, 2048, has_selection_loss=True, is_mixed=True, tile_rows=tile_rows)
-        objective.use(fast)
-        if fast.is_compiled:
-            for layer in (*student.model.layers, *teacher.model.layers):
-                layer.compile(dynamic=False)
-        for rows, length in shapes if name == "new" else shapes[-2:-1]:
+    shapes = [(1, 64), (2, 32)] if options.smoke else SHAPES
+    tile_rows, fast = 64 if options.smoke else 2048, FastPaths.on(device)
+    objective = Distil(student, teacher, 2048, has_selection_loss=True, is_mixed=True, tile_rows=tile_rows)
+    objective.use(fast)
+    if fast.is_compiled:
+        for layer in (*student.model.layers, *teacher.model.layers):
+            layer.compile(dynamic=False)
+    stage = next(stage for stage in load_recipe(MODEL / "recipe-5.toml").stages if isinstance(stage, MixStage))
+    learner = LatentLearner(objective, latents, stage, say)
+    for rows, length in shapes:
+        for name in ("graph", "eager"):
             if time.monotonic() - BEGAN > 60 * options.minutes:
                 say("out of time")
                 break
-            shape = (rows, length)
-            table[f"{name} {shape}"] = safely(lambda o=objective, s=shape: timed(o, latents, *s, device))
+            objective.fast = replace(fast, has_graphs=name == "graph" and device.type == "cuda")
+            table[f"{name} {rows}x{length}"] = safely(lambda s=(rows, length): timed(learner, *s, device))
             say(json.dumps(table))
-        if name == "new" and device.type == "cuda":
-            safely(lambda o=objective: traced(o, latents, device, out))
     (out / "profile.json").write_text(json.dumps(table, indent=1))
 
 
@@ -315,7 +319,7 @@ def random_pair(device: torch.device) -> tuple[SalaModel, SalaModel, Latents]:
     return teacher, student, Latents(student, overlay_storage(student, base, OverlayPacking()), (0.9, 0.95))
 
 
-def random_batch(rows: int, length: int, tile_rows: int | None) -> TrainingBatch:
+def random_batch(rows: int, length: int, tile_rows: int) -> TrainingBatch:
     rng = np.random.default_rng(0)
     weights = (rng.random((rows, length)) < 0.7).astype(np.float32)
     weights[:, 0] = 0
@@ -323,38 +327,21 @@ def random_batch(rows: int, length: int, tile_rows: int | None) -> TrainingBatch
     answer = rng.random((rows, length)) < 0.1
     parts = zip(tokens, weights > 0, answer, weights, strict=True)
     made = [TrainingRow(*row[:3], (length,), 0.0, "text", row[3], row[3] * np.float32(0.3)) for row in parts]
-    return collate(made, tile_rows=tile_rows or 0)
+    return collate(made, tile_rows=tile_rows)
 
 
-def learner_of(objective: Distil, latents: Latents) -> LatentLearner:
-    stage = next(stage for stage in load_recipe(MODEL / "recipe-5.toml").stages if isinstance(stage, MixStage))
-    return LatentLearner(objective, latents, stage, say)
-
-
-def timed(objective: Distil, latents: Latents, rows: int, length: int, device: torch.device) -> dict[str, float]:
-    batch, learner = random_batch(rows, length, objective.tile_rows), learner_of(objective, latents)
+def timed(learner: LatentLearner, rows: int, length: int, device: torch.device) -> dict[str, float]:
+    batch = random_batch(rows, length, learner.tile_rows)
     took = []
-    for index in range(8 if device.type == "cuda" else 2):
+    for _ in range(6 if device.type == "cuda" else 2):
         synchronise(device)
         began = time.monotonic()
-        learner.update([batch], index, 1e-5)
+        learner.run(batch, batch.counts[2])
         synchronise(device)
         took.append(time.monotonic() - began)
-        if index == 0:
-            say(f"{rows}x{length}: first {took[0]:.1f} s")
+        learner.latents.update(1e-5, 1.0, 0.9)
     best = sorted(took)[len(took) // 3]
-    return {"ms": round(1000 * best, 1), "tok_s": round(rows * length / best)}
-
-
-def traced(objective: Distil, latents: Latents, device: torch.device, out: Path) -> None:
-    """The kernels that take longest."""
-    batch, learner = random_batch(24, 1024, objective.tile_rows), learner_of(objective, latents)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        for step in range(2):
-            learner.update([batch], step, 1e-5)
-        synchronise(device)
-    text = found.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=90)
-    (out / "profile.txt").write_text(text)
+    return {"ms": round(1000 * best, 1), "first_s": round(took[0], 1), "tok_s": round(rows * length / best)}
 
 
 def synchronise(device: torch.device) -> None:
@@ -386,6 +373,7 @@ def main() -> None:
             one.add_argument(name, type=Path)
         one.add_argument("--smoke", action="store_true")
         one.add_argument("--minutes", type=float, default=9.0)
+        one.add_argument("--recipe", default="recipe-6.toml")
         one.add_argument("--only-write", action="store_true")
         one.add_argument("--seconds", type=int, default=0, help="of training in all, instead of the recipe's")
     options = parser.parse_args()
