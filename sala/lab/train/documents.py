@@ -217,6 +217,7 @@ class DialogueWeights:
 
     given: float = 0.1
     question: float = 0.3
+    answer: float = 1.0
     truth: float = 0.25
     first: float = 2.0  # factor for the first tokens of an answer
     num_first: int = 8
@@ -262,7 +263,7 @@ def weigh_dialogue(
     teacher[:size][roles == TEXT] = 1.0
     begins = np.flatnonzero(np.diff(is_answer.astype(np.int8), prepend=0) == 1)
     share = weights.truth if is_ended else 0.0
-    teacher[is_answer], truth[is_answer] = 1 - share, share
+    teacher[is_answer], truth[is_answer] = weights.answer * (1 - share), weights.answer * share
     for begin in begins:
         first = slice(begin, begin + weights.num_first)
         teacher[first] *= np.where(is_answer[first], weights.first, 1)

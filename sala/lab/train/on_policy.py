@@ -11,12 +11,10 @@ import numpy as np
 import torch
 
 from sala.backends.torch.model import SalaModel
-from sala.lab.train.data import TrainingRow
+from sala.lab.train.data import Array, TrainingRow
 from sala.lab.train.documents import ANSWER, NGRAM, DialogueWeights, Documents, loop_start, weigh_dialogue
 from sala.lab.train.halo.sample import Marks, Opening, Writer
 from sala.lab.train.recipe import OnPolicy
-
-WEIGHTS = DialogueWeights(given=0.0, question=0.0, truth=0.0, first=1.0)
 
 
 class StudentRows:
@@ -35,9 +33,9 @@ class StudentRows:
         first = place * self.options.rows
         documents = [self._documents.document(at) for at in range(first, first + self.options.rows)]
         pad = self.student.config.eos_token_id[0]
-        rows = [weigh_dialogue(*document, self.options.seq_len, pad, WEIGHTS) for document in documents]
-        weight = np.float32(self.options.weight)
-        return [replace(row, kind="on-policy", teacher_weight=row.teacher_weight * weight) for row in rows]
+        weights = DialogueWeights(given=0.0, question=0.0, answer=self.options.weight, truth=0.0, first=1.0)
+        rows = [weigh_dialogue(*document, self.options.seq_len, pad, weights) for document in documents]
+        return [replace(row, kind="on-policy") for row in rows]
 
     def _write(self, number: int) -> Documents:
         rng = np.random.default_rng([self.seed, number])
@@ -64,7 +62,9 @@ def first_questions(documents: Documents, longest: int) -> list[list[int]]:
     return out
 
 
-def cut_at_loop(tokens: Sequence[int], roles: Sequence[int], is_ended: bool) -> tuple[list[int], list[int], bool]:
+def cut_at_loop(
+    tokens: Sequence[int] | Array, roles: Sequence[int] | Array, is_ended: bool
+) -> tuple[list[int], list[int], bool]:
     """Cut an answer after the first n-gram that it repeats: the tokens that led into a loop stay, the loop goes."""
     ids, marks = list(map(int, tokens)), list(map(int, roles))
     begin = marks.index(ANSWER) if ANSWER in marks else len(ids)

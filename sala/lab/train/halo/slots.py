@@ -106,7 +106,7 @@ class Slots:
         """Copy the model's current weights."""
         for weights, layer in zip(self.layers, self.model.model.layers, strict=True):
             for target, value in zip(weights, _weights(layer, self.dtype), strict=True):
-                if target is not None:
+                if target is not None and value is not None:
                     target.copy_(value)
 
     def update(self, changes: Sequence[SlotUpdate]) -> None:
@@ -179,7 +179,7 @@ class Slots:
         """Append tokens [R] to the caches at each row's position, and return the logits [R, vocabulary] in fp32."""
         model = self.model
         config = model.config
-        angles = {
+        angles: dict[Any, tuple[Any, Any]] = {
             (shape.dim, shape.theta): rope_angles(self.position, shape.dim, shape.theta)
             for shape in self.shapes
             if shape.theta is not None
