@@ -62,7 +62,7 @@ def say(text: str) -> None:
 
 
 def make_pieces(base: Path, corpus: Path, prompts: Path, target: Path) -> None:
-    """Write folders 1, 2, 3 that travel one at a time: the teacher's GGUF file (BASE, by xz) in two halves, the text."""
+    """Write folders 1, 2, 3 that travel one at a time: the teacher's GGUF file (BASE, by xz) in halves, the text."""
     for name in ("1", "2", "3"):
         shutil.rmtree(target / name, ignore_errors=True)
         (target / name).mkdir(parents=True)
