@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from sala.checkpoint.arrays import Array, Floats
 from sala.checkpoint.packing import Packed, pack
+from sala.checkpoint.writer import write_json, write_text
 from sala.errors import CheckpointError, MissingExtra, ModelNotFound
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -123,11 +124,11 @@ class GGUF:
         """Return the content of `tokenizer.json`."""
         return _tokenizer_definition(self.metadata, self.facts["vocab_size"])
 
-    def tokenizer_config(self) -> dict[str, Any]:
-        """Return the content of `tokenizer_config.json`: names of the special tokens, and the chat template."""
-        return _tokenizer_settings(self.metadata) | (
-            {"chat_template": self.chat_template} if self.chat_template else {}
-        )
+    def write_tokenizer(self, directory: Path) -> None:
+        """Write the tokenizer and its configuration: names of the special tokens, and the chat template."""
+        template = {"chat_template": self.chat_template} if self.chat_template else {}
+        write_text(directory / "tokenizer.json", self.tokenizer_json())
+        write_json(directory / "tokenizer_config.json", _tokenizer_settings(self.metadata) | template)
 
     def _reorder(self, name: str, rows: Array) -> Array:
         """Reorder rows from neighbouring pairs to two halves per head."""

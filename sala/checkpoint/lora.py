@@ -6,7 +6,6 @@ checkpoint, at full speed, and a merged checkpoint on disk holds the same bytes.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from sala.checkpoint.dtypes import FILE_DTYPES, FLOAT_DTYPES, NUMPY_DTYPES
 from sala.checkpoint.matrices import QuantizedMatrices
 from sala.checkpoint.names import check_tensors, expected_tensors, quantized_modules
 from sala.checkpoint.reader import Checkpoint, RawTensor, TensorInfo, read_file_header, read_tensors
-from sala.checkpoint.writer import Spec, copy_companions, new_directory, spec_bytes, write_text, write_weights
+from sala.checkpoint.writer import Spec, copy_companions, new_directory, spec_bytes, write_model
 from sala.config import SalaConfig, read_json_object
 from sala.errors import CheckpointError, InputError, ModelNotFound
 from sala.quantization_config import Groups, matrix_modules
@@ -304,8 +303,7 @@ def fuse(
             return raw.data if raw.dtype == wanted else as_bytes(_convert(raw, wanted))
 
         with new_directory(target) as draft:
-            write_weights(draft, specs, read)
-            write_text(draft / "config.json", json.dumps(merged.config.to_dict(), indent=2) + "\n")
+            write_model(draft, merged.config, specs, read)
             copy_companions(model, draft)
         note("writing", len(specs), len(specs))
         return merged.config

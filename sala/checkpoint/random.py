@@ -1,6 +1,5 @@
 """Checkpoints with random weights, for tests and timing."""
 
-import json
 import shutil
 import string
 import tomllib
@@ -14,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from sala.checkpoint.arrays import as_bytes, encode
 from sala.checkpoint.dtypes import FILE_DTYPES
 from sala.checkpoint.names import expected_tensors
-from sala.checkpoint.writer import new_directory, write_text, write_weights
+from sala.checkpoint.writer import new_directory, write_json, write_model, write_text
 from sala.config import SalaConfig
 from sala.errors import InputError
 
@@ -36,8 +35,7 @@ def write_random(target: Path, config: SalaConfig, seed: int = 0) -> None:
     shapes = expected_tensors(config)
     specs = {name: (FILE_DTYPES[config.dtype], shape) for name, shape in shapes.items()}
     with new_directory(target) as draft:
-        write_weights(draft, specs, lambda name: _weights(name, shapes[name], config, seed))
-        write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        write_model(draft, config, specs, lambda name: _weights(name, shapes[name], config, seed))
         if config.vocab_size == TINY.vocab_size:
             write_byte_tokenizer(draft)
 
@@ -75,7 +73,7 @@ def write_byte_tokenizer(directory: Path) -> None:
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
     write_text(directory / "tokenizer.json", tokenizer.to_str())
     settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "add_bos_token": True}
-    write_text(directory / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
+    write_json(directory / "tokenizer_config.json", settings)
     shutil.copyfile(Path(__file__).with_name("chat_template.jinja"), directory / "chat_template.jinja")
 
 

@@ -8,9 +8,11 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from sala.checkpoint.dtypes import ITEM_SIZES
 from sala.checkpoint.reader import INDEX_FILE, SINGLE_FILE
+from sala.config import SalaConfig
 from sala.errors import CheckpointError, NotWritable, writing
 
 SHARD_BYTES = 5 << 30
@@ -49,6 +51,24 @@ def new_directory(target: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a path beside `target`; the file that the block writes there takes its place when the block succeeds."""
+    draft = target.with_name(f".{target.name}.part")
+    draft.unlink(missing_ok=True)  # left by a process that was killed
+    try:
+        yield draft
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Write the whole file, or leave it as it was."""
+    with replacing(path) as draft:
+        write_text(draft, data)
+
+
 def write_weights(directory: Path, specs: Mapping[str, Spec], read: Read, shard_bytes: int = SHARD_BYTES) -> None:
     """Write every tensor of `specs` into `directory`; `read(name)` is called when its bytes are needed."""
     shards = plan_shards(specs, shard_bytes)
@@ -62,7 +82,13 @@ def write_weights(directory: Path, specs: Mapping[str, Spec], read: Read, shard_
         weight_map |= dict.fromkeys(names, file)
     total = sum(spec_bytes(spec) for spec in specs.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_text(directory / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+    write_json(directory / INDEX_FILE, index)
+
+
+def write_model(directory: Path, config: SalaConfig, specs: Mapping[str, Spec], read: Read) -> None:
+    """Write weights and config.json."""
+    write_weights(directory, specs, read)
+    write_json(directory / "config.json", config.to_dict())
 
 
 def plan_shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
@@ -126,9 +152,14 @@ def copy_companions(source: Path, target: Path, patterns: Sequence[str] = COMPAN
                 shutil.copyfile(file, target / file.name)
 
 
-def write_text(file: Path, text: str) -> None:
-    with file.open("x", encoding="utf-8") as handle:
-        handle.write(text)
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    write_text(file, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(file: Path, text: str | bytes) -> None:
+    """Write a new file and sync it to disk."""
+    with file.open("xb") as handle:
+        handle.write(text.encode() if isinstance(text, str) else text)
         handle.flush()
         os.fsync(handle.fileno())
 

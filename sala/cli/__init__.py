@@ -1,6 +1,5 @@
 """The command `sala`: a file per command or group of small ones; heavy imports are made when a command runs."""
 
-import difflib
 import os
 import signal
 import sys
@@ -43,8 +42,9 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0], COMMANDS, 1)
-            hint = f"did you mean {near[0]}?" if near else "sala --help lists them"
+            from sala.options.schema import suggest
+
+            hint = suggest(args[0], COMMANDS, "sala --help lists them")
             ctx.fail(f"there is no command {args[0]!r}; {hint}")
         return super().resolve_command(ctx, args)
 

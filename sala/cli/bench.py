@@ -59,7 +59,7 @@ def latency(
 ) -> None:
     """Measure one request at a time, of several lengths: time to first token, speed, memory."""
     from sala.lab.bench.measure import measure_latency
-    from sala.lab.report.charts import length_label
+    from sala.options.schema import length_label
 
     counts = s.counts(lengths, "lengths")
     run = Run("latency", "", {}, json_file, plot, force, is_new=True)
@@ -138,7 +138,7 @@ def against(
     from sala.lab.bench.dense import MEASURES, check_dense, compare, measure_dense, need_transformers, open_dense
     from sala.lab.bench.dense import verdict as judge
     from sala.lab.bench.measure import measure_latency, release
-    from sala.lab.report.charts import length_label
+    from sala.options.schema import length_label
 
     counts = s.counts(lengths, "lengths")
     asked = {"dense": dense, "lengths": counts, "new_tokens": new_tokens}

@@ -160,8 +160,9 @@ def lm(
     """Run tasks of lm-eval without a server; print a table and write a record. An interrupted run is continued."""
     from importlib.metadata import version
 
+    from sala.checkpoint.writer import write_atomically
     from sala.lab.eval.harness import adapter, evaluate, to_rows
-    from sala.lab.report.record import Log, write_atomically
+    from sala.lab.report.record import Log
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if limit is not None and limit <= 0:
@@ -188,7 +189,7 @@ def lm(
     if samples:
         kept = [{"task": task, **one} for task, many in (results.get("samples") or {}).items() for one in many]
         lines = (json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in kept)
-        write_atomically(sample_file, "".join(lines).encode())
+        write_atomically(sample_file, "".join(lines))
     record = run.to_record(to_rows(results))
     record.versions["lm-eval"] = version("lm-eval")
     run.finish(record, f"{path.name}, {', '.join(names)}")
@@ -200,9 +201,10 @@ def report(
     title: Annotated[str, s.flag("Title of the page.")] = "Evaluation",
     force: Annotated[bool, s.flag("Replace an existing page.", "--force")] = False,
 ) -> None:
+    from sala.checkpoint.writer import write_atomically
     from sala.lab.report.charts import need_matplotlib
     from sala.lab.report.page import read_runs, to_page
-    from sala.lab.report.record import today, write_atomically
+    from sala.lab.report.record import today
 
     file = output_file(output, "report.html", ".html")
     if not force:
@@ -214,7 +216,7 @@ def report(
     except MissingExtra as error:
         has_charts = False
         s.note(f"there will be no charts: {error}")
-    write_atomically(file, to_page(found, title, today()[:10], has_charts).encode())
+    write_atomically(file, to_page(found, title, today()[:10], has_charts))
     s.note(f"wrote {file}: {len(found)} run{'s' if len(found) > 1 else ''}")
 
 
@@ -397,8 +399,8 @@ def _tell_problem(row: "ResultRow") -> str:
 
 
 def _print_grid(cells: "list[ResultRow]", title: str) -> None:
-    from sala.lab.report.charts import length_label
     from sala.lab.report.kinds import ratio_text
+    from sala.options.schema import length_label
 
     lengths, depths = (sorted({cell[name] for cell in cells}) for name in ("length", "depth"))
     found = {(cell["length"], cell["depth"]): cell for cell in cells}
@@ -413,7 +415,7 @@ def _print_grid(cells: "list[ResultRow]", title: str) -> None:
 
 
 def _print_tasks(cells: "list[ResultRow]", title: str) -> None:
-    from sala.lab.report.charts import length_label
+    from sala.options.schema import length_label
 
     lengths = sorted({cell["length"] for cell in cells})
     tasks = list(dict.fromkeys(cell["task"] for cell in cells))

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, Field
 
 from sala.checkpoint.reader import INDEX_FILE, Checkpoint, read_index
-from sala.checkpoint.writer import sync_directory, write_text
+from sala.checkpoint.writer import sync_directory, write_atomically
 from sala.config import read_json_object
 from sala.errors import CheckpointError, DiskFull, SalaError, check_space
 from sala.models.hub import AlreadyThere, Busy, Hub, Listing, check_repo_id, check_revision, find_cached, folder_name
@@ -58,10 +58,7 @@ class Record(BaseModel, extra="forbid", strict=True):
     files: dict[str, RecordedFile]
 
     def write(self, directory: Path) -> None:
-        draft = directory / (REGISTRY + ".part")
-        draft.unlink(missing_ok=True)
-        write_text(draft, self.model_dump_json(indent=2) + "\n")
-        draft.replace(directory / REGISTRY)
+        write_atomically(directory / REGISTRY, self.model_dump_json(indent=2) + "\n")
 
 
 def pull(

@@ -22,7 +22,7 @@ from pathlib import Path
 from sala.checkpoint.gguf import GGUF
 from sala.checkpoint.lora import base_of, is_adapter
 from sala.checkpoint.overlay import assemble
-from sala.checkpoint.writer import new_directory, write_text
+from sala.checkpoint.writer import new_directory, write_json
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, ModelNotFound, SalaError, writing
 
@@ -171,6 +171,5 @@ def _assemble(overlay: Path, base: Path, target: Path) -> None:
     source = GGUF(base)
     with new_directory(target) as draft:
         config = assemble(draft, SalaConfig.load(overlay), source, overlay)
-        write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
-        write_text(draft / "tokenizer.json", source.tokenizer_json())
-        write_text(draft / "tokenizer_config.json", json.dumps(source.tokenizer_config(), indent=2) + "\n")
+        write_json(draft / "config.json", config.to_dict())
+        source.write_tokenizer(draft)

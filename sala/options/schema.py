@@ -63,6 +63,11 @@ def show_count(number: int) -> str:
     return f"{number // UNITS[unit]}{unit}"
 
 
+def length_label(count: int) -> str:
+    """Return 4K for 4096 and 1M for 1048576; round thousands, which are meant as such, stay numbers."""
+    return show_count(count) if count % 1024 == 0 and count % 1000 else f"{count:,}"
+
+
 def _read_whole(text: str) -> int:
     return int(_match(r"[+-]?[0-9]{1,30}", text.strip()))
 
@@ -448,6 +453,5 @@ def _explain(cls: type, error: ValidationError) -> Exception:
     row = known[name]
     if first["type"] == "missing":
         return InputError(name, "is missing", row.rule)
-    near = difflib.get_close_matches(str(first["input"]).lower(), row.choices, 1) if row.choices else []
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    return InputError(name, row.problem(first["input"]), row.rule + hint)
+    near = suggest(str(first["input"]).lower(), row.choices, "")
+    return InputError(name, row.problem(first["input"]), row.rule + (f" ({near})" if near else ""))

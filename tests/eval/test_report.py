@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 from sala.cli.eval import report
 from sala.errors import InputError
-from sala.lab.report.charts import HeatMap, Lines, Series, length_label, plot, to_svg
+from sala.lab.report.charts import HeatMap, Lines, Series, plot, to_svg
 from sala.lab.report.kinds import KINDS, interval, ratio_text
 from sala.lab.report.page import RunFile, read_runs, to_page
 from sala.lab.report.record import KINDS as RECORDED
+from sala.options.schema import length_label
 
 PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010806000000"

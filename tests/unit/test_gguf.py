@@ -179,8 +179,7 @@ def write_dense(source: GGUF, target: Path) -> None:
     with new_directory(target) as draft:
         write_weights(draft, specs, lambda name: np.ascontiguousarray(source.read(name)).data.cast("B"))
         write_text(draft / "config.json", json.dumps(source.config(), indent=2) + "\n")
-        write_text(draft / "tokenizer.json", source.tokenizer_json())
-        write_text(draft / "tokenizer_config.json", json.dumps(source.tokenizer_config(), indent=2) + "\n")
+        source.write_tokenizer(draft)
 
 
 def test_a_dense_directory(file: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ that cannot be compiled or started is not used, with the reason.
 import functools
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ import platformdirs
 from sala.backends.mlx.kernels import KERNELS, metal
 from sala.backends.mlx.kernels.metal import Run
 from sala.backends.mlx.ops import lightning, sparse
+from sala.checkpoint.writer import write_atomically
 from sala.config import SparseConfig
 
 # Relative to the largest number of the op, computed in fp32 from the same inputs: they allow for another order of sums
@@ -279,8 +279,6 @@ def _write(known: dict[str, Any]) -> None:
     file = _file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        fresh.replace(file)
+        write_atomically(file, json.dumps(known, indent=1))
     except OSError:
         pass

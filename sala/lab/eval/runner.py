@@ -14,13 +14,14 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from sala.checkpoint.writer import write_atomically
 from sala.engine.requests import Call
 from sala.engine.stream import Completion
 from sala.errors import InputError
 from sala.lab.eval.tasks.case import Case
 from sala.lab.eval.tasks.haystack import Ids
 from sala.lab.eval.tasks.reasoning import ReasoningProblem, judge
-from sala.lab.report.record import Log, ResultRow, key_of, write_atomically
+from sala.lab.report.record import Log, ResultRow, key_of
 from sala.llm import LLM
 from sala.protocol import Sampling
 
@@ -241,7 +242,7 @@ def write_csv(rows: Sequence[ResultRow], path: Path) -> None:
         writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    write_atomically(path, out.getvalue().encode())
+    write_atomically(path, out.getvalue())
 
 
 def _groups(rows: Sequence[ResultRow], by: Sequence[str]) -> list[tuple[tuple[Any, ...], list[ResultRow]]]:

@@ -14,7 +14,7 @@ from sala.checkpoint.dtypes import FILE_DTYPES
 from sala.checkpoint.lora import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.reader import Checkpoint
-from sala.checkpoint.writer import copy_companions, new_directory, write_file, write_text, write_weights
+from sala.checkpoint.writer import copy_companions, new_directory, write_file, write_model, write_text
 from sala.config import SalaConfig
 from sala.lab.finetune.options import FinetuneOptions
 from sala.lab.finetune.target import QK_PARTS
@@ -68,8 +68,7 @@ def _write_model(tensors: Mapping[str, Tensor], draft: Path, path: Path, options
                 return tensor_bytes(tensors[name], dtype)
             return tensor_bytes(read_parameter(checkpoint, source, name, dtype, torch.device("cpu")), dtype)
 
-        write_weights(draft, specs, read)
-    write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        write_model(draft, config, specs, read)
     copy_companions(path, draft)
 
 

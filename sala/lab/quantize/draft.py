@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sala.checkpoint.arrays import as_array, as_bytes
 from sala.checkpoint.reader import RawTensor, TensorInfo, read_file_header, read_tensors
-from sala.checkpoint.writer import Spec, write_file
+from sala.checkpoint.writer import Spec, replacing, write_atomically, write_file
 from sala.errors import CheckpointError
 
 _JOB = "job.json"
@@ -33,12 +33,9 @@ class WorkDirectory:
         return self.piece(name).is_file()
 
     def save(self, name: str, arrays: Arrays, about: Mapping[str, str] | None = None) -> None:
-        """Write a piece to a temporary file, then rename it."""
-        part = self.directory / f".{name}.part"
-        part.unlink(missing_ok=True)
         specs = {tensor: spec for tensor, (spec, _) in arrays.items()}
-        write_file(part, specs, lambda tensor: arrays[tensor][1], about or {})
-        part.replace(self.piece(name))
+        with replacing(self.piece(name)) as part:
+            write_file(part, specs, lambda tensor: arrays[tensor][1], about or {})
 
     def tensors(self, name: str) -> dict[str, TensorInfo]:
         return read_file_header(self.piece(name))[1]
@@ -76,8 +73,7 @@ def open_draft(directory: Path, fingerprint: str) -> Iterator[tuple[WorkDirector
         is_old = _fingerprint(directory) == fingerprint
         if not is_old:
             _clear(directory)
-            (directory / f".{_JOB}").write_text(json.dumps({"fingerprint": fingerprint}))
-            (directory / f".{_JOB}").replace(directory / _JOB)
+            write_atomically(directory / _JOB, json.dumps({"fingerprint": fingerprint}))
         yield WorkDirectory(directory), is_old
     finally:
         lock.release()
@@ -86,7 +82,7 @@ def open_draft(directory: Path, fingerprint: str) -> Iterator[tuple[WorkDirector
 def _clear(directory: Path) -> None:
     """Remove the files of another job; raise if the directory holds anything else."""
     files = [file for file in directory.iterdir() if file.name != ".lock"]
-    if files and not any(file.name in (_JOB, f".{_JOB}") for file in files):
+    if files and not any(file.name in (_JOB, f".{_JOB}.part") for file in files):
         raise CheckpointError(f"{directory} holds something else", "move it away")
     for file in sorted(files, key=lambda file: file.name == _JOB):  # what identifies a work directory goes last
         file.unlink()

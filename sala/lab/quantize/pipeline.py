@@ -21,7 +21,7 @@ from sala.checkpoint.dtypes import FILE_DTYPES
 from sala.checkpoint.names import check_tensors, expected_tensors
 from sala.checkpoint.packing import PACKED_PARTS, Packed, packed_specs
 from sala.checkpoint.reader import Checkpoint
-from sala.checkpoint.writer import Spec, check_new, copy_companions, new_directory, write_text, write_weights
+from sala.checkpoint.writer import Spec, check_new, copy_companions, new_directory, write_model
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
 from sala.lab.quantize.awq import SiteStatistics, fold_scales, summarise_site
@@ -270,8 +270,7 @@ def _publish(job: _Job, draft: WorkDirectory, target: Path) -> None:
     specs = {tensor: (infos[tensor][1].dtype, infos[tensor][1].shape) for tensor in wanted}
     config = replace(job.config, quantization=QuantConfig.of_modules(modules))
     with new_directory(target) as new:
-        write_weights(new, specs, lambda tensor: draft.read(infos[tensor][0], tensor, infos[tensor][1]).data)
-        write_text(new / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        write_model(new, config, specs, lambda tensor: draft.read(infos[tensor][0], tensor, infos[tensor][1]).data)
         copy_companions(job.checkpoint.path, new)
 
 

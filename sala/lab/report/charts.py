@@ -12,8 +12,9 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
+from sala.checkpoint.writer import write_atomically
 from sala.errors import InputError, MissingExtra
-from sala.lab.report.record import write_atomically
+from sala.options.schema import length_label
 
 SUFFIXES = (".png", ".pdf", ".svg")
 INK, LINE, GREY = "#1d2129", "#dfe3e8", "#8a8f98"
@@ -172,14 +173,6 @@ def check_plot(file: Path) -> None:
         message = f"{file} does not end in {', '.join(SUFFIXES)}"
         raise InputError("plot", message, f"choose a format, e.g. {file.stem}.pdf")
     need_matplotlib()
-
-
-def length_label(count: int) -> str:
-    """Return 4K for 4096 and 1M for 1048576; round thousands, which are meant as such, stay numbers."""
-    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
-        if count % size == 0 and count % 1000:
-            return f"{count // size}{unit}"
-    return f"{count:,}"
 
 
 def plot(charts: Sequence[Chart], file: Path, title: str = "") -> None:

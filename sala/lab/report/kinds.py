@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from sala.checkpoint.writer import write_atomically
 from sala.errors import MissingExtra
-from sala.lab.report.charts import Bars, Chart, HeatMap, Lines, Series, length_label, plot
-from sala.lab.report.record import KIND_TABLES, Record, ResultRow, write_atomically
+from sala.lab.report.charts import Bars, Chart, HeatMap, Lines, Series, plot
+from sala.lab.report.record import KIND_TABLES, Record, ResultRow
+from sala.options.schema import length_label
 
 MAX_NUMBER = 1e30
 MANY = 20  # trials from which on a share says more than a count
@@ -322,4 +324,4 @@ def write_markdown(record: Record, file: Path, title: str) -> None:
     headings, rows, _ = table_of(record)
     lines = [headings, ["---"] * len(headings), *rows]
     table = "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
-    write_atomically(file, f"# {title}\n\n{table}".encode())
+    write_atomically(file, f"# {title}\n\n{table}")

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import platform
-import secrets
 import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import psutil
 
 from sala import __version__
+from sala.checkpoint.writer import write_atomically
 from sala.errors import InputError, SalaError
 
 KIND_TABLES: dict[str, dict[str, Any]] = tomllib.loads((files(__package__) / "kinds.toml").read_text("utf-8"))
@@ -96,7 +96,7 @@ class Record:
         if not force:
             self.check(path)
         text = json.dumps({**extra, **asdict(self)}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        write_atomically(path, text.encode())
+        write_atomically(path, text)
 
     def check(self, path: Path) -> None:
         """Raise InputError if the file is not a record, or that of a run with other values of our settings."""
@@ -203,20 +203,6 @@ def key_of(settings: Mapping[str, Any], labels: Mapping[str, Any]) -> str:
     """Return a key for a case, made of everything that its result depends on."""
     text = json.dumps([settings, labels], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write the whole file, or leave it as it was."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        with draft.open("xb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def processor() -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from sala.checkpoint.writer import replacing
 from sala.errors import InputError, MissingExtra
 from sala.lab.train.recipe import Source
 from sala.text.tokenizer import Tokenizer
@@ -74,10 +75,8 @@ class TokenStream:
 
 def save_arrays(file: Path, **arrays: Array) -> None:
     """Write an .npz file atomically."""
-    draft = file.with_name(f".{file.name}.part")
-    with draft.open("wb") as handle:
+    with replacing(file) as draft, draft.open("wb") as handle:
         np.savez(handle, **arrays)  # type: ignore[arg-type]
-    draft.rename(file)
 
 
 def read_documents(source: Source, base: Path) -> Iterator[Any]:

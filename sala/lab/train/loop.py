@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sala.checkpoint.reader import read_file_header, read_tensors
-from sala.checkpoint.writer import write_file
+from sala.checkpoint.writer import replacing, write_file
 from sala.errors import SalaError
 from sala.lab.train.models import tensor_bytes
 from sala.lab.train.processes import any_process, barrier
@@ -155,12 +155,10 @@ def write_state(directory: Path, learner: Learner, facts: Mapping[str, float]) -
     """Replace the saved state atomically; every process must call this, and wait for the others."""
     tensors = learner.tensors()  # a collective operation if the weights are sharded
     if learner.rank == 0:
-        draft = directory / f".{_STATE}.part"
-        draft.unlink(missing_ok=True)
         specs = {name: ("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
         texts = {name: json.dumps(value) for name, value in facts.items()}
-        write_file(draft, specs, lambda name: tensor_bytes(tensors[name]), texts)
-        draft.replace(directory / _STATE)
+        with replacing(directory / _STATE) as draft:
+            write_file(draft, specs, lambda name: tensor_bytes(tensors[name]), texts)
 
 
 def read_state(directory: Path) -> tuple[dict[str, Tensor], dict[str, float]]:

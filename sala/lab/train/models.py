@@ -1,6 +1,5 @@
 """Load models for training in fp32, and write them as ordinary checkpoints."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from sala.backends.torch.model import SalaModel
 from sala.checkpoint.dtypes import FILE_DTYPES, dtypes_by_name
 from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.reader import Checkpoint
-from sala.checkpoint.writer import new_directory, write_text, write_weights
+from sala.checkpoint.writer import new_directory, write_model
 from sala.config import SalaConfig
 
 
@@ -45,8 +44,7 @@ def save_model(
     kind = dtypes_by_name(torch)[dtype]
     specs = {name: (FILE_DTYPES[dtype], shape) for name, shape in expected_tensors(config).items()}
     with new_directory(target) as draft:
-        write_weights(draft, specs, lambda name: tensor_bytes(tensors[name], kind))
-        write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        write_model(draft, config, specs, lambda name: tensor_bytes(tensors[name], kind))
         copy(tokenizer_from, draft)
 
 

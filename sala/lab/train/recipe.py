@@ -1,6 +1,5 @@
 """Recipes: lists of stages in TOML, run in order. Unknown keys are errors."""
 
-import difflib
 import json
 import math
 import tomllib
@@ -12,6 +11,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from sala.config import SparseConfig, read_small_file
 from sala.errors import ConfigError
+from sala.options.schema import suggest
 
 _MAX_RECIPE_BYTES = 1 << 20
 Count = Annotated[int, Field(ge=0)]
@@ -299,8 +299,7 @@ def _explain(error: ValidationError, values: dict[str, Any], path: Path) -> Conf
     where, place = (f"{path}{''.join(part)}" for part in (steps[:-1], steps))
     if kind == "unexpected_keyword_argument":
         known = [item.name for item in fields(_TABLES[table])]
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(known)
+        hint = suggest(str(name), known, "known: " + ", ".join(known))
         return ConfigError(f"{where}: {name!r} is not a valid key", hint)
     if kind == "missing" and isinstance(name, str):
         return ConfigError(f"{where}: {name!r} is missing", "add it")

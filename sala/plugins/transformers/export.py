@@ -1,11 +1,10 @@
 """Export for `trust_remote_code=True`: plain weights and two small files that import this package."""
 
-import json
 import shutil
 from pathlib import Path
 
 from sala.checkpoint.lora import Note, fuse
-from sala.checkpoint.writer import new_directory, write_text
+from sala.checkpoint.writer import new_directory, write_json, write_text
 from sala.config import SalaConfig
 from sala.plugins.transformers import LAYER_TYPES
 
@@ -34,7 +33,7 @@ def export(
         shutil.rmtree(draft / "model")
         types = [LAYER_TYPES[mixer] for mixer in config.mixers]
         values = {**config.to_dict(), "layer_types": types, "auto_map": AUTO_MAP}
-        write_text(draft / "config.json", json.dumps(values, indent=2) + "\n")
+        write_json(draft / "config.json", values)
         for file in _CODE.glob("*.py.txt"):
             write_text(draft / file.stem, file.read_text(encoding="utf-8"))
     return config

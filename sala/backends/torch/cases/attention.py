@@ -17,7 +17,6 @@ from sala.backends.torch.cases.shapes import (
     KernelCase,
     Shapes,
     Work,
-    label,
     relative_error,
     row_count,
     share_of_others,
@@ -25,6 +24,7 @@ from sala.backends.torch.cases.shapes import (
 from sala.backends.torch.ops import sparse as reference
 from sala.backends.torch.ops.dense import dense_attention
 from sala.config import SparseConfig
+from sala.options.schema import length_label
 
 RUN = 64  # neighbouring queries that share free blocks
 SELECTED_AT_ONCE = 4096  # queries whose random selection is made at a time, to bound memory
@@ -157,7 +157,7 @@ def _scores(shapes: Shapes, q: Tensor, k1: Tensor, k2: Tensor, positions: Tensor
 
 
 def _chunk_size(shapes: Shapes) -> str:
-    return f"{label(shapes.num_queries)} at {label(shapes.context)}"
+    return f"{length_label(shapes.num_queries)} at {length_label(shapes.context)}"
 
 
 def _select_prefill(shapes: Shapes) -> KernelCase:
@@ -205,7 +205,7 @@ def _decode_rows(shapes: Shapes, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _decode_size(shapes: Shapes, rows: int) -> str:
-    return f"{row_count(rows)} at {label(shapes.context)}"
+    return f"{row_count(rows)} at {length_label(shapes.context)}"
 
 
 def _top_blocks(shapes: Shapes) -> KernelCase:
@@ -225,7 +225,7 @@ def _top_blocks(shapes: Shapes) -> KernelCase:
         return [Work.of(kernel, reference.top_blocks, scores, positions, sparse, peer=peer)]
 
     num_bytes = n * groups * num_free * STATE_BYTES + _selected_bytes(shapes, n)
-    size = f"{row_count(n)} of {label(num_blocks)}"
+    size = f"{row_count(n)} of {length_label(num_blocks)}"
     return KernelCase("top blocks", size, build, 0, num_bytes, "torch.topk", measure=share_of_others)
 
 
@@ -310,7 +310,7 @@ def _prefill_attention(shapes: Shapes, shared: float | None) -> KernelCase:
 
     num_bytes = 2 * _query_bytes(shapes, length) + _key_bytes(shapes, length)
     num_seen = length * (length + 1) // 2
-    name, size = "dense attention", label(length)
+    name, size = "dense attention", length_label(length)
     if is_sparse:
         num_bytes += _selected_bytes(shapes, length)
         num_seen = num_attended(0, length, shapes.sparse)
@@ -389,5 +389,5 @@ def _append(shapes: Shapes) -> KernelCase:
             works.append(Work(partial(kernel, both[0], k, v), partial(twin, both[1], k, v)))
         return works
 
-    size = f"{label(n)} tokens"
+    size = f"{length_label(n)} tokens"
     return KernelCase("append and pool", size, build, 0, num_bytes, num_sets=shapes.num_sets(num_bytes))

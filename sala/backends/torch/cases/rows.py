@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sala.backends.torch import kernels
-from sala.backends.torch.cases.shapes import STATE_BYTES, Call, KernelCase, Shapes, Work, label, row_count
+from sala.backends.torch.cases.shapes import STATE_BYTES, Call, KernelCase, Shapes, Work, row_count
 from sala.backends.torch.linears import AffineWeight
 from sala.backends.torch.ops.dense import apply_rope, rms_norm, rope_angles
 from sala.backends.torch.ops.lightning import lightning_prefill, lightning_step
+from sala.options.schema import length_label
 
 NUM_DRAFTS = 4  # tokens of a verified row
 ROWS = 5  # of passes that are checked only
@@ -67,7 +68,7 @@ def _lightning_prefill(shapes: Shapes, length: int) -> KernelCase:
 
     num_bytes = 4 * length * heads * dim * shapes.dtype.itemsize + 2 * heads * dim * dim * STATE_BYTES
     name = "reference" if library is None else "fla"
-    return KernelCase("lightning prefill", label(length), build, _recurrence(shapes, length), num_bytes, name)
+    return KernelCase("lightning prefill", length_label(length), build, _recurrence(shapes, length), num_bytes, name)
 
 
 def simple_gla() -> Callable[..., Any] | None:

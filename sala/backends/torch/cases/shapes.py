@@ -11,6 +11,7 @@ from torch import Tensor
 from sala.backends.torch.ops.lightning import decay_slopes
 from sala.checkpoint.random import RELEASED
 from sala.config import SalaConfig, SparseConfig
+from sala.options.schema import length_label
 
 Call = Callable[[], Any]
 STATE_BYTES = 4  # states and scores are fp32
@@ -160,12 +161,4 @@ def share_of_others(found: Tensor, wanted: Tensor) -> float:
 
 
 def row_count(count: int) -> str:
-    return "1 row" if count == 1 else f"{label(count)} rows"
-
-
-def label(count: int) -> str:
-    """Return a count in words: 4096 is 4K, 1048576 is 1M; round thousands stay numbers."""
-    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
-        if count % size == 0 and count % 1000:
-            return f"{count // size}{unit}"
-    return f"{count:,}"
+    return "1 row" if count == 1 else f"{length_label(count)} rows"

@@ -3,7 +3,6 @@
 The teacher then runs on the same code as the student.
 """
 
-import json
 import math
 import shutil
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from sala.checkpoint.gguf import GGUF
 from sala.checkpoint.names import check_tensors, expected_tensors
 from sala.checkpoint.packing import PACKED_PARTS, packed_specs
 from sala.checkpoint.reader import Checkpoint
-from sala.checkpoint.writer import TOKENIZER_FILES, Spec, copy_companions, new_directory, write_text, write_weights
+from sala.checkpoint.writer import TOKENIZER_FILES, Spec, copy_companions, new_directory, write_model
 from sala.config import RELEASED_NAMES, SalaConfig, read_json_object
 from sala.errors import ConfigError, ModelNotFound
 from sala.quantization_config import Groups, QuantConfig
@@ -49,8 +48,7 @@ def import_dense(source: Path, target: Path) -> None:
         checkpoint.tensors = known
         check_tensors(checkpoint, config)
         specs = {name: (checkpoint.tensors[name].dtype, shape) for name, shape in expected_tensors(config).items()}
-        write_weights(draft, specs, lambda name: checkpoint.read(name).data)
-        write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
+        write_model(draft, config, specs, lambda name: checkpoint.read(name).data)
         copy_tokenizer(source, draft)
 
 
@@ -67,12 +65,10 @@ def _import_gguf(source: GGUF, target: Path) -> None:
         module = name.removesuffix(".weight")
         packed[module] = Groups(matrix.bits, matrix.group_size)
         specs |= packed_specs(module, matrix)
+    config = replace(config, quantization=QuantConfig.of_modules(packed) if packed else None)
     with new_directory(target) as draft:
-        write_weights(draft, specs, lambda name: _gguf_bytes(source, name))
-        config = replace(config, quantization=QuantConfig.of_modules(packed) if packed else None)
-        write_text(draft / "config.json", json.dumps(config.to_dict(), indent=2) + "\n")
-        write_text(draft / "tokenizer.json", source.tokenizer_json())
-        write_text(draft / "tokenizer_config.json", json.dumps(source.tokenizer_config(), indent=2) + "\n")
+        write_model(draft, config, specs, lambda name: _gguf_bytes(source, name))
+        source.write_tokenizer(draft)
 
 
 def _gguf_bytes(source: GGUF, name: str) -> memoryview:
