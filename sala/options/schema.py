@@ -453,5 +453,5 @@ def _explain(cls: type, error: ValidationError) -> Exception:
     row = known[name]
     if first["type"] == "missing":
         return InputError(name, "is missing", row.rule)
-    near = suggest(str(first["input"]).lower(), row.choices, "")
+    near = suggest(str(first["input"]).lower(), row.choices, "") if row.choices else ""
     return InputError(name, row.problem(first["input"]), row.rule + (f" ({near})" if near else ""))
