@@ -219,6 +219,15 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return values
 
 
+def parse_object(text: str | bytes) -> dict[str, Any] | None:
+    """Return a JSON object; None if the text is not one."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def read_small_file(file: Path, limit: int) -> bytes:
     """Return the bytes of an ordinary file of at most `limit` bytes."""
     if file.exists() and not file.is_file():

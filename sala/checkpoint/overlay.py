@@ -10,7 +10,7 @@ Norms are stored plain. A matrix for which the overlay holds nothing is the base
 stores the mixers as whole matrices; both forms can be read.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from sala.checkpoint.arrays import Floats, as_array, as_bytes
 from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.packing import PACKED_PARTS, Packed, dequantize, pack, packed_specs, quantize, read_packed, unpack
 from sala.checkpoint.reader import RawTensor, read_file_header, read_tensors
-from sala.checkpoint.writer import Spec, write_weights
+from sala.checkpoint.writer import Spec, write_model
 from sala.config import SalaConfig
 from sala.errors import CheckpointError
 from sala.quantization_config import Groups, QuantConfig
@@ -88,17 +88,14 @@ def base_matrix(config: SalaConfig, base: Base, module: str) -> Floats:
     return weight * np.float32(2) if name == "o_proj" and config.attn_use_output_gate else weight
 
 
-def assemble(
-    draft: Path, config: SalaConfig, base: Base, overlay: Path, note: Callable[[int, int], None] = lambda *_: None
-) -> SalaConfig:
-    """Write the weights of an ordinary checkpoint into `draft` and return its configuration."""
+def assemble(draft: Path, config: SalaConfig, base: Base, overlay: Path) -> SalaConfig:
+    """Write the weights and the configuration of an ordinary checkpoint into `draft`; return the configuration."""
     assert config.quantization is not None
     modules, plain = read_overlay(overlay, config.quantization)
     specs: dict[str, Spec] = {}
     packed: dict[str, Groups] = {}
     arrays: dict[str, Any] = {}
-    names = list(expected_tensors(replace(config, quantization=None)))
-    for at, name in enumerate(names):
+    for name in expected_tensors(replace(config, quantization=None)):
         module = name.removesuffix(".weight")
         matrix = _matrix(module, modules, config, base) if name not in plain else None
         if matrix is None:
@@ -108,9 +105,9 @@ def assemble(
             packed[module] = Groups(matrix.bits, matrix.group_size)
             specs |= packed_specs(module, matrix)
             arrays |= {f"{module}.{part}": getattr(matrix, field) for part, field in PACKED_PARTS.items()}
-        note(at + 1, len(names))
-    write_weights(draft, specs, lambda name: as_bytes(arrays[name]))
-    return replace(config, quantization=QuantConfig.of_modules(packed))
+    config = replace(config, quantization=QuantConfig.of_modules(packed))
+    write_model(draft, config, specs, lambda name: as_bytes(arrays[name]))
+    return config
 
 
 def _matrix(module: str, modules: Mapping[str, Packed], config: SalaConfig, base: Base) -> Packed | None:

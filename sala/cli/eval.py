@@ -161,13 +161,16 @@ def lm(
     from importlib.metadata import version
 
     from sala.checkpoint.writer import write_atomically
+    from sala.config import parse_object
     from sala.lab.eval.harness import adapter, evaluate, to_rows
     from sala.lab.report.record import Log
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if limit is not None and limit <= 0:
         raise InputError("limit", f"is {limit:g}", "it must be above 0")
-    settings = _parse_object(gen_kwargs)
+    settings = None if gen_kwargs is None else parse_object(gen_kwargs)
+    if gen_kwargs is not None and settings is None:
+        raise InputError("gen_kwargs", f"are {gen_kwargs[:80]!r}", 'give a JSON object, such as {"temperature": 0.6}')
     wanted = {
         "tasks": names, "shots": shots, "limit": limit, "chat": chat, "system": system, "max_length": max_length,
         "max_tokens": max_tokens, "gen_kwargs": settings, "device": options.device, "dtype": options.dtype,
@@ -359,18 +362,6 @@ def default_name(tasks: list[str], model: str) -> str:
     if len(joined) > MAX_NAME:
         joined = f"{joined[:MAX_NAME]}-{hashlib.sha256(joined.encode()).hexdigest()[:8]}"
     return f"lm-{joined}-{model}.json"
-
-
-def _parse_object(text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise InputError("gen_kwargs", f"are {text[:80]!r}", 'give a JSON object, such as {"temperature": 0.6}')
-    return found
 
 
 def speeds(row: "ResultRow") -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from sala.checkpoint.gguf import GGUF
 from sala.checkpoint.lora import base_of, is_adapter
 from sala.checkpoint.overlay import assemble
-from sala.checkpoint.writer import new_directory, write_json
+from sala.checkpoint.writer import new_directory
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, ModelNotFound, SalaError, writing
 
@@ -170,6 +170,5 @@ def _check_sha256(file: Path, wanted: str) -> None:
 def _assemble(overlay: Path, base: Path, target: Path) -> None:
     source = GGUF(base)
     with new_directory(target) as draft:
-        config = assemble(draft, SalaConfig.load(overlay), source, overlay)
-        write_json(draft / "config.json", config.to_dict())
+        assemble(draft, SalaConfig.load(overlay), source, overlay)
         source.write_tokenizer(draft)

@@ -151,9 +151,9 @@ def test_runs_of_a_kind_share_a_chart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ("[1]", "is not a record"),
+        ("{", "is not a JSON object"),
+        ("[" * 100_000, "is not a JSON object"),
+        ("[1]", "is not a JSON object"),
         ({"kind": "dream"}, "is of kind 'dream'"),
         ({"kind": ["needle"]}, "is of kind"),
         ({"results": []}, "has no results"),

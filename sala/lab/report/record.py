@@ -22,6 +22,7 @@ import psutil
 
 from sala import __version__
 from sala.checkpoint.writer import write_atomically
+from sala.config import parse_object
 from sala.errors import InputError, SalaError
 
 KIND_TABLES: dict[str, dict[str, Any]] = tomllib.loads((files(__package__) / "kinds.toml").read_text("utf-8"))
@@ -142,13 +143,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise broken(path, f"is larger than {MAX_BYTES >> 20} MiB")
-        data = json.loads(path.read_bytes())
+        data = parse_object(path.read_bytes())
     except OSError as error:
         raise broken(path, f"cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise broken(path, "is not JSON") from None
-    if not isinstance(data, dict):
-        raise broken(path, "is not a record")
+    if data is None:
+        raise broken(path, "is not a JSON object")
     return data
 
 

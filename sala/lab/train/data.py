@@ -5,7 +5,6 @@ Seeded permutations order the rows, so the step number is the only state.
 """
 
 import hashlib
-import json
 import lzma
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sala.checkpoint.writer import replacing
+from sala.config import parse_object
 from sala.errors import InputError, MissingExtra
 from sala.lab.train.recipe import Source
 from sala.text.tokenizer import Tokenizer
@@ -93,18 +93,12 @@ def read_documents(source: Source, base: Path) -> Iterator[Any]:
             yield handle.read()
             return
         for number, text in enumerate(handle, 1):
-            if text.strip():
-                yield _field(_parse(text, path, number), source, f"{path}, line {number}")
-
-
-def _parse(text: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise InputError("data", f"{path}, line {number}, is not a JSON object", "write one object per line")
-    return value
+            if not text.strip():
+                continue
+            value = parse_object(text)
+            if value is None:
+                raise InputError("data", f"{path}, line {number}, is not a JSON object", "write one object per line")
+            yield _field(value, source, f"{path}, line {number}")
 
 
 def _field(record: dict[str, Any], source: Source, where: str) -> Any:

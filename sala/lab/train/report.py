@@ -1,6 +1,5 @@
 """Compare a hybrid with its source model: perplexity, tasks, recall and speed by length, as JSON, tables and plots."""
 
-import gc
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from sala.backends.torch.model import SalaModel
 from sala.config import SalaConfig
 from sala.errors import InputError
+from sala.lab.bench.measure import release
 from sala.lab.eval.tasks.case import score_value as find
 from sala.lab.eval.tasks.choice import read_tasks
 from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec, ValueChoice
@@ -50,7 +50,7 @@ def write_recipe_report(run: RecipeRun, start: Path, final: Path) -> None:
         run.note("report", f"measuring the {name}")
         results[name] = _measure(directory, wanted, run.base, run.device)
         results[name]["speed"] = measure_speed(directory, wanted.lengths, run.device)
-        _free_memory()
+        release()
     out.mkdir(parents=True, exist_ok=True)
     settings = {"device": _device_name(run.device), "lengths": list(wanted.lengths), "trials": wanted.trials}
     record = comparison(final.name, *MODELS, settings, to_rows(results))
@@ -150,9 +150,3 @@ def to_rows(results: Mapping[str, Any]) -> list[ResultRow]:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sala.config import parse_object
 from sala.engine.requests import Call, InputProcessor, Submission
 from sala.engine.stream import Event, PromptProgress, StreamItem
 from sala.errors import InputError
@@ -133,16 +134,10 @@ def as_call(number: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _arguments(text: str, index: int, number: int) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise InputError(
-            f"messages[{index}].tool_calls[{number}].function.arguments",
-            "is not a JSON object",
-            "send one, as a string",
-        )
+    arguments = parse_object(text or "{}")
+    if arguments is None:
+        field = f"messages[{index}].tool_calls[{number}].function.arguments"
+        raise InputError(field, "is not a JSON object", "send one, as a string")
     return arguments
 
 

@@ -1,6 +1,5 @@
 """OpenAI's Responses API: items in, items out, strictly validated; nothing is stored."""
 
-import json
 import secrets
 import time
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import MaxLen, MinLen
 from pydantic import Field, Tag, field_validator, model_validator
 
+from sala.config import parse_object
 from sala.server.api.blocks import Block, BlockChange, BlockReply
 from sala.server.api.chat import ChatInput, answer_schema, as_call, as_tool
 from sala.server.api.chat_schema import MAX_TOOLS, TEXT_ONLY, AnswerRequest, Count, Parameters, ToolName, check_tools
@@ -60,11 +60,7 @@ class CallItem(Strict):
     @field_validator("arguments")
     @classmethod
     def _check_arguments(cls, value: str) -> str:
-        try:
-            is_object = isinstance(json.loads(value or "{}"), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
+        if parse_object(value or "{}") is None:
             raise problem("must be a JSON object, as a string")
         return value
 
@@ -263,7 +259,7 @@ def _add_to_turn(turn: dict[str, Any], item: InputItem) -> None:
     elif isinstance(item, MessageItem):
         turn["content"] = join(item.content)
     elif isinstance(item, CallItem):
-        call = as_call(item.call_id, item.name, json.loads(item.arguments or "{}"))
+        call = as_call(item.call_id, item.name, parse_object(item.arguments or "{}"))
         turn.setdefault("tool_calls", []).append(call)
 
 
