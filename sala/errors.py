@@ -84,9 +84,8 @@ def explain_write_error(error: OSError, path: Path | None = None, needed: int | 
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _disk_full(path, "", needed, _free_bytes(path))
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return NotWritable(
-            f"{path} cannot be accessed: {error.strerror}", "change its permissions or use another directory"
-        )
+        remedy = "change its permissions or use another directory"
+        return NotWritable(f"{path} cannot be accessed: {error.strerror}", remedy)
     return None
 
 
@@ -94,9 +93,8 @@ def _disk_full(path: Path, purpose: str, needed: int | None, free: int | None) -
     sizes = [] if needed is None else [f"{purpose}{' ' if purpose else ''}needs {_size(needed)}"]
     sizes += [] if free is None else [f"{_size(free)} are free"]
     detail = f" ({', '.join(sizes)})" if sizes else ""
-    return DiskFull(
-        f"no space left on the disk for {path}{detail}", "free some space or use a directory on another disk"
-    )
+    remedy = "free some space or use a directory on another disk"
+    return DiskFull(f"no space left on the disk for {path}{detail}", remedy)
 
 
 def _free_bytes(path: Path) -> int | None:

@@ -103,9 +103,8 @@ class QuantConfig:
         known = matrix_modules(mixers)
         for name, _ in self.overrides:
             if name not in known:
-                raise ConfigError(
-                    f"{where}: {name[:100]!r} is not a module of this model", "name one like model.layers.0.mlp.up_proj"
-                )
+                message = f"{where}: {name[:100]!r} is not a module of this model"
+                raise ConfigError(message, "name one like model.layers.0.mlp.up_proj")
 
     def to_dict(self) -> dict[str, Any]:
         own: dict[str, Any] = {"group_size": self.group_size, "bits": self.bits}

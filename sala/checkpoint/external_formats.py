@@ -183,10 +183,8 @@ def _read_zeros(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], lay
         words = words + np.uint32(0x11111111 if layout.bits == 4 else 0x01010101)
     zeros = _unpack(words, layout.bits)
     if layout.is_symmetric and (zeros != middle).any():
-        raise CheckpointError(
-            f"{checkpoint.path}: {module}.qzeros are not all {middle}, as symmetric ones are",
-            "sym or checkpoint_format (gptq or gptq_v2) in config.json is wrong",
-        )
+        message = f"{checkpoint.path}: {module}.qzeros are not all {middle}, as symmetric ones are"
+        raise CheckpointError(message, "sym or checkpoint_format (gptq or gptq_v2) in config.json is wrong")
     return zeros
 
 
@@ -203,9 +201,8 @@ def _read_order(
         return None
     is_known = index.min() >= 0 and index.max() < shape[1] // size
     if not is_known or (np.bincount(index, minlength=shape[1] // size) != size).any():
-        raise CheckpointError(
-            f"{checkpoint.path}: {name} does not divide {shape[1]} inputs into groups of {size}", "download it again"
-        )
+        message = f"{checkpoint.path}: {name} does not divide {shape[1]} inputs into groups of {size}"
+        raise CheckpointError(message, "download it again")
     order = np.argsort(index, kind="stable")
     return None if (order == np.arange(len(order))).all() else order
 

@@ -107,14 +107,12 @@ def _check_kind(path: Path, table: Mapping[str, Any]) -> None:
         if table.get(name):
             raise CheckpointError(f"{where} has {name}: {meaning}", "only plain LoRA can be read")
     if table.get("bias", "none") != "none":
-        raise CheckpointError(
-            f"{where} has bias {str(table['bias'])[:40]!r}", "only adapters without biases can be read"
-        )
+        message = f"{where} has bias {str(table['bias'])[:40]!r}"
+        raise CheckpointError(message, "only adapters without biases can be read")
     start = str(table.get("init_lora_weights")).lower()
     if start.startswith(_OTHER_BASES):
-        raise CheckpointError(
-            f"{where} began as {start[:40]}, which changes the base weights", "convert it to a plain adapter"
-        )
+        message = f"{where} began as {start[:40]}, which changes the base weights"
+        raise CheckpointError(message, "convert it to a plain adapter")
 
 
 def _pair(path: Path, infos: Mapping[str, TensorInfo], config: SalaConfig) -> dict[str, tuple[str, str]]:
@@ -127,9 +125,8 @@ def _pair(path: Path, infos: Mapping[str, TensorInfo], config: SalaConfig) -> di
         match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", name)
         module = match[1] if match else None
         if match is None or module not in known or f"{module}.weight" not in shapes:
-            raise CheckpointError(
-                f"{path}: {name[:200]} does not belong to a linear of this model", "it was made for another model"
-            )
+            message = f"{path}: {name[:200]} does not belong to a linear of this model"
+            raise CheckpointError(message, "it was made for another model")
         if info.dtype not in FLOAT_DTYPES or len(info.shape) != 2:
             raise CheckpointError(f"{path}: {name} is {info.dtype} {list(info.shape)}", "save the adapter again")
         if found.setdefault(match[1], {}).setdefault(match[2], name) != name:
@@ -142,10 +139,8 @@ def _pair(path: Path, infos: Mapping[str, TensorInfo], config: SalaConfig) -> di
         (num_out, num_in), (rank, inner) = shapes[f"{module}.weight"], infos[parts["A"]].shape
         if inner != num_in or infos[parts["B"]].shape != (num_out, rank) or not rank:
             have = f"{list(infos[parts['B']].shape)} x {list(infos[parts['A']].shape)}"
-            raise CheckpointError(
-                f"{path}: {module} is {[num_out, num_in]} in the model, and the adapter has {have}",
-                "it was made for another model",
-            )
+            message = f"{path}: {module} is {[num_out, num_in]} in the model, and the adapter has {have}"
+            raise CheckpointError(message, "it was made for another model")
     return {module: (parts["A"], parts["B"]) for module, parts in found.items()}
 
 
@@ -153,9 +148,8 @@ def _change(path: Path, module: str, table: Mapping[str, Any], down: RawTensor, 
     rank = _by_pattern(path, table, "rank_pattern", module, table.get("r"))
     alpha = _by_pattern(path, table, "alpha_pattern", module, table.get("lora_alpha"))
     if rank != down.shape[0]:
-        raise CheckpointError(
-            f"{path}: {module} has rank {down.shape[0]}, {CONFIG_FILE} says {rank}", "correct it there"
-        )
+        message = f"{path}: {module} has rank {down.shape[0]}, {CONFIG_FILE} says {rank}"
+        raise CheckpointError(message, "correct it there")
     scale = alpha / rank**0.5 if table.get("use_rslora") else alpha / rank
     parts = [decode(as_array(part), part.dtype) for part in (up, down)]
     if not all(np.isfinite(part).all() for part in parts):

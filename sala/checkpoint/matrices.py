@@ -91,8 +91,7 @@ class QuantizedMatrices:
         for begin in range(0, num_out, step):
             end = min(begin + step, num_out)
             if (matrix.codes[begin:end] & 0x7F).max() == 0x7F:
-                raise CheckpointError(
-                    f"{self.checkpoint.path}: {name} has a value that is not a number", "download it again"
-                )
+                message = f"{self.checkpoint.path}: {name} has a value that is not a number"
+                raise CheckpointError(message, "download it again")
             yield begin, end
             self.checkpoint.forget(name, begin * num_in, end * num_in)

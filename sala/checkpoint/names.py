@@ -105,9 +105,8 @@ def _expected_parts(
 def _check_part(name: str, info: TensorInfo, part: Part) -> None:
     if info.shape not in part.shapes:
         wanted = " or ".join(str(list(shape)) for shape in part.shapes)
-        raise CheckpointError(
-            f"{name} is {list(info.shape)}, config.json says {wanted}", "the two do not belong together"
-        )
+        message = f"{name} is {list(info.shape)}, config.json says {wanted}"
+        raise CheckpointError(message, "the two do not belong together")
     if info.dtype not in part.dtypes:
         raise CheckpointError(f"{name} is stored as {info.dtype}", "weights must be " + ", ".join(part.dtypes))
 
@@ -119,9 +118,8 @@ def external_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> d
         return {}
     names = find_modules(tensors, layout)
     if not names:
-        raise CheckpointError(
-            f"config.json says {layout.describe()}, but no tensor has that format", "they belong to different models"
-        )
+        message = f"config.json says {layout.describe()}, but no tensor has that format"
+        raise CheckpointError(message, "they belong to different models")
     linears = matrix_modules(config.mixers) - {"model.embed_tokens"}
     strange = [name for name in names if name not in linears or f"{name}.weight" not in shapes]
     _refuse("the checkpoint", "is quantized in", strange, "only linear layers can be")
@@ -144,9 +142,8 @@ def quantized_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> 
         _refuse("the checkpoint", "is quantized, but config.json does not mention", names, "add its quantization table")
         return {}
     if not names:
-        raise CheckpointError(
-            f"config.json says {quant.bits} bits, but no tensor has scales", "they belong to different models"
-        )
+        message = f"config.json says {quant.bits} bits, but no tensor has scales"
+        raise CheckpointError(message, "they belong to different models")
     wanted = [name for name, groups in quant.overrides if groups is not None and name not in names]
     _refuse("the checkpoint", "lacks scales of", wanted, "config.json says that it is quantized")
     packed = {name: quant.of(name) for name in names}

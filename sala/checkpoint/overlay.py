@@ -65,9 +65,8 @@ def read_overlay(directory: Path, quantization: QuantConfig) -> tuple[dict[str, 
         groups = CHANGE_GROUPS if is_thin else quantization.of(module.removesuffix(".change"))
         packed = None if groups is None else read_packed(raw.__getitem__, module, groups)
         if packed is None or packed.scales.shape[1] * packed.group_size != packed.shape[1]:
-            raise CheckpointError(
-                f"{module} of the overlay does not have the bits that config.json says", "install it again"
-            )
+            message = f"{module} of the overlay does not have the bits that config.json says"
+            raise CheckpointError(message, "install it again")
         modules[module] = packed
     parts = {f"{module}.{part}" for module in modules for part in PACKED_PARTS}
     return modules, {name: as_array(tensor) for name, tensor in raw.items() if name not in parts}

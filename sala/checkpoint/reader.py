@@ -110,12 +110,10 @@ def _scan(directory: Path) -> dict[str, TensorInfo]:
     if (directory / SINGLE_FILE).is_file():
         return read_file_header(_inside(directory, SINGLE_FILE))[1]
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
-        raise CheckpointError(
-            f"{directory} has pickled weights, which can run code", "get the safetensors files of the model"
-        )
-    raise ModelNotFound(
-        f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}", "download the model's safetensors files"
-    )
+        message = f"{directory} has pickled weights, which can run code"
+        raise CheckpointError(message, "get the safetensors files of the model")
+    message = f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}"
+    raise ModelNotFound(message, "download the model's safetensors files")
 
 
 def _scan_shards(directory: Path) -> dict[str, TensorInfo]:
@@ -124,9 +122,8 @@ def _scan_shards(directory: Path) -> dict[str, TensorInfo]:
     for shard in sorted(set(weight_map.values())):
         for name, info in read_file_header(_inside(directory, shard))[1].items():
             if weight_map.get(name) != shard:
-                raise CheckpointError(
-                    f"{directory / shard} holds {name}, which the index does not place there", _DAMAGED
-                )
+                message = f"{directory / shard} holds {name}, which the index does not place there"
+                raise CheckpointError(message, _DAMAGED)
             tensors[name] = info
     for name, shard in weight_map.items():
         if name not in tensors:
@@ -152,10 +149,8 @@ def read_index(file: Path) -> dict[str, str]:
 def _inside(directory: Path, name: str) -> Path:
     """Return the file of that plain name; a link may lead outside only to the blobs of a hub cache."""
     if not name or name in (".", "..") or Path(name).name != name or "\\" in name or "\0" in name:
-        raise CheckpointError(
-            f"{directory}: the index names {name!r}, which leads out of the directory",
-            "do not use this model",
-        )
+        message = f"{directory}: the index names {name!r}, which leads out of the directory"
+        raise CheckpointError(message, "do not use this model")
     file = directory / name
     home = directory.resolve()
     allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
@@ -233,17 +228,15 @@ def _tensor_info(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
         raise CheckpointError(f"{file}: the entry of {name} is malformed", _DAMAGED)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        raise CheckpointError(
-            f"{file}: {name} has the unknown precision {str(dtype)[:20]!r}", "known: " + ", ".join(ITEM_SIZES)
-        )
+        message = f"{file}: {name} has the unknown precision {str(dtype)[:20]!r}"
+        raise CheckpointError(message, "known: " + ", ".join(ITEM_SIZES))
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(map(is_count, shape)):
         raise CheckpointError(f"{file}: {name} has the impossible shape {str(shape)[:80]}", _DAMAGED)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
         raise CheckpointError(f"{file}: {name} has the impossible offsets {str(offsets)[:80]}", _DAMAGED)
     if offsets[1] - offsets[0] != math.prod(shape) * ITEM_SIZES[dtype]:
-        raise CheckpointError(
-            f"{file}: {name} {shape} {dtype} does not fill its {offsets[1] - offsets[0]} bytes", _DAMAGED
-        )
+        message = f"{file}: {name} {shape} {dtype} does not fill its {offsets[1] - offsets[0]} bytes"
+        raise CheckpointError(message, _DAMAGED)
     return TensorInfo(dtype, tuple(shape), file, base + offsets[0], base + offsets[1])
 
 

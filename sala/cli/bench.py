@@ -206,10 +206,8 @@ def _gpu(device: str) -> "torch.device":
     where = pick_device(device)
     reason = why_not(where)
     if reason is not None:
-        raise SalaError(
-            f"the Triton kernels do not run on {where}: {reason}",
-            "`sala doctor` says what this machine has; `sala bench latency` measures a model on any device",
-        )
+        remedy = "`sala doctor` says what this machine has; `sala bench latency` measures a model on any device"
+        raise SalaError(f"the Triton kernels do not run on {where}: {reason}", remedy)
     return where
 
 

@@ -95,9 +95,8 @@ def read_schema(sampling: Sampling) -> Sampling:
     try:
         json.loads(text)
     except ValueError as error:
-        raise InputError(
-            "--schema", f"is not valid JSON: {error}", "give a JSON schema or the name of a file"
-        ) from None
+        remedy = "give a JSON schema or the name of a file"
+        raise InputError("--schema", f"is not valid JSON: {error}", remedy) from None
     return replace(sampling, json_schema=text)
 
 

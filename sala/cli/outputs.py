@@ -134,9 +134,8 @@ class Run:
             return
         for file in self._others:
             if file.exists():
-                raise InputError(
-                    "output", f"{file} exists and belongs to something else", "choose another name, or --force"
-                )
+                message = f"{file} exists and belongs to something else"
+                raise InputError("output", message, "choose another name, or --force")
 
     def to_record(self, results: "list[ResultRow]") -> "Record":
         from sala.lab.report.record import Record

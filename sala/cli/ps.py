@@ -50,9 +50,8 @@ def ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
             status, body = response.status, response.read(MAX_ANSWER_BYTES)
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        raise SalaError(
-            f"no server answers at {url}: {getattr(reason, 'strerror', None) or reason}", "start one: sala serve"
-        ) from None
+        message = f"no server answers at {url}: {getattr(reason, 'strerror', None) or reason}"
+        raise SalaError(message, "start one: sala serve") from None
     if status in (401, 403):
         raise SalaError(f"the server at {url} requires a key", "set SALA_API_KEY")
     try:

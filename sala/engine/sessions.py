@@ -87,9 +87,8 @@ class SessionStore:
         """Return the path of a new session. Raises InputError if the name is taken."""
         path = self.path(name)
         if path.exists() or path.is_symlink():
-            raise InputError(
-                "session", f"{name!r} exists already", "choose another name, or remove it: sala session rm"
-            )
+            remedy = "choose another name, or remove it: sala session rm"
+            raise InputError("session", f"{name!r} exists already", remedy)
         return path
 
     def save(self, name: str, snapshot: Snapshot, executor: Executor) -> Path:

@@ -133,10 +133,8 @@ class Library:
         folder = self._folder_of(model_id)
         path = None if folder is None else self._path_of(model_id)
         if path is None and self._cached(model_id) is not None:
-            raise SalaError(
-                f"{model_id} lies in the Hugging Face cache, which other programs use too",
-                f"remove it with: hf cache rm model/{model_id.replace('--', '/', 1)}",
-            )
+            message = f"{model_id} lies in the Hugging Face cache, which other programs use too"
+            raise SalaError(message, f"remove it with: hf cache rm model/{model_id.replace('--', '/', 1)}")
         if folder is None or (path is None and not find_partials(self.directory, folder)):
             raise ModelNotFound(f"there is no model {model_id[:100]!r}", "see `sala list`")
         with hold(self.directory, folder):

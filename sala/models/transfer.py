@@ -164,10 +164,8 @@ class Client:
         if target.scheme != "https" and not (target.scheme == "http" and may_be_plain):
             raise DownloadError(f"the hub redirects to {target.scheme}: at {_shown(host)}, which is refused")
         if not self._is_storage(host):
-            raise DownloadError(
-                f"the hub redirects to {_shown(host)}, which is not one of its own hosts",
-                "if you trust that host, name it in SALA_HUB_HOSTS",
-            )
+            message = f"the hub redirects to {_shown(host)}, which is not one of its own hosts"
+            raise DownloadError(message, "if you trust that host, name it in SALA_HUB_HOSTS")
         if not is_hub and not self.is_local and host not in self.friends:
             with contextlib.suppress(ValueError):
                 check_address(str(ipaddress.ip_address(host)))
@@ -241,9 +239,8 @@ def _explain(error: "httpx2.TransportError") -> Exception:
 
     host = _shown(error.request.url.host)
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return DownloadError(
-            f"the certificate of {host} is not trusted here", "set SSL_CERT_FILE to your network's certificates"
-        )
+        remedy = "set SSL_CERT_FILE to your network's certificates"
+        return DownloadError(f"the certificate of {host} is not trusted here", remedy)
     if isinstance(error, httpx2.ReadTimeout):
         return Broken("no bytes arrive any more")
     if isinstance(error, httpx2.TimeoutException):
@@ -316,9 +313,8 @@ def fetch(client: Client, url: str, file: RemoteFile, part: Path, stop: Stop, re
             failures = 1 if size_of(part) >= best + PROGRESS_BYTES else failures + 1
             best = max(best, size_of(part))
             if failures >= client.tries:
-                raise DownloadError(
-                    f"{file.name} does not arrive: {error}", "try again later; what has arrived is kept"
-                ) from None
+                remedy = "try again later; what has arrived is kept"
+                raise DownloadError(f"{file.name} does not arrive: {error}", remedy) from None
             client.pause(error, stop, failures)
 
 
@@ -346,10 +342,8 @@ def _start(response: "httpx2.Response", file: RemoteFile, part: Path, size: int)
     """Return the offset of the body that follows; raise Broken or DownloadError if it cannot be used."""
     status = response.status_code
     if status in (401, 403):
-        raise DownloadError(
-            f"{file.name} is restricted to users who accepted the model's terms",
-            "accept them on the hub's page of the model, then set HF_TOKEN",
-        )
+        message = f"{file.name} is restricted to users who accepted the model's terms"
+        raise DownloadError(message, "accept them on the hub's page of the model, then set HF_TOKEN")
     if status not in (200, 206, 416) or (status != 200 and not size):
         raise DownloadError(f"{file.name} cannot be downloaded: the hub answers {status}")
     if status == 200:

@@ -166,10 +166,8 @@ def _check_shares(config: SalaConfig, settings: Settings) -> None:
     if settings.pp > config.num_hidden_layers:
         raise InputError("--pp", f"is {settings.pp}", f"the model has {config.num_hidden_layers} layers")
     if config.quantization is not None and config.quantization.layout is None:
-        raise ConfigError(
-            f"{settings.engine} cannot read checkpoints that are quantized in MLX's layout",
-            "use one in bfloat16, GPTQ, AWQ, compressed-tensors or FP8",
-        )
+        message = f"{settings.engine} cannot read checkpoints that are quantized in MLX's layout"
+        raise ConfigError(message, "use one in bfloat16, GPTQ, AWQ, compressed-tensors or FP8")
 
 
 def _check_more(launch: LaunchCommand, more: Sequence[str]) -> None:

@@ -133,10 +133,8 @@ def one_key(layers: Iterable[list[Given]]) -> list[list[Given]]:
 def check_listening(settings: Settings) -> None:
     """Refuse to listen beyond this machine without a key, unless the operator allows it."""
     if not settings.is_local and settings.api_key is None and not settings.allow_remote_without_key:
-        raise SalaError(
-            f"{settings.host} can be reached by others, and there is no key",
-            "set SALA_API_KEY or --api-key-file, or say --allow-remote-without-key",
-        )
+        remedy = "set SALA_API_KEY or --api-key-file, or say --allow-remote-without-key"
+        raise SalaError(f"{settings.host} can be reached by others, and there is no key", remedy)
 
 
 def is_loopback(host: str) -> bool:

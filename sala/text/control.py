@@ -99,9 +99,8 @@ class Grammar:
         return Verdict(finish="stop") if self._matcher.is_stopped() else None
 
     def _problem(self) -> InputError:
-        return InputError(
-            self._field, f"cannot be followed: {_first_line(self._matcher.get_error())}", "make it simpler"
-        )
+        message = f"cannot be followed: {_first_line(self._matcher.get_error())}"
+        return InputError(self._field, message, "make it simpler")
 
 
 def _first_line(error: object) -> str:

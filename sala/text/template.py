@@ -21,11 +21,8 @@ Message = Mapping[str, Any]
 def check_messages(messages: Sequence[Message]) -> None:
     """Raise InputError for a conversation that is not a list of messages with roles and text."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-        raise InputError(
-            "messages",
-            "must be a list with at least one message",
-            'e.g. [{"role": "user", "content": "Hello"}]',
-        )
+        remedy = 'e.g. [{"role": "user", "content": "Hello"}]'
+        raise InputError("messages", "must be a list with at least one message", remedy)
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InputError(f"messages[{index}]", "has no role", 'use {"role": "user", "content": "..."}')
@@ -125,10 +122,8 @@ class _Renderer:
             reply: dict[str, Any] = json.loads(_exactly(process.stdout, size))
         except (OSError, EOFError):
             self.close()
-            raise TemplateError(
-                f"the chat template did not finish within {seconds:.1f} s or ran out of memory",
-                "use another template",
-            ) from None
+            message = f"the chat template did not finish within {seconds:.1f} s or ran out of memory"
+            raise TemplateError(message, "use another template") from None
         except BaseException:
             self.close()  # a late reply must not be taken for the reply to the next request
             raise

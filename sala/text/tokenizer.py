@@ -179,10 +179,8 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         if self._template is None:
-            raise TemplateError(
-                "this checkpoint has no chat template",
-                "add chat_template.jinja to it, or generate without the chat format (--raw)",
-            )
+            remedy = "add chat_template.jinja to it, or generate without the chat format (--raw)"
+            raise TemplateError("this checkpoint has no chat template", remedy)
         text = self._template.render(messages, **options)
         return _encodable(text)
 

@@ -180,11 +180,8 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count() > 0:
         raise InputError("device", f"is {name!r}", f"there are {torch.cuda.device_count()} CUDA devices")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(
-            "device",
-            f"is {name!r}, but no CUDA device is usable",
-            "use cpu, or install a CUDA build of torch",
-        )
+        message = f"is {name!r}, but no CUDA device is usable"
+        raise InputError("device", message, "use cpu, or install a CUDA build of torch")
     return device
 
 

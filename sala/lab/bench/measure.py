@@ -83,10 +83,8 @@ def _check_capacity(capacity: Capacity, batch: int) -> None:
     pages = -(-capacity.max_tokens // capacity.page_size)
     fitting = min(capacity.num_pages // pages, capacity.num_slots)
     if fitting < batch:
-        raise SalaError(
-            f"{batch} sequences of {capacity.max_tokens:,} tokens do not fit into memory",
-            f"{fitting} would fit; use shorter or fewer sequences",
-        )
+        message = f"{batch} sequences of {capacity.max_tokens:,} tokens do not fit into memory"
+        raise SalaError(message, f"{fitting} would fit; use shorter or fewer sequences")
 
 
 def open_checkpoint(path: Path, options: Options) -> BenchTarget:

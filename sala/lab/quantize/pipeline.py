@@ -92,10 +92,8 @@ class _Job:
     ) -> None:
         self.source = SalaConfig.load(checkpoint.path)  # the checkpoint may be quantized already
         if self.source.quantization is not None and not may_requantize:
-            raise CheckpointError(
-                f"{checkpoint.path} is quantized already, and quantizing it again loses twice",
-                "start from the original model, or expand this one first: --requantize",
-            )
+            message = f"{checkpoint.path} is quantized already, and quantizing it again loses twice"
+            raise CheckpointError(message, "start from the original model, or expand this one first: --requantize")
         check_tensors(checkpoint, self.source)
         self.method = settings.chosen_method
         if self.method != "rtn" and text is None:

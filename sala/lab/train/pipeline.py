@@ -89,10 +89,8 @@ def _claim(directory: Path, stage: Stage) -> None:
     if not file.exists():
         write_text(file, text)
     elif file.read_text() != text:
-        raise SalaError(
-            f"stage {stage.name} of the recipe has changed since {directory} was created",
-            "use another work directory, or remove this one yourself",
-        )
+        message = f"stage {stage.name} of the recipe has changed since {directory} was created"
+        raise SalaError(message, "use another work directory, or remove this one yourself")
 
 
 def _sample(run: RecipeRun, stage: SampleStage, directory: Path, start: Path) -> None:

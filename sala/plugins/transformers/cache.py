@@ -41,9 +41,8 @@ class SalaCache(Cache):
         if self.hybrid is None:
             self._start(len(counts), dtype, devices)
         if len(counts) != len(self.lengths):
-            raise InputError(
-                "past_key_values", f"has {len(self.lengths)} rows, the input {len(counts)}", "give it the same batch"
-            )
+            message = f"has {len(self.lengths)} rows, the input {len(counts)}"
+            raise InputError("past_key_values", message, "give it the same batch")
         for row, count in enumerate(counts):
             self.sparse_from[row] = self._regime(row, count)
         self._grow(max(length + count for length, count in zip(self.lengths, counts, strict=True)))
@@ -131,9 +130,8 @@ class SalaCache(Cache):
         self.select(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def crop(self, *_: Any, **__: Any) -> None:
-        raise InputError(
-            "past_key_values", "cannot be shortened: states cannot be rolled back", "compute the prompt again"
-        )
+        message = "cannot be shortened: states cannot be rolled back"
+        raise InputError("past_key_values", message, "compute the prompt again")
 
     def reset(self) -> None:
         self.hybrid, self.prompt_lens = None, None

@@ -198,10 +198,8 @@ def read_config(vllm_config: VllmConfig) -> SalaConfig:
     """Return the configuration; raise ConfigError for MLX's layout, whose codes vLLM would take for weights."""
     hf_config = vllm_config.model_config.hf_config
     if hf_config.quantization is not None and getattr(hf_config, "quantization_config", None) is None:
-        raise ConfigError(
-            "the checkpoint is quantized in MLX's layout, which vLLM does not read",
-            "give vLLM a GPTQ, AWQ, compressed-tensors or FP8 checkpoint, or one in 16 bits",
-        )
+        remedy = "give vLLM a GPTQ, AWQ, compressed-tensors or FP8 checkpoint, or one in 16 bits"
+        raise ConfigError("the checkpoint is quantized in MLX's layout, which vLLM does not read", remedy)
     return hf_config.to_sala()
 
 
@@ -211,9 +209,8 @@ def check_options(vllm_config: VllmConfig) -> None:
         raise ConfigError("states cannot roll back a rejected draft in vLLM", "leave out --speculative-config")
     kept, dtype = vllm_config.cache_config.cache_dtype, str(vllm_config.model_config.dtype).removeprefix("torch.")
     if kept not in ("auto", dtype):
-        raise ConfigError(
-            f"pages hold keys and values in the model's precision, not in {kept}", "leave out --kv-cache-dtype"
-        )
+        message = f"pages hold keys and values in the model's precision, not in {kept}"
+        raise ConfigError(message, "leave out --kv-cache-dtype")
 
 
 def check_ranks(config: SalaConfig, num_ranks: int) -> None:
@@ -221,10 +218,8 @@ def check_ranks(config: SalaConfig, num_ranks: int) -> None:
     counts = {"num_attention_heads": config.num_attention_heads, "lightning_nh": config.lightning_nh}
     for name, count in counts.items():
         if count % num_ranks:
-            raise ConfigError(
-                f"{name} is {count}, which {num_ranks} ranks cannot share", "choose another tensor_parallel_size"
-            )
+            message = f"{name} is {count}, which {num_ranks} ranks cannot share"
+            raise ConfigError(message, "choose another tensor_parallel_size")
     if groups % num_ranks and num_ranks % groups:
-        raise ConfigError(
-            f"{groups} kv heads cannot be shared by {num_ranks} ranks", "choose another tensor_parallel_size"
-        )
+        message = f"{groups} kv heads cannot be shared by {num_ranks} ranks"
+        raise ConfigError(message, "choose another tensor_parallel_size")

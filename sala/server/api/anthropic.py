@@ -178,9 +178,8 @@ class CountRequest(Strict):
     def _check(self) -> "CountRequest":
         check_tools([tool.name for tool in self.tools or ()], *self.choice)
         if self.messages[-1].role == "assistant":
-            raise problem(
-                "must not end with a message of the assistant: a partial answer cannot be continued", "messages"
-            )
+            message = "must not end with a message of the assistant: a partial answer cannot be continued"
+            raise problem(message, "messages")
         return self
 
     @property

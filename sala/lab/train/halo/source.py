@@ -100,9 +100,8 @@ def dense_config(values: Mapping[str, Any]) -> SalaConfig:
     """
     kind = values.get("model_type")
     if kind not in _KINDS:
-        raise ConfigError(
-            f"config.json: model_type is {kind!r}", "models like " + ", ".join(_KINDS) + " can be converted"
-        )
+        message = f"config.json: model_type is {kind!r}"
+        raise ConfigError(message, "models like " + ", ".join(_KINDS) + " can be converted")
     _refuse(values, "hidden_act", ("silu",))
     _refuse(values, "mlp_bias", (False,))
     _refuse(values, "sliding_window", (None,), unless=not values.get("use_sliding_window", kind == "mistral"))
