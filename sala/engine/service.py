@@ -53,6 +53,8 @@ EXIT_S = 10.0  # the same when the interpreter exits
 NUM_PREPARERS = 2
 T = TypeVar("T")
 K = TypeVar("K")
+Outcome = Completion | Exception
+Keyed = tuple[K, int, Outcome]  # key of a submission, index of the answer, what became of it
 _running: "weakref.WeakSet[EngineService]" = weakref.WeakSet()
 
 
@@ -261,9 +263,7 @@ class EngineService:
             self._loop.reject_orders()
         return future
 
-    def run_all(
-        self, source: Iterable[tuple[K, Submission | Exception]], max_waiting: int
-    ) -> Iterator[tuple[K, int, Completion | Exception]]:
+    def run_all(self, source: Iterable[tuple[K, Submission | Exception]], max_waiting: int) -> Iterator[Keyed[K]]:
         """Answer (key, submission) pairs, at most `max_waiting` answers at a time, taking them only as there is room.
 
         Yields (key, index of the answer, completion) in order of completion; instead of a completion the error of a
@@ -277,13 +277,13 @@ class EngineService:
                     batch.add(*pair)
                 if batch.is_done:
                     return
-                yield from batch.take(batch.inbox.get())
+                yield from batch.take(*batch.inbox.get())
         finally:
             batch.close()
 
     async def arun_all(
         self, source: AsyncIterator[tuple[K, Submission | Exception]], max_waiting: int
-    ) -> AsyncIterator[tuple[K, int, Completion | Exception]]:
+    ) -> AsyncIterator[Keyed[K]]:
         """Like `run_all`, without blocking the event loop."""
         batch: _Batch[K] = _Batch(self, max_waiting)
         try:
@@ -292,7 +292,7 @@ class EngineService:
                     batch.add(*pair)
                 if batch.is_done:
                     return
-                for found in batch.take(await batch.inbox.aget()):
+                for found in batch.take(*await batch.inbox.aget()):
                     yield found
         finally:
             batch.close(wait=False)
@@ -365,7 +365,7 @@ class _Batch(Generic[K]):
     """Requests of which only the completions are wanted, many at a time."""
 
     def __init__(self, service: EngineService, max_waiting: int) -> None:
-        self.inbox: Inbox[tuple[K, RequestHandle | None, list[tuple[int, Completion | Exception]]]] = Inbox()
+        self.inbox: Inbox[tuple[K, RequestHandle | None, list[tuple[int, Outcome]]]] = Inbox()
         self._service = service
         self._max_waiting = max_waiting
         self._active: dict[RequestHandle, int] = {}  # how many answers each is to give
@@ -393,9 +393,8 @@ class _Batch(Generic[K]):
 
     def _submit(self, key: K, submission: Submission) -> None:
         def push(items: Sequence[StreamItem], is_over: bool, error: BaseException | None) -> None:
-            found: list[tuple[int, Completion | Exception]] = [
-                (item.index, item.completion) for item in items if isinstance(item, Event) and item.completion
-            ]
+            events = [item for item in items if isinstance(item, Event)]
+            found: list[tuple[int, Outcome]] = [(one.index, one.completion) for one in events if one.completion]
             if error is not None:
                 found.append((0, error if isinstance(error, Exception) else EngineDead()))
             self.inbox.put((key, handle if is_over else None, found))
@@ -405,10 +404,7 @@ class _Batch(Generic[K]):
         self._service._accept(handle)
         self._service._queue(handle, submission)
 
-    def take(
-        self, entry: tuple[K, RequestHandle | None, list[tuple[int, Completion | Exception]]]
-    ) -> Iterator[tuple[K, int, Completion | Exception]]:
-        key, handle, found = entry
+    def take(self, key: K, handle: RequestHandle | None, found: Iterable[tuple[int, Outcome]]) -> Iterator[Keyed[K]]:
         if handle is not None:
             self._active.pop(handle, None)
             self._service.release(handle)

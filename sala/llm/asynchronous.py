@@ -91,9 +91,7 @@ class AsyncLLM(base.BaseLLM[AsyncIterator[Event], Coroutine[Any, Any, Completion
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _collect(
-        self, prepare: Callable[[], Submission], finish: Callable[[Iterable[StreamItem]], Any], on_progress: Any
-    ) -> Any:
+    async def _collect(self, prepare: base.Prepare, finish: base.Finish, on_progress: Any) -> Any:
         return finish([item async for item in self._read(prepare, on_progress)])
 
     async def _stream(self, call: Call, on_progress: base.OnProgress | None) -> AsyncIterator[Event]:
@@ -106,9 +104,7 @@ class AsyncLLM(base.BaseLLM[AsyncIterator[Event], Coroutine[Any, Any, Completion
     async def _score(self, prepare: Callable[[], PromptScoring]) -> Any:
         return await self._collect(lambda: Submission(scores=[prepare()]), base.parts_of, None)
 
-    async def _read(
-        self, prepare: Callable[[], Submission], on_progress: base.OnProgress | None
-    ) -> AsyncGenerator[StreamItem]:
+    async def _read(self, prepare: base.Prepare, on_progress: base.OnProgress | None) -> AsyncGenerator[StreamItem]:
         async with await self.service.open(prepare) as stream:
             base.report_start(stream.handle.submission, on_progress)
             async for item in stream:

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeGuard, TypeVar
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 Events = TypeVar("Events")
 Answer = TypeVar("Answer")
 OnProgress = Callable[[int, int], None]  # (tokens of the prompt that are done, all of them)
+Prepare = Callable[[], Submission]
+Finish = Callable[[Iterable[StreamItem]], Any]
 MAX_WAITING = 64  # calls of `many` that are queued at a time
 
 
@@ -180,14 +183,11 @@ class BaseLLM(Generic[Events, Answer]):
 
     def answer(self, call: Call, on_progress: OnProgress | None = None) -> Answer:
         """Answer one call, whatever it asks for; of several answers (`n` > 1) return the first."""
-        found: Answer = self._collect(
-            lambda: self._prepare(call, on_progress=on_progress), first_completion, on_progress
-        )
+        prepare = partial(self._prepare, call, on_progress=on_progress)
+        found: Answer = self._collect(prepare, first_completion, on_progress)
         return found
 
-    def _collect(
-        self, prepare: Callable[[], Submission], finish: Callable[[Iterable[StreamItem]], Any], on_progress: Any
-    ) -> Any:
+    def _collect(self, prepare: Prepare, finish: Finish, on_progress: Any) -> Any:
         """Run a submission and return what `finish` makes of its items, or a coroutine that does."""
         raise NotImplementedError
 
@@ -332,9 +332,7 @@ class LLM(BaseLLM[Iterator[Event], Completion]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _collect(
-        self, prepare: Callable[[], Submission], finish: Callable[[Iterable[StreamItem]], Any], on_progress: Any
-    ) -> Any:
+    def _collect(self, prepare: Prepare, finish: Finish, on_progress: Any) -> Any:
         return finish(self._read(prepare(), on_progress))
 
     def _stream(self, call: Call, on_progress: OnProgress | None) -> Iterator[Event]:

@@ -162,9 +162,8 @@ class ReasoningSplitter:
         at = self._held.find(CLOSE)
         if at < 0:
             keep = longest_overlap(self._held, CLOSE)
-            body = self._held[
-                : len(self._held) - keep
-            ].rstrip()  # white space before the tag is not part of the reasoning
+            # White space before the tag is not part of the reasoning.
+            body = self._held[: len(self._held) - keep].rstrip()
             return self._take(len(body)) if body else None
         before, self._held = self._held[:at], self._held[at + len(CLOSE) :]
         self._is_reasoning, self._trims = False, True

@@ -71,9 +71,8 @@ class Grammar:
     def __init__(self, field: str, matcher: Any, tokenizer: Tokenizer | None = None) -> None:
         self._field = field
         self._matcher = matcher
-        self._reasoning = (
-            None if tokenizer is None else Detokenizer(tokenizer)
-        )  # inside reasoning, where the grammar does not hold yet
+        # Inside reasoning the grammar does not hold yet.
+        self._reasoning = None if tokenizer is None else Detokenizer(tokenizer)
         self._tail = ""
         self._has_begun = tokenizer is None
 

@@ -12,7 +12,8 @@ from sala.backends.rows import decay_rates
 CHUNK = 64
 CHUNKS_AT_ONCE = 32  # the states of that many chunks are in memory together
 
-Step = Callable[..., tuple[mx.array, mx.array]]
+Update = tuple[mx.array, mx.array]  # output, next state
+Step = Callable[..., Update]
 
 
 def decay_slopes(num_heads: int) -> mx.array:
@@ -20,9 +21,7 @@ def decay_slopes(num_heads: int) -> mx.array:
     return mx.array(decay_rates(num_heads), dtype=mx.float32)
 
 
-def lightning_step(
-    q: mx.array, k: mx.array, v: mx.array, state: mx.array, slopes: mx.array, scale: float
-) -> tuple[mx.array, mx.array]:
+def lightning_step(q: mx.array, k: mx.array, v: mx.array, state: mx.array, slopes: mx.array, scale: float) -> Update:
     """One token per sequence: q, k, v [S, H, D], state [S, H, D, D] fp32 → output [S, H, D] fp32, next state."""
     q, k, v = (x.astype(mx.float32) for x in (q, k, v))
     decay = mx.exp(-slopes)[:, None, None]
@@ -32,7 +31,7 @@ def lightning_step(
 
 def lightning_prefill(
     q: mx.array, k: mx.array, v: mx.array, state: mx.array, slopes: mx.array, scale: float, step: Step = lightning_step
-) -> tuple[mx.array, mx.array]:
+) -> Update:
     """n tokens of one sequence: q, k, v [n, H, D], state [H, D, D] fp32 → output [n, H, D] fp32, next state."""
     if q.shape[0] == 1:
         output, state = step(q, k, v, state[None], slopes, scale)
@@ -45,9 +44,7 @@ def lightning_prefill(
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs), state
 
 
-def _chunks(
-    q: mx.array, k: mx.array, v: mx.array, state: mx.array, slopes: mx.array, scale: float
-) -> tuple[mx.array, mx.array]:
+def _chunks(q: mx.array, k: mx.array, v: mx.array, state: mx.array, slopes: mx.array, scale: float) -> Update:
     """Compute all chunks side by side. The first is padded with zeros on the left, so that every chunk ends at its last
     token and the state decays by the number of tokens.
     """
@@ -91,7 +88,7 @@ def lightning_ragged(
     slopes: mx.array,
     scale: float,
     step: Step = lightning_step,
-) -> tuple[mx.array, mx.array]:
+) -> Update:
     """Packed sequences of any lengths: q, k, v [T, H, D], states [S, H, D, D] → output [T, H, D] fp32, next states.
 
     `step` computes sequences of one token.

@@ -234,9 +234,8 @@ def _step_kernel(
     if PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()
     if PDL:
-        likely = tl.load(slots_ptr + sequence).to(
-            tl.int64
-        )  # before the wait: it may still be written, so it is only a guess for the prefetch
+        # Before the wait the slot may still be written, so it is only a guess for the prefetch.
+        likely = tl.load(slots_ptr + sequence).to(tl.int64)
         likely = tl.maximum(tl.minimum(likely, num_slots - 1), 0)
         prefetch(states_ptr + (likely * H + head) * (D * D) + dim * D + part * COLUMNS)
         tl.extra.cuda.gdc_wait()

@@ -285,9 +285,8 @@ def _add_norm_kernel(
     column = tl.arange(0, BLOCK)
     is_here = column < WIDTH
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    weight = tl.load(weight_ptr + column, mask=is_here, other=0.0).to(
-        tl.float32
-    )  # first: it comes from memory, the rest from the L2 cache
+    # The weight first: it comes from memory, the rest from the L2 cache.
+    weight = tl.load(weight_ptr + column, mask=is_here, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     x = tl.load(x_ptr + row * x_row + column, mask=is_here, other=0.0).to(tl.float32)
     part = partials_ptr + row * WIDTH + column

@@ -106,9 +106,8 @@ class Kernel:
         self.step = _function(library.decode_step, address, address)  # model, step
         self.attend = _function(library.sparse_attend, address)  # attention
         self.num_lanes: int = library.num_lanes()
-        self.fold = _function(
-            library.lightning_fold, address, address, address, address, number, number, number
-        )  # state, k, v, decay, tokens, heads, dim
+        # state, k, v, decay, tokens, heads, dim
+        self.fold = _function(library.lightning_fold, *(address,) * 4, *(number,) * 3)
 
 
 def element_type(dtype: Any) -> int:

@@ -77,9 +77,7 @@ def pack(words: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: i
     pairs = torch.stack((scales.to(dtype), offsets.to(dtype)), -1)
     raw = pairs.view(torch.int64 if dtype.itemsize == 4 else torch.int32)[..., 0]
     raw = F.pad(raw, (0, blocks * (block // group_size) - raw.shape[1]))
-    halves = raw.view(
-        num_out, blocks, min(2, block // group_size), -1
-    )  # halves of a block: the kernel splits them first
+    halves = raw.view(num_out, blocks, min(2, block // group_size), -1)  # of a block: the kernel splits them first
     groups = halves.permute(1, 0, 3, 2).flatten(2).contiguous()
     return PackedWeight(codes, groups, bits, group_size, num_in, dtype, power)
 
