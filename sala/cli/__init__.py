@@ -15,8 +15,10 @@ from sala.errors import InputError, SalaError, explain_write_error
 
 COMMANDS: dict[str, str] = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
 GROUPS = {
-    **dict.fromkeys(("init", "setup", "fuse", "export", "rm"), "checkpoints"),
+    **dict.fromkeys(("init", "setup", "fuse", "export"), "checkpoints"),
+    **dict.fromkeys(("list", "pull", "rm"), "models"),
     "batch": "generate",
+    "ps": "serve",
     "report": "eval",
     **dict.fromkeys(("train", "convert", "finetune", "llamafactory"), "training"),
 }  # modules that are not named for their command
@@ -26,7 +28,7 @@ class Commands(TyperGroup):
     """Loads the module of a command when it is called, and suggests one for a misspelt name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*COMMANDS]  # `list` is a command of this package
+        return [*COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:

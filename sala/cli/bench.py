@@ -147,10 +147,9 @@ def against(
     need_transformers()
     check_dense(dense, options, counts[0] + new_tokens)
     target = _open(options, random, counts[0] + new_tokens)
-    run.settings |= _facts(target, new_tokens)
-    run.check()
+    run.learn(**_facts(target, new_tokens))
     title, where, precision = run.settings["subject"], target.device, target.dtype
-    logged = _logged(run.log, run.settings)
+    logged = partial(_logged, run)
     with run.resumable():
         s.note(f"ours: {title}")
         measure = logged("ours", partial(measure_latency, target, new_tokens=new_tokens))
@@ -167,26 +166,23 @@ def against(
         s.note(f"{measure_name.replace('_', ' ')}: {judge(results, measure_name)}")
 
 
-def _logged(file: Path | None, facts: dict[str, Any]) -> Callable[[str, "Measure"], "Measure"]:
-    """Return a decorator: figures of an interrupted run are found in the log, new ones are logged at once."""
+def _logged(run: Run, who: str, measure: "Measure") -> "Measure":
+    """Return a function that finds the figures of an interrupted run in its log, and logs new ones at once."""
     from sala.lab.bench.measure import Latency
-    from sala.lab.report.record import Log, key_of
+    from sala.lab.report.record import key_of
 
-    log = None if file is None else Log(file)
-    settings = {name: value for name, value in facts.items() if name != "lengths"}
+    log = run.open_log()
+    settings = {name: value for name, value in run.settings.items() if name != "lengths"}
 
-    def decorate(who: str, measure: "Measure") -> "Measure":
-        def find_or_measure(count: int) -> Latency:
-            key = key_of(settings, {"who": who, "num_tokens": count})
-            row = None if log is None else log.find(key)
-            found = measure(count) if row is None else Latency(**row)
-            if log is not None and row is None:
-                log.append(key, asdict(found))
-            return found
+    def find_or_measure(count: int) -> Latency:
+        key = key_of(settings, {"who": who, "num_tokens": count})
+        row = log.find(key)
+        if row is None:
+            row = asdict(measure(count))
+            log.append(key, row)
+        return Latency(**row)
 
-        return find_or_measure
-
-    return decorate
+    return find_or_measure
 
 
 def _open(options: Options, random: str | None, num_tokens: int, batch: int = 1) -> "BenchTarget":

@@ -4,10 +4,11 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from types import FrameType
+from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sala.cli import flags as s
@@ -51,23 +52,21 @@ def chat(
     Conversation(llm, sampling, system, no_think).run(_reader())
 
 
-class Interrupt:
-    """While active, the first Ctrl-C sets `is_set`, so that a step can be finished; a second one stops at once."""
+@contextmanager
+def interruption() -> Iterator[Event]:
+    """Yield an event that the first Ctrl-C sets, so that a step can be finished; a second one stops at once."""
+    event = Event()
 
-    def __init__(self) -> None:
-        self.is_set = False
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.is_set:
+    def on_signal(*_: Any) -> None:
+        if event.is_set():
             raise KeyboardInterrupt
-        self.is_set = True
+        event.set()
 
-    def __enter__(self) -> "Interrupt":
-        self._previous = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+    previous = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 class Conversation:
@@ -134,11 +133,11 @@ class Conversation:
     def answer(self) -> None:
         began = time.perf_counter()
         opening = [{"role": "system", "content": self.system}] if self.system else []
-        with Interrupt() as interrupt, prefill_bar() as show_progress:
+        with interruption() as interrupt, prefill_bar() as show_progress:
 
             def on_progress(done: int, total: int) -> None:
                 show_progress(done, total)
-                if interrupt.is_set and done < total:
+                if interrupt.is_set() and done < total:
                     raise _Stopped
 
             events = self.llm.stream_chat([*opening, *self.messages], self.sampling, on_progress=on_progress)
@@ -268,11 +267,11 @@ class _Stopped(Exception):
     """Ctrl-C between two chunks of a prefill."""
 
 
-def _until(events: Any, interrupt: Interrupt, shown: list[Any]) -> Any:
+def _until(events: Any, interrupt: Event, shown: list[Any]) -> Any:
     for event in events:
         shown.append(event)
         yield event
-        if interrupt.is_set and event.completion is None:
+        if interrupt.is_set() and event.completion is None:
             events.close()
             return
 

@@ -1,10 +1,7 @@
-"""`sala init`, `setup`, `fuse`, `export` and `rm`: commands that make or remove a checkpoint directory."""
+"""`sala init`, `setup`, `fuse` and `export`: commands that make a checkpoint directory."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
-
-import typer
 
 from sala.cli import flags as s
 from sala.cli.progress import ProgressBar
@@ -76,23 +73,3 @@ def export(
 
 def _dtype(options: Options) -> str | None:
     return None if options.dtype == "auto" else options.dtype
-
-
-def rm(
-    name: Annotated[str, s.argument("Name as in `sala list`, or organisation/name.", metavar="NAME")],
-    yes: Annotated[bool, s.flag("Do not ask.", "--yes", "-y")] = False,
-) -> None:
-    from sala.cli.outputs import size
-    from sala.models.catalog import Library
-    from sala.models.embedded import EMBEDDED, models_dir
-
-    library = Library(models_dir())
-    entry = library.find(name)
-    if entry is not None and not yes:
-        if not sys.stdin.isatty():
-            raise InputError("--yes", "is required when standard input is not a terminal")
-        typer.confirm(f"remove {entry.id} ({size(entry.size_bytes)}) from {library.directory}?", abort=True, err=True)
-    library.delete(name)
-    s.note(f"{name} removed")
-    if entry is not None and entry.id == EMBEDDED:
-        s.note("it is assembled again when it is used")

@@ -163,7 +163,6 @@ def lm(
     from sala.checkpoint.writer import write_atomically
     from sala.config import parse_object
     from sala.lab.eval.harness import adapter, evaluate, to_rows
-    from sala.lab.report.record import Log
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if limit is not None and limit <= 0:
@@ -183,7 +182,7 @@ def lm(
     run = Run("harness", path.name, wanted, file, None, force, *([sample_file] if samples else []))
     with s.load(options) as llm, run.resumable():
         results, target = evaluate(
-            llm, names, log=Log(file.with_suffix(".jsonl")), include_path=include_path, num_fewshot=shots,
+            llm, names, log=run.open_log(), include_path=include_path, num_fewshot=shots,
             is_chat=chat, system=system, limit=limit if limit is None or limit < 1 else int(limit),
             max_length=max_length, max_new_tokens=max_tokens, gen_kwargs=settings, has_samples=samples,
         )  # fmt: skip
@@ -250,25 +249,23 @@ class _Evaluation(Run):
         if lengths:
             check_lengths(lengths, options.ctx or SalaConfig.load(path).max_position_embeddings)
             self._options = replace(options, ctx=options.ctx or self._longest)
-        self._file = output_file(output, f"{kind}-{path.name}.json")
-        picture = plot_file(plot, self._file) if kind != "reasoning" else None
-        self.facts, self._notes = facts, list[str]()
-        table = self._file.with_suffix(".csv")
-        super().__init__(kind, path.name, facts | asked, self._file, picture, force, table)
+        file = output_file(output, f"{kind}-{path.name}.json")
+        picture = plot_file(plot, file) if kind != "reasoning" else None
+        self.facts, self._table, self._notes = facts, file.with_suffix(".csv"), list[str]()
+        super().__init__(kind, path.name, facts | asked, file, picture, force, self._table)
 
     def load(self, verbose: bool) -> None:
         """Load the model, unless the files belong to another run."""
         from sala import __version__
         from sala.backends import name_device
 
-        self._learn(sala=__version__, device=name_device(self._options.backend, self._options.device))
+        self.learn(sala=__version__, device=name_device(self._options.backend, self._options.device))
         self.llm = s.load(self._options, verbose)
-        self._learn(fingerprint=self.llm.fingerprint()[:16], dtype=self.llm.capacity.dtype)
+        self.learn(fingerprint=self.llm.fingerprint()[:16], dtype=self.llm.capacity.dtype)
 
-    def _learn(self, **facts: Any) -> None:
-        self.facts |= facts
-        self.settings |= facts
-        self.check()
+    def learn(self, **settings: Any) -> None:
+        self.facts |= settings
+        super().learn(**settings)
 
     def open(self, haystack: Path | None, verbose: bool) -> "Suite":
         """Load the model; return the suite of its cases."""
@@ -277,7 +274,7 @@ class _Evaluation(Run):
         from sala.lab.eval.tasks.case import PromptWriter
 
         source = read_source(haystack) if haystack is not None else None
-        self._learn(haystack="prose" if source is None else source.name)
+        self.learn(haystack="prose" if source is None else source.name)
         self.load(verbose)
         if source is not None and source.num_chars < 8 * self._longest:
             count = sum(map(len, self.llm.tokenizer.encode_many(source.documents)))
@@ -293,9 +290,9 @@ class _Evaluation(Run):
         """Run the cases, or with `max_tokens` the problems. After Ctrl-C say how many are done and how to continue."""
         from sala.cli.progress import EvaluationProgress
         from sala.lab.eval.runner import run_cases, run_problems
-        from sala.lab.report.record import Log, key_of
+        from sala.lab.report.record import key_of
 
-        log, keys = Log(self._file.with_suffix(".jsonl")), [key_of(self.facts, job.labels) for job in jobs]
+        log, keys = self.open_log(), [key_of(self.facts, job.labels) for job in jobs]
 
         def num_known() -> int:
             return sum(log.find(key) is not None for key in keys)
@@ -315,7 +312,7 @@ class _Evaluation(Run):
         """Write the record, the table and the picture."""
         from sala.lab.eval.runner import write_csv
 
-        write_csv(results, self._file.with_suffix(".csv"))
+        write_csv(results, self._table)
         record = self.to_record(results)
         record.notes = self._notes
         self.finish(record, title, is_shown)
@@ -325,8 +322,8 @@ class _Evaluation(Run):
         """Return what a reader of the speeds must know: cases of an earlier run may have had other conditions."""
         from sala.lab.report.record import Record
 
-        if num_known == num_cases and self._file.exists() and not self.force:
-            return Record.load(self._file).notes
+        if num_known == num_cases and self.record is not None and self.record.exists() and not self.force:
+            return Record.load(self.record).notes
         if not num_known:
             return []
         text = "come from an earlier run, perhaps with other threads or load: speeds mix both"

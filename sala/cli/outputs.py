@@ -11,7 +11,7 @@ from sala.cli import flags as s
 from sala.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
-    from sala.lab.report.record import Record, ResultRow
+    from sala.lab.report.record import Log, Record, ResultRow
 
 
 def size(count: float) -> str:
@@ -96,7 +96,7 @@ def plot_file(plot: Path | None, output: Path) -> Path | None:
 class Run:
     """A run that ends in a record: what identifies it, and its files, which never replace those of another run.
 
-    `settings` may grow when more is known; `check` then compares them once more with a record that exists.
+    `learn` adds settings when more is known, and compares them once more with a record that exists.
     """
 
     def __init__(
@@ -123,10 +123,16 @@ class Run:
             check_writable(file)
             if is_new and not force and file != self.log:
                 check_new(file, "choose another name, or --force")
-        self.check()
+        self.learn()
 
-    def check(self) -> None:
-        """Raise InputError if the files belong to another run, as far as the settings tell that are known so far."""
+    def open_log(self) -> "Log":
+        from sala.lab.report.record import Log
+
+        return Log(self.log)
+
+    def learn(self, **settings: Any) -> None:
+        """Add settings; raise InputError if the files belong to another run, as far as they tell."""
+        self.settings |= settings
         if self.force:
             return
         if self.record is not None and self.record.exists():

@@ -25,7 +25,6 @@ def perplexity(
     from sala.config import SalaConfig
     from sala.lab.eval import perplexity as work
     from sala.lab.eval.documents import read_documents
-    from sala.lab.report.record import Log
 
     counts = s.counts(lengths, "lengths")
     _check(stride, tokens, counts)
@@ -42,14 +41,12 @@ def perplexity(
         chosen = work.choose_lengths(counts, len(text.ids), llm.ctx)
         for count in sorted(set(counts) - set(chosen)):
             s.note(f"{count:,} tokens left out: the text has {len(text.ids):,}, the context holds {llm.ctx:,}")
-        run.settings |= {
-            "text": text.digest, "tokens": len(text.ids), "lengths": chosen,
-            "fingerprint": llm.fingerprint()[:16], "dtype": llm.capacity.dtype,
-        }  # fmt: skip
-        run.check()
+        run.learn(
+            text=text.digest, tokens=len(text.ids), lengths=chosen,
+            fingerprint=llm.fingerprint()[:16], dtype=llm.capacity.dtype,
+        )  # fmt: skip
         with run.resumable(), ProgressBar() as bar:
-            log = Log(record_file.with_suffix(".jsonl"))
-            results = list(work.measure(llm, text, chosen, stride, log, bar))
+            results = list(work.measure(llm, text, chosen, stride, run.open_log(), bar))
     run.finish(run.to_record(results), f"{path.name} on {file.name}")
 
 

@@ -1,13 +1,18 @@
-"""`sala serve`: the server, with every setting as a flag, a variable and a key of a file."""
+"""`sala serve`: the server, with every setting as a flag, a variable and a key of a file; `sala ps`: what it does."""
 
+import json
 import os
 from collections.abc import Collection
-from typing import Annotated
+from typing import Annotated, Any
 
 from sala.cli import flags as s
-from sala.errors import InputError, MissingExtra
+from sala.cli.outputs import print_json, print_table
+from sala.errors import InputError, MissingExtra, SalaError
+from sala.options import CommandOptions
 from sala.options.schema import variable_name
 from sala.server.settings import Settings
+
+MAX_ANSWER_BYTES = 16 << 20
 
 
 @s.derived
@@ -58,3 +63,57 @@ def serve_here(settings: Settings) -> int:
         os.environ.pop(variable_name(name), None)
     os.environ[variable_name("models_dir")] = str(settings.models_dir)  # where names of models are looked up
     return run(settings, s.note)
+
+
+@s.derived
+def ps(
+    *,
+    server: Annotated[CommandOptions, s.Use(only=("url",))],
+    keys: Annotated[Settings, s.Use(only=("api_key", "api_key_file"))],
+    as_json: s.AsJson = False,
+) -> None:
+    models = [model for model in ask(server.url, keys.api_key) if model.get("loaded")]
+    if as_json:
+        print_json(models)
+    elif models:
+        rows = []
+        for model in models:
+            requests = model.get("requests") or {}
+            values = (model.get("id"), model.get("context_length"), requests.get("running"), requests.get("waiting"))
+            rows.append([_cell(value) for value in values])
+        print_table("", ("name", "context", "running", "waiting"), rows, [True])
+    else:
+        s.note("no model is loaded")
+
+
+def ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
+    """Return the models of a server."""
+    import http.client
+    import urllib.error
+    import urllib.request
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        request = urllib.request.Request(url.rstrip("/") + "/v1/models", headers=headers)  # noqa: S310
+        opener = urllib.request.OpenerDirector()  # no redirects: they would receive the key
+        for handler in (urllib.request.ProxyHandler({}), urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()):
+            opener.add_handler(handler)
+        with opener.open(request, timeout=10) as response:
+            status, body = response.status, response.read(MAX_ANSWER_BYTES)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        message = f"no server answers at {url}: {getattr(reason, 'strerror', None) or reason}"
+        raise SalaError(message, "start one: sala serve") from None
+    if status in (401, 403):
+        raise SalaError(f"the server at {url} requires a key", "set SALA_API_KEY")
+    try:
+        models = json.loads(body)["data"]
+        if status != 200 or not all(isinstance(model, dict) for model in models):
+            raise ValueError
+    except (ValueError, KeyError, TypeError):
+        raise SalaError(f"{url} is not a sala server (status {status})", "check the address") from None
+    return models  # type: ignore[no-any-return]
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else "–" if value is None else str(value)

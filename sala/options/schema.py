@@ -27,7 +27,7 @@ from typing import (
 from urllib.parse import urlsplit
 
 import pydantic.dataclasses
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from sala.errors import ConfigError, InputError, UnknownOption
@@ -41,12 +41,19 @@ SWITCH_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a type is called in help texts, its rule in words, and how it is read from text (may raise ValueError)."""
+    """What a type is called in help texts, its rule in words, and how its values are read (may raise ValueError).
+
+    `parse` reads the text of a flag or variable. `read` takes any value, before pydantic checks its type.
+    """
 
     metavar: str
     rule: str = ""  # empty: worded from the bounds of the option
+    read: Callable[[Any], Any] = lambda value: value
     parse: Callable[[str], Any] = str
     is_secret: bool = False
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return BeforeValidator(self.read).__get_pydantic_core_schema__(source, handler)
 
 
 def read_count(text: str | int) -> int:
@@ -158,10 +165,11 @@ def _read_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-def _read_loop_guard(value: int) -> int:
-    if value and not 32 <= value <= 1 << 20:
+def _read_loop_guard(value: Any) -> Any:
+    count = _read_count(value)
+    if isinstance(count, int) and count and not 32 <= count <= 1 << 20:
         raise ValueError
-    return value
+    return count
 
 
 def is_ip(text: str) -> bool:
@@ -186,46 +194,34 @@ def spelling(**aliases: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-Count = Annotated[int, BeforeValidator(_read_count), Kind("COUNT", parse=read_count)]
-LoopGuard = Annotated[
-    int,
-    BeforeValidator(_read_count),
-    AfterValidator(_read_loop_guard),
-    Kind("COUNT", "it must be 0, or from 32 to 1M", read_count),
-]
-Text = Annotated[str, BeforeValidator(_read_text), Kind("TEXT", "give printable text")]
+Count = Annotated[int, Kind("COUNT", read=_read_count)]
+LoopGuard = Annotated[int, Kind("COUNT", "it must be 0, or from 32 to 1M", _read_loop_guard)]
+Text = Annotated[str, Kind("TEXT", "give printable text", _read_text)]
 Plain = Annotated[str, Kind("TEXT", "give it as text")]
-Secret = Annotated[
-    str, BeforeValidator(read_secret), Kind("KEY", "use letters, digits and signs of ASCII, no spaces", is_secret=True)
-]
-PATH = Kind("PATH", "give a path")
-File = Annotated[Path, BeforeValidator(_read_path), PATH]
-Address = Annotated[
-    str, BeforeValidator(_read_address), Kind("HOST", "give an address or a name such as 127.0.0.1, without port")
-]
-Endpoint = Annotated[
-    str, BeforeValidator(_read_endpoint), Kind("HOST:PORT", "write it as HOST:PORT, such as 10.0.0.1:29500")
-]
-Url = Annotated[str, BeforeValidator(_read_url), Kind("URL", "write it as https://example.org")]
+Secret = Annotated[str, Kind("KEY", "use letters, digits and signs of ASCII, no spaces", read_secret, is_secret=True)]
+PATH = Kind("PATH", "give a path", _read_path)
+File = Annotated[Path, PATH]
+Address = Annotated[str, Kind("HOST", "give an address or a name such as 127.0.0.1, without port", _read_address)]
+Endpoint = Annotated[str, Kind("HOST:PORT", "write it as HOST:PORT, such as 10.0.0.1:29500", _read_endpoint)]
+Url = Annotated[str, Kind("URL", "write it as https://example.org", _read_url)]
 HubUrl = Annotated[
     str,
-    BeforeValidator(lambda value: value if value == "modelscope" else _read_url(value)),
-    Kind("URL", "write it as https://example.org, or modelscope"),
+    Kind(
+        "URL",
+        "write it as https://example.org, or modelscope",
+        lambda value: value if value == "modelscope" else _read_url(value),
+    ),
 ]
 Stops = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
-    BeforeValidator(_read_list),
-    Kind("TEXT", "give one or more strings that are not empty", _split),
+    Kind("TEXT", "give one or more strings that are not empty", _read_list, _split),
 ]
 Origins = Annotated[
     tuple[Annotated[str, BeforeValidator(_read_origin)], ...],
-    BeforeValidator(_read_list),
-    Kind("URL", "give a list such as https://example.org, http://localhost:3000", _split),
+    Kind("URL", "give a list such as https://example.org, http://localhost:3000", _read_list, _split),
 ]
 Hosts = Annotated[
-    tuple[Annotated[str, BeforeValidator(_read_address)], ...],
-    BeforeValidator(_read_list),
-    Kind("HOST", "give a list of names such as example.org, without port", _split),
+    tuple[Address, ...], Kind("HOST", "give a list of names such as example.org, without port", _read_list, _split)
 ]
 
 

@@ -156,7 +156,9 @@ def test_what_is_shared() -> None:
 def test_problems_run_together_and_are_known_afterwards(llm: LLM, tmp_path: Path, monkeypatch: Any) -> None:
     tasks = reasoning_tasks(["arithmetic", "constraints"], 2, 0, [None, 4])
     rows = run_problems(llm, tasks, 12, Log(tmp_path / "log"), {})
-    assert [(row["task"], row["budget"]) for row in rows] == [(task.labels["task"], task.budget) for task in tasks]
+    assert [(row["task"], row["budget"]) for row in rows] == [
+        (task.labels["task"], task.labels["budget"]) for task in tasks
+    ]
     assert all(row["completion_tokens"] <= 12 for row in rows)
     monkeypatch.setattr(runner, "Call", lambda *_, **__: pytest.fail("everything is known"))
     assert run_problems(llm, tasks, 12, Log(tmp_path / "log"), {}) == rows

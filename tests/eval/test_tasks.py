@@ -11,10 +11,10 @@ from tokenizers import models, normalizers
 
 from sala.errors import InputError
 from sala.lab.eval.documents import read_source
-from sala.lab.eval.runner import CaseJob, run_cases, run_problems
+from sala.lab.eval.runner import Job, run_cases, run_problems
 from sala.lab.eval.suite import KEY_SPECS, RULER, SHARING, Suite, reasoning_tasks
 from sala.lab.eval.tasks import reasoning
-from sala.lab.eval.tasks.case import Frame, PromptWriter, Solution
+from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution
 from sala.lab.eval.tasks.counting import real_words, spread_common, spread_frequent
 from sala.lab.eval.tasks.prose import write_documents
 from sala.lab.eval.tasks.reading import read_passages
@@ -35,7 +35,7 @@ def suite(tiny: Path) -> Suite:
     return make_suite(tiny)
 
 
-def score(llm: StandIn, jobs: list[CaseJob], log: Path) -> list[float]:
+def score(llm: StandIn, jobs: list[Job[Case]], log: Path) -> list[float]:
     return [row["score"] for row in run_cases(llm, jobs, Log(log), {})]  # type: ignore[arg-type]
 
 
@@ -247,14 +247,14 @@ def test_more_needles_than_there_are(suite: Suite) -> None:
 
 def test_scores() -> None:
     values = Solution(("48213", "a1b2"))
-    assert values.score("They are 48,213 and A1B2.") == (True, 1.0)
-    assert values.score("48213")[1] == pytest.approx(0.5, abs=0.15)
-    assert values.score("") == (False, 0.0)
+    assert values.score("They are 48,213 and A1B2.") == 1.0
+    assert values.score("48213") == pytest.approx(0.5, abs=0.15)
+    assert values.score("") == 0.0
     names = Solution(("KELO", "RANI"), candidates=("KELO", "RANI", "TOVI", "MAVE"))
-    assert names.score("rani, Kelo.") == (True, 1.0)
-    assert names.score("kelo, tovi, rani, mave") == (False, 0.5)  # naming everything is no answer
-    assert names.score("kelomon") == (False, 0.0)
-    assert Solution(("dawn", "sunrise"), is_any=True).score("at sunrise") == (True, 1.0)
+    assert names.score("rani, Kelo.") == 1.0
+    assert names.score("kelo, tovi, rani, mave") == 0.5  # naming everything is no answer
+    assert names.score("kelomon") == 0.0
+    assert Solution(("dawn", "sunrise"), is_any=True).score("at sunrise") == 1.0
 
 
 @pytest.mark.parametrize(("spread", "count"), [(spread_common, 5), (spread_frequent, 3)])
@@ -289,10 +289,8 @@ def test_reasoning_is_solved_by_a_reader(tiny: Path, tmp_path: Path) -> None:
     blind = run_problems(StandIn(tiny, guess), tasks, 256, Log(tmp_path / "b"), {})  # type: ignore[arg-type]
     assert sum(row["is_correct"] for row in blind) < 5
     again = reasoning_tasks(list(reasoning.KINDS), 25, 0, [None])
-    assert [task.problem for task in again] == [task.problem for task in tasks]
-    assert [task.problem for task in reasoning_tasks(["steps"], 5, 1, [None])] != [
-        task.problem for task in tasks[25:30]
-    ]
+    assert [task.make() for task in again] == [task.make() for task in tasks]
+    assert [task.make() for task in reasoning_tasks(["steps"], 5, 1, [None])] != [task.make() for task in tasks[25:30]]
 
 
 NUMBER = reasoning.ReasoningProblem("?", "42")

@@ -16,7 +16,7 @@ from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import new_directory, write_weights
 from sala.cli import run
 from sala.cli.estimate import CONTEXTS, MEMORIES
-from sala.cli.list import describe
+from sala.cli.models import describe
 from sala.quantization_config import Groups, QuantConfig
 from tests.foreign import fp8_case, write
 

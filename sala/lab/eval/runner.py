@@ -7,10 +7,10 @@ cached, so that cases over one text prefill it once. Cases that are in the log a
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,28 +28,16 @@ from sala.protocol import Sampling
 MIN_SHARED = 256  # tokens of a shared prefix that are worth a snapshot
 WARM_TOKENS = 32
 LOOP_LIMIT = 256  # repeated tokens that end the answer to a problem
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class CaseJob:
-    """A case to make. `labels` identify it: task, length, depth, trial."""
+class Job(Generic[T]):
+    """Something to ask: a case or a problem. `labels` identify it: task, length, depth, trial, budget."""
 
     labels: dict[str, Any]
-    num_tokens: int
-    make: Callable[[], Case]
-
-
-@dataclass(frozen=True)
-class ProblemJob:
-    """A problem to pose, with a budget of reasoning tokens."""
-
-    labels: dict[str, Any]
-    problem: ReasoningProblem
-    budget: int | None
-    num_tokens: int = 1  # progress counts problems
-
-
-Job = TypeVar("Job", CaseJob, ProblemJob)
+    num_tokens: int  # what it counts for in the progress
+    make: Callable[[], T]
 
 
 class Callbacks(Protocol):
@@ -74,12 +62,12 @@ def check_lengths(lengths: Sequence[int], max_tokens: int, name: str = "lengths"
 
 
 def run_cases(
-    llm: LLM, jobs: Sequence[CaseJob], log: Log, settings: Mapping[str, Any], callbacks: Callbacks | None = None
+    llm: LLM, jobs: Sequence[Job[Case]], log: Log, settings: Mapping[str, Any], callbacks: Callbacks | None = None
 ) -> list[ResultRow]:
     """Return one row per job, in their order. Jobs that share their text should be adjacent."""
     check_lengths([job.num_tokens for job in jobs], llm.ctx)
 
-    def answers(pending: Mapping[str, CaseJob]) -> Iterator[tuple[str, ResultRow]]:
+    def answers(pending: Mapping[str, Job[Case]]) -> Iterator[tuple[str, ResultRow]]:
         if pending:
             _warm(llm)
         done = 0
@@ -100,37 +88,39 @@ def run_cases(
 
 def run_problems(
     llm: LLM,
-    tasks: Sequence[ProblemJob],
+    jobs: Sequence[Job[ReasoningProblem]],
     max_tokens: int,
     log: Log,
     settings: Mapping[str, Any],
     callbacks: Callbacks | None = None,
 ) -> list[ResultRow]:
-    """Return one row per problem, in their order; problems run in batches."""
+    """Return one row per problem, in their order; they run in batches. The label `budget` limits the reasoning."""
 
-    def answers(pending: Mapping[str, ProblemJob]) -> Iterator[tuple[str, ResultRow]]:
+    def answers(pending: Mapping[str, Job[ReasoningProblem]]) -> Iterator[tuple[str, ResultRow]]:
+        problems = {key: job.make() for key, job in pending.items()}
+        plain = Sampling(temperature=0, max_tokens=max_tokens, loop_guard=LOOP_LIMIT)
         calls = (
             Call(
                 key,
-                Sampling(temperature=0, max_tokens=max_tokens, think_budget=task.budget, loop_guard=LOOP_LIMIT),
-                messages=[{"role": "user", "content": task.problem.text}],
+                replace(plain, think_budget=pending[key].labels["budget"]),
+                messages=[{"role": "user", "content": problem.text}],
             )
-            for key, task in pending.items()
+            for key, problem in problems.items()
         )
         for key, completion in llm.many(calls, max_waiting=2 * llm.max_batch):
             if isinstance(completion, Exception):
                 raise completion
-            yield key, _verdict(pending[key].problem, completion)
+            yield key, _verdict(problems[key], completion)
 
-    return _run(tasks, log, settings, callbacks, answers)
+    return _run(jobs, log, settings, callbacks, answers)
 
 
 def _run(
-    jobs: Sequence[Job],
+    jobs: Sequence[Job[T]],
     log: Log,
     settings: Mapping[str, Any],
     callbacks: Callbacks | None,
-    answers: Callable[[Mapping[str, Job]], Iterable[tuple[str, ResultRow]]],
+    answers: Callable[[Mapping[str, Job[T]]], Iterable[tuple[str, ResultRow]]],
 ) -> list[ResultRow]:
     """Answer the jobs that are not in the log, and log each result; return the rows of all jobs."""
     keys = [key_of(settings, job.labels) for job in jobs]
@@ -173,8 +163,8 @@ def to_row(case: Case, completion: Completion) -> ResultRow:
     score = case.solution.score(completion.text)
     timings, usage = completion.timings, completion.usage
     return {
-        "is_exact": score.is_exact,
-        "score": score.partial,
+        "is_exact": score == 1,
+        "score": score,
         "text": completion.text,
         "wanted": list(case.solution.wanted),
         **case.facts,

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from sala.errors import InputError
 from sala.lab.eval.documents import HaystackSource
-from sala.lab.eval.runner import CaseJob, ProblemJob
+from sala.lab.eval.runner import Job
 from sala.lab.eval.tasks import reasoning
 from sala.lab.eval.tasks.case import Case, PromptWriter
 from sala.lab.eval.tasks.chain import ChainMaker
@@ -53,14 +53,14 @@ class Suite:
         preset: str = "varied",
         num_keys: int = 1,
         kinds: tuple[ValueKind, ...] = ANY_KIND,
-    ) -> list[CaseJob]:
+    ) -> list[Job[Case]]:
         """Return the needle jobs. The depths of a trial share its text and are adjacent."""
         maker = self._needle_maker(preset, num_keys, kinds)
         maker.make(min(lengths), 0, depths[0])  # raises now if the length is too short
         jobs = []
         for length, trial, depth in product(sorted(lengths), range(trials), sorted(depths)):
             labels = {"length": length, "depth": depth, "trial": trial}
-            jobs.append(CaseJob(labels, length, partial(maker.make, length, trial, depth / 100)))
+            jobs.append(Job(labels, length, partial(maker.make, length, trial, depth / 100)))
         return jobs
 
     def _needle_maker(self, preset: str, num_keys: int, kinds: tuple[ValueKind, ...]) -> KeyMaker:
@@ -77,7 +77,7 @@ class Suite:
         trials: int,
         per_text: int = 1,
         passages: Sequence[UserPassage] = (),
-    ) -> list[CaseJob]:
+    ) -> list[Job[Case]]:
         """Return the jobs of long-context tasks; `per_text` trials share a text where the task allows it."""
         jobs = []
         for task in tasks:
@@ -88,7 +88,7 @@ class Suite:
                 number, question = divmod(trial, shared)
                 make = partial(maker.make, length, number, question=question)
                 labels = {"task": task, "length": length, "trial": trial, "number": number, "question_at": question}
-                jobs.append(CaseJob(labels, length, make))
+                jobs.append(Job(labels, length, make))
         return jobs
 
     def _ruler_maker(self, task: str, passages: Sequence[UserPassage]) -> Maker:
@@ -106,9 +106,11 @@ class Suite:
         raise InputError("tasks", f"hold {task!r}", f"choose from {', '.join(RULER)}")
 
 
-def reasoning_tasks(kinds: Sequence[str], count: int, seed: int, budgets: Sequence[int | None]) -> list[ProblemJob]:
+def reasoning_tasks(
+    kinds: Sequence[str], count: int, seed: int, budgets: Sequence[int | None]
+) -> list[Job[reasoning.ReasoningProblem]]:
     """Return `count` problems of every kind, each once for every budget."""
     return [
-        ProblemJob({"task": kind, "budget": budget, "number": number}, reasoning.make(kind, number, seed), budget)
+        Job({"task": kind, "budget": budget, "number": number}, 1, partial(reasoning.make, kind, number, seed))
         for budget, kind, number in product(budgets, kinds, range(count))
     ]

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +16,6 @@ from sala.text.answer import CLOSE, OPEN
 from sala.text.tokenizer import Tokenizer
 
 SPARE = 16  # tokens that an answer may have beyond twice what it needs
-
-
-class CaseScore(NamedTuple):
-    is_exact: bool
-    partial: float
 
 
 @dataclass(frozen=True)
@@ -36,14 +31,13 @@ class Solution:
     candidates: tuple[str, ...] = ()
     is_any: bool = False
 
-    def score(self, text: str) -> CaseScore:
+    def score(self, text: str) -> float:
+        """Return the share of what is wanted that an answer contains; 1 if it is exact."""
         if self.candidates:
             named = _first_named(self.candidates, text, len(self.wanted))
-            share = len(named & {one.casefold() for one in self.wanted}) / len(self.wanted)
-            return CaseScore(share == 1, share)
+            return len(named & {one.casefold() for one in self.wanted}) / len(self.wanted)
         found = [score_value(one, text) for one in self.wanted]
-        share = max(found) if self.is_any else sum(found) / len(found)
-        return CaseScore(share == 1, share)
+        return max(found) if self.is_any else sum(found) / len(found)
 
 
 @dataclass(frozen=True)
