@@ -35,7 +35,12 @@ def doctor(*, options: Annotated[Options, s.Use(only=("model",))], as_json: s.As
 
     facts: dict[str, Any] = {"versions": versions(PACKAGES), "machine": host(), "places": places()}
     facts["machine"]["memory_free"] = int(psutil.virtual_memory().available)
-    warnings = [*_space_warnings(facts["machine"]["memory_free"], facts["places"]["disk_free"])]
+    memory, disk = facts["machine"]["memory_free"], facts["places"]["disk_free"]
+    warnings = []
+    if memory < LITTLE_MEMORY:
+        warnings.append(f"only {size(memory)} of memory are free: end other programs; sala estimate says what fits")
+    if disk < LITTLE_DISK:
+        warnings.append(f"only {size(disk)} of disk are free: set SALA_MODELS_DIR to a place with more")
     try:
         facts |= {"gpus": gpus(), "in_use": in_use()}
         warnings += _use_warnings(facts["in_use"], facts["gpus"])
@@ -224,13 +229,6 @@ def _safely(checks: Any, device: "torch.device") -> Iterable["Check"]:
 
 def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-
-
-def _space_warnings(memory: int, disk: int) -> Iterable[str]:
-    if memory < LITTLE_MEMORY:
-        yield f"only {size(memory)} of memory are free: end other programs; sala estimate says what fits"
-    if disk < LITTLE_DISK:
-        yield f"only {size(disk)} of disk are free: set SALA_MODELS_DIR to a place with more"
 
 
 def _use_warnings(facts: dict[str, Any], gpus: list[dict[str, Any]]) -> Iterable[str]:

@@ -101,7 +101,9 @@ def derived(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def run(config: Path | None, show_config: bool, **flags: Any) -> Any:
-        tables = _tables()
+        from sala.server.settings import Settings
+
+        tables = (Options, Sampling, Settings, CommandOptions)
         check_variables({name for one in tables for name in table(one)}, note, os.environ)
         found = {name: _resolve(cls, use, config, flags, tables) for name, (cls, use) in classes.items()}
         if show_config:
@@ -150,12 +152,6 @@ def _parameters(own: inspect.Parameter, hint: Any, found: tuple[type, Use] | Non
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _tables() -> tuple[type, ...]:
-    from sala.server.settings import Settings
-
-    return Options, Sampling, Settings, CommandOptions
 
 
 def _resolve(

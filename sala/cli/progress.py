@@ -57,7 +57,10 @@ class ProgressBar:
     def __call__(self, task: str, done: int, total: int, text: str = "") -> None:
         text = text or self._measure(task, done, total)
         if not self.is_shown:
-            self._print_plainly(task, done, total, text)
+            is_due = done == total or time.monotonic() - self._last > PLAIN_SECONDS
+            if is_due and not self._is_quiet:
+                self._last = time.monotonic()
+                note(f"{task:>16}  {done:,}/{total:,}" + (f"  {text}" if text else ""))
             return
         if task not in self._tasks:
             self._tasks[task] = self._progress.add_task(task, total=total, text=text)
@@ -99,12 +102,6 @@ class ProgressBar:
         if self._unit == "B":
             return f"{done / 1e6:,.0f}/{total / 1e6:,.0f} MB, {speed / 1e6:,.1f} MB/s"
         return f"{done:,}/{total:,} tokens, {speed:,.0f} tok/s"
-
-    def _print_plainly(self, task: str, done: int, total: int, text: str) -> None:
-        if self._is_quiet or (done != total and time.monotonic() - self._last <= PLAIN_SECONDS):
-            return
-        self._last = time.monotonic()
-        note(f"{task:>16}  {done:,}/{total:,}" + (f"  {text}" if text else ""))
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def ps(
         for model in models:
             requests = model.get("requests") or {}
             values = (model.get("id"), model.get("context_length"), requests.get("running"), requests.get("waiting"))
-            rows.append([_cell(value) for value in values])
+            rows.append(["–" if one is None else f"{one:,}" if isinstance(one, int) else str(one) for one in values])
         print_table("", ("name", "context", "running", "waiting"), rows, [True])
     else:
         s.note("no model is loaded")
@@ -113,7 +113,3 @@ def ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
     except (ValueError, KeyError, TypeError):
         raise SalaError(f"{url} is not a sala server (status {status})", "check the address") from None
     return models  # type: ignore[no-any-return]
-
-
-def _cell(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else "–" if value is None else str(value)

@@ -269,7 +269,7 @@ def test_aurora() -> None:
     assert text.endswith(CHATML.after + "The secret verification code for Project Aurora is")
     assert (case.answer, case.solution.wanted) == (" 739258.", ("739258",))
     assert abs(case.facts["depth_found"] - 0.25) < 0.02
-    assert case.solution.score("It is 739,258!") == (True, 1)
+    assert case.solution.score("It is 739,258!") == 1
 
 
 @pytest.mark.parametrize(

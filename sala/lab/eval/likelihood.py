@@ -275,7 +275,11 @@ class HarnessModel:
 
     def generate(self, generations: Sequence[Generation], note: Note = lambda *_: None) -> list[str]:
         """Return the generated text of each prompt, up to a stop string; in a chat without its reasoning."""
-        prompts = [self._prompt(one) for one in generations]
+        prompts = []
+        for one in generations:
+            count = one.sampling.max_tokens
+            error = InputError("max_gen_toks", f"is {count:,}", f"the context holds {self.max_length:,}")
+            prompts.append(self._fit(self.encode(one.prompt), count, error))
         keys = [self._key("write", ids, repr(one.sampling)) for ids, one in zip(prompts, generations, strict=True)]
 
         def compute(left: list[int]) -> Iterator[tuple[int, ResultRow]]:
@@ -284,11 +288,6 @@ class HarnessModel:
                 yield index, {"text": done.text}
 
         return [row["text"] for row in self._logged(keys, compute, note)]
-
-    def _prompt(self, one: Generation) -> list[int]:
-        count = one.sampling.max_tokens
-        error = InputError("max_gen_toks", f"is {count:,}", f"the context holds {self.max_length:,}")
-        return self._fit(self.encode(one.prompt), count, error)
 
     def _query(self, index: int, ids: list[int], sampling: Sampling) -> Query:
         """Prepare a generation. In a chat, stop strings do not count inside the reasoning."""

@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from sala.lab.eval.tasks.haystack import Encode, Ids, by_piece
 from sala.text.answer import CLOSE, OPEN
 from sala.text.tokenizer import Tokenizer
 
+WORD = re.compile(r"[^\W_]+")
 SPARE = 16  # tokens that an answer may have beyond twice what it needs
 
 
@@ -34,8 +36,10 @@ class Solution:
     def score(self, text: str) -> float:
         """Return the share of what is wanted that an answer contains; 1 if it is exact."""
         if self.candidates:
-            named = _first_named(self.candidates, text, len(self.wanted))
-            return len(named & {one.casefold() for one in self.wanted}) / len(self.wanted)
+            known = {one.casefold() for one in self.candidates}
+            named = dict.fromkeys(word for word in WORD.findall(text.casefold()) if word in known)
+            wanted = {one.casefold() for one in self.wanted}
+            return len(wanted.intersection([*named][: len(self.wanted)])) / len(self.wanted)
         found = [score_value(one, text) for one in self.wanted]
         return max(found) if self.is_any else sum(found) / len(found)
 
@@ -149,15 +153,6 @@ def join_ids(pieces: Iterable[Ids]) -> Ids:
     return np.concatenate([np.zeros(0, np.int32), *pieces])
 
 
-def _first_named(candidates: Sequence[str], text: str, count: int) -> set[str]:
-    known = {one.casefold() for one in candidates}
-    named: dict[str, None] = {}
-    for word in re.findall(r"[^\W_]+", text.casefold()):
-        if word in known:
-            named[word] = None
-    return set(list(named)[:count])
-
-
 def score_value(value: str, text: str) -> float:
     """Return 1 if the text contains the value as whole words; else the share of its beginning that some word has.
 
@@ -167,17 +162,11 @@ def score_value(value: str, text: str) -> float:
     if f" {wanted} " in f" {given} ":
         return 1.0
     starts = [0, *(at + 1 for at, char in enumerate(given) if char == " ")]
-    best = max(_count_common(wanted, given[start : start + len(wanted)]) for start in starts)
+    best = max(len(commonprefix([wanted, given[at : at + len(wanted)]])) for at in starts)  # noqa: RUF071 - no paths
     return min(best, len(wanted) - 1) / len(wanted)  # 482137 is not 48213
 
 
 def _normalise(text: str) -> str:
     text = unicodedata.normalize("NFKC", text).casefold()
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-    return " ".join(re.findall(r"[^\W_]+", text))
-
-
-def _count_common(wanted: str, given: str) -> int:
-    """Return the length of the common beginning."""
-    pairs = zip(wanted, given, strict=False)
-    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(wanted), len(given)))
+    return " ".join(WORD.findall(text))
