@@ -9,12 +9,17 @@ from pathlib import Path
 
 
 class SalaError(Exception):
-    """The root of all errors that are meant for a user. `remedy` is what to do next."""
+    """The root of all errors that are meant for a user. `remedy` is what to do next.
 
-    def __init__(self, message: str, remedy: str = "") -> None:
-        self.message = message
-        self.remedy = remedy
-        super().__init__(f"{message}; {remedy}" if remedy else message)
+    An error whose words never vary has them as attributes of its class.
+    """
+
+    message = remedy = ""
+
+    def __init__(self, message: str = "", remedy: str = "") -> None:
+        self.message = message or self.message
+        self.remedy = remedy or self.remedy
+        super().__init__(f"{self.message}; {self.remedy}" if self.remedy else self.message)
 
 
 class ConfigError(SalaError):
@@ -154,10 +159,8 @@ class NoTokenizer(SalaError):
 class CacheTooSmall(SalaError):
     """The KV cache cannot hold a request, even with nothing else in it."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "the request does not fit into the KV cache", "give the cache more memory (cache_memory) or shorten it"
-        )
+    message = "the request does not fit into the KV cache"
+    remedy = "give the cache more memory (cache_memory) or shorten it"
 
 
 class QueueFull(SalaError):
@@ -171,19 +174,18 @@ class QueueFull(SalaError):
 class SlowReader(SalaError):
     """A stream was not read fast enough: its request has been cancelled."""
 
-    def __init__(self) -> None:
-        super().__init__("the answer was not read fast enough and has been cancelled", "read the stream faster")
+    message = "the answer was not read fast enough and has been cancelled"
+    remedy = "read the stream faster"
 
 
 class EngineClosed(SalaError):
     """The model has been closed, or is being closed."""
 
-    def __init__(self) -> None:
-        super().__init__("the model has been closed", "load it again")
+    message, remedy = "the model has been closed", "load it again"
 
 
 class EngineDead(SalaError):
     """The engine thread has ended after an error that no request can survive."""
 
-    def __init__(self) -> None:
-        super().__init__("the engine has stopped", "load the model again; after a fork, in the child process")
+    message = "the engine has stopped"
+    remedy = "load the model again; after a fork, in the child process"

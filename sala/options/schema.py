@@ -194,8 +194,8 @@ def spelling(**aliases: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-Count = Annotated[int, Kind("COUNT", read=_read_count)]
-LoopGuard = Annotated[int, Kind("COUNT", "it must be 0, or from 32 to 1M", _read_loop_guard)]
+Count = Annotated[int, Kind("COUNT", read=_read_count, parse=read_count)]
+LoopGuard = Annotated[int, Kind("COUNT", "it must be 0, or from 32 to 1M", _read_loop_guard, read_count)]
 Text = Annotated[str, Kind("TEXT", "give printable text", _read_text)]
 Plain = Annotated[str, Kind("TEXT", "give it as text")]
 Secret = Annotated[str, Kind("KEY", "use letters, digits and signs of ASCII, no spaces", read_secret, is_secret=True)]

@@ -12,7 +12,6 @@ import numpy as np
 from sala.engine.requests import Call
 from sala.engine.stream import Completion, Timings, Usage
 from sala.lab.eval.data import read_data
-from sala.lab.eval.tasks.chain import tellings
 from sala.lab.eval.tasks.counting import real_words
 from sala.lab.eval.tasks.words import Wording, aurora, wordings, words_of
 from sala.text.tokenizer import Tokenizer
@@ -91,12 +90,12 @@ def _count(prompt: str) -> str | None:
 
 
 def _follow(prompt: str) -> str | None:
-    for telling in tellings():
-        asked = _pattern(telling.question, count=r"(?P<count>\d+)", value=r"(?P<value>\d+)").search(prompt)
+    for telling in read_data("chain")["tellings"]:
+        asked = _pattern(telling["question"], count=r"(?P<count>\d+)", value=r"(?P<value>\d+)").search(prompt)
         if asked is None:
             continue
-        first = _pattern(telling.first, name="(?P<name>[A-Z]+)", value=r"(?P<value>\d+)")
-        then = _pattern(telling.then, name="(?P<name>[A-Z]+)", other="(?P<other>[A-Z]+)")
+        first = _pattern(telling["first"], name="(?P<name>[A-Z]+)", value=r"(?P<value>\d+)")
+        then = _pattern(telling["then"], name="(?P<name>[A-Z]+)", other="(?P<other>[A-Z]+)")
         lines = sorted([*first.finditer(prompt), *then.finditer(prompt)], key=lambda found: found.start())
         held: dict[str, str] = {}
         for line in lines:

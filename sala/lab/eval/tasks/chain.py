@@ -1,9 +1,7 @@
 """Chains: a value passes from name to name across a long text, and all names that have it are asked for."""
 
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
 
 from sala.lab.eval.data import read_data
 from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution, insert, random
@@ -11,18 +9,7 @@ from sala.lab.eval.tasks.haystack import Haystack
 from sala.lab.eval.tasks.words import pick, sample_names
 
 
-class Telling(NamedTuple):
-    """One way to tell a chain: how it begins, how it goes on, and how to ask for it."""
-
-    first: str
-    then: str
-    question: str
-    opening: str
-
-
-@cache
-def tellings() -> tuple[Telling, ...]:
-    return tuple(Telling(**one) for one in read_data("chain")["tellings"])
+Telling = dict[str, str]  # one way to tell a chain: first, then, question and opening, as in chain.toml
 
 
 @dataclass(frozen=True)
@@ -46,7 +33,7 @@ class ChainMaker:
         """Return a case of `num_tokens`, answer included; `question` selects the chain of the text."""
         writer, spec = self.writer, self.spec
         rng = random(self.seed, spec, num_tokens, number)
-        telling = pick(tellings(), rng)
+        telling = pick(read_data("chain")["tellings"], rng)
         names = [one.upper() for one in sample_names(spec.num_chains * spec.num_links, rng)]
         chains = [names[at : at + spec.num_links] for at in range(0, len(names), spec.num_links)]
         values = [str(value) for value in rng.choice(90_000, size=spec.num_chains, replace=False) + 10_000]
@@ -65,10 +52,10 @@ class ChainMaker:
 
 
 def _frame(telling: Telling, value: str, count: int) -> Frame:
-    question, opening = (text.format(value=value, count=count) for text in (telling.question, telling.opening))
+    question, opening = (text.format(value=value, count=count) for text in (telling["question"], telling["opening"]))
     return Frame("Between the following passages there are some notes.\n\n", f"\n\n{question}", opening)
 
 
 def _tell(telling: Telling, chain: list[str], value: str) -> list[str]:
-    links = [telling.then.format(name=name, other=other) for other, name in pairwise(chain)]
-    return [telling.first.format(name=chain[0], value=value), *links]
+    links = [telling["then"].format(name=name, other=other) for other, name in pairwise(chain)]
+    return [telling["first"].format(name=chain[0], value=value), *links]
