@@ -8,7 +8,6 @@ from sala.lab.eval.tasks.case import Case, Frame, PromptWriter, Solution, insert
 from sala.lab.eval.tasks.haystack import Haystack
 from sala.lab.eval.tasks.words import pick, sample_names
 
-
 Telling = dict[str, str]  # one way to tell a chain: first, then, question and opening, as in chain.toml
 
 
