@@ -7,7 +7,7 @@ in the file can switch code on (`auto_map` is ignored).
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -185,23 +185,13 @@ class SalaConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the released spelling, ready for `config.json`."""
-        out: dict[str, Any] = {"architectures": ["MiniCPMSALAForCausalLM"]}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name in _OWN_FIELDS and value == item.default:
-                continue
-            if item.name == "sparse_config":
-                value = {f.name: getattr(value, f.name) for f in fields(value)}
-            elif item.name == "quantization":
-                if value is None:
-                    continue
-                value = value.to_dict()
-            elif item.name == "mixer_types":
-                value = [RELEASED_NAMES[MIXERS[name]] for name in value]
-            elif item.name == "eos_token_id":
-                value = list(value)
-            out[item.name] = value
-        return out
+        out: dict[str, Any] = {"architectures": ["MiniCPMSALAForCausalLM"], **asdict(self)}
+        out["mixer_types"] = [RELEASED_NAMES[mixer] for mixer in self.mixers]
+        out["eos_token_id"] = list(self.eos_token_id)
+        out["quantization"] = self.quantization and self.quantization.to_dict()
+        optional = [item for item in fields(self) if item.name in (*_OWN_FIELDS, "quantization")]
+        unset = {item.name for item in optional if out[item.name] == item.default}
+        return {name: value for name, value in out.items() if name not in unset}
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

@@ -17,8 +17,7 @@ def integrity(engine: Engine) -> list[str]:
     for snapshot in hybrid.prefix:
         pages.update(snapshot.pages)
         slots.update([snapshot.slot])
-    pinned = [f"a snapshot of {snapshot.length} tokens is pinned" for snapshot in hybrid.prefix if snapshot.pins]
-    return _problems(hybrid.pages, "page", pages) + _problems(hybrid.slots, "slot", slots) + pinned
+    return _problems(hybrid.pages, "page", pages) + _problems(hybrid.slots, "slot", slots)
 
 
 def _problems(pool: Pool, name: str, owners: Counter[int]) -> list[str]:

@@ -25,11 +25,8 @@ from sala.quantization_config import Groups, Layout, split_group
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each code in a word, lowest bits first
 _PIECE = 1 << 20  # codes unpacked at a time: they fit in a processor's cache
-_MARKS = {
-    "gptq": "qweight",
-    "awq": "qweight",
-    "pack-quantized": "weight_packed",
-}  # the tensor that marks a quantized module
+# The tensor that marks a quantized module.
+_MARKS = {"gptq": "qweight", "awq": "qweight", "pack-quantized": "weight_packed"}
 _FP8_SCALES = ("weight_scale", "weight_scale_inv")  # both names mean a factor of the codes
 
 
@@ -71,19 +68,15 @@ def parts_of(module: str, shape: tuple[int, ...], layout: Layout, found: Iterabl
         raise CheckpointError(f"{module} {list(shape)} does not fill whole words", "use a model with even sizes")
     num_groups = 1 if layout.group_size is None else num_in // layout.group_size
     words, order = ("I32",), Part(((num_in,),), ("I32",), layout.has_order)
-    if layout.kind == "awq":
+    if not _has_outputs_first(layout):
+        codes = (num_in, num_out // per_word) if layout.kind == "awq" else (num_in // per_word, num_out)
         parts = {
-            "qweight": Part(((num_in, num_out // per_word),), words),
+            "qweight": Part((codes,), words),
             "qzeros": Part(((num_groups, num_out // per_word),), words),
             "scales": Part(((num_groups, num_out),), FLOAT_DTYPES),
         }
-    elif layout.kind == "gptq":
-        parts = {
-            "qweight": Part(((num_in // per_word, num_out),), words),
-            "qzeros": Part(((num_groups, num_out // per_word),), words),
-            "scales": Part(((num_groups, num_out),), FLOAT_DTYPES),
-            "g_idx": order,
-        }
+        if layout.kind == "gptq":
+            parts["g_idx"] = order
     else:
         parts = {
             "weight_packed": Part(((num_out, num_in // per_word),), words),
@@ -106,9 +99,8 @@ def _fp8_parts(module: str, shape: tuple[int, ...], layout: Layout, found: Itera
     return {
         f"{module}.weight": Part((shape,), ("F8_E4M3",)),
         f"{module}.{scale}": Part(shapes, FLOAT_DTYPES),
-        f"{module}.input_scale": Part(
-            ((), (1,)), FLOAT_DTYPES, is_required=False
-        ),  # activations are not quantized here
+        # Activations are not quantized here.
+        f"{module}.input_scale": Part(((), (1,)), FLOAT_DTYPES, is_required=False),
     }
 
 
@@ -174,8 +166,7 @@ def _read_zeros(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], lay
     if _has_outputs_first(layout):
         if layout.is_symmetric:
             return np.full((1, 1), middle, np.uint8)
-        words = np.ascontiguousarray(_read(checkpoint, f"{module}.weight_zero_point").T)
-        return _unpack(words, layout.bits)[:, : shape[0]].T
+        return _unpack(_read(checkpoint, f"{module}.weight_zero_point").T, layout.bits)[:, : shape[0]].T
     words = _read(checkpoint, f"{module}.qzeros")
     if layout.kind == "awq":
         return _in_awq_order(_unpack(words, layout.bits))
@@ -225,12 +216,9 @@ def _read_codes(
         end = min(begin + step, shape[0])
         if layout.kind == "awq":
             out[begin:end] = _pack_columns(_in_awq_order(_unpack(words[:, begin // 8 : end // 8], bits)), bits)
-        elif order is None:
-            out[begin:end] = words[begin:end] if _has_outputs_first(layout) else words[:, begin:end].T
-        elif _has_outputs_first(layout):
-            out[begin:end] = _pack_columns(_unpack(words[begin:end], bits).T[order], bits)
         else:
-            out[begin:end] = _pack_columns(_unpack_columns(words[:, begin:end], bits)[order], bits)
+            rows = words[begin:end] if _has_outputs_first(layout) else words[:, begin:end].T
+            out[begin:end] = rows if order is None else _pack_columns(_unpack(rows, bits).T[order], bits)
     return out
 
 
@@ -251,15 +239,6 @@ def _unpack(words: Array, bits: int) -> Bytes:
     np.bitwise_and(octets, 15, out=codes[..., 0])
     np.right_shift(octets, 4, out=codes[..., 1])
     return codes.reshape(len(octets), -1)
-
-
-def _unpack_columns(words: Array, bits: int) -> Bytes:
-    """Words [W, n] → codes [W * 32 / bits, n], lowest bits first."""
-    count, mask = 32 // bits, np.uint32((1 << bits) - 1)
-    codes = np.empty((len(words), count, words.shape[1]), np.uint8)
-    for at in range(count):
-        codes[:, at] = words >> np.uint32(at * bits) & mask
-    return codes.reshape(-1, words.shape[1])
 
 
 def _pack_columns(codes: Bytes, bits: int) -> Words:

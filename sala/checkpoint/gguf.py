@@ -5,9 +5,9 @@ groups of 32 with a scale in fp16. llama.cpp reorders the rows of q and k for it
 `llama`); that is undone here. The tokenizer, byte-level BPE as in GPT-2, is rebuilt for the `tokenizers` library.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -55,9 +55,13 @@ class GGUF:
         self.path = Path(path)
         if not self.path.is_file():
             raise ModelNotFound(f"{self.path} is not a file", "give a .gguf file")
-        self._library = _import_gguf()
         try:
-            reader = self._library.GGUFReader(str(self.path))
+            from gguf import GGUFReader, dequantize
+        except ImportError:
+            raise MissingExtra("gguf", "train") from None
+        self._dequantize = dequantize
+        try:
+            reader = GGUFReader(str(self.path))
             self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
         except (ValueError, KeyError, IndexError, TypeError, OSError, OverflowError, MemoryError) as error:
             raise CheckpointError(f"{self.path} is not a GGUF file: {error}"[:300], "download it again") from None
@@ -89,7 +93,7 @@ class GGUF:
     def read(self, name: str) -> Floats:
         """Return a tensor in fp32."""
         tensor = self._tensors[name]
-        values = self._library.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        values = self._dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         ordered: Floats = self._reorder(name, values.reshape(self.shape(name)))
         return ordered
 
@@ -122,13 +126,44 @@ class GGUF:
 
     def tokenizer_json(self) -> str:
         """Return the content of `tokenizer.json`."""
-        return _tokenizer_definition(self.metadata, self.facts["vocab_size"])
+        kind = self.metadata.get("tokenizer.ggml.model")
+        if kind != "gpt2":
+            raise CheckpointError(
+                f"the GGUF file has a tokenizer of kind {str(kind)[:40]!r}", "only byte-level BPE (gpt2) is read"
+            )
+        tokens, types = self._strings("tokens"), self.metadata.get("tokenizer.ggml.token_type") or []
+        count = len(tokens)
+        if len(set(tokens)) != count or count > self.facts["vocab_size"] or len(types) not in (0, count):
+            raise CheckpointError("the token list of the GGUF file is inconsistent", "download it again")
+        merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in self._strings("merges"))]
+        try:
+            model = models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges)
+        except Exception as error:  # the library raises bare Exception
+            problem = f"the merges of the GGUF file are damaged: {error}"[:300]
+            raise CheckpointError(problem, "download it again") from None
+        tokenizer = Tokenizer(model)
+        _set_splitting(tokenizer, str(self.metadata.get("tokenizer.ggml.pre", "default")))
+        tokenizer.decoder = decoders.ByteLevel()
+        kinds = list(zip(tokens, types, strict=False))
+        tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == _CONTROL])
+        tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in kinds if k == _USER_DEFINED])
+        definition: str = tokenizer.to_str()
+        return definition
 
     def write_tokenizer(self, directory: Path) -> None:
         """Write the tokenizer and its configuration: names of the special tokens, and the chat template."""
-        template = {"chat_template": self.chat_template} if self.chat_template else {}
+        tokens = self._strings("tokens")
+        names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+        settings: dict[str, Any] = {"add_bos_token": bool(self.metadata.get("tokenizer.ggml.add_bos_token", False))}
+        for name, key in names.items():
+            index = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
+            if isinstance(index, int) and 0 <= index < len(tokens):
+                settings[name] = tokens[index]
+        settings |= {"clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}
+        if self.chat_template:
+            settings["chat_template"] = self.chat_template
         write_text(directory / "tokenizer.json", self.tokenizer_json())
-        write_json(directory / "tokenizer_config.json", _tokenizer_settings(self.metadata) | template)
+        write_json(directory / "tokenizer_config.json", settings)
 
     def _reorder(self, name: str, rows: Array) -> Array:
         """Reorder rows from neighbouring pairs to two halves per head."""
@@ -176,29 +211,21 @@ class GGUF:
             raise CheckpointError(f"{self.path}: {name} is {str(value)[:80]}", _UNSUPPORTED)
         return value
 
-
-def _import_gguf() -> ModuleType:
-    try:
-        import gguf
-    except ImportError:
-        raise MissingExtra("gguf", "train") from None
-    return gguf
+    def _strings(self, name: str) -> list[str]:
+        value = self.metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise CheckpointError(f"the GGUF file has no tokenizer {name}", "use a file that has one")
+        return value
 
 
 def _hugging_face_name(name: str) -> str:
     """blk.3.attn_q.weight → model.layers.3.self_attn.q_proj.weight"""
-    stem, _, leaf = name.rpartition(".")
-    parts = stem.split(".")
-    if len(parts) == 1 and stem in _TOP and leaf == "weight":
-        return f"{_TOP[stem]}.{leaf}"
-    if (
-        len(parts) == 3
-        and parts[0] == "blk"
-        and parts[1].isdecimal()
-        and parts[2] in _LAYER
-        and leaf in ("weight", "bias")
-    ):
-        return f"model.layers.{int(parts[1])}.{_LAYER[parts[2]]}.{leaf}"
+    top = re.fullmatch(r"(\w+)\.weight", name)
+    if top and top[1] in _TOP:
+        return f"{_TOP[top[1]]}.weight"
+    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name, re.ASCII)
+    if layer and layer[2] in _LAYER:
+        return f"model.layers.{int(layer[1])}.{_LAYER[layer[2]]}.{layer[3]}"
     raise CheckpointError(f"the GGUF file holds {name[:80]!r}", _UNSUPPORTED)
 
 
@@ -234,41 +261,6 @@ def _unpack_q8_0(blocks: Array) -> tuple[Array, Array, Array]:
 _LOSSLESS = {"Q4_0": _unpack_q4_0, "Q4_1": _unpack_q4_1, "Q8_0": _unpack_q8_0}
 
 
-def _tokenizer_definition(metadata: Mapping[str, Any], vocab_size: int) -> str:
-    """Return the content of a `tokenizer.json`."""
-    if metadata.get("tokenizer.ggml.model") != "gpt2":
-        kind = str(metadata.get("tokenizer.ggml.model"))[:40]
-        raise CheckpointError(f"the GGUF file has a tokenizer of kind {kind!r}", "only byte-level BPE (gpt2) is read")
-    tokens, types = _strings(metadata, "tokens"), metadata.get("tokenizer.ggml.token_type") or []
-    if len(set(tokens)) != len(tokens) or len(tokens) > vocab_size or len(types) not in (0, len(tokens)):
-        raise CheckpointError("the token list of the GGUF file is inconsistent", "download it again")
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in _strings(metadata, "merges"))]
-    try:
-        model = models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges)
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"the merges of the GGUF file are damaged: {error}"[:300], "download it again") from None
-    tokenizer = Tokenizer(model)
-    _set_splitting(tokenizer, str(metadata.get("tokenizer.ggml.pre", "default")))
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = list(zip(tokens, types, strict=False))
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == _CONTROL])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in kinds if k == _USER_DEFINED])
-    definition: str = tokenizer.to_str()
-    return definition
-
-
-def _tokenizer_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a `tokenizer_config.json`, without the chat template."""
-    tokens = _strings(metadata, "tokens")
-    names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-    settings: dict[str, Any] = {"add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", False))}
-    for name, key in names.items():
-        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if isinstance(index, int) and 0 <= index < len(tokens):
-            settings[name] = tokens[index]
-    return settings | {"clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}
-
-
 def _set_splitting(tokenizer: Tokenizer, name: str) -> None:
     """Set how text is split before merging; llama.cpp names each way after the first model that used it."""
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -286,10 +278,3 @@ def _set_splitting(tokenizer: Tokenizer, name: str) -> None:
     if name == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
-
-
-def _strings(metadata: Mapping[str, Any], name: str) -> list[str]:
-    value = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise CheckpointError(f"the GGUF file has no tokenizer {name}", "use a file that has one")
-    return value

@@ -20,6 +20,7 @@ from sala.checkpoint.arrays import Array, Floats, as_array, as_bytes, decode, en
 from sala.checkpoint.dtypes import FILE_DTYPES, FLOAT_DTYPES, NUMPY_DTYPES
 from sala.checkpoint.matrices import QuantizedMatrices
 from sala.checkpoint.names import check_tensors, expected_tensors, quantized_modules
+from sala.checkpoint.packing import PACKED_PARTS
 from sala.checkpoint.reader import Checkpoint, RawTensor, TensorInfo, read_file_header, read_tensors
 from sala.checkpoint.writer import Spec, copy_companions, new_directory, spec_bytes, write_model
 from sala.config import SalaConfig, read_json_object
@@ -198,7 +199,7 @@ class MergedCheckpoint(Checkpoint):
             return self._base.read(name)
         info = self.tensors[name]
         out = np.empty(info.shape, NUMPY_DTYPES[info.dtype])
-        rows = self._rows(module)
+        rows = self._matrices.rows(module)
         step = max(1, _PIECE // info.shape[1])
         change = self._changes[module]
 
@@ -248,14 +249,6 @@ class MergedCheckpoint(Checkpoint):
         overrides: dict[str, Groups | None] = {**dict(quant.overrides), **plain}
         quant = quant if quant.layout is not None else replace(quant, overrides=tuple(overrides.items()))
         return replace(self._origin, quantization=quant)
-
-    def _rows(self, module: str) -> Callable[[int, int], Floats]:
-        """Return a function that reads rows begin…end of a matrix in fp32, in whatever format they are stored."""
-        if module in self._matrices:
-            return self._matrices.rows(module)
-        raw = self._base.read(f"{module}.weight")
-        values = as_array(raw)
-        return lambda begin, end: decode(values[begin:end], raw.dtype)
 
 
 def open_checkpoint(path: Path, config: SalaConfig, adapter: str | Path | None) -> tuple[Checkpoint, SalaConfig]:
@@ -314,13 +307,13 @@ def _to_expand(model: Path, config: SalaConfig, is_whole: bool) -> list[str]:
 def _specs(merged: MergedCheckpoint, dtype: str | None) -> dict[str, Spec]:
     """Return precision and shape by name, in the order of the computation; a tied head is written once."""
     packed = quantized_modules(merged.tensors, merged.config)
-    wanted = FILE_DTYPES[dtype] if dtype is not None else None
-    codes = {f"{module}.{part}" for module in packed for part in ("weight", "scales", "biases")}
+    fixed = {f"{module}.{part}" for module in packed for part in PACKED_PARTS}
     specs: dict[str, Spec] = {}
     for name in expected_tensors(merged.config, packed):
         info = merged.tensors[name]
-        is_free = wanted is not None and info.dtype in FLOAT_DTYPES and name not in codes
-        specs[name] = (wanted if is_free and wanted is not None else info.dtype, info.shape)
+        specs[name] = (info.dtype, info.shape)
+        if dtype is not None and name not in fixed and info.dtype in FLOAT_DTYPES:
+            specs[name] = (FILE_DTYPES[dtype], info.shape)
     return specs
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sala.checkpoint.arrays import Floats, as_array
+from sala.checkpoint.arrays import Floats, as_array, decode
 from sala.checkpoint.external_formats import Bytes, parts_of, read_fp8_scales, read_matrix
 from sala.checkpoint.names import external_modules, quantized_modules
 from sala.checkpoint.packing import PACKED_PARTS, Packed, read_packed
@@ -81,8 +81,12 @@ class QuantizedMatrices:
         return Fp8Matrix(as_array(self.checkpoint.read(f"{module}.weight")), factors, block)
 
     def rows(self, module: str) -> Callable[[int, int], Floats]:
-        """Return a function that computes rows begin…end of a matrix in fp32."""
-        return self.read(module).rows
+        """Return a function that computes rows begin…end of a matrix in fp32, quantized or not."""
+        if module in self:
+            return self.read(module).rows
+        raw = self.checkpoint.read(f"{module}.weight")
+        values = as_array(raw)
+        return lambda begin, end: decode(values[begin:end], raw.dtype)
 
     def fp8_pieces(self, module: str, matrix: Fp8Matrix) -> Iterator[tuple[int, int]]:
         """Yield begin and end of some rows at a time, and forget their pages afterwards; raise if one has a NaN."""

@@ -67,7 +67,10 @@ def quantize(weight: Floats, bits: int, group_size: int, dtype: str = "F32") -> 
     Zero and the end of the range that is farther from zero are represented exactly. Codes are computed with the fp32
     scale, which is rounded to `dtype` afterwards.
     """
-    _check_format(bits, group_size)
+    if bits not in BITS:
+        raise CheckpointError(f"{bits} bits per weight are not supported", "use " + ", ".join(map(str, BITS)))
+    if group_size not in GROUP_SIZES:
+        raise CheckpointError(f"groups of {group_size} are not supported", "use " + ", ".join(map(str, GROUP_SIZES)))
     if weight.ndim != 2 or weight.shape[1] % group_size:
         raise CheckpointError(f"a matrix {list(weight.shape)} has no groups of {group_size}", "use smaller groups")
     if not np.isfinite(weight).all():
@@ -130,10 +133,3 @@ def unpack(words: Words, bits: int, num_in: int) -> "np.ndarray[Any, np.dtype[np
             code = code | (groups[..., word + 1] << np.uint32(32 - offset))
         codes[..., index] = code & np.uint32((1 << bits) - 1)
     return codes.reshape(*words.shape[:-1], num_in)
-
-
-def _check_format(bits: int, group_size: int) -> None:
-    if bits not in BITS:
-        raise CheckpointError(f"{bits} bits per weight are not supported", "use " + ", ".join(map(str, BITS)))
-    if group_size not in GROUP_SIZES:
-        raise CheckpointError(f"groups of {group_size} are not supported", "use " + ", ".join(map(str, GROUP_SIZES)))

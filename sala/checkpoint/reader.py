@@ -196,21 +196,15 @@ def read_file_header(file: Path) -> tuple[dict[str, str], dict[str, TensorInfo]]
     return {str(key): str(value) for key, value in dict(metadata).items()}, tensors
 
 
-class _DuplicateName(Exception):
-    """A header names a tensor twice."""
-
-
 def _parse_header(file: Path, header: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) != len(pairs):
-            raise _DuplicateName
+            raise CheckpointError(f"{file} names a tensor twice", _DAMAGED)
         return out
 
     try:
         entries = json.loads(header, object_pairs_hook=unique)
-    except _DuplicateName:
-        raise CheckpointError(f"{file} names a tensor twice", _DAMAGED) from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{file} has a header that is not JSON", "this is not a safetensors file") from None
     if not isinstance(entries, dict):

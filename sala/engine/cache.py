@@ -81,11 +81,6 @@ class Snapshot:
     pages: tuple[int, ...]
     slot: int
     used: int = 0  # clock of the last use
-    pins: int = field(default=0)
-
-    def is_prefix(self, tokens: bytes) -> bool:
-        size = self.length * TOKEN_BYTES
-        return len(tokens) >= size and self.tokens[:size] == tokens[:size]
 
 
 class PrefixCache:
@@ -105,8 +100,8 @@ class PrefixCache:
     def find(self, tokens: bytes, sparse_from: int, salt: str) -> Snapshot | None:
         """Return the longest snapshot that `tokens` continue by at least one token, in a compatible regime."""
         most = len(tokens) // TOKEN_BYTES - 1
-        shorter = (snapshot for snapshot in self._snapshots if snapshot.length <= most)
-        fitting = [snapshot for snapshot in shorter if self._fits(snapshot, tokens, sparse_from, salt)]
+        shorter = (snapshot for snapshot in self if snapshot.length <= most)
+        fitting = (snapshot for snapshot in shorter if self._fits(snapshot, tokens, sparse_from, salt))
         return max(fitting, key=lambda snapshot: snapshot.length, default=None)
 
     def has(self, tokens: bytes, length: int, sparse_from: int, salt: str) -> Snapshot | None:
@@ -119,8 +114,9 @@ class PrefixCache:
         return one == other or length <= self._agreement_len
 
     def _fits(self, snapshot: Snapshot, tokens: bytes, sparse_from: int, salt: str) -> bool:
+        size = snapshot.length * TOKEN_BYTES
         is_same = snapshot.salt == salt and self.agrees(snapshot.length, snapshot.sparse_from, sparse_from)
-        return is_same and snapshot.is_prefix(tokens)
+        return is_same and len(tokens) >= size and snapshot.tokens[:size] == tokens[:size]
 
     def add(self, snapshot: Snapshot) -> None:
         self._snapshots.append(snapshot)
@@ -130,9 +126,9 @@ class PrefixCache:
         self._clock += 1
         snapshot.used = self._clock
 
-    def oldest(self) -> Snapshot | None:
-        """Return the snapshot to evict first: the least recently used one that is not pinned."""
-        loose = [snapshot for snapshot in self._snapshots if not snapshot.pins]
+    def oldest(self, keep: Snapshot | None = None) -> Snapshot | None:
+        """Return the snapshot to evict first: the least recently used one other than `keep`."""
+        loose = (snapshot for snapshot in self if snapshot is not keep)
         return min(loose, key=lambda snapshot: snapshot.used, default=None)
 
     def remove(self, snapshot: Snapshot) -> None:
@@ -346,39 +342,25 @@ class Hybrid:
     def _make_space(self, num_slots: int) -> bool:
         """Evict snapshots until one more may be kept and there are free slots. Return False if that fails."""
         while len(self.prefix) >= self._num_snapshots or self.slots.num_free < num_slots:
-            if not self._evict():
+            oldest = self.prefix.oldest()
+            if oldest is None:
                 return False
+            self.forget(oldest)
         return True
 
     def _make_room(self, num_pages: int, num_slots: int, keep: Snapshot | None = None) -> bool:
-        """Evict snapshots, least recently used first, but none if evicting all of them would not be enough."""
-        if keep is not None:
-            keep.pins += 1
-        try:
-            if not self._could_make_room(num_pages, num_slots):
-                return False
-            while self.pages.num_free < num_pages or self.slots.num_free < num_slots:
-                self._evict()
+        """Evict snapshots other than `keep`, but none if evicting all of them would not be enough."""
+        if self.pages.num_free >= num_pages and self.slots.num_free >= num_slots:
             return True
-        finally:
-            if keep is not None:
-                keep.pins -= 1
-
-    def _could_make_room(self, num_pages: int, num_slots: int) -> bool:
-        loose = [snapshot for snapshot in self.prefix if not snapshot.pins]
-        if self.slots.num_free + len(loose) < num_slots:
-            return False
-        if self.pages.num_free >= num_pages:
-            return True
+        loose = [snapshot for snapshot in self.prefix if snapshot is not keep]
         held = Counter(page for snapshot in loose for page in snapshot.pages)
         freed = sum(1 for page, count in held.items() if self.pages.num_owners(page) == count)
-        return self.pages.num_free + freed >= num_pages
-
-    def _evict(self) -> bool:
-        oldest = self.prefix.oldest()
-        if oldest is None:
+        if self.slots.num_free + len(loose) < num_slots or self.pages.num_free + freed < num_pages:
             return False
-        self.forget(oldest)
+        while self.pages.num_free < num_pages or self.slots.num_free < num_slots:
+            oldest = self.prefix.oldest(keep)
+            assert oldest is not None
+            self.forget(oldest)
         return True
 
     def _num_pages(self, num_tokens: int) -> int:

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -301,7 +301,7 @@ class Engine:
                 self.scheduler.preempt(item.sequence)
             raise
 
-    def score(self, tokens: list[int], prompt_len: int, chunk: int) -> Iterator[Any]:
+    def score(self, tokens: list[int], prompt_len: int, chunk: int) -> Generator[Any]:
         """Yield the logits of all tokens: the prompt in chunks, what follows token by token as in decoding."""
         self.check(tokens)
         sampling = Sampling()

@@ -11,9 +11,11 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from sala.engine.engine import Engine, Update
@@ -82,9 +84,7 @@ class RequestHandle:
         # for the engine thread alone:
         self.left: dict[int, AnswerState] = {}
         self.scores: deque[PromptScoring] = deque()
-        self.pieces: Iterator[Any] | None = None  # logits of the first of `scores`
-        self.parts: list[Any] = []
-        self.num_scored = 0
+        self.scoring: Generator[None] | None = None  # of the first of `scores`
         self.events: list[StreamItem] = []
         self.completions: list[Completion] = []
         self.first_token_at: float | None = None
@@ -149,7 +149,7 @@ class EngineLoop:
                     self._finish(handle, "cancelled")
                 if self._active:
                     self._step()
-                self._take_orders(None)
+                self._take_orders()
             if not self.is_stopping:
                 return True
             self._end(EngineClosed())
@@ -162,22 +162,20 @@ class EngineLoop:
 
     def reject_orders(self) -> None:
         """Fail the orders that arrived after the loop had ended."""
-        while (order := self._next_order()) is not False:
+        for order in self._waiting_orders():
             if isinstance(order, EngineTask):
                 order.future.set_exception(self.failure)
             elif isinstance(order, RequestHandle):
                 order.push((), True, self.failure)
                 self._finish(order, "error")
 
-    def _next_order(self) -> Order | bool:
-        """Return the next order; False if there is none."""
-        try:
-            return self.orders.get_nowait()
-        except queue.Empty:
-            return False
+    def _waiting_orders(self) -> Iterator[Order]:
+        with suppress(queue.Empty):
+            while True:
+                yield self.orders.get_nowait()
 
-    def _take_orders(self, order: Order | bool) -> None:
-        while order is not False:
+    def _take_orders(self, *first: Order) -> None:
+        for order in chain(first, self._waiting_orders()):
             self.beat = time.monotonic()
             if isinstance(order, EngineTask):
                 order.run()
@@ -186,7 +184,6 @@ class EngineLoop:
                 self._active.append(order)
                 if not order.scores:
                     self._submit(order)
-            order = self._next_order()
         self.beat = time.monotonic()
 
     def _submit(self, handle: RequestHandle) -> None:
@@ -237,19 +234,15 @@ class EngineLoop:
         handle = next((handle for handle in self._active if handle.scores), None)
         if handle is None:
             return False
-        scoring = handle.scores[0]
         try:
-            if handle.pieces is None:
-                length = len(scoring.ids) if scoring.prompt_len is None else scoring.prompt_len
-                handle.pieces = self.engine.score(scoring.ids, length, scoring.chunk)
-                handle.num_scored, handle.parts = 0, []
-            piece = next(handle.pieces)
-            handle.is_started = True
-            handle.parts.append(scoring.reduce(piece, handle.num_scored))
-            handle.num_scored += len(piece)
-            self._tell_scores(handle, scoring)
+            handle.scoring = handle.scoring or self._score_prompt(handle, handle.scores[0])
+            if next(handle.scoring, "done"):
+                handle.scoring = None
+                handle.scores.popleft()
+                if not handle.scores:
+                    self._submit(handle)
         except InputError as error:
-            handle.pieces = None
+            handle.scoring = None
             if self.engine.scheduler.running:  # there is no space beside them: try again later
                 return False
             self._fail(handle, error)
@@ -257,16 +250,21 @@ class EngineLoop:
             self._fail(handle, error)
         return True
 
-    def _tell_scores(self, handle: RequestHandle, scoring: PromptScoring) -> None:
-        if handle.submission.wants_progress:
-            seconds = time.monotonic() - handle.accepted_at
-            handle.events.append(PromptProgress(scoring.index, len(scoring.ids), 0, handle.num_scored, seconds))
-        if handle.num_scored == len(scoring.ids):
-            self._close_pieces(handle)
-            handle.events.append(PromptScores(scoring.index, handle.parts))
-            handle.scores.popleft()
-            if not handle.scores:
-                self._submit(handle)
+    def _score_prompt(self, handle: RequestHandle, scoring: PromptScoring) -> Generator[None]:
+        """Score one prompt, pausing between its chunks."""
+        length = len(scoring.ids) if scoring.prompt_len is None else scoring.prompt_len
+        done, parts = 0, []
+        with closing(self.engine.score(scoring.ids, length, scoring.chunk)) as pieces:
+            for piece in pieces:
+                handle.is_started = True
+                parts.append(scoring.reduce(piece, done))
+                done += len(piece)
+                if handle.submission.wants_progress:
+                    seconds = time.monotonic() - handle.accepted_at
+                    handle.events.append(PromptProgress(scoring.index, len(scoring.ids), 0, done, seconds))
+                if done < len(scoring.ids):
+                    yield
+        handle.events.append(PromptScores(scoring.index, parts))
 
     def _deliver(self, handle: RequestHandle) -> None:
         """Hand over what the last step brought."""
@@ -321,24 +319,20 @@ class EngineLoop:
         """Drop what is left of a request."""
         if handle in self._active:
             self._active.remove(handle)
-        self._close_pieces(handle)
+        if handle.scoring is not None:
+            handle.scoring.close()
         for group in handle.submission.groups:
             for state in group:
                 if state.is_begun:
                     self.engine.cancel(state.sequence)
                     self._owners.pop(state.sequence.id, None)
         usage = handle.usage()
-        handle.left, handle.scores, handle.submission, handle.parts = {}, deque(), Submission(), []
+        handle.left, handle.scores, handle.submission = {}, deque(), Submission()
         now = time.monotonic()
         first = handle.first_token_at or now
         handle.ended.set()
         if self.observer is not None:
             self.observer.finished(reason, usage, first - handle.accepted_at, now - first)
-
-    def _close_pieces(self, handle: RequestHandle) -> None:
-        if handle.pieces is not None:
-            handle.pieces.close()  # type: ignore[attr-defined]
-            handle.pieces = None
 
     def _end(self, failure: SalaError) -> None:
         """Fail every request: the loop has ended."""

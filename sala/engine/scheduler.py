@@ -6,11 +6,15 @@ stuck behind a long one, no sequence starves, and a prompt is cut at the same pl
 batch-invariant). When pages run out, the youngest sequence is preempted and computed again later.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from sala.engine.cache import Hybrid, SequenceState
+
+_ARRIVAL = attrgetter("id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,7 @@ class Scheduler:
 
     def requeue(self, sequence: SequenceState) -> None:
         """Insert a sequence into the queue by its order of arrival."""
-        at = sum(1 for other in self.waiting if other.id < sequence.id)
-        self.waiting.insert(at, sequence)
+        insort(self.waiting, sequence, key=_ARRIVAL)
 
     def plan(self) -> list[Work]:
         """Admit what fits and return the work of the next step."""
@@ -89,8 +92,7 @@ class Scheduler:
             if not self._hybrid.admit(sequence):
                 return  # in order, so that a large request is not overtaken for ever
             self.waiting.remove(sequence)
-            at = sum(1 for other in self.running if other.id < sequence.id)
-            self.running.insert(at, sequence)
+            insort(self.running, sequence, key=_ARRIVAL)
             sequence.turn = self._turn
 
     def _has_page(self, sequence: SequenceState) -> bool:

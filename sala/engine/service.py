@@ -53,8 +53,7 @@ EXIT_S = 10.0  # the same when the interpreter exits
 NUM_PREPARERS = 2
 T = TypeVar("T")
 K = TypeVar("K")
-Outcome = Completion | Exception
-Keyed = tuple[K, int, Outcome]  # key of a submission, index of the answer, what became of it
+Keyed = tuple[K, int, Completion | Exception]  # key of a submission, index of the answer, what became of it
 _running: "weakref.WeakSet[EngineService]" = weakref.WeakSet()
 
 
@@ -257,10 +256,7 @@ class EngineService:
         """Run something on the engine thread, between two steps: what needs the engine or the device for itself."""
         self._check_alive()
         future: Future[T] = Future()
-        self.start()
-        self._loop.orders.put(EngineTask(lambda: work(*arguments), future))
-        if self._loop.failure is not None:
-            self._loop.reject_orders()
+        self._order(EngineTask(lambda: work(*arguments), future))
         return future
 
     def run_all(self, source: Iterable[tuple[K, Submission | Exception]], max_waiting: int) -> Iterator[Keyed[K]]:
@@ -355,8 +351,11 @@ class EngineService:
         handle.submission = submission
         if self._loop.observer is not None:
             self._loop.observer.accepted()
+        self._order(handle)
+
+    def _order(self, order: RequestHandle | EngineTask) -> None:
         self.start()
-        self._loop.orders.put(handle)
+        self._loop.orders.put(order)
         if self._loop.failure is not None:
             self._loop.reject_orders()
 
@@ -365,7 +364,7 @@ class _Batch(Generic[K]):
     """Requests of which only the completions are wanted, many at a time."""
 
     def __init__(self, service: EngineService, max_waiting: int) -> None:
-        self.inbox: Inbox[tuple[K, RequestHandle | None, list[tuple[int, Outcome]]]] = Inbox()
+        self.inbox: Inbox[tuple[RequestHandle | None, list[Keyed[K]]]] = Inbox()  # a handle that is over
         self._service = service
         self._max_waiting = max_waiting
         self._active: dict[RequestHandle, int] = {}  # how many answers each is to give
@@ -384,7 +383,7 @@ class _Batch(Generic[K]):
 
     def add(self, key: K, submission: Submission | Exception) -> None:
         if isinstance(submission, Exception):
-            self.inbox.put((key, None, [(0, submission)]))
+            self.inbox.put((None, [(key, 0, submission)]))
         elif self._active and sum(self._active.values()) + submission.num_answers > self._max_waiting:
             self._next = key, submission
         else:
@@ -393,23 +392,23 @@ class _Batch(Generic[K]):
 
     def _submit(self, key: K, submission: Submission) -> None:
         def push(items: Sequence[StreamItem], is_over: bool, error: BaseException | None) -> None:
-            events = [item for item in items if isinstance(item, Event)]
-            found: list[tuple[int, Outcome]] = [(one.index, one.completion) for one in events if one.completion]
+            events = (item for item in items if isinstance(item, Event))
+            found: list[Keyed[K]] = [(key, event.index, event.completion) for event in events if event.completion]
             if error is not None:
-                found.append((0, error if isinstance(error, Exception) else EngineDead()))
-            self.inbox.put((key, handle if is_over else None, found))
+                found.append((key, 0, error if isinstance(error, Exception) else EngineDead()))
+            self.inbox.put((handle if is_over else None, found))
 
         handle = RequestHandle(push)
         self._active[handle] = submission.num_answers
         self._service._accept(handle)
         self._service._queue(handle, submission)
 
-    def take(self, key: K, handle: RequestHandle | None, found: Iterable[tuple[int, Outcome]]) -> Iterator[Keyed[K]]:
+    def take(self, handle: RequestHandle | None, found: list[Keyed[K]]) -> list[Keyed[K]]:
+        """Drop a handle that is over and return its answers."""
         if handle is not None:
             self._active.pop(handle, None)
             self._service.release(handle)
-        for index, result in found:
-            yield key, index, result
+        return found
 
     def close(self, wait: bool = True) -> None:
         for handle in self._active:

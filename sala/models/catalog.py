@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ class Library:
             if entry := self._describe(model_id, path, False):
                 entries.append(entry)
         known = {entry.id for entry in entries}
-        cached = (self._describe_cached(repo_id, path) for repo_id, path in cached_models())
+        cached = (self._describe(folder_name(repo_id), path, False, repo_id) for repo_id, path in cached_models())
         return entries + [entry for entry in cached if entry is not None and entry.id not in known]
 
     def find(self, model_id: str) -> Entry | None:
@@ -113,11 +113,7 @@ class Library:
         """Return a model of the Hugging Face cache, by its repository or the id that it has here."""
         repo_id = model_id.replace("--", "/", 1)
         path = find_cached(repo_id)
-        return None if path is None else self._describe_cached(repo_id, path)
-
-    def _describe_cached(self, repo_id: str, path: Path) -> Entry | None:
-        entry = self._describe(folder_name(repo_id), path, False)
-        return entry and replace(entry, repo_id=repo_id, revision=path.name)
+        return None if path is None else self._describe(folder_name(repo_id), path, False, repo_id)
 
     def partials(self) -> tuple[Partial, ...]:
         """Return the downloads that can be resumed."""
@@ -190,15 +186,16 @@ class Library:
         path = self.directory / folder
         return path if self._is_ours(path) and _is_model(path) else None
 
-    def _describe(self, model_id: str, path: Path, is_ours: bool) -> Entry | None:
+    def _describe(self, model_id: str, path: Path, is_ours: bool, cached: str | None = None) -> Entry | None:
+        """Return the facts of a model; None if it is not one. `cached` is its repository in the Hugging Face cache."""
         if not _is_model(path):
             return None
         record = _read_record(path, is_ours)
         return Entry(
             id=model_id,
             path=path,
-            repo_id=record.repo_id,
-            revision=record.revision,
+            repo_id=cached or record.repo_id,
+            revision=path.name if cached else record.revision,
             quantization=_quantization(path),
             size_bytes=sum(_sizes(path).values()),
             downloaded_at=record.downloaded_at,
@@ -291,6 +288,11 @@ class Job:
     def is_over(self) -> bool:
         return self.status in ("done", "failed", "cancelled")
 
+    def end(self, timeout: float) -> None:
+        self.stop.set()
+        if self.thread is not None:
+            self.thread.join(timeout)
+
 
 class Downloads:
     """Background downloads: a few at a time, and one per model."""
@@ -344,7 +346,7 @@ class Downloads:
         """Stop a job; files that have arrived stay, so that a new job resumes."""
         job = self.get(job_id)
         if job is not None:
-            _stop(job, timeout=1.0)
+            job.end(timeout=1.0)
         return self.get(job_id)
 
     def close(self) -> None:
@@ -355,7 +357,7 @@ class Downloads:
         for job in jobs:
             job.stop.set()
         for job in jobs:
-            _stop(job, timeout=2.0)
+            job.end(timeout=2.0)
 
     def _active(self, folder: str) -> Job | None:
         jobs = (job for job in self._jobs.values() if not job.is_over)
@@ -388,9 +390,3 @@ class Downloads:
         except Exception as problem:  # whatever happened, the job must report it
             job.error = f"it failed unexpectedly ({type(problem).__name__})"
         job.status = status
-
-
-def _stop(job: Job, timeout: float) -> None:
-    job.stop.set()
-    if job.thread is not None:
-        job.thread.join(timeout)

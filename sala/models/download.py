@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +19,10 @@ from pydantic import AfterValidator, BaseModel, Field
 from sala.checkpoint.reader import INDEX_FILE, Checkpoint, read_index
 from sala.checkpoint.writer import sync_directory, write_atomically
 from sala.config import read_json_object
-from sala.errors import CheckpointError, DiskFull, SalaError, check_space
+from sala.errors import CheckpointError, SalaError, check_space
 from sala.models.hub import AlreadyThere, Busy, Hub, Listing, check_repo_id, check_revision, find_cached, folder_name
 from sala.models.transfer import (
     Cancelled,
-    DownloadDiskFull,
     DownloadError,
     RemoteFile,
     Stop,
@@ -42,6 +41,7 @@ WORKERS = 4  # files at a time
 REPORT_SECONDS = 0.1
 Progress = Callable[[str, int, int], None]
 Note = Callable[[str], None]
+Report = Callable[[int], None]
 
 
 class RecordedFile(BaseModel):
@@ -73,6 +73,7 @@ def pull(
     """Download a model and return its directory.
 
     `on_progress(file, done, total)` is called once for every file at first, then for its bytes, from several threads.
+    `stop` ends the download; it is set if one of the files fails.
     """
     stop, folder = stop or Stop(), folder_name(repo_id)
     if revision is not None:
@@ -91,9 +92,14 @@ def pull(
         draft = directory / PARTIAL / f"{folder}@{listing.commit}"
         with writing_model(draft):
             draft.mkdir(exist_ok=True)
-        _check_space(draft, listing)
-        hashes = _Transfer(hub, listing, draft, revision, on_progress, note, Stop(stop)).run()
-        _check_whole(draft)
+            missing = sum(file.size - _size_there(draft, file) for file in listing.files)
+            check_space(directory, int(missing * HEADROOM), repo_id)
+        hashes = _Transfer(hub, listing, draft, revision, on_progress, note, stop).run()
+        try:
+            read_json_object(draft / "config.json")
+            Checkpoint(draft).close()
+        except SalaError as error:
+            raise DownloadError(error.message.replace(f"{draft}/", ""), "the model is damaged on the hub") from None
         _publish(draft, target, listing, hashes)
         for old in find_partials(directory, folder):
             shutil.rmtree(old, ignore_errors=True)
@@ -131,31 +137,21 @@ def find_partials(directory: Path, folder: str | None = None) -> list[Path]:
     return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
-def _check_space(draft: Path, listing: Listing) -> None:
-    needed = int(sum(file.size - _size_there(draft, file) for file in listing.files) * HEADROOM)
-    try:
-        check_space(draft.parents[1], needed, listing.repo_id)
-    except DiskFull as error:
-        raise DownloadDiskFull(error.message, "free some space, or set SALA_MODELS_DIR to a larger disk") from None
-
-
 def _size_there(draft: Path, file: RemoteFile) -> int:
     return min(max(size_of(draft / file.name), size_of(draft / f"{file.name}.part")), file.size)
 
 
-@dataclass(slots=True)
-class _Reporter:
-    """Reports the progress of a file at most ten times a second."""
+def _reporter(on_progress: Progress, file: RemoteFile) -> Report:
+    """Return a function that reports the bytes of a file that are done, at most ten times a second."""
+    told = 0.0
 
-    on_progress: Progress
-    file: RemoteFile
-    told: float = field(default=0.0)
+    def report(done: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= REPORT_SECONDS or done == file.size:
+            told = time.monotonic()
+            on_progress(file.name, done, file.size)
 
-    def __call__(self, done: int) -> None:
-        now = time.monotonic()
-        if now - self.told >= REPORT_SECONDS or done == self.file.size:
-            self.told = now
-            self.on_progress(self.file.name, done, self.file.size)
+    return report
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +201,14 @@ class _Transfer:
         return sha256
 
     def _bring(self, file: RemoteFile, part: Path) -> str:
-        report = _Reporter(self.on_progress, file)
+        report = _reporter(self.on_progress, file)
         if not (self.hub.has_xet and file.sha256 and not size_of(part) and self._fetch_by_xet(file, part, report)):
             fetch(self.hub.client, self.hub.file_url(self.listing, file, self.revision), file, part, self.stop, report)
         sha256 = verify(part, file, self.stop)
         report(file.size)
         return sha256
 
-    def _fetch_by_xet(self, file: RemoteFile, part: Path, report: _Reporter) -> bool:
+    def _fetch_by_xet(self, file: RemoteFile, part: Path, report: Report) -> bool:
         """Return whether hf-xet brought the file; HTTP is tried where it did not."""
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils._xet import abort_xet_session
@@ -234,7 +230,7 @@ class _Transfer:
             return False
 
 
-def _progress_class(file: RemoteFile, stop: Stop, report: _Reporter) -> Any:
+def _progress_class(file: RemoteFile, stop: Stop, report: Report) -> Any:
     """Return a class that huggingface_hub uses in place of a tqdm bar."""
 
     from tqdm import tqdm
@@ -266,14 +262,6 @@ def _check_index(path: Path, names: set[str]) -> None:
         if shard not in names or not shard.endswith(".safetensors"):
             message = f"{INDEX_FILE} places weights in {shard[:100]!r}, which is not a file of the model"
             raise DownloadError(message, "do not use this model")
-
-
-def _check_whole(draft: Path) -> None:
-    try:
-        read_json_object(draft / "config.json")
-        Checkpoint(draft).close()
-    except SalaError as error:
-        raise DownloadError(error.message.replace(f"{draft}/", ""), "the model is damaged on the hub") from None
 
 
 def _publish(draft: Path, target: Path, listing: Listing, hashes: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urljoin, urlsplit
@@ -54,16 +55,12 @@ class Broken(Exception):
 
 
 class Stop:
-    """Ends transfers from another thread, including those that wait for bytes; it stops together with its parent."""
+    """Ends transfers from another thread, including those that wait for bytes."""
 
-    def __init__(self, parent: "Stop | None" = None) -> None:
+    def __init__(self) -> None:
         self._event = threading.Event()
         self._sockets: set[socket.socket] = set()
         self._callbacks: list[Callable[[], object]] = []
-        if parent is not None:
-            parent._callbacks.append(self.set)
-            if parent.is_set():
-                self.set()
 
     def set(self) -> None:
         self._event.set()
@@ -72,9 +69,6 @@ class Stop:
                 socket.socket.shutdown(waiting, socket.SHUT_RDWR)  # of the plain socket: no TLS goodbye first
         for callback in tuple(self._callbacks):
             callback()
-
-    def is_set(self) -> bool:
-        return self._event.is_set()
 
     def check(self) -> None:
         """Raise Cancelled if the transfer was stopped."""
@@ -116,8 +110,6 @@ class Client:
         self.tries = tries
         self.delay = delay
         self._token = token if self.hub.scheme == "https" or self.is_local else None  # never in clear text
-        self._lock = threading.Lock()
-        self._http: httpx2.Client | None = None
 
     @contextlib.contextmanager
     def open(self, url: str, headers: Mapping[str, str], stop: Stop) -> "Iterator[httpx2.Response]":
@@ -129,7 +121,13 @@ class Client:
 
         try:
             with contextlib.closing(self._follow(url, headers, stop)) as response:
-                _check_answer(response, urlsplit(url).path.rpartition("/")[2])
+                status, encoding = response.status_code, response.headers.get("Content-Encoding", "identity")
+                if status in _RETRY_STATUS:
+                    wait = response.headers.get("Retry-After", "")
+                    raise Broken(f"the hub answers {status}", float(wait) if re.fullmatch(r"\d{1,6}", wait) else None)
+                if status in (200, 206) and encoding.lower() != "identity":
+                    name = urlsplit(url).path.rpartition("/")[2]
+                    raise DownloadError(f"{name} arrives compressed, which was not asked for")
                 yield response
             stop.check()
         except httpx2.InvalidURL:
@@ -142,7 +140,7 @@ class Client:
         """Return the first response that is not a redirect; httpx2 itself would read the whole body of a redirect."""
         for _ in range(MAX_REDIRECTS + 1):
             stop.check()
-            response = self._session().send(self._request(url, headers, stop), stream=True)
+            response = self._http.send(self._request(url, headers, stop), stream=True)
             if not response.has_redirect_location:
                 return response
             response.close()
@@ -176,18 +174,16 @@ class Client:
         domains = (self.hub.hostname or "", *STORAGE_DOMAINS, *self.friends)
         return any(host == domain or host.endswith("." + domain) for domain in domains)
 
-    def _session(self) -> "httpx2.Client":
+    @cached_property
+    def _http(self) -> "httpx2.Client":
         import httpx2
 
-        with self._lock:
-            if self._http is None:
-                # No connection is kept open: a socket then belongs to one transfer, which may shut it down.
-                self._http = httpx2.Client(
-                    trust_env=not self.is_local,
-                    timeout=httpx2.Timeout(self.timeout, connect=CONNECT_SECONDS),
-                    limits=httpx2.Limits(max_keepalive_connections=0),
-                )
-            return self._http
+        # No connection is kept open: a socket then belongs to one transfer, which may shut it down.
+        return httpx2.Client(
+            trust_env=not self.is_local,
+            timeout=httpx2.Timeout(self.timeout, connect=CONNECT_SECONDS),
+            limits=httpx2.Limits(max_keepalive_connections=0),
+        )
 
     def _request(self, url: str, headers: Mapping[str, str], stop: Stop) -> "httpx2.Request":
         target = _split(url)
@@ -195,7 +191,7 @@ class Client:
         if self._token and (target.scheme, target.netloc) == (self.hub.scheme, self.hub.netloc):
             sent["Authorization"] = f"Bearer {self._token}"
         is_known = self.is_local or target.hostname == self.hub.hostname or target.hostname in self.friends
-        request = self._session().build_request("GET", url, headers=sent)
+        request = self._http.build_request("GET", url, headers=sent)
         if request.url.host != (target.hostname or ""):
             raise DownloadError("the hub gives an address that two parsers read differently")
         request.extensions["trace"] = _Watcher(stop, None if is_known else target.hostname)
@@ -223,15 +219,6 @@ class _Watcher:
             except DownloadError:
                 stream.close()
                 raise
-
-
-def _check_answer(response: "httpx2.Response", name: str) -> None:
-    status, headers = response.status_code, response.headers
-    if status in _RETRY_STATUS:
-        wait = headers.get("Retry-After", "")
-        raise Broken(f"the hub answers {status}", float(wait) if re.fullmatch(r"\d{1,6}", wait) else None)
-    if status in (200, 206) and headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise DownloadError(f"{name} arrives compressed, which was not asked for")
 
 
 def _explain(error: "httpx2.TransportError") -> Exception:
@@ -383,7 +370,8 @@ def writing_model(path: Path, needed: int | None = None) -> Iterator[None]:
         with writing(path, needed):
             yield
     except DiskFull as error:
-        raise DownloadDiskFull(error.message, f"{error.remedy}; what has arrived is kept") from None
+        remedy = "free some space, or set SALA_MODELS_DIR to a larger disk; what has arrived is kept"
+        raise DownloadDiskFull(error.message, remedy) from None
     except NotWritable as error:
         raise DownloadError(error.message, "change its permissions, or set SALA_MODELS_DIR") from None
     except OSError as error:

@@ -236,36 +236,34 @@ class Answer:
     ) -> None:
         self._detokenizer = detokenizer
         self._raw_stops = StopFinder(() if stops_when_shown else stops)
-        self._shown_stops = StopFinder(stops) if stops_when_shown else None
+        self._shown_stops = StopFinder(stops if stops_when_shown else ())
         self._form = form
 
     @property
     def is_stopped(self) -> bool:
         """Whether a stop string has been found: no later token counts."""
-        return self._raw_stops.is_found or (self._shown_stops is not None and self._shown_stops.is_found)
+        return self._raw_stops.is_found or self._shown_stops.is_found
 
     def push(self, token: int) -> list[Delta]:
-        deltas = self._shape(self._raw_stops.push(self._detokenizer.push(token)))
-        return deltas if self._shown_stops is None else list(self._cut(deltas, self._shown_stops))
+        return list(self._cut(self._shape(self._raw_stops.push(self._detokenizer.push(token)))))
 
     def finish(self) -> list[Delta]:
         rest = self._raw_stops.push(self._detokenizer.flush()) + self._raw_stops.flush()
         deltas = [*self._shape(rest), *(self._form.flush() if self._form is not None else ())]
-        if self._shown_stops is None:
-            return deltas
-        return [*self._cut(deltas, self._shown_stops), Delta(text=self._shown_stops.flush())]
+        held = [*self._cut(deltas), Delta(text=self._shown_stops.flush())]
+        return held if held[-1].text else held[:-1]
 
     def _shape(self, text: str) -> list[Delta]:
         if self._form is not None:
             return list(self._form.push(text))
         return [Delta(text=text)] if text else []
 
-    def _cut(self, deltas: Iterable[Delta], stops: StopFinder) -> Iterator[Delta]:
+    def _cut(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
         """Leave out what follows a stop string in the shown text."""
         for delta in deltas:
-            if stops.is_found:
+            if self._shown_stops.is_found:
                 return
             if not delta.text:
                 yield delta
-            elif text := stops.push(delta.text):
+            elif text := self._shown_stops.push(delta.text):
                 yield Delta(text=text)

@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from queue import Empty, Queue
 from threading import Thread
 from typing import Any
 
@@ -71,7 +71,7 @@ class Grammar:
     def __init__(self, field: str, matcher: Any, tokenizer: Tokenizer | None = None) -> None:
         self._field = field
         self._matcher = matcher
-        # Inside reasoning the grammar does not hold yet.
+        # Set inside reasoning, where the grammar does not hold yet.
         self._reasoning = None if tokenizer is None else Detokenizer(tokenizer)
         self._tail = ""
         self._has_begun = tokenizer is None
@@ -132,22 +132,21 @@ class GrammarCompiler:
     def _in_time(self, field: str, work: Callable[[], Any]) -> Any:
         if self._tokenizer is None:
             self._tokenizer = self._load()
-        outcome: Queue[Any] = Queue()
+        outcome: Future[Any] = Future()
 
         def attempt() -> None:
             try:
-                outcome.put(work())
+                outcome.set_result(work())
             except Exception as error:
-                outcome.put(error)
+                outcome.set_exception(error)
 
         Thread(target=attempt, daemon=True, name="grammar").start()
         try:
-            result = outcome.get(timeout=COMPILE_SECONDS)
-        except Empty:
+            return outcome.result(COMPILE_SECONDS)
+        except TimeoutError:
             raise InputError(field, f"takes longer than {COMPILE_SECONDS:g} s to compile", "make it simpler") from None
-        if isinstance(result, Exception):
-            raise InputError(field, f"is not understood: {_first_line(result)}", "check it")
-        return result
+        except Exception as error:
+            raise InputError(field, f"is not understood: {_first_line(error)}", "check it") from None
 
     def _load(self) -> Any:
         try:

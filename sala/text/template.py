@@ -48,7 +48,10 @@ MAX_OUTPUT_BYTES = 128 << 20
 
 
 class ChatTemplate:
-    """A chat template; `marks` maps special tokens in its source to secret spellings (see tokenizer)."""
+    """A chat template; `marks` maps special tokens in its source to secret spellings (see tokenizer).
+
+    Its worker process is started when first needed, and again after it had to be killed.
+    """
 
     def __init__(self, source: str, names: Mapping[str, str | None], marks: Mapping[str, str]) -> None:
         self._marks = marks
@@ -56,7 +59,8 @@ class ChatTemplate:
             source = source.replace(plain, secret)
         self._source = source
         self._names = {key: marks.get(name, name) for key, name in names.items() if name is not None}
-        self._renderer = _Renderer()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
 
     def render(
         self,
@@ -74,40 +78,24 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._renderer.render(self._source, variables)
-        except TemplateError as error:
-            raise TemplateError(self._plain(error.message), error.remedy) from None
-
-    def close(self) -> None:
-        self._renderer.close()
-
-    def _plain(self, text: str) -> str:
-        """Return text without secret spellings, for display."""
-        for plain, secret in self._marks.items():
-            text = text.replace(secret, plain)
-        return "".join(char for char in text if not "\ue000" <= char <= "\uf8ff")
-
-
-class _Renderer:
-    """A worker process that is started when first needed, and again after it had to be killed."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
-
-    def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        try:
             seconds = SECONDS + SECONDS_PER_MIB * len(json.dumps(variables)) / (1 << 20)
             limits = {"limit": MAX_OUTPUT_BYTES, "seconds": seconds}
-            request = json.dumps({"source": source, "variables": variables, **limits})
+            request = json.dumps({"source": self._source, "variables": variables, **limits})
         except (TypeError, ValueError, RecursionError) as error:
-            raise TemplateError(f"the messages cannot be given to the chat template: {error}") from None
+            raise TemplateError(f"the messages cannot be given to the chat template: {self._plain(error)}") from None
         with self._lock:
             reply = self._ask(request.encode("utf-8", "surrogatepass"), seconds)
         if "error" in reply:
-            raise TemplateError(f"the chat template refused the messages: {reply['error']}")
+            raise TemplateError(f"the chat template refused the messages: {self._plain(reply['error'])}")
         text: str = reply["text"]
         return text
+
+    def _plain(self, problem: object) -> str:
+        """Return text without secret spellings, for display."""
+        text = str(problem)
+        for plain, secret in self._marks.items():
+            text = text.replace(secret, plain)
+        return "".join(char for char in text if not "\ue000" <= char <= "\uf8ff")
 
     def _ask(self, data: bytes, seconds: float) -> dict[str, Any]:
         process = self._start()

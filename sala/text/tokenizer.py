@@ -113,22 +113,19 @@ class Tokenizer:
         sampled tokens need not give the same tokens again. A conversation with far more than `count_limit` times
         `max_tokens` tokens raises ContextTooLong before all of it is encoded.
         """
-        stand_ins = [f"{self._nonce}{index}{self._nonce}" for index in range(len(messages))]
-        given = [_is_spliced(message) for message in messages]
-        prepared = [
-            {**_visible(message), "content": stand_in} if is_given else _visible(message)
-            for message, stand_in, is_given in zip(messages, stand_ins, given, strict=True)
-        ]
-        text = self._render(prepared, **options)
-        if any(is_given and text.count(one) != 1 for one, is_given in zip(stand_ins, given, strict=True)):
-            given = [False] * len(messages)  # this template does not print the content as it is
-            text = self._render([_visible(message) for message in messages], **options)
+        visible = [_visible(message) for message in messages]
+        stand_ins = {at: f"{self._nonce}{at}{self._nonce}" for at, one in enumerate(messages) if _is_spliced(one)}
+        text = self._render(
+            [{**one, "content": stand_ins[at]} if at in stand_ins else one for at, one in enumerate(visible)], **options
+        )
+        if any(text.count(stand_in) != 1 for stand_in in stand_ins.values()):
+            stand_ins = {}  # this template does not print the content as it is
+            text = self._render(visible, **options)
         ids: list[int] = []
-        for message, stand_in, is_given in zip(messages, stand_ins, given, strict=True):
-            if is_given:
-                before, _, text = text.partition(stand_in)
-                ids += _encode(self._guarded, before, max_tokens, count_limit)
-                ids += message["token_ids"]
+        for at, stand_in in stand_ins.items():
+            before, _, text = text.partition(stand_in)
+            ids += _encode(self._guarded, before, max_tokens, count_limit)
+            ids += messages[at]["token_ids"]
         return ids + _encode(self._guarded, text, max_tokens, count_limit)
 
     def encode_answers(

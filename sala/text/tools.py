@@ -59,10 +59,8 @@ def _parameter_types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str,
 
 def _typed(raw: str, wanted: Any) -> Any:
     """Convert a parameter to the type in the tool's schema; what does not fit stays text."""
-    kinds = wanted if isinstance(wanted, list) else [wanted]
-    if "string" in kinds or not any(
-        kind in ("integer", "number", "boolean", "object", "array", "null") for kind in kinds
-    ):
+    kinds = [kind for kind in (wanted if isinstance(wanted, list) else [wanted]) if isinstance(kind, str)]
+    if "string" in kinds or not any(kind in _KINDS for kind in kinds):
         return raw
     text = {"True": "true", "False": "false", "None": "null"}.get(raw.strip(), raw)
     try:

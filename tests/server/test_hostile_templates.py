@@ -133,7 +133,7 @@ def test_a_template_without_end_is_stopped(
         answer = endless.result(20)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     server.wait_idle()
-    renderer = server.llm.tokenizer._template._renderer._process
+    renderer = server.llm.tokenizer._template._process
     assert renderer is None or psutil.Process(renderer.pid).cpu_percent(0.2) < 50
 
 
