@@ -276,7 +276,7 @@ class _Evaluation(Run):
         source = read_source(haystack) if haystack is not None else None
         self.learn(haystack="prose" if source is None else source.name)
         self.load(verbose)
-        if source is not None and source.num_chars < 8 * self._longest:
+        if source is not None and sum(map(len, source.documents)) < 8 * self._longest:
             count = sum(map(len, self.llm.tokenizer.encode_many(source.documents)))
             if count < self._longest:
                 s.note(f"{haystack} has {count:,} tokens; longer texts repeat it")

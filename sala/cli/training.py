@@ -23,11 +23,11 @@ def train(
     minutes: Minutes = None,
 ) -> None:
     from sala.cli.progress import training_bar
-    from sala.lab.train.convert import train_model
+    from sala.lab.train.convert import TrainingJob
 
     start = s.find_model(options.model)
     with training_bar() as bar:
-        train_model(start, output, recipe, work or _work(output), options.device, bar, minutes, teacher)
+        TrainingJob(recipe, output, work or _work(output), options.device, bar, minutes).train(start, teacher)
 
 
 @s.derived
@@ -41,10 +41,10 @@ def convert(
     minutes: Minutes = None,
 ) -> None:
     from sala.cli.progress import training_bar
-    from sala.lab.train.convert import convert as run
+    from sala.lab.train.convert import TrainingJob
 
     with training_bar() as bar:
-        run(source, output, recipe, work or _work(output), options.device, bar, minutes)
+        TrainingJob(recipe, output, work or _work(output), options.device, bar, minutes).convert(source)
 
 
 def _work(output: Path) -> Path:

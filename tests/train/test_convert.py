@@ -11,7 +11,7 @@ import pytest
 from sala.backends.torch.model import LightningMixer, SparseMixer
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, SalaError
-from sala.lab.train.convert import convert
+from sala.lab.train.convert import TrainingJob
 from sala.lab.train.loop import OutOfTime, Progress
 from sala.lab.train.models import load_for_training
 from sala.llm import LLM
@@ -141,7 +141,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(base: Path, work: str, output: str, note=lambda stage, news: None, minutes: float | None = None) -> None:
-    convert(base / "dense", base / output, base / "recipe.toml", base / work, "cpu", note, minutes)
+    TrainingJob(base / "recipe.toml", base / output, base / work, "cpu", note, minutes).convert(base / "dense")
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_a_changed_recipe_is_refused(base: Path, converted: Path) -> None:
     changed = base / "changed.toml"
     changed.write_text(RECIPE.replace("lr = 1e-2", "lr = 2e-2"))
     with pytest.raises(SalaError, match="stage align of the recipe has changed"):
-        convert(base / "dense", base / "fourth", changed, base / "work", "cpu", lambda stage, news: None)
+        TrainingJob(changed, base / "fourth", base / "work", "cpu", lambda stage, news: None).convert(base / "dense")
     assert not (base / "fourth").exists()
 
 

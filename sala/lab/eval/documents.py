@@ -29,10 +29,6 @@ class HaystackSource:
     name: str
     documents: list[str]
 
-    @property
-    def num_chars(self) -> int:
-        return sum(map(len, self.documents))
-
 
 def read_bytes(file: Path, field: str = "file") -> bytes:
     """Return the content of a file; raise InputError about `field` if it cannot be read or is too large."""

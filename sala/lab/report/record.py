@@ -44,7 +44,10 @@ def host() -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Return the host and, where torch sees any, the GPUs."""
-    return {**host(), "gpus": _gpus()}
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {**host(), "gpus": [torch.cuda.get_device_name(index) for index in range(count)]}
 
 
 def versions(packages: Sequence[str] = ("torch",)) -> dict[str, str | None]:
@@ -212,13 +215,6 @@ def processor() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
-
-
-def _gpus() -> list[str]:
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [torch.cuda.get_device_name(index) for index in range(count)]
 
 
 def _git(root: Path, *arguments: str) -> str | None:

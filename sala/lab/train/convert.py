@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from sala.checkpoint.writer import check_new, new_directory
@@ -15,72 +16,54 @@ from sala.lab.train.recipe_run import Note, RecipeRun
 from sala.lab.train.report import write_recipe_report
 
 
-def convert(
-    source: Path, output: Path, recipe: Path, work: Path, device: str, note: Note, minutes: float | None = None
-) -> None:
-    """Run the recipe on a dense model; stages that are complete in `work` are skipped."""
-    _run(work / "teacher", output, recipe, work, device, note, minutes, source, is_imported=True)
+@dataclass(frozen=True, slots=True)
+class TrainingJob:
+    """A recipe to run, and where: stages that are complete in `work` are skipped."""
 
+    recipe: Path
+    output: Path
+    work: Path
+    device: str
+    note: Note
+    minutes: float | None = None
 
-def train_model(
-    model: Path,
-    output: Path,
-    recipe: Path,
-    work: Path,
-    device: str,
-    note: Note,
-    minutes: float | None = None,
-    teacher: Path | None = None,
-) -> None:
-    """Run the recipe on a MiniCPM-SALA checkpoint. The teacher may be one as well, or a dense model."""
-    if not (model / "config.json").is_file():
-        raise ModelNotFound(f"{model} has no config.json", "give a checkpoint's directory")
-    if not _is_sala(model):
-        raise CheckpointError(f"{model} is not a MiniCPM-SALA checkpoint", "convert it first: sala convert")
-    is_imported = teacher is not None and not _is_sala(teacher)
-    _run(model, output, recipe, work, device, note, minutes, teacher, is_imported)
+    def convert(self, source: Path) -> None:
+        """Run the recipe on a dense model."""
+        self._run(self.work / "teacher", source, is_imported=True)
 
+    def train(self, model: Path, teacher: Path | None = None) -> None:
+        """Run the recipe on a MiniCPM-SALA checkpoint. The teacher may be one as well, or a dense model."""
+        if not (model / "config.json").is_file():
+            raise ModelNotFound(f"{model} has no config.json", "give a checkpoint's directory")
+        if not _is_sala(model):
+            raise CheckpointError(f"{model} is not a MiniCPM-SALA checkpoint", "convert it first: sala convert")
+        self._run(model, teacher, is_imported=teacher is not None and not _is_sala(teacher))
 
-def _run(
-    start: Path,
-    output: Path,
-    recipe: Path,
-    work: Path,
-    device: str,
-    note: Note,
-    minutes: float | None,
-    teacher: Path | None,
-    is_imported: bool,
-) -> None:
-    """Run the recipe from `start`; the teacher is imported as work/teacher if it is a dense model."""
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    check_new(output)
-    stages = load_recipe(recipe)
-    work.mkdir(parents=True, exist_ok=True)
-    local_device = init_process(device)
-    if not is_main_process():
-        note = _silent
-    if teacher is not None and is_imported:
+    def _run(self, start: Path, teacher: Path | None, is_imported: bool) -> None:
+        """Run the recipe from `start`; the teacher is imported as work/teacher if it is a dense model."""
+        deadline = None if self.minutes is None else time.monotonic() + 60 * self.minutes
+        check_new(self.output)
+        recipe = load_recipe(self.recipe)
+        self.work.mkdir(parents=True, exist_ok=True)
+        device = init_process(self.device)
+        note = self.note if is_main_process() else lambda *_: None
+        if teacher is not None and is_imported:
+            if is_main_process():
+                import_dense(teacher, self.work / "teacher")
+            teacher = self.work / "teacher"
+        barrier()
+        run = RecipeRun(recipe, self.recipe.parent, self.work, teacher, device, note, deadline)
+        final = run_recipe(run, start)
         if is_main_process():
-            import_dense(teacher, work / "teacher")
-        teacher = work / "teacher"
-    barrier()
-    run = RecipeRun(stages, recipe.parent, work, teacher, local_device, note, deadline)
-    final = run_recipe(run, start)
-    if is_main_process():
-        write_recipe_report(run, start, final)
-        with new_directory(output) as draft:
-            for file in final.iterdir():
-                shutil.copy2(file, draft / file.name)
-        run.note("recipe", f"wrote {output}")
-    barrier()
-    destroy_process()
+            write_recipe_report(run, start, final)
+            with new_directory(self.output) as draft:
+                for file in final.iterdir():
+                    shutil.copy2(file, draft / file.name)
+            run.note("recipe", f"wrote {self.output}")
+        barrier()
+        destroy_process()
 
 
 def _is_sala(model: Path) -> bool:
     config = model / "config.json"
     return config.is_file() and read_json_object(config).get("model_type") == "minicpm_sala"
-
-
-def _silent(stage: str, news: object) -> None:
-    """Discard the notes of all processes but the main one."""

@@ -152,10 +152,7 @@ class HeldOut:
     twice the length asks the same question.
     """
 
-    def __init__(
-        self, texts: Iterable[str], avoid: Iterable[tuple[Sequence[str], str]] = (), size: int = NGRAM
-    ) -> None:
-        self.size = size
+    def __init__(self, texts: Iterable[str], avoid: Iterable[tuple[Sequence[str], str]] = ()) -> None:
         self.grams: set[str] = set()
         self.whole: set[str] = set()
         self.avoid: dict[str, list[tuple[frozenset[str], int]]] = {}
@@ -168,7 +165,7 @@ class HeldOut:
             self.avoid.setdefault(max(wanted, key=len), []).append((wanted, 2 * len(words_in(text))))
 
     def _grams(self, words: Sequence[str]) -> Iterable[str]:
-        return (_key(words[at : at + self.size]) for at in range(len(words) - self.size + 1))
+        return (_key(words[at : at + NGRAM]) for at in range(len(words) - NGRAM + 1))
 
     def __contains__(self, text: object) -> bool:
         words = words_in(str(text))

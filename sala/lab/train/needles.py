@@ -188,30 +188,26 @@ class ReadingTable:
         return texts, [questions[at] for at in order]
 
 
+@dataclass(frozen=True, slots=True)
 class ReadingRows:
     """Row i holds passages in other text that fills the row, and questions about some of them."""
 
-    def __init__(
-        self,
-        table: ReadingTable,
-        documents: Sequence[str],
-        encode: Callable[[str], list[int]],
-        wrap: Wrap,
-        end: int,
-        length: int,
-        max_alike: int,
-        max_topics: int,
-        seed: int,
-    ) -> None:
-        self.table, self.documents, self.encode, self.wrap, self.end = table, documents, encode, wrap, end
-        self.length, self.max_alike, self.max_topics, self.seed = length, max_alike, max_topics, seed
-        self.max_questions = max(1, min(6, length // 200))
+    table: ReadingTable
+    documents: Sequence[str]
+    encode: Callable[[str], list[int]]
+    wrap: Wrap
+    end: int
+    length: int
+    max_alike: int
+    max_topics: int
+    seed: int
 
     def __call__(self, index: int) -> TrainingRow:
         rng = np.random.default_rng([self.seed, index])
         num_topics = int(rng.integers(1, self.max_topics + 1))
         texts, questions = self.table.sample(num_topics, self.max_alike, rng)
-        questions = questions[: int(rng.integers(1, self.max_questions + 1))]
+        max_questions = max(1, min(6, self.length // 200))
+        questions = questions[: int(rng.integers(1, max_questions + 1))]
         turns = [self._turn(at, *pair) for at, pair in enumerate(questions)]
         passages = [self.encode(text + PARAGRAPH) for text in texts]
         head = self.encode(self.wrap.before)

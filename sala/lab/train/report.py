@@ -52,7 +52,8 @@ def write_recipe_report(run: RecipeRun, start: Path, final: Path) -> None:
         results[name]["speed"] = measure_speed(directory, wanted.lengths, run.device)
         release()
     out.mkdir(parents=True, exist_ok=True)
-    settings = {"device": _device_name(run.device), "lengths": list(wanted.lengths), "trials": wanted.trials}
+    device = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type
+    settings = {"device": device, "lengths": list(wanted.lengths), "trials": wanted.trials}
     record = comparison(final.name, *MODELS, settings, to_rows(results))
     save(record, out, "report")
     write_markdown(record, out / "report.md", "The hybrid and its source")
@@ -146,7 +147,3 @@ def to_rows(results: Mapping[str, Any]) -> list[ResultRow]:
             before = source["speed"].get(length, {}).get(kind)
             rows.append(pair(kind, before, speeds[kind], int(length), "tok/s"))
     return rows
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
