@@ -61,7 +61,7 @@ class NotWritable(SalaError):
 
 def check_space(path: Path, needed: int, purpose: str = "") -> None:
     """Raise DiskFull unless the disk that holds `path` has `needed` free bytes."""
-    free = _free_bytes(path)
+    free = free_disk_bytes(path)
     if free is not None and needed > free:
         raise _disk_full(path, purpose, needed, free)
 
@@ -87,7 +87,7 @@ def explain_write_error(error: OSError, path: Path | None = None, needed: int | 
     if path is None:
         return None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return _disk_full(path, "", needed, _free_bytes(path))
+        return _disk_full(path, "", needed, free_disk_bytes(path))
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         remedy = "change its permissions or use another directory"
         return NotWritable(f"{path} cannot be accessed: {error.strerror}", remedy)
@@ -102,7 +102,8 @@ def _disk_full(path: Path, purpose: str, needed: int | None, free: int | None) -
     return DiskFull(f"no space left on the disk for {path}{detail}", remedy)
 
 
-def _free_bytes(path: Path) -> int | None:
+def free_disk_bytes(path: Path) -> int | None:
+    """Return the free bytes of the disk that holds `path`, which may not exist yet; None if that is unknown."""
     for place in (path, *path.absolute().parents):
         try:
             return shutil.disk_usage(place).free

@@ -1,16 +1,14 @@
 """`sala doctor`: what this machine has, what sala uses of it, and whether every kernel computes correct results."""
 
-import json
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sala.cli import flags as s
 from sala.cli.outputs import print_facts, print_json, size
-from sala.errors import ModelNotFound, SalaError, install_command
+from sala.errors import ModelNotFound, SalaError, free_disk_bytes, install_command
 from sala.options import Options
 
 if TYPE_CHECKING:
@@ -146,19 +144,13 @@ def mlx() -> dict[str, Any] | None:
 
 
 def places() -> dict[str, Any]:
-    import shutil
-
     import platformdirs
 
-    from sala.models import embedded as models
+    from sala.models.catalog import embedded_folder
+    from sala.models.embedded import models_dir
 
-    where = models.models_dir()
-    try:
-        origin = json.loads((models.overlay_dir() / "base.json").read_text(encoding="utf-8"))
-        embedded: Path | None = where / f"{models.EMBEDDED}-{origin['version']}"
-    except (ModelNotFound, OSError, ValueError, KeyError):
-        embedded = None
-    existing = next(path for path in (where, *where.absolute().parents) if path.is_dir())
+    where, folder = models_dir(), embedded_folder()
+    embedded = None if folder is None else where / folder
     cache = platformdirs.user_cache_path("sala")
     return {
         "models": str(where),
@@ -166,7 +158,7 @@ def places() -> dict[str, Any]:
         "kernels": str(cache / "kernels"),
         "embedded": None if embedded is None else str(embedded),
         "is_embedded_ready": embedded is not None and embedded.is_dir(),
-        "disk_free": shutil.disk_usage(existing).free,
+        "disk_free": free_disk_bytes(where) or 0,
     }
 
 
