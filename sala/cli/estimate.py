@@ -3,18 +3,8 @@
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from sala.backends.memory import (
-    ELEMENT_BYTES,
-    USABLE,
-    Estimate,
-    Tuning,
-    TuningEstimate,
-    estimate_tuning,
-    gpu_limit,
-    longest,
-    raised_gpu_limit,
-)
-from sala.backends.memory import estimate as compute
+from sala.backends import memory as mem
+from sala.backends.memory import Estimate, Tuning, TuningEstimate
 from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.cli import flags as s
 from sala.cli.generate import warn_if_untrained
@@ -68,13 +58,13 @@ def estimate(
         )
         facts = {"finetune": finetune, "ctx": ctx, "batch": batch, "dtype": dtype}
         title = f"{finetune} fine-tuning with {optimizer}, weights in {dtype}, {batch} row(s) of {ctx:,} tokens"
-        _show_parts(title, facts, estimate_tuning(config, expected_tensors(config), tuning), free, as_json)
+        _show_parts(title, facts, mem.estimate_tuning(config, expected_tensors(config), tuning), free, as_json)
         return
     if config.num_attention_heads % tp or config.lightning_nh % tp:
         raise InputError("tp", f"is {tp}", f"it must divide {config.num_attention_heads} heads")
     settings: dict[str, Any] = {
         "batch": batch, "bits": bits, "num_snapshots": options.snapshots, "group_size": group_size, "chunk": chunk,
-        "element_bytes": ELEMENT_BYTES[config.dtype], "stored_bytes": stored, "num_ranks": tp,
+        "element_bytes": mem.ELEMENT_BYTES[config.dtype], "stored_bytes": stored, "num_ranks": tp,
         "kv_bytes": 1 if options.kv == "fp8" else None,
     }  # fmt: skip
     if table:
@@ -82,11 +72,11 @@ def estimate(
     elif macs:
         _show_macs(_macs(config, parameters, settings), as_json)
     else:
-        most = longest(config, parameters, free, **settings)
+        most = mem.longest(config, parameters, free, **settings)
         title = f"{batch} sequence(s) of {ctx:,} tokens" + (f", each of {tp} GPUs" if tp > 1 else "")
         more = f"; the longest context that does: {most:,} tokens"
         facts = {"ctx": ctx, "batch": batch, "longest": most}
-        _show_parts(title, facts, compute(config, parameters, ctx, **settings), free, as_json, more)
+        _show_parts(title, facts, mem.estimate(config, parameters, ctx, **settings), free, as_json, more)
         if not as_json:
             warn_if_untrained(config, ctx)
 
@@ -114,7 +104,7 @@ def _tuning(method: str, optimizer: str, dtype: str, **settings: Any) -> tuple[T
     s.one_of("optimizer", optimizer, OPTIMIZERS)
     if dtype == "auto":
         dtype = "float32" if method == "full" and optimizer != "adamw-bf16" else "bfloat16"
-    return Tuning(method=method, optimizer=optimizer, element_bytes=ELEMENT_BYTES[dtype], **settings), dtype
+    return Tuning(method=method, optimizer=optimizer, element_bytes=mem.ELEMENT_BYTES[dtype], **settings), dtype
 
 
 def _find(model: str | None, shape: str | None) -> tuple[SalaConfig, int, int | None]:
@@ -147,14 +137,16 @@ def _table(config: SalaConfig, parameters: int, settings: dict[str, Any]) -> lis
     """Return a row per width: bytes by context, the longest context by memory."""
     rows = []
     for width, own in _widths(config, settings).items():
-        usable = {memory: int(memory * USABLE * (1 << 30)) for memory in MEMORIES}
-        needed = {ctx: compute(config, parameters, ctx, **own) for ctx in CONTEXTS}
+        usable = {memory: int(memory * mem.USABLE * (1 << 30)) for memory in MEMORIES}
+        needed = {ctx: mem.estimate(config, parameters, ctx, **own) for ctx in CONTEXTS}
         rows.append(
             {
                 "weights": width,
                 "weight_bytes": needed[CONTEXTS[0]].weights,
                 "total": {str(ctx): one.total for ctx, one in needed.items()},
-                "longest": {str(memory): longest(config, parameters, free, **own) for memory, free in usable.items()},
+                "longest": {
+                    str(memory): mem.longest(config, parameters, free, **own) for memory, free in usable.items()
+                },
             }
         )
     return rows
@@ -166,8 +158,8 @@ def _macs(config: SalaConfig, parameters: int, settings: dict[str, Any]) -> list
     rows = []
     for memory in MACS:
         row: dict[str, Any] = {"memory": memory}
-        for name, limit in (("limit", gpu_limit(memory << 30)), ("raised", raised_gpu_limit(memory << 30))):
-            most = {width: longest(config, parameters, limit, **own) for width, own in widths.items()}
+        for name, limit in (("limit", mem.gpu_limit(memory << 30)), ("raised", mem.raised_gpu_limit(memory << 30))):
+            most = {width: mem.longest(config, parameters, limit, **own) for width, own in widths.items()}
             row |= {name: limit, f"{name}_longest": most}
         rows.append(row)
     return rows
@@ -191,14 +183,14 @@ def _show_macs(rows: list[dict[str, Any]], as_json: bool) -> None:
 
 def _show_table(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        print_json({"rows": rows, "usable": USABLE})
+        print_json({"rows": rows, "usable": mem.USABLE})
         return
     needed = [[row["weights"], _gib(row["weight_bytes"]), *map(_gib, row["total"].values())] for row in rows]
     print_table(
         "memory in GiB, by tokens of context", ["weights", "alone", *map(_tokens, CONTEXTS)], needed, is_left=[True]
     )
     most = [[row["weights"], *map(_tokens, row["longest"].values())] for row in rows]
-    title = f"the longest context, if {USABLE:.0%} of the memory may be used"
+    title = f"the longest context, if {mem.USABLE:.0%} of the memory may be used"
     print_table(title, ["weights", *(f"{memory} GB" for memory in MEMORIES)], most, is_left=[True])
 
 

@@ -15,16 +15,7 @@ from mlx.nn.layers.normalization import RMSNorm
 
 from sala.backends.mlx.batch import Batch, Pending, Span
 from sala.backends.mlx.cache import HybridCache, KVPages
-from sala.backends.mlx.ops import Ops
-from sala.backends.mlx.ops.dense import (
-    add_scaled,
-    apply_rope,
-    dense_attention,
-    grow_queries,
-    rope_angles,
-    sigmoid_gate,
-    silu_gate,
-)
+from sala.backends.mlx.ops import Ops, dense
 from sala.backends.mlx.ops.lightning import decay_slopes
 from sala.config import SalaConfig
 
@@ -36,7 +27,7 @@ def linear(num_in: int, num_out: int, bias: bool = False) -> Linear:
 def angles_of(batch: Batch, dim: int, theta: float) -> tuple[mx.array, mx.array]:
     """RoPE's cos and sin [T, dim / 2]; all layers of a batch share them."""
     if (dim, theta) not in batch.angles:
-        batch.angles[dim, theta] = rope_angles(batch.positions, dim, theta)
+        batch.angles[dim, theta] = dense.rope_angles(batch.positions, dim, theta)
     return batch.angles[dim, theta]
 
 
@@ -66,7 +57,7 @@ class Mixer(Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is not None:
             angles = angles_of(batch, self.head_dim, self.rope_theta)
-            q, k = apply_rope(q, *angles), apply_rope(k, *angles)
+            q, k = dense.apply_rope(q, *angles), dense.apply_rope(k, *angles)
         return q, k, v
 
 
@@ -91,7 +82,7 @@ class LightningMixer(Mixer):
         if self.o_norm is not None:
             o = self.o_norm(o)
         if self.z_proj is not None:
-            o = sigmoid_gate(self.z_proj(x), o)
+            o = dense.sigmoid_gate(self.z_proj(x), o)
         return self.o_proj(o)
 
     def project(self, x: mx.array, batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
@@ -128,14 +119,14 @@ class SparseMixer(Mixer):
         rows = [self.attend(*row, pages, batch.ops) for row in zip(batch.spans, batch.split(q), strict=True)]
         o = (rows[0] if len(rows) == 1 else mx.concatenate(rows)).reshape(x.shape[0], -1)
         if self.o_gate is not None:
-            o = sigmoid_gate(self.o_gate(x), o)
+            o = dense.sigmoid_gate(self.o_gate(x), o)
         return self.o_proj(o)
 
     def project(self, x: mx.array, batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
         """x [T, hidden] → q [T, H, D], k and v [T, G, D]."""
         q, k, v = super().project(x, batch)
         if self.log_base is not None:
-            q = grow_queries(q, batch.positions, self.log_base)
+            q = dense.grow_queries(q, batch.positions, self.log_base)
         return q, k, v
 
     def attend(self, span: Span, q: mx.array, pages: KVPages, ops: Ops) -> mx.array:
@@ -150,7 +141,7 @@ class SparseMixer(Mixer):
 
     def attend_dense(self, span: Span, q: mx.array, pages: KVPages) -> mx.array:
         keys, values = pages.keys_values(span, span.start + q.shape[0])
-        return dense_attention(q, keys, values, self.head_dim**-0.5)
+        return dense.dense_attention(q, keys, values, self.head_dim**-0.5)
 
     def attend_sparse(self, span: Span, q: mx.array, start: int, pages: KVPages, ops: Ops) -> mx.array:
         positions = mx.arange(start, span.end, dtype=mx.int32)
@@ -172,7 +163,7 @@ class MLP(Module):
         self.down_proj = linear(config.intermediate_size, config.hidden_size)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(silu_gate(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(dense.silu_gate(self.gate_proj(x), self.up_proj(x)))
 
 
 MIXERS: dict[str, Callable[[SalaConfig], Module]] = {"sparse": SparseMixer, "lightning": LightningMixer}
@@ -188,8 +179,8 @@ class Layer(Module):
         self.residual_scale = config.residual_scale
 
     def __call__(self, x: mx.array, batch: Batch, cache: KVPages | list[mx.array]) -> mx.array:
-        x = add_scaled(x, self.self_attn(self.input_layernorm(x), batch, cache), self.residual_scale)
-        return add_scaled(x, self.mlp(self.post_attention_layernorm(x)), self.residual_scale)
+        x = dense.add_scaled(x, self.self_attn(self.input_layernorm(x), batch, cache), self.residual_scale)
+        return dense.add_scaled(x, self.mlp(self.post_attention_layernorm(x)), self.residual_scale)
 
 
 class Decoder(Module):

@@ -14,15 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sala.backends.torch.batch import Batch, Pending, Sequences, Span
 from sala.backends.torch.cache import HybridCache, KVPages
-from sala.backends.torch.ops import Ops
-from sala.backends.torch.ops.dense import (
-    apply_rope,
-    dense_attention,
-    grow_queries,
-    rms_norm,
-    rope_angles,
-    whole_attention,
-)
+from sala.backends.torch.ops import Ops, dense
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged
 from sala.backends.torch.ops.sparse import select_blocks
 from sala.config import SalaConfig
@@ -35,7 +27,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return dense.rms_norm(x, self.weight, self.eps)
 
 
 def linear(num_in: int, num_out: int, bias: bool = False) -> nn.Linear:
@@ -45,9 +37,9 @@ def linear(num_in: int, num_out: int, bias: bool = False) -> nn.Linear:
 def angles_of(batch: Batch | Sequences, dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """RoPE's cos and sin [T, dim]; all layers of a batch share them."""
     if isinstance(batch, Sequences):
-        return rope_angles(batch.positions, dim, theta)
+        return dense.rope_angles(batch.positions, dim, theta)
     if (dim, theta) not in batch.angles:
-        batch.angles[dim, theta] = rope_angles(batch.positions, dim, theta)
+        batch.angles[dim, theta] = dense.rope_angles(batch.positions, dim, theta)
     return batch.angles[dim, theta]
 
 
@@ -77,7 +69,7 @@ class Mixer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is not None:
             cos, sin = angles_of(batch, self.head_dim, self.rope_theta)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+            q, k = dense.apply_rope(q, cos, sin), dense.apply_rope(k, cos, sin)
         return q, k, v
 
 
@@ -163,7 +155,7 @@ class SparseMixer(Mixer):
         """x [T, hidden] → q [T, H, D], k and v [T, G, D]."""
         q, k, v = super().project(x, batch)
         if self.log_base is not None:
-            q = grow_queries(q, batch.positions, self.log_base)
+            q = dense.grow_queries(q, batch.positions, self.log_base)
         return q, k, v
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], ops: Ops) -> Tensor:
@@ -172,11 +164,11 @@ class SparseMixer(Mixer):
             self.observer(q, k)
         scale = self.head_dim**-0.5
         if all(length < self.sparse.dense_len for length in lengths):
-            return whole_attention(q, k, v, lengths, scale)
+            return dense.whole_attention(q, k, v, lengths, scale)
         outputs, sizes = [], list(lengths)
         for q_row, k_row, v_row in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
             if len(q_row) < self.sparse.dense_len:
-                outputs.append(whole_attention(q_row, k_row, v_row, [len(q_row)], scale))
+                outputs.append(dense.whole_attention(q_row, k_row, v_row, [len(q_row)], scale))
             else:
                 outputs.append(ops.whole_sparse_attention(q_row, k_row, v_row, self.sparse, scale))
         return torch.cat(outputs)
@@ -194,7 +186,7 @@ class SparseMixer(Mixer):
 
     def attend_dense(self, span: Span, q: Tensor, pages: KVPages) -> Tensor:
         keys, values = pages.keys_values(span, span.start + q.shape[0])
-        return dense_attention(q, keys, values, span.start, self.head_dim**-0.5)
+        return dense.dense_attention(q, keys, values, span.start, self.head_dim**-0.5)
 
     def attend_sparse(self, span: Span, q: Tensor, start: int, pages: KVPages, ops: Ops) -> Tensor:
         positions = torch.arange(start, span.end, device=q.device)

@@ -13,53 +13,42 @@ from typing import Any
 from sala.backends.torch.loader import pick_device
 from sala.config import SalaConfig
 from sala.errors import InputError, MissingExtra
+from sala.lab.finetune import training
 from sala.lab.finetune.options import FinetuneOptions
 from sala.lab.finetune.preference import preference_arguments, preference_trainer
 from sala.lab.finetune.result import adapter_tensors, read_log, write_result
 from sala.lab.finetune.rows import collate, make_rows
 from sala.lab.finetune.target import load_base, load_target
-from sala.lab.finetune.training import (
-    FinetuneCallbacks,
-    Stopped,
-    check_outputs,
-    describe_memory,
-    is_main_process,
-    is_sharded,
-    last_checkpoint,
-    loading_device,
-    num_processes,
-    read_data,
-    training_arguments,
-)
+from sala.lab.finetune.training import FinetuneCallbacks, Stopped
 from sala.models.embedded import find_model
 
 
 def finetune(options: FinetuneOptions, callbacks: FinetuneCallbacks | None = None) -> Path:
     """Run to the end, and return the directory of the result."""
-    callbacks = (callbacks or FinetuneCallbacks()) if is_main_process() else FinetuneCallbacks()
+    callbacks = (callbacks or FinetuneCallbacks()) if training.is_main_process() else FinetuneCallbacks()
     need_libraries(options)
     from sala.lab.finetune.trainer import InterruptCallback
 
     path = find_model(options.model, callbacks.message)
     config = SalaConfig.load(path)
-    if is_main_process():
-        check_outputs(options)
+    if training.is_main_process():
+        training.check_outputs(options)
     if options.objective == "kto" and options.batch < 2:
         callbacks.message("kto compares the answers of a batch: using --batch 2")
         options = replace(options, batch=2)
-    train, held = read_data(options, path, config, callbacks)
+    train, held = training.read_data(options, path, config, callbacks)
     device = pick_device(options.device)
     is_sft = options.objective == "sft"
     rows, held_rows = (make_rows(examples, options) if is_sft else examples for examples in (train, held))
-    for line in (_describe_data(options, train, rows, held), *describe_memory(options, config, device)):
+    for line in (_describe_data(options, train, rows, held), *training.describe_memory(options, config, device)):
         callbacks.message(line)
     more = {} if is_sft else preference_arguments(options, train)
-    arguments = training_arguments(options, device, len(rows), bool(held), **more)
+    arguments = training.training_arguments(options, device, len(rows), bool(held), **more)
     if is_sft:
-        model = load_target(path, options, loading_device(arguments, device))
+        model = load_target(path, options, training.loading_device(arguments, device))
         data = {"train_dataset": rows, "eval_dataset": held_rows or None, "data_collator": collate}
     else:
-        model = load_base(path, options, loading_device(arguments, device))
+        model = load_base(path, options, training.loading_device(arguments, device))
         data = preference_trainer(options, path, train, held)
     with InterruptCallback(arguments.device, callbacks.message) as interrupt:
         trainer = make_trainer(model, arguments, options, callbacks, interrupt, **data)
@@ -117,7 +106,7 @@ def _train_to_end(trainer: Any, options: FinetuneOptions, interrupt: Any, callba
 
     Raise Stopped if the run was interrupted.
     """
-    last = last_checkpoint(options.work) if options.resume else None
+    last = training.last_checkpoint(options.work) if options.resume else None
     if last is not None:
         callbacks.message(f"resuming from {last.name}")
     trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
@@ -134,9 +123,9 @@ def _write_outputs(
 ) -> None:
     """Write the result and remove the work directory; every process must call this."""
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-    is_whole = num_processes() == 1 and not is_sharded(trainer.args)
+    is_whole = training.num_processes() == 1 and not training.is_sharded(trainer.args)
     state = None if is_whole else trainer.accelerator.get_state_dict(trainer.model_wrapped)  # a collective operation
-    if is_main_process():
+    if training.is_main_process():
         settings = model.peft_config["default"] if options.has_adapter else None
         tensors = adapter_tensors(model, state) if options.has_adapter else (state or dict(model.named_parameters()))
         facts = {"updates": trainer.state.global_step, "examples": num_train, "held_out": num_held}
