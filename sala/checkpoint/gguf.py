@@ -128,9 +128,8 @@ class GGUF:
         """Return the content of `tokenizer.json`."""
         kind = self.metadata.get("tokenizer.ggml.model")
         if kind != "gpt2":
-            raise CheckpointError(
-                f"the GGUF file has a tokenizer of kind {str(kind)[:40]!r}", "only byte-level BPE (gpt2) is read"
-            )
+            message = f"the GGUF file has a tokenizer of kind {str(kind)[:40]!r}"
+            raise CheckpointError(message, "only byte-level BPE (gpt2) is read")
         tokens, types = self._strings("tokens"), self.metadata.get("tokenizer.ggml.token_type") or []
         count = len(tokens)
         if len(set(tokens)) != count or count > self.facts["vocab_size"] or len(types) not in (0, count):

@@ -182,9 +182,10 @@ def lm(
     run = Run("harness", path.name, wanted, file, None, force, *([sample_file] if samples else []))
     with s.load(options) as llm, run.resumable():
         results, target = evaluate(
-            llm, names, log=run.open_log(), include_path=include_path, num_fewshot=shots,
-            is_chat=chat, system=system, limit=limit if limit is None or limit < 1 else int(limit),
-            max_length=max_length, max_new_tokens=max_tokens, gen_kwargs=settings, has_samples=samples,
+            llm, names, {"max_length": max_length, "max_gen_toks": max_tokens, "log": run.open_log()}, include_path,
+            num_fewshot=shots, limit=limit if limit is None or limit < 1 else int(limit), system_instruction=system,
+            apply_chat_template=chat, fewshot_as_multiturn=chat, gen_kwargs=dict(settings or {}) or None,
+            log_samples=samples,
         )  # fmt: skip
     if target.num_cut:
         s.note(f"{target.num_cut:,} requests were longer than {target.max_length:,} tokens: cut on the left")

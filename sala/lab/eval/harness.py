@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from sala.errors import InputError, MissingExtra, SalaError
-from sala.lab.report.record import Log
 from sala.llm import LLM
 
 
@@ -23,22 +22,10 @@ def adapter() -> Any:
 
 
 def evaluate(
-    llm: LLM,
-    tasks: Sequence[str],
-    *,
-    log: Log | None = None,
-    include_path: Path | None = None,
-    num_fewshot: int | None = None,
-    limit: float | None = None,
-    is_chat: bool = False,
-    system: str | None = None,
-    max_length: int | None = None,
-    max_new_tokens: int = 256,
-    gen_kwargs: Mapping[str, Any] | None = None,
-    has_samples: bool = False,
+    llm: LLM, tasks: Sequence[str], target: Mapping[str, Any], include_path: Path | None = None, **settings: Any
 ) -> tuple[dict[str, Any], Any]:
-    """Run tasks of lm-eval; return its results and the model under test."""
-    model = adapter()(llm, max_length=max_length, max_gen_toks=max_new_tokens, log=log)
+    """Run tasks of lm-eval with its `settings`; return its results and the model under test, made as `target` says."""
+    model = adapter()(llm, **target)
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -49,11 +36,7 @@ def evaluate(
         what = f"hold {', '.join(unknown)}, which lm-eval does not know" if unknown else "are none"
         raise InputError("tasks", what, "see its list: lm-eval ls tasks; yours are found with --include-path")
     try:
-        results = lm_eval.simple_evaluate(
-            model, tasks=list(tasks), task_manager=manager, num_fewshot=num_fewshot, limit=limit,
-            apply_chat_template=is_chat, system_instruction=system, fewshot_as_multiturn=is_chat,
-            gen_kwargs=dict(gen_kwargs) if gen_kwargs else None, log_samples=has_samples,
-        )  # fmt: skip
+        results = lm_eval.simple_evaluate(model, tasks=list(tasks), task_manager=manager, **settings)
     except (SalaError, OSError):
         raise
     except Exception as error:  # of a task, a metric or a data set

@@ -10,12 +10,13 @@ import mlx.core as mx
 import numpy as np
 
 from sala.backends.mlx.kernels import metal
-from sala.backends.mlx.kernels.metal import THREADGROUP_BYTES, Launch
+from sala.backends.mlx.kernels.metal import Launch
 from tests.mlx.shim import signature
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++14", "-O1", "-g0", "-fPIC", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
 STRICT = ("-Wall", "-Wextra", "-Wvla", "-Wdouble-promotion", "-Wfloat-conversion", "-pedantic", "-Werror")
+THREADGROUP_BYTES = 32 << 10  # of every Apple GPU
 GUARD = 64  # numbers around every buffer
 POISON = 0x7FC1  # NaN in every precision, and no index that anything lies at
 

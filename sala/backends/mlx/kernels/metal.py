@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 
-THREADGROUP_BYTES = 32 << 10  # of every Apple GPU
 THREADS = 256  # of a threadgroup of every kernel
 
 
