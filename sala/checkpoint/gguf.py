@@ -35,6 +35,7 @@ _LAYER = {
 }
 _UNSUPPORTED = "only dense llama, qwen2 and qwen3 models without rope scaling are read"
 _GROUP = 32
+_LOSSLESS = ("Q4_0", "Q4_1", "Q8_0")
 _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
 _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -71,19 +72,12 @@ class GGUF:
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
-    def __len__(self) -> int:
-        return len(self._tensors)
-
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
     def kind(self, name: str) -> str:
         """Return the format of a tensor, such as F32 or Q4_1."""
         return str(self._tensors[name].tensor_type.name)
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(int(tensor.n_elements) for tensor in self._tensors.values())
 
     @property
     def chat_template(self) -> str | None:
@@ -102,13 +96,13 @@ class GGUF:
 
         Scales are fp16 as in the file, or fp32 where the bias does not fit in fp16.
         """
-        unpack = _LOSSLESS.get(self.kind(name))
-        if unpack is None or len(self.shape(name)) != 2:
+        kind = self.kind(name)
+        if kind not in _LOSSLESS or len(self.shape(name)) != 2:
             return None
         num_out, num_in = self.shape(name)
         blocks = np.ascontiguousarray(self._tensors[name].data).view(np.uint8).reshape(num_out, num_in // _GROUP, -1)
-        codes, scales, biases = unpack(blocks)
-        bits = 8 if codes.max(initial=0) > 15 or self.kind(name) == "Q8_0" else 4
+        codes, scales, biases = _take_apart(blocks, kind)
+        bits = 8 if codes.max(initial=0) > 15 or kind == "Q8_0" else 4
         with np.errstate(over="ignore"):
             halves = biases.astype(np.float16)
         if not np.array_equal(halves.astype(np.float32), biases):
@@ -243,21 +237,14 @@ def _fp16_at(blocks: Array, at: int) -> Array:
     return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0]
 
 
-def _unpack_q4_0(blocks: Array) -> tuple[Array, Array, Array]:
+def _take_apart(blocks: Array, kind: str) -> tuple[Array, Array, Array]:
+    """Return the codes of blocks, their scales in fp16 and their biases in fp32."""
     scales = _fp16_at(blocks, 0)
-    return _nibbles(blocks[..., 2:]), scales, scales.astype(np.float32) * np.float32(-8)
-
-
-def _unpack_q4_1(blocks: Array) -> tuple[Array, Array, Array]:
-    return _nibbles(blocks[..., 4:]), _fp16_at(blocks, 0), _fp16_at(blocks, 2).astype(np.float32)
-
-
-def _unpack_q8_0(blocks: Array) -> tuple[Array, Array, Array]:
-    scales = _fp16_at(blocks, 0)
+    if kind == "Q4_1":
+        return _nibbles(blocks[..., 4:]), scales, _fp16_at(blocks, 2).astype(np.float32)
+    if kind == "Q4_0":
+        return _nibbles(blocks[..., 2:]), scales, scales.astype(np.float32) * np.float32(-8)
     return blocks[..., 2:] ^ 0x80, scales, scales.astype(np.float32) * np.float32(-128)
-
-
-_LOSSLESS = {"Q4_0": _unpack_q4_0, "Q4_1": _unpack_q4_1, "Q8_0": _unpack_q8_0}
 
 
 def _set_splitting(tokenizer: Tokenizer, name: str) -> None:

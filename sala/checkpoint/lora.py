@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -178,18 +178,22 @@ def _by_pattern(path: Path, table: Mapping[str, Any], field: str, module: str, c
 class MergedCheckpoint(Checkpoint):
     """A checkpoint with an adapter merged into it; `config` describes the tensors that it returns.
 
-    `expanded` modules are dequantized without a change.
+    Matrices that the adapter does not change are dequantized too if `expand` names them.
     """
 
     def __init__(
-        self, path: str | Path, config: SalaConfig, adapter: Adapter | None, expanded: Iterable[str] = ()
-    ) -> None:
+        self, path: str | Path, config: SalaConfig, adapter: Adapter | None,
+        expand: Literal["none", "external", "all"] = "none",
+    ) -> None:  # fmt: skip
         self._base = Checkpoint(path)
         check_tensors(self._base, config)
         self.path, self._origin, self._adapter = self._base.path, config, adapter
         self._matrices = QuantizedMatrices(self._base, config)
-        changed = dict(adapter.changes) if adapter is not None else {}
-        self._changes: dict[str, Change | None] = dict.fromkeys(expanded) | changed
+        self._changes: dict[str, Change | None] = dict(adapter.changes) if adapter is not None else {}
+        names: dict[str, Iterable[str]] = {"none": (), "external": self._matrices.external, "all": self._matrices}
+        for name in names[expand]:
+            if name != "lm_head" or not config.tie_word_embeddings:
+                self._changes.setdefault(name)
         self.tensors = MappingProxyType(self._merged_tensors())
         self.config = self._merged_config()
 
@@ -277,7 +281,7 @@ def fuse(
     config = SalaConfig.load(model)
     config = config if dtype is None else replace(config, dtype=dtype)
     changes = None if adapter is None else read_adapter(adapter, config)
-    with MergedCheckpoint(model, config, changes, _to_expand(model, config, is_whole)) as merged:
+    with MergedCheckpoint(model, config, changes, "all" if is_whole else "external") as merged:
         specs = _specs(merged, dtype)
         done = 0
 
@@ -294,14 +298,6 @@ def fuse(
             copy_companions(model, draft)
         note("writing", len(specs), len(specs))
         return merged.config
-
-
-def _to_expand(model: Path, config: SalaConfig, is_whole: bool) -> list[str]:
-    with Checkpoint(model) as checkpoint:
-        matrices = QuantizedMatrices(checkpoint, config)
-    names = matrices if is_whole else matrices.external
-    hidden = {"lm_head"} if config.tie_word_embeddings else set()
-    return [name for name in names if name not in hidden]
 
 
 def _specs(merged: MergedCheckpoint, dtype: str | None) -> dict[str, Spec]:

@@ -38,7 +38,6 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Generic, Self, TypeVar
 
 from sala.engine.engine import Engine
@@ -193,7 +192,8 @@ class EngineService:
             if self._thread is None:
                 self._thread = self._loop.start()
                 _running.add(self)
-                _register_exit()
+                atexit.unregister(_stop_all)
+                atexit.register(_stop_all)  # the last one to be registered is called first
 
     @property
     def num_requests(self) -> int:
@@ -413,11 +413,6 @@ class _Batch(Generic[K]):
     def close(self, wait: bool = True) -> None:
         for handle in self._active:
             self._service.release(handle, wait)
-
-
-@cache
-def _register_exit() -> None:
-    atexit.register(_stop_all)
 
 
 def _stop_all() -> None:

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,14 +67,12 @@ class Partial:
 class Library:
     """The models of a directory, of the Hugging Face cache, and others that were registered by path."""
 
-    def __init__(self, directory: Path, extra: Sequence[Path] = ()) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = Path(directory).expanduser()
         if self.directory.exists() and not self.directory.is_dir():
             raise SalaError(f"{self.directory} is not a directory", "set SALA_MODELS_DIR to one")
         self._extra: dict[str, Path] = {}
         self._embedded = embedded_folder()
-        for path in extra:
-            self.register(path)
 
     def register(self, path: Path) -> str:
         """Add a model that lies elsewhere and return its id."""

