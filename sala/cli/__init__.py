@@ -19,7 +19,7 @@ GROUPS = {
     **dict.fromkeys(("list", "pull", "rm"), "models"),
     "batch": "generate",
     "ps": "serve",
-    "report": "eval",
+    **dict.fromkeys(("perplexity", "report"), "eval"),
     **dict.fromkeys(("train", "convert", "finetune", "llamafactory"), "training"),
 }  # modules that are not named for their command
 

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from sala.cli.perplexity import perplexity
+from sala.cli.eval import perplexity
 from sala.errors import InputError
 from sala.lab.eval.documents import read_documents
 from sala.lab.eval.perplexity import TokenizedText, Window, choose_lengths, cut, measure, to_text
