@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Collection
 from typing import Annotated, Any
 
 from sala.cli import flags as s
@@ -27,22 +26,15 @@ def serve(
     settings: Settings,
     given: s.GivenNames,
 ) -> int:
-    if settings.engine != "sala":
-        return launch(settings, given, more or [], print_command)
-    from sala.server.launch import check_own
+    from sala.server.launch import check_own, plan
 
-    check_own(given, more or [])
+    if settings.engine == "sala":
+        check_own(given, more or [])
+        if print_command:
+            raise InputError("--print-command", "is for other engines", "add --engine vllm or --engine sglang")
+        return serve_here(settings)
+    found = plan(settings, given, more or [], os.environ)  # how to replace this process by the other server
     if print_command:
-        raise InputError("--print-command", "is for other engines", "add --engine vllm or --engine sglang")
-    return serve_here(settings)
-
-
-def launch(settings: Settings, given: Collection[str], more: list[str], is_shown_only: bool) -> int:
-    """Replace this process by the server of another engine."""
-    from sala.server.launch import plan
-
-    found = plan(settings, given, more, os.environ)
-    if is_shown_only:
         print(found.show())
         return 0
     host = f"[{settings.host}]" if ":" in settings.host else settings.host

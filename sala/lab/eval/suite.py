@@ -55,20 +55,18 @@ class Suite:
         kinds: tuple[ValueKind, ...] = ANY_KIND,
     ) -> list[Job[Case]]:
         """Return the needle jobs. The depths of a trial share its text and are adjacent."""
-        maker = self._needle_maker(preset, num_keys, kinds)
+        if preset == "aurora":
+            maker: KeyMaker = AuroraMaker(self._writer, self._seed)
+        elif preset in PRESETS:
+            maker = KeyMaker(self._writer, self.haystack, self._seed, KeySpec(num_keys, kinds=kinds))
+        else:
+            raise InputError("preset", f"is {preset!r}", f"choose one of {', '.join(PRESETS)}")
         maker.make(min(lengths), 0, depths[0])  # raises now if the length is too short
         jobs = []
         for length, trial, depth in product(sorted(lengths), range(trials), sorted(depths)):
             labels = {"length": length, "depth": depth, "trial": trial}
             jobs.append(Job(labels, length, partial(maker.make, length, trial, depth / 100)))
         return jobs
-
-    def _needle_maker(self, preset: str, num_keys: int, kinds: tuple[ValueKind, ...]) -> KeyMaker:
-        if preset == "aurora":
-            return AuroraMaker(self._writer, self._seed)
-        if preset not in PRESETS:
-            raise InputError("preset", f"is {preset!r}", f"choose one of {', '.join(PRESETS)}")
-        return KeyMaker(self._writer, self.haystack, self._seed, KeySpec(num_keys, kinds=kinds))
 
     def ruler(
         self,

@@ -73,7 +73,12 @@ class Lines:
             low, high = min(0.0, *values), max(0.0, *values)
             axes.set_ylim(low * 1.08, high * 1.08 if high > low else 1.0)
         if not self.is_linear:
-            self._label_lengths(axes, sorted({x for one in shown for x, _ in one.points}))
+            lengths = sorted({x for one in shown for x, _ in one.points})
+            every = max(1, -(-len(lengths) // MAX_TICKS))
+            ticks = lengths[::-every][::-1]
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ticks, [length_label(round(x)) for x in ticks])
+            axes.minorticks_off()
         for at in self.marks:
             axes.axvline(at, color=INK, alpha=0.5, linestyle="--", linewidth=1)
             axes.annotate(f"{at:,.0f}", (at, 1), xycoords=("data", "axes fraction"), fontsize=8, va="top", ha="left")
@@ -81,13 +86,6 @@ class Lines:
         axes.grid(True, axis="y")
         if len(shown) > 1:
             axes.legend(axes.containers, [_legible(one.name) for one in shown], fontsize=8)
-
-    def _label_lengths(self, axes: Any, xs: Sequence[float]) -> None:
-        axes.set_xscale("log", base=2)
-        every = -(-len(xs) // MAX_TICKS)
-        ticks = list(xs[::-every][::-1]) if xs else []
-        axes.set_xticks(ticks, [length_label(round(x)) for x in ticks])
-        axes.minorticks_off()
 
 
 @dataclass(frozen=True, slots=True)
