@@ -1,7 +1,5 @@
 """Load the model to fine-tune: all weights trainable, or frozen (plain or quantized) weights with an adapter."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,17 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sala.backends.torch.loader import pick_dtype, read_parameter, read_weight, to_affine
+from sala.backends.torch.loader import pick_dtype, read_weight, to_affine
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.matrices import QuantizedMatrices
-from sala.checkpoint.names import check_tensors
 from sala.checkpoint.packing import Packed, quantize
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.lab.finetune.frozen import FrozenLinear
 from sala.lab.finetune.options import FinetuneOptions
-from sala.lab.train.models import set_parameter
+from sala.lab.train.models import load_for_training
 from sala.quantization_config import GROUP_SIZES, LINEARS, matrix_modules
 
 QK_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm")
@@ -43,9 +40,11 @@ def load_base(path: Path, options: FinetuneOptions, device: torch.device) -> Any
     config = SalaConfig.load(path)
     dtype = training_dtype(options, config, device)
     torch.manual_seed(options.seed)
-    with Checkpoint(path) as checkpoint:
-        make_linear = frozen_linears(options, device) if options.method == "qlora" else None
-        model = adopt(_load(checkpoint, config, dtype, device, make_linear), path, dtype)
+    if options.method == "qlora":
+        source = _load_frozen(path, options, dtype, device)
+    else:
+        source = load_for_training(path, device, dtype)
+    model = adopt(source, path, dtype)
     model.loss_rows = options.loss_rows
     model.config.use_cache = False
     return model
@@ -91,61 +90,39 @@ def adapter_settings(options: FinetuneOptions, config: SalaConfig) -> Any:
     )
 
 
-MakeLinear = Callable[[Checkpoint, SalaConfig, str, nn.Parameter | None, torch.dtype], nn.Module]
-
-
-def _load(
-    checkpoint: Checkpoint, config: SalaConfig, dtype: torch.dtype, device: torch.device, make_linear: MakeLinear | None
-) -> SalaModel:
-    """Return a model that owns its memory; `make_linear`, if given, makes the linears of the layers."""
-    check_tensors(checkpoint, config)
-    with torch.device("meta"):
-        model = SalaModel(replace(config, quantization=None))
-    for name in dict(model.named_parameters()):
-        module_name, _, leaf = name.rpartition(".")
-        if make_linear is not None and _is_layer_linear(module_name) and leaf == "weight":
-            continue
-        tensor = read_parameter(checkpoint, config, name, dtype, device)
-        is_mapped = tensor.device.type == "cpu"  # its memory may be the file's
-        set_parameter(model, name, nn.Parameter(tensor.clone() if is_mapped else tensor))
-    if make_linear is not None:
-        for name, module in list(model.named_modules()):
-            if _is_layer_linear(name) and isinstance(module, nn.Linear):
-                model.set_submodule(name, make_linear(checkpoint, config, name, module.bias, dtype))
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    return model
-
-
-def _is_layer_linear(name: str) -> bool:
-    return name.startswith("model.layers.") and name.rpartition(".")[2] in LINEARS
-
-
-def frozen_linears(options: FinetuneOptions, device: torch.device) -> MakeLinear:
-    """Return a function that makes the frozen linears of QLoRA; a quantized base keeps its own codes.
-
-    Raise InputError if NF4 is requested but not available.
-    """
+def _wants_nf4(options: FinetuneOptions, device: torch.device) -> bool:
+    """Return whether QLoRA quantizes with bitsandbytes; raise InputError if NF4 is requested but not available."""
     has_bitsandbytes = find_spec("bitsandbytes") is not None
     wants_nf4 = options.format == "nf4" or (options.format == "auto" and device.type == "cuda" and has_bitsandbytes)
     if wants_nf4 and device.type != "cuda":
         raise InputError("format", "is nf4, which needs an NVIDIA GPU", "use sala")
     if wants_nf4 and not has_bitsandbytes:
         raise InputError("format", "is nf4, which needs bitsandbytes", "run: pip install bitsandbytes; or use sala")
+    return wants_nf4
 
-    def make_linear(
-        checkpoint: Checkpoint, config: SalaConfig, name: str, bias: nn.Parameter | None, dtype: torch.dtype
-    ) -> nn.Module:
-        matrices, cpu = QuantizedMatrices(checkpoint, config), torch.device("cpu")
-        packed = matrices.read(name) if name in matrices else None
-        if not isinstance(packed, Packed):  # plain or FP8
-            if wants_nf4:
-                return _nf4(read_weight(checkpoint, config, name, dtype, cpu), bias, dtype, device)
-            packed = _quantize(read_weight(checkpoint, config, name, torch.float32, cpu), options.bits)
-        weight = to_affine(packed).map(lambda part: part.to(device, copy=True))
-        return FrozenLinear(weight, bias, None if packed.order is None else torch.from_numpy(packed.order).to(device))
 
-    return make_linear
+def _load_frozen(path: Path, options: FinetuneOptions, dtype: torch.dtype, device: torch.device) -> SalaModel:
+    """Return a model with the frozen linears of QLoRA in its layers; a quantized base keeps its own codes."""
+    wants_nf4, config, cpu = _wants_nf4(options, device), SalaConfig.load(path), torch.device("cpu")
+    linears = {name for name in matrix_modules(config.mixers) if name.startswith("model.layers.")}
+    model = load_for_training(path, device, dtype, lambda name: name.removesuffix(".weight") not in linears)
+    with Checkpoint(path) as checkpoint:
+        matrices = QuantizedMatrices(checkpoint, config)
+        for name, module in list(model.named_modules()):
+            if name not in linears:
+                continue
+            bias: Any = module.bias
+            packed = matrices.read(name) if name in matrices else None
+            if not isinstance(packed, Packed):  # plain or FP8
+                if wants_nf4:
+                    weight = read_weight(checkpoint, config, name, dtype, cpu)
+                    model.set_submodule(name, _nf4(weight, bias, dtype, device))
+                    continue
+                packed = _quantize(read_weight(checkpoint, config, name, torch.float32, cpu), options.bits)
+            affine = to_affine(packed).map(lambda part: part.to(device, copy=True))
+            order = None if packed.order is None else torch.from_numpy(packed.order).to(device)
+            model.set_submodule(name, FrozenLinear(affine, bias, order))
+    return model
 
 
 def _quantize(weight: Tensor, bits: int) -> Packed:

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.model import Layer
+from sala.backends.torch.ops.affine import to_codes
 from sala.errors import CheckpointError
-from sala.lab.quantize.layers import Chunks, Site, set_tensor, sites_of, weight_of
-from sala.lab.quantize.ranges import TORCH_DTYPES, fit_range, row_pieces, to_codes
+from sala.lab.quantize.layers import Chunks, Site, sites_of, weight_of
+from sala.lab.quantize.ranges import TORCH_DTYPES, fit_range, row_pieces
+from sala.lab.train.models import set_tensor
 from sala.quantization_config import Groups
 
 ALPHAS = tuple(step / 20 for step in range(20))

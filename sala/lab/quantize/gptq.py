@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sala.backends.torch.ops.affine import to_codes
 from sala.checkpoint.packing import Packed
 from sala.errors import CheckpointError
 from sala.lab.quantize.layers import Chunks
-from sala.lab.quantize.ranges import search_range, to_codes, to_packed
+from sala.lab.quantize.ranges import search_range, to_packed
 from sala.quantization_config import Groups
 
 DAMPING = 0.01  # share of the mean of the diagonal that is added to it

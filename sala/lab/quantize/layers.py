@@ -18,6 +18,7 @@ from sala.backends.torch.loader import read_parameter
 from sala.backends.torch.model import Layer
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
+from sala.lab.train.models import set_tensor
 from sala.quantization_config import QKV_LINEARS
 
 TOKENS_AT_ONCE = 4096  # that pass through a layer together
@@ -64,11 +65,6 @@ def forget_module(checkpoint: Checkpoint, module: str) -> None:
     for name in checkpoint:
         if name == module or name.startswith(f"{module}."):
             checkpoint.forget(name)
-
-
-def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    place, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(place), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
 def weight_of(layer: nn.Module, name: str) -> Tensor:

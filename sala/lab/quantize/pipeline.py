@@ -27,11 +27,11 @@ from sala.errors import CheckpointError, InputError
 from sala.lab.quantize.awq import SiteStatistics, fold_scales, summarise_site
 from sala.lab.quantize.draft import Arrays, WorkDirectory, open_draft
 from sala.lab.quantize.gptq import InputStatistics, round_columns, sum_hessian
-from sala.lab.quantize.layers import Chunks, Site, forget_module, read_layer, set_tensor, sites_of, walk, weight_of
+from sala.lab.quantize.layers import Chunks, Site, forget_module, read_layer, sites_of, walk, weight_of
 from sala.lab.quantize.plan import QuantizeSettings, plan_modules
 from sala.lab.quantize.ranges import TORCH_DTYPES, expand, round_matrix, round_within_ranges
 from sala.lab.quantize.texts import CalibrationText
-from sala.lab.train.models import tensor_bytes
+from sala.lab.train.models import set_tensor, tensor_bytes
 from sala.quantization_config import Groups, QuantConfig
 
 _VERSION = 2  # of the computation; another version does not continue an old work directory

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sala.backends.torch.ops import affine
+from sala.backends.torch.ops.affine import to_codes
 from sala.checkpoint.arrays import encode
 from sala.checkpoint.dtypes import FLOAT_DTYPES, dtypes_by_file_name
 from sala.checkpoint.packing import PACKED_PARTS, Packed, dequantize, pack, quantize
@@ -20,26 +22,8 @@ _PIECE = 1 << 24  # weights at a time; rows are independent
 
 
 def fit_range(low: Tensor, high: Tensor, bits: int, dtype: str = "F32") -> tuple[Tensor, Tensor]:
-    """Return scale and bias of a group by MLX's rule from the ends of its weights, rounded to `dtype`.
-
-    The end farther from zero is represented exactly, and so is zero.
-    """
-    is_low = low.abs() > high.abs()
-    scale = ((high - low) / ((1 << bits) - 1)).clamp(min=1e-7)
-    scale = torch.where(is_low, scale, -scale)
-    edge = torch.where(is_low, low, high)
-    zero = (edge / scale).round()
-    has_zero = zero != 0
-    scale = torch.where(has_zero, edge / torch.where(has_zero, zero, 1), scale)
-    bias = torch.where(has_zero, edge, 0)
-    return _rounded(scale, bias, dtype)
-
-
-def to_codes(weight: Tensor, scale: Tensor, bias: Tensor, bits: int) -> Tensor:
-    """Return the nearest codes as floats; 0 where the scale is zero."""
-    safe = torch.where(scale == 0, 1, scale)
-    codes = torch.where(scale == 0, 0, (weight - bias) / safe)
-    return codes.round().clamp(0, (1 << bits) - 1)
+    """Return scale and bias of a group by MLX's rule from the ends of its weights, rounded to `dtype`."""
+    return _rounded(*affine.fit_range(low, high, bits), dtype)
 
 
 def search_range(weight: Tensor, importance: Tensor, bits: int, dtype: str) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from sala.backends.torch.model import SalaModel
+from sala.backends.torch.ops.affine import fit_range, to_codes
 from sala.quantization_config import MIXER_LINEARS, MLP_LINEARS
 
 
@@ -63,16 +64,8 @@ class RoundedLinear(nn.Linear):
 def round_to_codes(weight: Tensor, bits: int, group_size: int) -> Tensor:
     """Return the weight quantized and dequantized by the rule of `checkpoint.packing`."""
     groups = weight.float().unflatten(1, (-1, group_size))
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    top = 2**bits - 1
-    is_low = low.abs() > high.abs()
-    scale = ((high - low) / top).clamp(min=1e-7)
-    scale = torch.where(is_low, scale, -scale)
-    edge = torch.where(is_low, low, high)
-    zero = (edge / scale).round()
-    scale = torch.where(zero != 0, edge / zero, scale)
-    bias = torch.where(zero != 0, edge, 0.0)
-    codes = ((groups - bias) / scale).round().clamp(0, top)  # before the scale is rounded, as in `packing.quantize`
+    scale, bias = fit_range(groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True), bits)
+    codes = to_codes(groups, scale, bias, bits)  # before the scale is rounded, as in `packing.quantize`
     scale, bias = scale.half().float(), bias.half().float()
     return (codes * scale + bias).flatten(1).to(weight.dtype)
 

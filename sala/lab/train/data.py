@@ -7,10 +7,10 @@ Seeded permutations order the rows, so the step number is the only state.
 import hashlib
 import lzma
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -47,20 +47,27 @@ RowMaker = Callable[[int], TrainingRow]  # returns row 0, 1, … as a pure funct
 
 
 @dataclass(frozen=True, slots=True)
-class TokenStream:
+class ArrayFile:
+    """A dataclass of arrays that is stored as an .npz file."""
+
+    def save(self, file: Path) -> None:
+        """Write the file atomically."""
+        with replacing(file) as draft, draft.open("wb") as handle:
+            np.savez(handle, **{item.name: getattr(self, item.name) for item in fields(self)})
+
+    @classmethod
+    def load(cls, file: Path) -> Self:
+        with np.load(file, allow_pickle=False) as arrays:
+            return cls(**arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStream(ArrayFile):
     """The concatenated documents of a source; `loss_mask` marks tokens with a loss, `ends` the ends of documents."""
 
     tokens: Array
     loss_mask: Array
     ends: Array
-
-    def save(self, file: Path) -> None:
-        save_arrays(file, tokens=self.tokens, learn=self.loss_mask, ends=self.ends)
-
-    @classmethod
-    def load(cls, file: Path) -> "TokenStream":
-        with np.load(file, allow_pickle=False) as arrays:
-            return cls(arrays["tokens"], arrays["learn"], arrays["ends"])
 
     def row(self, index: int, length: int) -> TrainingRow:
         """Return the index-th piece of `length` tokens; the remainder of the stream is not used."""
@@ -71,12 +78,6 @@ class TokenStream:
         lengths = tuple(after - before for before, after in pairwise(edges) if after > before)
         loss_mask = self.loss_mask[piece]
         return TrainingRow(self.tokens[piece].astype(np.int64), loss_mask, np.zeros(length, np.bool_), lengths)
-
-
-def save_arrays(file: Path, **arrays: Array) -> None:
-    """Write an .npz file atomically."""
-    with replacing(file) as draft, draft.open("wb") as handle:
-        np.savez(handle, **arrays)  # type: ignore[arg-type]
 
 
 def read_documents(source: Source, base: Path) -> Iterator[Any]:

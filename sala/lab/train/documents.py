@@ -10,15 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from sala.errors import InputError
-from sala.lab.train.data import Array, Epochs, TokenStream, TrainingRow, save_arrays
+from sala.lab.train.data import Array, ArrayFile, Epochs, TokenStream, TrainingRow
 
 GIVEN, ASKED, ANSWER, TEXT = range(4)  # roles: template or prompt, question by the teacher, answer, free text
 NGRAM = 8
+Document = tuple[Sequence[int] | Array, Sequence[int] | Array, bool]  # tokens, roles, whether it ended
 MIN_TEXT = 64  # tokens; shorter free text is dropped
 
 
 @dataclass(frozen=True, slots=True)
-class Documents:
+class Documents(ArrayFile):
     """Concatenated documents: tokens and roles, the end of each document, and whether it has an end token."""
 
     tokens: Array
@@ -27,15 +28,14 @@ class Documents:
     is_ended: Array
 
     @classmethod
-    def of(cls, documents: Sequence[tuple[Sequence[int] | Array, Sequence[int] | Array, bool]]) -> "Documents":
+    def of(cls, documents: Sequence[Document]) -> "Documents":
         """Return documents from (tokens, roles, is_ended) of each."""
-        sizes = [len(tokens) for tokens, _, _ in documents]
-        flat = [np.array(tokens, np.uint32) for tokens, _, _ in documents]
+        tokens = [np.array(ids, np.uint32) for ids, _, _ in documents]
         roles = [np.array(marks, np.uint8) for _, marks, _ in documents]
         return cls(
-            np.concatenate(flat) if flat else np.zeros(0, np.uint32),
-            np.concatenate(roles) if roles else np.zeros(0, np.uint8),
-            np.cumsum(sizes, dtype=np.int64) if sizes else np.zeros(0, np.int64),
+            np.concatenate([np.zeros(0, np.uint32), *tokens]),
+            np.concatenate([np.zeros(0, np.uint8), *roles]),
+            np.cumsum([len(ids) for ids in tokens], dtype=np.int64),
             np.array([ended for _, _, ended in documents], np.bool_),
         )
 
@@ -48,7 +48,7 @@ class Documents:
         return self.tokens[piece], self.roles[piece], bool(self.is_ended[index])
 
     def items(self) -> Iterator[tuple[Array, Array, bool]]:
-        return (self.document(index) for index in range(len(self)))
+        return map(self.document, range(len(self)))
 
     def is_text(self) -> Array:
         """Return for each document whether it is free text."""
@@ -57,18 +57,10 @@ class Documents:
         return np.maximum.reduceat(self.roles, np.concatenate(([0], self.ends[:-1]))) == TEXT
 
     def rows(self) -> list[list[int]]:
-        return [self.document(index)[0].tolist() for index in range(len(self))]
+        return [tokens.tolist() for tokens, _, _ in self.items()]
 
     def select(self, indices: Iterable[int]) -> "Documents":
         return Documents.of([self.document(index) for index in indices])
-
-    def save(self, file: Path) -> None:
-        save_arrays(file, tokens=self.tokens, roles=self.roles, ends=self.ends, is_ended=self.is_ended)
-
-    @classmethod
-    def load(cls, file: Path) -> "Documents":
-        with np.load(file, allow_pickle=False) as arrays:
-            return cls(arrays["tokens"], arrays["roles"], arrays["ends"], arrays["is_ended"])
 
 
 def has_loop(tokens: Sequence[int], size: int = NGRAM, times: int = 3) -> bool:
@@ -199,8 +191,7 @@ def to_stream(documents: Documents, end: int) -> TokenStream:
     The end token has a loss only if the teacher wrote one.
     """
     pieces, loss_mask = [], []
-    for index in range(len(documents)):
-        tokens, _, is_ended = documents.document(index)
+    for tokens, _, is_ended in documents.items():
         body = tokens[:-1] if is_ended else tokens  # its end token may be that of a turn
         pieces.append(np.append(body, np.uint32(end)))
         loss_mask.append(np.append(np.ones(len(body), np.bool_), is_ended))

@@ -50,14 +50,14 @@ class GraphedPass:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):
-                    self._set_grads(None)
+                    self._clear_grads()
                     self._run_eagerly(inputs)
             torch.cuda.current_stream().wait_stream(side)
             torch.cuda.empty_cache()
             wanted = [grad.clone() for grad in self.grads]
             graph = _Graph(self.function, inputs, self._pool)
             self._pool = graph.graph.pool()
-            self._set_grads(None)
+            self._clear_grads()
             graph.replay(inputs)
             error = _relative_error(self.grads, wanted)
             self.note(f"captured a step of {name}: relative error {error:.1e}")
@@ -67,14 +67,12 @@ class GraphedPass:
             self.note(f"a step of {name} cannot be captured: {problem!r}"[:500])
             return None
         finally:
-            self._set_grads(kept)
+            for grad, value in zip(self.grads, kept, strict=True):
+                grad.copy_(value)
 
-    def _set_grads(self, values: Sequence[Tensor] | None) -> None:
-        for index, grad in enumerate(self.grads):
-            if values is None:
-                grad.zero_()
-            else:
-                grad.copy_(values[index])
+    def _clear_grads(self) -> None:
+        for grad in self.grads:
+            grad.zero_()
 
 
 class _Graph:

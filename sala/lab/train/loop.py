@@ -181,7 +181,7 @@ def prefetch(make: Callable[[int], Any], numbers: range, num_workers: int, is_pi
             _Items(make),
             batch_size=None,
             sampler=numbers,
-            collate_fn=_identity,
+            collate_fn=lambda item: item,
             num_workers=num_workers,
             multiprocessing_context="fork" if num_workers else None,
             prefetch_factor=4 if num_workers else None,
@@ -196,10 +196,6 @@ class _Items(Dataset[Any]):
 
     def __getitem__(self, number: int) -> Any:
         return self.make(number)
-
-
-def _identity(item: Any) -> Any:
-    return item
 
 
 class _Log:

@@ -7,32 +7,42 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sala.backends.torch.loader import load_model
+from sala.backends.torch.loader import fill_model, read_parameter
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.dtypes import FILE_DTYPES, dtypes_by_name
-from sala.checkpoint.names import expected_tensors
+from sala.checkpoint.names import check_tensors, expected_tensors
 from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import new_directory, write_model
 from sala.config import SalaConfig
 
 
-def load_for_training(directory: Path, device: torch.device) -> SalaModel:
-    """Return a model in fp32 that owns its memory; no parameter requires gradients yet."""
+def load_for_training(
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    is_wanted: Callable[[str], bool] = lambda name: True,
+) -> SalaModel:
+    """Return a dequantized model that owns its memory; no parameter requires gradients yet.
+
+    Parameters whose names are not wanted stay on the meta device.
+    """
     config = SalaConfig.load(directory)
     with Checkpoint(directory) as checkpoint:
-        model = load_model(checkpoint, config, torch.float32, device, is_expanded=True)
-        own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for name, tensor in own.items():
-        set_parameter(model, name, nn.Parameter(tensor, requires_grad=False))
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    model.config = replace(config, quantization=None)
-    return model
+        check_tensors(checkpoint, config)
+
+        def read(name: str, shape: torch.Size) -> Tensor | None:
+            if not is_wanted(name):
+                return None
+            tensor = read_parameter(checkpoint, config, name, dtype, device)
+            return tensor.clone() if device.type == "cpu" else tensor  # its memory may be the file's
+
+        return fill_model(replace(config, quantization=None), read)
 
 
-def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace a parameter of the model by a tensor that is not trained."""
     module, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(module), leaf, parameter)
+    setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
 def save_model(

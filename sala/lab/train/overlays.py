@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.overlay import GATES, OverlayPacking, base_matrix, read_overlay
@@ -16,7 +15,7 @@ from sala.config import SalaConfig
 from sala.errors import CheckpointError
 from sala.lab.train.adapters import LowRank, add_low_rank
 from sala.lab.train.latent import Storage
-from sala.lab.train.models import load_for_training, set_parameter
+from sala.lab.train.models import load_for_training, set_tensor
 from sala.quantization_config import MIXER_LINEARS, MLP_LINEARS
 
 
@@ -61,16 +60,20 @@ def load_overlay(overlay: Path, teacher: SalaModel, base: TeacherBase, rank: int
     with torch.device("meta"):
         model = SalaModel(config)
     model.model.embed_tokens, model.lm_head = teacher.model.embed_tokens, teacher.lm_head
+
+    def put(name: str, values: Any) -> None:
+        set_tensor(model, name, torch.from_numpy(values).to(device, torch.float32))
+
     for name in [name for name, value in model.named_parameters() if value.is_meta and value.ndim == 1]:
-        _put(model, name, torch.from_numpy(plain[name].copy()), device)
+        put(name, plain[name].copy())
     for index, layer in enumerate(model.model.layers):
         for name in MIXER_LINEARS:
             module = f"model.layers.{index}.self_attn.{name}"
             if module in modules:
-                _put(model, f"{module}.weight", torch.from_numpy(dequantize(modules[module])), device)
+                put(f"{module}.weight", dequantize(modules[module]))
             elif f"{module}.change" in modules:
-                weight = base_matrix(config, base, module) + dequantize(modules[f"{module}.change"])
-                _put(model, f"{module}.weight", torch.from_numpy(weight), device)
+                change = dequantize(modules[f"{module}.change"])
+                put(f"{module}.weight", base_matrix(config, base, module) + change)
         for name in MLP_LINEARS:
             module = f"model.layers.{index}.mlp.{name}"
             changed = LowRank(teacher.get_submodule(module), rank, generator)  # type: ignore[arg-type]
@@ -82,10 +85,6 @@ def load_overlay(overlay: Path, teacher: SalaModel, base: TeacherBase, rank: int
     if missing:
         raise CheckpointError(f"{overlay} has no {missing[0]}", "give the overlay of a whole model")
     return model
-
-
-def _put(model: nn.Module, name: str, value: Tensor, device: torch.device) -> None:
-    set_parameter(model, name, nn.Parameter(value.to(device, torch.float32), requires_grad=False))
 
 
 def overlay_storage(model: SalaModel, base: TeacherBase, packing: OverlayPacking) -> dict[str, Storage]:

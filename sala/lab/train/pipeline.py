@@ -129,10 +129,8 @@ def _align(run: RecipeRun, stage: AlignStage, directory: Path, start: Path) -> N
     for index, mixer in mixers.items():
         student.model.layers[index].self_attn = mixer.to(run.device).requires_grad_(True)
     objective = Align(mixers, teacher)
-    if _is_compiled(run):
-        layers = teacher.model.layers
-        parts: list[Any] = [part for layer in layers for part in (layer.self_attn, layer.mlp)]
-        _compile([*mixers.values(), *parts], config, run.device)
+    parts: list[Any] = [part for layer in teacher.model.layers for part in (layer.self_attn, layer.mlp)]
+    _compile(run, [*mixers.values(), *parts], config)
     _dense(student)
     names = tuple(name for name, _ in objective.named_parameters())
     _learn(run, stage, directory, objective, [Group(names, 1.0)], start)
@@ -191,14 +189,13 @@ def _train(run: RecipeRun, stage: TrainStage, directory: Path, start: Path) -> N
         _dense(student)
     elif stage.sparse is not None:
         _set_geometry(student, stage.sparse)
-    if _is_compiled(run):
-        teacher_layers = teacher.model.layers if teacher is not None and isinstance(stage, DistilStage) else ()
-        # sparse attention is compiled separately: inside a compiled layer its gradients became NaN
-        student_layers: list[Any] = [
-            layer.mlp if stage.is_sparse and isinstance(layer.self_attn, SparseMixer) else layer
-            for layer in student.model.layers
-        ]
-        _compile([*student_layers, *teacher_layers], config, run.device)
+    teacher_layers = teacher.model.layers if teacher is not None and isinstance(stage, DistilStage) else ()
+    # sparse attention is compiled separately: inside a compiled layer its gradients became NaN
+    student_layers: list[Any] = [
+        layer.mlp if stage.is_sparse and isinstance(layer.self_attn, SparseMixer) else layer
+        for layer in student.model.layers
+    ]
+    _compile(run, [*student_layers, *teacher_layers], config)
     has_selection_loss = stage.choice_weight > 0
     if has_selection_loss and stage.seq_len < (least := min_length(stage.sparse or config.sparse_config)):
         raise InputError("seq_len", f"is {stage.seq_len}, too short for block selection", f"give at least {least}")
@@ -235,7 +232,7 @@ def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
     )
     if _is_compiled(run):
         objective.use(FastPaths.on(run.device))
-        _compile([*student.model.layers, *teacher.model.layers], config, run.device)
+        _compile(run, [*student.model.layers, *teacher.model.layers], config)
     note = partial(run.note, stage.name)
     learner = LatentLearner(objective, latents, stage, note, _student_rows(run, stage, student))
     parts, probe = step_parts(run, stage, start), _student_probe(run, stage, teacher, student)
@@ -337,10 +334,11 @@ def _is_compiled(run: RecipeRun) -> bool:
     return run.recipe.is_compiled and run.device.type == "cuda"
 
 
-def _compile(modules: Iterable[nn.Module], config: SalaConfig, device: torch.device) -> None:
-    decay_slopes(config.lightning_nh, device)  # cached before compilation, they are constants
-    for module in modules:
-        module.compile(dynamic=False)
+def _compile(run: RecipeRun, modules: Iterable[nn.Module], config: SalaConfig) -> None:
+    if _is_compiled(run):
+        decay_slopes(config.lightning_nh, run.device)  # cached before compilation, they are constants
+        for module in modules:
+            module.compile(dynamic=False)
 
 
 _STAGES: dict[type[Any], Callable[[RecipeRun, Any, Path, Path], None]] = {

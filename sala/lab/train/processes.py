@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from sala.backends.torch.loader import pick_device
 from sala.errors import MissingExtra
-from sala.lab.train.models import set_parameter
 
 TIMEOUT = timedelta(days=2)  # the others wait while the main process samples text or measures layers
 
@@ -70,7 +69,8 @@ def gather_parameters(model: nn.Module) -> None:
         if isinstance(parameter, DTensor):
             if parameter not in whole:
                 whole[parameter] = nn.Parameter(DTensor.full_tensor(parameter).detach())
-            set_parameter(model, name, whole[parameter])
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, whole[parameter])
 
 
 def _are_many() -> bool:

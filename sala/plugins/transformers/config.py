@@ -7,24 +7,16 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from sala.checkpoint.dtypes import FILE_DTYPES
+from sala.checkpoint.random import RELEASED
 from sala.config import MIXERS, RELEASED_NAMES, SalaConfig
 from sala.errors import ConfigError
 from sala.plugins.transformers import ARCHITECTURE, LAYER_TYPES
 from sala.quantization_config import MIXER_LINEARS, QuantConfig
 
 _MIXERS_BY_TYPE = {name: RELEASED_NAMES[mixer] for mixer, name in LAYER_TYPES.items()}  # type: ignore[index]
-_RELEASED_SPARSE = (0, 9, 16, 17, 22, 29, 30, 31)
-_RELEASED: dict[str, Any] = {
-    "vocab_size": 73448,
-    "hidden_size": 4096,
-    "intermediate_size": 16384,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "eos_token_id": [2, 73440],
-    "pad_token_id": 2,
-}
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_DEFAULTS = (*_SIZES, "num_key_value_heads", "head_dim", "eos_token_id", "pad_token_id")
+_RELEASED = {name: value for name, value in RELEASED.to_dict().items() if name in _DEFAULTS}
 _FIELDS = tuple(item.name for item in fields(SalaConfig) if item.name not in ("dtype", "model_type", "quantization"))
 
 # How a linear's weights are sharded over devices. Norms and block selection of mixers span all heads, so the outputs of
@@ -78,7 +70,7 @@ class SalaHfConfig(PretrainedConfig):
     def _take_fields(self, own: dict[str, Any], types: list[str] | None) -> dict[str, Any]:
         """Set the fields of the model and return those that the parent class sets."""
         shape = {**_RELEASED, **own} if not own.keys() & {"vocab_size", "hidden_size"} else dict(own)
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        for name in _SIZES:
             shape.setdefault(name, _RELEASED[name])
         if "mixer_types" not in shape:
             shape["mixer_types"] = _mixers_for(shape["num_hidden_layers"], types)
@@ -132,7 +124,7 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
     try:
         parsed = SalaConfig.from_dict(values)
     except ConfigError:
-        return {**_complete(_RELEASED | {"mixer_types": _mixers_for(32, None)}), **values}
+        return {**_complete(RELEASED.to_dict()), **values}
     complete = {name: getattr(parsed, name) for name in _FIELDS}
     sparse = parsed.sparse_config
     complete["sparse_config"] = {item.name: getattr(sparse, item.name) for item in fields(sparse)}
@@ -153,7 +145,7 @@ def _check_rope(table: dict[str, Any] | None) -> dict[str, Any]:
 def _mixers_for(num_layers: int, types: list[str] | None) -> list[str]:
     if types is not None:
         return [_MIXERS_BY_TYPE.get(name, name) for name in types]
-    sparse = _RELEASED_SPARSE if num_layers == 32 else {*range(0, num_layers, 4), num_layers - 1}
+    sparse = RELEASED.sparse_layers if num_layers == 32 else {*range(0, num_layers, 4), num_layers - 1}
     return [RELEASED_NAMES["sparse" if layer in sparse else "lightning"] for layer in range(num_layers)]
 
 

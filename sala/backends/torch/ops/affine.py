@@ -26,6 +26,28 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return parts.sum(-1, dtype=torch.int32)  # no bit is set in two of the parts
 
 
+def fit_range(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return scale and bias of a group by MLX's rule from the ends of its weights.
+
+    The end farther from zero is represented exactly, and so is zero.
+    """
+    is_low = low.abs() > high.abs()
+    scale = ((high - low) / ((1 << bits) - 1)).clamp(min=1e-7)
+    scale = torch.where(is_low, scale, -scale)
+    edge = torch.where(is_low, low, high)
+    zero = (edge / scale).round()
+    has_zero = zero != 0
+    scale = torch.where(has_zero, edge / torch.where(has_zero, zero, 1), scale)
+    return scale, torch.where(has_zero, edge, 0)
+
+
+def to_codes(weight: Tensor, scale: Tensor, bias: Tensor, bits: int) -> Tensor:
+    """Return the nearest codes as floats; 0 where the scale is zero."""
+    safe = torch.where(scale == 0, 1, scale)
+    codes = torch.where(scale == 0, 0, (weight - bias) / safe)
+    return codes.round().clamp(0, (1 << bits) - 1)
+
+
 def dequantize(words: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int) -> Tensor:
     """words [..., in * bits / 32], scales and biases [..., in / group_size] → weights [..., in] in fp32."""
     codes = unpack(words, bits).unflatten(-1, (scales.shape[-1], group_size)).float()

@@ -331,8 +331,7 @@ def write_samples(
     writer = Writer(model, num_slots, stage.seq_len, ends, marks, seed, dtype)
     documents = writer.write(openings, deadline, lambda rows, tokens: note(rows, len(openings), tokens))
     del writer
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # training needs the memory of the slots' KV caches
+    torch.cuda.empty_cache()  # training needs the memory of the slots' KV caches
     kept = filter_documents(documents) if stage.is_filtered else documents
     if not stage.held_out:
         return kept
