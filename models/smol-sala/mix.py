@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sala.lab.train.halo.source import copy_tokenizer
 from sala.lab.train.models import load_for_training, save_model
 
 
@@ -28,7 +27,7 @@ def main() -> None:
             total[name] = total.get(name, 0) + weight * parameter.detach()
     for name, parameter in model.named_parameters():
         parameter.copy_(total[name])
-    save_model(model, options.output, parts[-1][1], "float32", copy_tokenizer)
+    save_model(model, options.output, model.config, parts[-1][1])
 
 
 if __name__ == "__main__":

@@ -31,7 +31,12 @@ def launch(command: str, arguments: Sequence[str]) -> int:
         raise SalaError("LLaMA-Factory is not installed", "run: pip install llamafactory==0.9.5")
     if command == "train" and needs_processes(os.environ, _count_devices):
         return subprocess.run(torchrun(os.environ, _count_devices(), arguments), check=False).returncode
-    _run_here(command, arguments)
+    from sala.plugins.transformers import register
+
+    register()
+    place, name = COMMANDS[command]
+    sys.argv = [f"llamafactory-cli {command}", *arguments]  # LLaMA-Factory reads its arguments from here
+    getattr(import_module(place), name)()
     return 0
 
 
@@ -53,15 +58,6 @@ def torchrun(environment: Mapping[str, str], num_devices: int, arguments: Sequen
         *("--master-port", environment.get("MASTER_PORT") or str(_find_port())),
         *("-m", "sala.plugins.llamafactory", "train", *arguments),
     ]
-
-
-def _run_here(command: str, arguments: Sequence[str]) -> None:
-    from sala.plugins.transformers import register
-
-    register()
-    place, name = COMMANDS[command]
-    sys.argv = [f"llamafactory-cli {command}", *arguments]  # LLaMA-Factory reads its arguments from here
-    getattr(import_module(place), name)()
 
 
 def _count_devices() -> int:

@@ -14,7 +14,7 @@ from sala.backends.torch.model import SalaModel
 from sala.checkpoint.random import TINY, write_random
 from sala.config import SparseConfig
 from sala.lab.train import loop
-from sala.lab.train.accelerated import Accelerated, Group
+from sala.lab.train.accelerated import Accelerated, RateGroups
 from sala.lab.train.data import Mixture, StreamRows, TokenStream, TrainingRow
 from sala.lab.train.loop import OutOfTime, Progress, train
 from sala.lab.train.models import load_for_training
@@ -97,10 +97,7 @@ def learn(
     )
     model.requires_grad_(True)
     names = [name for name, _ in objective.named_parameters()]
-    groups = [
-        Group(tuple(n for n in names if ".mlp." not in n), 1.0),
-        Group(tuple(n for n in names if ".mlp." in n), 0.5),
-    ]
+    groups = {1.0: [n for n in names if ".mlp." not in n], 0.5: [n for n in names if ".mlp." in n]}
     return run_loop(objective, stage, groups, mixture or small_mixture(), directory, note, deadline)
 
 
@@ -109,15 +106,14 @@ def align(
 ) -> list[dict[str, float]]:
     model.requires_grad_(True)
     objective = Align({i: model.model.layers[i].self_attn for i in (0, 2)}, teacher)
-    names = tuple(name for name, _ in objective.named_parameters())
-    groups = [Group(names, 1.0)]
+    groups = {1.0: [name for name, _ in objective.named_parameters()]}
     return run_loop(objective, stage, groups, small_mixture(), directory, lambda progress: None, deadline)
 
 
 def run_loop(
     objective: Objective,
     stage: TrainStage,
-    groups: list[Group],
+    groups: RateGroups,
     mixture: Mixture,
     directory: Path,
     note: Callable[[Progress], None],

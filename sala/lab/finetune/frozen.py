@@ -4,7 +4,6 @@ The weights are dequantized for every product, in the forward and again in the b
 adapters around these linears as around any other.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from sala.backends.torch.linears import AffineWeight
 from sala.backends.torch.ops.affine import dequantize
+from sala.lab.train.losses import compiled
 
 
 class FrozenLinear(nn.Linear):
@@ -40,8 +40,9 @@ class FrozenLinear(nn.Linear):
 
     def expand(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantized matrix [out, in] with its columns in stored order."""
-        expand = _expand_function(self.qweight.device.type)
-        return expand(self.qweight, self.scales, self.biases, self.bits, self.group_size, dtype)
+        device = self.qweight.device.type
+        form = _expand_nibbles if device == "cuda" and self.bits == 4 else _expand
+        return compiled(form, device)(self.qweight, self.scales, self.biases, self.bits, self.group_size, dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FrozenLinear":
         """Move to another device; raise TypeError on a change of dtype, which would round the scales."""
@@ -73,13 +74,6 @@ def _expand_nibbles(
     codes: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: int, dtype: torch.dtype
 ) -> Tensor:
     """Dequantize as `_expand` does; the form for 4 bits compiles into a single pass over the memory."""
-    if bits != 4:
-        return _expand(codes, scales, biases, bits, group_size, dtype)
     shifts = torch.arange(0, 32, 4, device=codes.device, dtype=torch.int32)
     values = ((codes.unsqueeze(-1) >> shifts) & 15).flatten(-2).unflatten(-1, (scales.shape[-1], group_size))
     return (values.float() * scales.float().unsqueeze(-1) + biases.float().unsqueeze(-1)).flatten(-2).to(dtype)
-
-
-@cache
-def _expand_function(device: str) -> Any:
-    return torch.compile(_expand_nibbles, dynamic=False) if device == "cuda" else _expand

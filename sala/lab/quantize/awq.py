@@ -79,7 +79,10 @@ def fold_scales(
         is_norm = weight_of(layer, producer).dim() == 1
         if not is_norm and groups.get(producer) is None:
             continue
-        shared = _num_shared(layer, producer)
+        mixer: Any = layer.self_attn
+        shared = 1, 1  # heads that read each row of the producer, and the head dimension
+        if producer == "self_attn.v_proj":
+            shared = mixer.num_heads // mixer.num_kv_heads, mixer.head_dim
         scales = _search(layer, site, seen[site.name], groups, dtype, shared)
         if is_norm:
             norm, scales = _divide_norm(weight_of(layer, producer), scales, TORCH_DTYPES[dtypes[producer]])
@@ -101,14 +104,6 @@ def _producer(layer: Layer, site: str) -> str | None:
             return "self_attn.o_norm"
         return None if mixer.v_proj.bias is not None else "self_attn.v_proj"
     return {"mixer": "input_layernorm", "mlp": "post_attention_layernorm", "down": "mlp.up_proj"}[site]
-
-
-def _num_shared(layer: Layer, producer: str) -> tuple[int, int]:
-    """Return how many heads read each row of the producer, and the head dimension."""
-    mixer: Any = layer.self_attn
-    if producer != "self_attn.v_proj":
-        return 1, 1
-    return mixer.num_heads // mixer.num_kv_heads, mixer.head_dim
 
 
 def _search(

@@ -7,6 +7,7 @@ over. Every file is complete or absent, so that a kill at any moment loses at mo
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ _JOB = "job.json"
 Arrays = dict[str, tuple[Spec, Any]]  # tensor → dtype and shape, and its bytes
 
 
+@dataclass(frozen=True, slots=True)
 class WorkDirectory:
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    directory: Path
 
     def piece(self, name: str) -> Path:
         return self.directory / f"{name}.safetensors"

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,18 +23,12 @@ FIELD = "calibration"  # in error messages
 _SEED = 20
 
 
-class CalibrationText(Protocol):
-    """A text with a `key` that identifies it; `pieces` and `held_out` are disjoint token ids [S, length]."""
-
-    @property
-    def key(self) -> str: ...
-    def pieces(self, num_tokens: int, length: int) -> Tensor: ...
-    def held_out(self, num_tokens: int, length: int) -> Tensor: ...
-
-
 @dataclass
 class FileText:
-    """A text file, or a .jsonl file with a "text" per line. Its end is held out."""
+    """A text file, or a .jsonl file with a "text" per line. Its end is held out.
+
+    `key` identifies it; `pieces` and `held_out` are disjoint token ids [S, length].
+    """
 
     file: Path
     model: Path
@@ -117,6 +110,9 @@ class SampledText:
                 rows[at] = [*head, first[at], *answer.token_ids]
                 self.note(len(rows), count)
         return torch.tensor([rows[at] for at in range(count)])
+
+
+CalibrationText = FileText | SampledText
 
 
 def cut(tokens: list[int], length: int) -> Tensor:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,13 +14,7 @@ from sala.lab.train.objectives import Objective
 from sala.lab.train.recipe import Learning
 from sala.lab.train.steps import TrainingBatch
 
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Parameters that train at `scale` times the stage's learning rate."""
-
-    names: tuple[str, ...]
-    scale: float
+RateGroups = Mapping[float, Sequence[str]]  # names of parameters, by the factor of their learning rate
 
 
 class Accelerated:
@@ -29,15 +22,15 @@ class Accelerated:
 
     tile_rows = 0
 
-    def __init__(self, objective: Objective, stage: Learning, groups: Sequence[Group], dtype: str = "bfloat16") -> None:
+    def __init__(self, objective: Objective, stage: Learning, groups: RateGroups, dtype: str = "bfloat16") -> None:
         self.objective, self.stage = objective, stage
         self.accelerator = _accelerator(dtype, next(objective.parameters()).device, objective.units)
         self.device: torch.device = self.accelerator.device
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         named = dict(objective.named_parameters())
-        self.scales = [group.scale for group in groups]
+        self.scales = list(groups)
         optimizer = torch.optim.AdamW(
-            [{"params": [named[name] for name in group.names], "lr": stage.lr * group.scale} for group in groups],
+            [{"params": [named[name] for name in names], "lr": stage.lr * scale} for scale, names in groups.items()],
             betas=stage.betas,
             weight_decay=stage.weight_decay,
             fused=self.device.type == "cuda",

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,10 @@ from torch import Tensor, nn
 
 from sala.lab.train.adapters import round_to_codes
 from sala.lab.train.block_selection_loss import count_queries
+from sala.lab.train.fast_paths import FastPaths
 from sala.lab.train.graphs import GraphedPass
 from sala.lab.train.loop import Probe
+from sala.lab.train.losses import compiled
 from sala.lab.train.objectives import Distil
 from sala.lab.train.on_policy import StudentRows
 from sala.lab.train.recipe import MixStage
@@ -53,7 +54,8 @@ class Stack:
     def store(self, values: Tensor) -> None:
         """Make the model compute with the stored form of `values`."""
         if self.bits:
-            _rounding(values.device.type)(self.work, values, self.base, self.bits, self.group_size)
+            round_into = compiled(_round_into, values.device.type)
+            round_into(self.work, values, self.base, self.bits, self.group_size)
         else:
             self.work.copy_(values)
 
@@ -245,7 +247,7 @@ class LatentLearner:
         if self.objective.fast.is_plain:
             return "the gradient"
         self.note("the gradient is not finite: continuing without the fast paths")
-        self.objective.use_plain_paths()
+        self.objective.use(FastPaths(is_compiled=self.objective.fast.is_compiled))
         self._graphs = None
         self.num_skipped = 0
         return None
@@ -305,8 +307,3 @@ def _round_into(work: Tensor, values: Tensor, base: Tensor | None, bits: int, gr
     flat = values if base is None else values - base
     rounded = round_to_codes(flat.flatten(0, 1), bits, group_size).view_as(values)
     work.copy_(rounded if base is None else base + rounded)
-
-
-@cache
-def _rounding(device: str) -> Callable[..., None]:
-    return torch.compile(_round_into, dynamic=False) if device == "cuda" else _round_into

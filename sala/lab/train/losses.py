@@ -8,12 +8,13 @@ the matrix products run in bf16 and accumulate in fp32; softmax and loss are alw
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 TILE_ROWS = {"cuda": 8192, "cpu": 512}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class LossWeights(NamedTuple):
@@ -65,7 +66,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_head = torch.zeros_like(head) if head.requires_grad else None
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss, sums = hidden.new_zeros((), dtype=wide), hidden.new_zeros(2, dtype=wide)
-        compute = _tile_function(hidden.device.type)
+        compute = compiled(_tile, hidden.device.type)
         for begin in range(0, hidden.shape[0], tile_rows):
             rows = slice(begin, begin + tile_rows)
             teacher_logits = None if teacher is None else _logits(teacher[0][rows], teacher[1])
@@ -129,5 +130,6 @@ def _tile(
 
 
 @cache
-def _tile_function(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    return torch.compile(_tile, dynamic=False) if device == "cuda" else _tile
+def compiled(function: _Function, device: str) -> _Function:
+    """Return the function, compiled for a GPU."""
+    return torch.compile(function, dynamic=False) if device == "cuda" else function  # type: ignore[return-value]

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from sala.backends.torch.loader import fill_model, read_parameter
 from sala.backends.torch.model import SalaModel
-from sala.checkpoint.dtypes import FILE_DTYPES, dtypes_by_name
 from sala.checkpoint.names import check_tensors, expected_tensors
 from sala.checkpoint.reader import Checkpoint
-from sala.checkpoint.writer import new_directory, write_model
+from sala.checkpoint.writer import TOKENIZER_FILES, copy_companions, new_directory, write_model
 from sala.config import SalaConfig
 
 
@@ -45,17 +44,18 @@ def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
 
 
-def save_model(
-    model: SalaModel, target: Path, tokenizer_from: Path, dtype: str, copy: Callable[[Path, Path], None]
-) -> None:
-    """Write a complete checkpoint; `copy` adds the tokenizer's files."""
-    config = replace(model.config, dtype=dtype)
+def save_model(model: SalaModel, target: Path, config: SalaConfig, tokenizer_from: Path) -> None:
+    """Write a complete checkpoint in fp32, with this configuration and the files of another one's tokenizer."""
+    config = replace(config, dtype="float32")
     tensors = dict(model.named_parameters())
-    kind = dtypes_by_name(torch)[dtype]
-    specs = {name: (FILE_DTYPES[dtype], shape) for name, shape in expected_tensors(config).items()}
+    specs = {name: ("F32", shape) for name, shape in expected_tensors(config).items()}
     with new_directory(target) as draft:
-        write_model(draft, config, specs, lambda name: tensor_bytes(tensors[name], kind))
-        copy(tokenizer_from, draft)
+        write_model(draft, config, specs, lambda name: tensor_bytes(tensors[name]))
+        copy_tokenizer(tokenizer_from, draft)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    copy_companions(source, target, (*TOKENIZER_FILES, "generation_config.json"))
 
 
 def tensor_bytes(tensor: Tensor, dtype: torch.dtype = torch.float32) -> memoryview:

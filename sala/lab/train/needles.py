@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from sala.errors import ConfigError, InputError
 from sala.lab.eval.tasks.needle import NeedleDialogue, NeedleMaker, NeedleSpec, Wrap
@@ -159,13 +160,10 @@ class ReadingTable:
     def load(cls, file: Path, lists: Path) -> "ReadingTable":
         """Read the passages, and the lists that fill their slots; raise ConfigError if there are no passages."""
         values = tomllib.loads(file.read_text(encoding="utf-8"))
-        passages = [
-            Passage(one["text"], tuple(map(tuple, one["ask"])), tuple(map(tuple, one["keyed"])))
-            for one in values.get("passage", [])
-        ]
+        passages = TypeAdapter(tuple[Passage, ...]).validate_python(values.get("passage", []))
         if not passages:
             raise ConfigError(f"{file} has no [[passage]]", "add at least one")
-        return cls(tuple(passages), SlotLists.load(lists))
+        return cls(passages, SlotLists.load(lists))
 
     def sample(self, count: int, alike: int, rng: np.random.Generator) -> tuple[list[str], list[tuple[str, str]]]:
         """Return up to `alike` passages from each of `count` templates, and (question, answer) pairs about them."""
@@ -212,9 +210,10 @@ class ReadingRows:
         passages = [self.encode(text + PARAGRAPH) for text in texts]
         head = self.encode(self.wrap.before)
         room = self.length - len(head) - sum(map(len, passages)) - sum(len(a) + len(b) for a, b in turns)
-        ids = list(head)
-        for piece in self._mixed(passages, self._other(room, rng), rng):
-            ids += piece
+        pieces = self._other(room, rng)
+        for passage in passages:
+            pieces.insert(int(rng.integers(len(pieces) + 1)), passage)
+        ids = [token for piece in (head, *pieces) for token in piece]
         answer = [False] * len(ids)
         for question_ids, answer_ids in turns:
             ids += [*question_ids, *answer_ids]
@@ -240,10 +239,4 @@ class ReadingRows:
                 room -= len(out[-1])
                 if room <= 0:
                     break
-        return out
-
-    def _mixed(self, passages: list[list[int]], other: list[list[int]], rng: np.random.Generator) -> list[list[int]]:
-        out = list(other)
-        for passage in passages:
-            out.insert(int(rng.integers(len(out) + 1)), passage)
         return out

@@ -6,7 +6,6 @@ returns the loss and the unscaled sums for the log.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,10 +120,6 @@ class Distil(NextToken):
         """Compute on these paths from now on."""
         self.fast, self.cache = fast, TeacherCache(0 if fast.has_graphs else self.cache_bytes)
         set_scan(self.student, fast.has_scan)
-
-    def use_plain_paths(self) -> None:
-        """Continue without the custom kernels."""
-        self.use(replace(self.fast, has_scan=False, has_bf16_head=False, has_graphs=False))
 
     def forward(self, batch: TrainingBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():

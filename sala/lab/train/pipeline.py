@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,12 @@ from sala.errors import InputError, SalaError
 from sala.lab.eval.tasks.choice import read_tasks
 from sala.lab.train import adapters
 from sala.lab.train import probe as probing
-from sala.lab.train.accelerated import Accelerated, Group
+from sala.lab.train.accelerated import Accelerated, RateGroups
 from sala.lab.train.block_selection_loss import min_length
 from sala.lab.train.fast_paths import FastPaths
 from sala.lab.train.halo.sample import write_samples
 from sala.lab.train.halo.select import Importance, measure_layers, needle_pairs, rate_layers, select_layers
-from sala.lab.train.halo.source import ALWAYS_DENSE, copy_tokenizer
+from sala.lab.train.halo.source import ALWAYS_DENSE
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid, to_sparse
 from sala.lab.train.latent import LatentLearner, Latents
 from sala.lab.train.loop import OutOfTime, Probe, Progress, train
@@ -132,8 +132,7 @@ def _align(run: RecipeRun, stage: AlignStage, directory: Path, start: Path) -> N
     parts: list[Any] = [part for layer in teacher.model.layers for part in (layer.self_attn, layer.mlp)]
     _compile(run, [*mixers.values(), *parts], config)
     _dense(student)
-    names = tuple(name for name, _ in objective.named_parameters())
-    _learn(run, stage, directory, objective, [Group(names, 1.0)], start)
+    _learn(run, stage, directory, objective, {1.0: [name for name, _ in objective.named_parameters()]}, start)
     errors = {str(index): float(error) for index, error in objective.layer_errors.items()}
     if is_main_process():
         (directory / "errors.json").write_text(json.dumps(errors, indent=2) + "\n")
@@ -156,7 +155,7 @@ def _select(run: RecipeRun, stage: SelectStage, directory: Path, start: Path) ->
     student = to_hybrid(teacher, config, run.recipe.seed)
     for index in config.lightning_layers:
         student.model.layers[index].self_attn = aligned.model.layers[index].self_attn
-    _save(student, directory / "model", config, start)
+    save_model(student, directory / "model", config, start)
 
 
 def _measure_layers(run: RecipeRun, stage: SelectStage, teacher: SalaModel, mixers: list[Any]) -> list[Importance]:
@@ -244,7 +243,7 @@ def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
     latents.use_mean(is_rounded=False)
     adapters.merge_low_rank(student)
     shutil.rmtree(directory / "so-far", ignore_errors=True)
-    _save(student, target, config, start)
+    save_model(student, target, config, start)
     if stopped is not None:
         raise stopped
 
@@ -269,8 +268,8 @@ def _student_probe(run: RecipeRun, stage: MixStage, teacher: SalaModel, student:
     return lambda is_whole: probe(student) | ({"ended": probe.ended(student, end)} if is_whole else {})
 
 
-def _parameter_groups(student: SalaModel, stage: TrainStage) -> list[Group]:
-    """Make the stage's parameters trainable, and return them grouped by learning rate.
+def _parameter_groups(student: SalaModel, stage: TrainStage) -> RateGroups:
+    """Make the stage's parameters trainable, and return their names by the factor of their learning rate.
 
     The names are those of an objective whose attribute `student` is the model.
     """
@@ -285,7 +284,7 @@ def _parameter_groups(student: SalaModel, stage: TrainStage) -> list[Group]:
         parameter.requires_grad_(True)
         scale = stage.mlp_lr_scale if part == "mlps" else 1.0
         groups.setdefault(scale, []).append(f"student.{name}")
-    return [Group(tuple(names), scale) for scale, names in groups.items()]
+    return groups
 
 
 def _part(name: str) -> str:
@@ -297,7 +296,7 @@ def _part(name: str) -> str:
 
 
 def _learn(
-    run: RecipeRun, stage: Learning, directory: Path, objective: Objective, groups: Sequence[Group], start: Path
+    run: RecipeRun, stage: Learning, directory: Path, objective: Objective, groups: RateGroups, start: Path
 ) -> None:
     parts = step_parts(run, stage, start)
     learner = Accelerated(objective, stage, groups, run.recipe.dtype)
@@ -310,13 +309,8 @@ def _finish(student: SalaModel, directory: Path, config: SalaConfig, start: Path
     """Gather the weights of all processes, and save them in the main process."""
     gather_parameters(student)
     if is_main_process():
-        _save(student, directory / "model", config, start)
+        save_model(student, directory / "model", config, start)
     barrier()
-
-
-def _save(student: SalaModel, target: Path, config: SalaConfig, start: Path) -> None:
-    student.config = config
-    save_model(student, target, start, "float32", copy_tokenizer)
 
 
 def _dense(model: SalaModel) -> None:

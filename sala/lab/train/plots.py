@@ -1,6 +1,7 @@
 """Plots of a training run; without matplotlib they are left out."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from sala.errors import MissingExtra
@@ -19,11 +20,12 @@ def plot_log(log: Log, file: Path, title: str) -> None:
     _plot([*panels, _over_steps("learning rate", "step", [Series("rate", _points(log, "rate"))])], file, title)
 
 
-def plot_losses(log: Log, file: Path, title: str) -> bool:
-    """Plot the training loss and the evaluation loss, if any; return False without matplotlib or log entries."""
+def plot_losses(log: Log, file: Path, title: str) -> None:
+    """Plot the training loss and the evaluation loss, if any."""
     names = {"training": "loss", "held out": "eval"}
     series = [Series(label, points) for label, name in names.items() if (points := _points(log, name))]
-    return bool(log) and _plot([_over_steps("loss", "update", series)], file, title)
+    if log:
+        _plot([_over_steps("loss", "update", series)], file, title)
 
 
 def _over_steps(title: str, x_name: str, series: Sequence[Series], is_log: bool = False) -> Lines:
@@ -34,9 +36,6 @@ def _points(log: Log, name: str) -> list[tuple[float, float]]:
     return [(entry["step"], entry[name]) for entry in log if name in entry]
 
 
-def _plot(charts: Sequence[Chart], file: Path, title: str) -> bool:
-    try:
+def _plot(charts: Sequence[Chart], file: Path, title: str) -> None:
+    with suppress(MissingExtra):
         plot(charts, file, title)
-    except MissingExtra:
-        return False
-    return True

@@ -49,25 +49,23 @@ class TrainingBatch(NamedTuple):
         return TrainingBatch(*moved)
 
 
+@dataclass(frozen=True, slots=True)
 class Steps:
     """The micro-batches of step i: parts of the same length and regime share a micro-batch of at most `micro_rows`.
 
     Each of the `world` processes gets its share of every part's rows. Raise InputError if they cannot be divided.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[StepPart],
-        collate: Callable[[Sequence[TrainingRow]], TrainingBatch],
-        rank: int = 0,
-        world: int = 1,
-        micro_rows: int | None = None,
-    ) -> None:
-        for part in parts:
-            if part.rows % world:
-                raise InputError("rows", f"is {part.rows}", f"use a multiple of {world}, the number of processes")
-        self.parts, self.collate, self.rank, self.world = list(parts), collate, rank, world
-        self.micro_rows = micro_rows
+    parts: Sequence[StepPart]
+    collate: Callable[[Sequence[TrainingRow]], TrainingBatch]
+    rank: int = 0
+    world: int = 1
+    micro_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if part.rows % self.world:
+                raise InputError("rows", f"is {part.rows}", f"use a multiple of {self.world}, the number of processes")
 
     def __call__(self, step: int) -> list[TrainingBatch]:
         return [self.collate(rows) for rows in self.rows(step)]

@@ -1,9 +1,9 @@
 """SalaConfig as a configuration of transformers: mutable, with defaults, saved beside the weights."""
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import transformers
 from transformers import PretrainedConfig
 
 from sala.checkpoint.dtypes import FILE_DTYPES
@@ -11,7 +11,7 @@ from sala.checkpoint.random import RELEASED
 from sala.config import MIXERS, RELEASED_NAMES, SalaConfig
 from sala.errors import ConfigError
 from sala.plugins.transformers import ARCHITECTURE, LAYER_TYPES
-from sala.quantization_config import MIXER_LINEARS, QuantConfig
+from sala.quantization_config import MIXER_LINEARS, MLP_LINEARS, QuantConfig
 
 _MIXERS_BY_TYPE = {name: RELEASED_NAMES[mixer] for mixer, name in LAYER_TYPES.items()}  # type: ignore[index]
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -21,21 +21,11 @@ _FIELDS = tuple(item.name for item in fields(SalaConfig) if item.name not in ("d
 
 # How a linear's weights are sharded over devices. Norms and block selection of mixers span all heads, so the outputs of
 # their projections are gathered and only memory is divided there; the work of the MLP is divided too.
-_PLAN_NAMES = {4: ("colwise_rep", "rowwise_rep"), 5: ("colwise_gather_output", "rowwise_split_input")}
-
-
-def tensor_plan(major: int) -> dict[str, str]:
-    """Return the sharding of every module, in the terms of this major version of transformers."""
-    gathered, split = _PLAN_NAMES[min(max(major, 4), 5)]
-    plan = {f"self_attn.{name}": split if name == "o_proj" else gathered for name in MIXER_LINEARS}
-    plan |= {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
-    return {f"layers.*.{name}": how for name, how in plan.items()}
-
-
-def major_version() -> int:
-    import transformers
-
-    return int(transformers.__version__.split(".")[0])
+IS_OLD = transformers.__version__.startswith("4.")  # sharding and tied weights are spelled differently there
+GATHERED, _SPLIT = ("colwise_rep", "rowwise_rep") if IS_OLD else ("colwise_gather_output", "rowwise_split_input")
+_PLAN = {f"layers.*.self_attn.{name}": _SPLIT if name == "o_proj" else GATHERED for name in MIXER_LINEARS} | {
+    f"layers.*.mlp.{name}": "rowwise" if name == "down_proj" else "colwise" for name in MLP_LINEARS
+}
 
 
 class SalaHfConfig(PretrainedConfig):
@@ -46,7 +36,7 @@ class SalaHfConfig(PretrainedConfig):
 
     model_type = "minicpm_sala"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
-    base_model_tp_plan = tensor_plan(major_version())
+    base_model_tp_plan = _PLAN
     base_model_pp_plan = {  # noqa: RUF012
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -128,8 +118,9 @@ def _complete(values: dict[str, Any]) -> dict[str, Any]:
     complete = {name: getattr(parsed, name) for name in _FIELDS}
     sparse = parsed.sparse_config
     complete["sparse_config"] = {item.name: getattr(sparse, item.name) for item in fields(sparse)}
-    complete["mixer_types"] = list(parsed.mixer_types)
-    complete["eos_token_id"] = _plain(parsed.eos_token_id)
+    complete["mixer_types"], complete["eos_token_id"] = list(parsed.mixer_types), list(parsed.eos_token_id)
+    if len(parsed.eos_token_id) < 2:  # a single id is a number, as most programs expect
+        complete["eos_token_id"] = next(iter(parsed.eos_token_id), None)
     return complete
 
 
@@ -147,8 +138,3 @@ def _mixers_for(num_layers: int, types: list[str] | None) -> list[str]:
         return [_MIXERS_BY_TYPE.get(name, name) for name in types]
     sparse = RELEASED.sparse_layers if num_layers == 32 else {*range(0, num_layers, 4), num_layers - 1}
     return [RELEASED_NAMES["sparse" if layer in sparse else "lightning"] for layer in range(num_layers)]
-
-
-def _plain(ids: Sequence[int]) -> list[int] | int | None:
-    """Return a single id as a number, as most programs expect."""
-    return list(ids) if len(ids) > 1 else ids[0] if ids else None

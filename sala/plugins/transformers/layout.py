@@ -74,25 +74,20 @@ def find_layout(
     `attention_mask` [B, n or more; the last n count] is ones and zeros; `position_ids` that restart separate sequences.
     """
     num_rows, num_columns = shape
-    mask = _newest(attention_mask, shape)
     places, counts = None, (num_columns,) * num_rows
-    if mask is not None and not bool(mask.all()):
-        places, counts = mask.flatten().nonzero().squeeze(1), tuple(mask.sum(1).tolist())
+    if attention_mask is not None:
+        if attention_mask.dim() != 2 or attention_mask.shape[0] != num_rows or attention_mask.shape[1] < num_columns:
+            remedy = "give 1 for tokens and 0 for padding, [batch, length]"
+            raise InputError("attention_mask", f"has the shape {list(attention_mask.shape)}", remedy)
+        mask = attention_mask[:, -num_columns:].bool()
+        if not bool(mask.all()):
+            places, counts = mask.flatten().nonzero().squeeze(1), tuple(mask.sum(1).tolist())
     lengths = tuple(count for count in counts if count)
     if position_ids is not None and num_columns > 1:
         starts = position_ids.expand(shape) == 0 if position_ids.dim() == 2 else None
         if starts is not None and bool(starts[:, 1:].any()):
             lengths = _split(starts, places, counts)
     return BatchLayout(shape, places, counts, lengths)
-
-
-def _newest(mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    if mask is None:
-        return None
-    if mask.dim() != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
-        remedy = "give 1 for tokens and 0 for padding, [batch, length]"
-        raise InputError("attention_mask", f"has the shape {list(mask.shape)}", remedy)
-    return mask[:, -shape[1] :].bool()
 
 
 def _split(starts: Tensor, places: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.plugins.transformers.config import SalaHfConfig, major_version
+from sala.plugins.transformers.config import IS_OLD, SalaHfConfig
 from sala.plugins.transformers.model import SalaForCausalLM, register
 from sala.plugins.transformers.packed import wrap_packed
 
@@ -78,7 +78,7 @@ def from_quantized(make: Callable[..., Any], config: SalaHfConfig, name: Any, op
     path = _directory(name, options)
     sala = replace(config.to_sala(), quantization=config.quant_config())
     wanted = options.get("dtype", options.get("torch_dtype"))
-    if wanted is None and major_version() < 5:
+    if wanted is None and IS_OLD:
         wanted = torch.get_default_dtype()
     dtype = pick_dtype(str(wanted or "auto").removeprefix("torch."), sala)
     with Checkpoint(path) as checkpoint:

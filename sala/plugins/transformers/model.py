@@ -28,7 +28,7 @@ from transformers.utils.generic import can_return_tuple
 from sala.backends.torch.model import Layer, RMSNorm
 from sala.errors import InputError
 from sala.plugins.transformers.cache import SalaCache
-from sala.plugins.transformers.config import SalaHfConfig, major_version
+from sala.plugins.transformers.config import GATHERED, IS_OLD, SalaHfConfig
 from sala.plugins.transformers.layout import BatchLayout, find_layout
 
 _CHUNK = 4096  # columns of a prompt per forward pass with a cache
@@ -176,8 +176,8 @@ def _device_of(layer: nn.Module, default: torch.device) -> torch.device:
 class SalaForCausalLM(SalaPreTrainedModel, GenerationMixin):
     """The decoder and its head. With `loss_rows` the loss is computed in chunks and no logits are returned."""
 
-    _tied_weights_keys: Any = _TIED if major_version() >= 5 else list(_TIED)
-    _tp_plan = {"lm_head": "colwise_gather_output" if major_version() >= 5 else "colwise_rep"}  # noqa: RUF012
+    _tied_weights_keys: Any = list(_TIED) if IS_OLD else _TIED
+    _tp_plan = {"lm_head": GATHERED}  # noqa: RUF012
 
     def __init__(self, config: SalaHfConfig) -> None:
         super().__init__(config)

@@ -39,7 +39,7 @@ def _attend_row(
     pages: Pages, step: StepMetadata, row: RequestRow, q: Tensor, scale: float, has_kernels: bool
 ) -> Tensor:
     """Attend one row; its regime may change inside it."""
-    blocks = pages.blocks_of(step, row)
+    blocks = step.tables[row.index, : -(-row.end // pages.block_tokens)].long()
     num_dense = min(max(row.sparse_from - row.start, 0), row.length)
     dense, sparse = pages.attend_dense, pages.attend_sparse
     if has_kernels:

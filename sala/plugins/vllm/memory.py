@@ -177,9 +177,6 @@ class Pages:
         k1, k2 = (pool[blocks].transpose(0, 1).flatten(1, 2).contiguous() for pool in (self.k1, self.k2))
         return k1, k2
 
-    def blocks_of(self, step: StepMetadata, row: RequestRow) -> Tensor:
-        return step.tables[row.index, : -(-row.end // self.block_tokens)].long()
-
     def attend_dense(self, q: Tensor, start: int, blocks: Tensor, scale: float) -> Tensor:
         """Return the dense attention of q [n, H, D] from a position by the reference: [n, H, D]."""
         length, table = start + len(q), self.tile_table(blocks)

@@ -132,13 +132,8 @@ class SalaForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsLoRA, Supports
         "lm_head": "output_embeddings",
     }
     hf_to_vllm_mapper = WeightsMapper(
-        orig_to_new_stacked={
-            ".q_proj": (".qkv_proj", "q"),
-            ".k_proj": (".qkv_proj", "k"),
-            ".v_proj": (".qkv_proj", "v"),
-            ".gate_proj": (".gate_up_proj", 0),
-            ".up_proj": (".gate_up_proj", 1),
-        }
+        orig_to_new_stacked={f".{part}_proj": (".qkv_proj", part) for part in "qkv"}
+        | {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
     )
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

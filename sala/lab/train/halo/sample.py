@@ -321,8 +321,9 @@ def write_samples(
     config, device = model.config, model.model.norm.weight.device
     text_end = tokenizer.token_id(TEXT_END)
     ends = tuple(dict.fromkeys((*config.eos_token_id, *([] if text_end is None else [text_end]))))
-    composed = [turns for prompt in stage.prompts if prompt.path for turns in _read_turns(base / prompt.path)]
-    topics = _read_topics(base, stage.topics)
+    lines = [line for prompt in stage.prompts if prompt.path for line in _read_lines(base / prompt.path)]
+    composed = [json.loads(line)["turns"] for line in lines]
+    topics = _read_lines(base / stage.topics) if stage.topics else []
     bos = config.bos_token_id if config.bos_token_id is not None else 0
     openings = make_openings(stage.prompts, topics, stage.num_rows, tokenizer, seed, ends, bos, composed)
     marks = Marks.of(tokenizer, ends) if any(opening.writes != "text" for opening in openings) else Marks()
@@ -352,9 +353,5 @@ def _repeats(documents: Documents, tokenizer: Tokenizer, held_out: HeldOut) -> n
     return np.array([value for part in parts for value in part], np.bool_)
 
 
-def _read_turns(file: Path) -> list[list[str]]:
-    return [json.loads(line)["turns"] for line in file.read_text(encoding="utf-8").splitlines() if line]
-
-
-def _read_topics(base: Path, topics: str) -> list[str]:
-    return [line for line in (base / topics).read_text(encoding="utf-8").split("\n") if line] if topics else []
+def _read_lines(file: Path) -> list[str]:
+    return [line for line in file.read_text(encoding="utf-8").split("\n") if line]

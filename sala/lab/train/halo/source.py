@@ -16,9 +16,10 @@ from sala.checkpoint.gguf import GGUF
 from sala.checkpoint.names import check_tensors, expected_tensors
 from sala.checkpoint.packing import PACKED_PARTS, packed_specs
 from sala.checkpoint.reader import Checkpoint
-from sala.checkpoint.writer import TOKENIZER_FILES, Spec, copy_companions, new_directory, write_model
+from sala.checkpoint.writer import Spec, new_directory, write_model
 from sala.config import RELEASED_NAMES, SalaConfig, read_json_object
 from sala.errors import ConfigError, ModelNotFound
+from sala.lab.train.models import copy_tokenizer
 from sala.quantization_config import Groups, QuantConfig
 
 ALWAYS_DENSE = 1 << 40
@@ -87,10 +88,6 @@ def _copy_dense(source: Path, target: Path) -> None:
         for file in source.iterdir():
             if file.is_file():
                 shutil.copy2(file, draft / file.name)
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    copy_companions(source, target, (*TOKENIZER_FILES, "generation_config.json"))
 
 
 def dense_config(values: Mapping[str, Any]) -> SalaConfig:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,33 +40,34 @@ def to_lightning(source: SparseMixer, config: SalaConfig, generator: torch.Gener
     Norms without a counterpart start at one, gates at random.
     """
     mixer = LightningMixer(config)
-    shared = source.num_heads // source.num_kv_heads
-    with torch.no_grad():
-        _copy(mixer.q_proj, source.q_proj)
-        _copy(mixer.o_proj, source.o_proj)
-        for new, old in ((mixer.k_proj, source.k_proj), (mixer.v_proj, source.v_proj)):
-            new.weight.copy_(_repeat_heads(old.weight, shared, source.head_dim))
-            if old.bias is not None:
-                new.bias.copy_(_repeat_heads(old.bias, shared, source.head_dim))
-        _copy_norms(mixer, source)
-        if mixer.o_norm is not None:
-            mixer.o_norm.weight.fill_(1.0)
-        if mixer.z_proj is not None:
-            _randomise(mixer.z_proj, generator)
+    _transfer(mixer, source, mixer.z_proj, generator)
+    if mixer.o_norm is not None:
+        nn.init.ones_(mixer.o_norm.weight)
     return mixer
 
 
 def to_sparse(source: SparseMixer, config: SalaConfig, generator: torch.Generator) -> SparseMixer:
     """Return the same attention without RoPE and with a gate; the gate starts at 1/2, so the output is doubled."""
     mixer = SparseMixer(config)
-    with torch.no_grad():
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            _copy(getattr(mixer, name), getattr(source, name))
-        _copy_norms(mixer, source)
-        if mixer.o_gate is not None:
-            _randomise(mixer.o_gate, generator)
-            mixer.o_proj.weight.mul_(2.0)
+    _transfer(mixer, source, mixer.o_gate, generator)
+    if mixer.o_gate is not None:
+        mixer.o_proj.weight.data.mul_(2.0)
     return mixer
+
+
+@torch.no_grad()
+def _transfer(mixer: Any, source: SparseMixer, gate: nn.Linear | None, generator: torch.Generator) -> None:
+    shared = mixer.num_kv_heads // source.num_kv_heads
+    for name, times in (("q_proj", 1), ("k_proj", shared), ("v_proj", shared), ("o_proj", 1)):
+        new, old = getattr(mixer, name), getattr(source, name)
+        new.weight.copy_(_repeat_heads(old.weight, times, source.head_dim))
+        if old.bias is not None:
+            new.bias.copy_(_repeat_heads(old.bias, times, source.head_dim))
+    for norm, known in ((mixer.q_norm, source.q_norm), (mixer.k_norm, source.k_norm)):
+        if norm is not None:
+            norm.weight.copy_(torch.ones_like(norm.weight) if known is None else known.weight)
+    if gate is not None:
+        gate.weight.copy_(torch.randn(gate.weight.shape, generator=generator) * GATE_SPREAD)
 
 
 def to_hybrid(dense: SalaModel, config: SalaConfig, seed: int) -> SalaModel:
@@ -84,22 +86,7 @@ def to_hybrid(dense: SalaModel, config: SalaConfig, seed: int) -> SalaModel:
     return model
 
 
-def _copy(new: nn.Linear, old: nn.Linear) -> None:
-    new.weight.copy_(old.weight)
-    if old.bias is not None:
-        new.bias.copy_(old.bias)
-
-
-def _copy_norms(mixer: LightningMixer | SparseMixer, source: SparseMixer) -> None:
-    for norm, old in ((mixer.q_norm, source.q_norm), (mixer.k_norm, source.k_norm)):
-        if norm is not None:
-            norm.weight.copy_(torch.ones_like(norm.weight) if old is None else old.weight)
-
-
 def _repeat_heads(values: Tensor, times: int, head_dim: int) -> Tensor:
-    heads = values.unflatten(0, (-1, head_dim))
-    return heads.repeat_interleave(times, 0).flatten(0, 1)
-
-
-def _randomise(linear: nn.Linear, generator: torch.Generator) -> None:
-    linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) * GATE_SPREAD)
+    if times == 1:
+        return values
+    return values.unflatten(0, (-1, head_dim)).repeat_interleave(times, 0).flatten(0, 1)
