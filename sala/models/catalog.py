@@ -82,7 +82,7 @@ class Library:
         for known, place in tuple(self._extra.items()):
             if place == found:
                 return known
-        name = re.sub(r"[^A-Za-z0-9._+@=-]", "-", found.name).lstrip("._+@=-")[:200] or "model"
+        name = served_name(found)
         taken = {*self._extra, *(entry.id for entry in self.list())}
         number = 2
         model_id = name
@@ -199,6 +199,11 @@ class Library:
             downloaded_at=record.downloaded_at,
             is_ours=is_ours,
         )
+
+
+def served_name(path: Path) -> str:
+    """Return the name of a directory as an id for clients."""
+    return re.sub(r"[^A-Za-z0-9._+@=-]", "-", path.name).lstrip("._+@=-")[:200] or "model"
 
 
 def embedded_folder() -> str | None:

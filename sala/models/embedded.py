@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from sala.checkpoint.overlay import assemble
 from sala.checkpoint.writer import new_directory
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, ModelNotFound, SalaError, writing
+from sala.options.sources import models_dir
 
 EMBEDDED = "smol-sala"
 Note = Callable[[str], None]
@@ -40,14 +40,6 @@ class Origin:
     wheel_sha256: str
     member: str
     member_sha256: str
-
-
-def models_dir() -> Path:
-    if "SALA_MODELS_DIR" in os.environ:
-        return Path(os.environ["SALA_MODELS_DIR"]).expanduser()
-    import platformdirs
-
-    return Path(platformdirs.user_data_path("sala")) / "models"
 
 
 def find_model(name: str | Path | None, note: Note = lambda _: None) -> Path:

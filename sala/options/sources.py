@@ -43,6 +43,14 @@ def build(cls: type[T], layers: Iterable[Iterable[Given]], **defaults: Any) -> T
         raise InputError(given[error.field].origin, error.problem, error.remedy) from None
 
 
+def models_dir() -> Path:
+    """Return the directory of downloaded models."""
+    import platformdirs
+
+    named = os.environ.get("SALA_MODELS_DIR")
+    return Path(named).expanduser() if named else Path(platformdirs.user_data_path("sala")) / "models"
+
+
 def resolve(options: Options | None, arguments: Mapping[str, Any]) -> Options:
     """Return how to load a model: `options` with changes, or arguments over the variables of the environment."""
     if options is not None:

@@ -35,7 +35,7 @@ _log = logging.getLogger("sala.server")
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Return the application. When it starts, it loads the default model."""
+    """Return the application: the API with and without the prefix /v1. When it starts, it loads the default model."""
     app = FastAPI(
         title="sala",
         version=__version__,
@@ -51,22 +51,16 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.library = Library(settings.models_dir)
     app.state.downloads = Downloads(app.state.library, settings.hub_url)
     app.state.runtime = Runtime(settings, app.state.library, app.state.metrics.statistics)
-    add_routes(app)
-    add_handlers(app)
-    add_guards(app, settings)
-    return app
-
-
-def add_routes(app: FastAPI) -> None:
-    """Add the API with and without the prefix /v1. The routes themselves require the key."""
-    keyed = [Depends(need_key)]
-    errors = GUARDED | describe(401)
+    keyed, errors = [Depends(need_key)], GUARDED | describe(401)
     for router in (routes.router, models.router):
         app.include_router(router, prefix="/v1", dependencies=keyed, responses=errors)
         app.include_router(router, dependencies=keyed, include_in_schema=False)
     app.include_router(monitoring.metrics_router, dependencies=keyed, responses=errors)
     for router in (monitoring.health_router, page.router):  # public: they reveal nothing
         app.include_router(router, responses=GUARDED)
+    add_handlers(app)
+    add_guards(app, settings)
+    return app
 
 
 def add_guards(app: FastAPI, settings: Settings) -> None:

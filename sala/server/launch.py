@@ -7,17 +7,18 @@ import importlib.util
 import itertools
 import json
 import os
-import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sala.config import SalaConfig
 from sala.errors import ConfigError, InputError, MissingExtra
+from sala.models.catalog import served_name
+from sala.models.embedded import find_model
 from sala.options.schema import flag_name, variable_name
 from sala.options.sources import MASK
 from sala.server.settings import Settings, check_listening
@@ -28,6 +29,20 @@ COMMON = frozenset(
         "master", "max_batch", "model", "models_dir", "node_rank", "nodes", "port", "tp",
     }
 )  # fmt: skip
+TAKEN = {  # settings that are passed on in addition to the common ones
+    "vllm": frozenset({"pp", "cache_memory", "cors_origins"}),
+    "sglang": frozenset({"admin_key", "max_queue"}),
+}
+FLAGS = {  # settings that are passed on unchanged if they are given; otherwise the engine's own defaults hold
+    "vllm": {
+        "ctx": "--max-model-len", "max_batch": "--max-num-seqs", "cache_memory": "--kv-cache-memory-bytes",
+        "tp": "--tensor-parallel-size", "pp": "--pipeline-parallel-size",
+    },
+    "sglang": {
+        "max_batch": "--max-running-requests", "max_queue": "--max-queued-requests", "log_level": "--log-level",
+        "tp": "--tp-size",
+    },
+}  # fmt: skip
 SCALE = ("tp", "pp", "nodes", "node_rank", "master")
 SPARSE_RATIO = 16  # query heads per KV head, the only ratio that SGLang's sparse kernels support
 REMEDIES = {  # for settings that other engines do not take
@@ -69,42 +84,30 @@ class LaunchCommand:
         os.execvp(command[0], command)  # noqa: S606
 
 
-@dataclass(frozen=True)
-class LaunchRequest:
-    """What to launch. `given`: names of the settings that are set; `more`: flags for the engine, passed unchanged."""
-
-    settings: Settings
-    given: frozenset[str]
-    path: Path
-    config: SalaConfig
-    more: tuple[str, ...]
-    environment: Mapping[str, str]
-
-    def get(self, name: str) -> Any:
-        """Return a setting; None if it is not set, so that the engine's own default holds."""
-        return getattr(self.settings, name) if name in self.given else None
-
-
 def plan(
     settings: Settings, given: Collection[str], more: Sequence[str], environment: Mapping[str, str]
 ) -> LaunchCommand:
     """Return what to start. Checks all settings; `given` names those that are set, `more` are flags for the engine."""
     engine = settings.engine
-    takes, make_command = ENGINES[engine]
     if more and not more[0].startswith("-"):
         raise InputError("arguments", f"{more[0][:60]} is not a flag", "name a model with -m")
     check_listening(settings)
     for name in sorted(given):
-        if name not in COMMON | takes:
+        if name not in COMMON | TAKEN[engine]:
             remedy = REMEDIES.get(name, "leave it out, or use --engine sala")
             raise InputError(flag_name(name), f"cannot be passed on to {engine}", remedy)
     _check_nodes(settings)
     if settings.port == 0:
         raise InputError("port", "is 0", f"choose one: {engine} does not report which port it took")
-    path = find_model(settings)
+    path = _find_directory(settings)
     config = SalaConfig.load(path)
     _check_shares(config, settings)
-    launch = make_command(LaunchRequest(settings, frozenset(given), path, config, tuple(more), environment))
+    if engine == "vllm":
+        launch = plan_vllm(settings, given, path)
+    else:
+        launch = plan_sglang(settings, path, config, is_dense_in_sglang(settings, more, environment))
+    flags = {flag: getattr(settings, name) for name, flag in FLAGS[engine].items() if name in given}
+    launch = replace(launch, command=(*launch.command, *_words(flags)))
     _check_more(launch, more)
     if importlib.util.find_spec(engine) is None:
         raise MissingExtra(engine, engine)
@@ -125,13 +128,11 @@ def check_own(given: Collection[str], more: Sequence[str]) -> None:
         raise InputError("arguments", f"{shlex.join(more)[:60]} are not understood", remedy)
 
 
-def find_model(settings: Settings) -> Path:
-    from sala.models.embedded import find_model as find
-
+def _find_directory(settings: Settings) -> Path:
     if settings.model is None:
         raise InputError("--model", "is missing", f"name a model: the embedded one does not run on {settings.engine}")
     os.environ[variable_name("models_dir")] = str(settings.models_dir)
-    path = find(settings.model).resolve()
+    path = find_model(settings.model).resolve()
     if not path.is_dir():
         raise InputError("model", f"{path} is a file", f"{settings.engine} needs a checkpoint directory")
     return path
@@ -180,9 +181,8 @@ def _check_more(launch: LaunchCommand, more: Sequence[str]) -> None:
             raise InputError(name, "is set by sala serve", "use its own flag, before the --")
 
 
-def plan_vllm(asked: LaunchRequest) -> LaunchCommand:
+def plan_vllm(settings: Settings, given: Collection[str], path: Path) -> LaunchCommand:
     """Return the command for vLLM. A node without a server needs `vllm serve`, which we run as a module."""
-    settings, path = asked.settings, asked.path
     if settings.device != "auto":
         remedy = "vllm uses the device it was built for; choose GPUs with CUDA_VISIBLE_DEVICES"
         raise InputError("--device", f"is {settings.device}", remedy)
@@ -193,48 +193,35 @@ def plan_vllm(asked: LaunchRequest) -> LaunchCommand:
         start += ["--host", settings.host, "--port", str(settings.port)]
     start += ["--served-model-name", served_name(path), "--dtype", settings.dtype]
     start += ["--enable-prefix-caching", "--enable-chunked-prefill"]
-    flags: dict[str, Any] = {
-        "--max-model-len": asked.get("ctx"),
-        "--max-num-seqs": asked.get("max_batch"),
-        "--kv-cache-memory-bytes": asked.get("cache_memory"),
-        "--tensor-parallel-size": settings.tp if settings.tp > 1 else None,
-        "--pipeline-parallel-size": settings.pp if settings.pp > 1 else None,
-    }
+    flags: dict[str, Any] = {}
     if settings.nodes > 1:
         host, _, port = str(settings.master).rpartition(":")
         flags |= {"--distributed-executor-backend": "mp", "--nnodes": settings.nodes}
         flags |= {"--node-rank": settings.node_rank, "--master-addr": host.strip("[]"), "--master-port": port}
     if settings.cors_origins:
         flags["--allowed-origins"] = json.dumps(settings.cors_origins)
-    variables = {"VLLM_LOGGING_LEVEL": settings.log_level.upper()} if "log_level" in asked.given else {}
+    variables = {"VLLM_LOGGING_LEVEL": settings.log_level.upper()} if "log_level" in given else {}
     secrets = {} if settings.api_key is None else {"VLLM_API_KEY": settings.api_key}
     return LaunchCommand((sys.executable, *start, *_words(flags)), variables, secrets)
 
 
-def plan_sglang(asked: LaunchRequest) -> LaunchCommand:
+def plan_sglang(settings: Settings, path: Path, config: SalaConfig, is_dense: bool) -> LaunchCommand:
     """Return the command for SGLang. On a CPU or with another attention backend it is dense: exact to `dense_len`."""
-    settings, path, config = asked.settings, asked.path, asked.config
     if settings.device not in ("auto", "cpu", "cuda"):
         remedy = "use cpu or cuda; choose the GPU with CUDA_VISIBLE_DEVICES"
         raise InputError("--device", f"is {settings.device}", remedy)
     _check_sglang_model(config)
-    is_dense, is_cpu = is_dense_in_sglang(asked), settings.device == "cpu"
-    ctx = check_sglang_context(config, settings, is_dense)
+    is_cpu = settings.device == "cpu"
     start = ["-m", "sglang.launch_server", "--model-path", str(path), "--served-model-name", served_name(path)]
     start += ["--host", settings.host, "--port", str(settings.port), "--dtype", settings.dtype]
-    flags = {
-        "--context-length": ctx,
+    flags: dict[str, Any] = {
+        "--context-length": check_sglang_context(config, settings, is_dense),
         "--device": None if settings.device == "auto" else settings.device,
         "--attention-backend": "torch_native" if is_cpu else None,
         "--sampling-backend": "pytorch" if is_cpu else None,
-        "--max-running-requests": asked.get("max_batch"),
-        "--max-queued-requests": asked.get("max_queue"),
-        "--log-level": asked.get("log_level"),
-        "--tp-size": settings.tp if settings.tp > 1 else None,
-        "--nnodes": settings.nodes if settings.nodes > 1 else None,
-        "--node-rank": settings.node_rank if settings.nodes > 1 else None,
-        "--dist-init-addr": settings.master if settings.nodes > 1 else None,
     }
+    if settings.nodes > 1:
+        flags |= {"--nnodes": settings.nodes, "--node-rank": settings.node_rank, "--dist-init-addr": settings.master}
     keys = {"api-key": settings.api_key, "admin-api-key": settings.admin_key}
     held = {name: key for name, key in keys.items() if key is not None}
     return LaunchCommand((sys.executable, *start, *_words(flags)), key_file=held)
@@ -245,11 +232,11 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
     return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
 
 
-def is_dense_in_sglang(asked: LaunchRequest) -> bool:
-    forced = asked.environment.get("SGLANG_MINICPM_FORCE_DENSE", "").strip().lower() in ("1", "true", "yes", "on")
-    words = [part for word in asked.more for part in word.split("=", 1)]
+def is_dense_in_sglang(settings: Settings, more: Sequence[str], environment: Mapping[str, str]) -> bool:
+    forced = environment.get("SGLANG_MINICPM_FORCE_DENSE", "").strip().lower() in ("1", "true", "yes", "on")
+    words = [part for word in more for part in word.split("=", 1)]
     chosen = [value for name, value in itertools.pairwise(words) if name == "--attention-backend"]
-    return forced or asked.settings.device == "cpu" or any(not name.startswith("minicpm") for name in chosen)
+    return forced or settings.device == "cpu" or any(not name.startswith("minicpm") for name in chosen)
 
 
 def check_sglang_context(config: SalaConfig, settings: Settings, is_dense: bool) -> int | None:
@@ -288,16 +275,6 @@ def _check_sglang_model(config: SalaConfig) -> None:
             raise ConfigError(problem, "use --engine vllm or --engine sala")
 
 
-def served_name(path: Path) -> str:
-    """Return the model name for clients, the same that our own server would use."""
-    return re.sub(r"[^A-Za-z0-9._+@=-]", "-", path.name).lstrip("._+@=-")[:200] or "model"
-
-
-# the settings that are passed on in addition to the common ones, and what makes the command
-ENGINES: dict[str, tuple[frozenset[str], Callable[[LaunchRequest], LaunchCommand]]] = {
-    "vllm": (frozenset({"pp", "cache_memory", "cors_origins"}), plan_vllm),
-    "sglang": (frozenset({"admin_key", "max_queue"}), plan_sglang),
-}
 # Flags, under all their names, that would change where an engine listens, who may call it and how it is distributed.
 KEPT = frozenset(
     {

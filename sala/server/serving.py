@@ -45,7 +45,7 @@ def serve(settings: Settings, note: Note) -> int:
         set_up_log(settings.log_level)
         from sala.server.app import create_app
 
-        server = make_server(create_app(settings), settings, partial(greet, settings, listener, note))
+        server = Server(create_app(settings), settings, partial(greet, settings, listener, note))
         server.is_process = True
         try:
             server.run(sockets=[listener])
@@ -85,19 +85,17 @@ def open_socket(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise _explain(error, host, port) from None
+        known = {
+            errno.EADDRINUSE: (
+                f"port {port} of {host} is in use",
+                "choose another with --port, or stop the process that uses it",
+            ),
+            errno.EADDRNOTAVAIL: (f"{host} is not an address of this machine", "give one that is with --host"),
+            errno.EACCES: (f"port {port} needs more privileges", "choose one above 1023 with --port"),
+        }
+        other = f"cannot listen on {host}:{port}: {error.strerror}", "choose others with --host and --port"
+        raise SalaError(*known.get(error.errno or 0, other)) from None
     return listener
-
-
-def _explain(error: OSError, host: str, port: int) -> SalaError:
-    if error.errno == errno.EADDRINUSE:
-        remedy = "choose another with --port, or stop the process that uses it"
-        return SalaError(f"port {port} of {host} is in use", remedy)
-    if error.errno == errno.EADDRNOTAVAIL:
-        return SalaError(f"{host} is not an address of this machine", "give one that is with --host")
-    if error.errno == errno.EACCES:
-        return SalaError(f"port {port} needs more privileges", "choose one above 1023 with --port")
-    return SalaError(f"cannot listen on {host}:{port}: {error.strerror}", "choose others with --host and --port")
 
 
 def greet(settings: Settings, listener: socket.socket, note: Note) -> None:
@@ -110,30 +108,25 @@ def greet(settings: Settings, listener: socket.socket, note: Note) -> None:
         note("warning: no API key is set; anyone who can reach this machine can use the server")
 
 
-def make_server(app: Any, settings: Settings, on_start: Callable[[], None] = lambda: None) -> "Server":
-    front = Front(app)
-    config = uvicorn.Config(
-        cast(Any, front),
-        http=cast(Any, partial(Connection, settings=settings)),
-        loop="asyncio",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
-        backlog=BACKLOG,
-    )
-    return Server(config, front, settings, on_start)
-
-
 class Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, front: Front, settings: Settings, on_start: Callable[[], None]) -> None:
+    def __init__(self, app: Any, settings: Settings, on_start: Callable[[], None] = lambda: None) -> None:
+        self.front = Front(app)
+        config = uvicorn.Config(
+            cast(Any, self.front),
+            http=cast(Any, partial(Connection, settings=settings)),
+            loop="asyncio",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+            backlog=BACKLOG,
+        )
         super().__init__(config)
-        self.front = front
         self.settings = settings
         self.exit_code = 0
         self.is_process = False  # whether to end the whole process if the server does not stop

@@ -4,7 +4,6 @@ A flag beats its variable (`SALA_PORT`), which beats the file's key (`port`).
 """
 
 import ipaddress
-import os
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from sala.errors import InputError, SalaError
-from sala.options import MaxTokens, Options, Temperature, ThinkBudget, TopK, TopP, schema
+from sala.options import MaxTokens, Options, Temperature, ThinkBudget, TopK, TopP, schema, sources
 from sala.options.schema import is_ip, option, options, read_secret, spelling, table
 from sala.options.sources import Given, build, from_environment, from_file, from_flags, read_text
 
@@ -32,14 +31,6 @@ Group = Annotated[int, Field(ge=1, le=1 << 10)]
 Deadline = Annotated[float, Field(gt=0.0, le=3600.0)]
 
 
-def _default_models_dir() -> Path:
-    """As `sala.models` has it, without its imports: help texts and errors must not wait for them."""
-    import platformdirs
-
-    named = os.environ.get("SALA_MODELS_DIR")
-    return Path(named).expanduser() if named else Path(platformdirs.user_data_path("sala")) / "models"
-
-
 @options
 class Settings(Options):
     """How the server runs. Keys are never shown."""
@@ -47,7 +38,7 @@ class Settings(Options):
     host: schema.Address = _where("127.0.0.1", "Address to listen on; 0.0.0.0 is every network, and needs a key.")
     port: int = _where(8080, "Port to listen on; 0 takes a free one.", ge=0, le=65535)
     models_dir: schema.File = _where(
-        _default_models_dir, "Directory of downloaded models.", shown="the user's data directory"
+        sources.models_dir, "Directory of downloaded models.", shown="the user's data directory"
     )
     engine: Annotated[Literal["sala", "vllm", "sglang"], spelling()] = _where("sala", "Engine that runs the model.")
     tp: Group = _where(1, "GPUs that share every layer; for vllm and sglang.")

@@ -18,7 +18,7 @@ from sala.server.admin import monitoring
 from sala.server.app import add_guards, add_handlers
 from sala.server.http import page
 from sala.server.http.security import need_admin_key, need_key
-from sala.server.serving import Server, make_server, open_socket
+from sala.server.serving import Server, open_socket
 from sala.server.settings import Settings
 
 IDLE = ServiceStatus(0, 0, 0, 10, 0, 4, 0, 0, heartbeat_s=0.1, is_alive=True)
@@ -176,7 +176,7 @@ def is_closed(one: socket.socket, within: float) -> bool:
 def serving(settings: Settings, app: FastAPI | None = None) -> Iterator[Live]:
     app = app or make_app(settings)
     listener = open_socket(settings.host, settings.port)
-    server = make_server(app, settings)
+    server = Server(app, settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

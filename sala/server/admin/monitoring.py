@@ -109,12 +109,7 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._collect_requests()
-        yield from self._collect_models()
-        yield from self._collect_process()
-
-    def _collect_requests(self) -> Iterator[Metric]:
-        """Yield the requests and tokens since the start."""
+        """Yield requests and tokens since the start, the state of every loaded model, and what the process uses."""
         counted = self.statistics
         for name, words, value in (
             ("sala_requests_accepted", "Requests accepted into the queue.", counted.num_accepted),
@@ -132,9 +127,6 @@ class Metrics(Collector):
         yield _histogram("sala_time_to_first_token_seconds", first, counted.first_token_s)
         between = "Mean time between two tokens of an answer."
         yield _histogram("sala_inter_token_seconds", between, counted.inter_token_s)
-
-    def _collect_models(self) -> Iterator[Metric]:
-        """Yield the state of every loaded model."""
         loaded = {} if self._runtime is None else dict(self._runtime.loaded)
         statuses = {name: each.service.status() for name, each in loaded.items()}
         yield GaugeMetricFamily("sala_models_loaded", "Models in memory.", value=len(statuses))
@@ -143,16 +135,12 @@ class Metrics(Collector):
             for model, status in statuses.items():
                 family.add_metric([model], getattr(status, attribute))
             yield family
-
-    def _collect_process(self) -> Iterator[Metric]:
-        """Yield memory, open files and CPU time of this process."""
         process, gauge = self._process, GaugeMetricFamily
+        started = "Start time of the process, in seconds since 1970."
         with process.oneshot():
-            times, started = process.cpu_times(), process.create_time()
+            times = process.cpu_times()
             yield gauge("process_resident_memory_bytes", "Resident memory.", value=process.memory_info().rss)
-            yield gauge(
-                "process_start_time_seconds", "Start time of the process, in seconds since 1970.", value=started
-            )
+            yield gauge("process_start_time_seconds", started, value=process.create_time())
             yield CounterMetricFamily("process_cpu_seconds", "CPU time.", value=times.user + times.system)
             if hasattr(process, "num_fds"):
                 yield gauge("process_open_fds", "Open files.", value=process.num_fds())

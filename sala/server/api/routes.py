@@ -37,22 +37,22 @@ MAX_PENDING = 1 << 20  # bytes of an answer that may wait for a slow client
 T = TypeVar("T")
 Descriptions = dict[int | str, dict[str, Any]]
 router = APIRouter(route_class=StrictRoute)
-
-
-def sends(name: str) -> Descriptions:
-    """Describe the responses of a route that sends this answer."""
-    return ALWAYS | {200: refer(name)}
-
-
-def streamed(name: str, errors: Descriptions, events: str) -> Descriptions:
-    """Describe the responses of a route that streams on request."""
-    words = f"The answer; with `stream`, server-sent events {events}."
-    return {**errors, 200: {"description": words, "content": {**refer(name)["content"], "text/event-stream": {}}}}
+TAGS = {"tokenize": "tokens", "detokenize": "tokens"}  # of routes that are not named after their path
 
 
 MESSAGES_ERRORS: Descriptions = {
     status: {"description": error["description"], **refer("MessagesError")} for status, error in ALWAYS.items()
 }
+
+
+def post(path: str, summary: str, name: str, events: str = "", errors: Descriptions = ALWAYS) -> Any:
+    """Add a route that sends this answer or, with `stream`, such events."""
+    found = refer(name)
+    if events:
+        found["description"] = f"The answer; with `stream`, server-sent events {events}."
+        found["content"]["text/event-stream"] = {}
+    tag = path.split("/")[1]
+    return router.post(path, tags=[TAGS.get(tag, tag)], summary=summary, responses={**errors, 200: found})
 
 
 class TokenizeRequest(Strict):
@@ -79,57 +79,41 @@ class DetokenizeRequest(Strict):
     tokens: TokenIds
 
 
-@router.post(
-    "/chat/completions", tags=["chat"], summary="Answer a conversation",
-    responses=streamed("ChatCompletion", ALWAYS, "of chunks that end with `[DONE]`"),
-)  # fmt: skip
+@post("/chat/completions", "Answer a conversation", "ChatCompletion", "of chunks that end with `[DONE]`")
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     return await answer(request, body, ChatReply)
 
 
-@router.post(
-    "/completions", tags=["completions"], summary="Continue a text",
-    responses=streamed("TextCompletion", ALWAYS, "of chunks that end with `[DONE]`"),
-)  # fmt: skip
+@post("/completions", "Continue a text", "TextCompletion", "of chunks that end with `[DONE]`")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     return await answer(request, body, CompletionReply)
 
 
-@router.post(
-    "/responses", tags=["responses"], summary="Answer items with items",
-    responses=streamed("ResponseObject", ALWAYS, "from response.created to response.completed"),
-)  # fmt: skip
+@post("/responses", "Answer items with items", "ResponseObject", "from response.created to response.completed")
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     return await answer(request, body, ResponseReply)
 
 
-@router.post(
-    "/messages", tags=["messages"], summary="Answer messages with blocks",
-    responses=streamed("MessageObject", MESSAGES_ERRORS, "from message_start to message_stop"),
-)  # fmt: skip
+@post(
+    "/messages", "Answer messages with blocks", "MessageObject", "from message_start to message_stop", MESSAGES_ERRORS
+)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     return await answer(request, body, MessageReply)
 
 
-@router.post(
-    "/chat/completions/input_tokens", tags=["chat"], summary="Count the tokens of a conversation",
-    responses={**ALWAYS, 200: {"content": {"application/json": {"example": {"input_tokens": 12}}}}},
-)  # fmt: skip
-async def count_input_tokens(body: ChatRequest, request: Request) -> dict[str, int]:
+@post("/chat/completions/input_tokens", "Count the tokens of a conversation", "TokenCount")
+async def count_input_tokens(body: ChatRequest, request: Request) -> Any:
     """Takes what /chat/completions takes, and returns the length of the prompt."""
     return await count_tokens(request, body.model, lambda: read_chat(body), ChatReply.fields)
 
 
-@router.post(
-    "/messages/count_tokens", tags=["messages"], summary="Count the tokens of messages",
-    responses={**MESSAGES_ERRORS, 200: refer("TokenCount")},
-)  # fmt: skip
+@post("/messages/count_tokens", "Count the tokens of messages", "TokenCount", errors=MESSAGES_ERRORS)
 async def count_message_tokens(body: CountRequest, request: Request) -> Any:
     """The length of the prompt of these messages; it may be longer than the context."""
     return await count_tokens(request, body.model, lambda: read_messages(body), MessageReply.fields)
 
 
-@router.post("/tokenize", tags=["tokens"], summary="Text to token ids", responses=sends("Tokens"))
+@post("/tokenize", "Text to token ids", "Tokens")
 async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     model = await find_model(request, body.model)
     llm = model.llm
@@ -147,7 +131,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     return {"tokens": ids, "count": len(ids), "max_model_len": model.llm.ctx}
 
 
-@router.post("/detokenize", tags=["tokens"], summary="Token ids to text", responses=sends("DetokenizedText"))
+@post("/detokenize", "Token ids to text", "DetokenizedText")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
     model = await find_model(request, body.model)
     llm = model.llm
@@ -161,7 +145,10 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
     return {"prompt": text, "content": text}
 
 
-@router.get("/tokenizer_info", tags=["tokens"], summary="Facts about the tokenizer", responses=sends("TokenizerInfo"))
+@router.get(
+    "/tokenizer_info", tags=["tokens"], summary="Facts about the tokenizer",
+    responses=ALWAYS | {200: refer("TokenizerInfo")},
+)  # fmt: skip
 async def show_tokenizer(request: Request, model: str | None = None) -> Any:
     loaded = await find_model(request, model)
     llm = loaded.llm
