@@ -26,7 +26,6 @@ from sala.server.http.body import FIRST_ONLY, Strict, TextOr, discriminate, join
 from sala.server.http.errors import ApiError, anthropic_envelope
 from sala.text.answer import StopFinder
 
-CACHED = frozenset({"cache_control"})
 THINKING = ("thinking", "redacted_thinking")
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "repetition": "max_tokens", "tool_calls": "tool_use"}
 BILLING = "x-anthropic-billing-header:"  # a line that some clients send; it varies, so the prefix would never be cached
@@ -37,19 +36,17 @@ DELTAS = {
 }
 
 
-class TextBlock(Strict):
-    ignored = CACHED | {"citations"}
-    types = ("text",)
-    remedy = "this model reads text only; leave blocks of other types out"
+class Cached(Strict, ignored={"cache_control"}):
+    """A part of a request that may be marked for caching."""
 
+
+class TextBlock(Cached, ignored={"citations"}, remedy="this model reads text only; leave blocks of other types out"):
     type: Literal["text"]
     text: str
 
 
-class ToolUse(Strict):
+class ToolUse(Cached, ignored={"caller", "toolset_name"}):
     """A tool call of an earlier answer."""
-
-    ignored = CACHED | {"caller", "toolset_name"}
 
     type: Literal["tool_use"]
     id: str
@@ -60,10 +57,8 @@ class ToolUse(Strict):
 TextOrBlocks = Annotated[TextOr[TextBlock], text_or("a list of text blocks")]
 
 
-class ToolResult(Strict):
+class ToolResult(Cached, ignored={"toolset_name"}):
     """The result of a tool call."""
-
-    ignored = CACHED | {"toolset_name"}
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -71,10 +66,8 @@ class ToolResult(Strict):
     is_error: bool | None = Field(None, description="Accepted and not used: the content must say so.")
 
 
-class ThinkingBlock(Strict):
+class ThinkingBlock(Cached, ignored={"signature", "data"}):
     """The reasoning of an earlier answer. Redacted reasoning is not used."""
-
-    ignored = CACHED | {"signature", "data"}
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
@@ -116,30 +109,26 @@ class AnthropicMessage(Strict):
         return self
 
 
-class CustomTool(Strict):
-    ignored = CACHED | {"strict", "eager_input_streaming", "defer_loading", "input_examples", "allowed_callers"}
-    types = ("custom",)
-    remedy = "only custom tools can be offered; leave the others out"
-
-    type: Literal["custom"] | None = None
+class CustomTool(
+    Cached,
+    ignored={"strict", "eager_input_streaming", "defer_loading", "input_examples", "allowed_callers"},
+    remedy="only custom tools can be offered; leave the others out",
+):
+    type: Literal["custom", None] = None
     name: ToolName
     description: str | None = None
     input_schema: Parameters
 
 
-class AnthropicToolChoice(Strict):
+class AnthropicToolChoice(Strict, needs={"tool": ("name", "is required with type tool")}):
     """`any` and `tool` are enforced: the answer consists of calls only."""
-
-    needs = {"tool": ("name", "is required with type tool")}  # noqa: RUF012
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = Field(None, description="If true, only the first call is returned.")
 
 
-class Thinking(Strict):
-    needs = {"enabled": ("budget_tokens", "is required with type enabled")}  # noqa: RUF012
-
+class Thinking(Strict, needs={"enabled": ("budget_tokens", "is required with type enabled")}):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = Field(None, description="Maximum tokens of reasoning.")
     display: Literal["summarized", "omitted"] | None = Field(
@@ -159,10 +148,8 @@ class OutputConfig(Strict):
     format: OutputFormat | None = Field(None, description="Enforced while sampling.")
 
 
-class CountRequest(Strict):
+class CountRequest(Cached, ignored={"context_management", "diagnostics", "speed"}):
     """The parts of a prompt. `cache_control` is accepted everywhere and not used: prefixes are cached automatically."""
-
-    ignored = CACHED | {"context_management", "diagnostics", "speed"}
 
     model: str | None = Field(None, description="The model to use; by default the server's default model.")
     messages: Annotated[list[AnthropicMessage], MinLen(1), FIRST_ONLY] = Field(
@@ -190,14 +177,12 @@ class CountRequest(Strict):
         return word, self.tool_choice.name if self.tool_choice.type == "tool" else None
 
 
-class MessagesRequest(CountRequest, AnswerRequest):
+class MessagesRequest(CountRequest, AnswerRequest, ignored={"metadata", "service_tier", "inference_geo"}):
     """A conversation to answer.
 
     `metadata`, `service_tier`, `inference_geo` and the fields that /messages/count_tokens ignores are accepted and not
     used.
     """
-
-    ignored = CountRequest.ignored | {"metadata", "service_tier", "inference_geo"}
 
     max_tokens: Count = Field(description="Maximum length of the answer, reasoning included.")
     stop_sequences: Annotated[list[StopText], MaxLen(4), FIRST_ONLY] | None = None

@@ -45,10 +45,7 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Parameters = Annotated[dict[str, Any], AfterValidator(check_schema), Field(description="A JSON schema of type object.")]
 
 
-class TextPart(Strict):
-    types = ("text",)
-    remedy = TEXT_ONLY
-
+class TextPart(Strict, remedy=TEXT_ONLY):
     type: Literal["text"]
     text: str
 
@@ -61,18 +58,14 @@ class FunctionCall(Strict):
     arguments: str = Field(description="A JSON object, as a string.")
 
 
-class ToolCallInput(Strict):
-    ignored = frozenset({"index"})
-
+class ToolCallInput(Strict, ignored={"index"}):
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(Strict):
+class Message(Strict, ignored={"annotations", "refusal"}):
     """One message of a conversation. `developer` means `system`."""
-
-    ignored = frozenset({"annotations", "refusal"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -92,9 +85,7 @@ class Message(Strict):
         return self
 
 
-class Function(Strict):
-    ignored = frozenset({"strict"})
-
+class Function(Strict, ignored={"strict"}):
     name: ToolName
     description: str | None = None
     parameters: Parameters | None = None
@@ -120,23 +111,17 @@ AnyToolChoice = Annotated[
 ]
 
 
-class NamedSchema(Strict):
-    ignored = frozenset({"description", "strict"})
-
+class NamedSchema(Strict, ignored={"description", "strict"}):
     name: str = Field("schema", min_length=1, max_length=64)
     schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema that the answer must follow.")
 
 
-class ResponseFormat(Strict):
-    needs = {"json_schema": ("json_schema", "json_schema needs a schema")}  # noqa: RUF012
-
+class ResponseFormat(Strict, needs={"json_schema": ("json_schema", "json_schema needs a schema")}):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
-class StreamOptions(Strict):
-    ignored = frozenset({"include_obfuscation"})
-
+class StreamOptions(Strict, ignored={"include_obfuscation"}):
     include_usage: bool = False
 
 
@@ -153,10 +138,11 @@ class AnswerRequest(Strict):
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
 
 
-class GenerationRequest(AnswerRequest):
+class GenerationRequest(
+    AnswerRequest, ignored={"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+):
     """The fields that chats and plain completions share."""
 
-    ignored = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
     sampling_fields: ClassVar[tuple[str, ...]] = (
         "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "presence_penalty", "frequency_penalty",
         "repetition_penalty", "ignore_eos",
@@ -199,14 +185,12 @@ class GenerationRequest(AnswerRequest):
         return self
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ignored={"verbosity"}):
     """A conversation to answer.
 
     `user`, `store`, `metadata`, `service_tier`, `safety_identifier`, `prompt_cache_key` and `verbosity` are accepted
     and not used. If a key occurs twice, the last value counts. Any other field is an error.
     """
-
-    ignored = GenerationRequest.ignored | {"verbosity"}
 
     messages: Annotated[list[Message], MinLen(1), FIRST_ONLY] = Field(
         json_schema_extra={"example": [{"role": "user", "content": "Hello"}]}

@@ -16,16 +16,11 @@ from sala.server.http.body import FIRST_ONLY, Strict, TextOr, discriminate, join
 from sala.server.http.errors import ApiError
 
 NOT_STORED = "this server stores nothing; send the whole conversation as input"
-MARKS = frozenset({"id", "status", "phase"})  # fields of answered items that are not used when they are sent back
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 DELTAS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
-class ContentPart(Strict):
-    ignored = frozenset({"annotations", "logprobs"})
-    types = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
-    remedy = TEXT_ONLY
-
+class ContentPart(Strict, ignored={"annotations", "logprobs"}, remedy=TEXT_ONLY):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
     text: str
 
@@ -39,18 +34,18 @@ class ContentPart(Strict):
 TextOrParts = Annotated[TextOr[ContentPart], text_or("a list of text parts")]
 
 
-class MessageItem(Strict):
-    ignored = MARKS
+class Item(Strict, ignored={"id", "status", "phase"}):
+    """An item, perhaps of an earlier answer: the marks of those are not used when they are sent back."""
 
+
+class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: TextOrParts
 
 
-class CallItem(Strict):
+class CallItem(Item):
     """A tool call of an earlier answer."""
-
-    ignored = MARKS
 
     type: Literal["function_call"]
     call_id: str
@@ -65,20 +60,16 @@ class CallItem(Strict):
         return value
 
 
-class CallOutput(Strict):
+class CallOutput(Item):
     """The result of a tool call."""
-
-    ignored = MARKS
 
     type: Literal["function_call_output"]
     call_id: str
     output: TextOrParts
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(Item, ignored={"encrypted_content", "summary"}):
     """The reasoning of an earlier answer."""
-
-    ignored = MARKS | {"encrypted_content", "summary"}
 
     type: Literal["reasoning"]
     content: list[ContentPart] | None = None
@@ -115,10 +106,7 @@ Input = Annotated[
 ]
 
 
-class FunctionTool(Strict):
-    types = ("function",)
-    remedy = "only tools of type function can be offered; leave the others out"
-
+class FunctionTool(Strict, remedy="only tools of type function can be offered; leave the others out"):
     type: Literal["function"]
     name: ToolName
     description: str | None = None
@@ -137,10 +125,9 @@ AnyChoice = Annotated[
 ]
 
 
-class TextFormat(Strict):
-    ignored = frozenset({"description", "strict"})
-    needs = {"json_schema": ("schema", "json_schema needs a schema")}  # noqa: RUF012
-
+class TextFormat(
+    Strict, ignored={"description", "strict"}, needs={"json_schema": ("schema", "json_schema needs a schema")}
+):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = Field(None, max_length=64)
     schema_: dict[str, Any] | None = Field(
@@ -148,15 +135,11 @@ class TextFormat(Strict):
     )
 
 
-class TextOptions(Strict):
-    ignored = frozenset({"verbosity"})
-
+class TextOptions(Strict, ignored={"verbosity"}):
     format: TextFormat | None = Field(None, description="Enforced while sampling.")
 
 
-class Reasoning(Strict):
-    ignored = frozenset({"context"})
-
+class Reasoning(Strict, ignored={"context"}):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="A budget for the reasoning, as in chats."
     )
@@ -164,19 +147,18 @@ class Reasoning(Strict):
     generate_summary: None = Field(None, description="Not supported.")
 
 
-class ResponseRequest(AnswerRequest):
+UNUSED = (
+    "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "max_tool_calls", "stream_options", "client_metadata",
+)  # fmt: skip
+
+
+class ResponseRequest(AnswerRequest, ignored=UNUSED):
     """A conversation to answer, as a list of items.
 
     Nothing is stored, even if `store` is true. `user`, `service_tier`, `safety_identifier`, `prompt_cache_key`,
     `prompt_cache_retention`, `max_tool_calls`, `stream_options` and `text.verbosity` are accepted and not used.
     """
-
-    ignored = frozenset(
-        {
-            "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-            "max_tool_calls", "stream_options", "client_metadata",
-        }
-    )  # fmt: skip
 
     input: Input = Field(json_schema_extra={"example": "Hello"})
     instructions: str | None = Field(None, description="A system message that precedes the input.")

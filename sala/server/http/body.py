@@ -1,8 +1,8 @@
 """JSON as clients send and get it: read strictly and within limits, validated by strict models, written compactly."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Tag, model_validator
@@ -75,13 +75,23 @@ def is_too_deep(data: bytes) -> bool:
 
 
 class Strict(BaseModel):
-    """A body, or a part of one: no coercion, no NaN, no unknown field except those in `ignored`."""
+    """A body, or a part of one: no coercion, no NaN, no unknown field. Classes may say:
+
+    - ignored: fields that are accepted and not used, in addition to those of the base classes
+    - remedy: what to say if `type` is not one of those that its field lists
+    - needs: by `type`, a field that must be there, and what to say otherwise
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
-    types: ClassVar[tuple[str, ...]] = ()  # if given, `type` must be one of these; otherwise say `remedy`
     remedy: ClassVar[str] = ""
-    needs: ClassVar[Mapping[str, tuple[str, str]]] = {}  # by `type`, a field that must be there, and what to say
+    needs: ClassVar[Mapping[str, tuple[str, str]]] = {}
+
+    def __init_subclass__(
+        cls, ignored: Iterable[str] = (), remedy: str = "", needs: Mapping[str, tuple[str, str]] | None = None
+    ) -> None:
+        cls.ignored = frozenset(ignored).union(*(base.ignored for base in cls.__bases__ if issubclass(base, Strict)))
+        cls.remedy, cls.needs = remedy, needs or {}
 
     @model_validator(mode="before")
     @classmethod
@@ -90,7 +100,7 @@ class Strict(BaseModel):
             return data
         kind = data.get("type")
         kind = kind if isinstance(kind, str) else ""
-        if kind and cls.types and kind not in cls.types:
+        if kind and cls.remedy and kind not in get_args(cls.model_fields["type"].annotation):
             raise problem(cls.remedy, "type")
         if kind in cls.needs and data.get(cls.needs[kind][0]) is None:
             field, message = cls.needs[kind]
