@@ -20,9 +20,8 @@ from pydantic import ValidationError
 from sala.checkpoint.writer import publish
 from sala.errors import InputError
 from sala.llm import LLM
-from sala.server.api.answers import Reply, naming
-from sala.server.api.chat import ChatReply
-from sala.server.api.chat_schema import ChatRequest, GenerationRequest
+from sala.server.api.answers import GenerationRequest, Reply, naming
+from sala.server.api.chat import ChatReply, ChatRequest
 from sala.server.api.completions import CompletionReply, CompletionRequest
 from sala.server.http.errors import ApiError, from_exception, from_validation
 from sala.server.settings import Settings

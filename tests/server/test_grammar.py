@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sala.llm import LLM
-from sala.server.api.grammar import call_grammar
+from sala.server.api.conversation import call_grammar
 from tests.splitting import parse_calls
 
 

@@ -1,8 +1,9 @@
-"""What the answers of all generating routes have in common, whatever carries them: HTTP or a batch file.
+"""What all generating routes have in common, whatever carries them: HTTP or a batch file.
 
 A `Reply` turns the body of a request into work for the engine, and what the engine generates into the form of one API.
 """
 
+import re
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -10,7 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
+
+from annotated_types import Ge, Le, MaxLen, MinLen
+from pydantic import Field, Tag, field_validator, model_validator
 
 from sala.engine.requests import InputProcessor, Submission
 from sala.engine.service import Stream
@@ -19,14 +23,81 @@ from sala.errors import ContextTooLong, InputError
 from sala.llm import LLM
 from sala.options import Sampling
 from sala.protocol import SampledToken
-from sala.server.api.chat_schema import AnswerRequest, GenerationRequest
-from sala.server.http.body import dump
+from sala.server.http.body import FIRST_ONLY, Strict, dump, problem, union
 from sala.server.http.errors import ApiError, from_exception
 from sala.server.settings import Settings
 from sala.text.answer import Delta
 
 NO_LOGPROB = -9999.0  # JSON has no infinity
+MAX_ANSWERS = 8
+MAX_BIASES = 1024
+MAX_INT = (1 << 31) - 1
+MIN_SEED, MAX_SEED = -(1 << 63), (1 << 63) - 1
 Chunk = Mapping[str, Any]
+StopText = Annotated[str, MinLen(1), MaxLen(256)]
+Stop = Annotated[
+    Annotated[StopText, Tag("~text")] | Annotated[list[StopText], MaxLen(4), FIRST_ONLY, Tag("~list")],
+    union({str: "~text", list: "~list"}, "a string or a list of strings"),
+]
+Count = Annotated[int, Ge(1), Le(MAX_INT)]
+
+
+class StreamOptions(Strict, ignored={"include_obfuscation"}):
+    include_usage: bool = False
+
+
+class AnswerRequest(Strict):
+    """The fields that all requests to generate an answer share."""
+
+    model: str | None = Field(None, description="The model to use; by default the server's default model.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
+
+
+class GenerationRequest(
+    AnswerRequest, ignored={"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+):
+    """The fields that chats and plain completions share."""
+
+    sampling_fields: ClassVar[tuple[str, ...]] = (
+        "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "presence_penalty", "frequency_penalty",
+        "repetition_penalty", "ignore_eos",
+    )  # fmt: skip
+
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_ANSWERS, description="Number of answers; the prompt is processed once.")
+    stop: Stop | None = Field(None, description="End the answer before any of these strings.")
+    seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED, description="The same seed samples the same tokens.")
+    temperature: float | None = Field(None, ge=0, le=100, description="0 selects the most probable token.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=MAX_INT, description="0: no limit.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=MAX_BIASES, description="Token ids, as strings, and what to add to their logits."
+    )
+    ignore_eos: bool | None = Field(None, description="Continue after the end token.")
+    return_progress: bool | None = Field(
+        None, description="In a stream, report prefill progress in chunks with `prompt_progress`."
+    )
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            if not re.fullmatch(r"[0-9]{1,10}", key):
+                raise problem("holds a key that is not a token id")
+        return value
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> "GenerationRequest":
+        if self.stream_options is not None and not self.stream:
+            raise problem("needs stream to be true", "stream_options")
+        if self.return_progress and not self.stream:
+            raise problem("needs stream to be true", "return_progress")
+        return self
 
 
 B = TypeVar("B", bound=AnswerRequest)

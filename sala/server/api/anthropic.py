@@ -10,18 +10,9 @@ from typing import Annotated, Any, Literal
 from annotated_types import MaxLen, MinLen
 from pydantic import Field, Tag, model_validator
 
-from sala.server.api.blocks import Block, BlockChange, BlockReply
-from sala.server.api.chat import ChatInput, as_call, as_tool
-from sala.server.api.chat_schema import (
-    MAX_INT,
-    MAX_TOOLS,
-    AnswerRequest,
-    Count,
-    Parameters,
-    StopText,
-    ToolName,
-    check_tools,
-)
+from sala.server.api import conversation
+from sala.server.api.answers import MAX_INT, AnswerRequest, Count, StopText
+from sala.server.api.conversation import Block, BlockReply, ChatInput, Parameters, ToolName, Tools, WithTools
 from sala.server.http.body import FIRST_ONLY, Strict, TextOr, discriminate, join, problem, text_or
 from sala.server.http.errors import ApiError, anthropic_envelope
 from sala.text.answer import StopFinder
@@ -148,7 +139,7 @@ class OutputConfig(Strict):
     format: OutputFormat | None = Field(None, description="Enforced while sampling.")
 
 
-class CountRequest(Cached, ignored={"context_management", "diagnostics", "speed"}):
+class CountRequest(Cached, WithTools, ignored={"context_management", "diagnostics", "speed"}):
     """The parts of a prompt. `cache_control` is accepted everywhere and not used: prefixes are cached automatically."""
 
     model: str | None = Field(None, description="The model to use; by default the server's default model.")
@@ -156,14 +147,13 @@ class CountRequest(Cached, ignored={"context_management", "diagnostics", "speed"
         json_schema_extra={"example": [{"role": "user", "content": "Hello"}]}
     )
     system: TextOrBlocks | None = None
-    tools: Annotated[list[CustomTool], MaxLen(MAX_TOOLS), FIRST_ONLY] | None = None
+    tools: Tools[CustomTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = Field(None, description="By default, the server's setting.")
     output_config: OutputConfig | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "CountRequest":
-        check_tools([tool.name for tool in self.tools or ()], *self.choice)
         if self.messages[-1].role == "assistant":
             message = "must not end with a message of the assistant: a partial answer cannot be continued"
             raise problem(message, "messages")
@@ -201,7 +191,7 @@ def read_conversation(body: CountRequest) -> ChatInput:
     return ChatInput(
         messages=list(as_messages(body)),
         sampling=sampling,
-        tools=[as_tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()],
+        tools=[conversation.as_tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()],
         choice=body.choice,
         is_single=choice is not None and bool(choice.disable_parallel_tool_use),
         schema=output.format.schema_ if output is not None and output.format is not None else None,
@@ -229,7 +219,7 @@ def _as_turn(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
     """Return reasoning, text and calls of the assistant as one message."""
     text = "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
     thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-    calls = [as_call(block.id, block.name, block.input) for block in blocks if isinstance(block, ToolUse)]
+    calls = [conversation.as_call(block.id, block.name, block.input) for block in blocks if isinstance(block, ToolUse)]
     more = {"reasoning_content": thinking, "tool_calls": calls}
     return {"role": "assistant", "content": text, **{name: value for name, value in more.items() if value}}
 
@@ -258,7 +248,7 @@ class MessageReply(BlockReply[MessagesRequest]):
     }  # fmt: skip
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def conversation(self) -> ChatInput:
+    def read(self) -> ChatInput:
         return read_conversation(self.body)
 
     @property
@@ -277,18 +267,17 @@ class MessageReply(BlockReply[MessagesRequest]):
         yield {"type": "message_start", "message": start}
         yield {"type": "ping"}
 
-    def events(self, change: BlockChange) -> Iterator[dict[str, Any]]:
-        block = change.block
-        if change.what == "begin":
+    def events(self, change: conversation.Change, block: Block, text: str) -> Iterator[dict[str, Any]]:
+        if change == "begin":
             start = _show(block.emptied())
             if block.kind == "call":
                 start["input"] = {}
             yield {"type": "content_block_start", "index": block.index, "content_block": start}
-        elif change.what == "end":
+        elif change == "end":
             yield {"type": "content_block_stop", "index": block.index}
         else:
             kind, name = DELTAS[block.kind]
-            yield {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: change.text}}
+            yield {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
 
     def closing(self) -> Iterator[dict[str, Any]]:
         yield {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}

@@ -1,81 +1,151 @@
-"""Chats: a conversation in, the next message out, as a whole or as a stream."""
+"""Chats: a conversation in, the next message out, as a whole or as a stream. An unknown field is an error."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from annotated_types import MinLen
+from pydantic import Field, model_validator
 
 from sala.config import parse_object
-from sala.engine.requests import Call, InputProcessor, Submission
+from sala.engine.requests import InputProcessor, Submission
 from sala.engine.stream import Event, PromptProgress, StreamItem
 from sala.errors import InputError
-from sala.server.api import answers
-from sala.server.api.answers import AnswerProgress, ChoicesReply, TokenSpeller
-from sala.server.api.chat_schema import ChatRequest, Message
-from sala.server.api.grammar import call_grammar
-from sala.server.http.body import join
-from sala.server.settings import Settings
+from sala.server.api import answers, conversation
+from sala.server.api.answers import MAX_INT, AnswerProgress, ChoicesReply, Count, GenerationRequest, TokenSpeller
+from sala.server.api.conversation import ChatInput, Parameters, ToolName, Tools, WithTools, WordOr
+from sala.server.http.body import FIRST_ONLY, Strict, TextOr, join, problem, text_or
 from sala.text.tools import ToolCall
 
-EFFORTS = {"none": 0, "minimal": 0, "low": 1024, "medium": 4096, "high": None, "xhigh": None, "max": None}
+
+class TextPart(Strict, remedy=conversation.TEXT_ONLY):
+    type: Literal["text"]
+    text: str
 
 
-@dataclass(frozen=True)
-class ChatInput:
-    """A conversation to answer, whichever API it came through: messages and tools as chat templates expect them.
+Content = Annotated[TextOr[TextPart], text_or("a list of text parts")]
 
-    - choice: auto, none or required, and with the last the only function that may be called, if one is named
-    - is_single: return at most one call
-    - schema: the JSON schema that the answer must follow
-    """
 
-    messages: list[dict[str, Any]]
-    sampling: Mapping[str, Any]
-    tools: list[dict[str, Any]] | None = None
-    choice: tuple[str, str | None] = ("auto", None)
-    is_single: bool = False
-    schema: Mapping[str, Any] | None = None
-    effort: str | None = None
-    think_budget: int | None = None  # -1: no limit
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    n: int = 1
+class FunctionCall(Strict):
+    name: ToolName
+    arguments: str = Field(description="A JSON object, as a string.")
+
+
+class ToolCallInput(Strict, ignored={"index"}):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Strict, ignored={"annotations", "refusal"}):
+    """One message of a conversation. `developer` means `system`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = Field(None, description="Accepted and not used.")
+    reasoning_content: str | None = Field(None, description="The reasoning of an earlier answer.")
+    tool_calls: list[ToolCallInput] | None = Field(None, max_length=conversation.MAX_TOOLS)
+    tool_call_id: str | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> "Message":
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.reasoning_content)):
+            raise problem("a message needs content", "content", "missing")
+        if self.tool_calls and self.role != "assistant":
+            raise problem("only messages of the assistant may call tools", "tool_calls")
+        return self
+
+
+class Function(Strict, ignored={"strict"}):
+    name: ToolName
+    description: str | None = None
+    parameters: Parameters | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
 
     @property
-    def offered_tools(self) -> list[dict[str, Any]] | None:
-        return self.tools if self.tools and self.choice[0] != "none" else None
+    def name(self) -> str:
+        return self.function.name
 
-    def as_call(self, settings: Settings) -> Call:
-        """Return the request to the engine. Raises InputError for a schema that cannot be enforced."""
-        values = {"think_budget": self._budget(settings), **self._constraint(), **self.sampling}
-        sampling, tools = answers.build_sampling(settings, values), self.offered_tools
-        return Call(None, sampling, messages=self.messages, tools=tools, n=self.n, variables=self._variables())
 
-    def encode(self, inputs: InputProcessor) -> list[int]:
-        return inputs.encode_chat(self.messages, tools=self.offered_tools, **self._variables())
+class ChosenFunction(Strict):
+    name: str
 
-    def _variables(self) -> dict[str, Any]:
-        """Return the variables of the template. Effort `none` turns the reasoning off, unless the client set it."""
-        default = {"enable_thinking": False} if self.effort == "none" else {}
-        return {**default, **self.variables}
 
-    def _budget(self, settings: Settings) -> int | None:
-        if self.think_budget is not None:
-            return None if self.think_budget < 0 else self.think_budget
-        return settings.think_budget if self.effort is None else EFFORTS[self.effort]
+class ToolChoice(Strict):
+    type: Literal["function"]
+    function: ChosenFunction
 
-    def _constraint(self) -> dict[str, Any]:
-        """Return the grammar that the answer must follow, if any, as a sampling parameter."""
-        word, function = self.choice
-        answer = self.schema if word == "auto" else None
-        try:
-            if self.offered_tools is None or (word == "auto" and answer is None):
-                return {} if self.schema is None else {"json_schema": json.dumps(self.schema, allow_nan=False)}
-            functions = [tool["function"] for tool in self.offered_tools]
-            wanted = [one for one in functions if function in (None, one["name"])]
-            return {"grammar": call_grammar(wanted, self.is_single or function is not None, answer)}
-        except ValueError:
-            field, verb = ("response_format", "holds") if self.offered_tools is None else ("tools", "hold")
-            raise InputError(field, f"{verb} a number that is not finite") from None
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedSchema(Strict, ignored={"description", "strict"}):
+    name: str = Field("schema", min_length=1, max_length=64)
+    schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema that the answer must follow.")
+
+
+class ResponseFormat(Strict, needs={"json_schema": ("json_schema", "json_schema needs a schema")}):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class TemplateOptions(Strict):
+    """Variables of the chat template."""
+
+    enable_thinking: bool | None = None
+
+
+class ChatRequest(GenerationRequest, WithTools, ignored={"verbosity"}):
+    """A conversation to answer.
+
+    `user`, `store`, `metadata`, `service_tier`, `safety_identifier`, `prompt_cache_key` and `verbosity` are accepted
+    and not used. If a key occurs twice, the last value counts. Any other field is an error.
+    """
+
+    messages: Annotated[list[Message], MinLen(1), FIRST_ONLY] = Field(
+        json_schema_extra={"example": [{"role": "user", "content": "Hello"}]}
+    )
+    max_tokens: Count | None = Field(None, description="Maximum length of the answer, reasoning included.")
+    max_completion_tokens: Count | None = Field(None, description="The newer name of `max_tokens`.")
+    tools: Tools[Tool] | None = None
+    tool_choice: WordOr[ToolChoice] | None = Field(
+        None, description="`required` and a named function are enforced: the answer consists of calls only."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="If false, only the first call is returned.")
+    response_format: ResponseFormat | None = Field(None, description="Enforced while sampling.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None,
+        description="A budget for the reasoning: none and minimal 0 tokens, low 1,024, medium 4,096, otherwise "
+        "unlimited. `thinking_budget` sets it exactly.",
+    )
+    thinking_budget: int | None = Field(
+        None, ge=-1, le=MAX_INT, description="Maximum tokens of reasoning; -1: no limit."
+    )
+    chat_template_kwargs: TemplateOptions | None = None
+    modalities: list[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
+    audio: None = Field(None, description="Not supported.")
+    functions: None = Field(None, description="Not supported; use tools.")
+    function_call: None = Field(None, description="Not supported; use tool_choice.")
+    prediction: None = Field(None, description="Not supported.")
+    web_search_options: None = Field(None, description="Not supported.")
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise problem("needs logprobs to be true", "top_logprobs")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise problem("differs from max_tokens", "max_completion_tokens")
+        return self
 
 
 def read_chat(body: ChatRequest) -> ChatInput:
@@ -92,19 +162,12 @@ def read_chat(body: ChatRequest) -> ChatInput:
         tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
         choice=body.choice,
         is_single=body.parallel_tool_calls is False,
-        schema=answer_schema(form.type, named.schema_ if named else None) if form else None,
+        schema=conversation.answer_schema(form.type, named.schema_ if named else None) if form else None,
         effort=body.reasoning_effort,
         think_budget=body.thinking_budget,
         variables={} if thinking is None else {"enable_thinking": thinking},
         n=body.n or 1,
     )
-
-
-def answer_schema(kind: str, schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the schema that an answer in this format must follow, if any."""
-    if kind == "text":
-        return None
-    return {"type": "object"} if kind == "json_object" or schema is None else schema
 
 
 def as_messages(messages: list[Message]) -> list[dict[str, Any]]:
@@ -113,7 +176,7 @@ def as_messages(messages: list[Message]) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
         calls = [
-            as_call(call.id, call.function.name, _arguments(call.function.arguments, index, number))
+            conversation.as_call(call.id, call.function.name, _arguments(call.function.arguments, index, number))
             for number, call in enumerate(message.tool_calls or ())
         ]
         more = {"reasoning_content": message.reasoning_content or None, "tool_calls": calls or None}
@@ -121,16 +184,6 @@ def as_messages(messages: list[Message]) -> list[dict[str, Any]]:
         given = {name: value for name, value in more.items() if value is not None}
         out.append({"role": role, "content": join(message.content or ""), **given})
     return out
-
-
-def as_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
-    """Return a function as templates expect it."""
-    function = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
-
-
-def as_call(number: str, name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _arguments(text: str, index: int, number: int) -> dict[str, Any]:
@@ -223,4 +276,4 @@ class ChatReply(ChoicesReply[ChatRequest]):
 
 
 def _dump_call(call: ToolCall) -> dict[str, Any]:
-    return as_call(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False))
+    return conversation.as_call(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False))

@@ -11,8 +11,7 @@ from sala.engine.requests import Call, InputProcessor, Submission
 from sala.engine.stream import Completion, Event, PromptProgress, PromptScores, StreamItem
 from sala.protocol import SampledToken
 from sala.server.api import answers
-from sala.server.api.answers import ChoicesReply, TokenSpeller
-from sala.server.api.chat_schema import MAX_ANSWERS, MAX_INT, GenerationRequest
+from sala.server.api.answers import MAX_ANSWERS, MAX_INT, ChoicesReply, GenerationRequest, TokenSpeller
 from sala.server.http.body import FIRST_ONLY, discriminate, problem
 from sala.text.answer import Detokenizer
 

@@ -9,10 +9,10 @@ from annotated_types import MaxLen, MinLen
 from pydantic import Field, Tag, field_validator, model_validator
 
 from sala.config import parse_object
-from sala.server.api.blocks import Block, BlockChange, BlockReply
-from sala.server.api.chat import ChatInput, answer_schema, as_call, as_tool
-from sala.server.api.chat_schema import MAX_TOOLS, TEXT_ONLY, AnswerRequest, Count, Parameters, ToolName, check_tools
-from sala.server.http.body import FIRST_ONLY, Strict, TextOr, discriminate, join, problem, text_or, union
+from sala.server.api import conversation
+from sala.server.api.answers import AnswerRequest, Count
+from sala.server.api.conversation import Block, BlockReply, ChatInput, Parameters, ToolName, Tools, WithTools, WordOr
+from sala.server.http.body import FIRST_ONLY, Strict, TextOr, discriminate, join, problem, text_or
 from sala.server.http.errors import ApiError
 
 NOT_STORED = "this server stores nothing; send the whole conversation as input"
@@ -20,7 +20,7 @@ PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 DELTAS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
-class ContentPart(Strict, ignored={"annotations", "logprobs"}, remedy=TEXT_ONLY):
+class ContentPart(Strict, ignored={"annotations", "logprobs"}, remedy=conversation.TEXT_ONLY):
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
     text: str
 
@@ -119,12 +119,6 @@ class FunctionChoice(Strict):
     name: str
 
 
-AnyChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("~word")] | Annotated[FunctionChoice, Tag("~function")],
-    union({str: "~word", dict: "~function"}, "none, auto, required or a function"),
-]
-
-
 class TextFormat(
     Strict, ignored={"description", "strict"}, needs={"json_schema": ("schema", "json_schema needs a schema")}
 ):
@@ -153,7 +147,7 @@ UNUSED = (
 )  # fmt: skip
 
 
-class ResponseRequest(AnswerRequest, ignored=UNUSED):
+class ResponseRequest(AnswerRequest, WithTools, ignored=UNUSED):
     """A conversation to answer, as a list of items.
 
     Nothing is stored, even if `store` is true. `user`, `service_tier`, `safety_identifier`, `prompt_cache_key`,
@@ -165,8 +159,8 @@ class ResponseRequest(AnswerRequest, ignored=UNUSED):
     max_output_tokens: Count | None = Field(None, description="Maximum length of the answer, reasoning included.")
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    tools: Annotated[list[FunctionTool], MaxLen(MAX_TOOLS), FIRST_ONLY] | None = None
-    tool_choice: AnyChoice | None = None
+    tools: Tools[FunctionTool] | None = None
+    tool_choice: WordOr[FunctionChoice] | None = None
     parallel_tool_calls: bool | None = Field(None, description="If false, only the first call is returned.")
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -197,17 +191,6 @@ class ResponseRequest(AnswerRequest, ignored=UNUSED):
         if "message.output_text.logprobs" in (value or ()):
             raise problem("asks for logprobs, which only /chat/completions returns")
         return value
-
-    @model_validator(mode="after")
-    def _check_tools(self) -> "ResponseRequest":
-        check_tools([tool.name for tool in self.tools or ()], *self.choice)
-        return self
-
-    @property
-    def choice(self) -> tuple[str, str | None]:
-        if isinstance(self.tool_choice, FunctionChoice):
-            return "required", self.tool_choice.name
-        return self.tool_choice or "auto", None
 
 
 def as_messages(body: ResponseRequest) -> list[dict[str, Any]]:
@@ -241,7 +224,7 @@ def _add_to_turn(turn: dict[str, Any], item: InputItem) -> None:
     elif isinstance(item, MessageItem):
         turn["content"] = join(item.content)
     elif isinstance(item, CallItem):
-        call = as_call(item.call_id, item.name, parse_object(item.arguments or "{}"))
+        call = conversation.as_call(item.call_id, item.name, parse_object(item.arguments or "{}"))
         turn.setdefault("tool_calls", []).append(call)
 
 
@@ -253,7 +236,7 @@ class ResponseReply(BlockReply[ResponseRequest]):
         "grammar": "tools", "max_tokens": "max_output_tokens", "think_budget": "reasoning.effort",
     }  # fmt: skip
 
-    def conversation(self) -> ChatInput:
+    def read(self) -> ChatInput:
         self._id = f"resp_{secrets.token_hex(16)}"
         self._created = int(time.time())
         self._item_ids: dict[int, str] = {}
@@ -263,10 +246,10 @@ class ResponseReply(BlockReply[ResponseRequest]):
         return ChatInput(
             messages=as_messages(body),
             sampling={"max_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p},
-            tools=[as_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()],
+            tools=[conversation.as_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()],
             choice=body.choice,
             is_single=body.parallel_tool_calls is False,
-            schema=answer_schema(form.type, form.schema_) if form else None,
+            schema=conversation.answer_schema(form.type, form.schema_) if form else None,
             effort=body.reasoning.effort if body.reasoning else None,
         )
 
@@ -297,15 +280,15 @@ class ResponseReply(BlockReply[ResponseRequest]):
         problem = {"code": "server_error", "message": error.message}
         return self._event("failed", response={**self._response("failed"), "error": problem})
 
-    def events(self, change: BlockChange) -> Iterator[dict[str, Any]]:
-        block, output_index = change.block, change.block.index
+    def events(self, change: conversation.Change, block: Block, text: str) -> Iterator[dict[str, Any]]:
+        output_index = block.index
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": output_index}
         if block.call is None:
             place["content_index"] = 0
         logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-        if change.what == "grow":
-            yield self._event(f"{DELTAS[block.kind]}.delta", **place, delta=change.text, **logprobs)
-        elif change.what == "begin":
+        if change == "grow":
+            yield self._event(f"{DELTAS[block.kind]}.delta", **place, delta=text, **logprobs)
+        elif change == "begin":
             item = self._item(block.emptied(), "in_progress")
             if block.call is None:
                 item["content"] = []

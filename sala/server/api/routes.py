@@ -23,9 +23,9 @@ from sala.errors import InputError, SlowReader
 from sala.server.api.answers import B, Reply, naming
 from sala.server.api.anthropic import CountRequest, MessageReply, MessagesRequest
 from sala.server.api.anthropic import read_conversation as read_messages
-from sala.server.api.chat import ChatInput, ChatReply, as_messages, read_chat
-from sala.server.api.chat_schema import MAX_TOOLS, ChatRequest, Message, Tool
+from sala.server.api.chat import ChatReply, ChatRequest, Message, Tool, as_messages, read_chat
 from sala.server.api.completions import CompletionReply, CompletionRequest, TokenIds
+from sala.server.api.conversation import ChatInput, Tools
 from sala.server.api.responses import ResponseReply, ResponseRequest
 from sala.server.http.body import Strict, dump, problem
 from sala.server.http.errors import ALWAYS, from_exception, refer
@@ -62,7 +62,7 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     content: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Tools[Tool] | None = None
     add_special_tokens: bool = Field(True, description="Begin a text with BOS, if the model uses it.")
     add_generation_prompt: bool = Field(True, description="End a conversation with the prompt for the answer.")
 
