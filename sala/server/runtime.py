@@ -42,14 +42,8 @@ class LoadedModel:
 
 def open_model(path: Path, settings: Settings) -> LLM:
     """Load a model. The adapter in the settings belongs to the default model."""
-    base, adapter = _find_default_model(settings)
-    adapter = adapter if adapter is not None and path.resolve() == base.resolve() else None
-    return LLM(path, options=settings.loading, adapter=adapter)
-
-
-def _find_default_model(settings: Settings) -> tuple[Path, Path | None]:
-    """Return the model that the settings name, and its adapter."""
-    return find_base(find_model(settings.model), settings.adapter)
+    base, adapter = find_base(find_model(settings.model), settings.adapter)
+    return LLM(path, options=settings.loading, adapter=adapter if path.resolve() == base.resolve() else None)
 
 
 def check_model(path: Path) -> None:
@@ -77,11 +71,11 @@ class Runtime:
 
     def _find_default(self) -> str:
         """Return the id of the model that answers when none is named; a directory is registered in the library."""
-        name = self._settings.model
+        name, adapter = self._settings.model, self._settings.adapter
         if name is None or name == EMBEDDED:
             return EMBEDDED
         entry = self.library.find(name)
-        return self.library.register(_find_default_model(self._settings)[0]) if entry is None else entry.id
+        return self.library.register(find_base(find_model(name), adapter)[0]) if entry is None else entry.id
 
     async def get(self, model_id: str | None) -> LoadedModel:
         """Return a loaded model, by default the default one; load it first if necessary."""

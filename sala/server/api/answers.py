@@ -51,6 +51,8 @@ class AnswerRequest(Strict):
 
     model: str | None = Field(None, description="The model to use; by default the server's default model.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it is generated.")
+    temperature: float | None = Field(None, ge=0, le=100, description="0 selects the most probable token.")
+    top_p: float | None = Field(None, gt=0, le=1)
 
 
 class GenerationRequest(
@@ -67,8 +69,6 @@ class GenerationRequest(
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS, description="Number of answers; the prompt is processed once.")
     stop: Stop | None = Field(None, description="End the answer before any of these strings.")
     seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED, description="The same seed samples the same tokens.")
-    temperature: float | None = Field(None, ge=0, le=100, description="0 selects the most probable token.")
-    top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=MAX_INT, description="0: no limit.")
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)

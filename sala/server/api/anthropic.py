@@ -176,8 +176,6 @@ class MessagesRequest(CountRequest, AnswerRequest, ignored={"metadata", "service
 
     max_tokens: Count = Field(description="Maximum length of the answer, reasoning included.")
     stop_sequences: Annotated[list[StopText], MaxLen(4), FIRST_ONLY] | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=MAX_INT, description="0: no limit.")
 
 

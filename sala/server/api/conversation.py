@@ -55,8 +55,6 @@ def check_schema(schema: Any) -> Any:
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Parameters = Annotated[dict[str, Any], AfterValidator(check_schema), Field(description="A JSON schema of type object.")]
-
-
 T = TypeVar("T")
 Tools = Annotated[list[T], MaxLen(MAX_TOOLS), FIRST_ONLY]
 WordOr = Annotated[
@@ -265,7 +263,38 @@ class BlockReply(Reply[B]):
         return submission
 
     def take(self, item: StreamItem) -> None:
-        self._changes = list(self._split(item)) if isinstance(item, Event) else []
+        self._changes = []
+        if not isinstance(item, Event):
+            return
+        self.progress.take(item)
+        delta = self.progress.show(item)
+        if delta.reasoning:
+            self._grow("reasoning", delta.reasoning)
+        if delta.tool_call is not None:
+            self._end()
+            self._grow("call", json.dumps(delta.tool_call.arguments, ensure_ascii=False), delta.tool_call)
+            self._end()
+        text = delta.text.lstrip() if self.progress.num_calls and self._open is None else delta.text
+        if text:
+            self._grow("text", text)
+        if self.progress.completion is not None:
+            self._end()
+
+    def _grow(self, kind: Kind, text: str, call: ToolCall | None = None) -> None:
+        """Add text to the block that is open, or to a new one."""
+        block = self._open
+        if block is None or block.kind != kind:
+            self._end()
+            block = self._open = Block(kind, len(self.blocks), call=call)
+            self.blocks.append(block)
+            self._changes.append(("begin", block, ""))
+        block.text += text
+        self._changes.append(("grow", block, text))
+
+    def _end(self) -> None:
+        if self._open is not None:
+            self._changes.append(("end", self._open, ""))
+            self._open = None
 
     def chunks(self, item: StreamItem) -> Iterator[Chunk]:
         for change in self._changes:
@@ -279,36 +308,3 @@ class BlockReply(Reply[B]):
         """Return whether the answer was cut before the model ended it."""
         completion = self.progress.completion
         return completion is not None and completion.finish_reason in ("length", "repetition")
-
-    def _split(self, event: Event) -> Iterator[tuple[Change, Block, str]]:
-        self.progress.take(event)
-        delta = self.progress.show(event)
-        if delta.reasoning:
-            yield from self._grow("reasoning", delta.reasoning)
-        if delta.tool_call is not None:
-            yield from self._begin(Block("call", len(self.blocks), call=delta.tool_call))
-            yield from self._grow("call", json.dumps(delta.tool_call.arguments, ensure_ascii=False))
-            yield from self._end()
-        text = delta.text.lstrip() if self.progress.num_calls and self._open is None else delta.text
-        if text:
-            yield from self._grow("text", text)
-        if self.progress.completion is not None:
-            yield from self._end()
-
-    def _grow(self, kind: Kind, text: str) -> Iterator[tuple[Change, Block, str]]:
-        if self._open is None or self._open.kind != kind:
-            yield from self._begin(Block(kind, len(self.blocks)))
-        block = self.blocks[-1]
-        block.text += text
-        yield "grow", block, text
-
-    def _begin(self, block: Block) -> Iterator[tuple[Change, Block, str]]:
-        yield from self._end()
-        self._open = block
-        self.blocks.append(block)
-        yield "begin", block, ""
-
-    def _end(self) -> Iterator[tuple[Change, Block, str]]:
-        if self._open is not None:
-            block, self._open = self._open, None
-            yield "end", block, ""

@@ -157,8 +157,6 @@ class ResponseRequest(AnswerRequest, WithTools, ignored=UNUSED):
     input: Input = Field(json_schema_extra={"example": "Hello"})
     instructions: str | None = Field(None, description="A system message that precedes the input.")
     max_output_tokens: Count | None = Field(None, description="Maximum length of the answer, reasoning included.")
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
     tools: Tools[FunctionTool] | None = None
     tool_choice: WordOr[FunctionChoice] | None = None
     parallel_tool_calls: bool | None = Field(None, description="If false, only the first call is returned.")
