@@ -147,7 +147,7 @@ def places() -> dict[str, Any]:
     import platformdirs
 
     from sala.models.catalog import embedded_folder
-    from sala.models.embedded import models_dir
+    from sala.options.sources import models_dir
 
     where, folder = models_dir(), embedded_folder()
     embedded = None if folder is None else where / folder

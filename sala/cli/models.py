@@ -21,7 +21,8 @@ COMMIT = re.compile(r"[0-9a-f]{40,64}")
 
 def list(as_json: s.AsJson = False) -> None:
     from sala.models.catalog import Entry, Library, embedded_folder
-    from sala.models.embedded import EMBEDDED, models_dir
+    from sala.models.embedded import EMBEDDED
+    from sala.options.sources import models_dir
 
     library = Library(models_dir())
     entries = library.list()
@@ -69,8 +70,8 @@ def pull(
 ) -> None:
     from sala.models.catalog import Library
     from sala.models.download import pull as fetch
-    from sala.models.embedded import models_dir
     from sala.models.hub import AlreadyThere, Hub, parse_repo
+    from sala.options.sources import models_dir
 
     repo_id, revision = parse_repo(repo)
     library = Library(models_dir())
@@ -135,7 +136,8 @@ def rm(
     yes: Annotated[bool, s.flag("Do not ask.", "--yes", "-y")] = False,
 ) -> None:
     from sala.models.catalog import Library
-    from sala.models.embedded import EMBEDDED, models_dir
+    from sala.models.embedded import EMBEDDED
+    from sala.options.sources import models_dir
 
     library = Library(models_dir())
     entry = library.find(name)

@@ -104,6 +104,7 @@ B = TypeVar("B", bound=AnswerRequest)
 G = TypeVar("G", bound=GenerationRequest)
 
 
+@dataclass(eq=False)
 class Reply(ABC, Generic[B]):
     """The answer to one request in the form of one API.
 
@@ -114,11 +115,10 @@ class Reply(ABC, Generic[B]):
     ping: ClassVar[bytes] = b": ping\n\n"
     done: ClassVar[bytes] = b"data: [DONE]\n\n"
 
-    def __init__(self, model_id: str, llm: LLM, body: B, settings: Settings) -> None:
-        self.model_id = model_id
-        self.llm = llm
-        self.body = body
-        self.settings = settings
+    model_id: str
+    llm: LLM
+    body: B
+    settings: Settings
 
     @abstractmethod
     def prepare(self, inputs: InputProcessor) -> Submission:

@@ -6,9 +6,11 @@ force an answer to call tools in the form that `text.tools` parses.
 
 import json
 import re
+import secrets
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from annotated_types import MaxLen
@@ -226,10 +228,11 @@ class Block:
     index: int
     text: str = ""  # for a call its arguments, as JSON
     call: ToolCall | None = None
+    number: str = field(default_factory=partial(secrets.token_hex, 16))
 
     def emptied(self) -> "Block":
         """Return the block as it is when it begins."""
-        return Block(self.kind, self.index, call=self.call)
+        return replace(self, text="")
 
 
 class BlockReply(Reply[B]):

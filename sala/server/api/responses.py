@@ -237,7 +237,6 @@ class ResponseReply(BlockReply[ResponseRequest]):
     def read(self) -> ChatInput:
         self._id = f"resp_{secrets.token_hex(16)}"
         self._created = int(time.time())
-        self._item_ids: dict[int, str] = {}
         self._num_events = 0
         body = self.body
         form = body.text.format if body.text else None
@@ -280,7 +279,7 @@ class ResponseReply(BlockReply[ResponseRequest]):
 
     def events(self, change: conversation.Change, block: Block, text: str) -> Iterator[dict[str, Any]]:
         output_index = block.index
-        place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": output_index}
+        place: dict[str, Any] = {"item_id": _item_id(block), "output_index": output_index}
         if block.call is None:
             place["content_index"] = 0
         logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
@@ -307,9 +306,6 @@ class ResponseReply(BlockReply[ResponseRequest]):
         self._num_events += 1
         return event
 
-    def _item_id(self, block: Block) -> str:
-        return self._item_ids.setdefault(block.index, f"{PREFIXES[block.kind]}_{secrets.token_hex(16)}")
-
     def _status(self, block: Block) -> str:
         """Return "incomplete" for the last item of a cut answer, unless it is a call: calls are always whole."""
         is_last = block.index == len(self.blocks) - 1
@@ -318,8 +314,8 @@ class ResponseReply(BlockReply[ResponseRequest]):
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         if block.call is not None:
             call = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text}
-            return {"id": self._item_id(block), "type": "function_call", "status": status, **call}
-        item = {"id": self._item_id(block), "status": status, "content": [_part(block)]}
+            return {"id": _item_id(block), "type": "function_call", "status": status, **call}
+        item = {"id": _item_id(block), "status": status, "content": [_part(block)]}
         if block.kind == "reasoning":
             return {**item, "type": "reasoning", "summary": [], "encrypted_content": None}
         return {**item, "type": "message", "role": "assistant"}
@@ -357,6 +353,10 @@ class ResponseReply(BlockReply[ResponseRequest]):
         if form is None or form.type != "json_schema":
             return {"type": "text" if form is None else form.type}
         return {"type": form.type, "name": form.name or "schema", "schema": form.schema_, "strict": True}
+
+
+def _item_id(block: Block) -> str:
+    return f"{PREFIXES[block.kind]}_{block.number}"
 
 
 def _part(block: Block) -> dict[str, Any]:

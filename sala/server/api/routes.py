@@ -35,6 +35,7 @@ from sala.server.settings import Settings
 
 MAX_PENDING = 1 << 20  # bytes of an answer that may wait for a slow client
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 Descriptions = dict[int | str, dict[str, Any]]
 router = APIRouter(route_class=StrictRoute)
 TAGS = {"tokenize": "tokens", "detokenize": "tokens"}  # of routes that are not named after their path
@@ -45,7 +46,7 @@ MESSAGES_ERRORS: Descriptions = {
 }
 
 
-def post(path: str, summary: str, name: str, events: str = "", errors: Descriptions = ALWAYS) -> Any:
+def post(path: str, summary: str, name: str, events: str = "", errors: Descriptions = ALWAYS) -> Callable[[F], F]:
     """Add a route that sends this answer or, with `stream`, such events."""
     found = refer(name)
     if events:

@@ -5,6 +5,7 @@ A message never holds a path of the server, a stack trace or a memory address.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -27,31 +28,23 @@ _ANTHROPIC_TYPES = _TYPES | {
 }
 
 
+@dataclass(eq=False, repr=False)
 class ApiError(Exception):
-    """An unsuccessful response, as an exception and as an ASGI application that sends it.
+    """An unsuccessful response, as an exception and as an ASGI application that sends it."""
 
-    `retry_s` says when to try again; `extra` adds keys to the error object.
-    """
+    status_code: int
+    message: str
+    type: str | None = None
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
+    retry_s: int | None = None  # when to try again
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further keys of the error object
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        type: str | None = None,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        retry_s: int | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status_code = status
-        self.message = message
-        self.type = type or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {}) | ({} if retry_s is None else {"retry-after": str(retry_s)})
-        self.extra = dict(extra or {})
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+        other = "invalid_request_error" if self.status_code < 500 else "server_error"
+        self.type = self.type or _TYPES.get(self.status_code, other)
 
     def envelope(self, path: str = "") -> dict[str, Any]:
         """Return the body, in the form that clients of that path expect."""
@@ -63,7 +56,8 @@ class ApiError(Exception):
     def compose(self, path: str) -> tuple[dict[str, str], bytes]:
         """Return headers and body of the response."""
         body = dump(self.envelope(path))
-        return {"content-length": str(len(body)), "content-type": "application/json", **self.headers}, body
+        headers = {"content-length": str(len(body)), "content-type": "application/json", **(self.headers or {})}
+        return headers | ({} if self.retry_s is None else {"retry-after": str(self.retry_s)}), body
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         headers, body = self.compose(scope["path"])
