@@ -15,13 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from pydantic import ValidationError
+
 from sala.checkpoint.writer import publish
 from sala.errors import InputError
 from sala.llm import LLM
 from sala.server.api.answers import GenerationRequest, Reply, naming
 from sala.server.api.chat import ChatReply, ChatRequest
 from sala.server.api.completions import CompletionReply, CompletionRequest
-from sala.server.http.errors import ApiError, from_exception, validate
+from sala.server.http.errors import ApiError, from_exception, from_validation
 from sala.server.settings import Settings
 
 MAX_WAITING = 64  # requests that are queued at a time
@@ -158,7 +160,10 @@ class _Batch:
         if not isinstance(body, dict):
             raise InputError("body", "is missing", "it holds the request")
         schema, reply = ROUTES[url]
-        return reply(self._llm.path.name, self._llm, validate(schema, body), self._settings)
+        try:
+            return reply(self._llm.path.name, self._llm, schema.model_validate(body), self._settings)
+        except ValidationError as error:
+            raise from_validation(error.errors(include_url=False, include_input=False)) from None
 
     async def _answer(self, custom_id: str, reply: Reply[Any]) -> None:
         result: Any

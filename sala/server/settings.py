@@ -4,17 +4,17 @@ A flag beats its variable (`SALA_PORT`), which beats the file's key (`port`).
 """
 
 import ipaddress
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from sala.errors import InputError, SalaError
 from sala.options import MaxTokens, Options, Temperature, ThinkBudget, TopK, TopP, schema, sources
 from sala.options.schema import is_ip, option, options, read_secret, spelling, table
-from sala.options.sources import Given, build, from_environment, from_file, from_flags, read_text
+from sala.options.sources import Given, read_text
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_KEY_FILE = 64 * 1024
@@ -95,10 +95,6 @@ class Settings(Options):
         if self.api_key is not None:
             raise InputError("api_key", "is given, and api_key_file too", "keep one of them")
         object.__setattr__(self, "api_key", _read_key(self.api_key_file))
-
-    @classmethod
-    def load(cls, file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]) -> "Settings":
-        return build(cls, one_key((from_file(file, cls), from_environment(cls, environment), from_flags(cls, flags))))
 
     @property
     def loading(self) -> Options:

@@ -10,10 +10,16 @@ import pytest
 from sala.cli import serve as command
 from sala.errors import InputError, SalaError
 from sala.options.schema import table
-from sala.options.sources import check_variables, show
-from sala.server.settings import Settings
+from sala.options.sources import build, check_variables, from_environment, from_file, from_flags, show
+from sala.server.settings import Settings, one_key
 
 ROOT = Path(__file__).parents[2]
+
+
+def load(file: Path | None, environment: dict[str, str], flags: dict[str, object]) -> Settings:
+    """Settings from all sources, as commands build them."""
+    layers = from_file(file, Settings), from_environment(Settings, environment), from_flags(Settings, flags)
+    return build(Settings, one_key(layers))
 
 
 @pytest.fixture
@@ -23,15 +29,15 @@ def file(tmp_path: Path) -> Path:
 
 def test_flags_beat_the_environment_which_beats_the_file(file: Path) -> None:
     file.write_text('port = 1\nhost = "::1"\nmax_queue = 3\nlog_level = "debug"\n')
-    settings = Settings.load(file, {"SALA_PORT": "2", "SALA_MAX_QUEUE": "4", "PATH": "x"}, {"port": "5", "host": None})
+    settings = load(file, {"SALA_PORT": "2", "SALA_MAX_QUEUE": "4", "PATH": "x"}, {"port": "5", "host": None})
     assert (settings.port, settings.max_queue, settings.host, settings.log_level) == (5, 4, "::1", "debug")
-    assert Settings.load(None, {"SALA_PORT": ""}, {}).port == 8080
+    assert load(None, {"SALA_PORT": ""}, {}).port == 8080
 
 
 def test_forms_of_values(file: Path, tmp_path: Path) -> None:
     file.write_text('max_body = "1M"\nctx = 4096\ncors_origins = ["http://A.org:3000"]\nno_think = true\ndrain_s = 5\n')
     environment = {"SALA_ALLOWED_HOSTS": "a.org, b.org", "SALA_ALLOW_REMOTE_WITHOUT_KEY": "yes", "SALA_TOP_P": "0.5"}
-    settings = Settings.load(file, environment, {"cache_memory": "8G", "cache_dir": str(tmp_path)})
+    settings = load(file, environment, {"cache_memory": "8G", "cache_dir": str(tmp_path)})
     assert (settings.max_body, settings.ctx, settings.cache_memory) == (1 << 20, 4096, 8 << 30)
     assert settings.cors_origins == ("http://a.org:3000",)
     assert settings.allowed_hosts == ("a.org", "b.org")
@@ -73,7 +79,7 @@ def test_forms_of_values(file: Path, tmp_path: Path) -> None:
 def test_mistakes_in_the_file_name_it(file: Path, text: str, words: str) -> None:
     file.write_text(text)
     with pytest.raises(SalaError) as problem:
-        Settings.load(file, {}, {})
+        load(file, {}, {})
     assert words in str(problem.value)
     assert "\n" not in str(problem.value)
 
@@ -81,7 +87,7 @@ def test_mistakes_in_the_file_name_it(file: Path, text: str, words: str) -> None
 def test_mistakes_elsewhere_name_their_place(tmp_path: Path) -> None:
     def fail(environment: dict[str, str], flags: dict[str, str], file: Path | None = None) -> str:
         with pytest.raises(SalaError) as problem:
-            Settings.load(file, environment, flags)
+            load(file, environment, flags)
         return str(problem.value)
 
     assert fail({"SALA_PORT": "tcp://10.0.0.1:80"}, {}).startswith("SALA_PORT is 'tcp://10.0.0.1:80'")
@@ -128,11 +134,11 @@ def test_documented_variables_do_not_stop_the_server(
 def test_key_file(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("from-file\n")
     place = str(tmp_path / "key")
-    assert Settings.load(None, {"SALA_API_KEY_FILE": place}, {}).api_key == "from-file"
-    assert Settings.load(None, {"SALA_API_KEY": "other"}, {"api_key_file": place}).api_key == "from-file"
-    assert Settings.load(None, {"SALA_API_KEY_FILE": place}, {"api_key": "flag"}).api_key == "flag"
+    assert load(None, {"SALA_API_KEY_FILE": place}, {}).api_key == "from-file"
+    assert load(None, {"SALA_API_KEY": "other"}, {"api_key_file": place}).api_key == "from-file"
+    assert load(None, {"SALA_API_KEY_FILE": place}, {"api_key": "flag"}).api_key == "flag"
     with pytest.raises(SalaError, match="keep one of them"):
-        Settings.load(None, {"SALA_API_KEY": "x", "SALA_API_KEY_FILE": place}, {})
+        load(None, {"SALA_API_KEY": "x", "SALA_API_KEY_FILE": place}, {})
     (tmp_path / "key").write_text("  \n")
     with pytest.raises(SalaError, match="does not hold a valid key"):
         Settings(api_key_file=tmp_path / "key")
@@ -145,7 +151,7 @@ def test_keys_never_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hush" not in repr(settings)
     assert "hush" not in str(show(settings))
     with pytest.raises(SalaError) as problem:
-        Settings.load(None, {}, {"api_key": "hush hush"})
+        load(None, {}, {"api_key": "hush hush"})
     assert "hush" not in str(problem.value)
     assert run_command(["--show-config", "--api-key", "hush-3", "--port", "9"]) == 0
     out = capsys.readouterr()
@@ -157,7 +163,7 @@ def test_keys_never_show(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_shown_can_be_loaded(file: Path) -> None:
     settings = Settings(port=9, cors_origins=("https://a.org",), ctx=128, no_think=True)
     file.write_text("\n".join(show(settings)))
-    assert Settings.load(file, {}, {}) == settings
+    assert load(file, {}, {}) == settings
 
 
 def test_every_setting_is_described() -> None:
@@ -186,7 +192,7 @@ def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_example_file_is_valid() -> None:
     file = ROOT / "examples" / "deploy" / "sala.toml"
-    Settings.load(file, {}, {})
+    load(file, {}, {})
     commented = re.sub(r"^# (\w+ = )", r"\1", file.read_text(), flags=re.MULTILINE)
     named = set(re.findall(r"^(\w+) = ", commented, re.MULTILINE))
     assert named <= set(table(Settings))

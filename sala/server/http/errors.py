@@ -6,9 +6,7 @@ A message never holds a path of the server, a stack trace or a memory address.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import TYPE_CHECKING, Any
 
 from sala import errors as causes
 from sala.server.http.body import dump
@@ -16,7 +14,6 @@ from sala.server.http.body import dump
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-M = TypeVar("M", bound=BaseModel)
 MAX_MESSAGE = 1000
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _ANTHROPIC = re.compile(r"(/v1)?/messages(/count_tokens)?")
@@ -170,14 +167,6 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     codes = {"missing": "missing_required_parameter", "unknown_field": "unknown_parameter"}
     code = codes.get(str(kind), "invalid_value")
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
-
-
-def validate(kind: type[M], data: Any) -> M:
-    """Return data as an instance of a model. Raises ApiError."""
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        raise from_validation(error.errors(include_url=False, include_input=False)) from None
 
 
 def join_path(path: Sequence[str | int]) -> str | None:

@@ -17,13 +17,13 @@ from typing import Any, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sala.options.schema import is_ip
 from sala.server.http.body import read_json
-from sala.server.http.errors import ApiError, from_exception, validate
+from sala.server.http.errors import ApiError, from_exception, from_validation
 from sala.server.settings import LOCAL_HOSTS, Settings, is_loopback
 
 AUTHORITY = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(\d{1,5}))?")
@@ -297,4 +297,7 @@ def parse(kind: type[BaseModel], body: bytes) -> BaseModel:
         data = read_json(body)
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_json") from None
-    return validate(kind, data)
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False, include_input=False)) from None
