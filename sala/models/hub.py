@@ -208,13 +208,11 @@ def _is_wanted(name: str) -> bool:
 
 def _read_file(repo_id: str, entry: Mapping[str, Any]) -> RemoteFile:
     name, large = entry["rfilename"], entry.get("lfs") or {}
-    size, sha256, git = large.get("size", entry.get("size")), large.get("sha256"), entry.get("blobId")
+    size, digest = large.get("size", entry.get("size")), large.get("sha256") if large else entry.get("blobId")
     if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 50:
         raise DownloadError(f"the hub does not say how large {name} of {repo_id} is")
     if size > MAX_TEXT_BYTES and not name.endswith(".safetensors"):
         raise DownloadError(f"{name} of {repo_id} would be {size:,} bytes, which is not plausible")
-    if large and not re.fullmatch(r"[0-9a-f]{64}", str(sha256)):
+    if not re.fullmatch(r"[0-9a-f]{64}" if large else r"[0-9a-f]{40}", str(digest)):
         raise DownloadError(f"the hub gives no hash of {name} of {repo_id}")
-    if not large and not re.fullmatch(r"[0-9a-f]{40}", str(git)):
-        raise DownloadError(f"the hub gives no hash of {name} of {repo_id}")
-    return RemoteFile(name, size, sha256 if large else None, None if large else git)
+    return RemoteFile(name, size, digest if large else None, None if large else digest)
