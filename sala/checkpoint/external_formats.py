@@ -217,8 +217,8 @@ def _read_codes(
         if layout.kind == "awq":
             out[begin:end] = _pack_columns(_in_awq_order(_unpack(words[:, begin // 8 : end // 8], bits)), bits)
         else:
-            rows = words[begin:end] if _has_outputs_first(layout) else words[:, begin:end].T
-            out[begin:end] = rows if order is None else _pack_columns(_unpack(rows, bits).T[order], bits)
+            columns = words[begin:end].T if _has_outputs_first(layout) else words[:, begin:end]
+            out[begin:end] = columns.T if order is None else _pack_columns(_unpack_columns(columns, bits)[order], bits)
     return out
 
 
@@ -239,6 +239,15 @@ def _unpack(words: Array, bits: int) -> Bytes:
     np.bitwise_and(octets, 15, out=codes[..., 0])
     np.right_shift(octets, 4, out=codes[..., 1])
     return codes.reshape(len(octets), -1)
+
+
+def _unpack_columns(words: Array, bits: int) -> Bytes:
+    """Words [W, n] → codes [W * 32 / bits, n], lowest bits first."""
+    count, mask = 32 // bits, np.uint32((1 << bits) - 1)
+    codes = np.empty((len(words), count, words.shape[1]), np.uint8)
+    for at in range(count):
+        codes[:, at] = words >> np.uint32(at * bits) & mask
+    return codes.reshape(-1, words.shape[1])
 
 
 def _pack_columns(codes: Bytes, bits: int) -> Words:
