@@ -45,13 +45,26 @@ def admin(answer: str, *errors: int, success: int = 200) -> dict[str, Any]:
     return {"dependencies": ADMIN, "responses": describe(401, 403, *errors, answer=answer, success=success)}
 
 
-def _state(name: str) -> Any:
-    """Return the dependency on a part of the application's state."""
+class State:
+    """Dependency: what the routes work on."""
 
-    def get(request: Request) -> Any:
-        return getattr(request.app.state, name)
+    def __init__(self, request: Request) -> None:
+        state = request.app.state
+        self.library: Library = state.library
+        self.runtime: Runtime = state.runtime
+        self.downloads: Downloads = state.downloads
+        self.ping_s: float = state.settings.ping_s
 
-    return Depends(get)
+    async def find(self, model_id: str) -> tuple[Entry | None, LoadedModel | None]:
+        """Return a model in the library and among those that are loaded; these may come from elsewhere."""
+        entry = await asyncio.to_thread(self.library.find, model_id)
+        return entry, self.runtime.loaded.get(model_id) if entry is None else self.find_loaded(entry)
+
+    def find_loaded(self, entry: Entry) -> LoadedModel | None:
+        for model in list(self.runtime.loaded.values()):
+            if model.id in (entry.id, entry.repo_id) or model.path == entry.path:
+                return model
+        return None
 
 
 async def _is_admin(request: Request) -> bool:
@@ -62,14 +75,12 @@ async def _is_admin(request: Request) -> bool:
     return True
 
 
-LibraryState = Annotated[Library, _state("library")]
-RuntimeState = Annotated[Runtime, _state("runtime")]
-DownloadsState = Annotated[Downloads, _state("downloads")]
+AppState = Annotated[State, Depends()]
 IsAdmin = Annotated[bool, Depends(_is_admin)]
 
 
-def _find_job(downloads: DownloadsState, job_id: Annotated[str, Path(max_length=64)]) -> Job:
-    job = downloads.get(job_id)
+def _find_job(state: AppState, job_id: Annotated[str, Path(max_length=64)]) -> Job:
+    job = state.downloads.get(job_id)
     if job is None:
         raise ApiError(
             404, "there is no such download; GET /v1/models/download lists them", param="job_id", code="job_not_found"
@@ -81,14 +92,12 @@ FoundJob = Annotated[Job, Depends(_find_job)]
 
 
 @router.get("/models", responses=describe(answer="ModelList"), summary="List the models")
-async def list_models(library: LibraryState, runtime: RuntimeState, is_admin: IsAdmin) -> Any:
-    pairs = [(entry, _loaded(runtime, entry)) for entry in await asyncio.to_thread(library.list)]
+async def list_models(state: AppState, is_admin: IsAdmin) -> Any:
+    pairs = [(entry, state.find_loaded(entry)) for entry in await asyncio.to_thread(state.library.list)]
     listed = [model for _, model in pairs]
     cards = [_card(entry, model, is_admin) for entry, model in pairs]
-    return {
-        "object": "list",
-        "data": cards + [_card(None, one, is_admin) for one in list(runtime.loaded.values()) if one not in listed],
-    }
+    cards += [_card(None, one, is_admin) for one in list(state.runtime.loaded.values()) if one not in listed]
+    return {"object": "list", "data": cards}
 
 
 @router.post(
@@ -97,10 +106,10 @@ async def list_models(library: LibraryState, runtime: RuntimeState, is_admin: Is
     summary="Download a model from the hub",
     **admin("JobAnswer", 400, 409, success=202),
 )
-async def start_download(downloads: DownloadsState, body: DownloadRequest) -> Any:
+async def start_download(state: AppState, body: DownloadRequest) -> Any:
     """Downloads in the background. A second request for a model that is being downloaded returns the same job."""
     try:
-        job = await asyncio.to_thread(downloads.start, body.repo_id, body.revision)
+        job = await asyncio.to_thread(state.downloads.start, body.repo_id, body.revision)
     except AlreadyThere as error:
         raise ApiError(409, str(error), param="repo_id", code="model_exists") from None
     except Busy as error:
@@ -109,8 +118,8 @@ async def start_download(downloads: DownloadsState, body: DownloadRequest) -> An
 
 
 @router.get("/models/download", summary="List the downloads", **admin("JobList"))
-async def list_downloads(downloads: DownloadsState) -> Any:
-    return {"object": "list", "data": [_show(job) for job in downloads.list()]}
+async def list_downloads(state: AppState) -> Any:
+    return {"object": "list", "data": [_show(job) for job in state.downloads.list()]}
 
 
 @router.get("/models/download/{job_id}", summary="Describe a download", **admin("DownloadJob", 404))
@@ -124,58 +133,56 @@ async def get_download(job: FoundJob) -> Any:
                **describe(401, 403, 404)},
     response_class=StreamingResponse,
 )  # fmt: skip
-async def follow_download(request: Request, downloads: DownloadsState, job: FoundJob) -> StreamingResponse:
+async def follow_download(state: AppState, job: FoundJob) -> StreamingResponse:
     """Server-sent events: `download_progress` while bytes arrive, then one `model_status`."""
-    events = _events(downloads, job.id, request.app.state.settings.ping_s)
+    events = _events(state.downloads, job.id, state.ping_s)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
 @router.delete("/models/download/{job_id}", summary="Cancel a download", **admin("DownloadJob", 404))
-async def cancel_download(downloads: DownloadsState, job: FoundJob) -> Any:
+async def cancel_download(state: AppState, job: FoundJob) -> Any:
     """Keeps the data that has arrived: a new download of the model resumes there."""
-    cancelled = await asyncio.to_thread(downloads.cancel, job.id)
+    cancelled = await asyncio.to_thread(state.downloads.cancel, job.id)
     return _show(cancelled or job)
 
 
 @router.post("/models/load", summary="Load a model", **admin("ModelCard", 400, 404, 409, 503))
-async def load_model(library: LibraryState, runtime: RuntimeState, body: ModelRequest) -> Any:
-    entry = await asyncio.to_thread(library.find, body.model)
-    return _card(entry, await runtime.load(body.model if entry is None else entry.id), True)
+async def load_model(state: AppState, body: ModelRequest) -> Any:
+    entry = await asyncio.to_thread(state.library.find, body.model)
+    return _card(entry, await state.runtime.load(body.model if entry is None else entry.id), True)
 
 
 @router.post("/models/unload", summary="Unload a model", **admin("ModelCard", 400, 404, 409))
-async def unload_model(library: LibraryState, runtime: RuntimeState, body: ModelRequest) -> Any:
-    entry, model = await _find(library, runtime, body.model)
+async def unload_model(state: AppState, body: ModelRequest) -> Any:
+    entry, model = await state.find(body.model)
     if model is None:
         raise ApiError(404, "that model is not loaded", param="model", code="model_not_loaded")
     card = {**_card(entry, model, True), **UNLOADED}
-    await runtime.unload(model.id)
+    await state.runtime.unload(model.id)
     return card
 
 
 @router.get("/models/{model_id:path}", summary="Describe a model", responses=describe(401, 404, answer="ModelCard"))
-async def get_model(library: LibraryState, runtime: RuntimeState, model_id: ModelId, is_admin: IsAdmin) -> Any:
-    entry, model = await _find(library, runtime, model_id)
+async def get_model(state: AppState, model_id: ModelId, is_admin: IsAdmin) -> Any:
+    entry, model = await state.find(model_id)
     if entry is None and model is None:
         raise no_such_model()
     return _card(entry, model, is_admin)
 
 
 @router.delete("/models/{model_id:path}", summary="Delete a model", **admin("Deleted", 404, 409))
-async def delete_model(
-    library: LibraryState, runtime: RuntimeState, downloads: DownloadsState, model_id: ModelId
-) -> Any:
+async def delete_model(state: AppState, model_id: ModelId) -> Any:
     """Removes its directory from the models directory. A model elsewhere is only removed from the list."""
-    entry, model = await _find(library, runtime, model_id)
-    if downloads.find_active(model_id) is not None:
+    entry, model = await state.find(model_id)
+    if state.downloads.find_active(model_id) is not None:
         raise ApiError(409, "that model is being downloaded; cancel the download first", code="model_busy")
-    if model is not None or model_id in runtime.loaded:
+    if model is not None or model_id in state.runtime.loaded:
         raise ApiError(409, "that model is loaded; unload it first", code="model_loaded")
-    if runtime.is_loading:
+    if state.runtime.is_loading:
         raise ApiError(409, "a model is being loaded; try again when it is ready", code="model_busy")
     try:
-        await asyncio.to_thread(library.delete, model_id)
+        await asyncio.to_thread(state.library.delete, model_id)
     except ModelNotFound:
         raise no_such_model() from None
     except Busy:
@@ -203,19 +210,6 @@ async def _events(downloads: Downloads, job_id: str, ping_s: float) -> AsyncIter
 
 def _event(job: Job, name: str, data: dict[str, Any]) -> str:
     return f"event: {name}\ndata: {json.dumps({'model': job.repo_id, 'event': name, 'data': data})}\n\n"
-
-
-async def _find(library: Library, runtime: Runtime, model_id: str) -> tuple[Entry | None, LoadedModel | None]:
-    """Return a model in the library and among those that are loaded; these may come from elsewhere."""
-    entry = await asyncio.to_thread(library.find, model_id)
-    return entry, runtime.loaded.get(model_id) if entry is None else _loaded(runtime, entry)
-
-
-def _loaded(runtime: Runtime, entry: Entry) -> LoadedModel | None:
-    for model in list(runtime.loaded.values()):
-        if model.id in (entry.id, entry.repo_id) or model.path == entry.path:
-            return model
-    return None
 
 
 def _card(entry: Entry | None, model: LoadedModel | None, is_admin: bool) -> dict[str, Any]:

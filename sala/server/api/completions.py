@@ -17,6 +17,7 @@ from sala.text.answer import Detokenizer
 
 SCORE_CHUNK = 256  # tokens scored between two steps of other requests
 MAX_PROMPTS = 128
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 TokenId = Annotated[int, Ge(0), Le(MAX_INT)]
 TokenIds = Annotated[list[TokenId], MinLen(1), FIRST_ONLY]
 
@@ -65,29 +66,22 @@ class Continuation:
     """One continuation while it grows. Offsets count from the beginning of the returned text."""
 
     text: str = ""
-    tokens: list[str] = field(default_factory=list)
-    token_logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
-    text_offset: list[int] = field(default_factory=list)
     completion: Completion | None = None
-    num_told: int = 0  # tokens that have been sent
     num_shown: int = 0  # characters that have been sent
+    tokens: list[tuple[Any, ...]] = field(default_factory=list)  # that have not been sent, in the order of LISTS
 
     def add(self, speller: TokenSpeller, sampled: SampledToken, is_first: bool = False) -> None:
         rivals: dict[str, float] = {}
         for number, logprob in (*sampled.top_logprobs, (sampled.token, answers.finite(sampled.logprob))):
             rivals.setdefault(speller.text(number), answers.finite(logprob))
-        self.tokens.append(speller.text(sampled.token))
-        self.token_logprobs.append(None if is_first else answers.finite(sampled.logprob))
-        self.top_logprobs.append(None if is_first else rivals)
-        self.text_offset.append(len(self.text))
+        scores = (None, None) if is_first else (answers.finite(sampled.logprob), rivals)
+        self.tokens.append((speller.text(sampled.token), *scores, len(self.text)))
 
     def take_news(self) -> tuple[str, dict[str, Any]]:
         """Return text and log-probabilities since the last call."""
-        text, at = self.text[self.num_shown :], self.num_told
-        self.num_shown, self.num_told = len(self.text), len(self.tokens)
-        lists = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        return text, {name: getattr(self, name)[at:] for name in lists}
+        text, tokens = self.text[self.num_shown :], self.tokens
+        self.num_shown, self.tokens = len(self.text), []
+        return text, {name: [token[at] for token in tokens] for at, name in enumerate(LISTS)}
 
     def ending(self) -> dict[str, Any]:
         """Return why it ended: where nothing was to be sampled, because of the length."""
@@ -165,8 +159,7 @@ class CompletionReply(ChoicesReply[CompletionRequest]):
         count = self._n if isinstance(item, PromptScores) else 1
         for index in range(item.index * count, (item.index + 1) * count):
             one = self.answers[index]
-            is_longer = one.num_shown < len(one.text) or one.num_told < len(one.tokens)
-            if one.completion is not None or is_longer:
+            if one.completion is not None or one.tokens or one.num_shown < len(one.text):
                 yield self.chunk(self._choice(index, **(one.ending() if one.completion is not None else {})))
 
     def closing(self) -> Iterator[dict[str, Any]]:
