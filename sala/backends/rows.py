@@ -6,8 +6,8 @@ position is sampled as without drafts, and a draft is accepted if it is the toke
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -48,12 +48,24 @@ class RowSpan:
 SpanT = TypeVar("SpanT", bound=RowSpan)
 
 
+class Pending(NamedTuple):
+    """Keys and values [n, H, D] of a span with drafts, whose state advances once the accepted tokens are known."""
+
+    span: int
+    states: Any  # of a layer, by slot
+    slopes: Any
+    k: Any
+    v: Any
+
+
 @dataclass(frozen=True)
 class PackedRows(Generic[SpanT]):
     """The rows of a plan, packed one after another."""
 
     ids: tuple[int, ...]  # tokens of all spans
     spans: tuple[SpanT, ...]
+    pending: list[Pending] = field(default_factory=list, kw_only=True)  # filled by the lightning layers
+    angles: dict[tuple[int, float], Any] = field(default_factory=dict, kw_only=True)  # RoPE, by dimension and theta
 
     @property
     def lengths(self) -> list[int]:
@@ -68,6 +80,20 @@ class PackedRows(Generic[SpanT]):
         spans = zip(plan.rows, self.spans, accumulate(self.lengths), strict=True)
         ends = [(end, span.num_drafts) for row, span, end in spans if row.sampling is not None]
         return [row for end, num_drafts in ends for row in range(end - 1 - num_drafts, end)]
+
+    def advance(self, states: Any, after: Iterable[Any], slopes: Any, k: Iterable[Any], v: Iterable[Any]) -> None:
+        """Replace the states of a layer by those after the spans; keep k and v of spans with drafts until `fold`."""
+        for index, (span, state, k_row, v_row) in enumerate(zip(self.spans, after, k, v, strict=True)):
+            if span.num_drafts:
+                self.pending.append(Pending(index, states, slopes, k_row, v_row))
+            else:
+                states[span.slot] = state
+
+    def fold(self, num_accepted: Sequence[int], fold: Callable[..., Any]) -> None:
+        """Advance the states of spans with drafts by the tokens that were accepted, by `lightning_fold`."""
+        for wait in self.pending:
+            slot, count = self.spans[wait.span].slot, num_accepted[wait.span]
+            wait.states[slot] = fold(wait.k[:count], wait.v[:count], wait.states[slot], wait.slopes)
 
 
 def token_ids(plan: Plan) -> tuple[int, ...]:
@@ -180,6 +206,19 @@ def allowed_tokens(row: Row, vocab: int) -> "np.ndarray[Any, np.dtype[np.bool_]]
     allowed[: len(known)] = known
     allowed[list(row.banned)] = False
     return allowed
+
+
+def penalties(row: Row, num_accepted: int, vocab: int) -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
+    """Return which tokens the repetition penalty concerns and what is subtracted from the logits, [vocab] each.
+
+    Repetition counts prompt and answer, presence and frequency the answer only.
+    """
+    history = np.asarray(row.history[: len(row.history) - row.num_drafts + num_accepted], np.int64)
+    frequency, presence = (
+        np.float32(x) for x in (sampling_of(row).frequency_penalty, sampling_of(row).presence_penalty)
+    )
+    counts = np.bincount(history[row.prompt_len :], minlength=vocab).astype(np.float32)
+    return np.bincount(history, minlength=vocab) > 0, frequency * counts + presence * (counts > 0)
 
 
 def keep_agreed(plan: Plan, sampled: Sequence[SampledToken]) -> tuple[tuple[SampledToken, ...], ...]:

@@ -237,7 +237,7 @@ def test_a_poisoned_cache_harms_nobody() -> None:
 @pytest.mark.parametrize("fault", ["advance", "snapshot"])
 def test_planted_faults_change_the_tokens(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests can fail: a state advanced past the accepted tokens, or a snapshot one token off, is seen."""
-    from sala.backends.mlx import cache
+    from sala.backends.mlx.batch import Batch
 
     rng = random.Random(31)
     prompt = [rng.randrange(256) for _ in range(100)]
@@ -245,11 +245,8 @@ def test_planted_faults_change_the_tokens(fault: str, monkeypatch: pytest.Monkey
     model.engine.speculation._is_measured = False
     want = plain(MODEL, prompt, max_tokens=40)
     if fault == "advance":
-        fold = cache.HybridCache.fold
-        monkeypatch.setattr(
-            cache.HybridCache, "fold",
-            lambda self, batch, accepted: fold(self, batch, [span.length for span in batch.spans]),
-        )  # fmt: skip
+        fold = Batch.fold
+        monkeypatch.setattr(Batch, "fold", lambda self, accepted, by: fold(self, self.lengths, by))
     else:
         model.generate(prompt, **GREEDY)
 

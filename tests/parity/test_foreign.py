@@ -82,11 +82,11 @@ def test_weights_to_the_last_bit(name: str, tmp_path: Path) -> None:
     with Checkpoint(tmp_path / "model") as checkpoint:
         config = SalaConfig.load(tmp_path / "model")
         model = loader.load_model(checkpoint, config, torch.float32, torch.device("cpu"), is_expanded=True)
-        module = "model.layers.1.mlp.down_proj"
-        single = loader.read_weight(checkpoint, config, module, torch.float32, torch.device("cpu"))
+        name = "model.layers.1.mlp.down_proj.weight"
+        single = loader.read_parameter(checkpoint, config, name, torch.float32, torch.device("cpu"))
     found = dict(model.named_parameters())
     assert set(found) == set(plain)
-    assert torch.equal(single, plain[f"{module}.weight"])
+    assert torch.equal(single, plain[name])
     for key, value in plain.items():
         assert torch.equal(found[key], value), key
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sala.backends.torch.linears import AffineWeight
-from sala.backends.torch.loader import load_model, read_weight
+from sala.backends.torch.loader import load_model, read_parameter
 from sala.checkpoint.lora import fuse, open_checkpoint, read_adapter
 from sala.checkpoint.random import write_random
 from sala.checkpoint.reader import Checkpoint
@@ -326,7 +326,8 @@ def test_a_quantized_base_keeps_its_codes(room: Path, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.z_proj"
     base = model.get_submodule(f"base_model.model.{name}.base_layer")
     with Checkpoint(room / "packed") as checkpoint:
-        want = read_weight(checkpoint, SalaConfig.load(room / "packed"), name, torch.float32, torch.device("cpu"))
+        config = SalaConfig.load(room / "packed")
+        want = read_parameter(checkpoint, config, f"{name}.weight", torch.float32, torch.device("cpu"))
     assert torch.equal(base.expand(torch.float32), want)
 
 

@@ -36,23 +36,10 @@ class Span(RowSpan):
         return self.numbers[rows // per_page] * per_page + rows % per_page
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """Keys and values [n, H, D] of a span with drafts, whose state advances once the accepted tokens are known."""
-
-    span: int
-    states: list[mx.array]
-    slopes: mx.array
-    k: mx.array
-    v: mx.array
-
-
 @dataclass(frozen=True)
 class Batch(PackedRows[Span]):
     ops: Ops = REFERENCE
     computed: mx.array | None = None  # the tokens, where they are not known yet: the step before samples them
-    pending: list[Pending] = field(default_factory=list)  # filled by the lightning layers
-    angles: dict[tuple[int, float], tuple[mx.array, mx.array]] = field(default_factory=dict)  # RoPE, by dim and theta
     indices: dict[object, mx.array] = field(default_factory=dict)  # rows of pools that the batch writes, by pool
 
     @cached_property

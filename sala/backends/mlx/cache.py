@@ -18,7 +18,6 @@ import mlx.core as mx
 import numpy as np
 
 from sala.backends.mlx.batch import Batch, Numbers, Span
-from sala.backends.mlx.ops.lightning import lightning_fold
 from sala.backends.mlx.ops.sparse import pool_keys
 from sala.backends.rows import POOLS, rows_per_page
 from sala.config import SalaConfig, SparseConfig
@@ -171,12 +170,6 @@ class HybridCache:
             for states in self.states.values():
                 states[slot] = _own(states[slot])
         self.joined = set(slots) if len(slots) > 1 else set()
-
-    def fold(self, batch: Batch, num_accepted: Sequence[int]) -> None:
-        """Advance the states of spans with drafts by the tokens that were accepted."""
-        for wait in batch.pending:
-            slot, count = batch.spans[wait.span].slot, num_accepted[wait.span]
-            wait.states[slot] = lightning_fold(wait.k[:count], wait.v[:count], wait.states[slot], wait.slopes)
 
     def copy_page(self, source: int, target: int, num_rows: int) -> None:
         places = [(layer, name) for layer in self.pages.values() for name in POOLS]

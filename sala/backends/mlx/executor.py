@@ -22,6 +22,7 @@ from sala.backends.mlx.dispatch import select_ops
 from sala.backends.mlx.loader import load_model, pick_device, pick_dtype
 from sala.backends.mlx.model import SalaModel
 from sala.backends.mlx.ops import REFERENCE, Ops
+from sala.backends.mlx.ops.lightning import lightning_fold
 from sala.backends.mlx.sampler import Samples, sample_all
 from sala.backends.rows import CachedTensor, cached_tensors, check_blobs, guess_tokens, keep_agreed, places_of
 from sala.checkpoint.dtypes import dtypes_by_file_name
@@ -85,7 +86,7 @@ class MlxExecutor:
         prebuilt = self.build_next(plan, step.samples.tokens)  # while the device is busy
         sampled = keep_agreed(plan, step.samples.read())
         if step.batch.pending:
-            self.cache.fold(step.batch, [len(tokens) for tokens in sampled])
+            step.batch.fold([len(tokens) for tokens in sampled], lightning_fold)
             self.start(slots)
         if prebuilt is not None:
             rows = (replace(row, tokens=(one.token,)) for row, (one,) in zip(prebuilt.rows, sampled, strict=True))

@@ -13,7 +13,7 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 
-from sala.backends.mlx.batch import Batch, Pending, Span
+from sala.backends.mlx.batch import Batch, Span
 from sala.backends.mlx.cache import HybridCache, KVPages
 from sala.backends.mlx.ops import Ops, dense
 from sala.backends.mlx.ops.lightning import decay_slopes
@@ -74,33 +74,19 @@ class LightningMixer(Mixer):
 
     def __call__(self, x: mx.array, batch: Batch, states: list[mx.array]) -> mx.array:
         q, k, v = self.project(x, batch)
+        if self.num_kv_heads != self.num_heads:
+            shared = self.num_heads // self.num_kv_heads
+            k, v = mx.repeat(k, shared, axis=1), mx.repeat(v, shared, axis=1)
         slots = batch.slots
         before = states[slots[0]][None] if len(slots) == 1 else mx.stack([states[slot] for slot in slots])
         o, after = batch.ops.lightning_ragged(q, k, v, before, batch.lengths, self._slopes, self.head_dim**-0.5)
-        self.advance(batch, states, after, k, v)
+        batch.advance(states, after, self._slopes, batch.split(k), batch.split(v))
         o = o.reshape(x.shape[0], -1).astype(x.dtype)
         if self.o_norm is not None:
             o = self.o_norm(o)
         if self.z_proj is not None:
             o = dense.sigmoid_gate(self.z_proj(x), o)
         return self.o_proj(o)
-
-    def project(self, x: mx.array, batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
-        """x [T, hidden] → q, k, v [T, H, D]."""
-        q, k, v = super().project(x, batch)
-        if self.num_kv_heads != self.num_heads:
-            shared = self.num_heads // self.num_kv_heads
-            k, v = mx.repeat(k, shared, axis=1), mx.repeat(v, shared, axis=1)
-        return q, k, v
-
-    def advance(self, batch: Batch, states: list[mx.array], after: mx.array, k: mx.array, v: mx.array) -> None:
-        """Advance the states, but only by accepted tokens: with drafts, keys and values are kept until `cache.fold`."""
-        rows = zip(batch.spans, after, batch.split(k), batch.split(v), strict=True)
-        for index, (span, state, k_row, v_row) in enumerate(rows):
-            if span.num_drafts:
-                batch.pending.append(Pending(index, states, self._slopes, k_row, v_row))
-            else:
-                states[span.slot] = state
 
 
 class SparseMixer(Mixer):
@@ -115,6 +101,8 @@ class SparseMixer(Mixer):
 
     def __call__(self, x: mx.array, batch: Batch, pages: KVPages) -> mx.array:
         q, k, v = self.project(x, batch)
+        if self.log_base is not None:
+            q = dense.grow_queries(q, batch.positions, self.log_base)
         pages.append(batch, k, v)  # of all rows, before any of them reads
         rows = [self.attend(*row, pages, batch.ops) for row in zip(batch.spans, batch.split(q), strict=True)]
         o = (rows[0] if len(rows) == 1 else mx.concatenate(rows)).reshape(x.shape[0], -1)
@@ -122,26 +110,16 @@ class SparseMixer(Mixer):
             o = dense.sigmoid_gate(self.o_gate(x), o)
         return self.o_proj(o)
 
-    def project(self, x: mx.array, batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
-        """x [T, hidden] → q [T, H, D], k and v [T, G, D]."""
-        q, k, v = super().project(x, batch)
-        if self.log_base is not None:
-            q = dense.grow_queries(q, batch.positions, self.log_base)
-        return q, k, v
-
     def attend(self, span: Span, q: mx.array, pages: KVPages, ops: Ops) -> mx.array:
         """One row, whose keys are in its pages: q [n, H, D] → [n, H, D]. The regime may change inside the row."""
         num_dense = min(max(span.sparse_from - span.start, 0), span.length)
         outputs = []
         if num_dense:
-            outputs.append(self.attend_dense(span, q[:num_dense], pages))
+            keys, values = pages.keys_values(span, span.start + num_dense)
+            outputs.append(dense.dense_attention(q[:num_dense], keys, values, self.head_dim**-0.5))
         if num_dense < span.length:
             outputs.append(self.attend_sparse(span, q[num_dense:], span.start + num_dense, pages, ops))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-
-    def attend_dense(self, span: Span, q: mx.array, pages: KVPages) -> mx.array:
-        keys, values = pages.keys_values(span, span.start + q.shape[0])
-        return dense.dense_attention(q, keys, values, self.head_dim**-0.5)
 
     def attend_sparse(self, span: Span, q: mx.array, start: int, pages: KVPages, ops: Ops) -> mx.array:
         positions = mx.arange(start, span.end, dtype=mx.int32)

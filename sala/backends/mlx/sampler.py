@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from sala.backends.rows import GREEDY_BELOW, allowed_tokens, is_adjusted, point_of, sampling_of
+from sala.backends.rows import GREEDY_BELOW, allowed_tokens, is_adjusted, penalties, point_of, sampling_of
 from sala.protocol import Row, SampledToken, Sampling
 
 _ID_BITS = 32  # of a sorting key; the rest is the probability
@@ -52,8 +52,9 @@ def adjust(logits: mx.array, sampling: Sampling, row: Row, num_accepted: int = 0
     """Return logits [V] with bias, penalties and bans, before temperature."""
     vocab = logits.shape[0]
     if sampling.has_penalty:
-        history = np.asarray(row.history[: len(row.history) - row.num_drafts + num_accepted], np.int64)
-        logits = _penalise(logits, sampling, history, row.prompt_len)
+        seen, less = (mx.array(x) for x in penalties(row, num_accepted, vocab))
+        penalty = sampling.repetition_penalty
+        logits = mx.where(seen, mx.where(logits > 0, logits / penalty, logits * penalty), logits) - less
     if sampling.logit_bias:
         bias = np.zeros(vocab, np.float32)
         bias[list(sampling.logit_bias)] = list(sampling.logit_bias.values())
@@ -61,16 +62,6 @@ def adjust(logits: mx.array, sampling: Sampling, row: Row, num_accepted: int = 0
     if row.mask is not None or row.banned:
         logits = mx.where(mx.array(allowed_tokens(row, vocab)), logits, -mx.inf)
     return logits
-
-
-def _penalise(logits: mx.array, sampling: Sampling, history: Any, prompt_len: int) -> mx.array:
-    """Apply penalties: repetition counts prompt and answer, presence and frequency the answer only."""
-    vocab, penalty = logits.shape[0], sampling.repetition_penalty
-    seen = mx.array(np.bincount(history, minlength=vocab) > 0)
-    logits = mx.where(seen, mx.where(logits > 0, logits / penalty, logits * penalty), logits)
-    counts = np.bincount(history[prompt_len:], minlength=vocab).astype(np.float32)
-    less = np.float32(sampling.frequency_penalty) * counts + np.float32(sampling.presence_penalty) * (counts > 0)
-    return logits - mx.array(less.astype(np.float32))
 
 
 def _sample_at(logits: mx.array, samplings: Sequence[Sampling], points: Sequence[float]) -> mx.array:

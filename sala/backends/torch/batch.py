@@ -25,17 +25,6 @@ class Span(RowSpan):
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
-    """Keys and values [n, H, D] of a span with drafts, whose state advances once the accepted tokens are known."""
-
-    span: int
-    states: Tensor
-    slopes: Tensor
-    k: Tensor
-    v: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Sequences:
     """Whole sequences without a cache, one after another, as in training."""
 
@@ -57,9 +46,7 @@ def whole(tokens: Tensor, lengths: Sequence[int] | None = None, ops: Ops = REFER
 class Batch(PackedRows[Span]):
     device: torch.device
     ops: Ops = REFERENCE
-    pending: list[Pending] = field(default_factory=list)  # filled by the lightning layers
     settle: list[Callable[[Sequence[int]], None]] = field(default_factory=list)  # filled by the fused forward instead
-    angles: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)  # RoPE, by dimension and theta
 
     @cached_property
     def tokens(self) -> Tensor:

@@ -49,14 +49,15 @@ class KVPages:
     ) -> None:
         self.sparse: SparseConfig = config.sparse_config
         self.dtype = dtype
-        per_page = rows_per_page(config)
+        heads, dim, kv = config.num_key_value_heads, config.head_dim, kv_dtype or dtype
+        self.k, self.v, self.k1, self.k2 = (
+            torch.empty(heads, num_pages, rows, dim, dtype=kind, device=device)
+            for rows, kind in zip(rows_per_page(config).values(), (kv, kv, dtype, dtype), strict=True)
+        )
 
-        def pool(name: str, dtype: torch.dtype) -> Tensor:
-            shape = (config.num_key_value_heads, num_pages, per_page[name], config.head_dim)
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        self.k, self.v = pool("k", kv_dtype or dtype), pool("v", kv_dtype or dtype)
-        self.k1, self.k2 = pool("k1", dtype), pool("k2", dtype)
+    @property
+    def pools(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.k, self.v, self.k1, self.k2
 
     @property
     def is_fp8(self) -> bool:
@@ -84,16 +85,16 @@ class KVPages:
         first, end = max(span.start // stride, overlap - 1), span.end // stride
         if first >= end:
             return
-        keys = self._upcast(self.k, span, (first + 1 - overlap) * stride, end * stride)
+        keys = self._read(self.k, span, (first + 1 - overlap) * stride, end * stride)
         _write(target, span, first, pool_keys(keys, kernel, stride))
 
     def keys_values(self, span: Span, length: int) -> tuple[Tensor, Tensor]:
         """Return the first `length` keys and values of the sequence, [G, length, D] each."""
-        return self._upcast(self.k, span, 0, length), self._upcast(self.v, span, 0, length)
+        return self._read(self.k, span, 0, length), self._read(self.v, span, 0, length)
 
-    def _upcast(self, pool: Tensor, span: Span, start: int, end: int) -> Tensor:
-        rows = _read(raw(pool), span, start, end)
-        return rows.view(FP8).to(self.dtype) if self.is_fp8 else rows
+    def _read(self, pool: Tensor, span: Span, start: int, end: int) -> Tensor:
+        rows = raw(pool).flatten(1, 2)[:, _rows(pool, span, start, end)]
+        return rows.view(FP8).to(self.dtype) if pool.dtype == FP8 else rows
 
     def blocks(self, span: Span) -> tuple[Tensor, Tensor]:
         """Return copies of all keys and values of the sequence as pages [G, N, B, D], one per block, in order."""
@@ -106,8 +107,8 @@ class KVPages:
         """Return the pooled keys over the first `length` tokens: k1 [G, n1, D] and k2 [G, n2, D]."""
         kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
         unused = kernel // stride - 1  # rows whose window would begin before the sequence
-        k1 = _read(self.k1, span, unused, max(unused, length // stride))
-        k2 = _read(self.k2, span, unused, max(unused, length // (4 * stride)))
+        k1 = self._read(self.k1, span, unused, max(unused, length // stride))
+        k2 = self._read(self.k2, span, unused, max(unused, length // (4 * stride)))
         return k1, k2
 
 
@@ -119,10 +120,6 @@ def _rows(pool: Tensor, span: Span, start: int, end: int) -> Tensor | slice:
         return slice(base + start, base + end)
     rows = torch.arange(start, end, device=pool.device)
     return span.table[rows // per_page] * per_page + rows % per_page
-
-
-def _read(pool: Tensor, span: Span, start: int, end: int) -> Tensor:
-    return pool.flatten(1, 2)[:, _rows(pool, span, start, end)]
 
 
 def _write(pool: Tensor, span: Span, start: int, new: Tensor) -> None:
@@ -158,9 +155,7 @@ class HybridCache:
         """Advance the states of spans with drafts by the tokens that were accepted."""
         for settle in batch.settle:
             settle(num_accepted)
-        for wait in batch.pending:
-            slot, count = batch.spans[wait.span].slot, num_accepted[wait.span]
-            wait.states[slot] = batch.ops.lightning_fold(wait.k[:count], wait.v[:count], wait.states[slot], wait.slopes)
+        batch.fold(num_accepted, batch.ops.lightning_fold)
 
     def copy_page(self, source: int, target: int, num_rows: int) -> None:
         for layer in self.pages.values():

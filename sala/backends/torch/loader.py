@@ -102,23 +102,14 @@ def put_quantized(
         model.set_submodule(place, AffineLinear(weight, bias if isinstance(bias, Tensor) else None, order))
 
 
-def read_weight(
-    checkpoint: Checkpoint, config: SalaConfig, name: str, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return the matrix of a module [out, in] in any format; the tensors must have been checked."""
-    matrices = QuantizedMatrices(checkpoint, config)
-    if name in matrices:
-        return _expand(matrices, name, matrices.read(name), dtype, device)
-    return read_tensor(checkpoint, f"{name}.weight", dtype, device)
-
-
 def read_parameter(
     checkpoint: Checkpoint, config: SalaConfig, name: str, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return a parameter of the plain model, whatever the format of its module; the tensors must have been checked."""
     module, _, leaf = name.rpartition(".")
-    if leaf == "weight":
-        return read_weight(checkpoint, config, module, dtype, device)
+    matrices = QuantizedMatrices(checkpoint, config)
+    if leaf == "weight" and module in matrices:
+        return _expand(matrices, module, matrices.read(module), dtype, device)
     return read_tensor(checkpoint, name, dtype, device)
 
 

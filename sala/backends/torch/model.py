@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sala.backends.torch.batch import Batch, Pending, Sequences, Span
+from sala.backends.torch.batch import Batch, Sequences, Span
 from sala.backends.torch.cache import HybridCache, KVPages
 from sala.backends.torch.ops import Ops, dense
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged
@@ -86,6 +86,9 @@ class LightningMixer(Mixer):
 
     def forward(self, x: Tensor, batch: Batch | Sequences, states: Tensor | None) -> Tensor:
         q, k, v = self.project(x, batch)
+        if self.num_kv_heads != self.num_heads:
+            shared = self.num_heads // self.num_kv_heads
+            k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
         slopes, scale = decay_slopes(self.num_heads, x.device), self.head_dim**-0.5
         if states is None:
             o = (self.scan or batch.ops.lightning_whole)(q, k, v, batch.lengths, slopes, scale)
@@ -95,36 +98,16 @@ class LightningMixer(Mixer):
             if len(batch.slots) == 1:
                 slots = slice(batch.slots[0], batch.slots[0] + 1)  # a view is much cheaper than a gather
             o, after = lightning_ragged(q, k, v, states[slots], batch.lengths, slopes, scale)
-            self.advance(batch, states, after, slopes, k, v)
+            if any(span.num_drafts for span in batch.spans):
+                batch.advance(states, after, slopes, k.split(batch.lengths), v.split(batch.lengths))
+            else:
+                states[slots] = after
         o = o.flatten(1).to(x.dtype)
         if self.o_norm is not None:
             o = self.o_norm(o)
         if self.z_proj is not None:
             o = o * torch.sigmoid(self.z_proj(x))
         return self.o_proj(o)
-
-    def project(self, x: Tensor, batch: Batch | Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, hidden] → q, k, v [T, H, D]."""
-        q, k, v = super().project(x, batch)
-        if self.num_kv_heads != self.num_heads:
-            shared = self.num_heads // self.num_kv_heads
-            k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-        return q, k, v
-
-    def advance(self, batch: Batch, states: Tensor, after: Tensor, slopes: Tensor, k: Tensor, v: Tensor) -> None:
-        """Advance the states, but only by accepted tokens: with drafts, keys and values are kept until `cache.fold`."""
-        if not any(span.num_drafts for span in batch.spans):
-            if len(batch.slots) == 1:
-                states[batch.slots[0]] = after[0]
-            else:
-                states[batch.slots] = after
-            return
-        rows = zip(batch.spans, after, k.split(batch.lengths), v.split(batch.lengths), strict=True)
-        for index, (span, state, k_row, v_row) in enumerate(rows):
-            if span.num_drafts:
-                batch.pending.append(Pending(index, states, slopes, k_row, v_row))
-            else:
-                states[span.slot] = state
 
 
 class SparseMixer(Mixer):
@@ -140,6 +123,8 @@ class SparseMixer(Mixer):
 
     def forward(self, x: Tensor, batch: Batch | Sequences, pages: KVPages | None) -> Tensor:
         q, k, v = self.project(x, batch)
+        if self.log_base is not None:
+            q = dense.grow_queries(q, batch.positions, self.log_base)
         if pages is None:
             o = self.attend_whole(q, k, v, batch.lengths, batch.ops).flatten(1)
         else:
@@ -150,13 +135,6 @@ class SparseMixer(Mixer):
         if self.o_gate is not None:
             o = o * torch.sigmoid(self.o_gate(x))
         return self.o_proj(o)
-
-    def project(self, x: Tensor, batch: Batch | Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, hidden] → q [T, H, D], k and v [T, G, D]."""
-        q, k, v = super().project(x, batch)
-        if self.log_base is not None:
-            q = dense.grow_queries(q, batch.positions, self.log_base)
-        return q, k, v
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], ops: Ops) -> Tensor:
         """Whole sequences; each is dense or sparse on all its rows, depending on its length."""
@@ -179,14 +157,11 @@ class SparseMixer(Mixer):
         num_dense = min(max(span.sparse_from - span.start, 0), span.length)
         outputs = []
         if num_dense:
-            outputs.append(self.attend_dense(span, q[:num_dense], pages))
+            keys, values = pages.keys_values(span, span.start + num_dense)
+            outputs.append(dense.dense_attention(q[:num_dense], keys, values, span.start, self.head_dim**-0.5))
         if num_dense < span.length:
             outputs.append(self.attend_sparse(span, q[num_dense:], span.start + num_dense, pages, ops))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def attend_dense(self, span: Span, q: Tensor, pages: KVPages) -> Tensor:
-        keys, values = pages.keys_values(span, span.start + q.shape[0])
-        return dense.dense_attention(q, keys, values, span.start, self.head_dim**-0.5)
 
     def attend_sparse(self, span: Span, q: Tensor, start: int, pages: KVPages, ops: Ops) -> Tensor:
         positions = torch.arange(start, span.end, device=q.device)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sala.backends.rows import GREEDY_BELOW, allowed_tokens, is_adjusted, point_of, sampling_of
+from sala.backends.rows import GREEDY_BELOW, allowed_tokens, is_adjusted, penalties, point_of, sampling_of
 from sala.protocol import Row, SampledToken, Sampling
 
 
@@ -34,25 +34,17 @@ def sample_all(logits: Tensor, places: Sequence[tuple[Row, int]]) -> list[Sample
 
 def adjust(logits: Tensor, sampling: Sampling, row: Row, num_accepted: int = 0) -> Tensor:
     """Return logits with bias, penalties and bans, before temperature; the given logits are not changed."""
-    logits = logits.clone()
+    logits, device, vocab = logits.clone(), logits.device, logits.shape[0]
     if sampling.has_penalty:
-        history = row.history[: len(row.history) - row.num_drafts + num_accepted]
-        _penalise(logits, sampling, torch.tensor(history, device=logits.device, dtype=torch.long), row.prompt_len)
+        seen, less = (torch.from_numpy(x).to(device) for x in penalties(row, num_accepted, vocab))
+        penalty = sampling.repetition_penalty
+        repeated = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(seen, repeated, logits) - less
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
     if row.mask is not None or row.banned:
-        logits[~torch.from_numpy(allowed_tokens(row, logits.shape[0])).to(logits.device)] = float("-inf")
+        logits[~torch.from_numpy(allowed_tokens(row, vocab)).to(device)] = float("-inf")
     return logits
-
-
-def _penalise(logits: Tensor, sampling: Sampling, history: Tensor, prompt_len: int) -> None:
-    """Apply penalties: repetition counts prompt and answer, presence and frequency the answer only."""
-    vocab = logits.shape[0]
-    seen = torch.bincount(history, minlength=vocab) > 0
-    penalty = sampling.repetition_penalty
-    logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
-    counts = torch.bincount(history[prompt_len:], minlength=vocab)
-    logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
 
 
 def _sample_at(logits: Tensor, samplings: Sequence[Sampling], points: Sequence[float]) -> Tensor:

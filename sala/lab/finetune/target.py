@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sala.backends.torch.loader import pick_dtype, read_weight, to_affine
+from sala.backends.torch.loader import pick_dtype, read_parameter, to_affine
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.matrices import QuantizedMatrices
 from sala.checkpoint.packing import Packed, quantize
@@ -115,10 +115,10 @@ def _load_frozen(path: Path, options: FinetuneOptions, dtype: torch.dtype, devic
             packed = matrices.read(name) if name in matrices else None
             if not isinstance(packed, Packed):  # plain or FP8
                 if wants_nf4:
-                    weight = read_weight(checkpoint, config, name, dtype, cpu)
+                    weight = read_parameter(checkpoint, config, f"{name}.weight", dtype, cpu)
                     model.set_submodule(name, _nf4(weight, bias, dtype, device))
                     continue
-                packed = _quantize(read_weight(checkpoint, config, name, torch.float32, cpu), options.bits)
+                packed = _quantize(read_parameter(checkpoint, config, f"{name}.weight", torch.float32, cpu), options.bits)
             affine = to_affine(packed).map(lambda part: part.to(device, copy=True))
             order = None if packed.order is None else torch.from_numpy(packed.order).to(device)
             model.set_submodule(name, FrozenLinear(affine, bias, order))

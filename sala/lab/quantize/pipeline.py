@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sala.backends.torch.loader import read_tensor, read_weight
+from sala.backends.torch.loader import read_parameter, read_tensor
 from sala.backends.torch.model import Layer
 from sala.checkpoint.arrays import as_array, as_bytes
 from sala.checkpoint.dtypes import FILE_DTYPES
@@ -170,7 +170,7 @@ class _Job:
         )[place]
 
     def read(self, module: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return read_weight(self.checkpoint, self.source, module, dtype, torch.device("cpu"))
+        return read_parameter(self.checkpoint, self.source, f"{module}.weight", dtype, torch.device("cpu"))
 
     def scale_dtype(self, weight: Tensor) -> str:
         """Return the dtype of scales: the model's own; F16 for fp32 models unless a weight is too large for it."""

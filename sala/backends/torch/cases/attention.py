@@ -112,13 +112,18 @@ class Pooled:
         shapes = self.shapes
         return reference.select_blocks(q, *self.windows(row), positions, shapes.num_blocks, shapes.sparse, shapes.scale)
 
+    def select_last(self, q: Tensor) -> Tensor:
+        """The reference for the last token of each sequence."""
+        last = self.shapes.arange(self.shapes.context)[-1:]
+        return torch.cat([self.select(part, last, row) for row, part in enumerate(q.split(1))])
+
 
 def _block_scores(shapes: Shapes) -> KernelCase:
     n, groups, sparse = shapes.num_queries, shapes.config.num_key_value_heads, shapes.sparse
     start = shapes.context - n
     positions = shapes.arange(start, shapes.context)
 
-    def build(_: int) -> list[Work]:
+    def works() -> list[Work]:
         pooled, q = Pooled(shapes, 1), shapes.queries(n)
         line, windows = pooled.line(0), pooled.windows(0)
         width = (shapes.context - 1) // sparse.block_size - sparse.num_window_blocks
@@ -143,7 +148,7 @@ def _block_scores(shapes: Shapes) -> KernelCase:
     num_scores, num_seen = _chunk_windows(shapes)
     num_bytes = _query_bytes(shapes, n) + _pooled_bytes(shapes) + groups * num_scores * STATE_BYTES
     flops = _flops(shapes, num_seen)
-    return KernelCase("block scores", _chunk_size(shapes), build, flops, num_bytes, measure=measure)
+    return KernelCase("block scores", _chunk_size(shapes), works, flops, num_bytes, measure=measure)
 
 
 def _scores(shapes: Shapes, q: Tensor, k1: Tensor, k2: Tensor, positions: Tensor) -> Tensor:
@@ -164,7 +169,7 @@ def _select_prefill(shapes: Shapes) -> KernelCase:
     n = shapes.num_queries
     start = shapes.context - n
 
-    def build(_: int) -> list[Work]:
+    def works() -> list[Work]:
         pooled, q = Pooled(shapes, 1), shapes.queries(n)
         rest = (pooled.tables[0], start, shapes.sparse, shapes.scale)
         kernel = partial(kernels.block_selection.select_prefill, q, pooled.k1, pooled.k2, *rest)
@@ -172,30 +177,23 @@ def _select_prefill(shapes: Shapes) -> KernelCase:
 
     flops = _flops(shapes, _chunk_windows(shapes)[1])
     num_bytes = _query_bytes(shapes, n) + _pooled_bytes(shapes) + _selected_bytes(shapes, n)
-    return KernelCase("block selection", _chunk_size(shapes), build, flops, num_bytes, measure=share_of_others)
+    return KernelCase("block selection", _chunk_size(shapes), works, flops, num_bytes, measure=share_of_others)
 
 
 def _select_decode(shapes: Shapes, rows: int) -> KernelCase:
-    def build(count: int) -> list[Work]:
-        pooled = Pooled(shapes, count * rows)
+    def works() -> Iterator[Work]:
         lengths, flags = _decode_rows(shapes, rows)
-
-        def one_by_one(q: Tensor, first: int) -> Tensor:
-            return torch.cat([pooled.select(part, lengths[:1] - 1, first + i) for i, part in enumerate(q.split(1))])
-
-        works = []
-        for first in range(0, count * rows, rows):
-            q, tables = shapes.queries(rows), pooled.tables[first : first + rows].int()
-            rest = (tables, lengths, shapes.sparse, shapes.scale, shapes.num_blocks, flags)
+        while True:
+            pooled, q = Pooled(shapes, rows), shapes.queries(rows)
+            rest = (pooled.tables.int(), lengths, shapes.sparse, shapes.scale, shapes.num_blocks, flags)
             kernel = partial(kernels.block_selection.select_decode, q, pooled.k1, pooled.k2, *rest)
-            works.append(Work(kernel, partial(one_by_one, q, first)))
-        return works
+            yield Work(kernel, partial(pooled.select_last, q))
 
     _, fine, coarse = num_windows(shapes.context - 1, shapes.sparse)
     num_bytes = rows * _pooled_bytes(shapes) + _query_bytes(shapes, rows) + _selected_bytes(shapes, rows)
     flops, sets = _flops(shapes, rows * (fine + coarse)), shapes.num_sets(num_bytes)
     size = _decode_size(shapes, rows)
-    return KernelCase("decode block selection", size, build, flops, num_bytes, num_sets=sets, measure=share_of_others)
+    return KernelCase("decode block selection", size, works, flops, num_bytes, num_sets=sets, measure=share_of_others)
 
 
 def _decode_rows(shapes: Shapes, rows: int) -> tuple[Tensor, Tensor]:
@@ -215,7 +213,7 @@ def _top_blocks(shapes: Shapes) -> KernelCase:
     end = num_blocks - 1 - sparse.num_window_blocks  # of the blocks that are not forced
     num_free = max(0, end - sparse.init_blocks)
 
-    def build(_: int) -> list[Work]:
+    def works() -> list[Work]:
         scores = torch.rand(n, groups, num_blocks, device=shapes.device)
         positions = torch.full((n,), num_blocks * sparse.block_size - 1, device=shapes.device)
         free = scores[:, :, sparse.init_blocks : end].contiguous()
@@ -226,7 +224,7 @@ def _top_blocks(shapes: Shapes) -> KernelCase:
 
     num_bytes = n * groups * num_free * STATE_BYTES + _selected_bytes(shapes, n)
     size = f"{row_count(n)} of {length_label(num_blocks)}"
-    return KernelCase("top blocks", size, build, 0, num_bytes, "torch.topk", measure=share_of_others)
+    return KernelCase("top blocks", size, works, 0, num_bytes, "torch.topk", measure=share_of_others)
 
 
 # attention
@@ -298,7 +296,7 @@ def _prefill_attention(shapes: Shapes, shared: float | None) -> KernelCase:
     is_sparse = shared is not None
     length = shapes.context if is_sparse else shapes.sparse.dense_len
 
-    def build(_: int) -> list[Work]:
+    def works() -> list[Work]:
         line, q, positions, scale = Line(shapes, length), shapes.queries(length), shapes.arange(length), shapes.scale
         selected, twin = None, partial(dense_attention, q, *line.lines, 0, scale)
         if shared is not None:
@@ -315,34 +313,29 @@ def _prefill_attention(shapes: Shapes, shared: float | None) -> KernelCase:
         num_bytes += _selected_bytes(shapes, length)
         num_seen = num_attended(0, length, shapes.sparse)
         name, size = "sparse attention", f"{size}, {shared:.0%} shared"
-    return KernelCase(name, size, build, _flops(shapes, 2 * num_seen), num_bytes, "SDPA")
+    return KernelCase(name, size, works, _flops(shapes, 2 * num_seen), num_bytes, "SDPA")
 
 
 def _decode_attention(shapes: Shapes, rows: int) -> KernelCase:
     config, sparse = shapes.config, shapes.sparse
     groups, num_seen = config.num_key_value_heads, num_attended(shapes.context - 1, shapes.context, sparse)
 
-    def build(count: int) -> list[Work]:
-        num_pages = shapes.num_blocks
-        if count > 1:
-            num_pages = max(num_pages, 4 * shapes.rotated_bytes // _key_bytes(shapes, sparse.block_size))
+    def works() -> Iterator[Work]:
+        num_pages = max(shapes.num_blocks, 4 * shapes.rotated_bytes // _key_bytes(shapes, sparse.block_size))
         k, v = (shapes.random(groups, num_pages, sparse.block_size, config.head_dim) for _ in range(2))
         lengths, flags = _decode_rows(shapes, rows)
         max_dense = min(shapes.num_blocks, -(-sparse.dense_len // sparse.block_size))
-        works = []
-        for _ in range(count):
+        while True:
             orders = [torch.randperm(num_pages, device=shapes.device)[: shapes.num_blocks] for _ in range(rows)]
             tables, q = torch.stack(orders), shapes.queries(rows)
             selected = random_selection(lengths - 1, shapes.num_blocks, groups, sparse)
             rest = (tables.int(), lengths, flags, selected, shapes.scale, max_dense)
             kernel = partial(kernels.decode_attention.decode_attention, q, k, v, *rest)
-            twin = partial(_attend_by_rows, q, k, v, tables, selected.long(), lengths - 1, shapes.scale)
-            works.append(Work(kernel, twin))
-        return works
+            yield Work(kernel, partial(_attend_by_rows, q, k, v, tables, selected.long(), lengths - 1, shapes.scale))
 
     read_bytes, size = rows * _key_bytes(shapes, num_seen), _decode_size(shapes, rows)
     num_bytes, sets = read_bytes + 2 * _query_bytes(shapes, rows), shapes.num_sets(read_bytes)
-    return KernelCase("decode attention", size, build, _flops(shapes, 2 * rows * num_seen), num_bytes, num_sets=sets)
+    return KernelCase("decode attention", size, works, _flops(shapes, 2 * rows * num_seen), num_bytes, num_sets=sets)
 
 
 def _attend_by_rows(
@@ -362,32 +355,27 @@ def _append(shapes: Shapes) -> KernelCase:
     )
     num_bytes = (4 * n + num_pooled) * groups * dim * shapes.dtype.itemsize
 
-    def build(count: int) -> list[Work]:
+    def works() -> Iterator[Work]:
         num_pages = -(-n // sparse.block_size)
         order = torch.randperm(num_pages)
         span = Span(0, n, 0, 0, 0, tuple(order.tolist()), shapes.device)
         positions = shapes.arange(n)
         where = (order.to(shapes.device)[None], positions[:1], torch.zeros_like(positions), positions, sparse)
 
-        def pools(pages: KVPages) -> tuple[Tensor, ...]:
-            return pages.k, pages.v, pages.k1, pages.k2
-
         def kernel(pages: KVPages, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-            kernels.pooling.append(k, v, *pools(pages), *where)
-            return pools(pages)
+            kernels.pooling.append(k, v, *pages.pools, *where)
+            return pages.pools
 
         def twin(pages: KVPages, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
             pages.append(span, k, v)
-            return pools(pages)
+            return pages.pools
 
-        works = []
-        for _ in range(count):
+        while True:
             k, v = shapes.projected(n, groups, dim, 2)
-            both = [KVPages(num_pages, config, shapes.dtype, shapes.device) for _ in range(2)]
-            for pool in (*pools(both[0]), *pools(both[1])):
+            ours, theirs = (KVPages(num_pages, config, shapes.dtype, shapes.device) for _ in range(2))
+            for pool in (*ours.pools, *theirs.pools):
                 pool.zero_()
-            works.append(Work(partial(kernel, both[0], k, v), partial(twin, both[1], k, v)))
-        return works
+            yield Work(partial(kernel, ours, k, v), partial(twin, theirs, k, v))
 
     size = f"{length_label(n)} tokens"
-    return KernelCase("append and pool", size, build, 0, num_bytes, num_sets=shapes.num_sets(num_bytes))
+    return KernelCase("append and pool", size, works, 0, num_bytes, num_sets=shapes.num_sets(num_bytes))

@@ -4,12 +4,12 @@ from functools import partial
 
 import torch
 
-from sala.backends.torch.cases.rows import random_affine
+from sala.backends.torch.cases.rows import random_affine, step_by_step
 from sala.backends.torch.cases.shapes import KernelCase, Work
 from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.linears import AffineLinear, put_half_linears
 from sala.backends.torch.ops.affine import dequantize
-from sala.backends.torch.ops.lightning import decay_slopes, lightning_step
+from sala.backends.torch.ops.lightning import decay_slopes
 from sala.backends.torch.ops.sparse import sparse_attention
 
 TOLERANCE = 1e-5  # fp32 sums in another order
@@ -27,40 +27,34 @@ def cpu_cases() -> list[KernelCase]:
     ]
 
 
-def _linear(bits: int, _: int) -> list[Work]:
+def _linear(bits: int) -> list[Work]:
     weight, x = random_affine(bits, NUM_OUT, NUM_IN, GROUP, torch.device("cpu")), torch.randn(3, NUM_IN)
     matrix = dequantize(weight.codes, weight.scales, weight.biases, bits, weight.group_size)
     return [Work(lambda: AffineLinear(weight).by_kernel(x), lambda: x.double() @ matrix.double().T)]
 
 
-def _half(dtype: torch.dtype, _: int) -> list[Work]:
+def _half(dtype: torch.dtype) -> list[Work]:
     linear, x = torch.nn.Linear(NUM_IN, NUM_OUT + 1, bias=False, dtype=dtype), torch.randn(3, NUM_IN)
     model = torch.nn.Sequential(linear)
     put_half_linears(model)
     return [Work(lambda: model(x), lambda: x.double() @ linear.weight.double().T)]
 
 
-def _expansion(bits: int, _: int) -> list[Work]:
+def _expansion(bits: int) -> list[Work]:
     weight = random_affine(bits, NUM_OUT, NUM_IN, GROUP, torch.device("cpu"))
     matrix = partial(dequantize, weight.codes, weight.scales, weight.biases, bits, weight.group_size)
     return [Work(lambda: AffineLinear(weight).expand(0, NUM_OUT), matrix)]
 
 
-def _fold(_: int) -> list[Work]:
+def _fold() -> list[Work]:
     heads, dim, count = 3, 64, 5
     k, v = torch.randn(2, count, heads, dim)
     state, slopes = torch.randn(heads, dim, dim), decay_slopes(heads)
-
-    def token_by_token() -> torch.Tensor:
-        states = state[None]
-        for i in range(count):
-            _, states = lightning_step(k[i : i + 1], k[i : i + 1], v[i : i + 1], states, slopes, 1.0)
-        return states[0]
-
-    return [Work(partial(select_ops().lightning_fold, k, v, state, slopes), token_by_token)]
+    twin = partial(step_by_step, k[None], k[None], v[None], state[None], slopes, 1.0)
+    return [Work(partial(select_ops().lightning_fold, k, v, state, slopes), lambda: twin()[1][0])]
 
 
-def _attention(_: int) -> list[Work]:
+def _attention() -> list[Work]:
     """Over blocks in no order, of which the last one is not yet full."""
     num_queries, heads, groups, dim, block_size, num_pages = 37, 9, 3, 64, 64, 12
     q, positions = torch.randn(num_queries, heads, dim), torch.arange(num_queries) + (num_pages - 1) * block_size

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sala.backends.torch import kernels
 from sala.backends.torch.cases.shapes import STATE_BYTES, Call, KernelCase, Shapes, Work, row_count
+from sala.backends.torch.fast.training import simple_gla
 from sala.backends.torch.linears import AffineWeight
 from sala.backends.torch.ops.dense import apply_rope, rms_norm, rope_angles
 from sala.backends.torch.ops.lightning import lightning_prefill, lightning_step
@@ -55,7 +56,7 @@ def _lightning_prefill(shapes: Shapes, length: int) -> KernelCase:
     heads, dim = shapes.config.lightning_nh, shapes.config.lightning_head_dim
     library = simple_gla() if shapes.device.type == "cuda" else None
 
-    def build(_: int) -> list[Work]:
+    def works() -> list[Work]:
         q, k, v = shapes.lightning(length)
         state, slopes, scale = shapes.states(1)[0], shapes.slopes, dim**-0.5
         peer = None
@@ -68,41 +69,28 @@ def _lightning_prefill(shapes: Shapes, length: int) -> KernelCase:
 
     num_bytes = 4 * length * heads * dim * shapes.dtype.itemsize + 2 * heads * dim * dim * STATE_BYTES
     name = "reference" if library is None else "fla"
-    return KernelCase("lightning prefill", length_label(length), build, _recurrence(shapes, length), num_bytes, name)
-
-
-def simple_gla() -> Callable[..., Any] | None:
-    """Return flash-linear-attention's kernel for the same recurrence, where it is installed and fits this torch."""
-    try:
-        from fla.ops.simple_gla import chunk_simple_gla
-    except Exception:
-        return None
-    return chunk_simple_gla
+    return KernelCase("lightning prefill", length_label(length), works, _recurrence(shapes, length), num_bytes, name)
 
 
 def _lightning_decode(shapes: Shapes, rows: int) -> KernelCase:
     heads, dim = shapes.config.lightning_nh, shapes.config.lightning_head_dim
     num_states = rows * heads * dim * dim * STATE_BYTES
 
-    def build(count: int) -> list[Work]:
+    def works() -> Iterator[Work]:
         q, k, v = shapes.lightning(rows)
         rest, slots = (shapes.slopes, dim**-0.5), shapes.arange(rows)
-        return [
-            Work(
-                partial(kernels.lightning.lightning_decode, q, k, v, states, slots, *rest),
-                partial(lightning_step, q, k, v, states, *rest),
-                also=partial(torch.clone, states),
-            )
-            for states in (shapes.states(rows) for _ in range(count))
-        ]
+        while True:
+            states = shapes.states(rows)
+            kernel = partial(kernels.lightning.lightning_decode, q, k, v, states, slots, *rest)
+            yield Work(kernel, partial(lightning_step, q, k, v, states, *rest), also=partial(torch.clone, states))
 
     num_bytes = 2 * num_states + 4 * rows * heads * dim * shapes.dtype.itemsize
     flops = _recurrence(shapes, rows)
     sets = shapes.num_sets(num_states)
-    return KernelCase("lightning decode", row_count(rows), build, flops, num_bytes, num_sets=sets)
+    return KernelCase("lightning decode", row_count(rows), works, flops, num_bytes, num_sets=sets)
 
 
-def _lightning_drafts(shapes: Shapes, is_folded: bool, _: int) -> list[Work]:
+def _lightning_drafts(shapes: Shapes, is_folded: bool) -> list[Work]:
     """Two rows of drafts, verified or folded into their states; the reference takes token after token."""
     q, k, v = (part.unflatten(0, (2, NUM_DRAFTS)) for part in shapes.lightning(2 * NUM_DRAFTS))
     states, slots = shapes.states(3), torch.tensor([2, 0], device=shapes.device)
@@ -116,13 +104,21 @@ def _lightning_drafts(shapes: Shapes, is_folded: bool, _: int) -> list[Work]:
         return states[slots]
 
     def twin() -> Tensor:
-        outputs, after = [], states[slots]
-        for i in range(NUM_DRAFTS):
-            output, after = lightning_step(q[:, i], k[:, i], v[:, i], after, slopes, scale)
-            outputs.append(output)
-        return after if is_folded else torch.stack(outputs, 1)
+        outputs, after = step_by_step(q, k, v, states[slots], slopes, scale)
+        return after if is_folded else outputs
 
     return [Work(kernel, twin)]
+
+
+def step_by_step(
+    q: Tensor, k: Tensor, v: Tensor, states: Tensor, slopes: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The definition of lightning attention, token after token: q, k, v [S, n, H, D] → outputs and states after it."""
+    outputs = []
+    for token in zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True):
+        output, states = lightning_step(*token, states, slopes, scale)
+        outputs.append(output)
+    return torch.stack(outputs, 1), states
 
 
 # products of decode rows
@@ -134,7 +130,7 @@ def _residual_product(shapes: Shapes, rows: int, is_mlp: bool) -> KernelCase:
     width = config.intermediate_size if is_mlp else config.num_attention_heads * config.head_dim
     num_weights = hidden * width * (3 if is_mlp else 1)
 
-    def build(count: int) -> list[Work]:
+    def works() -> Iterator[Work]:
         fused, linear = kernels.fused, kernels.linear
         x, inner = shapes.random(rows, hidden), shapes.random(rows, hidden if is_mlp else width)
         rest = (config.residual_scale, shapes.random(hidden), config.rms_norm_eps)
@@ -147,15 +143,13 @@ def _residual_product(shapes: Shapes, rows: int, is_mlp: bool) -> KernelCase:
             wide = inner if gate_up is None else fused.silu_mul(F.linear(inner, gate_up))
             return fused.add_rms_norm(x, F.linear(wide, weight), *rest)
 
-        works = []
-        for _ in range(count):
+        while True:
             gate_up = shapes.random(2 * width, hidden) * hidden**-0.5 if is_mlp else None
-            works.append(Work.of(kernel, peer, shapes.random(hidden, width) * width**-0.5, gate_up))
-        return works
+            yield Work.of(kernel, peer, shapes.random(hidden, width) * width**-0.5, gate_up)
 
     name, num_bytes = "MLP and norm" if is_mlp else "output projection and norm", num_weights * shapes.dtype.itemsize
     flops, sets = 2 * rows * num_weights, shapes.num_sets(num_bytes)
-    return KernelCase(name, row_count(rows), build, flops, num_bytes, "F.linear", sets)
+    return KernelCase(name, row_count(rows), works, flops, num_bytes, "F.linear", sets)
 
 
 def random_affine(bits: int, num_out: int, num_in: int, group_size: int, device: torch.device) -> AffineWeight:
@@ -166,7 +160,7 @@ def random_affine(bits: int, num_out: int, num_in: int, group_size: int, device:
     return AffineWeight(codes.to(device), scales.to(device), biases.to(device), bits, group_size)
 
 
-def _packed(shapes: Shapes, bits: int, _: int) -> list[Work]:
+def _packed(shapes: Shapes, bits: int) -> list[Work]:
     """A matrix of codes times decode rows and prefill rows, and one of its rows expanded."""
     linear, expand = kernels.linear, kernels.packed.expand
     hidden, wide = -(-shapes.config.hidden_size // 32) * 32, 2 * shapes.config.intermediate_size
@@ -187,7 +181,7 @@ def _packed(shapes: Shapes, bits: int, _: int) -> list[Work]:
     return [Work(kernel, twin)]
 
 
-def _fp8(shapes: Shapes, _: int) -> list[Work]:
+def _fp8(shapes: Shapes) -> list[Work]:
     """Against the same rounded numbers in fp32; nothing is compared where the device has no FP8 tensor cores."""
     fp8, fused = kernels.fp8, kernels.fused
     if shapes.device.type == "cuda" and not fp8.can_run(shapes.device):
@@ -230,11 +224,11 @@ def _passes(shapes: Shapes) -> Iterator[KernelCase]:
         return q, k, kernels.fused.Heads(random(dim), random(dim), eps, *angles)
 
     def case(name: str, kernel: str, twin: Callable[..., Any], num_bytes: int, inputs: Callable[[], Any]) -> KernelCase:
-        def build(_: int) -> list[Work]:
+        def works() -> list[Work]:
             peer = copying(num_bytes, shapes.device) if num_bytes else None
             return [Work.of(getattr(kernels.fused, kernel), twin, *inputs(), peer=peer)]
 
-        return KernelCase(name, row_count(rows if num_bytes else ROWS), build, 0, num_bytes, "copy")
+        return KernelCase(name, row_count(rows if num_bytes else ROWS), works, 0, num_bytes, "copy")
 
     def sums() -> tuple[Any, ...]:
         return random(rows, hidden), random(rows, hidden), config.residual_scale, random(hidden), eps

@@ -1,8 +1,9 @@
 """What a kernel case is, and the sizes and random inputs from which cases are built."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -48,14 +49,14 @@ class Work:
 class KernelCase:
     """A kernel at some size: shared by `sala doctor`, `sala bench kernels` and the tests.
 
-    `build(count)` makes that many sets of inputs, each in memory of its own. `flops` and `num_bytes` are the least that
-    the kernel must do: inputs read once, outputs written once; cases without bytes are checked but not timed. Short
-    kernels are timed in a CUDA graph, over `num_sets` sets that together exceed every cache.
+    `works` makes sets of inputs, each in memory of its own, as many as are wanted. `flops` and `num_bytes` are the
+    least that the kernel must do: inputs read once, outputs written once; cases without bytes are checked but not
+    timed. Short kernels are timed in a CUDA graph, over `num_sets` sets that together exceed every cache.
     """
 
     name: str
     size: str
-    build: Callable[[int], Sequence[Work]]
+    works: Callable[[], Iterable[Work]]
     flops: int = 0
     num_bytes: int = 0
     peer: str = "reference"
@@ -66,6 +67,10 @@ class KernelCase:
     @property
     def in_graph(self) -> bool:
         return self.num_sets > 1
+
+    def build(self, count: int) -> list[Work]:
+        """Build that many sets of inputs."""
+        return list(islice(self.works(), count))
 
     def error(self) -> float:
         """Build one set of inputs and compare the kernel with its reference."""
@@ -139,7 +144,9 @@ class Shapes:
 
 def small_shapes(device: torch.device) -> Shapes:
     """The released shapes with as few rows as still select blocks, for checking; ragged in every direction."""
-    return Shapes(device, (RELEASED.sparse_config.dense_len + 5,), num_rows=200, batches=(3,), shared=(0.75,))
+    return Shapes(
+        device, (RELEASED.sparse_config.dense_len + 5,), num_rows=200, batches=(3,), rotated_bytes=0, shared=(0.75,)
+    )
 
 
 def tensors(result: Any) -> list[Tensor]:

@@ -10,16 +10,18 @@ state fold. The functions named `can_…` say what the kernels can take, not whe
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sala.backends.torch.batch import Batch, Pending, take
+from sala.backends.rows import Pending
+from sala.backends.torch.batch import Batch, take
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.kernels import native
 from sala.backends.torch.linears import DECODE_ROWS, AffineLinear, HalfLinear, native_weight
 from sala.backends.torch.model import Layer as ModelLayer
-from sala.backends.torch.model import LightningMixer, RMSNorm, SalaModel, SparseMixer, angles_of
+from sala.backends.torch.model import LightningMixer, SalaModel, angles_of
 from sala.backends.torch.ops.dense import query_growth
 from sala.backends.torch.ops.lightning import decay_slopes
 
@@ -62,9 +64,6 @@ class CpuDecode:
         self.held.append(tensor.detach().float().contiguous())
         return _address(self.held[-1])
 
-    def norm(self, norm: RMSNorm | None) -> int | None:
-        return None if norm is None else self.floats(norm.weight)
-
     def weight(self, linear: nn.Module | None) -> native.WeightStruct:
         if linear is None:
             return native.WeightStruct()
@@ -78,23 +77,14 @@ class CpuDecode:
 
     def describe(self, layer: nn.Module) -> native.LayerStruct:
         assert isinstance(layer, ModelLayer)
-        mixer, mlp = layer.self_attn, layer.mlp
-        is_lightning = isinstance(mixer, LightningMixer)
-        assert isinstance(mixer, LightningMixer | SparseMixer)
+        mixer: Any = layer.self_attn
+        mlp, is_lightning = layer.mlp, isinstance(mixer, LightningMixer)
+        gate, o_norm = (mixer.z_proj, mixer.o_norm) if is_lightning else (mixer.o_gate, None)
+        linears = (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj, gate)
+        norms = (layer.input_layernorm, layer.post_attention_layernorm, mixer.q_norm, mixer.k_norm, o_norm)
         return native.LayerStruct(
-            q=self.weight(mixer.q_proj),
-            k=self.weight(mixer.k_proj),
-            v=self.weight(mixer.v_proj),
-            o=self.weight(mixer.o_proj),
-            gate=self.weight(mixer.z_proj if isinstance(mixer, LightningMixer) else mixer.o_gate),
-            mlp_gate=self.weight(mlp.gate_proj),
-            mlp_up=self.weight(mlp.up_proj),
-            mlp_down=self.weight(mlp.down_proj),
-            input_norm=self.norm(layer.input_layernorm),
-            post_norm=self.norm(layer.post_attention_layernorm),
-            q_norm=self.norm(mixer.q_norm),
-            k_norm=self.norm(mixer.k_norm),
-            o_norm=self.norm(mixer.o_norm) if isinstance(mixer, LightningMixer) else None,
+            *map(self.weight, (*linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
+            *(None if norm is None else self.floats(norm.weight) for norm in norms),
             decay=_address(self.decay) if is_lightning else None,
             num_heads=mixer.num_heads,
             num_kv_heads=mixer.num_kv_heads,
@@ -193,10 +183,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 def _layer_cache(cache: HybridCache, layer: int) -> native.CacheStruct:
     if layer in cache.pages:
-        pages = cache.pages[layer]
-        return native.CacheStruct(
-            k=_address(pages.k), v=_address(pages.v), k1=_address(pages.k1), k2=_address(pages.k2)
-        )
+        return native.CacheStruct(None, *(pool.data_ptr() for pool in cache.pages[layer].pools))
     return native.CacheStruct(states=_address(cache.states.get(layer)))
 
 

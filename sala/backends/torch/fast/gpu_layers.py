@@ -205,10 +205,8 @@ class PrefillSpan:
         return self.attend_last(layer, q, gate, pages, (k, v))
 
     def append(self, k: Tensor, v: Tensor, pages: KVPages) -> None:
-        pooling.append(
-            k, v, pages.k, pages.v, pages.k1, pages.k2, self.table[None], self.start, self.row_of, self.positions,
-            pages.sparse,
-        )  # fmt: skip
+        where = (self.table[None], self.start, self.row_of, self.positions)
+        pooling.append(k, v, *pages.pools, *where, pages.sparse)
 
     def attend_last(
         self,
@@ -297,10 +295,8 @@ class DecodeSpans:
         num_rows, scale = self.num_spans * self.count, layer.head_dim**-0.5
         output = q.new_empty(q.shape)
         q_, k_, v_ = (x[:num_rows] for x in (q, k, v))
-        pooling.append(
-            k_, v_, pages.k, pages.v, pages.k1, pages.k2, self.tables, self.starts, self.row_of, self.positions,
-            self.sparse,
-        )  # fmt: skip
+        where = (self.tables, self.starts, self.row_of, self.positions)
+        pooling.append(k_, v_, *pages.pools, *where, self.sparse)
         selected = block_selection.select_decode(
             q_, pages.k1, pages.k2, self.row_tables, self.lengths, self.sparse, scale, self.max_blocks, self.is_sparse
         )

@@ -23,10 +23,10 @@ FLEX_TILE = 128  # flex attention's tile of queries and of keys
 
 @functools.cache
 def simple_gla() -> Callable[..., Any] | None:
-    """Return flash-linear-attention's kernel for the lightning recurrence, or None where it is not installed."""
+    """Return flash-linear-attention's kernel for the lightning recurrence; None where it cannot be imported."""
     try:
         from fla.ops.simple_gla import chunk_simple_gla
-    except ImportError:
+    except Exception:
         return None
     return chunk_simple_gla
 
