@@ -41,6 +41,11 @@ class MissingExtra(SalaError):
         super().__init__(f"{library} is not installed", f"run: {install_command(extra)}")
 
 
+def describe_error(error: BaseException) -> str:
+    """Return kind and message of any error in one short line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
 def install_command(extra: str) -> str:
     """Return the pip command that adds an extra to this installation."""
     root = Path(__file__).resolve().parents[1]

@@ -8,7 +8,7 @@ import typer
 
 from sala.cli import flags as s
 from sala.cli.outputs import print_facts, print_json, size
-from sala.errors import ModelNotFound, SalaError, free_disk_bytes, install_command
+from sala.errors import ModelNotFound, SalaError, describe_error, free_disk_bytes, install_command
 from sala.options import Options
 
 if TYPE_CHECKING:
@@ -44,13 +44,17 @@ def doctor(*, options: Annotated[Options, s.Use(only=("model",))], as_json: s.As
         warnings += _use_warnings(facts["in_use"], facts["gpus"])
     except Exception as error:  # a broken torch is a common reason to run this command
         facts |= {"gpus": [], "in_use": {}}
-        warnings.append(f"torch does not work ({_line(error)}): install it again, pip install --force-reinstall torch")
+        warnings.append(
+            f"torch does not work ({describe_error(error)}): install it again, pip install --force-reinstall torch"
+        )
     try:
         facts["mlx"] = mlx()
         warnings += _mlx_warnings(facts["mlx"])
     except Exception as error:
         facts["mlx"] = None
-        warnings.append(f"MLX does not work ({_line(error)}): install it again, pip install --force-reinstall mlx")
+        warnings.append(
+            f"MLX does not work ({describe_error(error)}): install it again, pip install --force-reinstall mlx"
+        )
     is_well = True
     if options.model and facts["in_use"]:
         try:
@@ -216,11 +220,7 @@ def _safely(checks: Any, device: "torch.device") -> Iterable["Check"]:
     try:
         yield from checks(device)
     except Exception as error:
-        yield Check(f"kernels of {device}", math.inf, 0.0, _line(error))
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        yield Check(f"kernels of {device}", math.inf, 0.0, describe_error(error))
 
 
 def _use_warnings(facts: dict[str, Any], gpus: list[dict[str, Any]]) -> Iterable[str]:

@@ -24,6 +24,7 @@ from sala.backends.mlx.kernels.metal import Run
 from sala.backends.mlx.ops import lightning, sparse
 from sala.checkpoint.writer import write_atomically
 from sala.config import SparseConfig
+from sala.errors import describe_error
 
 # Relative to the largest number of the op, computed in fp32 from the same inputs: they allow for another order of sums
 # and for one rounding where the result has the precision of the model.
@@ -38,7 +39,6 @@ SMALL = SparseConfig(window_size=128, topk=4, dense_len=0)  # the released geome
 FAR = 32768  # tokens
 FILE = "metal_verdicts.json"
 _TIMES = 7
-_MESSAGE = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,7 @@ def check(name: str, run: Run = metal.run) -> Verdict:
         kernel_ms = {size: _time(kernel, arguments) for size, arguments in usual.items()}
         op_ms = {size: _time(OPS[name], arguments) for size, arguments in usual.items()}
     except Exception as problem:
-        words = " ".join(str(problem).split())
-        return Verdict(name, math.inf, tolerance, message=f"{type(problem).__name__}: {words}"[:_MESSAGE])
+        return Verdict(name, math.inf, tolerance, message=describe_error(problem))
     return Verdict(name, error, tolerance, kernel_ms, op_ms)
 
 

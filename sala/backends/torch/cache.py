@@ -65,20 +65,16 @@ class KVPages:
 
     def append(self, span: Span, k: Tensor, v: Tensor) -> None:
         """Write k, v [n, G, D] at the span's positions and pool the windows that they complete."""
-        self._clean_last_page(span)
+        block, offset = divmod(span.end, self.sparse.block_size)
+        if offset and block * self.sparse.block_size >= span.start:
+            # Masked rows are still multiplied by 0, and 0 * NaN is NaN: numbers of an earlier owner must not leak in.
+            for pool in (self.k, self.v):
+                raw(pool)[:, span.table[block]] = 0
         for pool, new in ((self.k, k), (self.v, v)):
             _write(raw(pool), span, span.start, raw(rounded(new, pool.dtype)).transpose(0, 1))
         kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
         self._pool(self.k1, span, kernel, stride)
         self._pool(self.k2, span, 4 * kernel, 4 * stride)
-
-    def _clean_last_page(self, span: Span) -> None:
-        # Masked rows are still multiplied by 0, and 0 * NaN is NaN: numbers of an earlier owner must not leak in.
-        block, offset = divmod(span.end, self.sparse.block_size)
-        if offset and block * self.sparse.block_size >= span.start:
-            page = span.table[block]
-            raw(self.k)[:, page] = 0
-            raw(self.v)[:, page] = 0
 
     def _pool(self, target: Tensor, span: Span, kernel: int, stride: int) -> None:
         overlap = kernel // stride

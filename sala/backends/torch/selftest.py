@@ -26,6 +26,7 @@ from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops import affine
 from sala.checkpoint.random import TINY
 from sala.config import SalaConfig
+from sala.errors import describe_error
 from sala.protocol import Plan, Row
 
 PROMPT = 1100  # tokens; more blocks than the model selects
@@ -36,7 +37,6 @@ SMALL = replace(  # heads as wide as those of the released model
 )
 KINDS, REGIMES = ("prefill", "decode"), ("dense", "sparse")
 STEP_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-_MESSAGE = 200  # characters of a reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,7 @@ def check(name: str, trial: Trial) -> Check:
             torch.manual_seed(0)
             return Check(name, trial.measure(), trial.tolerance)
     except Exception as error:  # whatever it is, it is the result
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        return Check(name, math.inf, trial.tolerance, reason[:_MESSAGE])
+        return Check(name, math.inf, trial.tolerance, describe_error(error))
 
 
 def case_trials(kind: str, cases: Sequence[KernelCase]) -> dict[str, Trial]:

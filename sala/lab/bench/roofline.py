@@ -15,12 +15,11 @@ import torch
 from sala.backends.torch.cases import gpu_cases
 from sala.backends.torch.cases.rows import copying
 from sala.backends.torch.cases.shapes import Call, KernelCase, Shapes
-from sala.errors import SalaError
+from sala.errors import SalaError, describe_error
 from sala.lab.bench.measure import capture, release
 
 MATRIX, COPY_BYTES = 8192, 1 << 30
 WARM_MS, REPEAT_MS, LONG_MS = 10, 40, 200
-_MESSAGE = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ def result(
 def reason(problem: BaseException) -> str:
     if isinstance(problem, MemoryError) or "out of memory" in str(problem).lower():
         return "out of memory"
-    return " ".join(f"{type(problem).__name__}: {problem}".split())[:_MESSAGE]
+    return describe_error(problem)
 
 
 # timing

@@ -114,11 +114,12 @@ def _load_frozen(path: Path, options: FinetuneOptions, dtype: torch.dtype, devic
             bias: Any = module.bias
             packed = matrices.read(name) if name in matrices else None
             if not isinstance(packed, Packed):  # plain or FP8
+                kind = dtype if wants_nf4 else torch.float32
+                weight = read_parameter(checkpoint, config, f"{name}.weight", kind, cpu)
                 if wants_nf4:
-                    weight = read_parameter(checkpoint, config, f"{name}.weight", dtype, cpu)
                     model.set_submodule(name, _nf4(weight, bias, dtype, device))
                     continue
-                packed = _quantize(read_parameter(checkpoint, config, f"{name}.weight", torch.float32, cpu), options.bits)
+                packed = _quantize(weight, options.bits)
             affine = to_affine(packed).map(lambda part: part.to(device, copy=True))
             order = None if packed.order is None else torch.from_numpy(packed.order).to(device)
             model.set_submodule(name, FrozenLinear(affine, bias, order))

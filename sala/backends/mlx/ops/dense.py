@@ -61,12 +61,8 @@ def rope_angles(positions: mx.array, dim: int, theta: float) -> tuple[mx.array, 
 
 def grow_queries(q: mx.array, positions: mx.array, base: float) -> mx.array:
     """Return q [T, H, D] times log(t + base) / log(base): keeps attention without positions sharp at long range."""
-    return (q.astype(mx.float32) * query_growth(positions, base)[:, None, None]).astype(q.dtype)
-
-
-def query_growth(positions: mx.array, base: float) -> mx.array:
-    """positions [T] → factors [T] in fp32."""
-    return mx.log(positions.astype(mx.float32) + base) / math.log(base)
+    growth = mx.log(positions.astype(mx.float32) + base) / math.log(base)  # [T]
+    return (q.astype(mx.float32) * growth[:, None, None]).astype(q.dtype)
 
 
 def apply_rope(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:

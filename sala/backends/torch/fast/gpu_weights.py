@@ -48,7 +48,7 @@ class Projection:
         """Return the projection to some of the outputs."""
         parts, first = [], 0
         for part in self.parts:
-            size = _num_out(part)
+            size = part.num_out if isinstance(part, PackedWeight) else part.shape[0]
             low, high = max(begin - first, 0), min(end - first, size)
             if low < high:
                 parts.append(part.rows(low, high) if isinstance(part, PackedWeight) else part[low:high])
@@ -107,10 +107,6 @@ def _runs(linears: Sequence[Any], dtype: torch.dtype, device: torch.device) -> l
         else:
             runs.append([one])
     return runs
-
-
-def _num_out(weight: Weight) -> int:
-    return weight.num_out if isinstance(weight, PackedWeight) else weight.shape[0]
 
 
 def to_fp8(parts: Sequence[Weight]) -> fp8.Rows:

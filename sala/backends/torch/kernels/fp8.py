@@ -87,16 +87,13 @@ def add_rms_norm(x: Tensor, delta: Tensor, scale: float, weight: Tensor, eps: fl
 
 def silu_mul(gate_up: Tensor) -> Rows:
     """`fused.silu_mul` of gate_up [T, 2 * m], in e4m3."""
-    return _quantize(gate_up, gate_up.shape[1] // 2, has_silu=True)
+    return quantize(gate_up, has_silu=True)
 
 
-def quantize(x: Tensor) -> Rows:
-    """x [T, K] in e4m3."""
-    return _quantize(x, x.shape[1], has_silu=False)
-
-
-def _quantize(x: Tensor, width: int, has_silu: bool) -> Rows:
+def quantize(x: Tensor, has_silu: bool = False) -> Rows:
+    """x [T, K] in e4m3; with `has_silu`, `silu_mul` of it."""
     assert x.stride(1) == 1
+    width = x.shape[1] // 2 if has_silu else x.shape[1]
     out = _empty(x.shape[0], width, x.device)
     if x.shape[0]:
         constants = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width), "HAS_SILU": has_silu}

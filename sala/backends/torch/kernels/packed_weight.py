@@ -69,7 +69,9 @@ def pack(words: Tensor, scales: Tensor, biases: Tensor, bits: int, group_size: i
     step = max(1, _PIECE // num_in)
     for begin in range(0, num_out, step):
         codes[:, begin : begin + step] = _ordered(words[begin : begin + step], bits, blocks)
-    power = POWER if bits == 4 and dtype == torch.bfloat16 and _are_small(scales) else 0
+    # scales are small if bf16 holds them 2^(133 - POWER) times as large
+    are_small = bits == 4 and dtype == torch.bfloat16 and bool((scales.to(torch.bfloat16).abs() < LARGEST).all())
+    power = POWER if are_small else 0
     if power:
         scales, offsets = _from_zero(scales, biases, group_size)
     else:
@@ -98,11 +100,6 @@ def _ordered(words: Tensor, bits: int, blocks: int) -> Tensor:
     else:
         found = (codes.view(words.shape[0], blocks, 4, WORDS) << shifts[:, None]).sum(2, dtype=torch.int32)
     return found.transpose(0, 1)  # no bit is set in two of the summands
-
-
-def _are_small(scales: Tensor) -> bool:
-    """Return whether bf16 holds the scales 2^(133 - POWER) times as large."""
-    return bool((scales.to(torch.bfloat16).abs() < LARGEST).all())
 
 
 def _from_zero(scales: Tensor, biases: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
