@@ -212,7 +212,7 @@ def test_a_planted_promotion_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     write_random(tmp_path / "m", replace(TINY, dtype="bfloat16"))
     executor = open_one(tmp_path / "m", ctx=2048)
     put_narrow(executor, monkeypatch, mx.bfloat16)
-    monkeypatch.setattr(model_module, "add_scaled", lambda x, change, scale: x + change * mx.array(scale))
+    monkeypatch.setattr(model_module.dense, "add_scaled", lambda x, change, scale: x + change * mx.array(scale))
     with pytest.raises(AssertionError, match="float32"):
         steps_of(executor)
 
@@ -275,7 +275,7 @@ def put_narrow(executor: MlxExecutor, monkeypatch: pytest.MonkeyPatch, half: mx.
     stand_ins = {"apply_rope": rope}
     stand_ins |= {"rope_angles": lambda positions, dim, theta: (mx.zeros((1, 8)), mx.zeros((1, 8)))}
     for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(model_module, name, stand_in)
+        monkeypatch.setattr(model_module.dense, name, stand_in)
     monkeypatch.setattr(cache_module, "pool_keys", pool)
 
 
@@ -297,7 +297,7 @@ def test_wide_ops_give_narrow_numbers_back(half: str, tmp_path: Path, monkeypatc
     norm = model_module.RMSNorm
     monkeypatch.setattr(norm, "__call__", listened("rms_norm", norm.__call__))
     for name in ("apply_rope", "dense_attention", "sigmoid_gate", "silu_gate"):
-        monkeypatch.setattr(model_module, name, listened(name, getattr(model_module, name)))
+        monkeypatch.setattr(model_module.dense, name, listened(name, getattr(model_module.dense, name)))
     for name in ("lightning_ragged", "sparse_attention"):
         executor.ops = replace(executor.ops, **{name: listened(name, getattr(executor.ops, name))})
     monkeypatch.setattr(cache_module, "pool_keys", listened("pool_keys", cache_module.pool_keys))
