@@ -36,8 +36,8 @@ MIN_SEED, MAX_SEED = -(1 << 63), (1 << 63) - 1
 Chunk = Mapping[str, Any]
 StopText = Annotated[str, MinLen(1), MaxLen(256)]
 Stop = Annotated[
-    Annotated[StopText, Tag("~text")] | Annotated[list[StopText], MaxLen(4), FIRST_ONLY, Tag("~list")],
-    union({str: "~text", list: "~list"}, "a string or a list of strings"),
+    Annotated[StopText, Tag("~str")] | Annotated[list[StopText], MaxLen(4), FIRST_ONLY, Tag("~list")],
+    union("a string or a list of strings"),
 ]
 Count = Annotated[int, Ge(1), Le(MAX_INT)]
 

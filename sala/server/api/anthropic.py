@@ -13,7 +13,7 @@ from pydantic import Field, Tag, model_validator
 from sala.server.api import conversation
 from sala.server.api.answers import MAX_INT, AnswerRequest, Count, StopText
 from sala.server.api.conversation import Block, BlockReply, ChatInput, Parameters, ToolName, Tools, WithTools
-from sala.server.http.body import FIRST_ONLY, Strict, TextOr, discriminate, join, problem, text_or
+from sala.server.http.body import FIRST_ONLY, Strict, TextOr, discriminate, join, problem, union
 from sala.server.http.errors import ApiError, anthropic_envelope
 from sala.text.answer import StopFinder
 
@@ -45,7 +45,7 @@ class ToolUse(Cached, ignored={"caller", "toolset_name"}):
     input: dict[str, Any]
 
 
-TextOrBlocks = Annotated[TextOr[TextBlock], text_or("a list of text blocks")]
+TextOrBlocks = Annotated[TextOr[TextBlock], union("a string or a list of text blocks")]
 
 
 class ToolResult(Cached, ignored={"toolset_name"}):
@@ -81,7 +81,7 @@ ContentBlock = Annotated[
     | Annotated[ThinkingBlock, Tag("~thought")],
     discriminate(_block_kind, "a block"),
 ]
-AnthropicContent = Annotated[TextOr[ContentBlock], text_or("a list of blocks")]
+AnthropicContent = Annotated[TextOr[ContentBlock], union("a string or a list of blocks")]
 OTHERS: dict[str, tuple[type[Strict], ...]] = {
     "user": (ToolUse, ThinkingBlock),
     "assistant": (ToolResult,),

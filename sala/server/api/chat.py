@@ -14,7 +14,7 @@ from sala.errors import InputError
 from sala.server.api import answers, conversation
 from sala.server.api.answers import MAX_INT, AnswerProgress, ChoicesReply, Count, GenerationRequest, TokenSpeller
 from sala.server.api.conversation import ChatInput, Parameters, ToolName, Tools, WithTools, WordOr
-from sala.server.http.body import FIRST_ONLY, Strict, TextOr, join, problem, text_or
+from sala.server.http.body import FIRST_ONLY, Strict, TextOr, join, problem, union
 from sala.text.tools import ToolCall
 
 
@@ -23,7 +23,7 @@ class TextPart(Strict, remedy=conversation.TEXT_ONLY):
     text: str
 
 
-Content = Annotated[TextOr[TextPart], text_or("a list of text parts")]
+Content = Annotated[TextOr[TextPart], union("a string or a list of text parts")]
 
 
 class FunctionCall(Strict):

@@ -60,8 +60,8 @@ Parameters = Annotated[dict[str, Any], AfterValidator(check_schema), Field(descr
 T = TypeVar("T")
 Tools = Annotated[list[T], MaxLen(MAX_TOOLS), FIRST_ONLY]
 WordOr = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("~word")] | Annotated[T, Tag("~function")],
-    union({str: "~word", dict: "~function"}, "none, auto, required or a function"),
+    Annotated[Literal["none", "auto", "required"], Tag("~str")] | Annotated[T, Tag("~dict")],
+    union("none, auto, required or a function"),
 ]
 
 

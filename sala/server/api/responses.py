@@ -12,7 +12,7 @@ from sala.config import parse_object
 from sala.server.api import conversation
 from sala.server.api.answers import AnswerRequest, Count
 from sala.server.api.conversation import Block, BlockReply, ChatInput, Parameters, ToolName, Tools, WithTools, WordOr
-from sala.server.http.body import FIRST_ONLY, Strict, TextOr, discriminate, join, problem, text_or
+from sala.server.http.body import FIRST_ONLY, Strict, TextOr, discriminate, join, problem, union
 from sala.server.http.errors import ApiError
 
 NOT_STORED = "this server stores nothing; send the whole conversation as input"
@@ -31,7 +31,7 @@ class ContentPart(Strict, ignored={"annotations", "logprobs"}, remedy=conversati
         return {"type": "refusal", "text": data.get("refusal")} if is_refusal else data
 
 
-TextOrParts = Annotated[TextOr[ContentPart], text_or("a list of text parts")]
+TextOrParts = Annotated[TextOr[ContentPart], union("a string or a list of text parts")]
 
 
 class Item(Strict, ignored={"id", "status", "phase"}):
@@ -101,8 +101,8 @@ InputItem = Annotated[
     discriminate(_item_kind, "a message, function_call, function_call_output or reasoning"),
 ]
 Input = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[InputItem], MinLen(1), FIRST_ONLY, Tag("~list")],
-    text_or("a list of items"),
+    Annotated[str, Tag("~str")] | Annotated[list[InputItem], MinLen(1), FIRST_ONLY, Tag("~list")],
+    union("a string or a list of items"),
 ]
 
 
