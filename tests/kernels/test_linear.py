@@ -191,6 +191,16 @@ def test_splits_are_of_the_shape_alone(limit: int) -> None:
     assert linear._config(64, 64, 2, limit).tile["SPLITS"] == 1
 
 
+def test_one_build_serves_all_numbers_of_rows_that_fit_a_tile() -> None:
+    limit = LIMITS[90]
+    for low, high in ((1, 32), (33, 64), (65, 128)):
+        builds = []
+        for rows in range(low, high + 1):
+            config = linear._config(4096, 4096, 2, limit, rows)
+            builds.append((linear.linear_constants(rows, 4096, 4096, torch.bfloat16, config), config))
+        assert all(build == builds[0] for build in builds)
+
+
 def build(kernel: Any, constants: dict[str, Any], options: dict[str, Any], dtype: str = "bf16") -> Build:
     signature = {}
     for name in kernel.arg_names:

@@ -436,6 +436,16 @@ def test_splits_are_of_the_shape_alone(limit: int) -> None:
     assert packed._config(64, 64, 4, limit, 1).tile["SPLITS"] == 1
 
 
+def test_one_build_serves_all_numbers_of_rows_that_fit_a_tile() -> None:
+    limit = LIMITS[90]
+    for low, high in ((1, 16), (17, 32), (33, 64), (65, 128)):
+        builds = []
+        for rows in range(low, high + 1):
+            config = packed._config(4096, 4096, 4, limit, rows)
+            builds.append((packed.packed_constants(rows, 4096, 4096, 4, config), config))
+        assert all(build == builds[0] for build in builds)
+
+
 def build(capability: int, n: int, k: int, bits: int, group_size: int, count: int, is_pair: bool = False) -> Build:
     config = packed._config(n, k, bits, LIMITS[capability], count, 1 if is_pair else packed.MAX_SPLITS)
     if capability >= 90:
@@ -444,6 +454,7 @@ def build(capability: int, n: int, k: int, bits: int, group_size: int, count: in
     constants |= {"BITS": bits, "GROUPS": packed_weight.block_size(bits) // group_size}
     constants |= {"PITCH": 2 * n, "POWER": packed_weight.POWER if bits == 4 else 0, "HAS_ASM": True}
     pointers = {"x_ptr": "*bf16", "codes_ptr": "*i32", "groups_ptr": "*i32", "x_row": "i32", "out_row": "i32"}
+    pointers["num_rows"] = "i32"
     pointers["out_ptr"] = "*bf16" if is_pair else "*fp32"
     signature = {name: pointers.get(name, "constexpr") for name in packed._packed_kernel.arg_names}
     return Build(packed._packed_kernel, signature, constants, config.options)

@@ -10,21 +10,22 @@ from torch import Tensor
 class Config(NamedTuple):
     """How a kernel is compiled and launched: constants of its tile by name, warps, and stages of the pipeline.
 
-    A kernel's module chooses it by shape and device; tests and benchmarks may pass another one. `num_stages` of None is
-    Triton's default. For `uses_pdl` see `pdl.py`.
+    A kernel's module chooses it by shape and device; tests and benchmarks may pass another one. `num_stages` and
+    `max_registers` of None are Triton's defaults. For `uses_pdl` see `pdl.py`.
     """
 
     tile: dict[str, int]
     num_warps: int
     num_stages: int | None = None
     uses_pdl: bool = False
+    max_registers: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the launch options."""
-        stages = {} if self.num_stages is None else {"num_stages": self.num_stages}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
         pdl = {"launch_pdl": True} if self.uses_pdl else {}
-        return {"num_warps": self.num_warps} | stages | pdl
+        return {name: value for name, value in options.items() if value is not None} | pdl
 
 
 @functools.cache

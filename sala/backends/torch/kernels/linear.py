@@ -56,15 +56,15 @@ def _prefetch_weight(weight_rows, begin, K: tl.constexpr, DEPTH: tl.constexpr, S
         prefetch(weight_rows[:, None] + tl.minimum(begin + step * DEPTH + line, K - 1)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x_ptr,
     weight_ptr,
     out_ptr,
     x_row,
+    num_rows,
     N: tl.constexpr,
     K: tl.constexpr,
-    ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -74,7 +74,7 @@ def _linear_kernel(
     IS_SWAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """COLUMNS of one split: out [SPLITS, ROWS, N].
+    """COLUMNS of one split: out [SPLITS, num_rows, N]; one build serves every number of rows that fits the tile.
 
     With IS_PAIR there is one split, the weights of the up projection lie N rows behind those of the gate, and out is
     silu(gate) * up. With IS_SWAPPED the weight's tile is the left operand: Hopper's tensor cores want 64 rows there,
@@ -87,10 +87,13 @@ def _linear_kernel(
     begin = split * (STEPS * DEPTH)
     row, inner = tl.arange(0, TILE_ROWS), tl.arange(0, DEPTH)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    # Columns past the last one repeat it: no mask is needed and the result is never read. Rows are masked: if all rows
-    # of a tile repeated one, every program would ask for the same few lines of the L2 cache 32 times.
-    is_row = (row < ROWS)[:, None]
-    x_rows = tl.multiple_of(x_ptr + row * x_row, 16)
+    # Columns past the last one repeat it: no mask is needed and the result is never read. Rows of the smallest tile are
+    # masked: if they all repeated one, every program would ask for the same few lines of the L2 cache 32 times. Larger
+    # tiles are more than half full, so the rows past the last one repeat the first ones, which saves registers.
+    IS_MASKED: tl.constexpr = TILE_ROWS <= 32
+    is_row = (row < num_rows)[:, None]
+    source = row if IS_MASKED else tl.where(row < num_rows, row, row - num_rows)
+    x_rows = tl.multiple_of(x_ptr + source * x_row, 16)
     weight_rows = tl.multiple_of(weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K, 16)
     if PREFETCH_STEPS > 0:
         tl.extra.cuda.gdc_launch_dependents()
@@ -107,10 +110,10 @@ def _linear_kernel(
     if not (IS_WHOLE or IS_PAIR):
         steps = tl.maximum(0, tl.minimum(STEPS, (K - begin + DEPTH - 1) // DEPTH))
     for step in range(steps):
-        mask, x_mask = None, is_row
+        mask, x_mask = None, is_row if IS_MASKED else None
         if not IS_WHOLE:
             mask = (begin + step * DEPTH + inner < K)[None, :]
-            x_mask = is_row & mask
+            x_mask = is_row & mask if IS_MASKED else mask
         weight = _load(weight_tile + step * DEPTH, mask)
         if IS_PAIR:
             up_weight = _load(up_tile + step * DEPTH, mask)
@@ -122,7 +125,7 @@ def _linear_kernel(
         acc = rounded_silu_mul(acc.to(dtype), up.to(dtype), dtype)
     if IS_SWAPPED:
         acc = tl.trans(acc)
-    target = out_ptr + (split * ROWS + row).to(tl.int64)[:, None] * N + column[None, :]
+    target = out_ptr + (split * num_rows + row).to(tl.int64)[:, None] * N + column[None, :]
     tl.store(target, acc.to(dtype), mask=is_row & (column < N)[None, :])
 
 
@@ -215,7 +218,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, config: Config, is_pair: boo
     assert k * weight.element_size() % 16 == weight.data_ptr() % 16 == 0
     grid = (triton.cdiv(n, config.tile["COLUMNS"]), config.tile["SPLITS"])
     constants = linear_constants(x.shape[0], n, k, x.dtype, config, is_pair)
-    _linear_kernel[grid](x, weight, out, x.stride(0), **constants, **config.options)
+    _linear_kernel[grid](x, weight, out, x.stride(0), x.shape[0], **constants, **config.options)
 
 
 def linear_constants(
@@ -226,7 +229,6 @@ def linear_constants(
     return {
         "N": n,
         "K": k,
-        "ROWS": rows,
         "TILE_ROWS": _tile_rows(rows),
         "PREFETCH_STEPS": min(part, MAX_PREFETCHED) if config.uses_pdl else 0,
         "IS_PAIR": is_pair,
@@ -262,7 +264,9 @@ def _config(
     depth = 128 if limit > 200 << 10 else 64
     wanted = 6 if is_pair else 3 if splits == 1 else 4 if k <= 8192 else 6
     num_stages = min(wanted, limit // ((tiles * columns + _tile_rows(rows)) * depth * 2))
-    return Config({"COLUMNS": columns, "DEPTH": depth, "SPLITS": splits, "IS_SWAPPED": True}, 4, num_stages)
+    config = Config({"COLUMNS": columns, "DEPTH": depth, "SPLITS": splits, "IS_SWAPPED": True}, 4, num_stages)
+    # left to itself, ptxas takes 96 registers for sm_120 and spills
+    return config._replace(max_registers=128) if depth == 64 and _tile_rows(rows) == 64 else config
 
 
 @triton.jit

@@ -41,7 +41,7 @@ def _settled(acc):
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _packed_kernel(
     x_ptr,
     codes_ptr,
@@ -49,10 +49,10 @@ def _packed_kernel(
     out_ptr,
     x_row,
     out_row,
+    num_rows,
     N: tl.constexpr,
     K: tl.constexpr,
     PITCH: tl.constexpr,
-    ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -63,7 +63,7 @@ def _packed_kernel(
     IS_PAIR: tl.constexpr,
     HAS_ASM: tl.constexpr,
 ):
-    """COLUMNS of one split: out [SPLITS, ROWS, N]. The matrix has PITCH rows, of which these are some.
+    """COLUMNS of one split: out [SPLITS, num_rows, N]. The matrix has PITCH rows, of which these are some.
 
     With IS_PAIR, half of the columns are the gate, half the up projection N rows further, and out is silu(gate) * up.
     """
@@ -80,7 +80,7 @@ def _packed_kernel(
     lane = tl.arange(0, COLUMNS)
     # Columns past the last one repeat it: no mask is needed and the result is never read.
     real = tl.minimum(tl.program_id(1) * OUTPUTS + lane % OUTPUTS, N - 1) + lane // OUTPUTS * N
-    is_row = (row < ROWS)[:, None]
+    is_row = (row < num_rows)[:, None]
     begin = first.to(tl.int64) * PITCH
     code_rows, group_rows = codes_ptr + (begin + real) * 32, groups_ptr + (begin + real) * GROUPS
     if PREFETCH_STEPS > 0:
@@ -118,7 +118,7 @@ def _packed_kernel(
         gate, up = tl.split(tl.permute(tl.reshape(out, (2, OUTPUTS, TILE_ROWS)), (1, 2, 0)))
         out = rounded_silu_mul(gate, up, out_dtype)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    target = out_ptr + (split * ROWS + row).to(tl.int64)[:, None] * out_row + column[None, :]
+    target = out_ptr + (split * num_rows + row).to(tl.int64)[:, None] * out_row + column[None, :]
     tl.store(target, tl.trans(out), mask=is_row & (column < N)[None, :])
 
 
@@ -195,7 +195,7 @@ def launch(x: Tensor, weight: PackedWeight, out: Tensor, config: Config, is_pair
     outputs = config.tile["COLUMNS"] // 2 if is_pair else config.tile["COLUMNS"]
     constants = packed_constants(rows, n, weight.num_in, weight.bits, config, is_pair) | format_constants(weight)
     _packed_kernel[(tiles, triton.cdiv(n, outputs), config.tile["SPLITS"])](
-        x, weight.codes, weight.groups, out, x.stride(0), out.stride(-2), **constants, **config.options
+        x, weight.codes, weight.groups, out, x.stride(0), out.stride(-2), rows, **constants, **config.options
     )
 
 
@@ -205,7 +205,6 @@ def packed_constants(rows: int, n: int, k: int, bits: int, config: Config, is_pa
     return {
         "N": n,
         "K": k,
-        "ROWS": rows,
         "TILE_ROWS": tile_rows(rows),
         "PREFETCH_STEPS": min(part, MAX_PREFETCHED) if config.uses_pdl else 0,
         "IS_PAIR": is_pair,
