@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from sala.backends.torch.kernels.attention import prefill
 from sala.backends.torch.kernels.decode_attention import decode_attention
 from sala.backends.torch.kernels.launch import Config
 from tests.kernels.aot import Build
-from tests.kernels.test_attention import BLOCK, LIMITS, Memory, choose, prefill_build, split_build
+from tests.kernels.test_attention import BLOCK, Memory, choose, prefill_build, split_build
 from tests.kernels.test_block_selection import RELEASED, build
 from tests.kernels.test_gpu_forward import SHAPE, TWO, Both, make_model, row, tokens
 
@@ -123,11 +124,18 @@ def test_what_is_too_large_becomes_the_largest() -> None:
     assert found[5].isnan()
 
 
-def builds_90() -> list[Build]:
+CAPABILITIES = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # with FP8, and their shared memory
+
+
+def builds_for(capability: int) -> list[Build]:
     """Read from FP8, computed in bf16, at the released shapes."""
+    limit = CAPABILITIES[capability]
     append = build(pooling._append_kernel, pooling.append_constants(RELEASED, 128) | {"PDL": 0}, {"num_warps": 4})
-    builds = [prefill_build(LIMITS[90], True), split_build(LIMITS[90]), append]
+    builds = [prefill_build(limit, True), prefill_build(limit, False), split_build(limit), append]
     return [_narrow(build) for build in builds]
+
+
+builds_89, builds_90, builds_100, builds_120 = (partial(builds_for, capability) for capability in CAPABILITIES)
 
 
 def _narrow(build: Build) -> Build:
@@ -135,11 +143,13 @@ def _narrow(build: Build) -> Build:
     return replace(build, signature={**build.signature, **dict.fromkeys(names, "*fp8e4nv")})
 
 
-def test_compiles() -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiles(capability: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.aot", "90", "tests.kernels.test_kv_fp8:builds_90"]
+    builds = f"tests.kernels.test_kv_fp8:builds_{capability}"
+    command = [sys.executable, "-m", "tests.kernels.aot", str(capability), builds]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
-    assert all(result["shared"] <= LIMITS[90] for result in results), results
+    assert all(result["shared"] <= CAPABILITIES[capability] for result in results), results
     assert not any(result["spills"] for result in results), results

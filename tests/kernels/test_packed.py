@@ -440,9 +440,9 @@ def test_one_build_serves_all_numbers_of_rows_that_fit_a_tile() -> None:
     limit = LIMITS[90]
     for low, high in ((1, 16), (17, 32), (33, 64), (65, 128)):
         builds = []
-        for rows in range(low, high + 1):
-            config = packed._config(4096, 4096, 4, limit, rows)
-            builds.append((packed.packed_constants(rows, 4096, 4096, 4, config), config))
+        for count in range(low, high + 1):
+            config = packed._config(4096, 4096, 4, limit, count)
+            builds.append((packed.packed_constants(count, 4096, 4096, 4, config), config))
         assert all(build == builds[0] for build in builds)
 
 

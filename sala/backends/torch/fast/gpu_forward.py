@@ -11,6 +11,7 @@ are wanted go through the whole last layer; the others only write its KV cache.
 | `gpu_layers.py` | one layer: norm, projections, MLP, the mixers of prefill and of decode rows |
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -84,7 +85,8 @@ class GpuForward:
         """See `FusedForward`; `wanted` rows are named in ascending order, others skip the last layer."""
         ends = [0, *accumulate(batch.lengths)]
         rows = range(ends[-1]) if wanted is None else wanted
-        asked = [[row - ends[i] for row in rows if ends[i] <= row < ends[i + 1]] for i in range(len(batch.spans))]
+        edges = [bisect_left(rows, end) for end in ends]
+        asked = [[row - ends[i] for row in rows[edges[i] : edges[i + 1]]] for i in range(len(batch.spans))]
         hidden: dict[int, Tensor] = {}
         for i, span in enumerate(batch.spans):
             if span.length > MAX_DECODE_TOKENS:

@@ -78,6 +78,12 @@ def union_kernel(
 
 
 @triton.jit
+def from_page(x, dtype: tl.constexpr):
+    """Convert keys or values of a page to the dtype of the queries; exact. FP8 goes through fp32, as Ada demands."""
+    return x.to(dtype) if x.dtype.primitive_bitwidth > 8 else x.to(tl.float32).to(dtype)
+
+
+@triton.jit
 def absorb(scores, is_on, v, acc, top, total, scale, PRECISION: tl.constexpr):
     """Online softmax in base 2: add scores [M, B] and values v [B, D] to acc [M, D], top [M] and total [M].
 
@@ -148,8 +154,8 @@ def prefill_kernel(
             page, is_on = entry >> 8, (((entry & 255) >> token) & 1) != 0
         place = (first_page + page) * (BLOCK * DIM) + offset * DIM
         entry = tl.load(entries + i)
-        k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None]).to(q.dtype)
-        v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None]).to(q.dtype)
+        k = from_page(tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None]), q.dtype)
+        v = from_page(tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None]), q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         acc, top, total = absorb(scores, is_on, v, acc, top, total, scale, PRECISION)
 
@@ -162,8 +168,9 @@ def prefill_kernel(
         is_on &= start + index >= block * BLOCK
         place = (first_page + page) * (BLOCK * DIM) + offset * DIM
         is_written = (key <= last)[:, None]  # memory behind the last token may hold anything, even NaN
-        k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None], mask=is_written, other=0.0).to(q.dtype)
-        v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None], mask=is_written, other=0.0).to(q.dtype)
+        k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None], mask=is_written, other=0.0)
+        v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None], mask=is_written, other=0.0)
+        k, v = from_page(k, q.dtype), from_page(v, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = tl.where(key[None] <= (start + index)[:, None], scores, float("-inf"))
         acc, top, total = absorb(scores, is_on, v, acc, top, total, scale, PRECISION)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sala.backends.torch.kernels.attention import LOG2_E, absorb
+from sala.backends.torch.kernels.attention import LOG2_E, absorb, from_page
 from sala.backends.torch.kernels.launch import Config, aligned_rows, shared_memory
 from sala.backends.torch.kernels.pdl import pdl_launch_dependents, pdl_options, pdl_wait
 
@@ -89,7 +89,7 @@ def split_kernel(
         is_seen = (block >= 0) & (block * BLOCK + offset < length)  # other memory may hold anything, even NaN
         k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None], mask=is_seen[:, None], other=0.0)
         v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None], mask=is_seen[:, None], other=0.0)
-        k, v = k.to(q.dtype), v.to(q.dtype)  # pages may be in FP8
+        k, v = from_page(k, q.dtype), from_page(v, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = tl.where(is_seen[None], scores, float("-inf"))
         acc, top, total = absorb(scores, is_head & (block >= 0), v, acc, top, total, scale, PRECISION)
