@@ -24,23 +24,10 @@ UNION_CHUNK = 1024
 
 @triton.jit(do_not_specialize=["num_tokens", "num_selected", "start", "num_tiles", "max_entries", "row_size"])
 def union_kernel(
-    selected_ptr,
-    table_ptr,
-    entries_ptr,
-    counts_ptr,
-    seen_ptr,
-    num_tokens,
-    num_selected,
-    start,
-    num_tiles,
-    max_entries,
-    row_size,
-    GROUPS: tl.constexpr,
-    SELECTED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    selected_ptr, table_ptr, entries_ptr, counts_ptr, seen_ptr,
+    num_tokens, num_selected, start, num_tiles, max_entries, row_size,
+    GROUPS: tl.constexpr, SELECTED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """The blocks of each tile, ascending, as page * 256 + a bit per token; the own blocks of the tile come last.
 
     `seen` is a row of zeros per program, a byte per block; the kernel leaves it zero.
@@ -99,27 +86,11 @@ def absorb(scores, is_on, v, acc, top, total, scale, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "start", "num_pages", "max_entries", "q_stride"])
 def prefill_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    entries_ptr,
-    counts_ptr,
-    out_ptr,
-    num_tokens,
-    start,
-    num_pages,
-    max_entries,
-    q_stride,
-    scale,
-    GROUPS: tl.constexpr,
-    SHARED: tl.constexpr,
-    SHARED_PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    IS_SPARSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, entries_ptr, counts_ptr, out_ptr,
+    num_tokens, start, num_pages, max_entries, q_stride, scale,
+    GROUPS: tl.constexpr, SHARED: tl.constexpr, SHARED_PADDED: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, IS_SPARSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One tile of TOKENS x SHARED heads. Blocks before its own are whole; its own ones are masked and come last.
 
     The entries are those of the union; in dense attention they are the table itself.

@@ -32,32 +32,11 @@ def num_steps(lengths_ptr, is_sparse_ptr, row, num_selected, max_dense, BLOCK: t
 
 @triton.jit(do_not_specialize=["num_pages", "table_size", *SIZES, "q_stride"])
 def split_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    tables_ptr,
-    row_of_ptr,
-    lengths_ptr,
-    is_sparse_ptr,
-    selected_ptr,
-    acc_ptr,
-    stats_ptr,
-    num_pages,
-    table_size,
-    num_splits,
-    num_selected,
-    max_dense,
-    q_stride,
-    scale,
-    GROUPS: tl.constexpr,
-    SHARED: tl.constexpr,
-    SHARED_PADDED: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, tables_ptr, row_of_ptr, lengths_ptr, is_sparse_ptr, selected_ptr, acc_ptr, stats_ptr,
+    num_pages, table_size, num_splits, num_selected, max_dense, q_stride, scale,
+    GROUPS: tl.constexpr, SHARED: tl.constexpr, SHARED_PADDED: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One split of one group of one row: acc [rows, G, splits, SHARED, D], stats [rows, G, splits, 2, SHARED]."""
     pdl_wait(PDL)
     split, group, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -102,24 +81,11 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=[*SIZES, "gate_stride"])
 def join_kernel(
-    acc_ptr,
-    stats_ptr,
-    gate_ptr,
-    lengths_ptr,
-    is_sparse_ptr,
-    out_ptr,
-    num_splits,
-    num_selected,
-    max_dense,
-    gate_stride,
-    SHARED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    acc_ptr, stats_ptr, gate_ptr, lengths_ptr, is_sparse_ptr, out_ptr,
+    num_splits, num_selected, max_dense, gate_stride,
+    SHARED: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Join the splits of one head of one row by their log-sums, in order; then apply the gate."""
     pdl_wait(PDL)
     head, row, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)

@@ -56,20 +56,10 @@ def store_fp8(x, codes_ptr, scales_ptr, row, column, is_here, WIDTH: tl.constexp
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    delta_ptr,
-    weight_ptr,
-    sum_ptr,
-    out_ptr,
-    scales_ptr,
-    x_row,
-    delta_row,
-    scale,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-):
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, scales_ptr,
+    x_row, delta_row, scale, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr,
+):  # fmt: skip
     """With `scales_ptr`, the result is in FP8."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -122,19 +112,10 @@ def launch_norm(
 
 @triton.jit
 def _norm_gate_kernel(
-    o_ptr,
-    weight_ptr,
-    z_ptr,
-    out_ptr,
-    o_row,
-    z_row,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    o_ptr, weight_ptr, z_ptr, out_ptr,
+    o_row, z_row, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -174,31 +155,11 @@ def norm_gate(
 
 @triton.jit
 def _qk_kernel(
-    q_ptr,
-    k_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    growth_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    q_out_row,
-    q_out_head,
-    k_out_row,
-    k_out_head,
-    eps,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_ROPE: tl.constexpr,
+    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, growth_ptr, q_out_ptr, k_out_ptr,
+    q_row, q_head, k_row, k_head, q_out_row, q_out_head, k_out_row, k_out_head, eps,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
     HAS_GROWTH: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
@@ -215,20 +176,10 @@ def _qk_kernel(
 
 @triton.jit
 def _qk_block(
-    x_ptr,
-    out_ptr,
-    weight_ptr,
-    factors,
-    x_head,
-    out_head,
-    block,
-    eps,
-    NUM: tl.constexpr,
-    D: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_ROPE: tl.constexpr,
-    HAS_GROWTH: tl.constexpr,
-):
+    x_ptr, out_ptr, weight_ptr,
+    factors, x_head, out_head, block, eps,
+    NUM: tl.constexpr, D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_GROWTH: tl.constexpr,
+):  # fmt: skip
     """One block of HEADS heads of one token, as two halves [HEADS, D / 2]."""
     cos_ptr, sin_ptr, growth_ptr = factors
     HALF: tl.constexpr = triton.next_power_of_2(D // 2)

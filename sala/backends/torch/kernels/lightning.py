@@ -65,28 +65,15 @@ def _load_rows(x, start, end, column, ROW: tl.constexpr, CHUNK: tl.constexpr, WI
 
 @triton.jit(do_not_specialize=["num_tokens", "segment"])
 def _prefill_kernel(
-    q,
-    k,
-    v,
-    state_ptr,
-    slopes_ptr,
+    q, k, v,
+    state_ptr, slopes_ptr,
     out,
     next_ptr,
-    num_tokens,
-    segment,
-    scale,
-    Q_ROW: tl.constexpr,
-    K_ROW: tl.constexpr,
-    V_ROW: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HORIZON: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    num_tokens, segment, scale,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, HORIZON: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     PARTS: tl.constexpr = D // COLUMNS
     pid = tl.program_id(0)
     head = H - 1 - (pid // PARTS) % H  # heads with the longest horizon are the last ones: start them first
@@ -190,41 +177,13 @@ def _rotated(x, other, weight, other_weight, cos, sin, dim, eps, D: tl.constexpr
 
 @triton.jit
 def _step_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    states_ptr,
-    slots_ptr,
-    counts_ptr,
-    slopes_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    num_slots,
-    scale,
-    eps,
-    q_sequence,
-    q_token,
-    q_head,
-    k_sequence,
-    k_token,
-    k_head,
-    v_sequence,
-    v_token,
-    v_head,
-    N: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HAS_OUTPUT: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
-    KEEPS_STATE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_ROPE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, states_ptr, slots_ptr, counts_ptr, slopes_ptr, q_weight_ptr, k_weight_ptr, cos_ptr,
+    sin_ptr, out_ptr,
+    num_slots, scale, eps, q_sequence, q_token, q_head, k_sequence, k_token, k_head, v_sequence, v_token, v_head,
+    N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, HAS_OUTPUT: tl.constexpr,
+    HAS_COUNTS: tl.constexpr, KEEPS_STATE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     PARTS: tl.constexpr = D // COLUMNS
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS

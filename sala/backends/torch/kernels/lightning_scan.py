@@ -21,20 +21,10 @@ COLUMNS = 32  # of a state per program: with more of them registers spill
 
 @triton.jit
 def _scan_kernel(
-    q,
-    k,
-    v,
-    out,
-    slopes,
-    length,
-    scale,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    REVERSE: tl.constexpr,
+    q, k, v, out, slopes, length, scale,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """out = scale * (decayed causal q k^T) v of one sequence and head; tensors are [rows * length, H, D]."""
     PARTS: tl.constexpr = D // COLUMNS
     pid = tl.program_id(0)

@@ -58,22 +58,12 @@ def _prefetch_weight(weight_rows, begin, K: tl.constexpr, DEPTH: tl.constexpr, S
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    x_row,
-    num_rows,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PREFETCH_STEPS: tl.constexpr,
-    IS_PAIR: tl.constexpr,
-    IS_SWAPPED: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr,
+    x_row, num_rows,
+    N: tl.constexpr, K: tl.constexpr, TILE_ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr, PREFETCH_STEPS: tl.constexpr, IS_PAIR: tl.constexpr, IS_SWAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """COLUMNS of one split: out [SPLITS, num_rows, N]; one build serves every number of rows that fits the tile.
 
     With IS_PAIR there is one split, the weights of the up projection lie N rows behind those of the gate, and out is
@@ -271,20 +261,10 @@ def _config(
 
 @triton.jit
 def _add_norm_kernel(
-    x_ptr,
-    partials_ptr,
-    weight_ptr,
-    sum_ptr,
-    out_ptr,
-    x_row,
-    split_stride,
-    scale,
-    eps,
-    SPLITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, partials_ptr, weight_ptr, sum_ptr, out_ptr,
+    x_row, split_stride, scale, eps,
+    SPLITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_here = column < WIDTH

@@ -43,26 +43,12 @@ def _settled(acc):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _packed_kernel(
-    x_ptr,
-    codes_ptr,
-    groups_ptr,
-    out_ptr,
-    x_row,
-    out_row,
-    num_rows,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    PITCH: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    POWER: tl.constexpr,
-    PREFETCH_STEPS: tl.constexpr,
-    IS_PAIR: tl.constexpr,
-    HAS_ASM: tl.constexpr,
-):
+    x_ptr, codes_ptr, groups_ptr, out_ptr,
+    x_row, out_row, num_rows,
+    N: tl.constexpr, K: tl.constexpr, PITCH: tl.constexpr, TILE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, POWER: tl.constexpr,
+    PREFETCH_STEPS: tl.constexpr, IS_PAIR: tl.constexpr, HAS_ASM: tl.constexpr,
+):  # fmt: skip
     """COLUMNS of one split: out [SPLITS, num_rows, N]. The matrix has PITCH rows, of which these are some.
 
     With IS_PAIR, half of the columns are the gate, half the up projection N rows further, and out is silu(gate) * up.
@@ -124,20 +110,11 @@ def _packed_kernel(
 
 @triton.jit
 def _expand_kernel(
-    codes_ptr,
-    groups_ptr,
-    index_ptr,
-    out_ptr,
+    codes_ptr, groups_ptr, index_ptr, out_ptr,
     num_rows,
-    K: tl.constexpr,
-    PITCH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    POWER: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    HAS_ASM: tl.constexpr,
-):
+    K: tl.constexpr, PITCH: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+    POWER: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_ASM: tl.constexpr,
+):  # fmt: skip
     """A block of COLUMNS rows of the matrix, in order or as the index names them: out [num_rows, K]."""
     BLOCK: tl.constexpr = 1024 // BITS
     HALF: tl.constexpr = BLOCK // 2

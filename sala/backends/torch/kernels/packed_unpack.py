@@ -104,16 +104,10 @@ def _plane_of_bytes(words, group, PLANE: tl.constexpr, dtype: tl.constexpr, HAS_
 
 @triton.jit
 def _half(
-    words,
-    groups,
-    FIRST: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BITS: tl.constexpr,
-    POWER: tl.constexpr,
-    dtype: tl.constexpr,
-    HAS_ASM: tl.constexpr,
-):
+    words, groups,
+    FIRST: tl.constexpr, NUM_GROUPS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, POWER: tl.constexpr,
+    dtype: tl.constexpr, HAS_ASM: tl.constexpr,
+):  # fmt: skip
     """words [COLUMNS, 16 or 32], groups [COLUMNS, NUM_GROUPS] → weights of half a block, [COLUMNS, 4096 / BITS / 8].
 
     Planes are joined in the order of K, without moving data between registers.

@@ -41,18 +41,9 @@ def _count(held, row, threshold, low, high, SIZE: tl.constexpr, HELD: tl.constex
 
 @triton.jit
 def _pick(
-    held,
-    ids,
-    row,
-    out,
-    floor,
-    top,
-    low,
-    high,
-    PICK: tl.constexpr,
-    SIZE: tl.constexpr,
-    HELD: tl.constexpr,
-):
+    held, ids, row, out, floor, top, low, high,
+    PICK: tl.constexpr, SIZE: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
     """Write the ids of the PICK largest, ascending; among equals the lowest ids. All lie in floor … top - 1."""
     while top - floor > 1:
         middle = floor + (top - floor) // 2
