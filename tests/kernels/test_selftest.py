@@ -22,7 +22,8 @@ def trials(device: torch.device) -> dict[str, Trial]:
 
 @pytest.mark.parametrize("name", list(trials(torch.device("cpu"))))
 def test_every_kernel(name: str, device: torch.device) -> None:
-    found = check(name, Trial(trials(device)[name].measure, 1e-5))
+    is_rounded = "FP8" in name and device.type == "cuda"  # the library's product returns bf16
+    found = check(name, Trial(trials(device)[name].measure, 4e-3 if is_rounded else 1e-5))
     assert found.is_good, found
 
 

@@ -133,7 +133,7 @@ def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
     for name, module in executor.model.named_modules():
         if name and not isinstance(module, nn.ModuleList) and name != "model":
             module.register_forward_hook(record(name))
-    pages = tuple(range(executor.capacity.num_pages))
+    pages = tuple(range(executor.capacity.max_tokens // executor.capacity.page_size))
     for length, start in ((1100, 0), (1, 1100)):
         logits = executor.logits(Row(tuple([65] * length), start, pages, 0, 0))
         assert str(logits.dtype) == "float32"

@@ -216,17 +216,12 @@ def _qk_block(
     tl.store(target + MIDDLE, high.to(dtype), mask=is_here)
 
 
-def qk_norm_rope(
-    q: Tensor, k: Tensor, heads: Heads, growth: Tensor | None = None, out: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k [T, G, D] → the same shapes, normed and rotated; q times growth [T] in fp32 if there is any.
-
-    `out` may be (q, k) themselves.
-    """
+def qk_norm_rope(q: Tensor, k: Tensor, heads: Heads, growth: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """q [T, H, D], k [T, G, D] → the same shapes, normed and rotated; q times growth [T] in fp32 if there is any."""
     (rows, num_heads, dim), groups = q.shape, k.shape[1]
     assert q.stride(2) == k.stride(2) == 1
     assert (heads.q_weight is None) == (heads.k_weight is None)
-    q_out, k_out = out or tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if rows == 0:
         return q_out, k_out
     optional = (heads.q_weight, heads.k_weight, heads.cos, heads.sin, growth)
