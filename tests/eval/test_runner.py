@@ -225,7 +225,12 @@ def test_records(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "not JSON"), ("[]", "not a record"), ("{}", "lacks"), ('{"kind": "needle"}', "lacks date, machine")],
+    [
+        ("", "not a JSON object"),
+        ("[]", "not a JSON object"),
+        ("{}", "lacks"),
+        ('{"kind": "needle"}', "lacks date, machine"),
+    ],
 )
 def test_files_that_are_no_records(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
