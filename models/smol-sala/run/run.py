@@ -26,10 +26,11 @@ import torch
 
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.overlay import OverlayPacking, assemble
+from sala.checkpoint.writer import copy_companions
 from sala.config import SalaConfig, SparseConfig
 from sala.lab.train.data import TrainingRow
 from sala.lab.train.fast_paths import FastPaths
-from sala.lab.train.halo.source import TOKENIZER_FILES, dense_config, import_dense
+from sala.lab.train.halo.source import dense_config, import_dense
 from sala.lab.train.halo.transfer import to_hybrid
 from sala.lab.train.latent import LatentLearner, Latents
 from sala.lab.train.loop import OutOfTime, Progress
@@ -102,9 +103,7 @@ def gather(carried: Path, work: Path) -> None:
     if (place / "base.gguf.xz").is_file() and not (work / "teacher").is_dir():
         (place / "base.gguf").write_bytes(lzma.decompress((place / "base.gguf.xz").read_bytes()))
         import_dense(place / "base.gguf", work / "teacher")
-    for file in TOKENIZER_FILES:
-        if (work / "teacher" / file).is_file():
-            shutil.copy(work / "teacher" / file, work / "start" / file)
+    copy_companions(work / "teacher", work / "start")
     for file in [*MODEL.glob("overlay-*.safetensors"), MODEL / "config.json"]:
         shutil.copy(file, work / "start" / file.name)
     found = (f"{file.relative_to(work)} {file.stat().st_size:,}" for file in work.rglob("*") if file.is_file())
@@ -240,11 +239,8 @@ def served(work: Path, out: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     teacher = load_for_training(work / "teacher", torch.device("cpu"))
-    config = assemble(target, SalaConfig.load(out), TeacherBase.of(teacher), out)
-    (target / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-    for file in TOKENIZER_FILES:
-        if (work / "teacher" / file).is_file():
-            shutil.copy(work / "teacher" / file, target / file)
+    assemble(target, SalaConfig.load(out), TeacherBase.of(teacher), out)
+    copy_companions(work / "teacher", target)
     say(f"assembled {target}")
 
 
