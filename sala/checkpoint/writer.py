@@ -52,9 +52,12 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """Yield a path beside `target`; the file that the block writes there takes its place when the block succeeds."""
-    draft = target.with_name(f".{target.name}.part")
+def replacing(target: Path, tag: str = "") -> Iterator[Path]:
+    """Yield a path beside `target`; the file that the block writes there takes its place when the block succeeds.
+
+    Without a `tag` of its own, a writer must be the only one of this file.
+    """
+    draft = target.with_name(f".{target.name}{tag}.part")
     draft.unlink(missing_ok=True)  # left by a process that was killed
     try:
         yield draft
@@ -64,8 +67,8 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write the whole file, or leave it as it was."""
-    with replacing(path) as draft:
+    """Write the whole file, or leave it as it was; of several writers at a time the last one wins."""
+    with replacing(path, f".{secrets.token_hex(6)}") as draft:
         write_text(draft, data)
 
 

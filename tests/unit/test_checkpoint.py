@@ -5,6 +5,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from sala.checkpoint import dtypes
 from sala.checkpoint.names import check_tensors
 from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
-from sala.checkpoint.writer import new_directory, write_weights
+from sala.checkpoint.writer import new_directory, write_atomically, write_weights
 from sala.config import SalaConfig
 from sala.errors import (
     CheckpointError,
@@ -255,3 +256,18 @@ def test_errors_of_other_files_stay_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(NotWritable, match="/elsewhere/file cannot be accessed"):
         raise explain_write_error(PermissionError(errno.EACCES, "Permission denied", "/elsewhere/file")) or ValueError
     assert explain_write_error(FileNotFoundError(errno.ENOENT, "none", "x")) is None
+
+
+def test_several_writers_of_one_file(tmp_path: Path) -> None:
+    """Every writer has a draft of its own: texts are never mixed, and no draft is left behind."""
+    file = tmp_path / "record.json"
+    texts = [f"{number}" * 100_000 for number in range(4)]
+
+    def write(text: str) -> None:
+        for _ in range(20):
+            write_atomically(file, text)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, texts))
+    assert file.read_text() in texts
+    assert list(tmp_path.iterdir()) == [file]

@@ -83,7 +83,7 @@ def open_draft(directory: Path, fingerprint: str) -> Iterator[tuple[WorkDirector
 def _clear(directory: Path) -> None:
     """Remove the files of another job; raise if the directory holds anything else."""
     files = [file for file in directory.iterdir() if file.name != ".lock"]
-    if files and not any(file.name in (_JOB, f".{_JOB}.part") for file in files):
+    if files and not any(file.name == _JOB or file.name.startswith(f".{_JOB}.") for file in files):
         raise CheckpointError(f"{directory} holds something else", "move it away")
     for file in sorted(files, key=lambda file: file.name == _JOB):  # what identifies a work directory goes last
         file.unlink()
