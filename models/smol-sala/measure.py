@@ -256,8 +256,7 @@ def recall(cases: Sequence[NeedleCase], llm: LLM) -> float:
     return sum(score(case.value, answer.text) == 1 for case, answer in zip(cases, answers, strict=True)) / len(cases)
 
 
-@torch.inference_mode()
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("teacher", type=Path)
     parser.add_argument("student", type=Path)
@@ -275,9 +274,25 @@ def main() -> None:
         "--student-only", action="store_true", help="everyday, development and reading: do not ask the teacher again"
     )
     options = parser.parse_args()
-    parts = options.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
+    options.parts = options.parts.split(",")
+    if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    return options
+
+
+def open_engines(
+    options: argparse.Namespace, device: torch.device, ctx: int, has_teacher: bool = True
+) -> dict[str, LLM]:
+    """Return the engines of student and teacher in fp32."""
+    paths = {"teacher": options.teacher, "student": options.student} if has_teacher else {"student": options.student}
+    settings: dict[str, Any] = {"device": str(device), "dtype": "float32", "max_batch": 16, "cache_memory": 4 << 30}
+    return {who: LLM(path, ctx=ctx, **settings) for who, path in paths.items()}
+
+
+@torch.inference_mode()
+def main() -> None:
+    options = parse_options()
+    parts = options.parts
     began, device = time.time(), pick_device(options.device)
     torch.set_float32_matmul_precision("high")
     models = {}
@@ -305,23 +320,11 @@ def main() -> None:
         results["arc_easy"] = choices(models, options.corpus / "tasks" / "arc_easy.jsonl", tokenizer, options.questions)
     save()
     if {"questions", "talk"} & set(parts):
-        paths = {"teacher": options.teacher, "student": options.student}
-        engines = {
-            who: LLM(path, device=str(device), dtype="float32", ctx=1024, max_batch=16, cache_memory=4 << 30)
-            for who, path in paths.items()
-        }
-        results |= conversations(engines, parts)
+        results |= conversations(open_engines(options, device, 1024), parts)
     save()
     sets = [part for part in ("everyday", "development") if part in parts]
     if sets or "reading" in parts:
-        ctx = 8192 if "reading" in parts else 2048
-        paths = {"teacher": options.teacher, "student": options.student}
-        if options.student_only:
-            del paths["teacher"]
-        engines = {
-            who: LLM(path, device=str(device), dtype="float32", ctx=ctx, max_batch=16, cache_memory=4 << 30)
-            for who, path in paths.items()
-        }
+        engines = open_engines(options, device, 8192 if "reading" in parts else 2048, not options.student_only)
         for part in sets:
             results[part] = everyday(engines, read_questions(HERE / f"{part}.jsonl")[:: options.every], NUM_SHOWN)
             save()
