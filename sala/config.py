@@ -1,21 +1,23 @@
 """SalaConfig: what a checkpoint is, read from its `config.json`.
 
 A field that is not known, or a value that cannot be computed with, is refused by name before a weight is read. Nothing
-in the file can switch code on (`auto_map` is ignored).
+in the file can make code run (`auto_map` is ignored).
 """
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from sala.errors import ConfigError, ModelNotFound
+from sala.errors import CheckpointError, ConfigError, InputError, ModelNotFound
+from sala.options import Attention
 from sala.options.schema import FILE_CONFIG, Kind, short, validate
-from sala.quantization_config import IGNORED_FIELDS, Layout, QuantConfig
+from sala.quantization_config import IGNORED_FIELDS, ExternalLayout, QuantConfig
 
 Mixer = Literal["sparse", "lightning"]
 
@@ -36,6 +38,7 @@ _OWN_FIELDS = ("attn_qk_norm", "attn_log_base", "trained_length")
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_VOCAB = 1 << 24
 _WHERE = "config.json"
+ALWAYS_DENSE = 1 << 40  # as dense_len
 
 Number = Annotated[int, Field(strict=True, ge=1, le=1024)]
 Length = Annotated[int, Field(strict=True, ge=1, le=1 << 16)]
@@ -52,6 +55,16 @@ class _RopeParameters:
 
     rope_theta: Theta = 10000.0
     rope_type: Literal["default"] = "default"
+
+
+class Regime(NamedTuple):
+    """By which rule the rows of a request attend: to everything before `sparse_from`, later to `topk` blocks and more.
+
+    What is cached of a request depends on it, as on its tokens.
+    """
+
+    sparse_from: int
+    topk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,46 @@ class SparseConfig:
         A long prompt is sparse from its first row; a short one is dense until the context reaches dense_len.
         """
         return 0 if prompt_len >= self.dense_len else self.dense_len - 1
+
+    def regime(self, prompt_len: int) -> Regime:
+        """Return the regime of a request whose prompt has `prompt_len` tokens."""
+        return Regime(self.sparse_from(prompt_len), self.topk)
+
+    def agreed_len(self, one: Regime, other: Regime) -> int:
+        """Rows below this position are the same in two different regimes: they see every block in both."""
+        return min(max(regime.sparse_from, self.with_topk(regime.topk).agreement_len) for regime in (one, other))
+
+    def with_topk(self, topk: int | None) -> "SparseConfig":
+        """Return the geometry with another number of blocks; None: the same."""
+        return self if topk is None or topk == self.topk else _with_topk(self, topk)
+
+    def attending(self, choice: Attention) -> "SparseConfig":
+        """Return the geometry with what a user has chosen. Raises InputError for a number of blocks that is too low."""
+        if choice.topk is not None and choice.topk <= self.init_blocks:
+            room = f"it must be above {self.init_blocks}: initial blocks count, and one more is the query's own"
+            raise InputError("topk", f"is {choice.topk}", room)
+        given = self.dense_len if choice.dense_below is None else choice.dense_below
+        dense_len = {"dense": ALWAYS_DENSE, "sparse": 0}.get(choice.attention or "auto", given)
+        return replace(self.with_topk(choice.topk), dense_len=dense_len)
+
+    def describe_changes(self, own: "SparseConfig") -> str:
+        """Say in a line how this differs from the model's own geometry; empty if it does not."""
+        changes = []
+        if self.topk != own.topk:
+            changes.append(f"a query selects {self.topk} blocks instead of {own.topk}")
+        if self.dense_len != own.dense_len:
+            changes.append(f"{self.describe_density()} instead of {own.describe_density()}")
+        return f"attention differs from the checkpoint's: {'; '.join(changes)}" if changes else ""
+
+    def describe_density(self) -> str:
+        if self.dense_len >= ALWAYS_DENSE:
+            return "dense at any length"
+        return f"dense below {self.dense_len:,} tokens" if self.dense_len else "sparse at any length"
+
+
+@cache
+def _with_topk(sparse: SparseConfig, topk: int) -> SparseConfig:
+    return replace(sparse, topk=topk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +198,7 @@ class SalaConfig:
     quantization: QuantConfig | None = None
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> ExternalLayout | None:
         """How another program stored the matrices; None if this package or MLX did."""
         return None if self.quantization is None else self.quantization.layout
 
@@ -168,6 +221,10 @@ class SalaConfig:
     @property
     def logit_divisor(self) -> float:
         return self.hidden_size / self.dim_model_base
+
+    def attending(self, choice: Attention) -> "SalaConfig":
+        """Return the configuration with what a user has chosen for the sparse layers. Raises InputError."""
+        return replace(self, sparse_config=self.sparse_config.attending(choice))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SalaConfig":
@@ -194,10 +251,27 @@ class SalaConfig:
         return {name: value for name, value in out.items() if name not in unset}
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a small file; errors name the file."""
+def own_file(file: Path, remedy: str = "if you made it, put a copy or a hard link in its place") -> Path:
+    """Return a file of a model's directory. Raises CheckpointError for a link that leads out of the directory.
+
+    A model from elsewhere could otherwise show files of this machine. In the Hugging Face cache, the files of a
+    snapshot are links into the `blobs` beside all snapshots.
+    """
+    home = file.parent.resolve()
+    blobs = [place.parent / "blobs" for place in home.parents if place.name == "snapshots"]
     try:
-        values = json.loads(read_small_file(file, _MAX_CONFIG_BYTES))
+        is_own = any(file.resolve().is_relative_to(place) for place in (home, *blobs))
+    except (OSError, RuntimeError):  # links in a circle
+        is_own = False
+    if not is_own:
+        raise CheckpointError(f"{file} is a link that leads out of its directory", remedy)
+    return file
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object from a small file of a model; errors name the file."""
+    try:
+        values = json.loads(read_small_file(own_file(file), _MAX_CONFIG_BYTES))
     except FileNotFoundError:
         raise ModelNotFound(f"{file} does not exist", "give a directory that holds a MiniCPM-SALA checkpoint") from None
     except OSError as error:
@@ -241,7 +315,7 @@ def _normalise(values: Mapping[str, Any]) -> dict[str, Any]:
     if table is not None:
         found["quantization"] = QuantConfig.from_dict(table, f"{_WHERE}: quantization")
     if "rope_scaling" in found:
-        raise _fail("rope_scaling", "is set", "the model needs none: set it to null")
+        raise _fail("rope_scaling", "is set", "the model does not use it: set it to null")
     if "rope_parameters" in found:  # how transformers 5 spells rope_theta and rope_scaling
         rope = validate(_RopeParameters, found.pop("rope_parameters"), f"{_WHERE}: rope_parameters")
         found.setdefault("rope_theta", rope.rope_theta)
@@ -291,11 +365,11 @@ def _check_sizes(config: SalaConfig) -> None:
         if not holds:
             owner: Any = config if hasattr(config, name) else sparse
             raise _fail(name, f"is {getattr(owner, name)}", f"it must {rule}")
-    for name, ids in (("bos_token_id", config.bos_token_id), ("pad_token_id", config.pad_token_id)):
-        if ids is not None and ids >= config.vocab_size:
-            raise _fail(name, f"is {ids}", f"it must be below vocab_size ({config.vocab_size})")
-    if any(value >= config.vocab_size for value in config.eos_token_id):
-        raise _fail("eos_token_id", f"is {list(config.eos_token_id)[:9]}", "ids must be below vocab_size")
+    bos, pad, eos = (config.bos_token_id,), (config.pad_token_id,), config.eos_token_id
+    for name, ids in (("bos_token_id", bos), ("pad_token_id", pad), ("eos_token_id", eos)):
+        for token in ids:
+            if token is not None and token >= config.vocab_size:
+                raise _fail(name, f"is {token}", f"it must be below vocab_size ({config.vocab_size})")
     if config.quantization is not None:
         config.quantization.check_modules(config.mixers, f"{_WHERE}: quantization")
 

@@ -3,7 +3,7 @@
     "quantization": {"group_size": 64, "bits": 4, "model.embed_tokens": {"group_size": 64, "bits": 8}, "lm_head": false}
 
 The first two hold for every module that has scales in the checkpoint; the others are for one module each.
-A table with a `quant_method` was written by another program: its `Layout` says how the matrices are stored.
+A table with a `quant_method` was written by another program: its `ExternalLayout` says how the matrices are stored.
 """
 
 import json
@@ -20,11 +20,8 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 Kind = Literal["gptq", "awq", "pack-quantized", "fp8"]
 _TITLES: dict[Kind, str] = {
-    "gptq": "GPTQ",
-    "awq": "AWQ",
-    "pack-quantized": "compressed-tensors",
-    "fp8": "FP8 (e4m3)",
-}
+    "gptq": "GPTQ", "awq": "AWQ", "pack-quantized": "compressed-tensors", "fp8": "FP8 (e4m3)",
+}  # fmt: skip
 QKV_LINEARS = ("q_proj", "k_proj", "v_proj")
 LINEARS_BY_MIXER = {
     "lightning": (*QKV_LINEARS, "o_proj", "z_proj"),
@@ -48,7 +45,7 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ExternalLayout:
     """How another program stored the matrices, by its table in `config.json`."""
 
     kind: Kind
@@ -84,7 +81,7 @@ class QuantConfig:
     bits: int
     group_size: int
     overrides: tuple[tuple[str, Groups | None], ...] = ()
-    layout: Layout | None = None
+    layout: ExternalLayout | None = None
 
     @classmethod
     def of_modules(cls, modules: "Mapping[str, Groups]") -> "QuantConfig":
@@ -107,26 +104,22 @@ class QuantConfig:
                 raise ConfigError(message, "name one like model.layers.0.mlp.up_proj")
 
     def to_dict(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"group_size": self.group_size, "bits": self.bits}
         if self.layout is not None:
             return dict(json.loads(self.layout.table))
-        return own | {name: False if groups is None else groups.to_dict() for name, groups in self.overrides}
+        own = {name: False if groups is None else groups.to_dict() for name, groups in self.overrides}
+        return {"group_size": self.group_size, "bits": self.bits, **own}
 
     @classmethod
     def from_dict(cls, table: Any, where: str) -> "QuantConfig":
         if isinstance(table, dict) and "quant_method" in table:
             return _parse_external(table, where)
         fields = _Table(table, where)
-        own = fields.groups()
-        overrides: list[tuple[str, Groups | None]] = []
+        own, overrides = fields.groups(), dict[str, Groups | None]()
         for name, value in fields.fields.items():
-            if value is False:
-                overrides.append((name, None))
-                continue
-            module = _Table(value, f"{where}: {name[:100]}", "a module is false, or has bits and group_size")
-            overrides.append((name, module.groups()))
+            module = _Table(value or {}, f"{where}: {name[:100]}", "a module is false, or has bits and group_size")
+            overrides[name] = None if value is False else module.groups()
             module.finish()
-        return cls(own.bits, own.group_size, tuple(overrides))
+        return cls(own.bits, own.group_size, tuple(overrides.items()))
 
 
 def matrix_modules(mixers: Sequence[str]) -> set[str]:
@@ -139,7 +132,6 @@ def matrix_modules(mixers: Sequence[str]) -> set[str]:
 
 
 _MAX_GROUP = 1 << 22
-_MAX_BLOCK = 1 << 16
 
 
 class _Table:
@@ -154,6 +146,9 @@ class _Table:
     def fail(self, name: str, problem: str, remedy: str) -> ConfigError:
         return ConfigError(f"{self.where}: {name[:100]} {problem[:200]}", remedy)
 
+    def wrong(self, name: str, value: Any, remedy: str) -> ConfigError:
+        return self.fail(name, "is missing" if value is None else f"is {str(value)[:100]!r}", remedy)
+
     def take(self, *names: str) -> Any:
         """Return the first of these fields that is set; None if none is."""
         values = [self.fields.pop(name, None) for name in names]
@@ -165,8 +160,7 @@ class _Table:
         if isinstance(value, str):
             value = value.lower()
         if not any(type(value) is type(item) and value == item for item in allowed):
-            problem = "is missing" if value is None else f"is {str(value)[:100]!r}"
-            raise self.fail(names[0], problem, "only " + " or ".join(map(str, allowed)) + " can be read")
+            raise self.wrong(names[0], value, "only " + " or ".join(map(str, allowed)) + " can be read")
         return value
 
     def flag(self, name: str) -> bool:
@@ -184,35 +178,29 @@ class _Table:
                 raise self.fail(name, "is set", "a checkpoint without it can be read")
 
     def group_size(self, *names: str) -> int | None:
-        value = self.take(*names)
-        if value == -1 and not isinstance(value, bool):
+        value, smallest = self.take(*names), GROUP_SIZES[0]
+        if type(value) is int and value == -1:
             return None
-        smallest = GROUP_SIZES[0]
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or not smallest <= value <= _MAX_GROUP or value % smallest:
-            problem = "is missing" if value is None else f"is {str(value)[:100]!r}"
-            raise self.fail(names[0], problem, f"use a multiple of {smallest}, or -1 for whole rows")
-        return int(value)
+        if type(value) is not int or not smallest <= value <= _MAX_GROUP or value % smallest:
+            raise self.wrong(names[0], value, f"use a multiple of {smallest}, or -1 for whole rows")
+        return value
 
     def block(self, name: str) -> tuple[int, int] | None:
+        """Take two sizes: as a list, or as in `128x128`."""
         value = self.take(name)
         if value is None:
             return None
-        sizes = [int(size) for size in re.findall(r"[0-9]{1,9}", value)] if isinstance(value, str) else value
-        if (
-            not isinstance(sizes, list)
-            or len(sizes) != 2
-            or not all(type(size) is int and 1 <= size <= _MAX_BLOCK for size in sizes)
-        ):
-            raise self.fail(name, f"is {str(value)[:100]}", "it must be two whole numbers")
-        return sizes[0], sizes[1]
+        sizes = re.fullmatch(r"\[?([1-9][0-9]{0,4})(?:x|, ?)([1-9][0-9]{0,4})\]?", str(value))
+        if sizes is None:
+            raise self.wrong(name, value, "it must be two whole numbers")
+        return int(sizes[1]), int(sizes[2])
 
     def names(self, *names: str) -> tuple[str, ...]:
         value = self.take(*names)
         if value is None:
             return ()
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.fail(names[0], f"is {str(value)[:100]}", "it must be a list of module names")
+            raise self.wrong(names[0], value, "it must be a list of module names")
         return tuple(item for item in value if item)
 
     def inner(self, name: str) -> "_Table":
@@ -243,7 +231,7 @@ def split_group(size: int) -> int | None:
     return next((group for group in reversed(GROUP_SIZES) if size % group == 0), None)
 
 
-def _parse_gptq(fields: _Table, table: str) -> Layout:
+def _parse_gptq(fields: _Table, table: str) -> ExternalLayout:
     fields.choice(("is_marlin_format",), (False,), False)
     fields.choice(("pack_dtype",), ("int32",), "int32")
     written = [value for value in map(fields.take, _FORMATS) if value is not None] or ["gptq"]
@@ -252,7 +240,7 @@ def _parse_gptq(fields: _Table, table: str) -> Layout:
         raise fields.fail("checkpoint_format", problem, "only gptq or gptq_v2 can be read")
     fields.empty("adapter")
     _refuse_dynamic(fields)
-    return Layout(
+    return ExternalLayout(
         "gptq",
         bits=fields.choice(("bits",), (4, 8)),
         group_size=fields.group_size("group_size"),
@@ -275,13 +263,13 @@ def _refuse_dynamic(fields: _Table) -> None:
             raise fields.fail(f"dynamic {str(pattern)[:60]!r}", "changes single modules", "that cannot be read")
 
 
-def _parse_awq(fields: _Table, table: str) -> Layout:
+def _parse_awq(fields: _Table, table: str) -> ExternalLayout:
     fields.choice(("version", *_FORMATS), ("gemm",), "gemm")
     fields.choice(("zero_point",), (True,), True)
     fields.choice(("pack_dtype",), ("int32",), "int32")
     fields.flag("sym")
     fields.choice(("desc_act",), (False,), False)
-    return Layout(
+    return ExternalLayout(
         "awq",
         bits=fields.choice(("bits", "w_bit"), (4,)),
         group_size=fields.group_size("group_size", "q_group_size"),
@@ -290,16 +278,16 @@ def _parse_awq(fields: _Table, table: str) -> Layout:
     )
 
 
-def _parse_fp8(fields: _Table, table: str) -> Layout:
+def _parse_fp8(fields: _Table, table: str) -> ExternalLayout:
     fields.choice(("fmt",), ("e4m3", "float8_e4m3fn"), "e4m3")
     fields.choice(("activation_scheme",), ("dynamic", "static"), "dynamic")
     fields.choice(("is_checkpoint_fp8_serialized",), (True,), True)
     fields.empty("kv_cache_scheme", "kv_cache_quant_method")
     spared = fields.names("modules_to_not_convert") + fields.names("ignored_layers")
-    return Layout("fp8", bits=8, block=fields.block("weight_block_size"), spared=spared, table=table)
+    return ExternalLayout("fp8", bits=8, block=fields.block("weight_block_size"), spared=spared, table=table)
 
 
-def _parse_compressed_tensors(fields: _Table, table: str) -> Layout:
+def _parse_compressed_tensors(fields: _Table, table: str) -> ExternalLayout:
     kinds = ("pack-quantized", "float-quantized", "naive-quantized")
     kind = fields.choice(("format",), kinds)
     fields.empty("kv_cache_scheme", "transform_config")
@@ -318,7 +306,7 @@ def _parse_compressed_tensors(fields: _Table, table: str) -> Layout:
     return layout
 
 
-def _parse_scheme(weights: _Table, kind: str, spared: tuple[str, ...], table: str) -> Layout:
+def _parse_scheme(weights: _Table, kind: str, spared: tuple[str, ...], table: str) -> ExternalLayout:
     weights.take("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     weights.choice(("dynamic",), (False,), False)
     is_packed = kind == "pack-quantized"
@@ -334,11 +322,11 @@ def _parse_scheme(weights: _Table, kind: str, spared: tuple[str, ...], table: st
         if (strategy == "block") != (block is not None):
             raise weights.fail("block_structure", "and strategy contradict each other", "give both, or neither")
         weights.finish()
-        return Layout("fp8", bits=8, block=block, spared=spared, table=table)
+        return ExternalLayout("fp8", bits=8, block=block, spared=spared, table=table)
     size = weights.group_size("group_size") if strategy == "group" else None
     weights.take("group_size", "block_structure")
     weights.finish()
-    return Layout(
+    return ExternalLayout(
         "pack-quantized",
         bits=bits,
         group_size=size,
@@ -349,7 +337,7 @@ def _parse_scheme(weights: _Table, kind: str, spared: tuple[str, ...], table: st
     )
 
 
-_METHODS: dict[str, Callable[[_Table, str], Layout]] = {
+_METHODS: dict[str, Callable[[_Table, str], ExternalLayout]] = {
     "gptq": _parse_gptq,
     "awq": _parse_awq,
     "fp8": _parse_fp8,

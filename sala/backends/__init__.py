@@ -1,6 +1,7 @@
 """The table of backends. Each module offers `open_executor(checkpoint, config, options)`."""
 
 import platform
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,12 @@ from sala.errors import InputError, MissingExtra
 from sala.protocol import Executor, Options
 
 if TYPE_CHECKING:
+    from sala.checkpoint.lora import Adapter
     from sala.checkpoint.reader import Checkpoint
     from sala.config import SalaConfig
 
 BACKENDS = {"torch": "sala.backends.torch.executor", "mlx": "sala.backends.mlx.executor"}
+_WITH_ADAPTERS = ("torch",)
 _MLX_DEVICES = ("auto", "gpu", "mps")  # those of a Mac's GPU; on a CPU torch is faster
 
 
@@ -43,10 +46,23 @@ def name_device(backend: str, device: str) -> str:
     return str(found) if name == "torch" else f"{name} {found.type.name}"
 
 
-def open_executor(backend: str, checkpoint: "Checkpoint", config: "SalaConfig", options: Options) -> Executor:
-    """Load the weights of `checkpoint` into the backend of that name; `auto` takes the best one present."""
+def open_executor(
+    backend: str,
+    checkpoint: "Checkpoint",
+    config: "SalaConfig",
+    options: Options,
+    adapters: "Sequence[Adapter]" = (),
+) -> Executor:
+    """Load the weights of `checkpoint` into the backend of that name; `auto` takes the best one present.
+
+    Rows may name the fingerprints of `adapters`.
+    """
     name = pick_backend(backend, options.device)
-    executor: Executor = _module(BACKENDS[name]).open_executor(checkpoint, config, options)
+    if adapters and name not in _WITH_ADAPTERS:
+        remedy = "merge one: --adapter PATH without a name, or use --backend torch"
+        raise InputError("adapter", f"has a name, and {name} cannot use adapters by request", remedy)
+    more = [adapters] if adapters else []
+    executor: Executor = _module(BACKENDS[name]).open_executor(checkpoint, config, options, *more)
     return executor
 
 

@@ -13,17 +13,29 @@ from sala.quantization_config import LINEARS
 RUNTIME_BYTES = 21 << 20  # workspaces of the libraries, measured on a CPU: the same at every length
 EDGE_BITS = 8  # at least, of embedding and head
 USABLE = 0.9  # of a machine's memory; the rest is left to the system
+STATE_ELEMENT_BYTES = {"auto": 4, "bf16": 2}  # by the option `state`
+MAX_SLOTS = 4096  # by default: a bound for the tables with a row per slot, which only tiny models reach
 _CACHE_SHARE = 0.5  # of the free memory, when no budget is given
+_STATE_SHARE = 4  # states get at most one part in so many of the budget, pages the rest
 
 
 def token_bytes(config: SalaConfig, element_bytes: int, kv_bytes: int | None = None) -> int:
     """Return the bytes of keys, values and pooled keys of one token in all sparse layers (rounded up).
 
-    `kv_bytes` is the size of an element of keys and values, if it differs from `element_bytes`.
+    `kv_bytes` is the size of an element of keys and values, if it differs from `element_bytes`; with 1, which is FP8,
+    every token and head has an exponent too.
     """
     width = config.num_key_value_heads * config.head_dim
+    exponents = 2 * config.num_key_value_heads if kv_bytes == 1 else 0
+    keys_values = len(config.sparse_layers) * (2 * width * (kv_bytes or element_bytes) + exponents)
+    return keys_values + pooled_bytes(config, element_bytes)
+
+
+def pooled_bytes(config: SalaConfig, element_bytes: int) -> int:
+    """Return the bytes of the pooled keys of one token in all sparse layers (rounded up)."""
+    width = config.num_key_value_heads * config.head_dim
     pooled = -(-width * element_bytes * 5 // (4 * config.sparse_config.kernel_stride))  # every stride, every fourth
-    return len(config.sparse_layers) * (2 * width * (kv_bytes or element_bytes) + pooled)
+    return len(config.sparse_layers) * pooled
 
 
 def cache_bytes(config: SalaConfig, num_tokens: int, element_bytes: int, kv_bytes: int | None = None) -> int:
@@ -32,9 +44,22 @@ def cache_bytes(config: SalaConfig, num_tokens: int, element_bytes: int, kv_byte
     return -(-num_tokens // block) * block * token_bytes(config, element_bytes, kv_bytes)
 
 
-def state_bytes(config: SalaConfig) -> int:
-    """Return the bytes of the recurrent state of one sequence in fp32, whatever its length."""
-    return len(config.lightning_layers) * config.lightning_nh * config.lightning_head_dim**2 * 4
+def step_bytes(config: SalaConfig, num_tokens: int, element_bytes: int, kv_bytes: int | None = None) -> int:
+    """Return the bytes of the pages that a token of the answer reads, in a request whose prompt has so many tokens.
+
+    Where it selects blocks, it reads these, and all pooled keys to select them.
+    """
+    pooled = num_tokens * pooled_bytes(config, element_bytes)
+    keys_values = token_bytes(config, element_bytes, kv_bytes) - pooled_bytes(config, element_bytes)
+    sparse = config.sparse_config
+    if num_tokens < sparse.dense_len:
+        return num_tokens * keys_values
+    return min(num_tokens, sparse.agreement_len) * keys_values + pooled
+
+
+def state_bytes(config: SalaConfig, element_bytes: int = 4) -> int:
+    """Return the bytes of the recurrent state of one sequence, whatever its length; its elements are fp32 or bf16."""
+    return len(config.lightning_layers) * config.lightning_nh * config.lightning_head_dim**2 * element_bytes
 
 
 def weight_bytes(config: SalaConfig, num_parameters: int, bits: int | None, element_bytes: int, group: int = 64) -> int:
@@ -74,10 +99,13 @@ class Estimate:
     snapshots: int
     activations: int
     runtime: int = RUNTIME_BYTES
+    offloaded: int = 0  # keys and values outside the device's memory
 
     @property
     def total(self) -> int:
-        return sum(astuple(self)[1:])
+        """The bytes of the device's memory."""
+        parts: tuple[int, ...] = astuple(self)
+        return sum(parts[1:]) - self.offloaded
 
 
 def estimate(
@@ -94,35 +122,45 @@ def estimate(
     group_size: int = 64,
     num_ranks: int = 1,
     kv_bytes: int | None = None,
+    state_element_bytes: int = 4,
+    is_offloaded: bool = False,
 ) -> Estimate:
-    """Estimate the memory of a run.
+    """Estimate the memory of a run; offloaded keys and values are not in the device's memory.
 
     `stored_bytes` are the weights of a checkpoint that is already quantized; `kv_bytes` the size of an element of keys
-    and values, if they are rounded. With `num_ranks` devices (tensor parallelism) the result is per device: heads are
-    divided, a kv head is never cut, and activations count as if they were whole.
+    and values, if they are rounded; `state_element_bytes` that of the states. With `num_ranks` devices (tensor
+    parallelism) the result is per device: heads are divided, a kv head is never cut, and activations count as if they
+    were whole.
     """
     weights = weight_bytes(config, num_parameters, bits, element_bytes, group_size)
     weights = stored_bytes if stored_bytes is not None and bits is None else weights
     groups = config.num_key_value_heads
     own_groups = max(1, groups // num_ranks)
+    pages = batch * cache_bytes(config, num_tokens, element_bytes, kv_bytes) * own_groups // groups
+    block = config.sparse_config.block_size
+    pooled = batch * -(-num_tokens // block) * block * pooled_bytes(config, element_bytes) * own_groups // groups
     return Estimate(
         num_tokens=num_tokens,
         weights=-(-weights // num_ranks),
-        pages=batch * cache_bytes(config, num_tokens, element_bytes, kv_bytes) * own_groups // groups,
-        states=batch * state_bytes(config) // num_ranks,
-        snapshots=num_snapshots * state_bytes(config) // num_ranks,
+        pages=pooled if is_offloaded else pages,
+        states=batch * state_bytes(config, state_element_bytes) // num_ranks,
+        snapshots=num_snapshots * state_bytes(config, state_element_bytes) // num_ranks,
         activations=activation_bytes(config, chunk, num_tokens, element_bytes, tile_bytes),
+        offloaded=pages - pooled if is_offloaded else 0,
     )
 
 
-def longest(config: SalaConfig, num_parameters: int, free: int, **settings: int | None) -> int:
-    """Return the longest context whose estimate fits into `free` bytes, in whole blocks; 0 if none does."""
+def longest(config: SalaConfig, num_parameters: int, free: int, offload: int = 0, **settings: int | None) -> int:
+    """Return the longest context whose estimate fits into `free` bytes, in whole blocks; 0 if none does.
+
+    With the setting `is_offloaded`, its keys and values must fit into `offload` bytes.
+    """
     block = config.sparse_config.block_size
     low, high = 0, 1 << 32
     while high - low > 1:
         middle = (low + high) // 2
-        fits = estimate(config, num_parameters, middle * block, **settings).total <= free  # type: ignore[arg-type]
-        low, high = (middle, high) if fits else (low, middle)
+        needed = estimate(config, num_parameters, middle * block, **settings)  # type: ignore[arg-type]
+        low, high = (middle, high) if needed.total <= free and needed.offloaded <= offload else (low, middle)
     return low * block
 
 
@@ -136,6 +174,14 @@ def raised_gpu_limit(memory: int) -> int:
     return max(gpu_limit(memory), memory - max(3 << 30, memory // 8))
 
 
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Keep keys and values outside the device's memory: where, and how many bytes are free there."""
+
+    place: str
+    free: int
+
+
 def share_memory(
     config: SalaConfig,
     options: Options,
@@ -144,40 +190,95 @@ def share_memory(
     chunk: int,
     free: int,
     kv_bytes: int | None = None,
+    most_batch: int = 8,
+    overheads: tuple[int, int] = (0, 0),
+    offload: Offload | None = None,
 ) -> Capacity:
     """Return the capacity within the budget, at least for one sequence; `dtype` and `kv_bytes` are of keys and values.
 
-    Raises InputError if the budget or the context do not fit.
+    `most_batch` sequences run at a time if the options do not say how many, or fewer if their states do not fit. All
+    other states that fit are for snapshots, unless the options say how many. A slot and a token take
+    `overheads` bytes beside the state, and the keys and values. Raises InputError if the budget or the context do not
+    fit.
     """
     page_size = config.sparse_config.block_size
-    page_bytes = page_size * max(1, token_bytes(config, element_bytes, kv_bytes))
-    slot_bytes = max(1, state_bytes(config))
+    of_slot, of_token = overheads
+    page_bytes = page_size * max(1, token_bytes(config, element_bytes, kv_bytes) + of_token)
+    own_bytes = page_bytes if offload is None else page_size * max(1, pooled_bytes(config, element_bytes) + of_token)
+    slot_bytes = max(1, state_bytes(config, STATE_ELEMENT_BYTES[options.state]) + of_slot)
     budget = int(free * _CACHE_SHARE) if options.cache_memory is None else options.cache_memory
-    least = 2 * slot_bytes + page_bytes
+    least = 2 * slot_bytes + own_bytes
     if budget < least or budget > free:
         raise InputError(
             "cache_memory",
             f"is {budget / 2**20:,.0f} MiB",
             f"it must hold one sequence ({least / 2**20:,.1f} MiB) and fit in the {free / 2**30:.1f} GiB that are free",
         )
-    wanted_slots = options.max_batch + options.snapshots
-    num_slots = max(2, min(wanted_slots, budget // 4 // slot_bytes))  # a quarter for states, pages get the rest
-    num_pages = (budget - num_slots * slot_bytes) // page_bytes
-    if options.ctx is not None and options.ctx < 1:
-        raise InputError("ctx", f"is {options.ctx}", "it must be at least 1")
-    ctx = options.ctx if options.ctx is not None else min(config.max_position_embeddings, num_pages * page_size)
+    most = MAX_SLOTS if options.snapshots is None else (options.max_batch or most_batch) + options.snapshots
+    num_slots = max(2, min(most, budget // _STATE_SHARE // slot_bytes))
+    for_snapshots = num_slots // 2 if options.snapshots is None else min(options.snapshots, num_slots // 2)
+    max_batch = options.max_batch or max(1, min(most_batch, num_slots - for_snapshots))
+    ctx, num_pages = _share_pages(
+        config, options, (own_bytes, page_bytes - own_bytes), (budget, free), num_slots * slot_bytes, offload
+    )
     ctx_pages = -(-ctx // page_size)
-    if options.ctx is not None and ctx_pages > num_pages:
-        if options.cache_memory is None and num_slots * slot_bytes + ctx_pages * page_bytes <= free:
-            num_pages = ctx_pages  # requested explicitly: half of the memory is only a default
-        else:
-            raise InputError(
-                "ctx",
-                f"is {ctx:,}, which needs {ctx_pages * page_bytes / 2**30:.2f} GiB of pages",
-                f"{num_pages * page_size:,} tokens fit in the budget of {budget / 2**30:.2f} GiB",
-            )
-    most_pages = ctx_pages * (options.max_batch + options.snapshots)
-    return Capacity(min(num_pages, most_pages), page_size, num_slots, options.prefill_chunk or chunk, ctx, dtype)
+    num_pages = min(num_pages, ctx_pages * (num_slots if options.snapshots is None else max_batch + options.snapshots))
+    return Capacity(
+        num_pages,
+        page_size,
+        num_slots,
+        options.prefill_chunk or chunk,
+        ctx,
+        dtype,
+        max_batch,
+        page_bytes=page_bytes,
+        slot_bytes=slot_bytes,
+        offload="" if offload is None else offload.place,
+    )
+
+
+def _share_pages(
+    config: SalaConfig, options: Options, sizes: tuple[int, int], memory: tuple[int, int], taken: int,
+    offload: Offload | None,
+) -> tuple[int, int]:  # fmt: skip
+    """Return the longest sequence and the number of pages.
+
+    `sizes` are the bytes of a page on the device and offloaded, `memory` the budget and what is free, `taken` the bytes
+    of states.
+    """
+    (own, away), (budget, free), page_size = sizes, memory, config.sparse_config.block_size
+    beyond = 0 if offload is None else _offload_budget(options, offload)
+    num_pages = (budget - taken) // own if offload is None else min((budget - taken) // own, beyond // away)
+    if options.ctx is None:
+        return min(config.max_position_embeddings, num_pages * page_size), num_pages
+    if options.ctx < 1:
+        raise InputError("ctx", f"is {options.ctx}", "it must be at least 1")
+    pages = -(-options.ctx // page_size)
+    if pages <= num_pages:
+        return options.ctx, num_pages
+    # Requested explicitly: half of what is free is only a default.
+    most = free if options.cache_memory is None else budget
+    limit = 0 if offload is None else offload.free if options.kv_home_size is None else beyond
+    if taken + pages * own <= most and (offload is None or pages * away <= limit):
+        return options.ctx, pages
+    room = f"{budget / 2**30:.2f} GiB" + (
+        "" if offload is None else f" and the {beyond / 2**30:.2f} GiB {offload.place}"
+    )
+    raise InputError(
+        "ctx",
+        f"is {options.ctx:,}, which needs {pages * (own + (away if offload else 0)) / 2**30:.2f} GiB of pages",
+        f"{num_pages * page_size:,} tokens fit in the budget of {room}",
+    )
+
+
+def _offload_budget(options: Options, offload: Offload) -> int:
+    """Return the bytes for offloaded keys and values. Raises InputError if there are not as many."""
+    if options.kv_home_size is None:
+        return int(offload.free * _CACHE_SHARE)
+    if options.kv_home_size > offload.free:
+        problem = f"is {options.kv_home_size / 2**30:,.1f} GiB"
+        raise InputError("kv_home_size", problem, f"{offload.free / 2**30:,.1f} GiB are free {offload.place}")
+    return options.kv_home_size
 
 
 OPTIMIZER_BYTES = {"adamw-8bit": 2.0, "adafactor": 0.01}  # of a weight; AdamW keeps two numbers in its precision

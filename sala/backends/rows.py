@@ -17,6 +17,13 @@ import numpy as np
 from sala.config import SalaConfig
 from sala.protocol import Blob, Plan, Row, SampledToken, Sampling
 
+# Block scores that differ from the last selected one by at most so many units in the last place (2^-16 of the score)
+# are tied with it, and ties go to the lowest block. Blocks of repeated text have equal scores, which differ after
+# rounding: sums have another order in a chunk than in a whole prompt. Measured from the last selected score, the tied
+# ones are the same whatever the rounding. Scores that are first rounded to a grid would not be: the border of two
+# cells may lie between equal scores.
+TIE_ULPS = 128
+
 
 @dataclass(frozen=True)
 class RowSpan:
@@ -28,11 +35,17 @@ class RowSpan:
     sparse_from: int  # first position in the sparse regime
     num_drafts: int
     pages: tuple[int, ...]
+    is_prompt: bool = field(default=False, kw_only=True)  # begins in the prompt
+    snapshots: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)  # (length, slot), see `Row`
+    adapter: str = field(default="", kw_only=True)
+    topk: int | None = field(default=None, kw_only=True)  # blocks to select, see `Row`
 
     @classmethod
     def of(cls, row: Row, *more: Any) -> Self:
         """Return the span of a row; `more` are the fields of a subclass."""
-        return cls(row.start, len(row.tokens), row.slot, row.sparse_from, row.num_drafts, row.pages, *more)
+        numbers = (row.start, len(row.tokens), row.slot, row.sparse_from, row.num_drafts)
+        shared: dict[str, Any] = {"snapshots": row.snapshots, "adapter": row.adapter, "topk": row.topk}
+        return cls(*numbers, row.pages, *more, is_prompt=row.start < row.prompt_len, **shared)
 
     @property
     def end(self) -> int:
@@ -116,6 +129,7 @@ class CachedTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
+DRAFT_PREFIX = "draft."  # of what a draft head has in the cache; a prefix may be used without it
 POOLS = ("k", "v", "k1", "k2")  # of a sparse layer: keys, values, and keys pooled over windows of two sizes
 
 
@@ -125,8 +139,11 @@ def rows_per_page(config: SalaConfig) -> dict[str, int]:
     return dict(zip(POOLS, (block, block, block // stride, block // (4 * stride)), strict=True))
 
 
-def cached_tensors(config: SalaConfig, num_tokens: int) -> dict[str, CachedTensor]:
-    """Return everything that a sequence of so many tokens has in the cache, by name."""
+def cached_tensors(config: SalaConfig, num_tokens: int, has_exponents: bool = False) -> dict[str, CachedTensor]:
+    """Return everything that a sequence of so many tokens has in the cache, by name.
+
+    Where keys and values are FP8, each token and head also has two exponents.
+    """
     block, per_page = config.sparse_config.block_size, rows_per_page(config)
     pages = {
         f"{pool}.{layer}": CachedTensor(
@@ -135,6 +152,9 @@ def cached_tensors(config: SalaConfig, num_tokens: int) -> dict[str, CachedTenso
         for layer in config.sparse_layers
         for pool in POOLS
     }
+    if has_exponents:
+        shape = (config.num_key_value_heads, num_tokens, 2)
+        pages |= {f"exponents.{layer}": CachedTensor(layer, "exponents", shape) for layer in config.sparse_layers}
     state = (config.lightning_nh, config.lightning_head_dim, config.lightning_head_dim)
     return pages | {f"state.{layer}": CachedTensor(layer, "state", state) for layer in config.lightning_layers}
 
@@ -142,8 +162,8 @@ def cached_tensors(config: SalaConfig, num_tokens: int) -> dict[str, CachedTenso
 def check_blobs(
     blobs: Mapping[str, Blob], tensors: Mapping[str, CachedTensor], dtype_of: Callable[[CachedTensor], str]
 ) -> None:
-    """Raise ValueError unless the blobs are these tensors, in these precisions."""
-    if set(tensors) != set(blobs):
+    """Raise ValueError unless the blobs are these tensors, in these precisions; those of a draft head do not count."""
+    if set(tensors) != {name for name in blobs if not name.startswith(DRAFT_PREFIX)}:
         raise ValueError("other layers")
     for name, tensor in tensors.items():
         if (blobs[name].dtype, blobs[name].shape) != (dtype_of(tensor), tensor.shape):
@@ -209,7 +229,7 @@ def allowed_tokens(row: Row, vocab: int) -> "np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def penalties(row: Row, num_accepted: int, vocab: int) -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
-    """Return which tokens the repetition penalty concerns and what is subtracted from the logits, [vocab] each.
+    """Return the tokens of prompt and answer, each once, and what is subtracted from their logits, [n] each.
 
     Repetition counts prompt and answer, presence and frequency the answer only.
     """
@@ -217,8 +237,9 @@ def penalties(row: Row, num_accepted: int, vocab: int) -> "tuple[np.ndarray[Any,
     frequency, presence = (
         np.float32(x) for x in (sampling_of(row).frequency_penalty, sampling_of(row).presence_penalty)
     )
-    counts = np.bincount(history[row.prompt_len :], minlength=vocab).astype(np.float32)
-    return np.bincount(history, minlength=vocab) > 0, frequency * counts + presence * (counts > 0)
+    tokens = np.flatnonzero(np.bincount(history, minlength=vocab))
+    counts = np.bincount(history[row.prompt_len :], minlength=vocab)[tokens].astype(np.float32)
+    return tokens, frequency * counts + presence * (counts > 0)
 
 
 def keep_agreed(plan: Plan, sampled: Sequence[SampledToken]) -> tuple[tuple[SampledToken, ...], ...]:

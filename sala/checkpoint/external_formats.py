@@ -17,12 +17,13 @@ import numpy as np
 
 from sala.checkpoint.arrays import Array, Floats, as_array, decode, encode
 from sala.checkpoint.dtypes import FLOAT_DTYPES
-from sala.checkpoint.packing import Packed, Words
+from sala.checkpoint.packing import Order, Packed, Words
 from sala.checkpoint.reader import Checkpoint, TensorInfo
 from sala.errors import CheckpointError
-from sala.quantization_config import Groups, Layout, split_group
+from sala.quantization_config import ExternalLayout, Groups, split_group
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Shape = tuple[int, ...]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each code in a word, lowest bits first
 _PIECE = 1 << 20  # codes unpacked at a time: they fit in a processor's cache
 # The tensor that marks a quantized module.
@@ -31,15 +32,15 @@ _FP8_SCALES = ("weight_scale", "weight_scale_inv")  # both names mean a factor o
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorRule:
     """The shapes and precisions that a tensor of a checkpoint may have."""
 
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...]
     is_required: bool = True
 
 
-def find_modules(tensors: Mapping[str, TensorInfo], layout: Layout) -> list[str]:
+def find_modules(tensors: Mapping[str, TensorInfo], layout: ExternalLayout) -> list[str]:
     """Return the modules that a file holds in this layout."""
     if layout.kind == "fp8":
         marked = [name for name, info in tensors.items() if info.dtype.startswith("F8") and name.endswith(".weight")]
@@ -48,7 +49,7 @@ def find_modules(tensors: Mapping[str, TensorInfo], layout: Layout) -> list[str]
     return [name.rpartition(".")[0] for name in marked]
 
 
-def groups_of(module: str, shape: tuple[int, ...], layout: Layout) -> Groups:
+def groups_of(module: str, shape: Shape, layout: ExternalLayout) -> Groups:
     """Return the groups of a matrix [out, in]; a group of the file that is too large is split."""
     size = shape[1] if layout.group_size is None else layout.group_size
     own = split_group(size)
@@ -57,7 +58,7 @@ def groups_of(module: str, shape: tuple[int, ...], layout: Layout) -> Groups:
     return Groups(layout.bits, own)
 
 
-def parts_of(module: str, shape: tuple[int, ...], layout: Layout, found: Iterable[str]) -> dict[str, Part]:
+def parts_of(module: str, shape: Shape, layout: ExternalLayout, found: Iterable[str]) -> dict[str, TensorRule]:
     """Return the tensors that a module with a matrix [out, in] must have."""
     num_out, num_in = shape
     if layout.kind == "fp8":
@@ -67,44 +68,44 @@ def parts_of(module: str, shape: tuple[int, ...], layout: Layout, found: Iterabl
     if num_in % per_word or (num_out % per_word and layout.kind != "pack-quantized"):
         raise CheckpointError(f"{module} {list(shape)} does not fill whole words", "use a model with even sizes")
     num_groups = 1 if layout.group_size is None else num_in // layout.group_size
-    words, order = ("I32",), Part(((num_in,),), ("I32",), layout.has_order)
+    words, order = ("I32",), TensorRule(((num_in,),), ("I32",), layout.has_order)
     if not _has_outputs_first(layout):
         codes = (num_in, num_out // per_word) if layout.kind == "awq" else (num_in // per_word, num_out)
         parts = {
-            "qweight": Part((codes,), words),
-            "qzeros": Part(((num_groups, num_out // per_word),), words),
-            "scales": Part(((num_groups, num_out),), FLOAT_DTYPES),
+            "qweight": TensorRule((codes,), words),
+            "qzeros": TensorRule(((num_groups, num_out // per_word),), words),
+            "scales": TensorRule(((num_groups, num_out),), FLOAT_DTYPES),
         }
         if layout.kind == "gptq":
             parts["g_idx"] = order
     else:
         parts = {
-            "weight_packed": Part(((num_out, num_in // per_word),), words),
-            "weight_scale": Part(((num_out, num_groups),), FLOAT_DTYPES),
-            "weight_shape": Part(((2,),), ("I64", "I32")),
+            "weight_packed": TensorRule(((num_out, num_in // per_word),), words),
+            "weight_scale": TensorRule(((num_out, num_groups),), FLOAT_DTYPES),
+            "weight_shape": TensorRule(((2,),), ("I64", "I32")),
             "weight_g_idx": order,
         }
         if not layout.is_symmetric:
-            parts["weight_zero_point"] = Part(((-(-num_out // per_word), num_groups),), words)
+            parts["weight_zero_point"] = TensorRule(((-(-num_out // per_word), num_groups),), words)
     return {f"{module}.{name}": part for name, part in parts.items()}
 
 
-def _fp8_parts(module: str, shape: tuple[int, ...], layout: Layout, found: Iterable[str]) -> dict[str, Part]:
+def _fp8_parts(module: str, shape: Shape, layout: ExternalLayout, found: Iterable[str]) -> dict[str, TensorRule]:
     num_out, num_in = shape
-    shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (num_out,), (num_out, 1))
+    shapes: tuple[Shape, ...] = ((), (1,), (1, 1), (num_out,), (num_out, 1))
     if layout.block is not None:
         shapes = ((-(-num_out // layout.block[0]), -(-num_in // layout.block[1])),)
     names = set(found)
     scale = next((name for name in _FP8_SCALES if f"{module}.{name}" in names), _FP8_SCALES[0])
     return {
-        f"{module}.weight": Part((shape,), ("F8_E4M3",)),
-        f"{module}.{scale}": Part(shapes, FLOAT_DTYPES),
+        f"{module}.weight": TensorRule((shape,), ("F8_E4M3",)),
+        f"{module}.{scale}": TensorRule(shapes, FLOAT_DTYPES),
         # Activations are not quantized here.
-        f"{module}.input_scale": Part(((), (1,)), FLOAT_DTYPES, is_required=False),
+        f"{module}.input_scale": TensorRule(((), (1,)), FLOAT_DTYPES, is_required=False),
     }
 
 
-def read_matrix(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], layout: Layout) -> Packed:
+def read_matrix(checkpoint: Checkpoint, module: str, shape: Shape, layout: ExternalLayout) -> Packed:
     """Read a module of GPTQ, AWQ or compressed-tensors, whose tensors have been checked."""
     groups = groups_of(module, shape, layout)
     order = _read_order(checkpoint, module, shape, layout)
@@ -114,16 +115,12 @@ def read_matrix(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], lay
         scales, zeros = scales.T, zeros.T
     biases = -zeros.astype(np.float32) * scales
     times = shape[1] // groups.group_size // scales.shape[1]
-    kept = dtype if _holds(biases, dtype) else "F32"
-    packed = Packed(
-        _read_codes(checkpoint, module, shape, layout, order),
-        np.repeat(encode(scales, kept), times, 1),
-        np.repeat(encode(biases, kept), times, 1),
-        groups.bits,
-        groups.group_size,
-        kept,
-        order,
-    )
+    with np.errstate(over="ignore"):
+        is_exact = bool((decode(encode(biases, dtype), dtype) == biases).all())
+    kept = dtype if is_exact else "F32"
+    codes = _read_codes(checkpoint, module, shape, layout, order)
+    scales, biases = (np.repeat(encode(values, kept), times, 1) for values in (scales, biases))
+    packed = Packed(codes, scales, biases, groups.bits, groups.group_size, kept, order)
     for name in parts_of(module, shape, layout, ()):
         if name in checkpoint.tensors:
             checkpoint.forget(name)
@@ -137,7 +134,7 @@ def read_fp8_scales(checkpoint: Checkpoint, module: str) -> Floats:
     return scales if scales.ndim == 2 else scales.reshape(-1, 1)
 
 
-def _has_outputs_first(layout: Layout) -> bool:
+def _has_outputs_first(layout: ExternalLayout) -> bool:
     """Return whether outputs come first, as in sala's layout."""
     return layout.kind == "pack-quantized"
 
@@ -155,12 +152,7 @@ def _read_scales(checkpoint: Checkpoint, name: str) -> tuple[Floats, str]:
     return scales, dtype
 
 
-def _holds(values: Floats, dtype: str) -> bool:
-    with np.errstate(over="ignore"):
-        return bool((decode(encode(values, dtype), dtype) == values).all())
-
-
-def _read_zeros(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], layout: Layout) -> Array:
+def _read_zeros(checkpoint: Checkpoint, module: str, shape: Shape, layout: ExternalLayout) -> Array:
     """Return zero points as codes, [groups, out]; for compressed-tensors [out, groups]."""
     middle = 1 << (layout.bits - 1)
     if _has_outputs_first(layout):
@@ -179,9 +171,7 @@ def _read_zeros(checkpoint: Checkpoint, module: str, shape: tuple[int, ...], lay
     return zeros
 
 
-def _read_order(
-    checkpoint: Checkpoint, module: str, shape: tuple[int, ...], layout: Layout
-) -> "np.ndarray[Any, np.dtype[np.int64]] | None":
+def _read_order(checkpoint: Checkpoint, module: str, shape: Shape, layout: ExternalLayout) -> Order | None:
     """Return the inputs sorted by group; None if they are in that order already."""
     name = f"{module}.{'weight_g_idx' if _has_outputs_first(layout) else 'g_idx'}"
     if name not in checkpoint.tensors:
@@ -199,11 +189,7 @@ def _read_order(
 
 
 def _read_codes(
-    checkpoint: Checkpoint,
-    module: str,
-    shape: tuple[int, ...],
-    layout: Layout,
-    order: "np.ndarray[Any, np.dtype[np.int64]] | None",
+    checkpoint: Checkpoint, module: str, shape: Shape, layout: ExternalLayout, order: Order | None
 ) -> Words:
     """Return words [out, in * bits / 32] of codes in the order of the columns; some rows are read at a time."""
     name = f"{module}.{_MARKS[layout.kind]}"

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from sala.checkpoint.arrays import Array, Floats
 from sala.checkpoint.packing import Packed, pack
 from sala.checkpoint.writer import write_json, write_text
+from sala.config import own_file
 from sala.errors import CheckpointError, MissingExtra, ModelNotFound
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -56,24 +57,23 @@ class GGUF:
         self.path = Path(path)
         if not self.path.is_file():
             raise ModelNotFound(f"{self.path} is not a file", "give a .gguf file")
+        own_file(self.path, "give the file that it leads to")
         try:
-            from gguf import GGUFReader, dequantize
+            from gguf import dequantize
+
+            from sala.checkpoint.gguf_header import read_gguf
         except ImportError:
             raise MissingExtra("gguf", "train") from None
         self._dequantize = dequantize
-        try:
-            reader = GGUFReader(str(self.path))
-            self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
-        except (ValueError, KeyError, IndexError, TypeError, OSError, OverflowError, MemoryError) as error:
-            raise CheckpointError(f"{self.path} is not a GGUF file: {error}"[:300], "download it again") from None
-        self._tensors = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
+        self.metadata, tensors = read_gguf(self.path)
+        self._tensors = {_hugging_face_name(name): tensor for name, tensor in tensors.items()}
         self.facts = self._find_facts()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+        return self._tensors[name].shape
 
     def kind(self, name: str) -> str:
         """Return the format of a tensor, such as F32 or Q4_1."""
@@ -87,12 +87,14 @@ class GGUF:
     def read(self, name: str) -> Floats:
         """Return a tensor in fp32."""
         tensor = self._tensors[name]
-        values = self._dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        ordered: Floats = self._reorder(name, values.reshape(self.shape(name)))
-        return ordered
+        try:
+            values = self._dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        except NotImplementedError:
+            raise CheckpointError(f"{self.path}: {name} is in {self.kind(name)}", "get another format") from None
+        return np.asarray(self._reorder(name, values.reshape(self.shape(name))), np.float32)
 
     def read_packed(self, name: str) -> Packed | None:
-        """Return a matrix as affine codes in groups of 32 with exactly the values of `read`; None if there are none.
+        """Return a matrix as affine codes in groups of 32 with exactly the values of `read`, or None.
 
         Scales are fp16 as in the file, or fp32 where the bias does not fit in fp16.
         """
@@ -100,10 +102,10 @@ class GGUF:
         if kind not in _LOSSLESS or len(self.shape(name)) != 2:
             return None
         num_out, num_in = self.shape(name)
-        blocks = np.ascontiguousarray(self._tensors[name].data).view(np.uint8).reshape(num_out, num_in // _GROUP, -1)
-        codes, scales, biases = _take_apart(blocks, kind)
-        bits = 8 if codes.max(initial=0) > 15 or kind == "Q8_0" else 4
-        with np.errstate(over="ignore"):
+        blocks = self._tensors[name].data.reshape(num_out, num_in // _GROUP, -1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            codes, scales, biases = _take_apart(blocks, kind)
+            bits = 8 if codes.max(initial=0) > 15 or kind == "Q8_0" else 4
             halves = biases.astype(np.float16)
         if not np.array_equal(halves.astype(np.float32), biases):
             scales, halves = scales.astype(np.float32), biases
@@ -112,9 +114,8 @@ class GGUF:
 
     def config(self) -> dict[str, Any]:
         """Return the model's `config.json` as Hugging Face writes it."""
-        own = {key: value for key, value in self.facts.items() if value is not None}
+        own = {key: value for key, value in self.facts.items() if value is not None and key != "name"}
         kind = own.pop("architecture")
-        own.pop("name", None)
         head = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
         return head | own | {"hidden_act": "silu", "dtype": "float32"}
 
@@ -126,7 +127,8 @@ class GGUF:
             raise CheckpointError(message, "only byte-level BPE (gpt2) is read")
         tokens, types = self._strings("tokens"), self.metadata.get("tokenizer.ggml.token_type") or []
         count = len(tokens)
-        if len(set(tokens)) != count or count > self.facts["vocab_size"] or len(types) not in (0, count):
+        has_types = isinstance(types, list) and len(types) in (0, count)
+        if len(set(tokens)) != count or count > self.facts["vocab_size"] or not has_types:
             raise CheckpointError("the token list of the GGUF file is inconsistent", "download it again")
         merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in self._strings("merges"))]
         try:
@@ -140,8 +142,7 @@ class GGUF:
         kinds = list(zip(tokens, types, strict=False))
         tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == _CONTROL])
         tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in kinds if k == _USER_DEFINED])
-        definition: str = tokenizer.to_str()
-        return definition
+        return str(tokenizer.to_str())
 
     def write_tokenizer(self, directory: Path) -> None:
         """Write the tokenizer and its configuration: names of the special tokens, and the chat template."""
@@ -182,15 +183,14 @@ class GGUF:
             "num_attention_heads": heads,
             "num_key_value_heads": self._count("attention.head_count_kv", heads),
             "head_dim": self._count("attention.key_length", hidden // heads),
-            "rope_theta": _short(self._fact("rope.freq_base", 10000.0)),
-            "rms_norm_eps": _short(self._fact("attention.layer_norm_rms_epsilon", 1e-6)),
+            "rope_theta": self._number("rope.freq_base", 10000.0),
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon", 1e-6),
             "max_position_embeddings": self._count("context_length"),
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
         }
-        for key in ("bos", "eos"):
-            facts[f"{key}_token_id"] = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        facts["pad_token_id"] = self.metadata.get("tokenizer.ggml.padding_token_id")
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+            facts[f"{name}_token_id"] = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if "model.embed_tokens.weight" not in self._tensors:
             raise CheckpointError(f"{self.path} has no embedding", _UNSUPPORTED)
         return facts | {"vocab_size": self.shape("model.embed_tokens.weight")[0]}
@@ -203,6 +203,13 @@ class GGUF:
         if not isinstance(value, int) or not 0 < value < 1 << 24:
             raise CheckpointError(f"{self.path}: {name} is {str(value)[:80]}", _UNSUPPORTED)
         return value
+
+    def _number(self, name: str, default: float) -> float:
+        """Return the shortest decimal that rounds to this fp32 number: 1e-05, not 9.999999747378752e-06."""
+        value = self._fact(name, default)
+        if not isinstance(value, int | float):
+            raise CheckpointError(f"{self.path}: {name} is {str(value)[:80]}", _UNSUPPORTED)
+        return float(str(np.float32(value)))
 
     def _strings(self, name: str) -> list[str]:
         value = self.metadata.get(f"tokenizer.ggml.{name}")
@@ -220,11 +227,6 @@ def _hugging_face_name(name: str) -> str:
     if layer and layer[2] in _LAYER:
         return f"model.layers.{int(layer[1])}.{_LAYER[layer[2]]}.{layer[3]}"
     raise CheckpointError(f"the GGUF file holds {name[:80]!r}", _UNSUPPORTED)
-
-
-def _short(value: Any) -> float:
-    """Return the shortest decimal that rounds to this fp32 number: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
 
 
 def _nibbles(bytes_: Array) -> Array:

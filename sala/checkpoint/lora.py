@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from sala.checkpoint.names import check_tensors, expected_tensors, quantized_mod
 from sala.checkpoint.packing import PACKED_PARTS
 from sala.checkpoint.reader import Checkpoint, RawTensor, TensorInfo, read_file_header, read_tensors
 from sala.checkpoint.writer import Spec, copy_companions, new_directory, spec_bytes, write_model
-from sala.config import SalaConfig, read_json_object
+from sala.config import SalaConfig, own_file, read_json_object
 from sala.errors import CheckpointError, InputError, ModelNotFound
 from sala.quantization_config import Groups, matrix_modules
 
@@ -36,8 +37,8 @@ _THREADS = 4
 _MAX_BYTES = 16 << 30
 _REFUSED = {  # fields that change the arithmetic, and what they mean
     "use_dora": "DoRA", "use_qalora": "QA-LoRA", "use_bdlora": "BD-LoRA", "lora_bias": "a bias in the adapter",
-    "layer_replication": "repeated layers", "modules_to_save": "whole modules of its own",
-    "trainable_token_indices": "single tokens of its own", "target_parameters": "changes of bare parameters",
+    "layer_replication": "repeated layers", "modules_to_save": "whole modules that it replaces",
+    "trainable_token_indices": "tokens that it trains", "target_parameters": "changes of bare parameters",
     "alora_invocation_tokens": "activation by tokens", "arrow_config": "routing", "kasa_config": "KaSA",
     "monteclora_config": "MonteCLoRA", "megatron_config": "Megatron's layers", "fan_in_fan_out": "transposed weights",
 }  # fmt: skip
@@ -87,7 +88,7 @@ def read_adapter(path: str | Path, config: SalaConfig) -> Adapter:
         raise ModelNotFound(f"{path} has no {WEIGHTS_FILE}", "the adapter is incomplete")
     table = read_json_object(path / CONFIG_FILE)
     _check_kind(path, table)
-    infos = read_file_header(path / WEIGHTS_FILE)[1]
+    infos = read_file_header(own_file(path / WEIGHTS_FILE))[1]
     pairs = _pair(path, infos, config)
     raw = read_tensors(path / WEIGHTS_FILE, infos)
     changes = {module: _change(path, module, table, *(raw[name] for name in names)) for module, names in pairs.items()}
@@ -107,9 +108,8 @@ def _check_kind(path: Path, table: Mapping[str, Any]) -> None:
     for name, meaning in _REFUSED.items():
         if table.get(name):
             raise CheckpointError(f"{where} has {name}: {meaning}", "only plain LoRA can be read")
-    if table.get("bias", "none") != "none":
-        message = f"{where} has bias {str(table['bias'])[:40]!r}"
-        raise CheckpointError(message, "only adapters without biases can be read")
+    if (bias := table.get("bias", "none")) != "none":
+        raise CheckpointError(f"{where} has bias {str(bias)[:40]!r}", "only adapters without biases can be read")
     start = str(table.get("init_lora_weights")).lower()
     if start.startswith(_OTHER_BASES):
         message = f"{where} began as {start[:40]}, which changes the base weights"
@@ -149,8 +149,7 @@ def _change(path: Path, module: str, table: Mapping[str, Any], down: RawTensor, 
     rank = _by_pattern(path, table, "rank_pattern", module, table.get("r"))
     alpha = _by_pattern(path, table, "alpha_pattern", module, table.get("lora_alpha"))
     if rank != down.shape[0]:
-        message = f"{path}: {module} has rank {down.shape[0]}, {CONFIG_FILE} says {rank}"
-        raise CheckpointError(message, "correct it there")
+        raise CheckpointError(f"{path}: {module} has rank {down.shape[0]}, not {rank}", f"correct {CONFIG_FILE}")
     scale = alpha / rank**0.5 if table.get("use_rslora") else alpha / rank
     parts = [decode(as_array(part), part.dtype) for part in (up, down)]
     if not all(np.isfinite(part).all() for part in parts):
@@ -189,12 +188,17 @@ class MergedCheckpoint(Checkpoint):
         check_tensors(self._base, config)
         self.path, self._origin, self._adapter = self._base.path, config, adapter
         self._matrices = QuantizedMatrices(self._base, config)
-        self._changes: dict[str, Change | None] = dict(adapter.changes) if adapter is not None else {}
+        self._changes: dict[str, Change | None] = {} if adapter is None else dict(adapter.changes)
         names: dict[str, Iterable[str]] = {"none": (), "external": self._matrices.external, "all": self._matrices}
         for name in names[expand]:
             if name != "lm_head" or not config.tie_word_embeddings:
                 self._changes.setdefault(name)
-        self.tensors = MappingProxyType(self._merged_tensors())
+        dtype, shapes = FILE_DTYPES[config.dtype], expected_tensors(config)
+        gone = {part for module in self._changes for part in self._matrices.parts(module)}
+        tensors = {name: info for name, info in self._base.tensors.items() if name not in gone}
+        for name in (f"{module}.weight" for module in self._changes):
+            tensors[name] = TensorInfo(dtype, shapes[name], self.path, 0, spec_bytes((dtype, shapes[name])))
+        self.tensors = MappingProxyType(tensors)
         self.config = self._merged_config()
 
     def read(self, name: str) -> RawTensor:
@@ -232,14 +236,6 @@ class MergedCheckpoint(Checkpoint):
         """Return a hash of the base and the adapter, without merging them."""
         text = f"{self._base.fingerprint()} {self._adapter.fingerprint if self._adapter is not None else ''}"
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def _merged_tensors(self) -> dict[str, TensorInfo]:
-        dtype, shapes = FILE_DTYPES[self._origin.dtype], expected_tensors(self._origin)
-        gone = {part for module in self._changes for part in self._matrices.parts(module)}
-        out = {name: info for name, info in self._base.tensors.items() if name not in gone}
-        for name in (f"{module}.weight" for module in self._changes):
-            out[name] = TensorInfo(dtype, shapes[name], self.path, 0, spec_bytes((dtype, shapes[name])))
-        return out
 
     def _merged_config(self) -> SalaConfig:
         """Return a configuration in which merged modules are not quantized."""
@@ -282,15 +278,11 @@ def fuse(
     config = config if dtype is None else replace(config, dtype=dtype)
     changes = None if adapter is None else read_adapter(adapter, config)
     with MergedCheckpoint(model, config, changes, "all" if is_whole else "external") as merged:
-        specs = _specs(merged, dtype)
-        done = 0
+        specs, done = _specs(merged, dtype), count()
 
         def read(name: str) -> memoryview:
-            nonlocal done
-            note("writing", done, len(specs))
-            done += 1
-            raw = merged.read(name)
-            wanted = specs[name][0]
+            note("writing", next(done), len(specs))
+            raw, wanted = merged.read(name), specs[name][0]
             return raw.data if raw.dtype == wanted else as_bytes(_convert(raw, wanted))
 
         with new_directory(target) as draft:
@@ -307,9 +299,8 @@ def _specs(merged: MergedCheckpoint, dtype: str | None) -> dict[str, Spec]:
     specs: dict[str, Spec] = {}
     for name in expected_tensors(merged.config, packed):
         info = merged.tensors[name]
-        specs[name] = (info.dtype, info.shape)
-        if dtype is not None and name not in fixed and info.dtype in FLOAT_DTYPES:
-            specs[name] = (FILE_DTYPES[dtype], info.shape)
+        own = FILE_DTYPES[dtype] if dtype is not None and info.dtype in FLOAT_DTYPES else info.dtype
+        specs[name] = (info.dtype if name in fixed else own, info.shape)
     return specs
 
 

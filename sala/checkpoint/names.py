@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from sala.checkpoint.dtypes import FLOAT_DTYPES
-from sala.checkpoint.external_formats import Part, find_modules, groups_of, parts_of
+from sala.checkpoint.external_formats import TensorRule, find_modules, groups_of, parts_of
 from sala.checkpoint.reader import Checkpoint, TensorInfo
 from sala.config import SalaConfig
 from sala.errors import CheckpointError
@@ -76,8 +76,13 @@ def check_tensors(checkpoint: Checkpoint, config: SalaConfig) -> None:
     strange = [name for name in found if name not in expected]
     _refuse(where, "has unexpected", strange, "config.json belongs to another model")
     for name, part in expected.items():
-        if name in found:
-            _check_part(f"{where}: {name}", found[name], part)
+        if name in found and found[name].shape not in part.shapes:
+            wanted = " or ".join(str(list(shape)) for shape in part.shapes)
+            message = f"{where}: {name} is {list(found[name].shape)}, config.json says {wanted}"
+            raise CheckpointError(message, "the two do not belong together")
+        if name in found and found[name].dtype not in part.dtypes:
+            message = f"{where}: {name} is stored as {found[name].dtype}"
+            raise CheckpointError(message, "weights must be " + ", ".join(part.dtypes))
     for module in packed:
         scales, biases = (found.get(f"{module}.{leaf}") for leaf in SCALES)
         if scales is not None and biases is not None and scales.dtype != biases.dtype:
@@ -86,29 +91,20 @@ def check_tensors(checkpoint: Checkpoint, config: SalaConfig) -> None:
 
 def _expected_parts(
     found: Mapping[str, TensorInfo], config: SalaConfig, packed: Mapping[str, Groups]
-) -> dict[str, Part]:
+) -> dict[str, TensorRule]:
     """Return what every tensor must be in the layout that config.json states."""
     layout = config.layout
     if layout is None:
         codes = {f"{module}.weight" for module in packed}
         return {
-            name: Part((shape,), ("U32",) if name in codes else FLOAT_DTYPES)
+            name: TensorRule((shape,), ("U32",) if name in codes else FLOAT_DTYPES)
             for name, shape in expected_tensors(config, packed).items()
         }
-    parts = {name: Part((shape,), FLOAT_DTYPES) for name, shape in expected_tensors(config).items()}
+    parts = {name: TensorRule((shape,), FLOAT_DTYPES) for name, shape in expected_tensors(config).items()}
     for module, matrix in external_modules(found, config).items():
         del parts[f"{module}.weight"]
         parts |= parts_of(module, matrix, layout, found)
     return parts
-
-
-def _check_part(name: str, info: TensorInfo, part: Part) -> None:
-    if info.shape not in part.shapes:
-        wanted = " or ".join(str(list(shape)) for shape in part.shapes)
-        message = f"{name} is {list(info.shape)}, config.json says {wanted}"
-        raise CheckpointError(message, "the two do not belong together")
-    if info.dtype not in part.dtypes:
-        raise CheckpointError(f"{name} is stored as {info.dtype}", "weights must be " + ", ".join(part.dtypes))
 
 
 def external_modules(tensors: Mapping[str, TensorInfo], config: SalaConfig) -> dict[str, tuple[int, ...]]:

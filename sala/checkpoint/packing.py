@@ -17,6 +17,7 @@ from sala.errors import CheckpointError
 from sala.quantization_config import BITS, GROUP_SIZES, Groups
 
 Words = np.ndarray[Any, np.dtype[np.uint32]]
+Order = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Packed:
     bits: int
     group_size: int
     dtype: str = "F32"  # precision of scales and biases: F32, F16, or BF16 as raw bits
-    order: "np.ndarray[Any, np.dtype[np.int64]] | None" = None
+    order: Order | None = None
 
     def rows(self, begin: int, end: int) -> Floats:
         """Return rows begin…end in fp32."""
@@ -110,14 +111,9 @@ def pack(codes: Array, bits: int) -> Words:
         raise CheckpointError(f"{codes.shape[-1]} codes of {bits} bits do not fill whole words", "pack 32 at a time")
     if codes.size and int(codes.max()) >> bits:
         raise CheckpointError(f"code {int(codes.max())} does not fit in {bits} bits", "quantize it again")
-    lanes = codes.astype(np.uint32).reshape(*codes.shape[:-1], codes.shape[-1] // 32, 32)
-    words = np.zeros((*lanes.shape[:-1], bits), np.uint32)
-    for index in range(32):
-        word, offset = divmod(index * bits, 32)
-        words[..., word] |= lanes[..., index] << np.uint32(offset)
-        if offset + bits > 32:
-            words[..., word + 1] |= lanes[..., index] >> np.uint32(32 - offset)
-    return words.reshape(*codes.shape[:-1], codes.shape[-1] * bits // 32)
+    stream = np.unpackbits(codes.astype(np.uint8)[..., None], axis=-1, count=bits, bitorder="little")
+    stream = stream.reshape(*codes.shape[:-1], codes.shape[-1] * bits)
+    return np.packbits(stream, axis=-1, bitorder="little").view(np.uint32)
 
 
 def unpack(words: Words, bits: int, num_in: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":

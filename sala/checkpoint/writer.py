@@ -3,17 +3,23 @@
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from sala.checkpoint.dtypes import ITEM_SIZES
 from sala.checkpoint.reader import INDEX_FILE, SINGLE_FILE
-from sala.config import SalaConfig
+from sala.config import SalaConfig, own_file
 from sala.errors import CheckpointError, NotWritable, writing
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 SHARD_BYTES = 5 << 30
 TOKENIZER_FILES = (
@@ -36,40 +42,74 @@ def check_new(target: Path) -> None:
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Yield a directory that gets its name when the block succeeds; an existing one is never changed."""
+    """Yield a directory that gets its name when the block succeeds; an existing one is never changed.
+
+    What killed processes have left of the same target is removed.
+    """
     check_new(target)
+    _remove_drafts(target)
     draft = target.parent / f".{target.name}.{secrets.token_hex(6)}.part"
     try:
         with writing(target):
             draft.mkdir(parents=True)
-            yield draft
-            sync_directory(draft)
-            draft.rename(target)
-            sync_directory(target.parent)
+            with _locked(draft):
+                yield draft
+                sync_directory(draft)
+                draft.rename(target)
+                sync_directory(target.parent)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
 
 
 @contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Lock a directory until the block or the process ends; yield whether that worked. Not on Windows."""
+    if fcntl is None:
+        yield False
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = True
+    except OSError:  # another process has it, or the file system has no locks
+        is_locked = False
+    try:
+        yield is_locked
+    finally:
+        os.close(descriptor)
+
+
+def _remove_drafts(target: Path) -> None:
+    name = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{12}[.]part")
+    for path in target.parent.iterdir() if target.parent.is_dir() else ():
+        if name.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            with suppress(OSError), _locked(path) as is_locked:
+                if is_locked:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
 def replacing(target: Path, tag: str = "") -> Iterator[Path]:
     """Yield a path beside `target`; the file that the block writes there takes its place when the block succeeds.
 
-    Without a `tag` of its own, a writer must be the only one of this file.
+    Without a `tag`, only one writer may write the file at a time.
     """
     draft = target.with_name(f".{target.name}{tag}.part")
-    draft.unlink(missing_ok=True)  # left by a process that was killed
-    try:
-        yield draft
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)
+    with writing(target):
+        draft.unlink(missing_ok=True)  # left by a process that was killed
+        try:
+            yield draft
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Write the whole file, or leave it as it was; of several writers at a time the last one wins."""
-    with replacing(path, f".{secrets.token_hex(6)}") as draft:
-        write_text(draft, data)
+    data = data.encode() if isinstance(data, str) else data
+    with replacing(path, f".{secrets.token_hex(6)}") as draft, writing(path, needed=len(data)):
+        _write_new(draft, data)
 
 
 def write_weights(directory: Path, specs: Mapping[str, Spec], read: Read, shard_bytes: int = SHARD_BYTES) -> None:
@@ -113,8 +153,10 @@ def spec_bytes(spec: Spec) -> int:
     return ITEM_SIZES[dtype] * math.prod(shape)
 
 
-def write_file(file: Path, specs: Mapping[str, Spec], read: Read, metadata: Mapping[str, str]) -> None:
-    """Write one safetensors file and sync it to disk; it must not exist."""
+def write_file(
+    file: Path, specs: Mapping[str, Spec], read: Read, metadata: Mapping[str, str], is_private: bool = False
+) -> None:
+    """Write one safetensors file and sync it to disk; it must not exist. Others cannot read a private one."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, (dtype, shape) in specs.items():
@@ -123,7 +165,11 @@ def write_file(file: Path, specs: Mapping[str, Spec], read: Read, metadata: Mapp
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data starts at a multiple of 8
-    with writing(file, needed=offset), file.open("xb") as handle:
+    mode = 0o600 if is_private else 0o666
+    with (
+        writing(file, needed=offset),
+        open(file, "xb", opener=lambda path, flags: os.open(path, flags, mode)) as handle,
+    ):
         handle.write(len(text).to_bytes(8, "little") + text)
         for name in specs:
             data = memoryview(read(name)).cast("B")
@@ -152,7 +198,7 @@ def copy_companions(source: Path, target: Path, patterns: Sequence[str] = COMPAN
     for pattern in patterns:
         for file in sorted(source.glob(pattern)):
             if file.is_file() and not (target / file.name).exists():
-                shutil.copyfile(file, target / file.name)
+                shutil.copyfile(own_file(file), target / file.name)
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
@@ -160,11 +206,22 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def write_text(file: Path, text: str | bytes) -> None:
-    """Write a new file and sync it to disk."""
-    with file.open("xb") as handle:
-        handle.write(text.encode() if isinstance(text, str) else text)
-        handle.flush()
-        os.fsync(handle.fileno())
+    """Write a new file and sync it to disk; nothing is left of one that cannot be written to its end."""
+    data = text.encode() if isinstance(text, str) else text
+    with writing(file, needed=len(data)):
+        _write_new(file, data)
+
+
+def _write_new(file: Path, data: bytes) -> None:
+    handle = file.open("xb")
+    try:
+        with handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
 
 
 def sync_directory(directory: Path) -> None:

@@ -1,10 +1,10 @@
-"""A plan packed for the model: the tokens of all rows in one array, and where each row lies in it."""
+"""A plan packed for the model: the tokens of all rows in one array, and the position of each row in it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +12,9 @@ import numpy as np
 from sala.backends.mlx.ops import REFERENCE, Ops
 from sala.backends.rows import PackedRows, RowSpan, as_slice, token_ids
 from sala.protocol import Plan
+
+if TYPE_CHECKING:
+    from sala.backends.mlx.gather import Gather
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -31,7 +34,7 @@ class Span(RowSpan):
         return mx.array(self.numbers)
 
     def rows(self, start: int, end: int, per_page: int) -> Numbers:
-        """Return where rows start…end of the sequence lie in a pool with so many rows per page, [P * per_page]."""
+        """Return the indices of rows start…end of the sequence in a pool with `per_page` rows per page."""
         rows = np.arange(start, end, dtype=np.int32)
         return self.numbers[rows // per_page] * per_page + rows % per_page
 
@@ -41,6 +44,7 @@ class Batch(PackedRows[Span]):
     ops: Ops = REFERENCE
     computed: mx.array | None = None  # the tokens, where they are not known yet: the step before samples them
     indices: dict[object, mx.array] = field(default_factory=dict)  # rows of pools that the batch writes, by pool
+    gather: "Gather | None" = None  # takes what the sampled rows attend to
 
     @cached_property
     def tokens(self) -> mx.array:
@@ -59,9 +63,9 @@ class Batch(PackedRows[Span]):
         return list(mx.split(x, list(accumulate(self.lengths))[:-1]))
 
 
-def pack(plan: Plan, ops: Ops = REFERENCE, tokens: mx.array | None = None) -> Batch:
+def pack(plan: Plan, ops: Ops = REFERENCE, tokens: mx.array | None = None, gather: "Gather | None" = None) -> Batch:
     """Return the rows of a plan as one batch, which the model runs by `ops`; `tokens` [T] replace those of the rows."""
-    return Batch(token_ids(plan), tuple(Span.of(row) for row in plan.rows), ops, tokens)
+    return Batch(token_ids(plan), tuple(Span.of(row) for row in plan.rows), ops, tokens, gather=gather)
 
 
 def take(hidden: mx.array, rows: Sequence[int]) -> mx.array:

@@ -46,7 +46,7 @@ def select_ops(kernels: str = "auto", metal: str = "auto") -> Ops:
 
 
 def find(name: str, q: mx.array, groups: int = 1, metal: str = "auto") -> Kernel | None:
-    """Return the kernel of the op `name` for queries q [n, H, D] of so many kv groups, or None to run the op itself."""
+    """Return the kernel of an op for queries q [n, H, D] and this number of kv groups; None to run the op itself."""
     entry = KERNELS[name]
     if selftest.why_not() is not None or not entry.fits(q, groups):
         return None

@@ -19,12 +19,14 @@ from sala.backends.memory import share_memory
 from sala.backends.mlx.batch import Batch, pack, take
 from sala.backends.mlx.cache import HybridCache
 from sala.backends.mlx.dispatch import select_ops
+from sala.backends.mlx.gather import Gather
 from sala.backends.mlx.loader import load_model, pick_device, pick_dtype
 from sala.backends.mlx.model import SalaModel
 from sala.backends.mlx.ops import REFERENCE, Ops
 from sala.backends.mlx.ops.lightning import lightning_fold
 from sala.backends.mlx.sampler import Samples, sample_all
 from sala.backends.rows import CachedTensor, cached_tensors, check_blobs, guess_tokens, keep_agreed, places_of
+from sala.backends.sources import HeadWeights
 from sala.checkpoint.dtypes import dtypes_by_file_name
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
@@ -55,18 +57,14 @@ class MlxExecutor:
     """Runs plans on one device. Not thread-safe: one engine owns it."""
 
     def __init__(
-        self,
-        model: SalaModel,
-        capacity: Capacity,
-        device: mx.Device,
-        dtype: mx.Dtype,
-        ops: Ops = REFERENCE,
+        self, model: SalaModel, capacity: Capacity, device: mx.Device, dtype: mx.Dtype, ops: Ops = REFERENCE
     ) -> None:
         self.model = model
-        self.capacity = capacity
+        self.capacity = replace(capacity, can_gather=True)
         self.device = device
         self.dtype = dtype
         self.ops = ops
+        self._head_weights: HeadWeights = HeadWeights.of(model.config)
         self._limits = set_limits(device)
         self._prebuilt: BuiltStep | None = None
         self._is_closed = False
@@ -75,6 +73,13 @@ class MlxExecutor:
             self._pulse = mx.zeros(1)
             mx.eval(self.cache.empty, list(self.cache.arrays(())), self._pulse)
 
+    def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
+        """Nothing: graphs are built while steps run."""
+
+    def launch(self, plan: Plan) -> Callable[[], Result]:
+        result = self.run(plan)
+        return lambda: result
+
     @on_device
     def run(self, plan: Plan) -> Result:
         step = self.adopt(plan) or self.build(plan, self.prepare(plan), self.cache)
@@ -82,7 +87,8 @@ class MlxExecutor:
         if step.samples is None:
             self.start(slots)
             return Result(((),) * len(plan.rows))
-        self.start(slots, step.samples.arrays)
+        gather = step.batch.gather
+        self.start(slots, [step.samples.arrays, [] if gather is None else list(gather.arrays)])
         prebuilt = self.build_next(plan, step.samples.tokens)  # while the device is busy
         sampled = keep_agreed(plan, step.samples.read())
         if step.batch.pending:
@@ -91,7 +97,10 @@ class MlxExecutor:
         if prebuilt is not None:
             rows = (replace(row, tokens=(one.token,)) for row, (one,) in zip(prebuilt.rows, sampled, strict=True))
             self._prebuilt = replace(prebuilt, rows=tuple(rows))
-        return Result(sampled)
+        return Result(sampled, () if gather is None else gather.results(plan, self._head_weights))
+
+    def weigh_heads(self, weights: Sequence[Sequence[float]] | None, keeps_heads: bool = False) -> None:
+        self._head_weights = HeadWeights.of(self.model.config, weights, keeps_heads)
 
     def build(self, plan: Plan, batch: Batch, cache: HybridCache) -> "BuiltStep":
         """Build the step of a plan without computing it; the cache becomes what it will be afterwards."""
@@ -109,8 +118,8 @@ class MlxExecutor:
         rows = tuple(replace(row, tokens=(0,), start=row.start + len(row.tokens)) for row in plan.rows)
         if any(row.start >= len(row.pages) * self.capacity.page_size for row in rows):
             return None  # another page is needed first
-        batch, cache = pack(Plan(rows), self.ops, tokens), self.cache.fork()
-        return self.build(Plan(rows), batch, cache)
+        batch = pack(Plan(rows), self.ops, tokens, Gather.of(Plan(rows), self.model.config))
+        return self.build(Plan(rows), batch, self.cache.fork())
 
     def adopt(self, plan: Plan) -> "BuiltStep | None":
         """Return the prebuilt step if it belongs to this plan; otherwise drop it, because it refers to the pools."""
@@ -123,7 +132,7 @@ class MlxExecutor:
     def prepare(self, plan: Plan) -> Batch:
         """Return the batch of a plan, for which the cache is grown if necessary."""
         self._prebuilt = None
-        batch = pack(plan, self.ops)
+        batch = pack(plan, self.ops, gather=Gather.of(plan, self.model.config))
         self.cache.reach(page for row in plan.rows for page in row.pages)
         self.cache.join(batch.slots)
         return batch
@@ -137,7 +146,8 @@ class MlxExecutor:
         mx.async_eval(wanted, list(self.cache.arrays(slots)))
 
     @on_device
-    def draft(self, plan: Plan, num_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
+    def draft(self, plan: Plan, count: int, num_layers: int | None = None) -> tuple[tuple[int, ...], ...]:
+        assert num_layers is not None, "there is no draft head"
         self._prebuilt = None
         self.cache.reach(page for row in plan.rows for page in row.pages)
         cache = self.cache.for_drafts([row.slot for row in plan.rows], num_layers)
@@ -175,8 +185,14 @@ class MlxExecutor:
         self._prebuilt = None
         self.cache.clear_state(slot)
 
+    def host_memory(self, num_bytes: int) -> memoryview:
+        raise InputError("cache_ram", "is set, but on a Mac all memory is the GPU's too", "raise cache_memory instead")
+
     @on_device
-    def dump(self, pages: Sequence[int], num_tokens: int, slot: int) -> dict[str, Blob]:
+    def dump(
+        self, pages: Sequence[int], num_tokens: int, slot: int, memory: memoryview | None = None
+    ) -> dict[str, Blob]:
+        assert memory is None, "there is no host memory besides the device's"
         table = mx.array(np.asarray(pages, np.int32))
         blobs = {}
         for name, entry in cached_tensors(self.model.config, num_tokens).items():
@@ -209,8 +225,7 @@ class MlxExecutor:
         self.start((slot,))
 
     def _pool_of(self, entry: CachedTensor) -> mx.array:
-        pool: mx.array = getattr(self.cache.pages[entry.layer], entry.pool)
-        return pool
+        return getattr(self.cache.pages[entry.layer], entry.pool)
 
     @on_device
     def probe(self) -> None:
@@ -246,6 +261,11 @@ def _array(blob: Blob, dtype: mx.Dtype) -> mx.array:
 def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) -> MlxExecutor:
     if options.kv != "auto":
         raise InputError("kv", "is fp8, which MLX does not have", "leave it out, or use --backend torch")
+    if options.state != "auto":
+        raise InputError("state", "is bf16, which MLX does not have", "leave it out, or use --backend torch")
+    if options.kv_home not in ("auto", "device"):
+        problem = f"is {options.kv_home}, and on a Mac all memory is the GPU's too"
+        raise InputError("kv_home", problem, "leave it out and raise cache_memory, or use --backend torch --device cpu")
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config)
     with mx.stream(device):

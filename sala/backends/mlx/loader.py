@@ -1,5 +1,6 @@
 """Load weights into the model: one tensor at a time, from the mapped file, never two copies of the model."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -8,7 +9,7 @@ from mlx.nn.layers.base import Module
 
 from sala.backends import pick_dtype_name
 from sala.backends.mlx.model import SalaModel
-from sala.backends.mlx.quantized_linear import AffineEmbedding, AffineLinear, AffineWeight
+from sala.backends.mlx.quantized_linear import Affine, AffineEmbedding, AffineLinear
 from sala.checkpoint.arrays import as_array
 from sala.checkpoint.dtypes import dtypes_by_name
 from sala.checkpoint.matrices import Fp8Matrix, QuantizedMatrices
@@ -30,16 +31,17 @@ def load_model(checkpoint: Checkpoint, config: SalaConfig, dtype: mx.Dtype) -> S
     check_tensors(checkpoint, config)
     matrices = QuantizedMatrices(checkpoint, config)
     model = SalaModel(config)
+    modules = dict(model.named_modules())
     for name, shape in expected_tensors(config).items():
         module, _, leaf = name.rpartition(".")
         if module in matrices and leaf == "weight":
             continue
         tensor = read_tensor(checkpoint, name, dtype)
         assert tensor.shape == shape, name
-        setattr(find_module(model, module), leaf, tensor)
+        setattr(modules[module], leaf, tensor)
     for name in matrices:
         if name != "lm_head" or not config.tie_word_embeddings:
-            put_quantized(model, name, matrices, dtype)
+            put_quantized(model, modules, name, matrices, dtype)
     if config.tie_word_embeddings and "model.embed_tokens" not in matrices:
         model.lm_head.weight = model.model.embed_tokens.weight
     mx.eval(model.parameters(), [mixer._slopes for mixer in model.modules() if hasattr(mixer, "_slopes")])
@@ -47,36 +49,29 @@ def load_model(checkpoint: Checkpoint, config: SalaConfig, dtype: mx.Dtype) -> S
     return model
 
 
-def find_module(model: SalaModel, name: str) -> Module:
-    module: Any = model
-    for part in name.split("."):
-        module = module[int(part)] if part.isdigit() else getattr(module, part)
-    found: Module = module
-    return found
-
-
-def put_quantized(model: SalaModel, name: str, matrices: QuantizedMatrices, dtype: mx.Dtype) -> None:
+def put_quantized(
+    model: SalaModel, modules: Mapping[str, Module], name: str, matrices: QuantizedMatrices, dtype: mx.Dtype
+) -> None:
     """Replace a linear or the embedding (and the head that shares it) by a quantized matrix; FP8 is expanded.
 
     At most one module is in memory twice.
     """
     matrix = matrices.read(name)
     if isinstance(matrix, Fp8Matrix):
-        find_module(model, name).weight = expand_fp8(matrices, name, matrix, dtype)
+        modules[name].weight = expand_fp8(matrices, name, matrix, dtype)
         return
-    weight = to_affine(matrix).fitted(dtype)
-    mx.eval(weight.codes, weight.scales, weight.biases)
+    affine = to_affine(matrix, dtype)
+    mx.eval(affine[:3])
     for part in matrices.parts(name):
         matrices.checkpoint.forget(part)
-    is_embedding = name == "model.embed_tokens"
-    if is_embedding:
-        model.model.embed_tokens = AffineEmbedding(weight, dtype)  # type: ignore[assignment]
-    if not is_embedding or model.config.tie_word_embeddings:
-        parent, _, leaf = ("lm_head" if is_embedding else name).rpartition(".")
-        holder = find_module(model, parent) if parent else model
-        linear = getattr(holder, leaf)
-        order = None if matrix.order is None else mx.array(matrix.order.astype(np.int32))
-        setattr(holder, leaf, AffineLinear(weight, linear.bias if "bias" in linear else None, order))
+    if name == "model.embed_tokens":
+        model.model.embed_tokens = AffineEmbedding(affine, dtype)  # type: ignore[assignment]
+        if not model.config.tie_word_embeddings:
+            return
+        name = "lm_head"
+    order = None if matrix.order is None else mx.array(matrix.order.astype(np.int32))
+    parent, _, leaf = name.rpartition(".")
+    setattr(modules[parent], leaf, AffineLinear(affine, modules[name].get("bias"), order))
 
 
 def expand_fp8(matrices: QuantizedMatrices, name: str, matrix: Fp8Matrix, dtype: mx.Dtype) -> mx.array:
@@ -90,10 +85,12 @@ def expand_fp8(matrices: QuantizedMatrices, name: str, matrix: Fp8Matrix, dtype:
     return out
 
 
-def to_affine(packed: Packed) -> AffineWeight:
-    """Return a packed matrix as MLX arrays."""
-    scales, biases = (_to_array(values, packed.dtype) for values in (packed.scales, packed.biases))
-    return AffineWeight(mx.array(packed.codes), scales, biases, packed.bits, packed.group_size)
+def to_affine(packed: Packed, dtype: mx.Dtype) -> Affine:
+    """Return a packed matrix, with scales and biases in this precision if it holds them exactly, in fp32 otherwise."""
+    parts = [_to_array(values, packed.dtype) for values in (packed.scales, packed.biases)]
+    is_held = all(mx.array_equal(part.astype(dtype).astype(mx.float32), part.astype(mx.float32)) for part in parts)
+    scales, biases = (part.astype(dtype if is_held else mx.float32) for part in parts)
+    return mx.array(packed.codes), scales, biases, packed.bits, packed.group_size
 
 
 def read_tensor(checkpoint: Checkpoint, name: str, dtype: mx.Dtype) -> mx.array:

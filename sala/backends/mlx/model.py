@@ -104,33 +104,35 @@ class SparseMixer(Mixer):
         if self.log_base is not None:
             q = dense.grow_queries(q, batch.positions, self.log_base)
         pages.append(batch, k, v)  # of all rows, before any of them reads
-        rows = [self.attend(*row, pages, batch.ops) for row in zip(batch.spans, batch.split(q), strict=True)]
+        rows = [self.attend(index, row, pages, batch) for index, row in enumerate(batch.split(q))]
         o = (rows[0] if len(rows) == 1 else mx.concatenate(rows)).reshape(x.shape[0], -1)
         if self.o_gate is not None:
             o = dense.sigmoid_gate(self.o_gate(x), o)
         return self.o_proj(o)
 
-    def attend(self, span: Span, q: mx.array, pages: KVPages, ops: Ops) -> mx.array:
+    def attend(self, index: int, q: mx.array, pages: KVPages, batch: Batch) -> mx.array:
         """One row, whose keys are in its pages: q [n, H, D] → [n, H, D]. The regime may change inside the row."""
+        span, scale, selected = batch.spans[index], self.head_dim**-0.5, None
         num_dense = min(max(span.sparse_from - span.start, 0), span.length)
         outputs = []
         if num_dense:
             keys, values = pages.keys_values(span, span.start + num_dense)
-            outputs.append(dense.dense_attention(q[:num_dense], keys, values, self.head_dim**-0.5))
+            outputs.append(dense.dense_attention(q[:num_dense], keys, values, scale))
         if num_dense < span.length:
-            outputs.append(self.attend_sparse(span, q[num_dense:], span.start + num_dense, pages, ops))
+            q_sparse, positions = q[num_dense:], mx.arange(span.start + num_dense, span.end, dtype=mx.int32)
+            selected = mx.stop_gradient(self.select(span, q_sparse, positions, pages, batch.ops))  # no gradient in ids
+            attend = batch.ops.sparse_attention
+            outputs.append(attend(q_sparse, pages.k, pages.v, span.table, selected, positions, scale))
+        if batch.gather is not None:
+            batch.gather.add(index, span, q, selected, pages, scale)
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-
-    def attend_sparse(self, span: Span, q: mx.array, start: int, pages: KVPages, ops: Ops) -> mx.array:
-        positions = mx.arange(start, span.end, dtype=mx.int32)
-        selected = mx.stop_gradient(self.select(span, q, positions, pages, ops))  # block ids have no gradient
-        return ops.sparse_attention(q, pages.k, pages.v, span.table, selected, positions, self.head_dim**-0.5)
 
     def select(self, span: Span, q: mx.array, positions: mx.array, pages: KVPages, ops: Ops) -> mx.array:
         """The blocks each query attends to, [n, G, C]."""
         k1, k2 = pages.pooled(span, span.end)
         num_blocks = -(-span.end // self.sparse.block_size)
-        return ops.select_blocks(q, k1, k2, positions, num_blocks, self.sparse, self.head_dim**-0.5)
+        sparse = self.sparse.with_topk(span.topk)
+        return ops.select_blocks(q, k1, k2, positions, num_blocks, sparse, self.head_dim**-0.5)
 
 
 class MLP(Module):

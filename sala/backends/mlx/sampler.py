@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from sala.backends.rows import GREEDY_BELOW, allowed_tokens, is_adjusted, penalties, point_of, sampling_of
+from sala.errors import ModelBroken
 from sala.protocol import Row, SampledToken, Sampling
 
 _ID_BITS = 32  # of a sorting key; the rest is the probability
@@ -15,7 +16,10 @@ _ID_BITS = 32  # of a sorting key; the rest is the probability
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Tokens [n] that are not computed yet and, where requested, log-probabilities: own, best ids, best values."""
+    """Tokens [n] that are not computed yet and, where requested, log-probabilities: own, best ids, best values.
+
+    A token is -1 if its logits are not numbers.
+    """
 
     tokens: mx.array
     logprobs: Sequence[tuple[mx.array, mx.array, mx.array] | None]
@@ -25,8 +29,10 @@ class Samples:
         return [self.tokens, [found for found in self.logprobs if found is not None]]
 
     def read(self) -> list[SampledToken]:
-        """Wait for the tokens and return them."""
+        """Wait for the tokens and return them. Raise ModelBroken if there was nothing to sample from."""
         tokens: list[int] = np.array(self.tokens).tolist()
+        if min(tokens, default=0) < 0:
+            raise ModelBroken
         pairs = zip(tokens, self.logprobs, strict=True)
         return [SampledToken(token) if found is None else _with_logprobs(token, *found) for token, found in pairs]
 
@@ -43,6 +49,7 @@ def sample_all(logits: mx.array, places: Sequence[tuple[Row, int]]) -> Samples:
         points = [point_of(*places[at]) for at in warm]
         index = mx.array(np.asarray(warm, np.int32))
         tokens[index] = _sample_at(adjusted[index], [samplings[at] for at in warm], points)
+    tokens = mx.where(mx.isnan(logits).any(axis=-1), -1, tokens)
     scored = enumerate(zip(logits, samplings, strict=True)) if any(s.logprobs is not None for s in samplings) else ()
     found = {at: _logprobs(scores, tokens[at], sampling.logprobs) for at, (scores, sampling) in scored}
     return Samples(tokens, [found.get(at) for at in range(len(samplings))])
@@ -52,8 +59,10 @@ def adjust(logits: mx.array, sampling: Sampling, row: Row, num_accepted: int = 0
     """Return logits [V] with bias, penalties and bans, before temperature."""
     vocab = logits.shape[0]
     if sampling.has_penalty:
-        seen, less = (mx.array(x) for x in penalties(row, num_accepted, vocab))
-        penalty = sampling.repetition_penalty
+        tokens, subtracted = penalties(row, num_accepted, vocab)
+        is_seen, all_less = np.zeros(vocab, np.bool_), np.zeros(vocab, np.float32)
+        is_seen[tokens], all_less[tokens] = True, subtracted
+        seen, less, penalty = mx.array(is_seen), mx.array(all_less), sampling.repetition_penalty
         logits = mx.where(seen, mx.where(logits > 0, logits / penalty, logits * penalty), logits) - less
     if sampling.logit_bias:
         bias = np.zeros(vocab, np.float32)
@@ -85,7 +94,7 @@ def _descending(probs: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def _search(probs: mx.array, points: Sequence[float]) -> mx.array:
-    """Return how many numbers of each row lie at or below its point, [n, 1]; in fp64, which MLX has on the CPU only."""
+    """Return how many numbers of each row are at most its point, [n, 1]; in fp64, which MLX has on the CPU only."""
     cpu = mx.cpu
     cumulative = mx.cumsum(probs.astype(mx.float64, stream=cpu), axis=-1, stream=cpu)
     whole = mx.take(cumulative, mx.array([probs.shape[-1] - 1]), axis=-1, stream=cpu)

@@ -24,7 +24,7 @@ from sala.backends.mlx.kernels.metal import Run
 from sala.backends.mlx.ops import lightning, sparse
 from sala.checkpoint.writer import write_atomically
 from sala.config import SparseConfig
-from sala.errors import describe_error
+from sala.errors import SalaError, describe_error
 
 # Relative to the largest number of the op, computed in fp32 from the same inputs: they allow for another order of sums
 # and for one rounding where the result has the precision of the model.
@@ -42,7 +42,7 @@ _TIMES = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class KernelVerdict:
     """The result of a check; times in milliseconds of one call, None where the kernel was not correct."""
 
     name: str
@@ -87,24 +87,24 @@ def why_not() -> str | None:
     return None
 
 
-def verdict(name: str) -> Verdict:
+def verdict(name: str) -> KernelVerdict:
     """Return the verdict on this kernel on this GPU: from the cache, or by a check now."""
     known = _read()
     key = _key(name)
     if key not in known:
         known[key] = asdict(check(name))
         _write(known)
-    return Verdict(**known[key])
+    return KernelVerdict(**known[key])
 
 
-def verdicts() -> Iterator[Verdict]:
+def verdicts() -> Iterator[KernelVerdict]:
     """Yield the verdict on every kernel; none where there is no GPU for them."""
     if why_not() is None:
         for name in KERNELS:
             yield verdict(name)
 
 
-def check(name: str, run: Run = metal.run) -> Verdict:
+def check(name: str, run: Run = metal.run) -> KernelVerdict:
     """Compare on small, odd shapes, then time on usual ones."""
     error, tolerance = 0.0, TOLERANCES[mx.float32]
     try:
@@ -114,14 +114,14 @@ def check(name: str, run: Run = metal.run) -> Verdict:
             if not found / bound <= error / tolerance:  # remember the case nearest to its bound, or NaN
                 error, tolerance = found, bound
             if not found <= bound:
-                return Verdict(name, error if math.isfinite(error) else math.inf, tolerance)
+                return KernelVerdict(name, error if math.isfinite(error) else math.inf, tolerance)
         kernel = functools.partial(KERNELS[name].kernel, run=run)
         usual = _USUAL[name](np.random.default_rng(0))
         kernel_ms = {size: _time(kernel, arguments) for size, arguments in usual.items()}
         op_ms = {size: _time(OPS[name], arguments) for size, arguments in usual.items()}
     except Exception as problem:
-        return Verdict(name, math.inf, tolerance, message=describe_error(problem))
-    return Verdict(name, error, tolerance, kernel_ms, op_ms)
+        return KernelVerdict(name, math.inf, tolerance, message=describe_error(problem))
+    return KernelVerdict(name, error, tolerance, kernel_ms, op_ms)
 
 
 def tolerance_of(name: str, dtype: mx.Dtype) -> float:
@@ -268,7 +268,7 @@ def _read() -> dict[str, Any]:
     """Return the known verdicts; an unreadable file counts as empty."""
     try:
         known = json.loads(_file().read_text(encoding="utf-8"))
-        return {str(key): asdict(Verdict(**value)) for key, value in known.items()}
+        return {str(key): asdict(KernelVerdict(**value)) for key, value in known.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
@@ -279,5 +279,5 @@ def _write(known: dict[str, Any]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(known, indent=1))
-    except OSError:
+    except (OSError, SalaError):
         pass

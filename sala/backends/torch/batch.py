@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from sala.backends.rows import PackedRows, RowSpan, as_slice, token_ids
 from sala.backends.torch.ops import REFERENCE, Ops
 from sala.protocol import Plan
+
+if TYPE_CHECKING:
+    from sala.backends.torch.gather import Gather
 
 
 @dataclass(frozen=True)
@@ -32,14 +36,29 @@ class Sequences:
     positions: Tensor  # [T]
     lengths: tuple[int, ...]
     ops: Ops = REFERENCE
+    features: "Features | None" = None  # see `Batch`
 
 
-def whole(tokens: Tensor, lengths: Sequence[int] | None = None, ops: Ops = REFERENCE) -> Sequences:
+def whole(
+    tokens: Tensor, lengths: Sequence[int] | None = None, ops: Ops = REFERENCE, features: "Features | None" = None
+) -> Sequences:
     """Pack tokens [B, n], a sequence per row, or [T] with the lengths of the sequences in it."""
     if lengths is None:
         lengths = (tokens.shape[1],) * tokens.shape[0]
     positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
-    return Sequences(tokens.flatten(), positions, tuple(lengths), ops)
+    return Sequences(tokens.flatten(), positions, tuple(lengths), ops, features)
+
+
+@dataclass
+class Features:
+    """Hidden states after some layers, which a forward pass leaves here: [T, hidden] each."""
+
+    layers: tuple[int, ...]
+    states: list[Tensor] = field(default_factory=list)
+
+    def add(self, num_layers: int, x: Tensor) -> None:
+        if num_layers in self.layers:
+            self.states.append(x)
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,8 @@ class Batch(PackedRows[Span]):
     device: torch.device
     ops: Ops = REFERENCE
     settle: list[Callable[[Sequence[int]], None]] = field(default_factory=list)  # filled by the fused forward instead
+    gather: "Gather | None" = None  # takes what the sampled rows attend to
+    features: Features | None = None  # takes hidden states after some layers
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -59,9 +80,16 @@ class Batch(PackedRows[Span]):
         return send(torch.cat([torch.arange(span.start, span.end) for span in self.spans]), self.device)
 
 
-def pack(plan: Plan, device: torch.device, ops: Ops = REFERENCE) -> Batch:
+def pack(
+    plan: Plan,
+    device: torch.device,
+    ops: Ops = REFERENCE,
+    gather: "Gather | None" = None,
+    features: Features | None = None,
+) -> Batch:
     """Return the rows of a plan as one batch, which the model runs by `ops`."""
-    return Batch(token_ids(plan), tuple(Span.of(row, device) for row in plan.rows), device, ops)
+    spans = tuple(Span.of(row, device) for row in plan.rows)
+    return Batch(token_ids(plan), spans, device, ops, gather=gather, features=features)
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

@@ -3,13 +3,20 @@
 A page holds one block of keys and values and the pooled keys whose windows end in it. A slot holds the recurrent
 state of one sequence. `engine/cache` decides which sequence owns which; this module only stores them.
 
-Keys and values may be kept in FP8, half as large as in bf16. They are rounded when they are written, and all readers,
-pooling included, read the rounded values: the result does not depend on how a prompt was cut into chunks.
+Keys and values may be kept in FP8, half as large as in bf16, with a power of two for every token and head: so large
+numbers are not clipped and small ones keep their digits. A row is rounded when it is written, by itself alone, and all
+readers, pooling included, read the rounded values. A difference in the last bit before rounding may become one of 6%.
+
+States are fp32 or, half as large, bf16. All arithmetic is fp32; a state in bf16 is rounded after each token in decoding
+and after each chunk of 64 tokens in prefill, wherever a prompt is cut.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +28,9 @@ from sala.config import SalaConfig, SparseConfig
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0  # of e4m3
+INFINITY_BITS = 0x7F800000  # of fp32
+MIN_EXPONENT, MAX_EXPONENT = 63, 246  # biased: all numbers are normal and finite in fp32
+Allocate = Callable[..., Tensor]  # by shape and dtype, as torch.empty
 
 
 def raw(pool: Tensor) -> Tensor:
@@ -28,15 +38,32 @@ def raw(pool: Tensor) -> Tensor:
     return pool.view(torch.uint8) if pool.dtype == FP8 else pool
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x as a pool of that dtype holds it; numbers too large for FP8 become its largest number."""
-    return x.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8) if dtype == FP8 else x
+def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] → codes in FP8 and exponents [...] in uint8, biased as in fp32: a number is code * 2^(exponent - 127).
+
+    The exponent of a row is the smallest with which FP8 holds its largest number. Infinite numbers become finite.
+    """
+    bits = (x.float().view(torch.int32) & 0x7FFFFFFF).clamp(max=INFINITY_BITS)  # in the order of the magnitudes
+    exponents = ((bits.amax(-1) + 0x1FFFFF >> 23) - 8).clamp(MIN_EXPONENT, MAX_EXPONENT)  # 448 is 1.75 * 2^8
+    codes = x.float() * _power_of_two(254 - exponents).unsqueeze(-1)
+    return codes.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8), exponents.to(torch.uint8)
+
+
+def from_fp8(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that `to_fp8` rounded to."""
+    return (codes.float() * _power_of_two(exponents.int()).unsqueeze(-1)).to(dtype)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """Return 2^(exponent - 127) in fp32, 0 for an exponent of 0; int32 exponents."""
+    return (exponents << 23).view(torch.float32)
 
 
 class KVPages:
     """Keys, values and pooled keys of one sparse layer; every pool is [G, P, rows per page, D].
 
-    `kv_dtype` is that of keys and values; pooled keys have `dtype`, and readers get `dtype`.
+    `kv_dtype` is that of keys and values; pooled keys have `dtype`, and readers get `dtype`. With FP8, keys and values
+    have `exponents` [G, P, rows per page, 2], see `to_fp8`.
     """
 
     def __init__(
@@ -46,32 +73,47 @@ class KVPages:
         dtype: torch.dtype,
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
+        empty: Allocate | None = None,
     ) -> None:
+        """`empty` allocates keys and values elsewhere than on the device."""
         self.sparse: SparseConfig = config.sparse_config
         self.dtype = dtype
+        own: Allocate = partial(torch.empty, device=device)
         heads, dim, kv = config.num_key_value_heads, config.head_dim, kv_dtype or dtype
+        kinds: tuple[tuple[torch.dtype, Allocate], ...]
+        kinds = ((kv, empty or own), (kv, empty or own), (dtype, own), (dtype, own))
         self.k, self.v, self.k1, self.k2 = (
-            torch.empty(heads, num_pages, rows, dim, dtype=kind, device=device)
-            for rows, kind in zip(rows_per_page(config).values(), (kv, kv, dtype, dtype), strict=True)
+            allocate((heads, num_pages, rows, dim), dtype=kind)
+            for rows, (kind, allocate) in zip(rows_per_page(config).values(), kinds, strict=True)
         )
+        shape = (*self.k.shape[:3], 2)
+        self.exponents = (empty or own)(shape, dtype=torch.uint8) if kv == FP8 else None
 
     @property
     def pools(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.k, self.v, self.k1, self.k2
 
     @property
+    def token_pools(self) -> list[Tensor]:
+        """The pools with a row per token, for copying."""
+        return [raw(self.k), raw(self.v), *([] if self.exponents is None else [self.exponents])]
+
+    @property
     def is_fp8(self) -> bool:
-        return self.k.dtype == FP8
+        return self.exponents is not None
 
     def append(self, span: Span, k: Tensor, v: Tensor) -> None:
         """Write k, v [n, G, D] at the span's positions and pool the windows that they complete."""
         block, offset = divmod(span.end, self.sparse.block_size)
         if offset and block * self.sparse.block_size >= span.start:
             # Masked rows are still multiplied by 0, and 0 * NaN is NaN: numbers of an earlier owner must not leak in.
-            for pool in (self.k, self.v):
-                raw(pool)[:, span.table[block]] = 0
-        for pool, new in ((self.k, k), (self.v, v)):
-            _write(raw(pool), span, span.start, raw(rounded(new, pool.dtype)).transpose(0, 1))
+            for pool in self.token_pools:
+                pool[:, span.table[block]] = 0
+        for index, (pool, new) in enumerate(((self.k, k), (self.v, v))):
+            if self.exponents is not None:
+                new, exponents = to_fp8(new)
+                _write(self.exponents[..., index], span, span.start, exponents.T)
+            _write(raw(pool), span, span.start, raw(new).transpose(0, 1))
         kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
         self._pool(self.k1, span, kernel, stride)
         self._pool(self.k2, span, 4 * kernel, 4 * stride)
@@ -89,8 +131,12 @@ class KVPages:
         return self._read(self.k, span, 0, length), self._read(self.v, span, 0, length)
 
     def _read(self, pool: Tensor, span: Span, start: int, end: int) -> Tensor:
-        rows = raw(pool).flatten(1, 2)[:, _rows(pool, span, start, end)]
-        return rows.view(FP8).to(self.dtype) if pool.dtype == FP8 else rows
+        index = _rows(pool, span, start, end)
+        rows = raw(pool).flatten(1, 2)[:, index]
+        if self.exponents is None or pool.dtype != FP8:
+            return rows
+        exponents = self.exponents[..., int(pool is self.v)].flatten(1, 2)[:, index]
+        return from_fp8(rows.view(FP8), exponents, self.dtype)
 
     def blocks(self, span: Span) -> tuple[Tensor, Tensor]:
         """Return copies of all keys and values of the sequence as pages [G, N, B, D], one per block, in order."""
@@ -122,8 +168,15 @@ def _write(pool: Tensor, span: Span, start: int, new: Tensor) -> None:
     pool.flatten(1, 2)[:, _rows(pool, span, start, start + new.shape[1])] = new
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; on a CPU they take no memory until they are used, as numpy's do and torch's do not."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
 class HybridCache:
-    """All layers: `pages[layer]` of the sparse ones, `states[layer]` [slots, H, D, D] in fp32 of the lightning ones."""
+    """All layers: `pages[layer]` of the sparse ones, `states[layer]` [slots, H, D, D] of the lightning ones."""
 
     def __init__(
         self,
@@ -133,11 +186,16 @@ class HybridCache:
         dtype: torch.dtype,
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        empty: Allocate | None = None,
     ) -> None:
+        """`empty` allocates keys and values elsewhere than on the device."""
         dim = config.lightning_head_dim
         shape = (num_slots, config.lightning_nh, dim, dim)
-        self.pages = {layer: KVPages(num_pages, config, dtype, device, kv_dtype) for layer in config.sparse_layers}
-        self.states = {layer: torch.zeros(shape, device=device) for layer in config.lightning_layers}
+        self.pages = {
+            layer: KVPages(num_pages, config, dtype, device, kv_dtype, empty) for layer in config.sparse_layers
+        }
+        self.states = {layer: _zeros(shape, state_dtype, device) for layer in config.lightning_layers}
 
     def for_drafts(self, slots: Sequence[int], num_layers: int) -> "HybridCache":
         """Return a view for drafting: the same pages, but copies of the states, numbered as `slots` are."""
@@ -155,11 +213,15 @@ class HybridCache:
 
     def copy_page(self, source: int, target: int, num_rows: int) -> None:
         for layer in self.pages.values():
-            for pool in (raw(layer.k), raw(layer.v)):
+            for pool in layer.token_pools:
                 pool[:, target] = 0
                 pool[:, target, :num_rows] = pool[:, source, :num_rows]
             for pool in (layer.k1, layer.k2):
                 pool[:, target] = pool[:, source]
+
+    @property
+    def is_fp8(self) -> bool:
+        return any(pages.is_fp8 for pages in self.pages.values())
 
     def pool_of(self, entry: CachedTensor) -> Tensor:
         if entry.pool == "state":

@@ -1,117 +1,278 @@
 """The executor of the torch backend: owns weights and cache and runs plans."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import platformdirs
 import psutil
 import torch
 from torch import Tensor
 
-from sala.backends.memory import share_memory
-from sala.backends.rows import cached_tensors, check_blobs, guess_tokens, keep_agreed, places_of
+from sala.backends.memory import Offload, pooled_bytes, share_memory
+from sala.backends.rows import DRAFT_PREFIX, cached_tensors, check_blobs, guess_tokens, keep_agreed, places_of
+from sala.backends.sources import HeadWeights
+from sala.backends.torch.adapters import AdapterSet, Rows
 from sala.backends.torch.batch import Batch, pack, take
 from sala.backends.torch.cache import FP8, HybridCache, raw
-from sala.backends.torch.fast.dispatch import keep_packed, put_kernel_linears, select_forward, select_ops
+from sala.backends.torch.draft_exit import DraftExit, load_draft_exit
+from sala.backends.torch.draft_head import Drafter, DraftHead, HeadCache, load_draft_head
+from sala.backends.torch.fast.dispatch import AheadForward, keep_packed, put_kernel_linears, select_forward, select_ops
+from sala.backends.torch.gather import Gather
+from sala.backends.torch.kernels import native
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
+from sala.backends.torch.page_file import PageFile
 from sala.backends.torch.sampler import sample_all
+from sala.checkpoint.draft_head import DraftHeadConfig
 from sala.checkpoint.dtypes import dtypes_by_file_name
+from sala.checkpoint.lora import Adapter
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.errors import InputError
+from sala.errors import InputError, ModelBroken, free_disk_bytes
 from sala.protocol import Blob, Capacity, Options, Plan, Result, Row, SampledToken
 
 _PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}  # tokens; of a GPU rounded, see `prefill_chunk`
+_MAX_BATCH = {"cuda": 128}  # up to here products of decode rows are batch-invariant; 8 elsewhere
+_SAMPLING_BYTES = 9  # of a slot, per token of the vocabulary: kernels.sampling.SamplingBuffers
+ON_DISK = "on disk"  # `Capacity.offload`
+_ALIGNMENT = 64  # bytes, of the tensors in a dump
 _TILE = 64  # rows of a tile of a large matrix product (or half of one)
-_NAMES = {dtype: name for name, dtype in dtypes_by_file_name(torch).items()}
+_STATES = {"auto": torch.float32, "bf16": torch.bfloat16}  # by the option `state`
+_log = logging.getLogger("sala.backends")
+_DTYPES = dtypes_by_file_name(torch)
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TorchExecutor:
     """Runs plans on one device. Not thread-safe: one engine owns it."""
 
     def __init__(
-        self, model: SalaModel, capacity: Capacity, device: torch.device, dtype: torch.dtype, options: Options
+        self,
+        model: SalaModel,
+        capacity: Capacity,
+        device: torch.device,
+        dtype: torch.dtype,
+        options: Options,
+        adapters: Sequence[Adapter] = (),
+        head: DraftHead | None = None,
+        draft_exit: DraftExit | None = None,
     ) -> None:
         self.model = model
-        self.capacity = capacity
+        self.draft_exit = draft_exit
+        self.capacity = replace(capacity, can_gather=True)
         self.device = device
         self.dtype = dtype
         kv_dtype = pick_kv(options.kv, device)
-        self.cache = HybridCache(model.config, capacity.num_pages, capacity.num_slots, dtype, device, kv_dtype)
+        config, state_dtype = model.config, _STATES[options.state]
+        empty = page_file(config, capacity, dtype, options).empty if capacity.offload == ON_DISK else None
+        self.cache = HybridCache(
+            config, capacity.num_pages, capacity.num_slots, dtype, device, kv_dtype, state_dtype, empty
+        )
+        self.drafter = None if head is None else self._open_drafter(head)
         self.ops = select_ops(options.kernels)
         self.fused = select_forward(model, device, capacity.max_tokens, options)
+        self.ahead: AheadForward | None = None
+        self.adapters = AdapterSet(model, adapters, device) if adapters else None
+        if head is not None and isinstance(self.fused, AheadForward):
+            self.fused.feature_layers = head.config.feature_layers
+        # Rows with an adapter are sampled on the host, and so are those that a draft head follows.
+        if isinstance(self.fused, AheadForward) and not adapters and head is None:
+            self.run_ahead(self.fused)
+        self._head_weights: HeadWeights = HeadWeights.of(config)
+        self._max_count = 1 if options.speculate == "off" else 1 + options.num_draft  # tokens of a decode row
         self._pulse = torch.zeros(1, device=device)  # for `probe`, which must not allocate
         self._is_closed = False
+
+    def _open_drafter(self, head: DraftHead) -> Drafter:
+        self.capacity = replace(self.capacity, can_draft=True)
+        capacity = self.capacity
+        sizes = capacity.num_pages, capacity.num_slots, capacity.page_size
+        return Drafter(head, self.model, HeadCache(head.config, *sizes, head.dtype, self.device))
+
+    def run_ahead(self, fused: AheadForward) -> None:
+        """Run plans by a forward that samples on the device."""
+        self.fused = self.ahead = fused
+        fused.use(self.cache, self.capacity.num_slots)
+        self.capacity = replace(self.capacity, can_run_ahead=True, can_split=True)
 
     def forward(
         self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
     ) -> Tensor:
         """Run the fused forward if it takes this batch, else the model → hidden states of `wanted` rows, or of all."""
-        if self.fused is not None and self.fused.can_run(batch):
+        rows = [(span.adapter, span.length) for span in batch.spans]
+        if self.fused is not None and not _is_adapted(rows) and self.fused.can_run(batch):
             return self.fused(batch, cache, num_layers, wanted)
-        hidden: Tensor = self.model(batch, cache, num_layers)
+        with self._applying(rows):
+            hidden: Tensor = self.model(batch, cache, num_layers)
         return hidden if wanted is None else take(hidden, wanted)
 
-    def scores(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden] → logits [n, vocab] in fp32."""
-        return self.model.logits(hidden) if self.fused is None else self.fused.logits(hidden)
+    def scores(self, hidden: Tensor, adapters: Sequence[str]) -> Tensor:
+        """hidden [n, hidden] → logits [n, vocab] in fp32; each row has an adapter, or an empty string."""
+        rows = [(adapter, 1) for adapter in adapters]
+        if self.fused is not None and not _is_adapted(rows):
+            return self.fused.logits(hidden)
+        with self._applying(rows):
+            return self.model.logits(hidden)
+
+    def _applying(self, rows: Rows) -> AbstractContextManager[None]:
+        return nullcontext() if self.adapters is None else self.adapters.applied(rows)
+
+    @torch.inference_mode()
+    def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
+        if self.ahead is not None:
+            self.ahead.warm_up(self.capacity.max_batch, self._max_count, on_progress)
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Callable[[], Result]:
+        if self.ahead is not None and not any(row.num_drafts for row in plan.rows):
+            return self.ahead.launch(plan)
+        result = self.run(plan)
+        return lambda: result
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Result:
-        batch = pack(plan, self.device, self.ops)
+        """Run rows with adapters, whichever these are, together, and the others by themselves: they keep their bits."""
+        adapted = [bool(row.adapter) for row in plan.rows]
+        if len(set(adapted)) < 2:
+            return self._run(plan)
+        parts = {kind: Plan(tuple(row for row in plan.rows if bool(row.adapter) is kind)) for kind in (False, True)}
+        results = {kind: self._run(part) for kind, part in parts.items()}
+        sampled = {kind: iter(result.sampled) for kind, result in results.items()}
+        gathered = {kind: iter(result.gathered) for kind, result in results.items()}
+        found = tuple(next(gathered[kind], None) for kind in adapted)
+        return Result(tuple(next(sampled[kind]) for kind in adapted), found if any(found) else ())
+
+    def _run(self, plan: Plan) -> Result:
+        wants_sources = any(row.wants_sources for row in plan.rows)
+        gather = Gather.of(plan, self.model.config) if wants_sources else None
+        features = None if self.drafter is None else self.drafter.features()
+        batch = pack(plan, self.device, self.ops, gather, features)
         wanted = batch.sampled_rows(plan)
         hidden = self.forward(batch, self.cache, wanted=wanted)
         if not wanted:
+            self._follow(batch, batch.lengths)
             return Result(((),) * len(plan.rows))
-        sampled = keep_agreed(plan, sample_all(self.scores(hidden), places_of(plan)))
+        places = places_of(plan)
+        logits = self.scores(hidden, [row.adapter for row, _ in places])
+        sampled = keep_agreed(plan, sample_all(logits, places))
         self.cache.fold(batch, [len(tokens) for tokens in sampled])
-        return Result(sampled)
+        drafts = (row.num_drafts for row in plan.rows)
+        kept = zip(batch.lengths, drafts, sampled, strict=True)
+        self._follow(batch, [length - count + max(0, len(tokens) - 1) for length, count, tokens in kept])
+        return Result(sampled, () if gather is None else gather.results(plan, self._head_weights))
+
+    def _follow(self, batch: Batch, num_kept: Sequence[int]) -> None:
+        if self.drafter is not None and batch.features is not None:
+            self.drafter.follow(batch, batch.features, num_kept)
+
+    def weigh_heads(self, weights: Sequence[Sequence[float]] | None, keeps_heads: bool = False) -> None:
+        self._head_weights = HeadWeights.of(self.model.config, weights, keeps_heads)
+        if self.ahead is not None:
+            self.ahead.weigh_heads(self._head_weights)
 
     @torch.inference_mode()
-    def draft(self, plan: Plan, num_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
+    def draft(self, plan: Plan, count: int, num_layers: int | None = None) -> tuple[tuple[int, ...], ...]:
+        if num_layers is None:
+            assert self.drafter is not None
+            return self.drafter.draft(plan, count, lambda plan: pack(plan, self.device, self.ops))
+        if self.draft_exit is not None:
+            num_layers = self.draft_exit.config.num_layers
         cache = self.cache.for_drafts([row.slot for row in plan.rows], num_layers)
 
         def sample(plan: Plan) -> list[SampledToken]:
             batch = pack(plan, self.device, self.ops)
             hidden = self.forward(batch, cache, num_layers, batch.sampled_rows(plan))
-            return sample_all(self.scores(hidden), [(row, 0) for row in plan.rows])
+            if self.draft_exit is not None:
+                hidden = self.draft_exit(hidden)
+            return sample_all(self.scores(hidden, [row.adapter for row in plan.rows]), [(row, 0) for row in plan.rows])
 
         return guess_tokens(plan, count, sample)
 
     @torch.inference_mode()
     def logits(self, row: Row) -> Any:
         batch = pack(Plan((row,)), self.device, self.ops)
-        return self.scores(self.forward(batch, self.cache)).cpu().numpy()
+        scores = self.scores(self.forward(batch, self.cache), [row.adapter] * len(row.tokens))
+        is_broken = scores.amax().isnan()
+        found = scores.cpu().numpy()
+        if is_broken:  # computed by now: the copy has waited for it
+            raise ModelBroken
+        return found
 
     @torch.inference_mode()
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.cache.copy_states(pairs)
+        if self.drafter is not None:
+            self.drafter.cache.copy_states(pairs)
+        self._reassign(*(target for _, target in pairs))
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_rows: int) -> None:
         self.cache.copy_page(source, target, num_rows)
+        if self.drafter is not None:
+            self.drafter.cache.copy_page(source, target, num_rows)
 
     @torch.inference_mode()
     def clear_state(self, slot: int) -> None:
         self.cache.clear_state(slot)
+        if self.drafter is not None:
+            self.drafter.cache.last[slot] = 0
+        self._reassign(slot)
+
+    def _reassign(self, *slots: int) -> None:
+        if self.ahead is not None:
+            for slot in slots:
+                self.ahead.forget(slot)
+
+    def host_memory(self, num_bytes: int) -> memoryview:
+        """Return memory of the host: pinned for a GPU, otherwise taken from the system as it is filled."""
+        try:
+            tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        except RuntimeError as error:
+            raise InputError("cache_ram", f"cannot be allocated: {error}", "lower it") from None
+        return tensor.numpy().data
 
     @torch.inference_mode()
-    def dump(self, pages: Sequence[int], num_tokens: int, slot: int) -> dict[str, Blob]:
+    def dump(
+        self, pages: Sequence[int], num_tokens: int, slot: int, memory: memoryview | None = None
+    ) -> dict[str, Blob]:
         table = torch.tensor(list(pages), device=self.device)
-        blobs = {}
-        for name, entry in cached_tensors(self.model.config, num_tokens).items():
+        blobs: dict[str, Blob] = {}
+        at = 0
+        for name, dtype, shape, tensor in self._held(table, num_tokens, slot):
+            source = tensor.contiguous().flatten().view(torch.uint8)
+            if memory is None:
+                target = torch.empty(source.numel(), dtype=torch.uint8)
+            else:
+                target = torch.from_numpy(np.asarray(memory[at : at + source.numel()]))
+                at += -(-source.numel() // _ALIGNMENT) * _ALIGNMENT
+            target.copy_(source, non_blocking=True)
+            blobs[name] = Blob(_NAMES[dtype], shape, target.numpy().data)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return blobs
+
+    def _held(
+        self, table: Tensor, num_tokens: int, slot: int
+    ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Tensor]]:
+        """Yield what a sequence has in the cache: name, dtype, shape, and the numbers, which may be raw bytes."""
+        for name, entry in cached_tensors(self.model.config, num_tokens, self.cache.is_fp8).items():
             pool = self.cache.pool_of(entry)
             numbers = raw(pool)
             tensor = numbers[slot] if entry.pool == "state" else numbers[:, table].flatten(1, 2)[:, : entry.shape[1]]
-            data = tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().data
-            blobs[name] = Blob(_NAMES[pool.dtype], entry.shape, data)
-        return blobs
+            yield name, pool.dtype, entry.shape, tensor
+        if self.drafter is not None:
+            for name, tensor in self.drafter.cache.tensors(table, num_tokens, slot).items():
+                yield name, tensor.dtype, tuple(tensor.shape), tensor
 
     @torch.inference_mode()
     def restore(self, blobs: Mapping[str, Blob], pages: Sequence[int], num_tokens: int, slot: int) -> None:
         table = torch.tensor(list(pages), device=self.device)
-        tensors = cached_tensors(self.model.config, num_tokens)
+        tensors = cached_tensors(self.model.config, num_tokens, self.cache.is_fp8)
         check_blobs(blobs, tensors, lambda entry: _NAMES[self.cache.pool_of(entry).dtype])
         for name, entry in tensors.items():
             pool = raw(self.cache.pool_of(entry))
@@ -123,6 +284,13 @@ class TorchExecutor:
             index = torch.arange(entry.shape[1], device=self.device)
             pool[:, table] = 0
             pool.flatten(1, 2)[:, table[index // per_page] * per_page + index % per_page] = tensor
+        if self.drafter is not None:
+            own = {name: blob for name, blob in blobs.items() if name.startswith(DRAFT_PREFIX)}
+            found = {
+                name: _tensor(blob, torch.empty(0, dtype=_DTYPES[blob.dtype], device=self.device))
+                for name, blob in own.items()
+            }
+            self.drafter.cache.restore(found, table, num_tokens, slot)
 
     @torch.inference_mode()
     def probe(self) -> None:
@@ -132,31 +300,57 @@ class TorchExecutor:
         """Free weights and cache; the executor cannot run afterwards."""
         if not self._is_closed:
             self._is_closed = True
-            del self.model, self.cache, self.fused, self._pulse
+            del self.model, self.cache, self.fused, self.ahead, self.adapters, self._pulse
+
+
+def _is_adapted(rows: Rows) -> bool:
+    return any(adapter for adapter, _ in rows)
 
 
 def _tensor(blob: Blob, like: Tensor) -> Tensor:
     if 0 in blob.shape:  # fewer tokens than one row of pooled keys stands for; an empty tensor has no view
         return torch.empty(blob.shape, dtype=like.dtype, device=like.device)
-    raw = np.frombuffer(blob.data, np.uint8).copy()
-    return torch.from_numpy(raw).view(like.dtype).view(blob.shape).to(like.device)
+    raw = np.frombuffer(blob.data, np.uint8)
+    return (
+        torch.from_numpy(raw if raw.flags.writeable else raw.copy()).view(like.dtype).view(blob.shape).to(like.device)
+    )
 
 
-def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) -> TorchExecutor:
+def open_executor(
+    checkpoint: Checkpoint, config: SalaConfig, options: Options, adapters: Sequence[Adapter] = ()
+) -> TorchExecutor:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config)
     model = load_model(checkpoint, config, dtype, device, is_expanded=not keep_packed(options, device, dtype))
     put_kernel_linears(model, options.kernels)
+    if device.type == "cpu" and options.kernels != "off" and native.load() is None:
+        _log.warning(
+            "%s: decoding on this CPU is several times slower without C++ kernels; see: sala doctor", native.describe()
+        )
     is_mapped = device.type == "cpu" and not {_NAMES[dtype], "U32"}.isdisjoint(
         info.dtype for info in checkpoint.tensors.values()
     )
     free = free_bytes(device)
     if is_mapped:  # the mapped weights are not resident yet but will be
         free = max(free - checkpoint.nbytes, free // 10)
-    capacity = plan_capacity(config, options, dtype, device, free)
-    return TorchExecutor(model, capacity, device, dtype, options)
+    head = draft_exit = None
+    if options.draft_head is not None and options.speculate == "layers":
+        draft_exit = load_draft_exit(options.draft_head, model, dtype, device)
+        put_kernel_linears(draft_exit, options.kernels)
+    elif options.draft_head is not None:
+        head = load_draft_head(options.draft_head, model, dtype, device)
+        put_kernel_linears(head, options.kernels)
+    capacity = plan_capacity(config, options, dtype, device, free, None if head is None else head.config)
+    if capacity.offload and options.kv_home == "auto":
+        _log.warning(
+            "the keys and values of %s tokens do not fit into memory: they lie in a file in %s, and reading "
+            "them again takes as long as the disk needs",
+            f"{capacity.max_tokens:,}",
+            page_directory(options),
+        )
+    return TorchExecutor(model, capacity, device, dtype, options, adapters, head, draft_exit)
 
 
 def pick_kv(kind: str, device: torch.device) -> torch.dtype | None:
@@ -170,12 +364,51 @@ def pick_kv(kind: str, device: torch.device) -> torch.dtype | None:
 
 
 def plan_capacity(
-    config: SalaConfig, options: Options, dtype: torch.dtype, device: torch.device, free: int
+    config: SalaConfig,
+    options: Options,
+    dtype: torch.dtype,
+    device: torch.device,
+    free: int,
+    head: DraftHeadConfig | None = None,
 ) -> Capacity:
-    """Return how many pages and slots fit into `free` bytes."""
+    """Return how many pages and slots fit into `free` bytes, and where keys and values lie."""
     kv_dtype = pick_kv(options.kv, device) or dtype
     name = _NAMES[dtype] if kv_dtype == dtype else f"{_NAMES[dtype]}, keys and values {_NAMES[kv_dtype]}"
-    return share_memory(config, options, name, dtype.itemsize, prefill_chunk(device), free, kv_dtype.itemsize)
+    name += "" if options.state == "auto" else f", states {_NAMES[_STATES[options.state]]}"
+    chunk, batch = prefill_chunk(device), _MAX_BATCH.get(device.type, 8)
+    overhead = _SAMPLING_BYTES * config.vocab_size if device.type == "cuda" else 0
+    overheads = (overhead, 0)
+    if head is not None:
+        overheads = (overhead + head.hidden_size * dtype.itemsize, head.kv_width * dtype.itemsize)
+    sizes = (name, dtype.itemsize, chunk, free, kv_dtype.itemsize, batch, overheads)
+    if options.kv_home == "disk":
+        return share_memory(config, options, *sizes, disk_offload(options, device))
+    try:
+        return share_memory(config, options, *sizes)
+    except InputError as error:
+        # A budget for the memory says that it is not to be exceeded, not that a disk may be used.
+        is_short = error.field == "ctx" and options.kv_home == "auto" and options.cache_memory is None
+        if not is_short or device.type != "cpu" or not config.sparse_layers:
+            raise
+        return share_memory(config, options, *sizes, disk_offload(options, device))
+
+
+def disk_offload(options: Options, device: torch.device) -> Offload:
+    """Return what the disk has for keys and values. Raises InputError for devices that cannot map files."""
+    if device.type != "cpu":
+        raise InputError("kv_home", f"is disk, which {device.type} cannot read", "use it with --device cpu")
+    return Offload(ON_DISK, free_disk_bytes(page_directory(options)) or 0)
+
+
+def page_directory(options: Options) -> Path:
+    """Return the directory for keys and values on disk."""
+    return options.cache_dir or platformdirs.user_cache_path("sala")
+
+
+def page_file(config: SalaConfig, capacity: Capacity, dtype: torch.dtype, options: Options) -> PageFile:
+    """Return a file for the keys and values of all pages."""
+    num_bytes = capacity.page_bytes - capacity.page_size * pooled_bytes(config, dtype.itemsize)
+    return PageFile(page_directory(options), capacity.num_pages * num_bytes, 3 * len(config.sparse_layers))
 
 
 def prefill_chunk(device: torch.device) -> int:

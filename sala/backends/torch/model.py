@@ -97,8 +97,9 @@ class LightningMixer(Mixer):
             slots: slice | list[int] = batch.slots
             if len(batch.slots) == 1:
                 slots = slice(batch.slots[0], batch.slots[0] + 1)  # a view is much cheaper than a gather
-            o, after = lightning_ragged(q, k, v, states[slots], batch.lengths, slopes, scale)
-            if any(span.num_drafts for span in batch.spans):
+            num_drafts = [span.num_drafts for span in batch.spans]
+            o, after = lightning_ragged(q, k, v, states[slots], batch.lengths, slopes, scale, num_drafts)
+            if any(num_drafts):
                 batch.advance(states, after, slopes, k.split(batch.lengths), v.split(batch.lengths))
             else:
                 states[slots] = after
@@ -116,8 +117,8 @@ class SparseMixer(Mixer):
     def __init__(self, config: SalaConfig) -> None:
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         super().__init__(config, heads, kv_heads, dim, config.attn_qk_norm, config.attn_use_rope)
-        self.sparse = config.sparse_config
         self.observer: Callable[[Tensor, Tensor], None] | None = None  # called with queries and keys of whole sequences
+        self.sparse = config.sparse_config
         self.log_base = config.attn_log_base
         self.o_gate = linear(config.hidden_size, heads * dim) if config.attn_use_output_gate else None
 
@@ -132,6 +133,8 @@ class SparseMixer(Mixer):
             lengths = batch.lengths
             rows = zip(batch.spans, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
             o = torch.cat([self.attend(*row, pages, batch.ops) for row in rows]).flatten(1)
+            if batch.gather is not None:
+                batch.gather.add(q, batch.spans, pages, self.head_dim**-0.5)
         if self.o_gate is not None:
             o = o * torch.sigmoid(self.o_gate(x))
         return self.o_proj(o)
@@ -176,7 +179,8 @@ class SparseMixer(Mixer):
         """The blocks each query attends to, [n, G, C]."""
         k1, k2 = pages.pooled(span, span.end)
         num_blocks = -(-span.end // self.sparse.block_size)
-        return select_blocks(q, k1, k2, positions, num_blocks, self.sparse, self.head_dim**-0.5)
+        sparse = self.sparse.with_topk(span.topk)
+        return select_blocks(q, k1, k2, positions, num_blocks, sparse, self.head_dim**-0.5)
 
 
 class MLP(nn.Module):
@@ -226,6 +230,7 @@ class SalaModel(nn.Module):
     def __init__(self, config: SalaConfig) -> None:
         super().__init__()
         self.config = config
+        self.kernels = "auto"  # of whole sequences: whoever runs them passes `select_ops` of it with the batch
         self.is_checkpointing = False  # gradient checkpointing: keep the inputs of layers only
         self.model = Decoder(config)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
@@ -241,6 +246,7 @@ class SalaModel(nn.Module):
         which is how drafts are made.
         """
         x = self.model.embed_tokens(batch.tokens) * self.config.scale_emb
+        features = batch.features
         for index, layer in enumerate(self.model.layers[:num_layers]):
             if cache is not None:
                 held = cache.pages[index] if index in cache.pages else cache.states[index]
@@ -249,6 +255,8 @@ class SalaModel(nn.Module):
                 x = checkpoint(layer, x, batch, use_reentrant=False)
             else:
                 x = layer(x, batch)
+            if features is not None:
+                features.add(index + 1, x)
         return self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sala.backends.rows import GREEDY_BELOW, allowed_tokens, is_adjusted, penalties, point_of, sampling_of
+from sala.errors import ModelBroken
 from sala.protocol import Row, SampledToken, Sampling
 
 
@@ -15,7 +16,10 @@ def sample(logits: Tensor, row: Row, num_accepted: int = 0) -> SampledToken:
 
 
 def sample_all(logits: Tensor, places: Sequence[tuple[Row, int]]) -> list[SampledToken]:
-    """Sample a token for each row of logits [n, V]; `places` are its row of the plan and the drafts before it."""
+    """Sample a token for each row of logits [n, V]; `places` are its row of the plan and the drafts before it.
+
+    Raise ModelBroken if a logit is not a number: the host learns that with the tokens, so that it waits only once.
+    """
     samplings = [sampling_of(row) for row, _ in places]
     if any(is_adjusted(row) for row, _ in places):
         rows = zip(logits, samplings, places, strict=True)
@@ -27,8 +31,11 @@ def sample_all(logits: Tensor, places: Sequence[tuple[Row, int]]) -> list[Sample
     if warm:
         points = [point_of(*places[index]) for index in warm]
         index = torch.tensor(warm, device=logits.device)
-        tokens[index] = _sample_at(adjusted[index], [samplings[i] for i in warm], points)
-    found = zip(tokens.tolist(), logits, samplings, strict=True)
+        tokens[index] = sample_at(adjusted[index], [samplings[i] for i in warm], points)
+    numbers = torch.where(logits.amax(-1).isnan(), -1, tokens).tolist()
+    if -1 in numbers:
+        raise ModelBroken
+    found = zip(numbers, logits, samplings, strict=True)
     return [_with_logprobs(token, scores, sampling.logprobs) for token, scores, sampling in found]
 
 
@@ -36,10 +43,9 @@ def adjust(logits: Tensor, sampling: Sampling, row: Row, num_accepted: int = 0) 
     """Return logits with bias, penalties and bans, before temperature; the given logits are not changed."""
     logits, device, vocab = logits.clone(), logits.device, logits.shape[0]
     if sampling.has_penalty:
-        seen, less = (torch.from_numpy(x).to(device) for x in penalties(row, num_accepted, vocab))
-        penalty = sampling.repetition_penalty
-        repeated = torch.where(logits > 0, logits / penalty, logits * penalty)
-        logits = torch.where(seen, repeated, logits) - less
+        tokens, less = (torch.from_numpy(x).to(device) for x in penalties(row, num_accepted, vocab))
+        scores, penalty = logits[tokens], sampling.repetition_penalty
+        logits[tokens] = torch.where(scores > 0, scores / penalty, scores * penalty) - less
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
     if row.mask is not None or row.banned:
@@ -47,7 +53,7 @@ def adjust(logits: Tensor, sampling: Sampling, row: Row, num_accepted: int = 0) 
     return logits
 
 
-def _sample_at(logits: Tensor, samplings: Sequence[Sampling], points: Sequence[float]) -> Tensor:
+def sample_at(logits: Tensor, samplings: Sequence[Sampling], points: Sequence[float]) -> Tensor:
     """logits [n, V] → the token at each point of its cumulative distribution, most probable first, filters applied."""
     heat = torch.tensor([sampling.temperature for sampling in samplings], device=logits.device)[:, None]
     scaled = (logits - logits.amax(-1, keepdim=True)) / heat  # the largest is 0, whatever the temperature

@@ -40,7 +40,7 @@ STEP_ERRORS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class KernelCheck:
     """The error of a kernel relative to the largest number of its reference; infinite if it did not run."""
 
     name: str
@@ -61,7 +61,7 @@ class Trial:
     tolerance: float
 
 
-def checks(device: torch.device) -> Iterator[Check]:
+def checks(device: torch.device) -> Iterator[KernelCheck]:
     """Yield the checks of this device's kernels as they are made; none where there are no kernels."""
     for name, trial in trials(device).items():
         yield check(name, trial)
@@ -75,13 +75,13 @@ def trials(device: torch.device) -> Mapping[str, Trial]:
     return {}
 
 
-def check(name: str, trial: Trial) -> Check:
+def check(name: str, trial: Trial) -> KernelCheck:
     try:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return Check(name, trial.measure(), trial.tolerance)
+            return KernelCheck(name, trial.measure(), trial.tolerance)
     except Exception as error:  # whatever it is, it is the result
-        return Check(name, math.inf, trial.tolerance, describe_error(error))
+        return KernelCheck(name, math.inf, trial.tolerance, describe_error(error))
 
 
 def case_trials(kind: str, cases: Sequence[KernelCase]) -> dict[str, Trial]:

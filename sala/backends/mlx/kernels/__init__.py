@@ -15,7 +15,7 @@ from sala.backends.mlx.kernels.metal import THREADS, Launch, Run
 from sala.config import SparseConfig
 
 Kernel = Callable[..., Any]
-DECODE_QUERIES = 16  # a decode step has at most so many queries per sequence; a chunk of a prompt has more
+DECODE_QUERIES = 16  # a decode step has at most this many queries per sequence; a chunk of a prompt has more
 LANES = 32
 TILE = 32
 WANTED = 64  # threadgroups that keep a GPU busy: the work of a few queries is cut into pieces
@@ -32,15 +32,9 @@ def lightning_step(
 
 
 def lightning_ragged(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    states: mx.array,
-    lengths: Sequence[int],
-    slopes: mx.array,
-    scale: float,
+    q: mx.array, k: mx.array, v: mx.array, states: mx.array, lengths: Sequence[int], slopes: mx.array, scale: float,
     run: Run = metal.run,
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, mx.array]:  # fmt: skip
     """Packed sequences of any lengths: q, k, v [T, H, D], states [S, H, D, D] → output [T, H, D] fp32, next states."""
     edges = mx.array([0, *accumulate(lengths)], dtype=mx.int32)
     inputs = {"q": q, "k": k, "v": v, "state": states, "edges": edges}
@@ -109,15 +103,9 @@ def score_blocks(
 
 
 def sparse_attention(
-    q: mx.array,
-    k_pages: mx.array,
-    v_pages: mx.array,
-    table: mx.array,
-    selected: mx.array,
-    positions: mx.array,
-    scale: float,
-    run: Run = metal.run,
-) -> mx.array:
+    q: mx.array, k_pages: mx.array, v_pages: mx.array, table: mx.array, selected: mx.array, positions: mx.array,
+    scale: float, run: Run = metal.run,
+) -> mx.array:  # fmt: skip
     """q [n, H, D]; pages [G, P, B, D]; table [N]: block → page; selected [n, G, C]; positions [n] → [n, H, D]."""
     (num, heads, dim), (groups, _, block, _) = q.shape, k_pages.shape
     per_group, wide = heads // groups, mx.float32
@@ -157,7 +145,7 @@ def _pieces(num_groups: int, most: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KernelEntry:
     """A kernel, its Metal sources, and the most heads of a kv group that it can take."""
 
     kernel: Kernel
@@ -171,8 +159,8 @@ class Entry:
 
 
 KERNELS = {
-    "lightning_step": Entry(lightning_step, ("lightning_step",)),
-    "lightning_ragged": Entry(lightning_ragged, ("lightning_prefill",)),
-    "score_blocks": Entry(score_blocks, ("coarse_scores", "block_scores"), MAX_HEADS),
-    "sparse_attention": Entry(sparse_attention, ("block_attention",), MAX_HEADS),
+    "lightning_step": KernelEntry(lightning_step, ("lightning_step",)),
+    "lightning_ragged": KernelEntry(lightning_ragged, ("lightning_prefill",)),
+    "score_blocks": KernelEntry(score_blocks, ("coarse_scores", "block_scores"), MAX_HEADS),
+    "sparse_attention": KernelEntry(sparse_attention, ("block_attention",), MAX_HEADS),
 }

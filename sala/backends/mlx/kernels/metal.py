@@ -57,7 +57,7 @@ def _build(kernel: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Ca
 def run(launch: Launch, is_shown: bool = False) -> list[mx.array]:
     """Launch lazily on the GPU; `is_shown` prints the source that MLX wrote."""
     kernel = _build(launch.kernel, tuple(launch.inputs), tuple(launch.outputs))
-    arrays: list[mx.array] = kernel(
+    return kernel(
         inputs=list(launch.inputs.values()),
         template=list(launch.template.items()),
         grid=launch.grid,
@@ -66,4 +66,3 @@ def run(launch: Launch, is_shown: bool = False) -> list[mx.array]:
         output_dtypes=[dtype for _, dtype in launch.outputs.values()],
         verbose=is_shown,
     )
-    return arrays

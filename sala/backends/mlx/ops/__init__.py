@@ -2,8 +2,8 @@
 
 Shapes: T packed tokens, S sequences, H query heads, G kv heads, D head dim, B block size, N blocks.
 
-`Ops` are the operations for which a device may have a kernel, as one value that travels with the batch. Its defaults
-are the reference; the backend's dispatch module makes the table that also uses kernels.
+`Ops` are the operations that a Metal kernel may replace, as one value that travels with the batch. Its defaults are the
+reference; `dispatch.py` makes the value that holds kernels.
 """
 
 from collections.abc import Callable

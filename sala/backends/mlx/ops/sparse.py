@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 import mlx.core as mx
 import numpy as np
 
+from sala.backends.rows import TIE_ULPS
 from sala.config import SparseConfig
 
 # Bytes of a tile of queries: its scores of all windows in fp32; the keys and values of its selected blocks.
 TILE_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}
 _GREATEST = float(np.finfo(np.float32).max)
 _ID_BITS = 32  # of a sorting key; the rest is the score
+_FORCED = (1 << 31) - 1 - 2 * TIE_ULPS  # the rank of a forced block, above that of any score
 
 
 def tile_bytes() -> int:
@@ -76,21 +78,25 @@ def score_blocks(
 
 
 def top_blocks(scores: mx.array, positions: mx.array, sparse: SparseConfig) -> mx.array:
-    """scores [n, G, N], positions [n] → selected block ids [n, G, C]; -1 where fewer than C blocks exist.
+    """scores [n, G, N] in fp32, none negative; positions [n] → selected block ids [n, G, C], -1 where fewer exist.
 
-    Forced blocks come first, then the best; equal scores (neighbours share a window) go to the lowest id. The
-    sorting key is one integer of score and id, so that the sort need not be stable.
+    Forced blocks come first, then the best. Scores within TIE_ULPS of the C-th best are tied with it, and ties go to
+    the lowest id: see `backends/rows.py`. The sorting key is one integer of score and id, so that the sort need not
+    be stable.
     """
     num_blocks = scores.shape[-1]
     block = mx.arange(num_blocks)
     own = (positions // sparse.block_size)[:, None]
     is_forced = (block < sparse.init_blocks) | (block >= own - sparse.num_window_blocks)
-    scores = mx.where(is_forced[:, None], mx.inf, scores)
-    keys = (scores.view(mx.int32).astype(mx.int64) << _ID_BITS) | (num_blocks - 1 - block).astype(mx.int64)
-    keys = mx.where((block > own)[:, None], -1, keys)
-    best = -mx.sort(-keys, axis=-1)[..., : min(sparse.num_selected, num_blocks)]
+    ranks = mx.where(is_forced[:, None], _FORCED, scores.view(mx.int32))  # in the order of the scores
+    ranks = mx.where((block > own)[:, None], -1, ranks)
+    first = num_blocks - min(sparse.num_selected, num_blocks)
+    last = mx.sort(ranks, axis=-1)[..., first : first + 1]
+    ranks = mx.where(mx.abs(ranks - last) <= TIE_ULPS, last, ranks)
+    keys = (ranks.astype(mx.int64) << _ID_BITS) | (num_blocks - 1 - block).astype(mx.int64)
+    best = mx.sort(keys, axis=-1)[..., first:][..., ::-1]
     ids = num_blocks - 1 - (best & ((1 << _ID_BITS) - 1))
-    return mx.where(best < 0, -1, ids).astype(mx.int32)
+    return mx.where(ids > own[:, None], -1, ids).astype(mx.int32)
 
 
 def select_blocks(
@@ -146,6 +152,22 @@ def sparse_attention(
         output = mx.fast.scaled_dot_product_attention(rows, keys, values, scale=scale, mask=mask)
         outputs.append(output.reshape(n, heads, dim))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def block_shares(
+    q: mx.array, k_pages: mx.array, table: mx.array, selected: mx.array, positions: mx.array, scale: float
+) -> mx.array:
+    """The share of its attention that each head gives to each selected block, as in `sparse_attention`: [n, H, C]."""
+    groups, num_pages, block_size, dim = k_pages.shape
+    n, heads = q.shape[:2]
+    pages = mx.arange(groups, dtype=mx.int32)[:, None] * num_pages + table[mx.maximum(selected, 0)]
+    keys = k_pages.reshape(groups * num_pages, block_size, dim)[pages].reshape(n, groups, -1, dim)
+    token = selected[..., None] * block_size + mx.arange(block_size, dtype=mx.int32)
+    is_seen = (selected[..., None] >= 0) & (token <= positions[:, None, None, None])
+    rows = (q.astype(mx.float32) * scale).reshape(n, groups, heads // groups, dim)
+    scores = rows @ keys.astype(mx.float32).swapaxes(2, 3)
+    weights = mx.softmax(mx.where(is_seen.reshape(n, groups, 1, -1), scores, -mx.inf), axis=-1)
+    return weights.reshape(n, heads, -1, block_size).sum(-1)
 
 
 def _tiles(arrays: Sequence[mx.array], row_bytes: int, done: Sequence[mx.array]) -> Iterator[list[mx.array]]:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sala.backends.torch import kernels
 from sala.backends.torch.batch import Span
@@ -14,9 +15,9 @@ from sala.backends.torch.cache import KVPages
 from sala.backends.torch.cases.shapes import (
     STATE_BYTES,
     Call,
+    KernelCall,
     KernelCase,
     Shapes,
-    Work,
     relative_error,
     row_count,
     share_of_others,
@@ -61,7 +62,7 @@ def _pooled_bytes(shapes: Shapes) -> int:
 
 
 def _flops(shapes: Shapes, count: int) -> int:
-    """Operations of products of every query head with so many vectors."""
+    """Operations of the products of every query head with `count` vectors."""
     return 2 * shapes.config.num_attention_heads * shapes.config.head_dim * count
 
 
@@ -95,12 +96,12 @@ class Pooled:
         self.tables = torch.randperm(num_pages, device=shapes.device).view(count, -1)
 
     def line(self, row: int) -> tuple[Tensor, Tensor]:
-        """All windows of a sequence in order, also those before its beginning: [G, windows, D] each."""
+        """Return all windows of a sequence in order, including those that start before it: [G, windows, D] each."""
         k1, k2 = (pool.index_select(1, self.tables[row]).flatten(1, 2) for pool in (self.k1, self.k2))
         return k1, k2
 
     def windows(self, row: int) -> tuple[Tensor, Tensor]:
-        """Those that the reference takes: the whole ones."""
+        """Return the complete windows, which the reference takes."""
         k1, k2 = (
             keys[:, self.before : self.shapes.context // stride]
             for keys, stride in zip(self.line(row), self.strides, strict=True)
@@ -123,7 +124,7 @@ def _block_scores(shapes: Shapes) -> KernelCase:
     start = shapes.context - n
     positions = shapes.arange(start, shapes.context)
 
-    def works() -> list[Work]:
+    def works() -> list[KernelCall]:
         pooled, q = Pooled(shapes, 1), shapes.queries(n)
         line, windows = pooled.line(0), pooled.windows(0)
         width = (shapes.context - 1) // sparse.block_size - sparse.num_window_blocks
@@ -137,7 +138,7 @@ def _block_scores(shapes: Shapes) -> KernelCase:
                 kernels.block_scores.launch_scores(rows, *line, scores, start + begin, sparse, shapes.scale, config)
             return scores
 
-        return [Work(kernel, partial(_scores, shapes, q, *windows, positions))]
+        return [KernelCall(kernel, partial(_scores, shapes, q, *windows, positions))]
 
     def measure(found: Tensor, wanted: Tensor) -> float:
         """Of the blocks that are forced on no query."""
@@ -169,11 +170,11 @@ def _select_prefill(shapes: Shapes) -> KernelCase:
     n = shapes.num_queries
     start = shapes.context - n
 
-    def works() -> list[Work]:
+    def works() -> list[KernelCall]:
         pooled, q = Pooled(shapes, 1), shapes.queries(n)
         rest = (pooled.tables[0], start, shapes.sparse, shapes.scale)
         kernel = partial(kernels.block_selection.select_prefill, q, pooled.k1, pooled.k2, *rest)
-        return [Work(kernel, partial(pooled.select, q, shapes.arange(start, shapes.context), 0))]
+        return [KernelCall(kernel, partial(pooled.select, q, shapes.arange(start, shapes.context), 0))]
 
     flops = _flops(shapes, _chunk_windows(shapes)[1])
     num_bytes = _query_bytes(shapes, n) + _pooled_bytes(shapes) + _selected_bytes(shapes, n)
@@ -181,13 +182,13 @@ def _select_prefill(shapes: Shapes) -> KernelCase:
 
 
 def _select_decode(shapes: Shapes, rows: int) -> KernelCase:
-    def works() -> Iterator[Work]:
+    def works() -> Iterator[KernelCall]:
         lengths, flags = _decode_rows(shapes, rows)
         while True:
             pooled, q = Pooled(shapes, rows), shapes.queries(rows)
             rest = (pooled.tables.int(), lengths, shapes.sparse, shapes.scale, shapes.num_blocks, flags)
             kernel = partial(kernels.block_selection.select_decode, q, pooled.k1, pooled.k2, *rest)
-            yield Work(kernel, partial(pooled.select_last, q))
+            yield KernelCall(kernel, partial(pooled.select_last, q))
 
     _, fine, coarse = num_windows(shapes.context - 1, shapes.sparse)
     num_bytes = rows * _pooled_bytes(shapes) + _query_bytes(shapes, rows) + _selected_bytes(shapes, rows)
@@ -213,14 +214,14 @@ def _top_blocks(shapes: Shapes) -> KernelCase:
     end = num_blocks - 1 - sparse.num_window_blocks  # of the blocks that are not forced
     num_free = max(0, end - sparse.init_blocks)
 
-    def works() -> list[Work]:
+    def works() -> list[KernelCall]:
         scores = torch.rand(n, groups, num_blocks, device=shapes.device)
         positions = torch.full((n,), num_blocks * sparse.block_size - 1, device=shapes.device)
         free = scores[:, :, sparse.init_blocks : end].contiguous()
         count = min(num_free, sparse.num_selected - sparse.num_window_blocks - sparse.init_blocks - 1)
         peer = partial(torch.topk, free, count, sorted=False)
         kernel = kernels.top_blocks.top_blocks
-        return [Work.of(kernel, reference.top_blocks, scores, positions, sparse, peer=peer)]
+        return [KernelCall.of(kernel, reference.top_blocks, scores, positions, sparse, peer=peer)]
 
     num_bytes = n * groups * num_free * STATE_BYTES + _selected_bytes(shapes, n)
     size = f"{row_count(n)} of {length_label(num_blocks)}"
@@ -237,7 +238,7 @@ def num_attended(begin: int, end: int, sparse: SparseConfig) -> int:
 
 
 def _key_bytes(shapes: Shapes, count: int) -> int:
-    """Bytes of so many keys and their values."""
+    """Bytes of `count` keys and their values."""
     return 2 * count * shapes.config.num_key_value_heads * shapes.config.head_dim * shapes.dtype.itemsize
 
 
@@ -281,22 +282,18 @@ class Line:
         q = q.transpose(0, 1)[None].contiguous()
         k, v = (x[None] for x in self.lines)
         attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        return attend if q.device.type != "cuda" else partial(_by_the_fastest, attend)
-
-
-def _by_the_fastest(attend: Call) -> Tensor:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        return attend()
+        if q.device.type != "cuda":
+            return attend
+        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+        return sdpa_kernel(backends, set_priority=True)(attend)
 
 
 def _prefill_attention(shapes: Shapes, shared: float | None) -> KernelCase:
-    """A whole prompt, as torch's causal attention takes nothing else: the longest one, or that of the dense regime."""
+    """A whole prompt, since torch's causal attention supports nothing else: the longest one, or a dense one."""
     is_sparse = shared is not None
     length = shapes.context if is_sparse else shapes.sparse.dense_len
 
-    def works() -> list[Work]:
+    def works() -> list[KernelCall]:
         line, q, positions, scale = Line(shapes, length), shapes.queries(length), shapes.arange(length), shapes.scale
         selected, twin = None, partial(dense_attention, q, *line.lines, 0, scale)
         if shared is not None:
@@ -304,7 +301,7 @@ def _prefill_attention(shapes: Shapes, shared: float | None) -> KernelCase:
             pages = (line.k, line.v, line.table, selected.long())
             twin = partial(reference.sparse_attention, q, *pages, positions, scale)
         kernel = partial(kernels.attention.prefill, q, line.k, line.v, line.table, selected, 0, scale)
-        return [Work(kernel, twin, line.causal(q, scale))]
+        return [KernelCall(kernel, twin, line.causal(q, scale))]
 
     num_bytes = 2 * _query_bytes(shapes, length) + _key_bytes(shapes, length)
     num_seen = length * (length + 1) // 2
@@ -320,7 +317,7 @@ def _decode_attention(shapes: Shapes, rows: int) -> KernelCase:
     config, sparse = shapes.config, shapes.sparse
     groups, num_seen = config.num_key_value_heads, num_attended(shapes.context - 1, shapes.context, sparse)
 
-    def works() -> Iterator[Work]:
+    def works() -> Iterator[KernelCall]:
         num_pages = max(shapes.num_blocks, 4 * shapes.rotated_bytes // _key_bytes(shapes, sparse.block_size))
         k, v = (shapes.random(groups, num_pages, sparse.block_size, config.head_dim) for _ in range(2))
         lengths, flags = _decode_rows(shapes, rows)
@@ -331,7 +328,9 @@ def _decode_attention(shapes: Shapes, rows: int) -> KernelCase:
             selected = random_selection(lengths - 1, shapes.num_blocks, groups, sparse)
             rest = (tables.int(), lengths, flags, selected, shapes.scale, max_dense)
             kernel = partial(kernels.decode_attention.decode_attention, q, k, v, *rest)
-            yield Work(kernel, partial(_attend_by_rows, q, k, v, tables, selected.long(), lengths - 1, shapes.scale))
+            yield KernelCall(
+                kernel, partial(_attend_by_rows, q, k, v, tables, selected.long(), lengths - 1, shapes.scale)
+            )
 
     read_bytes, size = rows * _key_bytes(shapes, num_seen), _decode_size(shapes, rows)
     num_bytes, sets = read_bytes + 2 * _query_bytes(shapes, rows), shapes.num_sets(read_bytes)
@@ -355,7 +354,7 @@ def _append(shapes: Shapes) -> KernelCase:
     )
     num_bytes = (4 * n + num_pooled) * groups * dim * shapes.dtype.itemsize
 
-    def works() -> Iterator[Work]:
+    def works() -> Iterator[KernelCall]:
         num_pages = -(-n // sparse.block_size)
         order = torch.randperm(num_pages)
         span = Span(0, n, 0, 0, 0, tuple(order.tolist()), shapes.device)
@@ -375,7 +374,7 @@ def _append(shapes: Shapes) -> KernelCase:
             ours, theirs = (KVPages(num_pages, config, shapes.dtype, shapes.device) for _ in range(2))
             for pool in (*ours.pools, *theirs.pools):
                 pool.zero_()
-            yield Work(partial(kernel, ours, k, v), partial(twin, theirs, k, v))
+            yield KernelCall(partial(kernel, ours, k, v), partial(twin, theirs, k, v))
 
     size = f"{length_label(n)} tokens"
     return KernelCase("append and pool", size, works, 0, num_bytes, num_sets=shapes.num_sets(num_bytes))

@@ -5,16 +5,17 @@ from functools import partial
 import torch
 
 from sala.backends.torch.cases.rows import random_affine, step_by_step
-from sala.backends.torch.cases.shapes import KernelCase, Work
+from sala.backends.torch.cases.shapes import KernelCall, KernelCase
 from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.linears import AffineLinear, put_half_linears
 from sala.backends.torch.ops.affine import dequantize
 from sala.backends.torch.ops.lightning import decay_slopes
 from sala.backends.torch.ops.sparse import sparse_attention
+from sala.checkpoint.dtypes import dtypes_by_name
 
 TOLERANCE = 1e-5  # fp32 sums in another order
 NUM_IN, NUM_OUT, GROUP = 320, 96, 64  # ragged: five groups, six vectors of rows
-HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+HALF = {name: dtype for name, dtype in dtypes_by_name(torch).items() if dtype.itemsize == 2}
 
 
 def cpu_cases() -> list[KernelCase]:
@@ -27,39 +28,39 @@ def cpu_cases() -> list[KernelCase]:
     ]
 
 
-def _linear(bits: int) -> list[Work]:
+def _linear(bits: int) -> list[KernelCall]:
     weight, x = random_affine(bits, NUM_OUT, NUM_IN, GROUP, torch.device("cpu")), torch.randn(3, NUM_IN)
     matrix = dequantize(weight.codes, weight.scales, weight.biases, bits, weight.group_size)
-    return [Work(lambda: AffineLinear(weight).by_kernel(x), lambda: x.double() @ matrix.double().T)]
+    return [KernelCall(lambda: AffineLinear(weight).by_kernel(x), lambda: x.double() @ matrix.double().T)]
 
 
-def _half(dtype: torch.dtype) -> list[Work]:
+def _half(dtype: torch.dtype) -> list[KernelCall]:
     linear, x = torch.nn.Linear(NUM_IN, NUM_OUT + 1, bias=False, dtype=dtype), torch.randn(3, NUM_IN)
     model = torch.nn.Sequential(linear)
     put_half_linears(model)
-    return [Work(lambda: model(x), lambda: x.double() @ linear.weight.double().T)]
+    return [KernelCall(lambda: model(x), lambda: x.double() @ linear.weight.double().T)]
 
 
-def _expansion(bits: int) -> list[Work]:
+def _expansion(bits: int) -> list[KernelCall]:
     weight = random_affine(bits, NUM_OUT, NUM_IN, GROUP, torch.device("cpu"))
     matrix = partial(dequantize, weight.codes, weight.scales, weight.biases, bits, weight.group_size)
-    return [Work(lambda: AffineLinear(weight).expand(0, NUM_OUT), matrix)]
+    return [KernelCall(lambda: AffineLinear(weight).expand(0, NUM_OUT), matrix)]
 
 
-def _fold() -> list[Work]:
+def _fold() -> list[KernelCall]:
     heads, dim, count = 3, 64, 5
     k, v = torch.randn(2, count, heads, dim)
     state, slopes = torch.randn(heads, dim, dim), decay_slopes(heads)
     twin = partial(step_by_step, k[None], k[None], v[None], state[None], slopes, 1.0)
-    return [Work(partial(select_ops().lightning_fold, k, v, state, slopes), lambda: twin()[1][0])]
+    return [KernelCall(partial(select_ops().lightning_fold, k, v, state, slopes), lambda: twin()[1][0])]
 
 
-def _attention() -> list[Work]:
-    """Over blocks in no order, of which the last one is not yet full."""
+def _attention() -> list[KernelCall]:
+    """Over blocks in random order; the last one is not full."""
     num_queries, heads, groups, dim, block_size, num_pages = 37, 9, 3, 64, 64, 12
     q, positions = torch.randn(num_queries, heads, dim), torch.arange(num_queries) + (num_pages - 1) * block_size
     k, v = torch.randn(2, groups, num_pages, block_size, dim)
     order = torch.rand(num_queries, groups, num_pages - 1).argsort(-1)
     selected = torch.cat((order[..., :5], torch.full((num_queries, groups, 1), num_pages - 1)), -1)
     case = q, k, v, torch.randperm(num_pages), selected, positions, dim**-0.5
-    return [Work(partial(select_ops().sparse_attention, *case), partial(sparse_attention, *case))]
+    return [KernelCall(partial(select_ops().sparse_attention, *case), partial(sparse_attention, *case))]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sala.backends.torch import kernels
-from sala.backends.torch.cases.shapes import STATE_BYTES, Call, KernelCase, Shapes, Work, row_count
+from sala.backends.torch.cases.shapes import STATE_BYTES, Call, KernelCall, KernelCase, Shapes, row_count
 from sala.backends.torch.fast.training import simple_gla
 from sala.backends.torch.linears import AffineWeight
 from sala.backends.torch.ops.dense import apply_rope, rms_norm, rope_angles
@@ -39,7 +39,7 @@ def row_cases(shapes: Shapes) -> Iterator[KernelCase]:
 
 
 def copying(num_bytes: int, device: torch.device) -> Call:
-    """Return a copy that reads and writes so many bytes together."""
+    """Return a copy that moves `num_bytes` bytes, read and written ones together."""
     source = torch.randint(256, (num_bytes // 2,), dtype=torch.uint8, device=device)
     return partial(torch.empty_like(source).copy_, source)
 
@@ -48,7 +48,7 @@ def copying(num_bytes: int, device: torch.device) -> Call:
 
 
 def _recurrence(shapes: Shapes, num_tokens: int) -> int:
-    """A token adds to a state and reads it: two products of its size per head."""
+    """Return the FLOPs of the recurrence: per head, a token updates a state and reads it."""
     return 4 * num_tokens * shapes.config.lightning_nh * shapes.config.lightning_head_dim**2
 
 
@@ -56,16 +56,18 @@ def _lightning_prefill(shapes: Shapes, length: int) -> KernelCase:
     heads, dim = shapes.config.lightning_nh, shapes.config.lightning_head_dim
     library = simple_gla() if shapes.device.type == "cuda" else None
 
-    def works() -> list[Work]:
+    def works() -> list[KernelCall]:
         q, k, v = shapes.lightning(length)
-        state, slopes, scale = shapes.states(1)[0], shapes.slopes, dim**-0.5
+        states, rest = shapes.states(1), (shapes.slopes, dim**-0.5)
+        spans = kernels.spans.table_of([kernels.spans.PackedSpan(0, length)], shapes.device)
         peer = None
         if library is not None:
             batch = (x.contiguous()[None] for x in (q, k, v))
-            options = {"initial_state": state[None], "output_final_state": True}
-            peer = partial(library, *batch, g_gamma=-slopes, scale=scale, **options)
-        kernel = kernels.lightning.lightning_prefill
-        return [Work.of(kernel, lightning_prefill, q, k, v, state, slopes, scale, peer=peer)]
+            options = {"initial_state": states, "output_final_state": True}
+            peer = partial(library, *batch, g_gamma=-rest[0], scale=rest[1], **options)
+        kernel = partial(kernels.lightning.lightning_prefill, q, k, v, states, spans, *rest)
+        reference = partial(lightning_prefill, q, k, v, states[0], *rest)
+        return [KernelCall(kernel, reference, peer, also=partial(torch.clone, states[0]))]
 
     num_bytes = 4 * length * heads * dim * shapes.dtype.itemsize + 2 * heads * dim * dim * STATE_BYTES
     name = "reference" if library is None else "fla"
@@ -76,13 +78,13 @@ def _lightning_decode(shapes: Shapes, rows: int) -> KernelCase:
     heads, dim = shapes.config.lightning_nh, shapes.config.lightning_head_dim
     num_states = rows * heads * dim * dim * STATE_BYTES
 
-    def works() -> Iterator[Work]:
+    def works() -> Iterator[KernelCall]:
         q, k, v = shapes.lightning(rows)
         rest, slots = (shapes.slopes, dim**-0.5), shapes.arange(rows)
         while True:
             states = shapes.states(rows)
             kernel = partial(kernels.lightning.lightning_decode, q, k, v, states, slots, *rest)
-            yield Work(kernel, partial(lightning_step, q, k, v, states, *rest), also=partial(torch.clone, states))
+            yield KernelCall(kernel, partial(lightning_step, q, k, v, states, *rest), also=partial(torch.clone, states))
 
     num_bytes = 2 * num_states + 4 * rows * heads * dim * shapes.dtype.itemsize
     flops = _recurrence(shapes, rows)
@@ -90,7 +92,7 @@ def _lightning_decode(shapes: Shapes, rows: int) -> KernelCase:
     return KernelCase("lightning decode", row_count(rows), works, flops, num_bytes, num_sets=sets)
 
 
-def _lightning_drafts(shapes: Shapes, is_folded: bool) -> list[Work]:
+def _lightning_drafts(shapes: Shapes, is_folded: bool) -> list[KernelCall]:
     """Two rows of drafts, verified or folded into their states; the reference takes token after token."""
     q, k, v = (part.unflatten(0, (2, NUM_DRAFTS)) for part in shapes.lightning(2 * NUM_DRAFTS))
     states, slots = shapes.states(3), torch.tensor([2, 0], device=shapes.device)
@@ -107,7 +109,7 @@ def _lightning_drafts(shapes: Shapes, is_folded: bool) -> list[Work]:
         outputs, after = step_by_step(q, k, v, states[slots], slopes, scale)
         return after if is_folded else outputs
 
-    return [Work(kernel, twin)]
+    return [KernelCall(kernel, twin)]
 
 
 def step_by_step(
@@ -130,7 +132,7 @@ def _residual_product(shapes: Shapes, rows: int, is_mlp: bool) -> KernelCase:
     width = config.intermediate_size if is_mlp else config.num_attention_heads * config.head_dim
     num_weights = hidden * width * (3 if is_mlp else 1)
 
-    def works() -> Iterator[Work]:
+    def works() -> Iterator[KernelCall]:
         fused, linear = kernels.fused, kernels.linear
         x, inner = shapes.random(rows, hidden), shapes.random(rows, hidden if is_mlp else width)
         rest = (config.residual_scale, shapes.random(hidden), config.rms_norm_eps)
@@ -145,7 +147,7 @@ def _residual_product(shapes: Shapes, rows: int, is_mlp: bool) -> KernelCase:
 
         while True:
             gate_up = shapes.random(2 * width, hidden) * hidden**-0.5 if is_mlp else None
-            yield Work.of(kernel, peer, shapes.random(hidden, width) * width**-0.5, gate_up)
+            yield KernelCall.of(kernel, peer, shapes.random(hidden, width) * width**-0.5, gate_up)
 
     name, num_bytes = "MLP and norm" if is_mlp else "output projection and norm", num_weights * shapes.dtype.itemsize
     flops, sets = 2 * rows * num_weights, shapes.num_sets(num_bytes)
@@ -160,7 +162,7 @@ def random_affine(bits: int, num_out: int, num_in: int, group_size: int, device:
     return AffineWeight(codes.to(device), scales.to(device), biases.to(device), bits, group_size)
 
 
-def _packed(shapes: Shapes, bits: int) -> list[Work]:
+def _packed(shapes: Shapes, bits: int) -> list[KernelCall]:
     """A matrix of codes times decode rows and prefill rows, and one of its rows expanded."""
     linear, expand = kernels.linear, kernels.packed.expand
     hidden, wide = -(-shapes.config.hidden_size // 32) * 32, 2 * shapes.config.intermediate_size
@@ -178,14 +180,14 @@ def _packed(shapes: Shapes, bits: int) -> list[Work]:
         decode = wanted[:ROWS]
         return [decode, decode, kernels.fused.silu_mul(decode), wanted, weight.rows(slice(3, 4))]
 
-    return [Work(kernel, twin)]
+    return [KernelCall(kernel, twin)]
 
 
-def _fp8(shapes: Shapes) -> list[Work]:
+def _fp8(shapes: Shapes) -> list[KernelCall]:
     """Against the same rounded numbers in fp32; nothing is compared where the device has no FP8 tensor cores."""
     fp8, fused = kernels.fp8, kernels.fused
     if shapes.device.type == "cuda" and not fp8.can_run(shapes.device):
-        return [Work.of(torch.ones, torch.ones, 1)]
+        return [KernelCall.of(torch.ones, torch.ones, 1)]
     width, eps = -(-shapes.config.hidden_size // 16) * 16, shapes.config.rms_norm_eps
     x, norm, matrix = shapes.random(40, 2 * width), shapes.random(width), shapes.random(width, width)
     weight = fp8.from_weight(matrix)
@@ -200,11 +202,11 @@ def _fp8(shapes: Shapes) -> list[Work]:
         product = (normed.codes.float() * normed.scales) @ (weight.codes.float() * weight.scales).T
         return [normed.scales, active.scales, normed.codes.float(), active.codes.float(), product]
 
-    return [Work(kernel, twin)]
+    return [KernelCall(kernel, twin)]
 
 
 def _rounded_error(found: Tensor, wanted: Tensor) -> float:
-    """The distance of all numbers together: single codes may round the other way."""
+    """Return the distance of all numbers together, since single codes may be rounded differently."""
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
@@ -224,9 +226,9 @@ def _passes(shapes: Shapes) -> Iterator[KernelCase]:
         return q, k, kernels.fused.Heads(random(dim), random(dim), eps, *angles)
 
     def case(name: str, kernel: str, twin: Callable[..., Any], num_bytes: int, inputs: Callable[[], Any]) -> KernelCase:
-        def works() -> list[Work]:
+        def works() -> list[KernelCall]:
             peer = copying(num_bytes, shapes.device) if num_bytes else None
-            return [Work.of(getattr(kernels.fused, kernel), twin, *inputs(), peer=peer)]
+            return [KernelCall.of(getattr(kernels.fused, kernel), twin, *inputs(), peer=peer)]
 
         return KernelCase(name, row_count(rows if num_bytes else ROWS), works, 0, num_bytes, "copy")
 

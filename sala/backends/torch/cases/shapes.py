@@ -20,7 +20,7 @@ ROUNDING = 2e-2  # tolerance of results in bf16, relative to the largest number
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelCall:
     """One call of a kernel, and of its reference on the same inputs. The reference must be called first.
 
     `peer` is timed beside the kernel where that is not the reference; `also` returns what else the kernel has written.
@@ -34,7 +34,7 @@ class Work:
     @classmethod
     def of(
         cls, kernel: Callable[..., Any], reference: Callable[..., Any], *inputs: Any, peer: Call | None = None
-    ) -> "Work":
+    ) -> "KernelCall":
         """Return the call of a kernel and a reference that take the same arguments."""
         return cls(partial(kernel, *inputs), partial(reference, *inputs), peer)
 
@@ -49,14 +49,14 @@ class Work:
 class KernelCase:
     """A kernel at some size: shared by `sala doctor`, `sala bench kernels` and the tests.
 
-    `works` makes sets of inputs, each in memory of its own, as many as are wanted. `flops` and `num_bytes` are the
+    `works` yields any number of sets of inputs, each in separate memory. `flops` and `num_bytes` are the
     least that the kernel must do: inputs read once, outputs written once; cases without bytes are checked but not
     timed. Short kernels are timed in a CUDA graph, over `num_sets` sets that together exceed every cache.
     """
 
     name: str
     size: str
-    works: Callable[[], Iterable[Work]]
+    works: Callable[[], Iterable[KernelCall]]
     flops: int = 0
     num_bytes: int = 0
     peer: str = "reference"
@@ -68,7 +68,7 @@ class KernelCase:
     def in_graph(self) -> bool:
         return self.num_sets > 1
 
-    def build(self, count: int) -> list[Work]:
+    def build(self, count: int) -> list[KernelCall]:
         """Build that many sets of inputs."""
         return list(islice(self.works(), count))
 
@@ -79,7 +79,7 @@ class KernelCase:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The model whose kernels are meant, and how much of everything."""
+    """The model whose kernels are run, and the sizes of their inputs."""
 
     device: torch.device
     lengths: tuple[int, ...] = (8192, 131_072)  # of prompts

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sala.backends.rows import Pending
-from sala.backends.torch.batch import Batch, take
+from sala.backends.rows import TIE_ULPS, Pending
+from sala.backends.torch.batch import Batch, Features, take
 from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.gather import Gather
 from sala.backends.torch.kernels import native
 from sala.backends.torch.linears import DECODE_ROWS, AffineLinear, HalfLinear, native_weight
 from sala.backends.torch.model import Layer as ModelLayer
@@ -53,7 +54,7 @@ class CpuDecode:
             kernel_stride=sparse.kernel_stride,
             init_blocks=sparse.init_blocks,
             window_blocks=sparse.num_window_blocks,
-            num_selected=sparse.num_selected,
+            tie_ulps=TIE_ULPS,
         )
         self.caches: tuple[HybridCache, ctypes.Array[native.CacheStruct]] | None = None
 
@@ -97,13 +98,21 @@ class CpuDecode:
     def __call__(
         self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
     ) -> Tensor:
-        config = self.model.config
+        config, sparse = self.model.config, self.model.config.sparse_config
         count = config.num_hidden_layers if num_layers is None else min(num_layers, config.num_hidden_layers)
         x = (self.model.model.embed_tokens(batch.tokens).float() * config.scale_emb).contiguous()
         step = native.StepStruct(
             spans=(native.SpanStruct * len(batch.spans))(
                 *(
-                    native.SpanStruct(s.start, s.length, s.slot, s.sparse_from, s.num_drafts, s.table.data_ptr())
+                    native.SpanStruct(
+                        s.start,
+                        s.length,
+                        s.slot,
+                        s.sparse_from,
+                        sparse.with_topk(s.topk).num_selected,
+                        s.num_drafts,
+                        s.table.data_ptr(),
+                    )
                     for s in batch.spans
                 )
             ),
@@ -124,8 +133,28 @@ class CpuDecode:
         step.growth = _address(growth)
         kept = self.keep(batch, cache, count)
         step.kept_k, step.kept_v = (None, None) if kept is None else (_address(kept[0]), _address(kept[1]))
+        gathered_rows = None if batch.gather is None else self.gather_into(step, batch.gather)
+        feature_layers = None if batch.features is None else self.keep_features(step, batch.features)
         self.kernel.step(ctypes.addressof(self.struct), ctypes.addressof(step))
+        del gathered_rows, feature_layers  # kept until here: the step points to them
         return x if wanted is None else take(x, wanted)
+
+    def keep_features(self, step: native.StepStruct, features: Features) -> Tensor:
+        """Let a step keep hidden states; return a tensor that must live as long as the step runs."""
+        layers = torch.tensor(features.layers)
+        kept = torch.empty(len(layers), step.num_tokens, self.model.config.hidden_size)
+        step.feature_layers, step.features, step.num_features = layers.data_ptr(), kept.data_ptr(), len(layers)
+        features.states = list(kept)
+        return layers
+
+    def gather_into(self, step: native.StepStruct, gather: Gather) -> Tensor:
+        """Let a step gather sources; return a tensor that must live as long as the step runs."""
+        rows = torch.full((step.num_tokens,), -1)
+        rows[list(gather.asked.rows)] = torch.arange(len(gather.asked.rows))
+        step.gathered_rows = rows.data_ptr()
+        step.gathered_shares, step.gathered_blocks = gather.shares.data_ptr(), gather.blocks.data_ptr()
+        step.num_gathered, step.num_sparse = gather.blocks.shape[3], gather.blocks.shape[1]
+        return rows
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.model.lm_head

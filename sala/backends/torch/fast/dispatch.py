@@ -9,18 +9,19 @@ What runs, and where to set a breakpoint:
 | device | prompts (prefill) | answers (decode) | `kernels="off"` |
 |---|---|---|---|
 | CPU | `model.SalaModel.forward`; sparse attention in C++ (`cpu_decode.attend`) | `cpu_decode.CpuDecode.__call__`: one C++ call per step (`kernels/decode.cpp`) | `model.SalaModel.forward`, `ops/` |
-| CUDA, Triton | `gpu_forward.GpuForward.run_prefill`, mixers in `gpu_layers.PrefillSpan` | `gpu_forward.GpuForward.run_decode`, mixers in `gpu_layers.DecodeSpans`, replayed as a CUDA graph (`gpu_forward.DecodeGraph`): Python runs at capture only | `model.SalaModel.forward`, `ops/` |
+| CUDA, Triton | `gpu_forward.GpuForward.run_prefill`, mixers in `gpu_prefill.PrefillSpans`, short passes replayed as CUDA graphs (`gpu_prefill.PrefillGraph`) | `gpu_forward.GpuForward.run_decode`, mixers in `gpu_decode.DecodeSpans`, replayed as a CUDA graph (`gpu_decode.DecodeGraph`): Python runs at capture only | `model.SalaModel.forward`, `ops/` |
 | whole sequences (training) | `model.SalaModel.forward`; on CUDA `training.py` | – | `ops/` |
 
 `TorchExecutor.forward` calls the fused forward if it takes the batch, otherwise the model.
 """  # noqa: E501
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from sala.backends.sources import HeadWeights
 from sala.backends.torch.batch import Batch
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.fast import cpu_decode, training
@@ -30,9 +31,9 @@ from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops import REFERENCE, Ops, lightning, sparse
 from sala.config import SparseConfig
 from sala.errors import InputError
-from sala.protocol import Options
+from sala.protocol import Options, Plan, Result
 
-__all__ = ["FusedForward", "keep_packed", "put_kernel_linears", "select_forward", "select_ops"]
+__all__ = ["AheadForward", "FusedForward", "keep_packed", "put_kernel_linears", "select_forward", "select_ops"]
 
 
 class FusedForward(Protocol):
@@ -48,6 +49,33 @@ class FusedForward(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `SalaModel.logits`."""
+        ...
+
+
+@runtime_checkable
+class AheadForward(FusedForward, Protocol):
+    """A fused forward that also samples on the device, so that a step can be launched before the last one has ended."""
+
+    feature_layers: tuple[int, ...]  # after which hidden states are kept in `Batch.features`
+
+    def use(self, cache: HybridCache, num_slots: int) -> None:
+        """Prepare for `launch` on top of this cache."""
+        ...
+
+    def launch(self, plan: Plan) -> Callable[[], Result]:
+        """Begin to run a plan without drafts and return what waits for the result."""
+        ...
+
+    def warm_up(self, max_batch: int, max_count: int, on_progress: Callable[[int, int], None]) -> None:
+        """Capture all graphs that steps of up to `max_batch` sequences with `max_count` tokens each may need."""
+        ...
+
+    def weigh_heads(self, weights: HeadWeights) -> None:
+        """Set the weights of heads as sources."""
+        ...
+
+    def forget(self, slot: int) -> None:
+        """Another sequence gets a slot."""
         ...
 
 
@@ -80,8 +108,8 @@ def select_forward(model: SalaModel, device: torch.device, max_tokens: int, opti
 
         return GpuForward(model, device, max_tokens, prefill=options.prefill)
     is_cpu = options.kernels != "off" and device.type == "cpu" and native.load() is not None
-    # decode.cpp reads pages of 16 and 32 bits
-    return cpu_decode.CpuDecode(model) if is_cpu and options.kv != "fp8" and cpu_decode.can_decode(model) else None
+    is_readable = options.kv == options.state == "auto"  # decode.cpp: pages of 16 and 32 bits, states of 32
+    return cpu_decode.CpuDecode(model) if is_cpu and is_readable and cpu_decode.can_decode(model) else None
 
 
 def _check_fp8_prefill(device: torch.device, has_kernels: bool) -> None:

@@ -1,58 +1,75 @@
 """The fused forward on an NVIDIA GPU: the model's layers with projections fused and small operations in Triton kernels.
 
 `SalaModel` is the definition; this computes the same with less memory traffic. A batch runs in two parts that never
-mix, so that results are batch-invariant: each prefill span alone (`run_prefill`), and all decode spans together
-(`run_decode`), padded to a few sizes and replayed as one CUDA graph. Of a prefill span, only rows whose hidden states
-are wanted go through the whole last layer; the others only write its KV cache.
+mix, so that results are batch-invariant: all prefill spans together (`run_prefill`), and all decode spans together
+(`run_decode`). Decode steps and short prefill passes are padded to a few sizes and replayed as one CUDA graph.
 
 | file | subject |
 |---|---|
 | `gpu_weights.py` | fused, packed and FP8 matrices, products with them |
-| `gpu_layers.py` | one layer: norm, projections, MLP, the mixers of prefill and of decode rows |
+| `gpu_layers.py` | one layer: norm, projections, MLP |
+| `gpu_prefill.py` | the mixers of prefill spans, and the CUDA graph of a short pass |
+| `gpu_decode.py` | the mixers of decode rows, and the CUDA graph of a decode step |
 """
 
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sala.backends.torch.batch import Batch, Span, take
+from sala.backends.sources import Asked, HeadWeights
+from sala.backends.torch.batch import Batch, Span, pack, take
 from sala.backends.torch.cache import HybridCache
-from sala.backends.torch.fast.gpu_layers import (
-    Angles,
-    DecodeSpans,
-    Fp8Matrices,
-    FusedLayer,
-    Mixers,
-    PrefillSpan,
-    norm_rows,
-    norm_to_fp8,
+from sala.backends.torch.fast.gpu_decode import DecodeGraph, DecodeSpans, GatheredRows, PageTables
+from sala.backends.torch.fast.gpu_layers import Angles, Fp8Matrices, FusedLayer, Mixers, norm_rows, norm_to_fp8
+from sala.backends.torch.fast.gpu_prefill import (
+    GRAPH_PARALLEL,
+    GRAPH_ROWS,
+    PassSize,
+    PrefillGather,
+    PrefillGraph,
+    PrefillSpans,
+    prefill_gathers,
+    stable_rows,
 )
+from sala.backends.torch.fast.gpu_sampling import DeviceSampler, SampledRows, to_host
 from sala.backends.torch.fast.gpu_weights import weight_of
-from sala.backends.torch.kernels import lightning, linear
+from sala.backends.torch.gather import Gather
+from sala.backends.torch.kernels import linear, triton_kernels
 from sala.backends.torch.kernels.packed_weight import PackedWeight
+from sala.backends.torch.kernels.spans import MAX_SPANS
 from sala.backends.torch.linears import AffineEmbedding
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.dense import frequencies, query_growth, rotations
-from sala.backends.torch.ops.lightning import decay_slopes
+from sala.protocol import Gathered, Plan, Result
 
-MAX_DECODE_TOKENS = 16  # of a span: a sampled token and its drafts; longer spans are prefill
+MAX_DECODE_TOKENS = 16  # of a span: a sampled token and its drafts; longer spans and those of prompts are prefill
 MAX_SAMPLED_ROWS = 256  # up to here logits are computed in batch-invariant pieces
+MOST_TOPKS = 4  # numbers of blocks that requests choose for which there are graphs; others run without
+CONTEXTS = (8192, 65536)  # tokens: a decode step has as many programs as its longest sequence could need
+
+
+class GraphSize(NamedTuple):
+    """How much a decode step has room for, and the rule of its rows."""
+
+    spans: int
+    length: int  # tokens of each
+    blocks: int
+    topk: int
+    has_long: bool = False  # dense rows of dense_len tokens or more
+    gathers: bool = False  # what the rows attend to
 
 
 class GpuForward:
-    """`SalaModel.forward` and `SalaModel.logits` on a GPU, equal to the rounding of the model's precision."""
+    """`SalaModel.forward` and `SalaModel.logits` on a GPU, equal up to rounding in the model's precision."""
 
     def __init__(
-        self,
-        model: SalaModel,
-        device: torch.device,
-        max_tokens: int,
-        has_graphs: bool = True,
-        prefill: str = "auto",
+        self, model: SalaModel, device: torch.device, max_tokens: int, has_graphs: bool = True, prefill: str = "auto"
     ) -> None:
         """Fuse the model's matrices; `prefill="fp8"` also makes the FP8 copies with which prompts are multiplied."""
         self.model, self.device, self.config = model, device, model.config
@@ -72,9 +89,27 @@ class GpuForward:
             layer.fp8 = Fp8Matrices(layer)
         self.max_blocks = -(-max_tokens // self.config.sparse_config.block_size)
         self.has_graphs = has_graphs
-        self.graphs: dict[tuple[int, int], DecodeGraph] = {}  # by sequences and tokens of each
+        self.feature_layers: tuple[int, ...] = ()  # after so many layers hidden states are kept, see `Batch.features`
+        self.graphs: dict[GraphSize, DecodeGraph] = {}
+        self.head_weights = HeadWeights.of(self.config)
+        self.source_weights: Tensor | None = torch.from_numpy(self.head_weights.weights).to(device)  # in the graphs
+        self.prefill_graphs: dict[int, PrefillGraph] = {}  # by rows
         self.cache: HybridCache | None = None  # whose addresses the graphs hold
+        self.tables: PageTables | None = None
+        self.sampler: DeviceSampler | None = None
         self.pool: Any = None
+
+    def use(self, cache: HybridCache, num_slots: int) -> None:
+        """Prepare for decode steps that sample on the device, on top of this cache."""
+        self.cache = cache
+        self.tables = PageTables(num_slots, self.max_blocks, self.device)
+        self.sampler = DeviceSampler(num_slots, self.config.vocab_size, self.device)
+
+    def weigh_heads(self, weights: HeadWeights) -> None:
+        """Set the weights of heads as sources; graphs that gather with others are dropped."""
+        self.head_weights = weights
+        self.source_weights = None if weights.keeps_heads else torch.from_numpy(weights.weights).to(self.device)
+        self.graphs = {size: graph for size, graph in self.graphs.items() if not size.gathers}
 
     def can_run(self, batch: Batch) -> bool:
         return all(span.length <= MAX_DECODE_TOKENS or not span.num_drafts for span in batch.spans)
@@ -87,32 +122,117 @@ class GpuForward:
         rows = range(ends[-1]) if wanted is None else wanted
         edges = [bisect_left(rows, end) for end in ends]
         asked = [[row - ends[i] for row in rows[edges[i] : edges[i + 1]]] for i in range(len(batch.spans))]
+        is_prefill = [
+            not span.num_drafts and (span.is_prompt or span.length > MAX_DECODE_TOKENS) for span in batch.spans
+        ]
+        prefill, decode = (
+            self.by_topk(batch.spans, [i for i, one in enumerate(is_prefill) if one is kind]) for kind in (True, False)
+        )
         hidden: dict[int, Tensor] = {}
-        for i, span in enumerate(batch.spans):
-            if span.length > MAX_DECODE_TOKENS:
-                here = slice(ends[i], ends[i + 1])
-                positions = batch.positions[here]
-                mixers = PrefillSpan(self.angles(positions), span, positions)
-                hidden[i] = self.run_prefill(batch.tokens[here], mixers, cache, num_layers, asked[i])
-        decode = [i for i, span in enumerate(batch.spans) if span.length <= MAX_DECODE_TOKENS]
-        if not decode:
-            return torch.cat(list(hidden.values())) if len(hidden) > 1 else hidden[0]
-        ids = [batch.ids[ends[i] : ends[i + 1]] for i in decode]
-        decoded, count = self.run_decode(batch, decode, ids, cache, num_layers)
-        if not hidden:
-            return take(decoded, [at * count + row for at, i in enumerate(decode) for row in asked[i]])
-        for at, i in enumerate(decode):
-            hidden[i] = take(decoded, [at * count + row for row in asked[i]])
-        return torch.cat([hidden[i] for i in range(len(batch.spans))])
+        kept: dict[int, Sequence[Tensor]] = {}
+        for some in (alike[at : at + MAX_SPANS] for alike in prefill for at in range(0, len(alike), MAX_SPANS)):
+            ids, spans = [batch.ids[ends[i] : ends[i + 1]] for i in some], [batch.spans[i] for i in some]
+            gathers = prefill_gathers(batch.gather, some, spans, [asked[i] for i in some], self.config)
+            found, features = self.run_prefill(
+                spans, ids, [asked[i] for i in some], cache, num_layers, wanted is None, gathers
+            )
+            hidden |= dict(zip(some, found, strict=True))
+            kept |= zip(some, _by_span(features, [0, *accumulate(span.length for span in spans)], spans), strict=True)
+        for some in decode:
+            ids = [batch.ids[ends[i] : ends[i + 1]] for i in some]
+            decoded, count, features = self.run_decode(batch, some, ids, cache, num_layers)
+            spans = [batch.spans[i] for i in some]
+            kept |= zip(some, _by_span(features, range(0, count * len(some), count), spans), strict=True)
+            self._keep(batch, kept)
+            if len(some) == len(batch.spans):
+                return take(decoded, [at * count + row for at, i in enumerate(some) for row in asked[i]])
+            for at, i in enumerate(some):
+                hidden[i] = take(decoded, [at * count + row for row in asked[i]])
+        self._keep(batch, kept)
+        return torch.cat([hidden[i] for i in range(len(batch.spans))]) if len(hidden) > 1 else hidden[0]
+
+    def _keep(self, batch: Batch, kept: Mapping[int, Sequence[Tensor]]) -> None:
+        """Hand over the features of the spans, once there are those of all."""
+        if batch.features is not None and len(kept) == len(batch.spans):
+            ordered = [kept[i] for i in range(len(batch.spans))]
+            batch.features.states = [torch.cat(pieces) for pieces in zip(*ordered, strict=True)]
+
+    def topk_of(self, span: Span) -> int:
+        return self.config.sparse_config.topk if span.topk is None else span.topk
+
+    def by_topk(self, spans: Sequence[Span], indices: Sequence[int]) -> list[list[int]]:
+        """Return the indices of spans in groups that select the same number of blocks: each runs by itself."""
+        groups: dict[int, list[int]] = {}
+        for index in indices:
+            groups.setdefault(self.topk_of(spans[index]), []).append(index)
+        return list(groups.values())
 
     def run_prefill(
-        self, tokens: Tensor, span: PrefillSpan, cache: HybridCache, num_layers: int | None, asked: Sequence[int]
-    ) -> Tensor:
-        """Hidden states of the rows `asked` for of one prefill span; a few at its end skip most of the last layer."""
-        length, count = len(tokens), len(asked)
-        if count <= MAX_DECODE_TOKENS and list(asked) == list(range(length - count, length)):
-            return self.run(tokens, span, cache, num_layers, count)
-        return take(self.run(tokens, span, cache, num_layers), asked)
+        self,
+        spans: Sequence[Span],
+        ids: Sequence[tuple[int, ...]],
+        asked: Sequence[Sequence[int]],
+        cache: HybridCache,
+        num_layers: int | None = None,
+        is_all: bool = False,
+        gathers: "Sequence[PrefillGather]" = (),
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Hidden states of the rows `asked` for of each prefill span, all of them if `is_all`, and the features."""
+        counts = [len(rows) for rows in asked]
+        block = self.config.sparse_config.block_size
+        size = PassSize.of(spans, None if is_all else sum(counts), block, self.stable_rows)
+        graph = None
+        is_dense = all(span.end <= span.sparse_from for span in spans)
+        if self.has_graphs and num_layers is None and is_dense and not gathers:
+            graph = self.prefill_graph_of(size, cache)
+        if graph is not None:
+            return graph.run(spans, ids, asked).split(counts), graph.rows.features
+        sparse = self.config.sparse_config.with_topk(spans[0].topk)
+        rows = PrefillSpans(sparse, self.angles, size, self.device, len(spans))
+        rows.gathers = gathers
+        rows.fill(spans, ids, asked)
+        rows.prepare()
+        hidden = self.run(rows.tokens, rows, cache, num_layers)
+        if size.wanted is not None:
+            return hidden.split(counts), rows.features
+        pieces = hidden.split([*(span.length for span in spans), size.rows - sum(span.length for span in spans)])
+        return [take(piece, some) for piece, some in zip(pieces, asked, strict=False)], rows.features
+
+    def prefill_graph_of(self, size: PassSize, cache: HybridCache) -> PrefillGraph | None:
+        """Return the smallest graph for a dense pass of this size, captured at first use; None for other caches."""
+        num_rows = next((rows for rows in self.graph_rows if size.fit(self.graph_size(rows))), None)
+        if num_rows is None or self.cache not in (None, cache):
+            return None
+        return self.prefill_graphs.get(num_rows) or self.capture_prefill(num_rows, cache)
+
+    @cached_property
+    def stable_rows(self) -> tuple[int, ...]:
+        """The numbers of rows of short passes, see `gpu_prefill.stable_rows`."""
+        last, dtype = self.layers[-1], self.model.model.norm.weight.dtype
+        shapes = {shape for layer in self.layers for shape in layer.shapes}
+        keys_values = (2 * last.num_kv_heads * last.head_dim, self.config.hidden_size)
+        return stable_rows(tuple(sorted({*shapes, keys_values})), dtype, self.device)
+
+    @property
+    def graph_rows(self) -> list[int]:
+        """The numbers of rows for which passes are captured."""
+        return [num_rows for num_rows in GRAPH_ROWS if num_rows in self.stable_rows]
+
+    def graph_size(self, num_rows: int) -> PassSize:
+        return PassSize.of_graph(num_rows, self.max_blocks, self.config.sparse_config)
+
+    def capture_prefill(self, num_rows: int, cache: HybridCache) -> PrefillGraph:
+        """Capture the graph of passes of up to `num_rows` rows, one of `GRAPH_ROWS`."""
+        self.cache, self.pool = cache, self.pool or torch.cuda.graph_pool_handle()
+        size = self.graph_size(num_rows)
+        rows = PrefillSpans(self.config.sparse_config, self.angles, size, self.device, GRAPH_PARALLEL)
+
+        def forward() -> Tensor:
+            rows.prepare()
+            return self.run(rows.tokens, rows, cache, None)
+
+        graph = self.prefill_graphs[num_rows] = PrefillGraph(rows, forward, self.pool)
+        return graph
 
     def run_decode(
         self,
@@ -121,57 +241,178 @@ class GpuForward:
         ids: Sequence[tuple[int, ...]],
         cache: HybridCache,
         num_layers: int | None,
-    ) -> tuple[Tensor, int]:
-        """Hidden states of all decode spans, `count` rows for each, and that count."""
+    ) -> tuple[Tensor, int, Sequence[Tensor]]:
+        """Hidden states of all decode spans, `count` rows for each; that count; and the features."""
         spans = [batch.spans[i] for i in decode]
         count = _bucket(max(span.length for span in spans))
-        graph = self.graph_of(_bucket(len(spans)), count, cache, num_layers)
+        places = {} if batch.gather is None else batch.gather.asked.places
+        gathers = any(i in places for i in decode)
+        graph = self.graph_of(self.size_of(spans, count, gathers), cache, num_layers)
         graph.fill(spans, ids)
         hidden = graph.replay()
+        gathered = graph.rows.gathered
+        if batch.gather is not None and gathered is not None:
+            blocks, shares = gathered.blocks.cpu(), gathered.shares.cpu()
+            for at, i in enumerate(decode):
+                if i in places:
+                    end = at * count + batch.spans[i].length
+                    sampled = slice(end - 1 - batch.spans[i].num_drafts, end)
+                    batch.gather.put(i, blocks[sampled], shares[sampled])
         if any(span.num_drafts for span in spans):
             batch.settle.append(graph.settler(spans, decode))
-        return hidden, count
+        return hidden, count, graph.rows.features
 
-    def graph_of(self, num_spans: int, count: int, cache: HybridCache, num_layers: int | None) -> "DecodeGraph":
+    def launch(self, plan: Plan) -> Callable[[], Result]:
+        """Run a plan without drafts and sample on the device. Return what waits for the result."""
+        assert self.cache is not None
+        assert self.sampler is not None
+        found: list[tuple[list[int], SampledRows]] = []  # indices into the plan, and the tokens of these rows
+        is_decode = [len(row.tokens) == 1 and row.start >= row.prompt_len for row in plan.rows]
+        decode, prefill = ([i for i, one in enumerate(is_decode) if one is kind] for kind in (True, False))
+        gathered: list[tuple[Sequence[int], Callable[[], Sequence[Gathered | None]]]] = []
+        whole = pack(plan, self.device)
+        for some in self.by_topk(whole.spans, decode):
+            rows, spans = tuple(plan.rows[i] for i in some), [whole.spans[i] for i in some]
+            asked = Asked.of(rows)
+            graph = self.graph_of(self.size_of(spans, 1, asked is not None), self.cache, None)
+            graph.fill(spans, [row.tokens for row in rows], rows)
+            graph.replay()
+            if asked is not None and graph.rows.gathered is not None:
+                gathered.append((some, self.gathered_of(asked, Plan(rows), graph.rows.gathered)))
+            found.append((some, SampledRows(rows, graph.sampled[: len(rows)], graph.scores[: len(rows)])))
+        if prefill:
+            part = Plan(tuple(plan.rows[i] for i in prefill))
+            gather = Gather.of(part, self.config)
+            batch = pack(part, self.device, gather=gather)
+            hidden = self(batch, self.cache, None, batch.sampled_rows(part))
+            if gather is not None:
+                gathered.append((prefill, partial(gather.results, part, self.head_weights)))
+            sampled = [i for i in prefill if plan.rows[i].sampling is not None]
+            if sampled:
+                rows, logits = tuple(plan.rows[i] for i in sampled), self.logits(hidden)
+                found.append((sampled, SampledRows(rows, self.sampler.sample(logits, rows), logits)))
+
+        is_done = torch.cuda.Event() if self.device.type == "cuda" else None
+        if is_done is not None:
+            is_done.record()
+
+        def wait() -> Result:
+            if is_done is not None:
+                is_done.synchronize()  # also where nothing is sampled: no more than one step is to run ahead
+            tokens = {i: token for indices, some in found for i, token in zip(indices, some.wait(), strict=True)}
+            rows = enumerate(plan.rows)
+            sampled = tuple(() if row.sampling is None else (tokens[i],) for i, row in rows)
+            sources = {i: one for indices, some in gathered for i, one in zip(indices, some(), strict=True)}
+            return Result(sampled, tuple(sources.get(i) for i in range(len(plan.rows))) if sources else ())
+
+        return wait
+
+    def gathered_of(self, asked: Asked, plan: Plan, rows: GatheredRows) -> Callable[[], Sequence[Gathered | None]]:
+        """Begin to copy what a decode step of these rows has gathered; return what waits for it."""
+        copies = [to_host(part[: len(plan.rows)]) for part in (rows.blocks, rows.weighed)]
+        index = list(asked.rows)
+
+        def wait() -> Sequence[Gathered | None]:
+            blocks, shares = (copy().numpy()[index] for copy in copies)
+            return asked.join(plan, blocks, shares, self.config)
+
+        return wait
+
+    def warm_up(self, max_batch: int, max_count: int, on_progress: Callable[[int, int], None]) -> None:
+        """Capture the graphs of all sizes of a step; the largest first, so that the others reuse its memory."""
+        assert self.cache is not None
+        began, cache, block = time.perf_counter(), self.cache, self.config.sparse_config.block_size
+        sizes, counts = (
+            [1 << i for i in reversed(range(_bucket(most).bit_length()))] for most in (max_batch, max_count)
+        )
+        topk = self.config.sparse_config.topk
+        decode = [
+            GraphSize(size, count, context // block, topk)
+            for count in counts
+            for size in sizes
+            for context in reversed(self.contexts)
+            if count == 1 or size * count <= linear.MAX_ROWS
+        ]
+        prefill = [num_rows for num_rows in reversed(self.graph_rows) if num_rows not in self.prefill_graphs]
+        work: list[Callable[[], Any]] = [partial(self.capture_prefill, num_rows, cache) for num_rows in prefill]
+        work += [partial(self.graph_of, size, cache, None) for size in decode]
+        for done, capture in enumerate(work if self.has_graphs else (), 1):
+            capture()
+            on_progress(done, len(work))
+        config, kind = self.config, "packed" if isinstance(self.head, PackedWeight) else str(self.head.dtype)[6:]
+        model = f"{config.num_hidden_layers} layers of {config.hidden_size}, {kind}, up to {max_batch} sequences"
+        if self.has_graphs:
+            facts = {"model": model, "gpu": torch.cuda.get_device_name(self.device), "torch": torch.__version__}
+            triton_kernels.note_warm_up(facts | {"seconds": time.perf_counter() - began})
+
+    def forget(self, slot: int) -> None:
+        assert self.sampler is not None
+        self.sampler.forget(slot)
+
+    def size_of(self, spans: Sequence[Span], count: int, gathers: bool = False) -> GraphSize:
+        """Return the size of a decode step of spans that select the same number of blocks."""
+        limit = self.config.sparse_config.dense_len
+        has_long = any(span.end > limit and span.start < span.sparse_from for span in spans)
+        return GraphSize(_bucket(len(spans)), count, self.context_of(spans), self.topk_of(spans[0]), has_long, gathers)
+
+    def context_of(self, spans: Sequence[Span]) -> int:
+        """Return how many blocks a decode step makes room for."""
+        longest = max(span.end for span in spans)
+        block = self.config.sparse_config.block_size
+        return next((size // block for size in self.contexts if longest <= size), self.max_blocks)
+
+    @property
+    def contexts(self) -> list[int]:
+        """The lengths, in tokens, for which there are graphs."""
+        longest = self.max_blocks * self.config.sparse_config.block_size
+        return [*(size for size in CONTEXTS if size < longest), longest]
+
+    def graph_of(self, size: GraphSize, cache: HybridCache, num_layers: int | None) -> DecodeGraph:
         """Return the graph of this size: captured at first use, uncaptured for drafts or for another cache."""
-        sparse = self.config.sparse_config
-        is_captured = self.has_graphs and num_layers is None and (self.cache is None or self.cache is cache)
+        sparse, count = self.config.sparse_config.with_topk(size.topk), size.length
+        is_own = num_layers is None and (self.cache is None or self.cache is cache)
+        captured = {one.topk for one in self.graphs} | {self.config.sparse_config.topk}
+        is_captured = is_own and self.has_graphs and (size.topk in captured or len(captured) < MOST_TOPKS)
+        if size in self.graphs and is_own:
+            return self.graphs[size]
         if is_captured:
-            self.cache = cache
-            if (num_spans, count) in self.graphs:
-                return self.graphs[num_spans, count]
-            if self.pool is None:
-                self.pool = torch.cuda.graph_pool_handle()
-        rows = DecodeSpans(sparse, self.angles, num_spans, count, self.max_blocks, self.device)
+            self.cache, self.pool = cache, self.pool or torch.cuda.graph_pool_handle()
+        shared, sampler = (self.tables, self.sampler if count == 1 else None) if is_own else (None, None)
+        room = (size.spans, count, size.blocks, self.device)
+        gathered = None
+        if size.gathers:
+            num_rows, weights = size.spans * count, self.source_weights
+            gathered = GatheredRows(self.config, sparse, num_rows, size.blocks, size.has_long, weights, self.device)
+        rows = DecodeSpans(sparse, self.angles, *room, shared, sampler, size.has_long, gathered)
 
         def forward() -> Tensor:
             rows.prepare()
             return self.run(rows.tokens, rows, cache, num_layers)
 
-        graph = DecodeGraph(rows, forward, cache, self.pool if is_captured else None)
+        graph = DecodeGraph(rows, forward, self.logits, cache, self.pool if is_captured else None)
         if is_captured:
-            self.graphs[num_spans, count] = graph
+            self.graphs[size] = graph
         return graph
 
-    def run(
-        self, tokens: Tensor, rows: Mixers, cache: HybridCache, num_layers: int | None, count: int | None = None
-    ) -> Tensor:
-        """tokens [T] → normed hidden states [T, hidden]; with `count` (prefill only), those of the last rows."""
+    def run(self, tokens: Tensor, rows: Mixers, cache: HybridCache, num_layers: int | None) -> Tensor:
+        """tokens [T] → normed hidden states [T, hidden]; those of the wanted rows if prefill spans name them."""
         x = self.model.model.embed_tokens(tokens)
         if self.config.scale_emb != 1:
             x = x * self.config.scale_emb
         delta: Tensor | None = None
+        rows.features.clear()
         layers = self.layers[:num_layers]
-        is_fp8 = self.is_fp8 and isinstance(rows, PrefillSpan) and len(tokens) > linear.MAX_ROWS
+        is_fp8 = self.is_fp8 and isinstance(rows, PrefillSpans)
         for layer in layers:
             held = cache.pages[layer.index] if layer.index in cache.pages else cache.states[layer.index]
             norm = norm_to_fp8 if is_fp8 and layer is not layers[-1] else norm_rows
             x, normed = norm(x, delta, layer.scale, layer.input_norm, layer.dependents_first)
-            if count is not None and layer is layers[-1]:
+            if layer.index in self.feature_layers:
+                rows.features.append(x.clone())
+            if isinstance(rows, PrefillSpans) and rows.wanted is not None and layer is layers[-1]:
                 assert isinstance(normed, Tensor)
-                assert isinstance(rows, PrefillSpan)
-                delta = layer.mix_last(normed, rows, held, count)
-                x = x[x.shape[0] - count :]
+                delta = layer.mix_wanted(normed, rows, held)
+                x = x.index_select(0, rows.wanted)
             else:
                 delta = layer.mix(normed, rows, held)
             if delta is None:
@@ -199,94 +440,12 @@ class GpuForward:
         )
 
 
+def _by_span(features: Sequence[Tensor], starts: Sequence[int], spans: Sequence[Span]) -> list[list[Tensor]]:
+    """Return the features of each span, which begin at these rows: copies, as a graph's are overwritten."""
+    pairs = zip(starts, spans, strict=False)
+    return [[one[start : start + span.length].clone() for one in features] for start, span in pairs]
+
+
 def _bucket(count: int) -> int:
     """Round up to a power of two: a few sizes of graphs serve all batches."""
     return 1 << (count - 1).bit_length()
-
-
-class DecodeGraph:
-    """A decode step of fixed size: its inputs and, if it has a `pool`, the captured graph that computes it.
-
-    `forward` runs all layers over `rows` on top of `cache`. The pool is memory that graphs share.
-    """
-
-    def __init__(self, rows: DecodeSpans, forward: Callable[[], Tensor], cache: HybridCache, pool: Any = None) -> None:
-        self.rows, self.forward, self.cache = rows, forward, cache
-        self.pages: list[tuple[int, ...]] = [()] * rows.num_spans
-        self.graph: Any = None
-        self.hidden: Tensor | None = None
-        is_cuda = rows.inputs.is_cuda
-        self.host = torch.empty(rows.inputs.shape, dtype=torch.long, pin_memory=is_cuda)
-        self.is_copied = torch.cuda.Event() if is_cuda else None
-        if pool is not None:
-            self.capture(pool)
-
-    def capture(self, pool: Any) -> None:
-        """Run once on padding only, which changes nothing but compiles the kernels, then capture."""
-        self.rows.all_positions.fill_(-1)
-        self.rows.slots.fill_(-1)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self.forward()
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.hidden = self.forward()
-
-    def replay(self) -> Tensor:
-        if self.graph is None:
-            return self.forward()
-        self.graph.replay()
-        assert self.hidden is not None
-        return self.hidden
-
-    def fill(self, spans: Sequence[Span], ids: Sequence[tuple[int, ...]]) -> None:
-        """Set the inputs of the next step: the spans, each with its tokens."""
-        rows, count = self.rows, self.rows.count
-        spare = rows.num_spans - len(spans)
-        tokens: list[int] = []
-        positions: list[int] = []
-        for span, some in zip(spans, ids, strict=True):
-            rest = count - span.length
-            tokens += [*some, *([0] * rest)]
-            positions += [*range(span.start, span.end), *([-1] * rest)]
-        rest = rows.num_padded - len(tokens)
-        values = [*tokens, *([0] * rest), *positions, *([-1] * rest)]
-        values += [span.slot for span in spans] + [-1] * spare
-        values += [span.start for span in spans] + [0] * spare
-        values += [min(span.sparse_from, 1 << 40) for span in spans] + [0] * spare
-        values += [0 if span.num_drafts else span.length for span in spans] + [0] * spare
-        if self.is_copied is not None:
-            self.is_copied.synchronize()  # the last copy may still be reading
-        self.host.copy_(torch.tensor(values))
-        rows.inputs.copy_(self.host, non_blocking=True)
-        if self.is_copied is not None:
-            self.is_copied.record()
-        for index, span in enumerate(spans):
-            self.fill_table(index, span.pages)
-
-    def fill_table(self, index: int, pages: tuple[int, ...]) -> None:
-        """Copy new pages only: the table of a million tokens has thousands of entries."""
-        old = self.pages[index]
-        if old == pages:
-            return
-        first = len(old) if len(old) < len(pages) and pages[: len(old)] == old else 0
-        new = torch.tensor(pages[first:], dtype=torch.int32)
-        self.rows.tables[index, first : len(pages)].copy_(new, non_blocking=True)
-        self.pages[index] = pages
-
-    def settler(self, spans: Sequence[Span], indices: Sequence[int]) -> Callable[[Sequence[int]], None]:
-        """Return what advances the states of spans with drafts, once the numbers of accepted tokens are known."""
-
-        def settle(num_accepted: Sequence[int]) -> None:
-            rows = self.rows
-            counts = [num_accepted[i] if span.num_drafts else 0 for i, span in zip(indices, spans, strict=True)]
-            counts += [0] * (rows.num_spans - len(spans))
-            accepted = torch.zeros_like(rows.slots)
-            accepted.copy_(torch.tensor(counts, dtype=accepted.dtype), non_blocking=True)
-            for index, (k, v, heads) in rows.kept.items():
-                slopes = decay_slopes(k.shape[2], k.device)
-                lightning.lightning_fold(k, v, self.cache.states[index], rows.slots, accepted, slopes, heads)
-
-        return settle

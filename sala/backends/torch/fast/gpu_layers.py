@@ -1,39 +1,23 @@
 """One layer of the GPU path: fused projections, mixer, MLP, and the norms between them.
 
-A layer computes what `model.Layer` defines with fewer passes over memory. Its mixers are those of one prefill span
-(`PrefillSpan`), or of the decode rows of all sequences (`DecodeSpans`): `lightning` takes projected rows, `attend`
-normed and rotated ones → [T, H * D].
-
-A breakpoint in `PrefillSpan` is hit for every chunk of a prompt. Code of `DecodeSpans` runs in Python only while a
-graph is captured (`gpu_forward.DecodeGraph`); afterwards the GPU replays it.
+A layer computes what `model.Layer` defines with fewer passes over memory. Its mixers are those of prefill spans
+(`gpu_prefill.py`), or of the decode rows of all sequences (`gpu_decode.py`).
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from sala.backends.torch.batch import Span
 from sala.backends.torch.cache import KVPages
 from sala.backends.torch.fast.gpu_weights import Projection, residual_product, to_fp8, weight_of
-from sala.backends.torch.kernels import (
-    attention,
-    block_selection,
-    decode_attention,
-    fp8,
-    fused,
-    lightning,
-    linear,
-    pooling,
-)
+from sala.backends.torch.kernels import fp8, fused, linear
 from sala.backends.torch.kernels.fused import Heads
 from sala.backends.torch.kernels.packed_weight import PackedWeight
 from sala.backends.torch.model import Layer, LightningMixer, RMSNorm
-from sala.backends.torch.ops.lightning import decay_slopes
-from sala.config import SparseConfig
 
 Normed = Tensor | fp8.Rows
 ROW_MULTIPLE = 64  # rows beyond those of our product kernels are padded to a multiple: fewer library kernels in use
@@ -46,6 +30,33 @@ class Angles:
     lightning: tuple[Tensor, Tensor] | None  # cos and sin of RoPE, [T, D] each
     sparse: tuple[Tensor, Tensor] | None
     growth: Tensor | None  # factors of the queries, [T]
+
+
+class Mixers(Protocol):
+    """What mixes the rows of a step: those of all prefill spans, or the decode rows of all sequences."""
+
+    angles: Angles
+    features: list[Tensor]  # the residual stream after the layers that are asked for
+
+    def lightning(self, layer: "FusedLayer", q: Tensor, k: Tensor, v: Tensor, states: Tensor) -> Tensor:
+        """Projected q, k, v [T, H, D] → [T, H * D]; advances the states."""
+        ...
+
+    def attend(
+        self, layer: "FusedLayer", q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, pages: KVPages
+    ) -> Tensor:
+        """Normed and rotated q [T, H, D] and k, v [T, G, D] → [T, H * D], gated; extends the KV cache."""
+        ...
+
+
+class WantedRows(Mixers, Protocol):
+    """Mixers that may write the KV cache for all rows and attend with the wanted ones alone."""
+
+    wanted: Tensor | None  # indices of rows
+
+    def append(self, k: Tensor, v: Tensor, pages: KVPages) -> None: ...
+
+    def attend_wanted(self, layer: "FusedLayer", q: Tensor, gate: Tensor | None, pages: KVPages) -> Tensor: ...
 
 
 class FusedLayer:
@@ -74,7 +85,14 @@ class FusedLayer:
         self.fp8: Fp8Matrices | None = None
         self.dependents_first = isinstance(self.out, PackedWeight)  # see kernels/pdl.py
 
-    def mix(self, x: Normed, rows: "Mixers", cache: Any) -> Tensor:
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """The shapes [outputs, inputs] of the matrices that rows are multiplied with."""
+        width, hidden = self.num_heads * self.head_dim, self.input_norm.weight.shape[0]
+        joined = [(size, hidden) for size in (*self.projection.sizes, *self.gate_up.sizes)]
+        return [*joined, (hidden, width), (hidden, sum(self.gate_up.sizes) // 2)]
+
+    def mix(self, x: Normed, rows: Mixers, cache: Any) -> Tensor:
         """x [T, hidden], normed → the mixer's addition to the residual stream, as `residual_product` returns it."""
         o = self.attend(x, rows, cache)
         if isinstance(x, Tensor):
@@ -90,7 +108,7 @@ class FusedLayer:
         out = fp8.product(x, self.fp8.projection, self.input_norm.weight.dtype)
         return out if self.projection.bias is None else out + self.projection.bias
 
-    def attend(self, x: Normed, rows: "Mixers", cache: Any) -> Tensor:
+    def attend(self, x: Normed, rows: Mixers, cache: Any) -> Tensor:
         """x [T, hidden], normed → the mixer's output before the output projection, [T, H * D]."""
         parts = self.project(x).split(self.widths, 1)
         q = parts[0].unflatten(1, (self.num_heads, self.head_dim))
@@ -113,23 +131,23 @@ class FusedLayer:
         norms = (_weight(self.mixer.q_norm), _weight(self.mixer.k_norm))
         return Heads(*norms, self.eps, *((None, None) if angles is None else angles))
 
-    def mix_last(self, x: Tensor, rows: "PrefillSpan", cache: Any, count: int) -> Tensor | None:
-        """`mix` in the last layer of a prefill span: all rows enter the KV cache, only the last `count` attend."""
-        angles = rows.angles
+    def mix_wanted(self, x: Tensor, rows: WantedRows, cache: Any) -> Tensor | None:
+        """`mix` in the last layer of prefill spans: all rows enter the KV cache, only wanted ones attend, if any."""
+        angles, wanted = rows.angles, rows.wanted
+        assert wanted is not None
         if self.is_lightning or self.mixer.q_norm is not None or angles.sparse is not None or angles.growth is not None:
-            o = self.attend(x, rows, cache)[x.shape[0] - count :]
-        else:
-            q_end, kv_end = self.widths[0], self.widths[0] + 2 * self.widths[1]
-            keys_values = self.projection.rows(q_end, kv_end)
-            k, v = keys_values(x).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
-            rows.append(k, v, cache)
-            if not count:
-                return None
-            tail = x[x.shape[0] - count :]
-            q = self.projection.rows(0, q_end)(tail).unflatten(1, (self.num_heads, self.head_dim))
-            gate = self.projection.rows(kv_end, sum(self.widths))(tail) if self.has_gate else None
-            o = rows.attend_last(self, q, gate, cache)
-        return residual_product(o, self.out) if count else None
+            o = self.attend(x, rows, cache).index_select(0, wanted)
+            return residual_product(o, self.out) if len(wanted) else None
+        q_end, kv_end = self.widths[0], self.widths[0] + 2 * self.widths[1]
+        keys_values = self.projection.rows(q_end, kv_end)
+        k, v = keys_values(x).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
+        rows.append(k, v, cache)
+        if not len(wanted):
+            return None
+        x = x.index_select(0, wanted)
+        q = self.projection.rows(0, q_end)(x).unflatten(1, (self.num_heads, self.head_dim))
+        gate = self.projection.rows(kv_end, sum(self.widths))(x) if self.has_gate else None
+        return residual_product(rows.attend_wanted(self, q, gate, cache), self.out)
 
     @property
     def eps(self) -> float:
@@ -177,136 +195,27 @@ def norm_rows(
     return fused.add_rms_norm(x, delta, scale, norm.weight, norm.eps)
 
 
+def capture(forward: Callable[[], Tensor], pool: Any) -> tuple[Any, Tensor]:
+    """Run once, which compiles the kernels, then capture → the graph and the tensor that it fills.
+
+    The pool is memory that graphs share. Other threads may use the GPU meanwhile. The garbage collector is off: if it
+    freed memory of an earlier model, the capture would fail.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        forward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph, was_collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            hidden = forward()
+    finally:
+        if was_collecting:
+            gc.enable()
+    return graph, hidden
+
+
 def _weight(norm: RMSNorm | None) -> Tensor | None:
     return None if norm is None else norm.weight
-
-
-class PrefillSpan:
-    """One span of a prompt.
-
-    In the last layer it writes the KV cache with `append` and then attends with its last rows alone.
-    """
-
-    def __init__(self, angles: Angles, span: Span, positions: Tensor) -> None:
-        self.angles, self.span, self.positions = angles, span, positions
-        self.table = span.table
-        self.row_of = torch.zeros_like(positions)
-        self.start = positions[:1]
-
-    def lightning(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, states: Tensor) -> Tensor:
-        slopes, slot = decay_slopes(layer.num_heads, q.device), self.span.slot
-        q, k = rotate(q, k, layer.heads(self.angles.lightning), None)
-        output, after = lightning.lightning_prefill(q, k, v, states[slot], slopes, layer.head_dim**-0.5)
-        states[slot] = after
-        return output.flatten(1)
-
-    def attend(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, pages: KVPages) -> Tensor:
-        self.append(k, v, pages)
-        return self.attend_last(layer, q, gate, pages, (k, v))
-
-    def append(self, k: Tensor, v: Tensor, pages: KVPages) -> None:
-        where = (self.table[None], self.start, self.row_of, self.positions)
-        pooling.append(k, v, *pages.pools, *where, pages.sparse)
-
-    def attend_last(
-        self,
-        layer: FusedLayer,
-        q: Tensor,
-        gate: Tensor | None,
-        pages: KVPages,
-        fresh: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Attend with the last rows of the span; `fresh` are its keys and values, which the pages hold, if at hand."""
-        start = self.span.end - q.shape[0]
-        scale = layer.head_dim**-0.5
-        num_dense = min(max(self.span.sparse_from - start, 0), q.shape[0])
-        outputs = []
-        if num_dense:
-            outputs.append(self._attend_dense(q[:num_dense], start, fresh, pages, scale))
-        if num_dense < q.shape[0]:
-            q, start = q[num_dense:], start + num_dense
-            selected = block_selection.select_prefill(q, pages.k1, pages.k2, self.table, start, pages.sparse, scale)
-            outputs.append(attention.prefill(q, pages.k, pages.v, self.table, selected, start, scale))
-        o = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1)
-        return o if gate is None else fused.norm_gate(o, None, gate, layer.eps)
-
-    def _attend_dense(
-        self, q: Tensor, start: int, fresh: tuple[Tensor, Tensor] | None, pages: KVPages, scale: float
-    ) -> Tensor:
-        if start or fresh is None or pages.is_fp8:
-            return attention.prefill(q, pages.k, pages.v, self.table, None, start, scale)
-        k, v = fresh
-        n, is_grouped = q.shape[0], q.shape[1] != k.shape[1]
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k[:n], v[:n]))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
-        return o[0].transpose(0, 1)
-
-
-class DecodeSpans:
-    """`num_spans` sequences of `count` tokens each, as device tensors only; positions of -1 are padding.
-
-    Everything that changes from step to step is in one tensor, `inputs`: one copy brings it to the device.
-    """
-
-    def __init__(
-        self,
-        sparse: SparseConfig,
-        angles_of: Callable[[Tensor], Angles],
-        num_spans: int,
-        count: int,
-        max_blocks: int,
-        device: torch.device,
-    ) -> None:
-        num_rows = num_spans * count
-        self.sparse, self.angles_of, self.max_blocks = sparse, angles_of, max_blocks
-        self.num_spans, self.count = num_spans, count
-        self.num_padded = num_rows if num_rows <= linear.MAX_ROWS else -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
-        sizes = [self.num_padded, self.num_padded, *[num_spans] * 4]
-        self.inputs = torch.zeros(sum(sizes), dtype=torch.long, device=device)
-        self.tokens, self.all_positions, *rest = self.inputs.split(sizes)
-        self.slots, self.starts, self.sparse_from, self.advances = rest
-        self.positions = self.all_positions[:num_rows]
-        self.tables = torch.zeros(num_spans, max_blocks, dtype=torch.int32, device=device)
-        self.row_of = torch.arange(num_spans, device=device).repeat_interleave(count)
-        self.kept: dict[int, tuple[Tensor, Tensor, Heads]] = {}  # layer → k and v of drafts to be verified
-
-    def prepare(self) -> None:
-        """Compute on the device what all layers of a step share."""
-        self.angles = self.angles_of(self.all_positions)
-        self.lengths = self.positions + 1
-        self.is_sparse = self.positions >= self.sparse_from[self.row_of]
-        self.row_tables = self.tables if self.count == 1 else self.tables[self.row_of]
-
-    def lightning(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, states: Tensor) -> Tensor:
-        slopes, scale = decay_slopes(layer.num_heads, q.device), layer.head_dim**-0.5
-        heads, first = layer.heads(self.angles.lightning), layer.dependents_first
-        output = q.new_empty(q.shape)  # rows of padding stay uninitialised; their results are never read
-        q_, k_, v_, o_ = (x[: self.num_spans * self.count] for x in (q, k, v, output))
-        if self.count == 1:
-            lightning.lightning_decode(q_, k_, v_, states, self.slots, slopes, scale, o_, heads, first)
-            return output.flatten(1)
-        q_, k_, v_, o_ = (x.unflatten(0, (self.num_spans, self.count)) for x in (q_, k_, v_, o_))
-        lightning.lightning_decode(q_, k_, v_, states, self.slots, slopes, scale, o_, heads, first, keeps_states=True)
-        self.kept[layer.index] = k_, v_, heads
-        lightning.lightning_fold(k_, v_, states, self.slots, self.advances, slopes, heads)  # spans without drafts
-        return output.flatten(1)
-
-    def attend(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, pages: KVPages) -> Tensor:
-        num_rows, scale = self.num_spans * self.count, layer.head_dim**-0.5
-        output = q.new_empty(q.shape)
-        q_, k_, v_ = (x[:num_rows] for x in (q, k, v))
-        where = (self.tables, self.starts, self.row_of, self.positions)
-        pooling.append(k_, v_, *pages.pools, *where, self.sparse)
-        selected = block_selection.select_decode(
-            q_, pages.k1, pages.k2, self.row_tables, self.lengths, self.sparse, scale, self.max_blocks, self.is_sparse
-        )
-        max_dense = min(self.max_blocks, -(-self.sparse.dense_len // self.sparse.block_size))
-        decode_attention.decode_attention(
-            q_, pages.k, pages.v, self.row_tables, self.lengths, self.is_sparse, selected, scale, max_dense,
-            gate=None if gate is None else gate[:num_rows], output=output[:num_rows],
-            dependents_first=layer.dependents_first,
-        )  # fmt: skip
-        return output.flatten(1)
-
-
-Mixers = PrefillSpan | DecodeSpans

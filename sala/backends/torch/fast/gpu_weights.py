@@ -6,6 +6,7 @@ copies of its matrices, with which prefill rows are multiplied.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from sala.backends.torch.kernels import fp8, fused, linear, packed
 from sala.backends.torch.kernels.linear import Weight, can_take, product
-from sala.backends.torch.kernels.packed_weight import PackedWeight, are_alike, concatenate
+from sala.backends.torch.kernels.packed_weight import PackedWeight, adjoin, are_alike, concatenate
 from sala.backends.torch.linears import AffineLinear
 
 
@@ -25,10 +26,16 @@ class Projection:
 
     @classmethod
     def of(cls, linears: Sequence[Any], dtype: torch.dtype, device: torch.device) -> "Projection":
-        """Join the matrices of the linears, which then hold views of them."""
+        """Join the matrices of the linears, which then hold views of them.
+
+        Packed matrices of one format are one in memory, even with others between them: see `linear.linears`.
+        """
+        fuse_packed([one for one in linears if isinstance(one, AffineLinear)], dtype, device)
         parts: list[Weight] = []
-        for alike in _runs(linears, dtype, device):
-            parts.append(fuse_packed(alike, dtype, device) if isinstance(alike[0], AffineLinear) else fuse(alike))
+        for run in _runs(linears, dtype, device):
+            part = adjoin([one.gpu for one in run]) if isinstance(run[0], AffineLinear) else fuse(run)
+            assert part is not None
+            parts.append(part)
         if all(one.bias is None for one in linears):
             return cls(parts, None)
         pieces = [torch.zeros(one.out_features) if one.bias is None else one.bias.detach() for one in linears]
@@ -44,11 +51,15 @@ class Projection:
             out = torch.cat([product(x, part) for part in self.parts], 1)
         return out if self.bias is None else out + self.bias
 
+    @property
+    def sizes(self) -> list[int]:
+        """The number of outputs of each part."""
+        return [part.num_out if isinstance(part, PackedWeight) else part.shape[0] for part in self.parts]
+
     def rows(self, begin: int, end: int) -> "Projection":
         """Return the projection to some of the outputs."""
         parts, first = [], 0
-        for part in self.parts:
-            size = part.num_out if isinstance(part, PackedWeight) else part.shape[0]
+        for part, size in zip(self.parts, self.sizes, strict=True):
             low, high = max(begin - first, 0), min(end - first, size)
             if low < high:
                 parts.append(part.rows(low, high) if isinstance(part, PackedWeight) else part[low:high])
@@ -73,8 +84,7 @@ def weight_of(module: Any, dtype: torch.dtype, device: torch.device) -> Weight:
     """Return the matrix of a linear in the form that the kernels read."""
     if isinstance(module, AffineLinear):
         return module.gpu_weight(dtype, device)
-    weight: Tensor = module.weight.detach()
-    return weight
+    return module.weight.detach()
 
 
 def fuse(linears: Sequence[nn.Linear]) -> Tensor:
@@ -85,24 +95,23 @@ def fuse(linears: Sequence[nn.Linear]) -> Tensor:
     return weight
 
 
-def fuse_packed(linears: Sequence[AffineLinear], dtype: torch.dtype, device: torch.device) -> PackedWeight:
-    """`fuse` of packed matrices."""
-    weight = concatenate([one.gpu_weight(dtype, device) for one in linears])
-    first = 0
-    for one in linears:
-        one.put_gpu(weight.rows(first, first + one.out_features))
-        first += one.out_features
-    return weight
+def fuse_packed(linears: Sequence[AffineLinear], dtype: torch.dtype, device: torch.device) -> None:
+    """`fuse` of packed matrices, to one for each format; the linears hold views of them."""
+    formats = [one.gpu_weight(dtype, device).format for one in linears]
+    for kind in dict.fromkeys(formats):
+        alike = [one for one, own in zip(linears, formats, strict=True) if own == kind]
+        weight, first = concatenate([one.gpu_weight(dtype, device) for one in alike]), 0
+        for one in alike:
+            one.put_gpu(weight.rows(first, first + one.out_features))
+            first += one.out_features
 
 
 def _runs(linears: Sequence[Any], dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
     """Return runs of neighbours that can be one matrix."""
-    runs: list[list[Any]] = []
-    for one in linears:
-        before = runs[-1][-1] if runs else None
-        weights = [weight_of(each, dtype, device) for each in (before, one) if each is not None]
-        is_plain = all(isinstance(weight, Tensor) for weight in weights)
-        if before is not None and (is_plain or are_alike(weights)):
+    runs = [[linears[0]]]
+    for before, one in pairwise(linears):
+        weights = [weight_of(each, dtype, device) for each in (before, one)]
+        if all(isinstance(weight, Tensor) for weight in weights) or are_alike(weights):
             runs[-1].append(one)
         else:
             runs.append([one])

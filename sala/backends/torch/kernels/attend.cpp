@@ -41,7 +41,8 @@ struct Rows {
     int count;
 };
 
-// c = c * factors + a b for COUNT rows and WIDTH parts of columns; a is [rows, depth], b [depth, width].
+// c = c * factors + a b for COUNT rows and WIDTH parts of columns; a is [rows, depth], b [depth, width]. The product is
+// summed before it is added to c: thousands of equal values added one by one would all be rounded the same way.
 template <int COUNT, int WIDTH>
 static inline void multiply_tile(const Rows& a, const float* b, int64_t width, int64_t depth, const float* factors,
                                  const Rows& c, int64_t column) {
@@ -50,7 +51,7 @@ static inline void multiply_tile(const Rows& a, const float* b, int64_t width, i
     for (int r = 0; r < COUNT; r++)
 #pragma GCC unroll 4
         for (int i = 0; i < WIDTH; i++)
-            total[r][i] = factors ? load_part(c.at[r] + column + i * LANES) * factors[r] : Part{};
+            total[r][i] = Part{};
     for (int64_t j = 0; j < depth; j++) {
         Part row[WIDTH];
 #pragma GCC unroll 4
@@ -63,7 +64,10 @@ static inline void multiply_tile(const Rows& a, const float* b, int64_t width, i
 #pragma GCC unroll 6
     for (int r = 0; r < COUNT; r++)
 #pragma GCC unroll 4
-        for (int i = 0; i < WIDTH; i++) store_part(c.at[r] + column + i * LANES, total[r][i]);
+        for (int i = 0; i < WIDTH; i++) {
+            float* to = c.at[r] + column + i * LANES;
+            store_part(to, factors ? load_part(to) * factors[r] + total[r][i] : total[r][i]);
+        }
 }
 
 template <int COUNT>

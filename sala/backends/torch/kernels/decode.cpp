@@ -39,8 +39,8 @@ struct Model {
     const float* norm;
     int64_t hidden;
     float eps, residual_scale;
-    int64_t num_pages, block_size, kernel_size, kernel_stride, init_blocks, window_blocks, num_selected;
-    int64_t page_type;  // ScaleType of keys and values
+    int64_t num_pages, block_size, kernel_size, kernel_stride, init_blocks, window_blocks;
+    int64_t tie_ulps, page_type;  // ScaleType of keys and values
 };
 
 struct LayerCache {
@@ -49,7 +49,7 @@ struct LayerCache {
 };
 
 struct Span {
-    int64_t start, length, slot, sparse_from, num_drafts;
+    int64_t start, length, slot, sparse_from, num_selected, num_drafts;
     const int64_t* pages;  // block → page
 };
 
@@ -64,6 +64,13 @@ struct Step {
     Angles lightning, sparse;
     const float* growth;     // [T] factors of the sparse layers' queries, or null
     float *kept_k, *kept_v;  // [lightning layers, T, H, D]: keys and values of spans with drafts, or null
+    const int64_t* gathered_rows;  // [T] the row of a token in the two buffers that follow, or -1; null: nothing to gather
+    float* gathered_shares;        // [rows, sparse layers, H, num_gathered]: attention per block
+    int32_t* gathered_blocks;      // [rows, sparse layers, G, num_gathered]: these blocks
+    int64_t num_gathered, num_sparse;
+    const int64_t* feature_layers;  // after so many layers, x is copied to the features
+    float* features;                // [num_features, T, hidden]
+    int64_t num_features;
     int64_t num_spans, num_tokens, num_layers, num_threads;
 };
 
@@ -179,9 +186,10 @@ struct Token {
 struct Shared {  // between threads
     float *q, *k, *v, *gate, *o, *hidden, *wide, *up;  // [T, …]
     float *lse, *windows, *partial;                    // [T, H], [T, G, max_windows], see `partial`
-    int64_t* selected;                                   // [T, G, num_selected]
+    int64_t* selected;                                   // [T, G, max_selected]
     const Token* tokens;
     int64_t num_pieces, max_windows;  // no windows: no token follows the sparse rule
+    int64_t max_selected;             // blocks of a token under it
 };
 
 template <class Element> class Worker {  // Element: of the pages
@@ -190,7 +198,7 @@ template <class Element> class Worker {  // Element: of the pages
         : m(model), s(step), sh(shared), own(own), columns(columns), team(team) {}
 
     void run() {
-        int64_t num_lightning = 0;
+        int64_t num_lightning = 0, num_sparse = 0;
         for (int64_t index = 0; index < s.num_layers; index++) {
             const Layer& layer = m.layers[index];
             const Input x = normed(layer.input_norm, has_four(layer.q, layer.k, layer.v, layer.gate));
@@ -200,11 +208,12 @@ template <class Element> class Worker {  // Element: of the pages
             if (layer.gate.codes) project(layer.gate, x, sh.gate);
             wait();
             if (layer.decay) lightning(layer, s.caches[index], num_lightning++);
-            else sparse(layer, s.caches[index]);
+            else sparse(layer, s.caches[index], num_sparse++);
             wait();
             add(layer.o, mixed(layer));
             wait();
             mlp(layer);
+            keep_features(index + 1);
         }
         const Range rows = team.part(s.num_tokens);
         for (int64_t t = rows.begin; t < rows.end; t++)
@@ -212,12 +221,22 @@ template <class Element> class Worker {  // Element: of the pages
     }
 
   private:
+    // Copy x to the features that are taken after so many layers. The next write to x waits for all threads.
+    void keep_features(int64_t num_layers) {
+        for (int64_t f = 0; f < s.num_features; f++) {
+            if (s.feature_layers[f] != num_layers) continue;
+            const Range part = team.part(s.num_tokens * m.hidden);
+            float* out = s.features + f * s.num_tokens * m.hidden;
+            std::memcpy(out + part.begin, s.x + part.begin, (part.end - part.begin) * sizeof(float));
+        }
+    }
+
     const Model& m;
     const Step& s;
     const Shared& sh;
     float *own, *columns;  // buffers of this thread: for an Input; for 16 columns of a state, or the weights of a block
     Team team;
-    std::vector<float> scores;  // of blocks
+    std::vector<int32_t> ranks;  // of blocks, in the order of their scores
     std::vector<int64_t> order;
 
     void wait() { team.barrier->wait(team.count); }
@@ -326,7 +345,7 @@ template <class Element> class Worker {  // Element: of the pages
 
     // ---- sparse attention; dense attention is the same over all blocks
 
-    void sparse(const Layer& layer, const LayerCache& cache) {
+    void sparse(const Layer& layer, const LayerCache& cache, int64_t index) {
         const int64_t heads = layer.num_heads, groups = layer.num_kv_heads, dim = layer.head_dim;
         const float scale = 1.0f / std::sqrt(float(dim));
         const Range q_part = team.part(s.num_tokens * heads), k_part = team.part(s.num_spans * groups);
@@ -342,9 +361,28 @@ template <class Element> class Worker {  // Element: of the pages
         }
         wait();
         if (sh.max_windows) select(layer, cache);
-        attend(layer, cache);
+        attend(layer, cache, index);
         wait();
-        merge(layer);
+        merge(layer, index);
+    }
+
+    // Where the attention of a head to each block is gathered; null for tokens without sources.
+    float* shares(const Layer& layer, int64_t index, int64_t t, int64_t head) const {
+        if (!s.gathered_rows || s.gathered_rows[t] < 0) return nullptr;
+        return s.gathered_shares + ((s.gathered_rows[t] * s.num_sparse + index) * layer.num_heads + head) * s.num_gathered;
+    }
+
+    // The first head of a group writes the ids of its blocks; every head turns log-sums into shares of its attention.
+    void gather(const Layer& layer, int64_t index, int64_t t, int64_t head, float log_total) {
+        float* out = shares(layer, index, t, head);
+        if (!out) return;
+        const Token& token = sh.tokens[t];
+        const int64_t groups = layer.num_kv_heads, shared = layer.num_heads / groups, group = head / shared;
+        for (int64_t i = 0; i < token.num_blocks; i++) out[i] = std::exp(out[i] - log_total);
+        if (head % shared) return;
+        int32_t* ids = s.gathered_blocks + ((s.gathered_rows[t] * s.num_sparse + index) * groups + group) * s.num_gathered;
+        const int64_t* selected = sh.selected + (t * groups + group) * sh.max_selected;
+        for (int64_t i = 0; i < token.num_blocks; i++) ids[i] = int32_t(token.is_sparse ? selected[i] : i);
     }
 
     // The address of row `row` of a sequence in a pool with `per_page` rows per page.
@@ -445,13 +483,13 @@ template <class Element> class Worker {  // Element: of the pages
         for (int64_t i = end; i < std::min(first + WINDOWS, sh.max_windows); i++) out[i] = 0;
     }
 
-    // Forced blocks first, then those with the best window; equal ones by id.
+    // Forced blocks first, then those with the best window; those tied with the last of them by id.
     void pick_blocks(const Layer& layer, int64_t t, int64_t group) {
         const Token& token = sh.tokens[t];
         const int64_t own_block = token.position / m.block_size, ratio = m.block_size / m.kernel_stride;
         const int64_t before = m.kernel_size / m.kernel_stride - 1;  // windows that begin earlier and reach into the block
         const float* windows = sh.windows + (t * layer.num_kv_heads + group) * sh.max_windows;
-        scores.resize(own_block + 1);
+        ranks.resize(own_block + 1);
         order.resize(own_block + 1);
         for (int64_t block = 0; block <= own_block; block++) {
             const int64_t first = std::max<int64_t>(block * ratio - before, 0);
@@ -459,27 +497,32 @@ template <class Element> class Worker {  // Element: of the pages
             float best = 0;
             for (int64_t i = first; i < end; i++) best = std::max(best, windows[i]);
             const bool is_forced = block < m.init_blocks || block >= own_block - m.window_blocks;
-            scores[block] = is_forced ? INFINITY : best;
+            std::memcpy(&ranks[block], &best, sizeof best);  // no score is negative: its bits are in the same order
+            if (is_forced) ranks[block] = INT32_MAX;
             order[block] = block;
         }
-        const auto is_better = [this](int64_t a, int64_t b) {
-            return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
-        };
-        if (token.num_blocks <= own_block)
-            std::nth_element(order.begin(), order.begin() + token.num_blocks, order.end(), is_better);
+        const auto is_better = [this](int64_t a, int64_t b) { return ranks[a] != ranks[b] ? ranks[a] > ranks[b] : a < b; };
+        if (token.num_blocks <= own_block) {
+            const auto last = order.begin() + token.num_blocks - 1;
+            std::nth_element(order.begin(), last, order.end(), is_better);
+            const int64_t limit = ranks[*last];
+            for (int32_t& rank : ranks)
+                if (std::abs(rank - limit) <= m.tie_ulps) rank = limit;
+            std::nth_element(order.begin(), last, order.end(), is_better);
+        }
         std::sort(order.begin(), order.begin() + token.num_blocks);
-        std::copy_n(order.begin(), token.num_blocks, sh.selected + (t * layer.num_kv_heads + group) * m.num_selected);
+        std::copy_n(order.begin(), token.num_blocks, sh.selected + (t * layer.num_kv_heads + group) * sh.max_selected);
     }
 
     // Softmax attention over a piece of the blocks: largest score, sum and weighted values of every head.
-    void attend(const Layer& layer, const LayerCache& cache) {
+    void attend(const Layer& layer, const LayerCache& cache, int64_t index) {
         const int64_t groups = layer.num_kv_heads;
         const Range part = team.part(sh.num_pieces * groups);
         for (int64_t t = 0; t < s.num_tokens; t++) {
             const Token& token = sh.tokens[t];
             const int64_t first = token.first_piece * groups, last = first + token.num_pieces * groups;
             for (int64_t unit = std::max(first, part.begin); unit < std::min(last, part.end); unit++)
-                attend_piece(layer, cache, t, (unit - first) / token.num_pieces, (unit - first) % token.num_pieces);
+                attend_piece(layer, cache, index, t, (unit - first) / token.num_pieces, (unit - first) % token.num_pieces);
         }
     }
 
@@ -489,10 +532,11 @@ template <class Element> class Worker {  // Element: of the pages
         return sh.partial + index * (layer.head_dim + 16);
     }
 
-    void attend_piece(const Layer& layer, const LayerCache& cache, int64_t t, int64_t group, int64_t piece) {
+    void attend_piece(const Layer& layer, const LayerCache& cache, int64_t index, int64_t t, int64_t group,
+                      int64_t piece) {
         const Token& token = sh.tokens[t];
         const int64_t dim = layer.head_dim, shared = layer.num_heads / layer.num_kv_heads, head = group * shared;
-        const int64_t* selected = sh.selected + (t * layer.num_kv_heads + group) * m.num_selected;
+        const int64_t* selected = sh.selected + (t * layer.num_kv_heads + group) * sh.max_selected;
         for (int64_t j = 0; j < shared; j++) {
             float* out = partial(layer, t, head + j, piece);
             std::memset(out, 0, (dim + 16) * sizeof(float));
@@ -504,15 +548,18 @@ template <class Element> class Worker {  // Element: of the pages
             const int64_t count = std::min(m.block_size, token.position + 1 - block * m.block_size);
             const Element* keys = at(cache.k, layer, *token.span, group, block * m.block_size, m.block_size);
             const Element* values = at(cache.v, layer, *token.span, group, block * m.block_size, m.block_size);
-            for (int64_t j = 0; j < shared; j++)
+            for (int64_t j = 0; j < shared; j++) {
+                float* gathered = shares(layer, index, t, head + j);
                 attend_block(sh.q + (t * layer.num_heads + head + j) * dim, keys, values, count, dim,
-                             partial(layer, t, head + j, piece));
+                             partial(layer, t, head + j, piece), gathered ? gathered + i : nullptr);
+            }
         }
     }
 
-    // `out` is [dim] weighted values, then the largest score and the sum of the weights, relative to it.
+    // `out` is [dim] weighted values, then the largest score and the sum of the weights, relative to it. `log_sum`, if
+    // given, becomes the log-sum-exp of the block's scores.
     void attend_block(const float* q, const Element* keys, const Element* values, int64_t count, int64_t dim,
-                      float* out) {
+                      float* out, float* log_sum) {
         float *weights = columns, most = out[dim];
         for (int64_t i = 0; i < count; i++) {
             weights[i] = dot(q, keys + i * dim, dim);
@@ -525,16 +572,19 @@ template <class Element> class Worker {  // Element: of the pages
         Floats total = {};
         for (int64_t i = 0; i < count; i += 16) total += load(weights + i);
         for (int64_t j = 0; j < dim; j += 16) {
-            Floats value = load(out + j) * before;
+            // A sum per block first: thousands of equal values added one by one would all be rounded the same way.
+            Floats value = {};
             for (int64_t i = 0; i < count; i++) value += load(values + i * dim + j) * weights[i];
-            store(out + j, value);
+            store(out + j, load(out + j) * before + value);
         }
+        const float own = sum(total);
         out[dim] = most;
-        out[dim + 1] = out[dim + 1] * before + sum(total);
+        out[dim + 1] = out[dim + 1] * before + own;
+        if (log_sum) *log_sum = most + std::log(own);
     }
 
     // Join the pieces of a head's attention, in order.
-    void merge(const Layer& layer) {
+    void merge(const Layer& layer, int64_t index) {
         const int64_t heads = layer.num_heads, dim = layer.head_dim;
         const Range part = team.part(s.num_tokens * heads);
         for (int64_t i = part.begin; i < part.end; i++) {
@@ -549,6 +599,7 @@ template <class Element> class Worker {  // Element: of the pages
                 for (int64_t j = 0; j < dim; j += 16) store(out + j, load(out + j) + load(from + j) * factor);
             }
             for (int64_t j = 0; j < dim; j += 16) store(out + j, load(out + j) / total);
+            gather(layer, index, i / heads, i % heads, most + std::log(total));
         }
     }
 };
@@ -562,7 +613,7 @@ static int64_t plan_tokens(const Model& m, const Step& s, std::vector<Token>& to
             const Span& span = s.spans[i];
             const int64_t position = span.start + j, seen = position / m.block_size + 1;
             const bool is_sparse = position >= span.sparse_from;
-            const int64_t blocks = is_sparse ? std::min(seen, m.num_selected) : seen;
+            const int64_t blocks = is_sparse ? std::min(seen, span.num_selected) : seen;
             const int64_t least = std::max<int64_t>(1, KEYS / m.block_size);
             const int64_t per_piece = std::max(least, (blocks + MOST_PIECES - 1) / MOST_PIECES);
             const int64_t pieces = (blocks + per_piece - 1) / per_piece;
@@ -589,9 +640,12 @@ extern "C" void decode_step(const Model* model, const Step* step) {
     Shared sh;
     sh.num_pieces = plan_tokens(m, s, tokens);
     sh.tokens = tokens.data();
-    sh.max_windows = 0;
+    sh.max_windows = sh.max_selected = 0;
     for (const Token& token : tokens)
-        if (token.is_sparse) sh.max_windows = std::max(sh.max_windows, token.position / m.kernel_stride + 1);
+        if (token.is_sparse) {
+            sh.max_windows = std::max(sh.max_windows, token.position / m.kernel_stride + 1);
+            sh.max_selected = std::max(sh.max_selected, token.num_blocks);
+        }
     const int64_t n = s.num_tokens;
     float* room = shared_space.get(n * (6 * width + 2 * wide));
     for (float** part : {&sh.q, &sh.k, &sh.v, &sh.gate, &sh.o, &sh.hidden}) { *part = room; room += n * width; }
@@ -600,7 +654,7 @@ extern "C" void decode_step(const Model* model, const Step* step) {
     sh.partial = attention_space.get(partials + n * (heads + groups * sh.max_windows));
     sh.lse = sh.partial + partials;
     sh.windows = sh.lse + n * heads;
-    selected.resize(sh.max_windows ? n * groups * m.num_selected : 0);
+    selected.resize(n * groups * sh.max_selected);
     sh.selected = selected.data();
     const int64_t inputs = Input::floats(n, std::max(width, wide));
     const int64_t own = inputs + std::max(16 * dim, (m.block_size + 15) / 16 * 16);

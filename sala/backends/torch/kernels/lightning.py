@@ -1,163 +1,200 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 """Lightning attention on NVIDIA GPUs; `ops/lightning.py` is the definition.
 
-A prompt is cut into segments that run in parallel. Because of the decay, a token `HORIZON / slope` positions back has a
-weight below e^-20, so each segment computes its initial state from the tokens just before it; no segment waits for
-another. A decode step keeps a slice of a state in registers and takes one token after another, always in the same
-order: verifying drafts and then folding the accepted ones gives the same bits as decoding.
+Prefill walks every span from chunk to chunk, with a part of the state in registers. Chunks end at absolute positions
+(multiples of CHUNK, snapshots and the ends of spans), so that a prompt cut at one of them gives the same bits as one
+that is not cut. A decode step keeps a slice of a state in registers and takes one token after another, always in the
+same order: verifying drafts and then folding the accepted ones gives the same bits as decoding.
+
+States are fp32 or have 16 bits. The latter are rounded after every chunk of prefill and every token of a step, in
+registers too, so that these equalities hold for them as well.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sala.backends.torch.kernels import spans as span_table
 from sala.backends.torch.kernels.fused import Heads
-from sala.backends.torch.kernels.launch import Config, aligned_rows, capability, num_processors
+from sala.backends.torch.kernels.launch import Config, aligned_rows, capability
 from sala.backends.torch.kernels.pdl import pdl_launch_dependents, pdl_options, prefetch
+from sala.backends.torch.kernels.spans import COUNT, FIRST, MAX_SNAPSHOTS, SLOT, SNAPSHOT_SLOTS, SNAPSHOTS, START
 
-HORIZON = 20.0
-LONGEST_SEGMENT = 8192
 STEP_COLUMNS = 32  # of a state per program; the same for all batches, because it decides the order of sums
 STEP_WARPS = 4
 PLAIN = Heads()
 
 
 @triton.jit
-def _read_chunk(state, q, k, v, slope, scale, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """Output [COLUMNS, CHUNK] of a chunk: q, k [CHUNK, D], v [CHUNK, COLUMNS], state [COLUMNS, D] before it."""
+def _decays(slope, scale, CHUNK: tl.constexpr, SWAPPED: tl.constexpr):
+    """Return factors of the scores [query, key] of a chunk, zero where the key comes later, and of the rows of output.
+
+    The decay between two rows is their product: slopes are below 1, so e^CHUNK does not overflow fp32. With SWAPPED
+    they are transposed.
+    """
     step = tl.arange(0, CHUNK)
-    # The decay between two rows is computed as a product: slopes are below 1, so e^CHUNK does not overflow fp32. It
-    # would overflow fp16, so the factors are applied in fp32.
-    rise = tl.exp(slope * (step + 1))[:, None]
-    fall = tl.exp(-slope * (step + 1))[None, :]
-    score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * rise  # [key, query]
-    score = tl.where(step[:, None] <= step[None, :], score, 0.0)
-    if q.dtype == tl.float16:
-        out = tl.dot(state.to(q.dtype), tl.trans(q)) * fall
-        out = tl.dot(tl.trans(v), (score * fall).to(v.dtype), acc=out)
+    rise, fall = tl.exp(slope * (step + 1)), tl.exp(-slope * (step + 1)) * scale
+    if SWAPPED:
+        rise, fall = tl.where(step[:, None] <= step[None, :], rise[:, None], 0.0), fall[None, :]
     else:
-        out = tl.dot(tl.trans(v), score.to(v.dtype), input_precision=PRECISION)
-        out = tl.dot(state.to(q.dtype), tl.trans(q), acc=out, input_precision=PRECISION) * fall
-    return out * scale
+        rise, fall = tl.where(step[:, None] >= step[None, :], rise[None, :], 0.0), fall[:, None]
+    return rise, fall
 
 
 @triton.jit
-def _add_chunk(state, k, v, slope, size, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the state after `size` rows; rows past them must be zeros."""
-    left = tl.maximum(size - 1 - tl.arange(0, CHUNK), 0)
-    v = (v.to(tl.float32) * tl.exp(-slope * left)[:, None]).to(k.dtype)
-    return tl.dot(tl.trans(v), k, acc=state * tl.exp(-slope * size), input_precision=PRECISION)
-
-
-@triton.jit
-def _load_rows(x, start, end, column, ROW: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
-    """x[start : start + CHUNK, column : column + WIDTH] of a matrix whose rows are ROW apart; zeros from `end` on."""
-    if TMA:
-        rows = x.load([start, column])
-    else:
-        step = tl.arange(0, CHUNK)[:, None]
-        base = tl.multiple_of(x + tl.cast(start, tl.int64) * ROW + column, 16)
-        rows = tl.load(base + step * ROW + tl.arange(0, WIDTH)[None, :], mask=step < end - start, other=0.0)
-    return rows
-
-
-@triton.jit(do_not_specialize=["num_tokens", "segment"])
-def _prefill_kernel(
-    q, k, v,
-    state_ptr, slopes_ptr,
-    out,
-    next_ptr,
-    num_tokens, segment, scale,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, HORIZON: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, TMA: tl.constexpr,
+def _chunk(
+    state, q, k, v, rise, fall, slope, size,
+    CHUNK: tl.constexpr, SWAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Output of q, k [CHUNK, D], v [CHUNK, COLUMNS] and the state [D, COLUMNS] before them; the state after them.
+
+    Rows from `size` on must be zeros. With SWAPPED, state and output are transposed.
+    """
+    before = state.to(q.dtype)
+    if SWAPPED:
+        score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        out = tl.dot(before, tl.trans(q), input_precision=PRECISION)
+    else:
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        out = tl.dot(q, before, input_precision=PRECISION)
+    score *= rise
+    if q.dtype == tl.float16:  # in which the factors would overflow
+        score, out = score * fall, out * fall
+    score = score.to(v.dtype)
+    left = tl.maximum(size - 1 - tl.arange(0, CHUNK), 0)
+    faded = (v.to(tl.float32) * tl.exp(-slope * left)[:, None]).to(k.dtype)
+    state *= tl.exp(-slope * size)
+    if SWAPPED:
+        out = tl.dot(tl.trans(v), score, acc=out, input_precision=PRECISION)
+        state = tl.dot(tl.trans(faded), k, acc=state, input_precision=PRECISION)
+    else:
+        out = tl.dot(score, v, acc=out, input_precision=PRECISION)
+        state = tl.dot(tl.trans(k), faded, acc=state, input_precision=PRECISION)
+    if q.dtype != tl.float16:
+        out *= fall
+    return out, state
+
+
+@triton.jit
+def _rounded(state, states_ptr):
+    """Return the fp32 state as it is after a store to memory and a load."""
+    return state.to(states_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _load_rows(x, row, size, column, ROW: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """x[row : row + CHUNK, column : column + WIDTH] of a matrix whose rows are ROW apart; zeros from `size` rows on."""
+    step = tl.arange(0, CHUNK)
+    rows = tl.multiple_of(x + (row + step).to(tl.int64) * ROW + column, 16)
+    return tl.load(rows[:, None] + tl.arange(0, WIDTH)[None, :], mask=(step < size)[:, None], other=0.0)
+
+
+@triton.jit
+def _store_rows(out, rows, row, size, column, ROW: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    step = tl.arange(0, CHUNK)
+    target = tl.multiple_of(out + (row + step).to(tl.int64) * ROW + column, 16)[:, None] + tl.arange(0, WIDTH)[None, :]
+    tl.store(target, rows.to(out.dtype.element_ty), mask=(step < size)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_spans"])
+def _prefill_kernel(
+    q, k, v, states_ptr, spans_ptr, slopes_ptr, out,
+    num_spans, scale,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, SWAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS of the state of one head, for one span after another."""
     PARTS: tl.constexpr = D // COLUMNS
-    pid = tl.program_id(0)
-    head = H - 1 - (pid // PARTS) % H  # heads with the longest horizon are the last ones: start them first
-    begin = pid // (PARTS * H) * segment
-    end = tl.minimum(begin + segment, num_tokens)
+    head = tl.program_id(0) // PARTS
     key = head * D
-    value = key + pid % PARTS * COLUMNS
-
+    value = key + tl.program_id(0) % PARTS * COLUMNS
     slope = tl.load(slopes_ptr + head)
-    window = tl.minimum(HORIZON / slope, num_tokens.to(tl.float32)).to(tl.int32) + 1
-    first = tl.maximum(begin - tl.cdiv(window, CHUNK) * CHUNK, 0)
-
-    # The state is transposed, [value, key]: so it is the left operand of a dot without moving between registers.
-    row = tl.arange(0, D)[None, :]
-    tile = row * D + tl.arange(0, COLUMNS)[:, None]
-    corner = key * D + value - key
-    state = tl.load(tl.multiple_of(state_ptr + corner, 16) + tile, mask=(row >= 0) & (first == 0), other=0.0)
-    for start in tl.range(first, begin, CHUNK, num_stages=STAGES):
-        k_chunk = _load_rows(k, start, begin, key, K_ROW, CHUNK, D, TMA)
-        v_chunk = _load_rows(v, start, begin, value, V_ROW, CHUNK, COLUMNS, TMA)
-        state = _add_chunk(state, k_chunk, v_chunk, slope, CHUNK, CHUNK, PRECISION)
-
-    for start in tl.range(begin, end, CHUNK, num_stages=STAGES):
-        q_chunk = _load_rows(q, start, end, key, Q_ROW, CHUNK, D, TMA)
-        k_chunk = _load_rows(k, start, end, key, K_ROW, CHUNK, D, TMA)
-        v_chunk = _load_rows(v, start, end, value, V_ROW, CHUNK, COLUMNS, TMA)
-        result = tl.trans(_read_chunk(state, q_chunk, k_chunk, v_chunk, slope, scale, CHUNK, PRECISION)).to(
-            v_chunk.dtype
-        )
-        if TMA:
-            out.store([start, value], result)
-        else:
-            step = tl.arange(0, CHUNK)[:, None]
-            target = tl.multiple_of(out + tl.cast(start, tl.int64) * (H * D) + value, 16)
-            tl.store(target + step * (H * D) + tl.arange(0, COLUMNS)[None, :], result, mask=step < end - start)
-        size = tl.minimum(end - start, CHUNK)
-        state = _add_chunk(state, k_chunk, v_chunk, slope, size, CHUNK, PRECISION)
-
-    if end == num_tokens:
-        tl.store(tl.multiple_of(next_ptr + corner, 16) + tile, state)
+    rise, fall = _decays(slope, scale, CHUNK, SWAPPED)
+    inner, column = tl.arange(0, D) * D, tl.arange(0, COLUMNS)
+    tile = inner[None, :] + column[:, None] if SWAPPED else inner[:, None] + column[None, :]
+    corner = tl.multiple_of(states_ptr + key * D + (value - key), 16)
+    for span in range(tl.program_id(1), num_spans, tl.num_programs(1)):
+        count = tl.load(spans_ptr + COUNT * num_spans + span)
+        if count > 0:
+            position = tl.load(spans_ptr + START * num_spans + span)
+            offset = tl.load(spans_ptr + FIRST * num_spans + span) - position  # the row of position 0
+            home = corner + tl.load(spans_ptr + SLOT * num_spans + span).to(tl.int64) * (H * D * D)
+            end = position + count
+            snapshots_ptr = spans_ptr + SNAPSHOTS * num_spans + span
+            snapshots = tl.load(snapshots_ptr + tl.arange(0, MAX_SNAPSHOTS) * num_spans)
+            state = tl.load(home + tile).to(tl.float32)
+            while position < end:
+                edge = tl.min(tl.where((snapshots > position) & (snapshots < end), snapshots, end), 0)
+                chunk = position // CHUNK
+                for i in tl.range(0, (edge + CHUNK - 1) // CHUNK - chunk, num_stages=STAGES):
+                    begin = tl.maximum(position, (chunk + i) * CHUNK)
+                    size = tl.minimum(edge, (chunk + i + 1) * CHUNK) - begin
+                    row = begin + offset
+                    q_chunk = _load_rows(q, row, size, key, Q_ROW, CHUNK, D)
+                    k_chunk = _load_rows(k, row, size, key, K_ROW, CHUNK, D)
+                    v_chunk = _load_rows(v, row, size, value, V_ROW, CHUNK, COLUMNS)
+                    found, state = _chunk(
+                        state, q_chunk, k_chunk, v_chunk, rise, fall, slope, size, CHUNK, SWAPPED, PRECISION
+                    )
+                    state = _rounded(state, states_ptr)
+                    if SWAPPED:
+                        found = tl.trans(found)
+                    _store_rows(out, found, row, size, value, H * D, CHUNK, COLUMNS)
+                position = edge
+                for i in range(MAX_SNAPSHOTS):
+                    if tl.load(snapshots_ptr + i * num_spans) == position:
+                        slot = tl.load(spans_ptr + (SNAPSHOT_SLOTS + i) * num_spans + span)
+                        tl.store(corner + slot.to(tl.int64) * (H * D * D) + tile, state.to(states_ptr.dtype.element_ty))
+            tl.store(home + tile, state.to(states_ptr.dtype.element_ty))
 
 
 def lightning_prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    state: Tensor,
+    states: Tensor,
+    spans: Tensor,
     slopes: Tensor,
     scale: float,
     config: Config | None = None,
-    segment: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """n tokens of one sequence: q, k, v [n, H, D], state [H, D, D] fp32 → output [n, H, D] in q's dtype, next state."""
-    n, heads, dim = q.shape
-    q, k, v, state = aligned_rows(q), aligned_rows(k), aligned_rows(v), state.contiguous()
+    num_parallel: int | None = None,
+) -> Tensor:
+    """Packed spans: q, k, v [T, H, D] → output [T, H, D] in q's dtype; rows of no span stay uninitialised.
+
+    states [P, H, D, D] advance in place and are copied at snapshots, as `spans` says (see `spans.py`), of which
+    `num_parallel` run at a time, or all.
+    """
+    num_rows, heads, dim = q.shape
+    q, k, v = aligned_rows(q), aligned_rows(k), aligned_rows(v)
+    assert states.is_contiguous()
+    assert spans.is_contiguous()
+    assert spans.shape[0] == span_table.NUM_FIELDS
     config = config or _config(dim, q.dtype, capability(q.device))
-    chunk, columns = config.tile["CHUNK"], config.tile["COLUMNS"]
-    segment = segment or _segment(n, heads, chunk, num_processors(q.device))
-    assert segment % chunk == 0
-    output = torch.empty((n, heads, dim), dtype=q.dtype, device=q.device)
-    after = torch.empty_like(state)
-    tiles = ((q, dim), (k, dim), (v, columns), (output, columns))
-    q_, k_, v_, out_ = (_described(x, chunk, width) if config.tile["TMA"] else x for x, width in tiles)
-    tensors = (q_, k_, v_, state, slopes, out_, after)
+    assert config.tile["STAGES"] > 1 or config.tile["CHUNK"] < 64  # wgmma in one stage is wrong (Triton 3.6, H200)
+    columns, num_spans = config.tile["COLUMNS"], spans.shape[1]
+    output = torch.empty((num_rows, heads, dim), dtype=q.dtype, device=q.device)
+    constants = {"H": heads, "D": dim, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", **config.tile}
     strides = {"Q_ROW": q.stride(0), "K_ROW": k.stride(0), "V_ROW": v.stride(0)}
-    constants = {"H": heads, "D": dim, "HORIZON": HORIZON, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
-    grid = (-(-n // segment) * heads * (dim // columns),)
-    _prefill_kernel[grid](*tensors, n, segment, scale, **strides, **constants, **config.tile, **config.options)
-    return output, after
+    grid = (heads * (dim // columns), min(num_spans, num_parallel or num_spans))
+    tensors = (q, k, v, states, spans, slopes, output)
+    _prefill_kernel[grid](*tensors, num_spans, scale, **strides, **constants, **config.options)
+    return output
 
 
 def _config(dim: int, dtype: torch.dtype, compute_capability: int) -> Config:
-    """Choose chunk and columns of the state per program by the kind of GPU; fp32 runs without tensor cores."""
+    """Choose chunk and columns of the state per program by the kind of GPU; fp32 runs without tensor cores.
+
+    The tensor cores of Hopper and Blackwell want 64 rows on the left: those of the chunk. Elsewhere products whose left
+    operand has the columns of the state (SWAPPED) need fewer registers.
+    """
+    tile = {"COLUMNS": min(dim, 32), "SWAPPED": True}
     if dtype == torch.float32:
-        return Config({"CHUNK": 16, "COLUMNS": min(dim, 32), "STAGES": 1, "TMA": False}, 4)
-    if compute_capability // 10 == 9:
-        return Config({"CHUNK": 64, "COLUMNS": min(dim, 128), "STAGES": 3, "TMA": True}, 8)
-    return Config({"CHUNK": 64, "COLUMNS": min(dim // 2, 64), "STAGES": 2, "TMA": False}, 8)
-
-
-def _segment(num_tokens: int, heads: int, chunk: int, num_processors: int) -> int:
-    """Return the tokens of a segment: long, because each first computes its state, but two programs per processor."""
-    count = max(1, 2 * num_processors // heads)
-    return min(max(-(-num_tokens // (count * chunk)), 2) * chunk, LONGEST_SEGMENT)
+        return Config({**tile, "CHUNK": 16, "STAGES": 1}, 4, max_registers=160)
+    if compute_capability // 10 in (9, 10):
+        return Config({**tile, "CHUNK": 64, "STAGES": 3, "SWAPPED": False}, 4)
+    return Config({**tile, "CHUNK": 64, "STAGES": 2 if compute_capability == 80 else 3}, 8)
 
 
 @triton.jit
@@ -210,7 +247,7 @@ def _step_kernel(
     else:
         decay = tl.exp(-tl.load(slopes_ptr + head))
         tile = tl.multiple_of(states_ptr + (slot * H + head) * (D * D), 16) + dim[:, None] * D + column[None, :]
-        state = tl.load(tile)
+        state = tl.load(tile).to(tl.float32)
         other = (dim + D // 2) % D
         q_base = q_ptr + sequence * q_sequence + head * q_head
         k_base = k_ptr + sequence * k_sequence + head * k_head
@@ -247,8 +284,9 @@ def _step_kernel(
                 total = tl.sum((q * scale)[:, None] * state, axis=0)
                 out = out_ptr + ((sequence * N + token) * H + head) * D + column
                 tl.store(out, total.to(out_ptr.dtype.element_ty))
+            state = _rounded(state, states_ptr)
         if not KEEPS_STATE:
-            tl.store(tile, state)
+            tl.store(tile, state.to(states_ptr.dtype.element_ty))
 
 
 def lightning_decode(
@@ -266,7 +304,7 @@ def lightning_decode(
 ) -> Tensor:
     """n tokens each: q, k, v [S, n, H, D], or one each [S, H, D] → output of the same shape.
 
-    states [P, H, D, D] in fp32 advance at slots [S] (-1: none), or stay unchanged, as when drafts are verified.
+    states [P, H, D, D] advance at slots [S] (-1: none), or stay unchanged, as when drafts are verified.
     """
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device) if output is None else output
     if q.dim() == 3:
@@ -323,8 +361,3 @@ def _step(
         num_warps=STEP_WARPS,
         enable_fp_fusion=False,  # fused multiply-adds in one variant only would change bits
     )
-
-
-def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    n, heads, dim = x.shape
-    return TensorDescriptor(x, [n, heads * dim], [x.stride(0), 1], [rows, columns])

@@ -138,9 +138,18 @@ def linear_silu_mul(x: Tensor, weight: Weight, config: Config | None = None) -> 
 
 
 def linears(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
-    """`linear` with several matrices, which may differ in bits; results side by side: [T, N + …]."""
+    """`linear` with several matrices, which may differ in bits; results side by side: [T, N + …].
+
+    Two formats are one launch where each is one matrix in memory; the sums are those of separate launches.
+    """
     sizes = [weight.num_out for weight in weights]
     out = torch.empty(x.shape[0], sum(sizes), dtype=x.dtype, device=x.device)
+    matrices = packed.interleave(weights)
+    if len(matrices) == 2 and x.dtype.itemsize == 2 and x.shape[0]:
+        assert all(x.dtype == weight.dtype for weight in weights)
+        assert x.shape[0] <= MAX_ROWS
+        packed.launch_mixed(aligned_rows(x), matrices, out)
+        return out
     for weight, part in zip(weights, out.split(sizes, 1), strict=True):
         if weight.dtype.itemsize > 2:
             part.copy_(linear(x, weight))

@@ -3,10 +3,15 @@
 
 `packed_weight.py` describes the format, `packed_unpack.py` unpacks it. As in `linear.py`, K is cut by the shape alone:
 products of decode rows are batch-invariant. In fp32, which tensor cores do not have, the matrix is always expanded.
+
+A layer's projections may have 4 and 8 bits. One launch multiplies with both formats: small separate launches would each
+leave most of a GPU idle at their end.
 """
 
 import functools
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +22,7 @@ from torch import Tensor
 from sala.backends.torch.kernels.fused import rounded_silu_mul
 from sala.backends.torch.kernels.launch import Config, largest_power_of_2, shared_memory
 from sala.backends.torch.kernels.packed_unpack import _halves
-from sala.backends.torch.kernels.packed_weight import WORDS, PackedWeight, block_size
+from sala.backends.torch.kernels.packed_weight import WORDS, PackedWeight, adjoin, block_size
 from sala.backends.torch.kernels.pdl import can_use_pdl, prefetch
 
 MIN_TILE, MAX_TILE = 16, 64  # rows of a program; tensor cores need 16
@@ -26,6 +31,7 @@ MIN_PART = 512  # of K, at least
 MAX_SPLITS = 8  # the kernel that adds up the parts reads them all
 PROCESSORS = 132  # of an H200, on which the depth of pipelines was measured
 MAX_STAGES = 8  # of the pipeline
+MIXED_STAGES = 5  # of the pipeline with two formats: the fastest on an H200
 MAX_PREFETCHED = 2  # blocks that a program prefetches before the kernel ahead of it has ended
 MAX_EXPANDED = 1 << 26  # weights that `product` expands at a time
 SMALL_SHARED = 128 << 10  # bytes: consumer GPUs have less than this much shared memory per program
@@ -41,31 +47,29 @@ def _settled(acc):
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _packed_kernel(
-    x_ptr, codes_ptr, groups_ptr, out_ptr,
-    x_row, out_row, num_rows,
+@triton.jit
+def _packed_tile(
+    x_ptr, codes_ptr, groups_ptr, x_row, num_rows, tile, split,
     N: tl.constexpr, K: tl.constexpr, PITCH: tl.constexpr, TILE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, POWER: tl.constexpr,
     PREFETCH_STEPS: tl.constexpr, IS_PAIR: tl.constexpr, HAS_ASM: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS of one split: out [SPLITS, num_rows, N]. The matrix has PITCH rows, of which these are some.
+    """Return a tile's columns of one split, [COLUMNS, TILE_ROWS] in fp32. The matrix has PITCH rows, N of them used.
 
-    With IS_PAIR, half of the columns are the gate, half the up projection N rows further, and out is silu(gate) * up.
+    With IS_PAIR, the second half of the columns lies N rows behind the first.
     """
     BLOCK: tl.constexpr = 1024 // BITS
     HALF: tl.constexpr = BLOCK // 2
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     STEPS: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    split = tl.program_id(2)
     first = split * STEPS
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     word, inner = tl.arange(0, 32), tl.arange(0, HALF)
     OUTPUTS: tl.constexpr = COLUMNS // 2 if IS_PAIR else COLUMNS
     lane = tl.arange(0, COLUMNS)
     # Columns past the last one repeat it: no mask is needed and the result is never read.
-    real = tl.minimum(tl.program_id(1) * OUTPUTS + lane % OUTPUTS, N - 1) + lane // OUTPUTS * N
+    real = tl.minimum(tile * OUTPUTS + lane % OUTPUTS, N - 1) + lane // OUTPUTS * N
     is_row = (row < num_rows)[:, None]
     begin = first.to(tl.int64) * PITCH
     code_rows, group_rows = codes_ptr + (begin + real) * 32, groups_ptr + (begin + real) * GROUPS
@@ -98,14 +102,79 @@ def _packed_kernel(
         acc = tl.dot(high, tl.trans(x_high), acc)
         if HAS_ASM:
             acc = _settled(acc)
-    out_dtype: tl.constexpr = out_ptr.dtype.element_ty
-    out = (acc * 2.0**POWER).to(out_dtype)
+    return acc * 2.0**POWER
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _packed_kernel(
+    x_ptr, codes_ptr, groups_ptr, out_ptr,
+    x_row, out_row, num_rows,
+    N: tl.constexpr, K: tl.constexpr, PITCH: tl.constexpr, TILE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, POWER: tl.constexpr,
+    PREFETCH_STEPS: tl.constexpr, IS_PAIR: tl.constexpr, HAS_ASM: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS of one split: out [SPLITS, num_rows, N].
+
+    With IS_PAIR, half of the columns are the gate, half the up projection N rows further, and out is silu(gate) * up.
+    """
+    tile, split = tl.program_id(1), tl.program_id(2)
+    out = _packed_tile(
+        x_ptr, codes_ptr, groups_ptr, x_row, num_rows, tile, split, N, K, PITCH, TILE_ROWS, COLUMNS,
+        SPLITS, BITS, GROUPS, POWER, PREFETCH_STEPS, IS_PAIR, HAS_ASM,
+    ).to(out_ptr.dtype.element_ty)  # fmt: skip
+    OUTPUTS: tl.constexpr = COLUMNS // 2 if IS_PAIR else COLUMNS
     if IS_PAIR:
         gate, up = tl.split(tl.permute(tl.reshape(out, (2, OUTPUTS, TILE_ROWS)), (1, 2, 0)))
-        out = rounded_silu_mul(gate, up, out_dtype)
-    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+        out = rounded_silu_mul(gate, up, out_ptr.dtype.element_ty)
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     target = out_ptr + (split * num_rows + row).to(tl.int64)[:, None] * out_row + column[None, :]
-    tl.store(target, tl.trans(out), mask=is_row & (column < N)[None, :])
+    tl.store(target, tl.trans(out), mask=(row < num_rows)[:, None] & (column < N)[None, :])
+
+
+@triton.jit
+def _store_tile(
+    x_ptr, codes_ptr, groups_ptr, out_ptr, x_row, out_row, num_rows, tile,
+    N: tl.constexpr, PITCH: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, POWER: tl.constexpr,
+    PREFETCH_STEPS: tl.constexpr, BEGINS: tl.constexpr, SHIFTS: tl.constexpr,
+    K: tl.constexpr, TILE_ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_ASM: tl.constexpr,
+):  # fmt: skip
+    """Store COLUMNS of a matrix; outputs from BEGINS[i] on lie SHIFTS[i] further than those before."""
+    out = _packed_tile(
+        x_ptr, codes_ptr, groups_ptr, x_row, num_rows, tile, tl.program_id(2), N, K, PITCH, TILE_ROWS, COLUMNS,
+        1, BITS, GROUPS, POWER, PREFETCH_STEPS, False, HAS_ASM,
+    ).to(out_ptr.dtype.element_ty)  # fmt: skip
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    place = column
+    for i in tl.static_range(len(BEGINS)):
+        place += tl.where(column >= BEGINS[i], SHIFTS[i], 0)
+    target = out_ptr + row.to(tl.int64)[:, None] * out_row + place[None, :]
+    tl.store(target, tl.trans(out), mask=(row < num_rows)[:, None] & (column < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _mixed_kernel(
+    x_ptr, codes_ptr, groups_ptr, codes2_ptr, groups2_ptr, out_ptr, x_row, out_row, num_rows,
+    N: tl.constexpr, PITCH: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, POWER: tl.constexpr,
+    PREFETCH_STEPS: tl.constexpr, BEGINS: tl.constexpr, SHIFTS: tl.constexpr,
+    N2: tl.constexpr, PITCH2: tl.constexpr, BITS2: tl.constexpr, GROUPS2: tl.constexpr, POWER2: tl.constexpr,
+    PREFETCH_STEPS2: tl.constexpr, BEGINS2: tl.constexpr, SHIFTS2: tl.constexpr,
+    K: tl.constexpr, TILE_ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_ASM: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS of one of two matrices, whose outputs are interleaved: out [num_rows, N + N2]."""
+    TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(1)
+    if tile < TILES:
+        _store_tile(
+            x_ptr, codes_ptr, groups_ptr, out_ptr, x_row, out_row, num_rows, tile,
+            N, PITCH, BITS, GROUPS, POWER, PREFETCH_STEPS, BEGINS, SHIFTS, K, TILE_ROWS, COLUMNS, HAS_ASM,
+        )  # fmt: skip
+    else:
+        _store_tile(
+            x_ptr, codes2_ptr, groups2_ptr, out_ptr, x_row, out_row, num_rows, tile - TILES,
+            N2, PITCH2, BITS2, GROUPS2, POWER2, PREFETCH_STEPS2, BEGINS2, SHIFTS2, K, TILE_ROWS, COLUMNS, HAS_ASM,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -176,6 +245,59 @@ def launch(x: Tensor, weight: PackedWeight, out: Tensor, config: Config, is_pair
     )
 
 
+class Interleaved(NamedTuple):
+    """A matrix whose outputs from row begins[i] on lie shifts[i] further than those of the rows before."""
+
+    weight: PackedWeight
+    begins: tuple[int, ...]
+    shifts: tuple[int, ...]
+
+
+def interleave(weights: Sequence[PackedWeight]) -> list[Interleaved]:
+    """Return a matrix per format of the weights, whose outputs are side by side; the one with the most bits first.
+
+    The list is empty unless the weights of a format lie one after another in memory, see `packed_weight.adjoin`.
+    """
+    starts = [0, *itertools.accumulate(weight.num_out for weight in weights)]
+    found = []
+    for kind in dict.fromkeys(weight.format for weight in weights):
+        alike = [(weight, start) for weight, start in zip(weights, starts, strict=False) if weight.format == kind]
+        matrix = adjoin([weight for weight, _ in alike])
+        if matrix is None:
+            return []
+        begins = (0, *itertools.accumulate(weight.num_out for weight, _ in alike[:-1]))
+        offsets = [0, *(start - begin for (_, start), begin in zip(alike, begins, strict=True))]
+        found.append(Interleaved(matrix, begins, tuple(b - a for a, b in itertools.pairwise(offsets))))
+    return sorted(found, key=lambda one: -one.weight.bits)  # programs that read the most first
+
+
+def launch_mixed(x: Tensor, matrices: Sequence[Interleaved], out: Tensor) -> None:
+    """Multiply aligned rows x [T, K] with two matrices of any formats into out [T, N + N2]."""
+    rows, limit = x.shape[0], shared_memory(x.device)
+    (first, second), outputs = matrices, [one.weight.num_out for one in matrices]
+    assert x.shape[1] == first.weight.num_in == second.weight.num_in
+    assert out.is_contiguous()
+    config = _mixed_config(sum(outputs), min(one.weight.bits for one in matrices), limit, rows)
+    config = config._replace(uses_pdl=can_use_pdl(x.device))
+    constants = mixed_constants(rows, matrices, config)
+    tiles = sum(triton.cdiv(n, config.tile["COLUMNS"]) for n in outputs)
+    tensors = (x, first.weight.codes, first.weight.groups, second.weight.codes, second.weight.groups, out)
+    grid = (triton.cdiv(rows, tile_rows(rows)), tiles)
+    _mixed_kernel[grid](*tensors, x.stride(0), out.stride(0), rows, **constants, **config.options)
+
+
+def mixed_constants(rows: int, matrices: Sequence[Interleaved], config: Config) -> dict[str, Any]:
+    """Return the compile-time constants of the kernel; those of the second matrix end with 2."""
+    constants = {"K": matrices[0].weight.num_in, "TILE_ROWS": tile_rows(rows), **config.tile}
+    for suffix, (weight, begins, shifts) in zip(("", "2"), matrices, strict=True):
+        own = format_constants(weight)
+        constants["HAS_ASM"] = own.pop("HAS_ASM")
+        own["PREFETCH_STEPS"] = min(len(weight.codes), MAX_PREFETCHED) if config.uses_pdl else 0
+        own |= {"N": weight.num_out, "BEGINS": begins, "SHIFTS": shifts}
+        constants |= {name + suffix: value for name, value in own.items()}
+    return constants
+
+
 def packed_constants(rows: int, n: int, k: int, bits: int, config: Config, is_pair: bool = False) -> dict[str, Any]:
     """Return the compile-time constants of the kernel that do not depend on the matrix's memory."""
     part = triton.cdiv(triton.cdiv(k, block_size(bits)), config.tile["SPLITS"])
@@ -227,7 +349,22 @@ def _config(
     # Without wgmma a tile of 128 columns is at the limit of registers: ptxas spills for sm_120 with Triton 3.7.
     is_wide = (is_pair or max_splits > 1) and n >= 128 and limit > SMALL_SHARED
     columns = 128 if is_wide else 64
-    stage = columns * (WORDS + 4) * 4 + tile_rows(rows) * block_size(bits) * 2
+    stage = _stage_bytes(columns, bits, rows)
     per_processor = min(4, max(1, round(triton.cdiv(n, columns) * splits / PROCESSORS)))
     stages = max(3, min(MAX_STAGES, limit // (per_processor * stage)))
     return Config({"COLUMNS": columns, "SPLITS": splits}, 4, max(2, min(stages, limit // stage)))
+
+
+@functools.cache
+def _mixed_config(n: int, bits: int, limit: int, rows: int) -> Config:
+    """`_config` for n outputs in two formats, the smaller of which has `bits`; all programs should run at once."""
+    columns = 64
+    stage = _stage_bytes(columns, bits, rows)
+    per_processor = min(4, triton.cdiv(triton.cdiv(n, columns), PROCESSORS))
+    stages = max(3, min(MIXED_STAGES, limit // (per_processor * stage)))
+    return Config({"COLUMNS": columns}, 4, max(2, min(stages, limit // stage)))
+
+
+def _stage_bytes(columns: int, bits: int, rows: int) -> int:
+    """Return the shared memory of a stage: words, groups and rows of a block."""
+    return columns * (WORDS + 4) * 4 + tile_rows(rows) * block_size(bits) * 2

@@ -50,6 +50,11 @@ class PackedWeight:
         return self.codes.shape[1]
 
     @property
+    def format(self) -> tuple[object, ...]:
+        """What matrices must have in common to be one."""
+        return self.bits, self.group_size, self.num_in, self.dtype, self.power
+
+    @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.groups.nbytes
 
@@ -119,10 +124,25 @@ def concatenate(weights: Sequence[PackedWeight]) -> PackedWeight:
 
 def are_alike(weights: Sequence[object]) -> bool:
     """Return whether the matrices can be one: all packed, in the same format."""
-    kinds = {
-        (w.bits, w.group_size, w.num_in, w.dtype, w.power) if isinstance(w, PackedWeight) else None for w in weights
-    }
-    return len(kinds) == 1 and None not in kinds
+    formats = {weight.format if isinstance(weight, PackedWeight) else None for weight in weights}
+    return len(formats) == 1 and None not in formats
+
+
+def adjoin(weights: Sequence[PackedWeight]) -> PackedWeight | None:
+    """Return one matrix of all rows in the same memory, or None unless they lie there one after another."""
+    first, num_out = weights[0], 0
+    for one in weights:
+        for part, base in ((one.codes, first.codes), (one.groups, first.groups)):
+            is_next = part.storage_offset() == base.storage_offset() + num_out * base.stride(1)
+            is_same = part.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+            if not (is_next and is_same and part.stride() == base.stride() and one.format == first.format):
+                return None
+        num_out += one.num_out
+    parts = (
+        part.as_strided((len(part), num_out, part.shape[2]), part.stride()) for part in (first.codes, first.groups)
+    )
+    codes, groups = parts
+    return replace(first, codes=codes, groups=groups)
 
 
 def block_size(bits: int) -> int:

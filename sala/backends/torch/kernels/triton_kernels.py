@@ -1,7 +1,11 @@
 """Whether the Triton kernels can run on a device: an NVIDIA GPU of compute capability 8.0 or newer, and Triton."""
 
 import functools
+import hashlib
 import importlib.util
+import json
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,3 +30,34 @@ def why_not(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return f"Triton is not installed: {install_command('cuda')}"
     return None
+
+
+def _warm_up_directory() -> Path:
+    """Return where warm-ups leave a note: beside Triton's compiled kernels, so that both vanish together."""
+    from triton import knobs  # type: ignore[import-untyped]
+
+    return Path(knobs.cache.dir) / "sala-warm-up"
+
+
+def note_warm_up(facts: dict[str, Any]) -> None:
+    """Leave a note that the kernels of a model are compiled; one that cannot be written is not missed."""
+    key = {name: value for name, value in facts.items() if name != "seconds"}
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    try:
+        _warm_up_directory().mkdir(parents=True, exist_ok=True)
+        (_warm_up_directory() / f"{name}.json").write_text(json.dumps(facts))
+    except OSError:
+        return
+
+
+def warm_ups() -> list[dict[str, Any]]:
+    """Return the notes of earlier warm-ups on this machine."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    found = []
+    for path in sorted(_warm_up_directory().glob("*.json")):
+        try:
+            found.append(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            continue
+    return found

@@ -73,6 +73,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 QUERY_TILE = 256
+MASK_BYTES = 128 << 20  # of a tile in fp32; longer contexts have fewer queries in a tile
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
@@ -80,9 +81,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -
 
     The heads of a group are folded into the query rows, so that keys are never copied per head.
     """
-    tiles = []
-    for begin in range(0, q.shape[0], QUERY_TILE):
-        tile = q[begin : begin + QUERY_TILE]
+    tiles, shared = [], q.shape[1] // k.shape[0]
+    size = max(1, min(QUERY_TILE, MASK_BYTES // (4 * shared * k.shape[1])))
+    for begin in range(0, q.shape[0], size):
+        tile = q[begin : begin + size]
         visible = start + begin + tile.shape[0]
         tiles.append(_tile(tile, k[:, :visible], v[:, :visible], start + begin, scale))
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)

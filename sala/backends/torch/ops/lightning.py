@@ -1,10 +1,13 @@
-"""Lightning attention: a linear recurrence with one constant decay per head, state in fp32.
+"""Lightning attention: a linear recurrence with one constant decay per head.
 
     S_t = exp(-s_h) S_{t-1} + k_t^T v_t          o_t = scale * q_t S_t
 
 `lightning_step` is that definition, one token for many sequences. `lightning_prefill` computes the same for
 many tokens of one sequence: inside a chunk as masked attention, between chunks through the state.
 `lightning_whole` does so for whole sequences at once, with gradients.
+
+A state may also be kept in 16 bits: it is then rounded after every token of a step, of a fold and of a sequence with
+drafts, and after every chunk of a prefill; all arithmetic is fp32.
 """
 
 from collections.abc import Sequence
@@ -35,23 +38,23 @@ def decay_slopes(num_heads: int, device: torch.device | str = "cpu") -> Tensor:
 def lightning_step(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """One token per sequence: q, k, v [S, H, D], state [S, H, D, D] fp32 → output [S, H, D] fp32, next state."""
+    """One token per sequence: q, k, v [S, H, D], state [S, H, D, D] → output [S, H, D] fp32, next state."""
     decay = torch.exp(-slopes)[None, :, None, None]
-    state = torch.addcmul(decay * state, k.float()[..., :, None], v.float()[..., None, :])
-    output = (q.float() * scale)[..., None, :] @ state
-    return output[..., 0, :], state
+    after = torch.addcmul(decay * state, k.float()[..., :, None], v.float()[..., None, :])
+    output = (q.float() * scale)[..., None, :] @ after
+    return output[..., 0, :], after.to(state.dtype)
 
 
 def lightning_prefill(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale: float, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """n tokens of one sequence: q, k, v [n, H, D], state [H, D, D] fp32 → output [n, H, D] fp32, next state."""
+    """n tokens of one sequence: q, k, v [n, H, D], state [H, D, D] → output [n, H, D] fp32, next state."""
     if q.shape[0] == 1:
         output, state = lightning_step(q, k, v, state[None], slopes, scale)
         return output, state[0]
     outputs = []
-    for begin in range(0, q.shape[0], CHUNK):
-        piece = slice(begin, begin + CHUNK)
+    for begin in range(0, q.shape[0], chunk):
+        piece = slice(begin, begin + chunk)
         output, state = _chunk(q[piece], k[piece], v[piece], state, slopes, scale)
         outputs.append(output)
     return torch.cat(outputs), state
@@ -67,30 +70,45 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale
     weight = torch.where(age >= 0, torch.exp(-slopes[:, None, None] * age.clamp(min=0)), 0.0)
     since_start = torch.exp(-slopes[:, None] * (steps + 1))[..., None]  # the old state has decayed i + 1 times at row i
     until_end = torch.exp(-slopes[:, None] * (n - 1 - steps))[..., None]
-    output = (q @ k.transpose(1, 2) * weight) @ v + since_start * (q @ state)
-    state = torch.exp(-slopes * n)[:, None, None] * state + (k * until_end).transpose(1, 2) @ v
-    return output.transpose(0, 1), state
+    output = (q @ k.transpose(1, 2) * weight) @ v + since_start * (q @ state.float())
+    after = torch.exp(-slopes * n)[:, None, None] * state + (k * until_end).transpose(1, 2) @ v
+    return output.transpose(0, 1), after.to(state.dtype)
 
 
 def lightning_fold(k: Tensor, v: Tensor, state: Tensor, slopes: Tensor) -> Tensor:
     """Advance a state [H, D, D] by tokens whose outputs are known already: k, v [n, H, D] → next state."""
     n = k.shape[0]
+    if state.dtype != torch.float32 and n > 1:
+        for token in range(n):
+            state = lightning_fold(k[token : token + 1], v[token : token + 1], state, slopes)
+        return state
     age = torch.arange(n - 1, -1, -1, device=k.device, dtype=torch.float32)
     weight = torch.exp(-slopes[:, None] * age)[..., None]  # [H, n, 1]
     update = (k.float().transpose(0, 1) * weight).transpose(1, 2) @ v.float().transpose(0, 1)
-    return torch.exp(-slopes * n)[:, None, None] * state + update
+    return (torch.exp(-slopes * n)[:, None, None] * state + update).to(state.dtype)
 
 
 def lightning_ragged(
-    q: Tensor, k: Tensor, v: Tensor, states: Tensor, lengths: list[int], slopes: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    states: Tensor,
+    lengths: list[int],
+    slopes: Tensor,
+    scale: float,
+    num_drafts: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Packed sequences of any lengths: q, k, v [T, H, D], states [S, H, D, D] → output [T, H, D] fp32, next states."""
+    """Packed sequences of any lengths: q, k, v [T, H, D], states [S, H, D, D] → output [T, H, D] fp32, next states.
+
+    Sequences with drafts advance token by token if states have 16 bits: rounded as often as in decoding.
+    """
     if all(length == 1 for length in lengths):
         return lightning_step(q, k, v, states, slopes, scale)
     outputs, nexts = [], []
-    pieces = zip(q.split(lengths), k.split(lengths), v.split(lengths), states, strict=True)
-    for q_row, k_row, v_row, state in pieces:
-        output, state = lightning_prefill(q_row, k_row, v_row, state, slopes, scale)
+    has_drafts = [count > 0 and states.dtype != torch.float32 for count in num_drafts or [0] * len(lengths)]
+    pieces = zip(q.split(lengths), k.split(lengths), v.split(lengths), states, has_drafts, strict=True)
+    for q_row, k_row, v_row, state, is_stepped in pieces:
+        output, state = lightning_prefill(q_row, k_row, v_row, state, slopes, scale, 1 if is_stepped else CHUNK)
         outputs.append(output)
         nexts.append(state)
     return torch.cat(outputs), torch.stack(nexts)

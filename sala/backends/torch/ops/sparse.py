@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from sala.backends.rows import TIE_ULPS
 from sala.config import SparseConfig
 
 SelectWhole = Callable[[Tensor, Tensor, SparseConfig, float], Tensor]
 
 # Bytes of a tile of queries: its fp32 scores of all windows; the keys and values of its selected blocks.
 TILE_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
+_FORCED = torch.iinfo(torch.int32).max - 2 * TIE_ULPS  # the rank of a forced block, above that of any score
 
 
 def tile_bytes(q: Tensor) -> int:
@@ -65,19 +67,22 @@ def block_scores(windows: Tensor, num_blocks: int, sparse: SparseConfig) -> Tens
 
 
 def top_blocks(scores: Tensor, positions: Tensor, sparse: SparseConfig) -> Tensor:
-    """scores [n, G, N], positions [n] → selected block ids [n, G, C]; -1 where fewer than C blocks exist.
+    """scores [n, G, N] in fp32, none negative; positions [n] → selected block ids [n, G, C], -1 where fewer exist.
 
-    Forced blocks come first, then the best; equal scores (neighbours share a window) go to the lowest id.
+    Forced blocks come first, then the best. Scores within TIE_ULPS of the C-th best are tied with it, and ties go to
+    the lowest id: see `backends/rows.py`.
     """
     num_blocks = scores.shape[-1]
     block = torch.arange(num_blocks, device=scores.device)
     own = (positions // sparse.block_size)[:, None]
     is_forced = (block < sparse.init_blocks) | (block >= own - sparse.num_window_blocks)
-    scores = scores.masked_fill(is_forced[:, None], float("inf"))
-    scores = scores.masked_fill((block > own)[:, None], float("-inf"))
-    ranked, ids = scores.sort(dim=-1, descending=True, stable=True)
+    ranks = scores.view(torch.int32)  # in the order of the scores, for none is negative
+    ranks = ranks.masked_fill(is_forced[:, None], _FORCED).masked_fill((block > own)[:, None], -1)
     count = min(sparse.num_selected, num_blocks)
-    return ids[..., :count].masked_fill(ranked[..., :count] == float("-inf"), -1)
+    last = ranks.topk(count).values[..., -1:]
+    ranks = torch.where((ranks - last).abs() <= TIE_ULPS, last, ranks)
+    ids = ranks.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return ids.masked_fill(ids > own[:, None], -1)
 
 
 def select_blocks(
@@ -126,6 +131,27 @@ def sparse_attention(
         output = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
         outputs.append(output.reshape(n, heads, dim))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def block_shares(
+    q: Tensor, k_pages: Tensor, table: Tensor, selected: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    """The share of its attention that each head gives to each selected block, as in `sparse_attention`.
+
+    q [n, H, D]; k_pages [G, P, B, D]; table [N]; selected [n, G, C], -1 for none; positions [n] → [n, H, C] in fp32.
+    """
+    groups, _, block_size, dim = k_pages.shape
+    heads, count = q.shape[1], selected.shape[2]
+    group = torch.arange(groups, device=q.device)[:, None]
+    offsets = torch.arange(block_size, device=q.device)
+    shares = []
+    for row, ids, at in zip(q.float(), selected, positions, strict=True):
+        keys = k_pages[group, table[ids.clamp(min=0)]].float().flatten(1, 2)  # [G, C * B, D]
+        is_seen = (ids[..., None] >= 0) & (ids[..., None] * block_size + offsets <= at)
+        scores = row.view(groups, heads // groups, dim) @ keys.transpose(1, 2) * scale
+        scores = scores.masked_fill(~is_seen.flatten(1)[:, None], float("-inf")).softmax(-1)
+        shares.append(scores.view(heads, count, block_size).sum(-1))
+    return torch.stack(shares)
 
 
 def _gather(flat: Tensor, pages: Tensor, buffer: Tensor) -> Tensor:
