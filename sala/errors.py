@@ -1,6 +1,7 @@
 """Errors that a user may see: each says what happened and what to do about it, in one line."""
 
 import errno
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -30,8 +31,15 @@ class CheckpointError(SalaError):
     """The weight files are damaged, incomplete, or belong to another model."""
 
 
+class ModelBroken(SalaError):
+    """The model computes values that are not numbers, so there is nothing to sample."""
+
+    message = "the model computed values that are not numbers"
+    remedy = "its weights may be damaged, or too large for this precision: get them again, or try --dtype fp32"
+
+
 class ModelNotFound(SalaError):
-    """No model at that place."""
+    """There is no model at this path or of this name."""
 
 
 class MissingExtra(SalaError):
@@ -71,6 +79,10 @@ def check_space(path: Path, needed: int, purpose: str = "") -> None:
         raise _disk_full(path, purpose, needed, free)
 
 
+# How libraries that do not raise OSError say that a disk is full: safetensors, and torch when it saves an archive.
+_FULL = re.compile("No space left on device|PytorchStreamWriter failed writing")
+
+
 @contextmanager
 def writing(path: Path, needed: int | None = None) -> Iterator[None]:
     """Raise DiskFull or NotWritable, with the path and the sizes, where the block fails to write below `path`."""
@@ -81,6 +93,10 @@ def writing(path: Path, needed: int | None = None) -> Iterator[None]:
         if explained is None:
             raise
         raise explained from None
+    except Exception as error:
+        if not _FULL.search(str(error)):
+            raise
+        raise _disk_full(path, "", needed, free_disk_bytes(path)) from None
 
 
 def explain_write_error(error: OSError, path: Path | None = None, needed: int | None = None) -> SalaError | None:
@@ -118,7 +134,8 @@ def free_disk_bytes(path: Path) -> int | None:
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    unit, name = (1e9, "GB") if count >= 1e8 else (1e6, "MB") if count >= 1e5 else (1e3, "KB")
+    return f"{count / unit:.1f} {name}"
 
 
 class InputError(SalaError, ValueError):
@@ -144,6 +161,7 @@ class ContextTooLong(SalaError):
     def __init__(self, num_tokens: int, max_tokens: int, is_whole: bool = True) -> None:
         self.num_tokens = num_tokens
         self.max_tokens = max_tokens
+        self.is_whole = is_whole
         count = f"{num_tokens:,}" if is_whole else f"more than {num_tokens:,}"
         super().__init__(
             f"the prompt has {count} tokens and the context holds {max_tokens:,}",
@@ -152,7 +170,7 @@ class ContextTooLong(SalaError):
 
 
 class TemplateError(SalaError):
-    """The chat template is broken, hostile, or does not like the messages."""
+    """The chat template is invalid or hostile, or it rejects the messages."""
 
 
 class NoTokenizer(SalaError):
@@ -160,6 +178,13 @@ class NoTokenizer(SalaError):
 
     def __init__(self, where: str) -> None:
         super().__init__(f"{where} has no tokenizer.json", "pass token ids, or copy the tokenizer files there")
+
+
+class TokenizerFailed(SalaError):
+    """The model's tokenizer fails on a text, as no sound one does."""
+
+    message = "the model's tokenizer fails on this text"
+    remedy = "its tokenizer.json may be damaged: download it again, or use another model"
 
 
 class CacheTooSmall(SalaError):
@@ -170,11 +195,20 @@ class CacheTooSmall(SalaError):
 
 
 class QueueFull(SalaError):
-    """Too many requests wait already; carries their number."""
+    """Too many requests, or answers, wait already; carries their number."""
 
-    def __init__(self, num_waiting: int) -> None:
+    def __init__(self, num_waiting: int, what: str = "requests") -> None:
         self.num_waiting = num_waiting
-        super().__init__(f"{num_waiting} requests wait already", "try again later")
+        super().__init__(f"{num_waiting} {what} wait already", "try again later")
+
+
+class ShareFull(QueueFull):
+    """A client waits for as many answers as it may."""
+
+    def __init__(self, num_waiting: int, limit: int) -> None:
+        self.num_waiting = num_waiting
+        message = f"this key waits for {num_waiting} answers already, of {limit} at a time"
+        SalaError.__init__(self, message, "send this when they have arrived")
 
 
 class SlowReader(SalaError):

@@ -31,14 +31,8 @@ class LayerCaches:
     sparse_from: int = 0
 
 
-def get_model_args(model_dir: str | Path) -> SalaConfig:
-    """Return the configuration of a checkpoint."""
-    return SalaConfig.load(model_dir)
-
-
-def load_tokenizer(model_dir: str | Path) -> Tokenizer:
-    """Return the tokenizer of a checkpoint."""
-    return Tokenizer.load(model_dir)
+get_model_args = SalaConfig.load  # the configuration of a checkpoint
+load_tokenizer = Tokenizer.load  # the tokenizer of a checkpoint
 
 
 def load_model(model_dir: str | Path, device: str = "auto", dtype: str = "auto") -> "SalaModel":
@@ -59,7 +53,9 @@ def create_layer_caches(model: "SalaModel", max_tokens: int = 8192) -> LayerCach
 
     weight = model.model.norm.weight
     num_pages = -(-max_tokens // model.config.sparse_config.block_size)
-    return LayerCaches(HybridCache(model.config, num_pages, 1, weight.dtype, weight.device), max_tokens)
+    hybrid = HybridCache(model.config, num_pages, 1, weight.dtype, weight.device)
+    hybrid.clear_state(0)
+    return LayerCaches(hybrid, max_tokens)
 
 
 def forward(model: "SalaModel", tokens: Sequence[int], caches: LayerCaches) -> "Tensor":

@@ -1,29 +1,37 @@
-"""Sequences, and the pages, slots and snapshots that they hold in the hybrid cache.
+"""The pages, slots and snapshots of the hybrid cache.
 
 Pages hold keys and values, slots hold the state of the lightning layers. `Hybrid` alone admits, extends, truncates and
 releases both. A snapshot, which a later request can continue from, is a slot with the state after `length` tokens and
-the pages of those tokens. It is found by comparing tokens, not hashes: there are few, and comparing bytes is fast.
+the pages of those tokens. Snapshots are found in a radix tree, by comparing tokens.
 """
 
 import heapq
-import sys
-from array import array
-from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from typing import Any, Generic, TypeVar
 
-from sala.config import SparseConfig
-from sala.protocol import Control, Executor, SampledToken, Sampling
+from sala.config import Regime, SparseConfig
+from sala.engine.scheduler import TOKEN_BYTES, SequenceState
+from sala.protocol import Executor
+
+TIP_WORTH = 8  # uses of every snapshot for which the tip of a conversation may go unused before inner ones outlive it
+SHARE_WORTH = 64  # the same for a client within its fair share, before those of clients beyond theirs outlive it
+MAX_GHOSTS, GHOST_BYTES = 10_000, 16 << 20  # evicted prefixes that are remembered, to tell why a prompt missed
 
 
 class Pool:
-    """Hands out numbers 0…size-1, lowest first, and takes each back when its last owner releases it."""
+    """Hands out numbers 0…size-1, lowest first, and takes each back when its last owner releases it.
+
+    Owners that run pin their numbers: these cannot be freed by evicting snapshots.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = list(range(size))
         self._counts = [0] * size
+        self._pins = [0] * size
+        self.num_pinned = 0
 
     @property
     def num_free(self) -> int:
@@ -39,172 +47,239 @@ class Pool:
             self._counts[number] = 1
         return taken
 
-    def share(self, numbers: list[int] | tuple[int, ...]) -> None:
+    def share(self, numbers: Collection[int]) -> None:
         for number in numbers:
             assert self._counts[number] > 0, f"{number} is free"
             self._counts[number] += 1
 
-    def release(self, numbers: list[int] | tuple[int, ...]) -> None:
+    def release(self, numbers: Collection[int]) -> None:
         for number in numbers:
             assert self._counts[number] > 0, f"{number} is free already"
             self._counts[number] -= 1
             if not self._counts[number]:
                 heapq.heappush(self._free, number)
 
+    def pin(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            self.num_pinned += not self._pins[number]
+            self._pins[number] += 1
 
-TOKEN_BYTES = 4
+    def unpin(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            assert self._pins[number] > 0, f"{number} is not pinned"
+            self._pins[number] -= 1
+            self.num_pinned -= not self._pins[number]
 
-
-def as_bytes(tokens: Sequence[int]) -> bytes:
-    """Return tokens as bytes, four per token, little-endian."""
-    return _little(array("I", tokens)).tobytes()
-
-
-def as_tokens(data: bytes) -> list[int]:
-    return _little(array("I", data)).tolist()
-
-
-def _little(numbers: "array[int]") -> "array[int]":
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers
+    def num_evictable(self, keep: Collection[int] = ()) -> int:
+        """Return how many numbers are free or would be without the snapshots, except one that holds `keep`."""
+        return self.size - self.num_pinned - sum(not self._pins[number] for number in keep)
 
 
 @dataclass(eq=False, slots=True)
-class Snapshot:
+class Node:
+    """A node of a radix tree: `label` are tokens that follow its parent's, `size` the bytes of all that lead here."""
+
+    label: bytes
+    size: int
+    parent: "Node | None"
+    prefixes: "list[Any]" = field(default_factory=list)  # that end here, one per regime
+    children: "dict[bytes, Node]" = field(default_factory=dict)  # by their first token
+    num_next: int = 0  # nodes below with prefixes, and none with prefixes between
+
+    @property
+    def above(self) -> "Node | None":
+        """The nearest node towards the root with prefixes."""
+        node = self.parent
+        while node is not None and not node.prefixes:
+            node = node.parent
+        return node
+
+
+@dataclass(eq=False, slots=True)
+class Prefix:
+    """The first `length` tokens of something that was computed. `owner` is the client it was computed for."""
+
+    length: int
+    regime: Regime
+    salt: str
+    owner: str
+    used: int = field(init=False, default=0)  # clock of the last use
+    node: Node = field(init=False)
+
+    @property
+    def tokens(self) -> bytes:
+        labels, node = [], self.node
+        while node.parent is not None:
+            labels.append(node.label)
+            node = node.parent
+        return b"".join(reversed(labels))
+
+
+@dataclass(eq=False, slots=True)
+class Snapshot(Prefix):
     """The state after `length` tokens: their pages and a slot."""
 
-    tokens: bytes  # at least `length` of them; shared with other snapshots of the same prompt
-    length: int
-    sparse_from: int
-    salt: str
     pages: tuple[int, ...]
     slot: int
-    used: int = 0  # clock of the last use
 
 
-class PrefixCache:
-    """Snapshots by last use. The caller that adds and removes them keeps track of their pages and slots."""
+P = TypeVar("P", bound=Prefix)
 
-    def __init__(self, agreement_len: int) -> None:
-        self._agreement_len = agreement_len
-        self._snapshots: list[Snapshot] = []
+
+class PrefixCache(Generic[P]):
+    """Prefixes by their tokens, in a radix tree for each salt, and the order in which they are evicted.
+
+    Prefixes that only one other continues go first: these are earlier turns of a conversation whose tip is cached.
+    Where conversations branch off, and their tips, stay. In each group the least recently used one is the first. All of
+    this begins with the clients that hold more than their share. The caller keeps track of what prefixes hold.
+    """
+
+    def __init__(self, sparse: SparseConfig) -> None:
+        self.sparse = sparse
+        self._roots: dict[str, Node] = {}
+        self._prefixes: dict[P, None] = {}  # in the order in which they were added
         self._clock = 0
+        self.owners: Counter[str] = Counter()  # number of prefixes
+        self.nbytes = 0  # of all labels
 
     def __len__(self) -> int:
-        return len(self._snapshots)
+        return len(self._prefixes)
 
-    def __iter__(self) -> Iterator[Snapshot]:
-        return iter(self._snapshots)
+    def __iter__(self) -> Iterator[P]:
+        return iter(self._prefixes)
 
-    def find(self, tokens: bytes, sparse_from: int, salt: str) -> Snapshot | None:
-        """Return the longest snapshot that `tokens` continue by at least one token, in a compatible regime."""
-        most = len(tokens) // TOKEN_BYTES - 1
-        shorter = (snapshot for snapshot in self if snapshot.length <= most)
-        fitting = (snapshot for snapshot in shorter if self._fits(snapshot, tokens, sparse_from, salt))
-        return max(fitting, key=lambda snapshot: snapshot.length, default=None)
+    def agrees(self, length: int, one: Regime, other: Regime) -> bool:
+        """Return whether the state after `length` tokens is the same for both regimes."""
+        return one == other or length <= self.sparse.agreed_len(one, other)
 
-    def has(self, tokens: bytes, length: int, sparse_from: int, salt: str) -> Snapshot | None:
-        """Return the snapshot of exactly the first `length` tokens, if there is one."""
-        same = (snapshot for snapshot in self._snapshots if snapshot.length == length)
-        return next((snapshot for snapshot in same if self._fits(snapshot, tokens, sparse_from, salt)), None)
+    def find(self, tokens: bytes | bytearray, regime: Regime | None, salt: str) -> P | None:
+        """Return the longest prefix that `tokens` continue by a token or more; without `regime` in any regime."""
+        found = None
+        for node in self._path(salt, tokens, len(tokens) - TOKEN_BYTES):
+            for prefix in node.prefixes:
+                if regime is None or self.agrees(prefix.length, prefix.regime, regime):
+                    found = prefix
+        return found
 
-    def agrees(self, length: int, one: int, other: int) -> bool:
-        """Return whether the state after `length` tokens is the same for both values of `sparse_from`."""
-        return one == other or length <= self._agreement_len
+    def has(self, tokens: bytes | bytearray, length: int, regime: Regime, salt: str) -> P | None:
+        """Return the prefix of exactly the first `length` tokens, if there is one."""
+        size = length * TOKEN_BYTES
+        at_end = (prefix for node in self._path(salt, tokens, size) if node.size == size for prefix in node.prefixes)
+        return next((prefix for prefix in at_end if self.agrees(length, prefix.regime, regime)), None)
 
-    def _fits(self, snapshot: Snapshot, tokens: bytes, sparse_from: int, salt: str) -> bool:
-        size = snapshot.length * TOKEN_BYTES
-        is_same = snapshot.salt == salt and self.agrees(snapshot.length, snapshot.sparse_from, sparse_from)
-        return is_same and len(tokens) >= size and snapshot.tokens[:size] == tokens[:size]
+    def _path(self, salt: str, tokens: bytes | bytearray, size: int) -> Iterator[Node]:
+        """Yield the nodes that the first `size` bytes pass through, from the root: each token is compared once."""
+        node = self._roots.get(salt)
+        while node is not None and node.size <= size:
+            yield node
+            child = node.children.get(bytes(tokens[node.size : node.size + TOKEN_BYTES]))
+            node = child if child is not None and tokens.startswith(child.label, node.size) else None
 
-    def add(self, snapshot: Snapshot) -> None:
-        self._snapshots.append(snapshot)
-        self.touch(snapshot)
+    def add(self, prefix: P, tokens: bytes | bytearray) -> None:
+        """Add a prefix, whose tokens these begin with."""
+        node = prefix.node = self._node_of(prefix.salt, tokens, prefix.length * TOKEN_BYTES)
+        if not node.prefixes:
+            node.num_next = sum(1 for _ in _next(node))
+            if (above := node.above) is not None:
+                above.num_next += 1 - node.num_next
+        node.prefixes.append(prefix)
+        self._prefixes[prefix] = None
+        self.owners[prefix.owner] += 1
+        self.touch(prefix)
 
-    def touch(self, snapshot: Snapshot) -> None:
+    def _node_of(self, salt: str, tokens: bytes | bytearray, size: int) -> Node:
+        """Return the node at which the first `size` bytes end; make it if there is none."""
+        self._roots.setdefault(salt, Node(b"", 0, None))
+        *_, node = self._path(salt, tokens, size)
+        child = node.children.get(bytes(tokens[node.size : node.size + TOKEN_BYTES])) if node.size < size else None
+        if child is not None:
+            node = _split(child, _common(child.label, bytes(tokens[node.size : size])))
+        label = bytes(tokens[node.size : size])
+        if label:
+            self.nbytes += len(label)
+            node.children[label[:TOKEN_BYTES]] = node = Node(label, size, node)
+        return node
+
+    def touch(self, prefix: P) -> None:
         self._clock += 1
-        snapshot.used = self._clock
+        prefix.used = self._clock
 
-    def oldest(self, keep: Snapshot | None = None) -> Snapshot | None:
-        """Return the snapshot to evict first: the least recently used one other than `keep`."""
-        loose = (snapshot for snapshot in self if snapshot is not keep)
-        return min(loose, key=lambda snapshot: snapshot.used, default=None)
+    def remove(self, prefix: P) -> None:
+        del self._prefixes[prefix]
+        self.owners[prefix.owner] -= 1
+        if not self.owners[prefix.owner]:
+            del self.owners[prefix.owner]
+        node = prefix.node
+        node.prefixes.remove(prefix)
+        if not node.prefixes and (above := node.above) is not None:
+            above.num_next += node.num_next - 1
+        while node.parent is not None and not node.prefixes and not node.children:
+            self.nbytes -= len(node.label)
+            del node.parent.children[node.label[:TOKEN_BYTES]]
+            node = node.parent
+        if node.parent is not None and not node.prefixes and len(node.children) == 1:
+            (child,) = node.children.values()  # joined with a node at which nothing ends or branches off any more
+            child.label, child.parent = node.label + child.label, node.parent
+            node.parent.children[node.label[:TOKEN_BYTES]] = child
+        elif not node.prefixes and not node.children:
+            del self._roots[prefix.salt]
 
-    def remove(self, snapshot: Snapshot) -> None:
-        self._snapshots.remove(snapshot)
+    def beyond_share(self, held: Callable[[str], int], size: int) -> set[str]:
+        """Return the owners of whom each holds more than an equal share of `size`."""
+        return {owner for owner in self.owners if held(owner) * len(self.owners) > size}
+
+    def first(
+        self, beyond: Collection[str] = (), keep: Collection[P] = (), is_wanted: Callable[[P], bool] = lambda _: True
+    ) -> P | None:
+        """Return the prefix to evict first, if `is_wanted` and not in `keep`; `beyond` are owners above their share."""
+        number = len(self._prefixes)
+
+        def worth(prefix: P) -> int:
+            tip = 0 if prefix.node.num_next == 1 else TIP_WORTH * number
+            return prefix.used + tip + (0 if prefix.owner in beyond else SHARE_WORTH * number)
+
+        loose = (one for one in self._prefixes if one not in keep and is_wanted(one))
+        return min(loose, key=worth, default=None)
 
 
-_ids = count()
+def _next(node: Node) -> Iterator[Node]:
+    """Yield the nearest nodes below with prefixes."""
+    left = list(node.children.values())
+    while left:
+        child = left.pop()
+        if child.prefixes:
+            yield child
+        else:
+            left.extend(child.children.values())
 
 
-@dataclass(eq=False, slots=True)
-class Request:
-    """What a caller asks of the engine. `boundaries` are lengths at which later prompts may go on differently."""
-
-    prompt: Sequence[int]
-    sampling: Sampling
-    stop_ids: Collection[int] = ()
-    salt: str = ""
-    boundaries: tuple[int, ...] = ()
-    controls: tuple[Control, ...] = ()
-    forced: tuple[int, ...] = ()  # tokens that the answer must begin with
+def _common(one: bytes, other: bytes) -> int:
+    """Return how many bytes two labels share, in whole tokens."""
+    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        part = slice(low * TOKEN_BYTES, middle * TOKEN_BYTES)
+        low, high = (middle, high) if one[part] == other[part] else (low, middle - 1)
+    return low * TOKEN_BYTES
 
 
-@dataclass(eq=False, slots=True)
-class SequenceState:
-    """A request that has been submitted: the engine's record of one answer."""
+def _split(node: Node, size: int) -> Node:
+    """Cut the label of a node after `size` bytes; return the node that is new in between."""
+    assert node.parent is not None
+    head, tail = node.label[:size], node.label[size:]
+    middle = Node(head, node.size - len(tail), node.parent)
+    node.parent.children[head[:TOKEN_BYTES]] = middle
+    middle.children[tail[:TOKEN_BYTES]] = node
+    node.label, node.parent = tail, middle
+    return middle
 
-    request: Request
-    sampling: Sampling  # with a seed
-    sparse_from: int
-    max_len: int  # tokens, prompt and answer together
-    boundaries: tuple[int, ...]
-    after: "SequenceState | None" = None  # a sibling whose prefill it shares
-    tokens: list[int] = field(init=False)
-    token_bytes: bytearray = field(init=False)
-    pages: list[int] = field(default_factory=list)
-    slot: int | None = None
-    num_computed: int = 0
-    num_cached: int | None = None  # of the prompt, known at the first admission
-    turn: int = 0  # of the scheduler, when it was admitted or last had a prefill chunk
-    is_suspect: bool = False  # took part in a step that failed: runs alone to its end
-    sampled: list[SampledToken] = field(default_factory=list)
-    forced: deque[int] = field(init=False)
-    finish_reason: str | None = None
-    error: Exception | None = None
-    id: int = field(default_factory=lambda: next(_ids))
 
-    def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
-        self.token_bytes = bytearray(as_bytes(self.tokens))
-        self.forced = deque(self.request.forced)
+class PrefixStatistics:
+    """Tokens of prompts found by tier, and the others by cause. Whether another salt has them must not be told here."""
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
-
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None
-
-    @property
-    def num_remaining(self) -> int:
-        """How many tokens are not computed yet; the next token is sampled after the last of them."""
-        return len(self.tokens) - self.num_computed
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.num_remaining == 1
-
-    def append(self, token: int) -> None:
-        self.tokens.append(token)
-        self.token_bytes += as_bytes((token,))
-
-    def next_stop(self) -> int:
-        """Return how far the prefill may run before a snapshot is due: the next boundary, or the last token but one."""
-        last = len(self.tokens) - 1
-        return min((at for at in self.boundaries if self.num_computed < at < last), default=last)
+    def __init__(self) -> None:
+        self.hit, self.missed = Counter(device=0, host=0, disk=0), Counter(new=0, evicted=0, regime=0)
+        self.num_evicted = 0
 
 
 class Hybrid:
@@ -215,38 +290,45 @@ class Hybrid:
     it writes only beyond what the snapshot needs.)
     """
 
-    def __init__(self, executor: Executor, sparse: SparseConfig, num_snapshots: int) -> None:
+    def __init__(self, executor: Executor, sparse: SparseConfig, max_snapshots: int | None) -> None:
         capacity = executor.capacity
         self._executor = executor
         self._page_size = capacity.page_size
-        self._num_snapshots = num_snapshots
+        self._max_snapshots = capacity.num_slots if max_snapshots is None else max_snapshots
         self.pages = Pool(capacity.num_pages)
         self.slots = Pool(capacity.num_slots)
-        self.prefix = PrefixCache(sparse.agreement_len)
+        self.prefix: PrefixCache[Snapshot] = PrefixCache(sparse)
+        self.ghosts: PrefixCache[Prefix] = PrefixCache(sparse)  # prefixes that were evicted
+        self.statistics = PrefixStatistics()
+        self.unstored: set[Snapshot] = set()  # whose states a step is about to store: not to be evicted
+        self._held: dict[str, Counter[int]] = {}  # pages of snapshots by owner
 
     def admit(self, sequence: SequenceState) -> bool:
         """Give a sequence a slot, pages, and the longest cached prefix. Return False if they do not fit."""
         needed = self._num_pages(len(sequence.tokens))
-        cached = self.prefix.find(bytes(sequence.token_bytes), sequence.sparse_from, sequence.request.salt)
+        cached = self.prefix.find(sequence.token_bytes, sequence.regime, sequence.request.salt)
         shared = cached.length // self._page_size if cached else 0
         if cached is not None and not self._make_room(needed - shared, 1, cached):
             cached, shared = None, 0  # there is one page too few to keep the snapshot beside its copy: begin anew
         if cached is None and not self._make_room(needed, 1):
             return False
-        sequence.slot = self.slots.take(1)[0]
-        sequence.pages = self.pages.take(needed - shared)
+        slot = self._take(sequence, needed - shared)
         try:
             if cached is None:
-                self._executor.clear_state(sequence.slot)
+                self._executor.clear_state(slot)
             else:
                 self._continue_from(cached, shared, sequence)
         except BaseException:  # half a copy is of no use
             self.release(sequence)
             raise
         sequence.num_computed = cached.length if cached else 0
-        if sequence.num_cached is None:
-            sequence.num_cached = sequence.num_computed
+        self._count(sequence, "device")
         return True
+
+    def _take(self, sequence: SequenceState, num_pages: int) -> int:
+        sequence.slot, sequence.pages = self.slots.take(1)[0], self.pages.take(num_pages)
+        self.pages.pin(sequence.pages)
+        return sequence.slot
 
     def _continue_from(self, snapshot: Snapshot, shared: int, sequence: SequenceState) -> None:
         assert sequence.slot is not None
@@ -256,27 +338,45 @@ class Hybrid:
         if rows:
             self._executor.copy_page(snapshot.pages[shared], sequence.pages[0], rows)
         self.pages.share(snapshot.pages[:shared])
+        self.pages.pin(snapshot.pages[:shared])
         sequence.pages = [*snapshot.pages[:shared], *sequence.pages]
+
+    def _count(self, sequence: SequenceState, tier: str) -> None:
+        """At the first admission, count the tokens of a prompt by where they were found, or why they were not."""
+        if sequence.num_cached is not None:
+            return
+        tokens, salt = sequence.token_bytes, sequence.request.salt
+        found = sequence.num_cached = sequence.num_computed
+        self.statistics.hit[tier] += found
+        ghost = self.ghosts.find(tokens, sequence.regime, salt)
+        for cause, prefix in (("evicted", ghost), ("regime", self.prefix.find(tokens, None, salt))):
+            if prefix is not None and prefix.length > found:
+                self.statistics.missed[cause] += prefix.length - found
+                found = prefix.length
+        self.statistics.missed["new"] += sequence.prompt_len - min(found, sequence.prompt_len)
 
     def extend(self, sequence: SequenceState, num_tokens: int) -> bool:
         """Give a sequence pages for `num_tokens` tokens in all. Return False if there are too few."""
-        missing = self._num_pages(num_tokens) - len(sequence.pages)
-        if missing > 0:
-            if not self._make_room(missing, 0):
-                return False
-            sequence.pages += self.pages.take(missing)
+        missing = max(0, self._num_pages(num_tokens) - len(sequence.pages))
+        if not self._make_room(missing, 0):
+            return False
+        pages = self.pages.take(missing)
+        self.pages.pin(pages)
+        sequence.pages += pages
         return True
 
     def truncate(self, sequence: SequenceState) -> None:
         """Release the pages beyond the last token, which rejected drafts leave behind."""
-        keep = self._num_pages(len(sequence.tokens))
-        self.pages.release(sequence.pages[keep:])
-        del sequence.pages[keep:]
+        self._cut(sequence, self._num_pages(len(sequence.tokens)))
+
+    def _cut(self, sequence: SequenceState, num_pages: int) -> None:
+        self.pages.unpin(sequence.pages[num_pages:])
+        self.pages.release(sequence.pages[num_pages:])
+        del sequence.pages[num_pages:]
 
     def release(self, sequence: SequenceState) -> None:
         """Release everything a sequence holds; what it computed is lost unless a snapshot has it."""
-        self.pages.release(sequence.pages)
-        sequence.pages = []
+        self._cut(sequence, 0)
         if sequence.slot is not None:
             self.slots.release([sequence.slot])
             sequence.slot = None
@@ -285,83 +385,116 @@ class Hybrid:
     def snapshot(self, sequence: SequenceState) -> None:
         """Keep the present state as a snapshot, if a slot is free or another snapshot can be evicted for it."""
         assert sequence.slot is not None
-        if self._is_known(sequence) or not self._make_space(1):
+        snapshot = self.reserve(sequence, sequence.num_computed)
+        if snapshot is None:
             return
-        slot = self.slots.take(1)[0]
         try:
-            self._executor.copy_states([(sequence.slot, slot)])
+            self._executor.copy_states([(sequence.slot, snapshot.slot)])
         except BaseException:
-            self.slots.release([slot])
+            self.forget(snapshot)
             raise
-        pages = tuple(sequence.pages[: self._num_pages(sequence.num_computed)])
+        self.unstored.discard(snapshot)
+
+    def reserve(self, sequence: SequenceState, length: int) -> Snapshot | None:
+        """Add an `unstored` snapshot, whose state the caller stores; None if it is known or has no space."""
+        if self._is_known(sequence, length) or not self._make_space(1):
+            return None
+        pages = tuple(sequence.pages[: self._num_pages(length)])
         self.pages.share(pages)
-        self._add(sequence, pages, slot)
+        snapshot = self._add(sequence, length, pages, self.slots.take(1)[0])
+        self.unstored.add(snapshot)
+        return snapshot
 
     def donate(self, sequence: SequenceState) -> None:
         """Turn the slot and pages of a finished sequence into a snapshot, without a copy."""
-        is_whole = 0 < sequence.num_computed <= len(sequence.tokens)
-        if not is_whole or sequence.slot is None or self._is_known(sequence) or not self._make_space(0):
+        is_whole = sequence.slot is not None and 0 < sequence.num_computed <= len(sequence.tokens)
+        if not is_whole or self._is_known(sequence, sequence.num_computed) or not self._make_space(0):
             self.release(sequence)
             return
-        keep = self._num_pages(sequence.num_computed)
-        pages, slot = tuple(sequence.pages[:keep]), sequence.slot
-        self.pages.release(sequence.pages[keep:])
-        self._add(sequence, pages, slot)
+        assert sequence.slot is not None
+        self._cut(sequence, self._num_pages(sequence.num_computed))
+        self.pages.unpin(sequence.pages)
+        self._add(sequence, sequence.num_computed, tuple(sequence.pages), sequence.slot)
         sequence.pages, sequence.slot = [], None
 
-    def insert(self, tokens: bytes, sparse_from: int, salt: str) -> Snapshot | None:
-        """Add a snapshot whose pages and slot the caller fills (from a file). Return None if it does not fit."""
+    def insert(self, tokens: bytes, regime: Regime, salt: str, owner: str = "") -> Snapshot | None:
+        """Add a snapshot whose pages and slot the caller fills; None if it does not fit."""
         length = len(tokens) // TOKEN_BYTES
         if not self._make_space(0) or not self._make_room(self._num_pages(length), 1):
             return None
         pages, slot = tuple(self.pages.take(self._num_pages(length))), self.slots.take(1)[0]
-        snapshot = Snapshot(tokens, length, sparse_from, salt, pages, slot)
-        self.prefix.add(snapshot)
+        return self._keep(Snapshot(length, regime, salt, owner, pages, slot), tokens)
+
+    def _add(self, sequence: SequenceState, length: int, pages: tuple[int, ...], slot: int) -> Snapshot:
+        request = sequence.request
+        snapshot = Snapshot(length, sequence.regime, request.salt, sequence.owner, pages, slot)
+        return self._keep(snapshot, sequence.token_bytes)
+
+    def _keep(self, snapshot: Snapshot, tokens: bytes | bytearray) -> Snapshot:
+        self.prefix.add(snapshot, tokens)
+        self._held.setdefault(snapshot.owner, Counter()).update(snapshot.pages)
         return snapshot
 
     def forget(self, snapshot: Snapshot) -> None:
         """Drop a snapshot and release what it holds."""
         self.prefix.remove(snapshot)
+        self.unstored.discard(snapshot)
+        held = self._held[snapshot.owner]
+        for page in snapshot.pages:
+            held[page] -= 1
+            if not held[page]:
+                del held[page]
+        if snapshot.owner not in self.prefix.owners:
+            del self._held[snapshot.owner]
         self.pages.release(snapshot.pages)
         self.slots.release([snapshot.slot])
 
-    def _is_known(self, sequence: SequenceState) -> bool:
-        same = self.prefix.has(
-            bytes(sequence.token_bytes), sequence.num_computed, sequence.sparse_from, sequence.request.salt
-        )
-        if same is not None:
+    def clear(self) -> None:
+        """Drop all snapshots, what is known of earlier ones, and all counts."""
+        for snapshot in list(self.prefix):
+            self.forget(snapshot)
+        self.ghosts = PrefixCache(self.prefix.sparse)
+        self.statistics = PrefixStatistics()
+
+    def _is_known(self, sequence: SequenceState, length: int) -> bool:
+        if same := self.prefix.has(sequence.token_bytes, length, sequence.regime, sequence.request.salt):
             self.prefix.touch(same)
         return same is not None
 
-    def _add(self, sequence: SequenceState, pages: tuple[int, ...], slot: int) -> None:
-        tokens = bytes(sequence.token_bytes[: sequence.num_computed * TOKEN_BYTES])
-        self.prefix.add(
-            Snapshot(tokens, sequence.num_computed, sequence.sparse_from, sequence.request.salt, pages, slot)
-        )
+    def _evict(self, snapshot: Snapshot | None) -> None:
+        assert snapshot is not None
+        self.statistics.num_evicted += 1
+        self.ghosts.add(Prefix(snapshot.length, snapshot.regime, snapshot.salt, ""), snapshot.tokens)
+        while self.ghosts.nbytes > GHOST_BYTES or len(self.ghosts) > MAX_GHOSTS:
+            self.ghosts.remove(next(iter(self.ghosts)))
+        self.forget(snapshot)
 
     def _make_space(self, num_slots: int) -> bool:
         """Evict snapshots until one more may be kept and there are free slots. Return False if that fails."""
-        while len(self.prefix) >= self._num_snapshots or self.slots.num_free < num_slots:
-            oldest = self.prefix.oldest()
-            if oldest is None:
+        while len(self.prefix) >= self._max_snapshots or self.slots.num_free < num_slots:
+            if (first := self.prefix.first(self._beyond_slots(), self.unstored)) is None:
                 return False
-            self.forget(oldest)
+            self._evict(first)
         return True
 
     def _make_room(self, num_pages: int, num_slots: int, keep: Snapshot | None = None) -> bool:
         """Evict snapshots other than `keep`, but none if evicting all of them would not be enough."""
         if self.pages.num_free >= num_pages and self.slots.num_free >= num_slots:
             return True
-        loose = [snapshot for snapshot in self.prefix if snapshot is not keep]
-        held = Counter(page for snapshot in loose for page in snapshot.pages)
-        freed = sum(1 for page, count in held.items() if self.pages.num_owners(page) == count)
-        if self.slots.num_free + len(loose) < num_slots or self.pages.num_free + freed < num_pages:
+        kept = {*self.unstored, *(() if keep is None else (keep,))}
+        evictable = self.pages.num_evictable({page for snapshot in kept for page in snapshot.pages})
+        if self.slots.num_free + len(self.prefix) - len(kept) < num_slots or evictable < num_pages:
             return False
-        while self.pages.num_free < num_pages or self.slots.num_free < num_slots:
-            oldest = self.prefix.oldest(keep)
-            assert oldest is not None
-            self.forget(oldest)
+        while self.slots.num_free < num_slots:
+            self._evict(self.prefix.first(self._beyond_slots(), kept))
+        while self.pages.num_free < num_pages:
+            beyond = self.prefix.beyond_share(lambda owner: len(self._held[owner]), self.pages.size)
+            frees = self.prefix.first(beyond, kept, lambda one: self.pages.num_owners(one.pages[-1]) == 1)
+            self._evict(frees or self.prefix.first(beyond, kept))
         return True
+
+    def _beyond_slots(self) -> set[str]:
+        return self.prefix.beyond_share(self.prefix.owners.__getitem__, min(self.slots.size, self._max_snapshots))
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)

@@ -1,17 +1,24 @@
-"""Speculative decoding: where drafts come from, and whether they pay.
+"""Speculative decoding: where drafts come from, how many are made, and whether they pay.
 
 `lookup` finds the last place where the text continued from the same few tokens, and drafts that continuation. `layers`
-drafts with the first layers of the model. Either way the whole model verifies every draft, so the output is the same as
-without them.
+drafts with the first layers of the model, `head` with a trained draft head. Either way the whole model verifies every
+draft, so the output is the same as without them.
+
+With `lookup` and `layers` every sequence gets the same number of drafts, until they turn out to be slower.
+`AdaptiveSpeculation` (`head` and `auto`) decides for each sequence and step: by how often its drafts were accepted, and
+by what a step costs with so many rows.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from sala.engine.cache import TOKEN_BYTES, SequenceState
+from sala.engine.scheduler import TOKEN_BYTES, SequenceState, Work
 
 LONGEST, SHORTEST = 4, 2  # tokens that must match before a draft is made
 PROBE_STEPS = 4  # plain steps at first, to measure what they cost
 TRIAL_ROUNDS = 12  # rounds before drafts may be switched off
+LEAST_GAIN = 1.03  # times as fast as a plain step a round must be expected to be
+PROBE_AFTER, PROBE_AT_MOST = 16, 256  # tokens without drafts before a sequence tries one again
 
 
 def lookup(sequence: SequenceState, count: int) -> tuple[int, ...]:
@@ -55,6 +62,15 @@ class Pace:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a sequence gets in a step: so many drafts from a source, or these tokens."""
+
+    source: str = ""
+    count: int = 0
+    tokens: tuple[int, ...] = ()
+
+
 class Speculation:
     """Counts rounds and acceptance; measures decoding with and without drafts and switches off what is slower."""
 
@@ -63,6 +79,7 @@ class Speculation:
         self.num_draft = num_draft
         self.draft_layers = draft_layers
         self.rounds = self.drafted = self.accepted = 0
+        self.by_position = [[0, 0] for _ in range(num_draft)]  # of the first, second, … draft: verified, accepted
         self.off_because: str | None = None
         self._is_measured = is_measured
         self._plain, self._drafting = Pace(), Pace()
@@ -81,15 +98,32 @@ class Speculation:
     def tokens_per_round(self) -> float:
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
 
-    def count(self, drafted: int, accepted: int) -> None:
+    def plan(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
+        """Say what each sequence gets, at most so many drafts."""
+        counts = [min(self.num_draft, limit) for limit in limits]
+        if self.mode != "lookup":
+            return [Draft(self.mode, count) if count else Draft() for count in counts]
+        found = [lookup(one, count) if count else () for one, count in zip(sequences, counts, strict=True)]
+        return [Draft("lookup", len(tokens), tokens) for tokens in found]
+
+    def drafting_took(self, seconds: float, depth: int) -> None:
+        """Record that the executor has drafted so many tokens for each sequence."""
+
+    def count(self, item: Work, accepted: int) -> None:
+        """Record what became of the drafts of a sequence."""
+        drafted = len(item.drafts)
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
+        for position, row in enumerate(self.by_position[: min(drafted, accepted + 1)]):
+            row[0] += 1
+            row[1] += position < accepted
 
-    def measure(self, tokens: int, seconds: float, has_drafts: bool) -> None:
+    def measure(self, tokens: int, seconds: float, work: Sequence[Work]) -> None:
         """Record a step in which every sequence decoded."""
         if self.mode == "off" or self.off_because is not None or not self._is_measured:
             return
+        has_drafts = any(item.drafts for item in work)
         (self._drafting if has_drafts else self._plain).add(tokens, seconds)
         if self._drafting.steps >= TRIAL_ROUNDS and self._drafting.rate < self._plain.rate:
             loss = 1 - self._drafting.rate / self._plain.rate
@@ -107,3 +141,167 @@ class Speculation:
             f"{self.tokens_per_round:.2f} tokens per round"
         )
         return f"{line}; switched off: {self.off_because}" if self.off_because else line
+
+
+class Acceptance:
+    """How often a draft is accepted if all before it were: an average in which old rounds count less."""
+
+    def __init__(self, rate: float, weight: float) -> None:
+        self._accepted, self._tried = rate * weight, weight
+
+    @property
+    def rate(self) -> float:
+        return self._accepted / self._tried
+
+    def add(self, drafted: int, accepted: int) -> None:
+        self._accepted = 0.9 * self._accepted + accepted
+        self._tried = 0.9 * self._tried + min(drafted, accepted + 1)
+
+
+class StepCost:
+    """The seconds of a step by its number of rows: a line through what was measured, in which old steps count less."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # of weights, rows, seconds, rows^2, rows * seconds
+
+    @property
+    def is_known(self) -> bool:
+        return self._sums[0] > 0
+
+    def add(self, rows: int, seconds: float) -> None:
+        if self.is_known:
+            seconds = min(seconds, 3 * self.seconds(rows))  # something else held it up
+        new = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._sums = [0.97 * old + one for old, one in zip(self._sums, new, strict=True)]
+
+    def seconds(self, rows: int) -> float:
+        count, sum_x, sum_y, sum_xx, sum_xy = self._sums
+        mean_x, mean_y = sum_x / count, sum_y / count
+        spread = sum_xx / count - mean_x * mean_x
+        slope = (sum_xy / count - mean_x * mean_y) / spread if spread > 0.01 else 0.1 * mean_y / mean_x
+        return max(0.5 * mean_y, mean_y + max(0.0, slope) * (rows - mean_x))
+
+
+@dataclass(slots=True)
+class SequenceDrafts:
+    """What is known of the drafts of one sequence."""
+
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)  # by source
+    probe_after: int = PROBE_AFTER
+    num_plain: int = 0  # steps without drafts since the last one that had some
+
+
+class AdaptiveSpeculation(Speculation):
+    """Decides for each sequence and step which source drafts how many tokens."""
+
+    def __init__(self, mode: str, num_draft: int, draft_layers: int, is_measured: bool, has_head: bool) -> None:
+        super().__init__(mode, num_draft, draft_layers, is_measured)
+        self.sources = tuple(
+            source for source in ("lookup", "head") if mode in ("auto", source) and (source != "head" or has_head)
+        )
+        self._overall = {source: Acceptance(0.7, 4) for source in self.sources}
+        self._cost = StepCost()
+        self._depth_s = 0.0  # seconds of drafting one token for each sequence
+        self._drafting_s = 0.0  # of the step that is being planned
+        self._num_plain = 0
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.sources) and (not self._is_measured or self._num_plain >= PROBE_STEPS)
+
+    def plan(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
+        """Say what each sequence gets: those drafts that are expected to bring the most tokens per second."""
+        options = [
+            self._best(sequence, min(limit, self.num_draft)) for sequence, limit in zip(sequences, limits, strict=True)
+        ]
+        if self._is_measured:
+            options = self._affordable(sequences, options)
+        for sequence, draft in zip(sequences, options, strict=True):
+            known = self._known(sequence)
+            known.num_plain = 0 if draft.count else known.num_plain + 1
+        return options
+
+    def _best(self, sequence: SequenceState, limit: int) -> Draft:
+        """Return the most drafts that a sequence may get, from the source that is accepted most often."""
+        found = lookup(sequence, limit) if limit and "lookup" in self.sources else ()
+        rates = {source: self._rate(sequence, source) for source in self.sources}
+        is_looked_up = bool(found) and rates["lookup"] >= rates.get("head", 0.0)
+        if not limit or (not is_looked_up and "head" not in rates):
+            return Draft()
+        return Draft("lookup", len(found), found) if is_looked_up else Draft("head", limit)
+
+    def _affordable(self, sequences: Sequence[SequenceState], most: list[Draft]) -> list[Draft]:
+        """Cut drafts that cost more than they bring, the least probable ones first."""
+        gains = [  # the chance that a draft is accepted, of all drafts
+            (self._rate(sequence, draft.source) ** depth, depth, index)
+            for index, (sequence, draft) in enumerate(zip(sequences, most, strict=True))
+            for depth in range(1, draft.count + 1)
+        ]
+        counts, best = [0] * len(most), [0] * len(most)
+        tokens = float(len(most))
+        plain = best_rate = tokens / self._cost.seconds(len(most))
+        deepest = 0
+        for num_drafts, (gain, depth, index) in enumerate(sorted(gains, key=lambda one: (-one[0], one[1])), 1):
+            counts[index] = depth
+            tokens += gain
+            if most[index].source == "head":
+                deepest = max(deepest, depth)
+            seconds = self._cost.seconds(len(most) + num_drafts) + deepest * self._depth_s
+            if tokens / seconds > best_rate and tokens / seconds > LEAST_GAIN * plain:
+                best, best_rate = list(counts), tokens / seconds
+        return [
+            _cut(draft, count or self._probe(sequence))
+            for sequence, draft, count in zip(sequences, most, best, strict=True)
+        ]
+
+    def _probe(self, sequence: SequenceState) -> int:
+        """Return 1 where drafts have not been tried for long, ever more rarely if they stay useless."""
+        known = self._known(sequence)
+        if known.num_plain < known.probe_after:
+            return 0
+        known.probe_after = min(PROBE_AT_MOST, 2 * known.probe_after)
+        return 1
+
+    def drafting_took(self, seconds: float, depth: int) -> None:
+        self._drafting_s = seconds
+        one = seconds / depth
+        self._depth_s = one if self._depth_s == 0 else 0.9 * self._depth_s + 0.1 * min(one, 3 * self._depth_s)
+
+    def count(self, item: Work, accepted: int) -> None:
+        super().count(item, accepted)
+        if item.source in self._overall:
+            self._rate(item.sequence, item.source)  # so that the sequence has an average of its own
+            for known in (self._overall[item.source], self._known(item.sequence).acceptance[item.source]):
+                known.add(len(item.drafts), accepted)
+
+    def measure(self, tokens: int, seconds: float, work: Sequence[Work]) -> None:
+        self._cost.add(sum(1 + len(item.drafts) for item in work), max(1e-9, seconds - self._drafting_s))
+        self._drafting_s = 0.0
+        self._num_plain += not any(item.drafts for item in work)
+
+    def _known(self, sequence: SequenceState) -> SequenceDrafts:
+        if sequence.drafts is None:
+            sequence.drafts = SequenceDrafts()
+        assert isinstance(sequence.drafts, SequenceDrafts)
+        return sequence.drafts
+
+    def _rate(self, sequence: SequenceState, source: str) -> float:
+        """Return how often a sequence's drafts are accepted; a new one begins with the average of all."""
+        if not source:
+            return 0.0
+        acceptance = self._known(sequence).acceptance
+        if source not in acceptance:
+            acceptance[source] = Acceptance(self._overall[source].rate, 4)
+        return acceptance[source].rate
+
+
+def _cut(draft: Draft, count: int) -> Draft:
+    count = min(count, draft.count)
+    return Draft(draft.source, count, draft.tokens[:count]) if count else Draft()
+
+
+def open_speculation(mode: str, num_draft: int, draft_layers: int, is_measured: bool, has_head: bool) -> Speculation:
+    """Return what decides about drafts in this mode."""
+    if mode in ("head", "auto"):
+        return AdaptiveSpeculation(mode, num_draft, draft_layers, is_measured, has_head)
+    return Speculation(mode, num_draft, draft_layers, is_measured)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 from sala.engine.engine import Engine, Update
@@ -23,6 +23,7 @@ from sala.engine.requests import PromptScoring, Submission
 from sala.engine.stream import AnswerState, Completion, PromptProgress, PromptScores, StreamItem, Usage
 from sala.errors import CacheTooSmall, EngineClosed, EngineDead, InputError, SalaError
 
+_numbers = count(1)
 IDLE_S = 1.0  # longest sleep of an idle engine thread, so that its heartbeat stays recent
 _log = logging.getLogger("sala.engine")
 
@@ -74,11 +75,19 @@ class RequestStatistics:
 class RequestHandle:
     """A request between acceptance and its end. `push` gets (items, is_over, error) on the engine thread."""
 
-    def __init__(self, push: Callable[[Sequence[StreamItem], bool, BaseException | None], None]) -> None:
+    def __init__(
+        self, push: Callable[[Sequence[StreamItem], bool, BaseException | None], None], is_background: bool = False
+    ) -> None:
         self.push = push
+        self.is_background = is_background
+        self.number = next(_numbers)
         self.accepted_at = time.monotonic()
         self.is_cancelled = False
         self.is_started = False
+        self.owner = ""
+        self.num_answers = 0
+        self.num_waiting = 1  # answers, as of the last step; one until it is known how many are asked for
+        self.num_running = 0
         self.ended = threading.Event()
         self.submission = Submission()
         # for the engine thread alone:
@@ -88,6 +97,41 @@ class RequestHandle:
         self.events: list[StreamItem] = []
         self.completions: list[Completion] = []
         self.first_token_at: float | None = None
+
+    def count(self, num_running: int) -> None:
+        """Note how many answers run, and how many wait. A prompt that is being scored does not wait."""
+        self.num_running = num_running
+        if self.scores:
+            self.num_waiting = self.submission.num_answers or int(not self.is_started)
+        else:
+            self.num_waiting = len(self.left) - num_running
+
+    def find_place(self, others: "list[RequestHandle]", max_batch: int) -> tuple[int, int]:
+        """Return how many answers wait for the owner already, and for how many the batch has places: free or its share.
+
+        What runs in the background gives way.
+        """
+        running = Counter({self.owner: 0})
+        waiting = 0
+        for one in others:
+            if not one.is_background:
+                running[one.owner] += one.num_running
+                waiting += one.num_waiting if one.owner == self.owner else 0
+        share = max_batch // len(running) - running[self.owner]
+        return waiting, max(0, max_batch - running.total(), share)
+
+    def settle(self) -> None:
+        """Say how many tokens this request took: those of prompts that were begun, and all that were sampled."""
+        settle, self.submission.settle = self.submission.settle, None
+        if settle is None:
+            return
+        scored = sum(len(scoring.ids) for scoring in self.submission.scores) if self.is_started else 0
+        prompts = sampled = 0
+        for group in self.submission.groups:
+            begun = [state.sequence for state in group if state.is_begun and state.sequence.num_cached is not None]
+            prompts += begun[0].prompt_len if begun else 0
+            sampled += sum(len(sequence.sampled) for sequence in begun)
+        settle(max(prompts, scored) + sampled)
 
     def usage(self) -> Usage:
         """Count the tokens of all answers together; a prompt counts once, however many answers it gets."""
@@ -129,6 +173,7 @@ class EngineLoop:
         self.on_step: Callable[[], None] | None = None
         self.beat = time.monotonic()
         self.is_stopping = False
+        self.max_request_s = 0.0  # after which answers are cut; 0: never
         self.failure: SalaError | None = None  # why the loop has ended
         self._active: list[RequestHandle] = []
         self._owners: dict[int, tuple[RequestHandle, AnswerState]] = {}  # by the id of the sequence
@@ -147,6 +192,7 @@ class EngineLoop:
             while self._active and not self.is_stopping:
                 for handle in [handle for handle in self._active if handle.is_cancelled]:
                     self._finish(handle, "cancelled")
+                self._cut_late_answers()
                 if self._active:
                     self._step()
                 self._take_orders()
@@ -159,6 +205,13 @@ class EngineLoop:
             dead.__cause__ = error
             self._end(dead)
         return False
+
+    def _cut_late_answers(self) -> None:
+        began = time.monotonic() - self.max_request_s
+        for handle in self._active if self.max_request_s else ():
+            if handle.accepted_at < began and not handle.is_background:  # which waits for all others
+                for state in handle.left.values():
+                    self.engine.cancel(state.sequence, "length")
 
     def reject_orders(self) -> None:
         """Fail the orders that arrived after the loop had ended."""
@@ -192,6 +245,8 @@ class EngineLoop:
             for group in handle.submission.groups:
                 first = None
                 for number, state in enumerate(group):
+                    state.request.group = handle.number
+                    state.request.is_background = handle.is_background
                     state.index = len(handle.left)
                     state.begin(self.engine.submit(state.request, first, number))
                     first = first or state.sequence
@@ -208,8 +263,9 @@ class EngineLoop:
         has_scored = self._score()
         if self.engine.is_stuck and not has_scored:
             self._fail(next((handle for handle in self._active if handle.left), self._active[0]), CacheTooSmall())
+        running = Counter(self._owners[one.id][0] for one in self.engine.scheduler.running if one.id in self._owners)
         for handle in list(self._active):
-            self._deliver(handle)
+            self._deliver(handle, running[handle])
 
     def _receive(self, updates: list[Update]) -> None:
         """Turn the tokens of a step into events."""
@@ -254,7 +310,7 @@ class EngineLoop:
         """Score one prompt, pausing between its chunks."""
         length = len(scoring.ids) if scoring.prompt_len is None else scoring.prompt_len
         done, parts = 0, []
-        with closing(self.engine.score(scoring.ids, length, scoring.chunk)) as pieces:
+        with closing(self.engine.score(scoring.ids, length, scoring.chunk, scoring.adapter)) as pieces:
             for piece in pieces:
                 handle.is_started = True
                 parts.append(scoring.reduce(piece, done))
@@ -266,21 +322,21 @@ class EngineLoop:
                     yield
         handle.events.append(PromptScores(scoring.index, parts))
 
-    def _deliver(self, handle: RequestHandle) -> None:
+    def _deliver(self, handle: RequestHandle, num_running: int) -> None:
         """Hand over what the last step brought."""
         items = self._progress(handle) if handle.submission.wants_progress else []
         items += handle.events
         handle.events = []
         try:
-            for index, state in list(handle.left.items()):
-                handle.is_started = handle.is_started or state.sequence.slot is not None
-                if state.sequence.is_finished:
-                    items += self._complete(handle, state)
-                    del handle.left[index]
+            handle.is_started = handle.is_started or num_running > 0
+            for index, state in [pair for pair in handle.left.items() if pair[1].sequence.finish_reason is not None]:
+                items += self._complete(handle, state)
+                del handle.left[index]
         except Exception as error:
             handle.events = items
             self._fail(handle, error)
             return
+        handle.count(num_running)
         is_over = not handle.left and not handle.scores
         if is_over:
             self._finish(handle, handle.completions[0].finish_reason if handle.completions else "stop")
@@ -292,8 +348,7 @@ class EngineLoop:
         items: list[StreamItem] = []
         for group in handle.submission.groups:
             state = group[0]
-            done = state.progress() if state.index in handle.left and state.is_begun else None
-            if done is not None:
+            for done in state.progress() if state.index in handle.left and state.is_begun else ():
                 sequence, seconds = state.sequence, time.monotonic() - handle.accepted_at
                 items.append(PromptProgress(state.index, sequence.prompt_len, sequence.num_cached or 0, done, seconds))
         return items
@@ -327,7 +382,9 @@ class EngineLoop:
                     self.engine.cancel(state.sequence)
                     self._owners.pop(state.sequence.id, None)
         usage = handle.usage()
+        handle.settle()
         handle.left, handle.scores, handle.submission = {}, deque(), Submission()
+        handle.num_waiting = handle.num_running = 0
         now = time.monotonic()
         first = handle.first_token_at or now
         handle.ended.set()

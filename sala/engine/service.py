@@ -17,8 +17,9 @@ stream is no longer read, also at its end (`with` does): it cancels what is left
 whether or not they are read. A stream opened with `max_pending` bytes is cancelled when more than that is unread
 (`overflowed` is set, reading raises SlowReader); the other streams are unaffected.
 
-**Admission**: with `max_queue`, a request that finds that many waiting raises QueueFull. Requests are counted
-(`num_requests`) from acceptance until their stream is closed.
+**Admission**: with `max_queue`, a request of a client for whom that many answers wait raises QueueFull; what others
+wait for does not count. Requests are counted (`num_requests`) from acceptance until their stream is closed. They are
+prepared in threads that clients take in turn.
 
 **The engine thread** starts with the first request (or `start()`), does all work on the device (steps, scoring,
 `execute`), and ends when the service is closed or garbage-collected; at interpreter exit it is stopped after its step.
@@ -35,25 +36,43 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
 from sala.engine.engine import Engine
 from sala.engine.loop import EngineLoop, EngineTask, RequestHandle, RequestStatistics
-from sala.engine.requests import Submission
+from sala.engine.requests import Client, Submission
+from sala.engine.sessions import TierUse
 from sala.engine.stream import WAIT_S, Completion, Event, Inbox, StreamItem, call_soon
-from sala.errors import EngineClosed, EngineDead, QueueFull, SlowReader
+from sala.errors import EngineClosed, EngineDead, QueueFull, ShareFull, SlowReader
+from sala.text.workers import FairPool
 
 EVENT_BYTES = 64  # what an event weighs besides its text
 CLOSE_S = 60.0  # longest wait for the step in progress when a service is closed
 EXIT_S = 10.0  # the same when the interpreter exits
-NUM_PREPARERS = 2
+NUM_PREPARERS = 4
+MAX_PREPARERS = 2  # that work for one client at a time
 T = TypeVar("T")
 K = TypeVar("K")
 Keyed = tuple[K, int, Completion | Exception]  # key of a submission, index of the answer, what became of it
 _running: "weakref.WeakSet[EngineService]" = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class PrefixUse:
+    """Tokens of prompts found in the cache by tier, the others by the reason why not, and how full each tier is."""
+
+    hit: Mapping[str, int] = field(default_factory=dict)
+    missed: Mapping[str, int] = field(default_factory=dict)
+    num_evicted: int = 0
+    tiers: Mapping[str, TierUse] = field(default_factory=dict)
+
+    @property
+    def hit_rate(self) -> float | None:
+        found = sum(self.hit.values())
+        return found / total if (total := found + sum(self.missed.values())) else None
 
 
 @dataclass(frozen=True)
@@ -68,6 +87,11 @@ class ServiceStatus:
     num_preemptions: int
     heartbeat_s: float  # seconds since the engine thread last went round its loop
     is_alive: bool
+    prefix: PrefixUse = PrefixUse()
+    preparing: int = 0
+    preparing_s: float = 0.0  # how long the oldest request has been prepared; its wait for a thread does not count
+    answers_waiting: int = 0
+    answers_running: int = 0
 
 
 class Stream:
@@ -78,6 +102,7 @@ class Stream:
         service: "EngineService",
         max_pending: int | None = None,
         event_loop: asyncio.AbstractEventLoop | None = None,
+        is_background: bool = False,
     ) -> None:
         self._service = service
         self._max_pending = max_pending
@@ -87,7 +112,7 @@ class Stream:
         self._error: BaseException | None = None
         self._is_over = False
         self.overflowed = asyncio.Event()  # set on the event loop that opened the stream
-        self.handle = RequestHandle(self._push)
+        self.handle = RequestHandle(self._push, is_background)
 
     def read(self, timeout: float | None = None) -> StreamItem | None:
         """Return the next item; None at the end. Raises what the request failed with, and TimeoutError."""
@@ -109,7 +134,7 @@ class Stream:
 
     def close(self, wait: bool = False) -> None:
         """Cancel what is left of the request. With `wait`, return only when the engine has dropped it."""
-        self._is_over = True
+        self._is_over, self._error = True, None  # the error's traceback refers to this stream
         self._inbox.notify()
         self._service.release(self.handle, wait)
 
@@ -171,7 +196,7 @@ class EngineService:
         self._handles: set[RequestHandle] = set()  # from acceptance until the reader has closed its stream
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = FairPool(NUM_PREPARERS, MAX_PREPARERS, "sala-prepare")
         self._is_closing = False
 
     def __reduce__(self) -> Any:
@@ -186,6 +211,10 @@ class EngineService:
         """Set the hooks; see the module's docstring."""
         self._loop.observer, self._loop.log, self._loop.on_step = observer, log, on_step
 
+    def limit_time(self, seconds: float) -> None:
+        """Cut the answers to a request after so many seconds; 0: never."""
+        self._loop.max_request_s = seconds
+
     def start(self) -> None:
         """Start the engine thread, if it does not run yet."""
         with self._lock:
@@ -199,6 +228,11 @@ class EngineService:
     def num_requests(self) -> int:
         """How many requests have been accepted and not been closed by their readers."""
         return len(self._handles)
+
+    @property
+    def num_background(self) -> int:
+        """How many of them are background requests."""
+        return sum(handle.is_background for handle in list(self._handles))
 
     @property
     def is_alive(self) -> bool:
@@ -219,38 +253,67 @@ class EngineService:
             num_preemptions=engine.scheduler.num_preemptions,
             heartbeat_s=0.0 if self._thread is None else time.monotonic() - self._loop.beat,
             is_alive=self.is_alive,
+            prefix=self._prefix_use(),
+            preparing=self._pool.num_waiting + self._pool.num_running,
+            preparing_s=self._pool.age_s,
+            answers_waiting=sum(handle.num_waiting for handle in handles),
+            answers_running=sum(handle.num_running for handle in handles),
         )
 
-    def submit(self, submission: Submission) -> Stream:
-        """Queue a request and return its stream. Raises QueueFull, EngineClosed and EngineDead."""
-        stream = Stream(self)
+    def _prefix_use(self) -> PrefixUse:
+        hybrid, capacity = self.engine.hybrid, self.engine.capacity
+        pages, slots = hybrid.pages, hybrid.slots
+        used = (pages.size - pages.num_free) * capacity.page_bytes + (slots.size - slots.num_free) * capacity.slot_bytes
+        size = pages.size * capacity.page_bytes + slots.size * capacity.slot_bytes
+        counts = hybrid.statistics
+        lower = {} if self.engine.tiers is None else self.engine.tiers.uses
+        tiers = {"device": TierUse(len(hybrid.prefix), used, size), **lower}
+        return PrefixUse(dict(counts.hit), dict(counts.missed), counts.num_evicted, tiers)
+
+    def submit(self, submission: Submission, is_background: bool = False) -> Stream:
+        """Queue a request and return its stream. Raises QueueFull, EngineClosed and EngineDead.
+
+        A background request runs behind all others, and takes no place in their queue.
+        """
+        stream = Stream(self, is_background=is_background)
+        stream.handle.num_waiting = submission.num_answers or 1
         self._accept(stream.handle)
         self._queue(stream.handle, submission)
         return stream
 
-    async def open(self, prepare: Callable[[], Submission], max_pending: int | None = None) -> Stream:
-        """Prepare a request in the thread pool, queue it and return its stream.
+    async def open(
+        self, prepare: Callable[[], Submission], max_pending: int | None = None, client: Client | None = None
+    ) -> Stream:
+        """Prepare a request of a client in the thread pool, queue it and return its stream.
 
-        Raises what `prepare` raises, and like `submit`, before anything is queued. The request counts as waiting while
-        it is prepared.
+        Raises what `prepare` raises, and like `submit`, before anything is queued. Meanwhile it counts as one answer
+        that waits.
         """
         stream = Stream(self, max_pending, asyncio.get_running_loop())
+        stream.handle.owner = "" if client is None else client.owner
         self._accept(stream.handle)
         try:
-            submission = await self.call(prepare)
+            submission = await self.call(prepare, owner=stream.handle.owner)
             self._check_alive()
+            if client is not None:
+                submission.belong_to(client)
+                self._claim(stream.handle, submission, client)
         except BaseException:
-            self._handles.discard(stream.handle)
+            self.release(stream.handle)
             raise
         self._queue(stream.handle, submission)
         return stream
 
-    async def call(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run something that does not need the engine, such as encoding, in the thread pool."""
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(NUM_PREPARERS, "sala-prepare")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+    async def call(self, work: Callable[..., T], *arguments: Any, owner: str = "") -> T:
+        """Run what does not need the engine, such as encoding, in a thread at the owner's turn. Raises EngineClosed."""
+        if self._is_closing:
+            raise EngineClosed
+        try:
+            return await self._pool.run(owner, work, *arguments)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise EngineClosed from None  # before the work began
 
     def execute(self, work: Callable[..., T], *arguments: Any) -> "Future[T]":
         """Run something on the engine thread, between two steps: what needs the engine or the device for itself."""
@@ -305,18 +368,21 @@ class EngineService:
             while wait and not is_own_thread and self.is_alive and not handle.ended.wait(WAIT_S):
                 continue
 
+    def refuse(self) -> None:
+        """Accept no more requests: they raise EngineClosed. Those that are open go on."""
+        self._is_closing = True
+
     def close(self, drain_s: float = 0.0) -> bool:
         """Accept no more requests, give the open ones `drain_s` to end, then stop the engine thread.
 
         Return whether it has stopped: only then may the model's memory be freed.
         """
-        self._is_closing = True
+        self.refuse()
         deadline = time.monotonic() + drain_s
         while self._handles and time.monotonic() < deadline and self.is_alive:
             time.sleep(0.05)
         self.stop(CLOSE_S)
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
         return self._thread is None or not self._thread.is_alive()
 
     def stop(self, timeout: float) -> None:
@@ -336,19 +402,32 @@ class EngineService:
             raise EngineDead from self._loop.failure
 
     def _accept(self, handle: RequestHandle) -> None:
-        """Count a request, unless the queue is full."""
+        """Count a request, unless as many answers wait for its owner already as may."""
         self._check_alive()
-        observer = self._loop.observer
-        if self.max_queue is not None:
-            status = self.status()
-            if status.waiting >= self.max_queue + max(0, self.engine.scheduler.max_batch - status.running):
-                if observer is not None:
-                    observer.rejected()
-                raise QueueFull(status.waiting)
+        if self.max_queue is not None and not handle.is_background:
+            waiting, room = handle.find_place(list(self._handles), self.engine.scheduler.max_batch)
+            if waiting >= self.max_queue + room:
+                if self._loop.observer is not None:
+                    self._loop.observer.rejected()
+                raise QueueFull(waiting, "answers")
         self._handles.add(handle)
+
+    def _claim(self, handle: RequestHandle, submission: Submission, client: Client) -> None:
+        """Count the answers that a client waits for, and their tokens. Raises if they are too many."""
+        handle.num_answers = submission.num_answers
+        total = sum(each.num_answers for each in list(self._handles) if each.owner == client.owner)
+        try:
+            if 0 < client.max_sequences < total:
+                raise ShareFull(total - submission.num_answers, client.max_sequences)
+            submission.limit_tokens(client.token_limit, self.engine.capacity.max_tokens)
+        except Exception:
+            if self._loop.observer is not None:
+                self._loop.observer.rejected()
+            raise
 
     def _queue(self, handle: RequestHandle, submission: Submission) -> None:
         handle.submission = submission
+        handle.num_waiting = submission.num_answers or 1
         if self._loop.observer is not None:
             self._loop.observer.accepted()
         self._order(handle)

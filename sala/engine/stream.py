@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from sala.engine.cache import Request, SequenceState
 from sala.engine.engine import Update
+from sala.engine.scheduler import Request, SequenceState
 from sala.protocol import SampledToken
 from sala.text.answer import Answer, Delta
+from sala.text.sources import PromptText, Sources, find_sources
 from sala.text.tools import ToolCall
 
 WAIT_S = 1.0  # longest uninterruptible wait of a synchronous reader
@@ -52,7 +53,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """An answer. `text` is what to show; in a chat, `reasoning` and `tool_calls` are taken out of it."""
+    """An answer. `text` is what to show; in a chat, `reasoning` and `tool_calls` are taken out of it.
+
+    `cut_call` is a call in which the answer was cut: its arguments are not complete.
+    """
 
     text: str
     token_ids: list[int]
@@ -61,9 +65,11 @@ class Completion:
     timings: Timings
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
+    cut_call: ToolCall | None = None
     logprobs: list[SampledToken] | None = None
     is_whole: bool = True  # `text` shows all tokens: nothing was cut at a stop string or taken out
     stop_token: int | None = None  # the last of `token_ids`, if it ended the answer
+    sources: Sources | None = None  # where the answer comes from, with `return_sources`
 
     def as_message(self) -> dict[str, Any]:
         """Return the answer as a message of the conversation.
@@ -194,8 +200,10 @@ class AnswerState:
     Without `answer` tokens are not turned into text. All methods belong to the engine thread.
     """
 
-    def __init__(self, request: Request, answer: Answer | None = None) -> None:
+    def __init__(self, request: Request, answer: Answer | None = None, prompt: PromptText | None = None) -> None:
+        """`prompt` is where sources are looked up."""
         self.request = request
+        self._prompt = prompt
         self.index = 0  # among the answers of its submission
         self.began_at = self.first_token_at = self.last_token_at = 0.0
         self._sequence: SequenceState | None = None
@@ -205,6 +213,7 @@ class AnswerState:
         self._text = ""
         self._reasoning = ""
         self._calls: list[ToolCall] = []
+        self._cut_call: ToolCall | None = None
 
     def begin(self, sequence: SequenceState) -> None:
         self._sequence = sequence
@@ -221,7 +230,7 @@ class AnswerState:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has been found."""
+        """Whether a stop string or a repeated call has been found."""
         return self._answer is not None and self._answer.is_stopped
 
     def receive(self, update: Update) -> list[Event]:
@@ -239,20 +248,22 @@ class AnswerState:
             events += self._show(deltas or [Delta()], (sampled,))
         return events
 
-    def progress(self) -> int | None:
-        """Return how many tokens of the prompt are done; None if that has not changed since the last call."""
-        total = self.sequence.prompt_len
+    def progress(self) -> list[int]:
+        """Return how many tokens of the prompt are done, at first those that were cached; empty if nothing changed."""
+        cached, total = self.sequence.num_cached, self.sequence.prompt_len
+        if cached is None:  # it waits
+            return []
         done = total if self._sampled else min(self.sequence.num_computed, total - 1)
-        if done <= self._reported:
-            return None
-        self._reported = done
-        return done
+        news = [count for count in sorted({cached, done}) if count > self._reported]
+        self._reported = max(self._reported, done)
+        return news
 
     def finish(self) -> list[Event]:
         """Return the text that was held back, then the completion. Raises what the request failed with."""
         if self.sequence.error is not None and not self.is_stopped:
-            raise self.sequence.error
-        events = list(self._show(self._answer.finish() if self._answer is not None else [], ()))
+            raise self.sequence.take_error()
+        is_cut = self.is_stopped or self.sequence.finish_reason != "stop"
+        events = list(self._show(self._answer.finish(is_cut) if self._answer is not None else [], ()))
         return [*events, Event(Delta(), (), self._completion(), self.index)]
 
     def _ends_with(self, token: int) -> bool:
@@ -267,15 +278,25 @@ class AnswerState:
             self._reasoning += delta.reasoning
             if delta.tool_call is not None:
                 self._calls.append(delta.tool_call)
+            self._cut_call = delta.cut_call or self._cut_call
             yield Event(delta, sampled if number == len(deltas) else (), None, self.index)
 
     def _completion(self) -> Completion:
         sequence, sampled = self.sequence, self._sampled
         cached = sequence.num_cached or 0
         reason = "stop" if self.is_stopped else sequence.finish_reason or "stop"
-        is_cut = self._answer is None or self.is_stopped
+        if self._cut_call is not None and not self.is_stopped and reason == "stop":
+            reason = "length"  # the model ended the answer inside a call
+        if self._cut_call is not None and not self.is_stopped and reason == "stop":
+            reason = "length"  # the model ended the answer inside a call
+        has_calls = bool(self._calls or self._cut_call)
+        is_shown = self._answer is not None and not self._answer.has_dropped
+        text = self._text.rstrip("\n") if has_calls else self._text
+        sources = None
+        if sequence.sampling.return_sources:
+            sources = find_sources(self._prompt, sequence.prompt_len, sequence.gathered, text)
         return Completion(
-            text=self._text.rstrip("\n") if self._calls else self._text,
+            text=text,
             token_ids=[one.token for one in sampled],
             finish_reason="tool_calls" if self._calls and reason == "stop" else reason,
             usage=Usage(sequence.prompt_len, len(sampled), cached),
@@ -287,9 +308,11 @@ class AnswerState:
             ),
             reasoning=self._reasoning,
             tool_calls=self._calls,
+            cut_call=self._cut_call,
             logprobs=sampled if sequence.sampling.logprobs is not None else None,
-            is_whole=not is_cut and not self._reasoning and not self._calls,
+            is_whole=is_shown and not self.is_stopped and not self._reasoning and not has_calls,
             stop_token=sampled[-1].token if sampled and self._ends_with(sampled[-1].token) else None,
+            sources=sources,
         )
 
 
