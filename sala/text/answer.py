@@ -1,6 +1,6 @@
-"""Sampled tokens to what a reader sees: characters, then stop strings, then reasoning and tool calls.
+"""Turn sampled tokens into what a reader sees: characters, stop strings, then reasoning and tool calls.
 
-The stages, each fed with what the stage before it lets through: `Detokenizer`, `StopFinder`, `ReasoningSplitter` and
+The stages, each of which takes the output of the one before: `Detokenizer`, `StopFinder`, `ReasoningSplitter` and
 `tools.ToolSplitter`; `Answer` chains them.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sala.text.tools import ToolCall, ToolSplitter, longest_overlap
+from sala.text.tools import CallPiece, Part, ToolCall, ToolSplitter, longest_overlap
 
 REPLACEMENT = "�"
 CONTEXT = 6  # earlier tokens that decide about a leading space
@@ -17,7 +17,7 @@ MAX_HELD = 8  # no character takes more tokens: bytes held back longer are not v
 TAIL = 4  # of those, the tokens that may still begin a character
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
 
 
@@ -28,7 +28,7 @@ class Detokenizer:
     The window of earlier tokens starts only at positions between two characters.
     """
 
-    def __init__(self, decoder: Decoder, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, decoder: TokenDecoder, prompt: Sequence[int] = ()) -> None:
         self._decoder = decoder
         self._ids = list(prompt[-CONTEXT:])
         self._start = next((n for n in range(len(self._ids)) if self._is_whole(n, len(self._ids))), len(self._ids))
@@ -106,24 +106,37 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of the answer."""
+    """A piece of the answer: text, reasoning, or one of a call, and after the last of those the whole call.
+
+    `cut_call` is a call in which the answer was cut: it must not be run.
+    """
 
     text: str = ""
     reasoning: str = ""
+    call_piece: CallPiece | None = None
     tool_call: ToolCall | None = None
+    cut_call: ToolCall | None = None
 
 
 class ReasoningSplitter:
-    """Splits a stream of text into reasoning and text. `is_open`: the prompt itself ended with the opening tag.
+    """Splits a stream of text into reasoning and text.
+
+    `is_open`: the prompt itself ended with the opening tag. `has_begun`: it ended inside an answer, in reasoning if
+    `is_open`, otherwise in text.
 
     Reasoning is opened only at the beginning of the answer and closed by the first closing tag. Every other tag is
     text like any other: what a stream has shown as text cannot become reasoning later.
     """
 
-    def __init__(self, is_open: bool = False) -> None:
-        self._is_reasoning = True if is_open else None  # None: only white space so far
+    def __init__(self, is_open: bool = False, has_begun: bool = False) -> None:
+        self._is_reasoning = True if is_open else False if has_begun else None  # None: only white space so far
         self._held = ""
-        self._trims = is_open  # white space around the tags belongs to neither side
+        self._trims = is_open and not has_begun  # white space around the tags belongs to neither side
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the text of the answer has begun: reasoning is over, or there was none."""
+        return self._is_reasoning is False and not self._trims
 
     def push(self, text: str) -> Iterator[Delta]:
         self._held += text
@@ -194,31 +207,95 @@ class ThinkFilter:
         return "".join(delta.text for delta in self._splitter.flush())
 
 
+class Repeats:
+    """Looks for a call that repeats an earlier one; its pieces are held back for as long as it may."""
+
+    def __init__(self) -> None:
+        self.is_found = False
+        self._calls: list[ToolCall] = []
+        self._held: list[CallPiece] = []
+        self._id = ""  # of the call under way
+        self._num_read = 0
+        self._rivals: list[ToolCall] = []  # the earlier calls that it may repeat
+
+    def pass_on(self, part: Part) -> list[Part]:
+        """Return what can be shown now."""
+        if isinstance(part, str):
+            return [part]
+        if isinstance(part, ToolCall):
+            self.is_found = part.cut_json is None and any(one.json == part.json for one in self._rivals)
+            if self.is_found:
+                return []
+            self._calls.append(part)
+            return [*self._let_go(), part]
+        if part.id != self._id:
+            self._id, self._num_read = part.id, 0
+            self._rivals = [one for one in self._calls if one.name == part.name]
+        self._held.append(part)
+        self._rivals = [one for one in self._rivals if one.json.startswith(part.json, self._num_read)]
+        self._num_read += len(part.json)
+        return [] if self._rivals else self._let_go()
+
+    def _let_go(self) -> list[Part]:
+        held, self._held = self._held, []
+        return list(held)
+
+
 class Structured:
     """Takes reasoning, and with `tools` their calls, out of the text: for conversations.
 
-    Without tools nothing is parsed as a tool call: what looks like one stays text.
+    Without tools nothing is parsed as a tool call: what looks like one stays text. With `ends_on_repeat` the answer
+    ends where a call is repeated; the repetition is left out.
     """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None, is_open: bool = False) -> None:
-        self._reasoning = ReasoningSplitter(is_open)
+    def __init__(
+        self,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        is_open: bool = False,
+        has_begun: bool = False,
+        ends_on_repeat: bool = False,
+    ) -> None:
+        self._reasoning = ReasoningSplitter(is_open, has_begun)
         self._tools = ToolSplitter(tools) if tools else None
+        self._repeats = Repeats() if ends_on_repeat else None
+        self.is_repeating = False
+        self.has_dropped = False  # some text, since it began a call
 
     def push(self, text: str) -> Iterator[Delta]:
         yield from self._find_calls(self._reasoning.push(text))
 
-    def flush(self) -> Iterator[Delta]:
+    def flush(self, is_cut: bool = False) -> Iterator[Delta]:
+        """Return what was held back. In an answer that was cut, the beginning of a call is not text."""
         yield from self._find_calls(self._reasoning.flush())
-        for text in self._tools.flush() if self._tools is not None else ():
-            yield Delta(text=text)
+        if self._tools is None or self.is_repeating:
+            return
+        self.has_dropped = is_cut and self._tools.is_holding
+        yield from self._show(self._tools.cut() if is_cut else self._tools.flush())
 
     def _find_calls(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
         for delta in deltas:
+            if self.is_repeating:
+                return
             if self._tools is None or delta.reasoning:
                 yield delta
                 continue
-            for part in self._tools.push(delta.text):
-                yield Delta(tool_call=part) if isinstance(part, ToolCall) else Delta(text=part)
+            yield from self._show(self._tools.push(delta.text))
+
+    def _show(self, parts: Iterable[Part]) -> Iterator[Delta]:
+        for part in parts:
+            for one in [part] if self._repeats is None else self._repeats.pass_on(part):
+                yield _as_delta(one)
+            self.is_repeating = self._repeats is not None and self._repeats.is_found
+            if self.is_repeating:
+                return
+
+
+def _as_delta(part: Part) -> Delta:
+    if isinstance(part, str):
+        return Delta(text=part)
+    if isinstance(part, CallPiece):
+        return Delta(call_piece=part)
+    return Delta(tool_call=part) if part.cut_json is None else Delta(cut_call=part)
 
 
 class Answer:
@@ -228,11 +305,7 @@ class Answer:
     """
 
     def __init__(
-        self,
-        detokenizer: Detokenizer,
-        stops: Sequence[str],
-        form: Structured | None,
-        stops_when_shown: bool = False,
+        self, detokenizer: Detokenizer, stops: Sequence[str], form: Structured | None, stops_when_shown: bool = False
     ) -> None:
         self._detokenizer = detokenizer
         self._raw_stops = StopFinder(() if stops_when_shown else stops)
@@ -241,15 +314,22 @@ class Answer:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has been found: no later token counts."""
-        return self._raw_stops.is_found or self._shown_stops.is_found
+        """Whether a stop string or a repeated call has been found: no later token counts."""
+        is_repeating = self._form is not None and self._form.is_repeating
+        return is_repeating or self._raw_stops.is_found or self._shown_stops.is_found
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether text has been left out, since it began a call in which the answer was cut."""
+        return self._form is not None and self._form.has_dropped
 
     def push(self, token: int) -> list[Delta]:
         return list(self._cut(self._shape(self._raw_stops.push(self._detokenizer.push(token)))))
 
-    def finish(self) -> list[Delta]:
+    def finish(self, is_cut: bool = False) -> list[Delta]:
+        """Return what was held back; `is_cut` says that the model has not ended the answer itself."""
         rest = self._raw_stops.push(self._detokenizer.flush()) + self._raw_stops.flush()
-        deltas = [*self._shape(rest), *(self._form.flush() if self._form is not None else ())]
+        deltas = [*self._shape(rest), *(self._form.flush(is_cut) if self._form is not None else ())]
         held = [*self._cut(deltas), Delta(text=self._shown_stops.flush())]
         return held if held[-1].text else held[:-1]
 

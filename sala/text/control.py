@@ -1,21 +1,31 @@
 """Controls of an answer: a grammar to follow, a budget for reasoning."""
 
 import json
-from collections.abc import Callable
-from concurrent.futures import Future
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from sala.errors import InputError, MissingExtra
 from sala.protocol import Sampling, Verdict
 from sala.text.answer import CLOSE, OPEN, Detokenizer
 from sala.text.tokenizer import Tokenizer
+from sala.text.workers import SandboxProcess, SandboxTask, WorkerKilled
 
 COMPILE_SECONDS = 2.0
+LOAD_SECONDS = 30.0  # for a new process to load the tokenizer, on a busy machine
 MAX_GRAMMAR_BYTES = 256 << 10
-# White space between the parts of JSON. Without this bound a weak model may sample spaces for ever.
-WHITESPACE = r"( |\n[ \t]{0,32})?"
+PLAIN = re.compile(
+    r"(?:[^\\(\x80-\U0010ffff]|\\[^uUxN]|\((?!\?))*"
+)  # what compiles quickly: no large classes, no flags
+MAX_PLAIN = 256  # of them, and characters of each, that are compiled here
+MAX_KEPT = 64  # grammars that are kept compiled; even a short one takes tens of kilobytes
+MAX_KEPT_BYTES = 1 << 20  # of their texts
+# White space between the parts of JSON, as people write it. Without a bound a weak model may sample spaces for ever.
+WHITESPACE = r"( |\n(\t| {0,8}))?"
 
 
 class ThinkBudget:
@@ -107,18 +117,22 @@ def _first_line(error: object) -> str:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer within a time limit; call it outside of the engine thread."""
+    """Compiles grammars for one tokenizer, first in a process that can be killed; the last ones used are kept."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, stop_ids: frozenset[int]) -> None:
         self._file = tokenizer_file
         self._vocab_size = vocab_size
         self._stop_ids = sorted(stop_ids)
         self._tokenizer: Any = None
+        self._worker = SandboxProcess()
+        self._known: OrderedDict[tuple[str, str], Any] = OrderedDict()  # matchers, or why there is none
+        self._lock = threading.Lock()
 
-    def compile(self, sampling: Sampling, tokenizer: Tokenizer | None = None) -> Grammar:
+    def compile(self, sampling: Sampling, tokenizer: Tokenizer | None = None, begun: str = "") -> Grammar:
         """Return the control for the schema, regular expression or grammar that `sampling` demands.
 
-        With a tokenizer, the answer begins inside reasoning, and the grammar holds only after it.
+        With a tokenizer, the answer begins inside reasoning, and the grammar holds only after it. `begun` is the
+        beginning of the answer that is there already.
         """
         given = {name: getattr(sampling, name) for name in ("json_schema", "regex", "grammar")}
         given = {name: value for name, value in given.items() if value is not None}
@@ -127,26 +141,63 @@ class GrammarCompiler:
         field, text = next(iter(given.items()))
         if len(text) > MAX_GRAMMAR_BYTES:
             raise InputError(field, f"has {len(text):,} characters", f"at most {MAX_GRAMMAR_BYTES:,} are allowed")
-        return Grammar(field, self._in_time(field, lambda: self._matcher(field, text)), tokenizer)
+        matcher = self._find(field, text)
+        if begun:
+            self._advance(matcher, begun)
+        return Grammar(field, matcher, tokenizer)
 
-    def _in_time(self, field: str, work: Callable[[], Any]) -> Any:
-        if self._tokenizer is None:
-            self._tokenizer = self._load()
-        outcome: Future[Any] = Future()
-
-        def attempt() -> None:
+    def _find(self, field: str, text: str) -> Any:
+        """Return a fresh matcher, compiled unless it is known."""
+        with self._lock:
+            found = self._known.get((field, text))
+            if found is not None:
+                self._known.move_to_end((field, text))
+        if found is None:
             try:
-                outcome.set_result(work())
-            except Exception as error:
-                outcome.set_exception(error)
+                with _compiling():
+                    found = self._compile(field, text)
+            except WorkerKilled:  # not remembered: the machine may just have been busy
+                problem = f"takes longer than {COMPILE_SECONDS:g} s to compile"
+                raise InputError(field, problem, "make it simpler") from None
+            except InputError as error:
+                found = error
+            with self._lock:
+                self._known[field, text] = found
+                while len(self._known) > MAX_KEPT or (len(self._known) > 1 and self._kept_bytes() > MAX_KEPT_BYTES):
+                    self._known.popitem(last=False)
+        if isinstance(found, InputError):
+            raise InputError(found.field, found.problem, found.remedy)
+        return found.deep_copy()
 
-        Thread(target=attempt, daemon=True, name="grammar").start()
+    def _kept_bytes(self) -> int:
+        return sum(len(text) for _, text in self._known)
+
+    def _advance(self, matcher: Any, begun: str) -> None:
+        """Let a matcher read the beginning of an answer. Raises InputError if there is nothing to continue."""
+        tokens = self._tokenizer.tokenize_str(begun)
+        if matcher.validate_tokens(tokens) < len(tokens) or not matcher.consume_tokens(tokens):
+            raise InputError("messages", "begin an answer that does not have the form asked for", "correct the last")
+        if matcher.is_stopped():
+            raise InputError("messages", "end with an answer that is complete", "leave the last one out")
+
+    def close(self) -> None:
+        """Stop the process that compiles, if it runs."""
+        self._worker.close()
+
+    def _compile(self, field: str, text: str) -> Any:
+        """Compile a grammar in the worker and, if that succeeds in time, here."""
         try:
-            return outcome.result(COMPILE_SECONDS)
-        except TimeoutError:
-            raise InputError(field, f"takes longer than {COMPILE_SECONDS:g} s to compile", "make it simpler") from None
-        except Exception as error:
+            grammar = self._translate(field, text)
+            limits = {"tokenizer": str(self._file), "vocab_size": self._vocab_size, "stop_ids": self._stop_ids}
+            load = SandboxTask("tokenizer", limits, LOAD_SECONDS)  # beside the time of the grammar
+            reply = self._worker.ask_all(load, SandboxTask("grammar", {"grammar": grammar, **limits}, COMPILE_SECONDS))
+        except (ValueError, RecursionError) as error:
             raise InputError(field, f"is not understood: {_first_line(error)}", "check it") from None
+        if "error" in reply:
+            raise InputError(field, f"is not understood: {_first_line(reply['error'])}", "check it")
+        from llguidance import LLMatcher
+
+        return LLMatcher(self._tokenizer, grammar)
 
     def _load(self) -> Any:
         try:
@@ -155,18 +206,45 @@ class GrammarCompiler:
             raise MissingExtra("llguidance", "server") from None
         return LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=self._stop_ids or None)
 
-    def _matcher(self, field: str, text: str) -> Any:
+    def _translate(self, field: str, text: str) -> str:
+        """Return the grammar in llguidance's own form. Raises ValueError."""
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
         from llguidance import LLMatcher
 
         if field == "json_schema":
             json.loads(text)
-            grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
-        elif field == "regex":
-            grammar = LLMatcher.grammar_from_regex(text)
-        else:
-            grammar = LLMatcher.grammar_from_lark(text)
-        matcher = LLMatcher(self._tokenizer, grammar)
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise ValueError(matcher.get_error())
-        return matcher
+            return str(LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE}))
+        return str(LLMatcher.grammar_from_regex(text) if field == "regex" else LLMatcher.grammar_from_lark(text))
+
+
+def check_patterns(patterns: Collection[str]) -> bool:
+    """Return whether all are valid regular expressions; those that take long to compile are not."""
+    are_many = len(patterns) > MAX_PLAIN
+    hard = [one for one in patterns if are_many or len(one) > MAX_PLAIN or not PLAIN.fullmatch(one)]
+    try:
+        for pattern in set(patterns) - set(hard):
+            re.compile(pattern)
+        with _compiling():
+            return not hard or "error" not in _pattern_worker.ask("patterns", {"patterns": hard}, COMPILE_SECONDS)
+    except (WorkerKilled, re.error, RecursionError, OverflowError):
+        return False
+
+
+def num_compiling() -> int:
+    """Return how many grammars, and patterns of schemas, are being compiled now or wait for that."""
+    return len(_live)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    one = object()
+    _live.add(one)
+    try:
+        yield
+    finally:
+        _live.discard(one)
+
+
+_live: set[object] = set()
+_pattern_worker = SandboxProcess()
