@@ -30,15 +30,17 @@ from rules import RuledQuestion, is_met, read_questions
 from sala.backends.torch.loader import pick_device
 from sala.backends.torch.model import SalaModel
 from sala.engine.stream import Completion
+from sala.lab.eval.runner import NUM_ANSWERED
 from sala.lab.eval.tasks.case import score_value as score
 from sala.lab.eval.tasks.choice import read_tasks
-from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker
+from sala.lab.eval.tasks.needle import NeedleCase, NeedleMaker, NeedleSpec, ValueChoice
 from sala.lab.train.documents import has_loop
 from sala.lab.train.models import load_for_training
 from sala.lab.train.needles import chat_wrap
-from sala.lab.train.report import NUM_ANSWERED, needle_cases, to_tokens
+from sala.lab.train.report import to_tokens
 from sala.lab.train.score import choice_accuracy, perplexity
 from sala.llm import LLM
+from sala.options import Sampling
 from sala.text.tokenizer import Tokenizer
 
 Models = dict[str, SalaModel]
@@ -81,6 +83,7 @@ TEMPERATURE = 0.7  # the default of every command
 PARTS = ("perplexity", "arc_easy", "questions", "talk", "everyday", "development", "reading", "needle", "typed")
 HERE = Path(__file__).parent
 MAX_EVERYDAY = 250  # tokens in which an everyday answer must end
+GREEDY = Sampling(temperature=0, max_tokens=MAX_EVERYDAY)  # without the defaults of the model
 MAX_TALK = 320  # tokens; an answer that is longer has not ended
 
 
@@ -123,7 +126,7 @@ def choices(models: Models, file: Path, tokenizer: Tokenizer, limit: int) -> dic
 def answer(llm: LLM, questions: Sequence[str], max_tokens: int, temperature: float = 0) -> list[Completion]:
     asked = [[{"role": "user", "content": text}] for text in questions]
     prompts = [llm.tokenizer.encode_chat(messages, add_generation_prompt=True) for messages in asked]
-    return llm.generate(prompts, temperature=temperature, max_tokens=max_tokens, seed=1)
+    return llm.generate(prompts, Sampling(temperature=temperature, max_tokens=max_tokens, seed=1))
 
 
 def conversations(engines: Mapping[str, LLM], parts: Sequence[str]) -> dict:
@@ -149,12 +152,14 @@ def conversations(engines: Mapping[str, LLM], parts: Sequence[str]) -> dict:
     return out
 
 
-def everyday(engines: Mapping[str, LLM], questions: Sequence[RuledQuestion], shown: int = 0) -> dict:
-    """Greedy answers judged by the questions' rules: one that does not end, or loops, is not correct."""
+def everyday(
+    engines: Mapping[str, LLM], questions: Sequence[RuledQuestion], shown: int = 0, sampling: Sampling = GREEDY
+) -> dict:
+    """Judge answers by the rules of the questions: one that does not end, or loops, is not correct."""
     out: dict[str, Any] = {}
     for who, llm in engines.items():
         began = time.time()
-        said = reply(llm, [question.turns for question in questions], MAX_EVERYDAY)
+        said = reply(llm, [question.turns for question in questions], sampling)
         table: dict[str, list[dict]] = {}
         for question, completion in zip(questions, said, strict=True):
             has_ended = completion.finish_reason == "stop"
@@ -183,8 +188,8 @@ def means(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: round(sum(float(e[name]) for e in entries) / len(entries), 4) for name in entries[0]}
 
 
-def reply(llm: LLM, asked: Sequence[Sequence[str]], max_tokens: int) -> list[Completion]:
-    """The greedy answer to the last turn of each conversation; the model answers the turns before it, too."""
+def reply(llm: LLM, asked: Sequence[Sequence[str]], sampling: Sampling) -> list[Completion]:
+    """The answer to the last turn of each conversation; the model answers the turns before it, too."""
     talks: list[list[dict[str, str]]] = [[] for _ in asked]
     last: dict[int, Completion] = {}
     for turn in range(max(map(len, asked))):
@@ -192,7 +197,7 @@ def reply(llm: LLM, asked: Sequence[Sequence[str]], max_tokens: int) -> list[Com
         for at in active:
             talks[at].append({"role": "user", "content": asked[at][turn]})
         prompts = [llm.tokenizer.encode_chat(talks[at], add_generation_prompt=True) for at in active]
-        for at, completion in zip(active, llm.generate(prompts, temperature=0, max_tokens=max_tokens), strict=True):
+        for at, completion in zip(active, llm.generate(prompts, sampling), strict=True):
             last[at] = completion
             talks[at].append({"role": "assistant", "content": completion.text})
     return [last[at] for at in range(len(asked))]
@@ -250,9 +255,18 @@ def needles(maker: NeedleMaker, options: argparse.Namespace, device: torch.devic
             yield out
 
 
+def needle_cases(
+    maker: NeedleMaker, length: int, num_keys: int, trials: int, value: ValueChoice = "mixed"
+) -> list[NeedleCase]:
+    """Return needle prompts of the test split; prompt and answer fit into `length` tokens."""
+    spec = NeedleSpec(length - NUM_ANSWERED, num_keys=num_keys, value=value, split="test")
+    return [maker.make(spec, index) for index in range(trials)]
+
+
 def recall(cases: Sequence[NeedleCase], llm: LLM) -> float:
     """The share of the needles whose value is in the greedy answer."""
-    answers = llm.generate([list(case.token_ids) for case in cases], temperature=0, max_tokens=NUM_ANSWERED)
+    sampling = Sampling(temperature=0, max_tokens=NUM_ANSWERED)
+    answers = llm.generate([list(case.token_ids) for case in cases], sampling)
     return sum(score(case.value, answer.text) == 1 for case, answer in zip(cases, answers, strict=True)) / len(cases)
 
 

@@ -1,7 +1,6 @@
 """The models directory: list, find and delete models, and download them in the background.
 
-There is no central list: the directory is scanned every time, and the facts of a download lie in the model's own
-directory.
+There is no central list: the directory is scanned every time, and each model's directory records its own download.
 """
 
 import contextlib
@@ -11,16 +10,18 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from sala.checkpoint.reader import INDEX_FILE, SINGLE_FILE
 from sala.config import read_json_object
-from sala.errors import InputError, ModelNotFound, SalaError
-from sala.models.download import REGISTRY, Record, RecordedFile, find_partials, hold, pull
+from sala.errors import InputError, ModelNotFound, SalaError, explain_write_error
+from sala.models.download import REGISTRY, DownloadRecord, RecordedFile, find_partials, hold, pull
 from sala.models.embedded import EMBEDDED, overlay_dir
 from sala.models.hub import (
     AlreadyThere,
@@ -32,6 +33,7 @@ from sala.models.hub import (
     find_cached,
     folder_name,
 )
+from sala.models.names import match_family, match_name
 from sala.models.transfer import Cancelled, Stop
 
 TRASH = ".trash-"
@@ -42,9 +44,13 @@ MAX_FINISHED = 100
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@=-]{0,249}", re.ASCII)
 
 
+class NotOurs(SalaError):
+    """A model that other programs use, too, and that is therefore not deleted."""
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A model; `is_ours` if it lies in the models directory."""
+    """A model; `is_ours` says whether it is in the models directory."""
 
     id: str
     path: Path
@@ -71,23 +77,22 @@ class Library:
         self.directory = Path(directory).expanduser()
         if self.directory.exists() and not self.directory.is_dir():
             raise SalaError(f"{self.directory} is not a directory", "set SALA_MODELS_DIR to one")
+        self.aliases: dict[str, str] = {}  # further names of models, and their ids
+        self.adapters: tuple[str, ...] = ()  # names of the default model's adapters
+        self.default_id: str | None = None
         self._extra: dict[str, Path] = {}
         self._embedded = embedded_folder()
 
     def register(self, path: Path) -> str:
-        """Add a model that lies elsewhere and return its id."""
+        """Add a model from another directory and return its id."""
         found = Path(path).expanduser().resolve()
         if self._is_ours(found):
             return self._id_of(found.name)
         for known, place in tuple(self._extra.items()):
             if place == found:
                 return known
-        name = served_name(found)
-        taken = {*self._extra, *(entry.id for entry in self.list())}
-        number = 2
-        model_id = name
-        while model_id in taken:
-            model_id, number = f"{name}-{number}", number + 1
+        name, taken = served_name(found), {*self._extra, *(entry.id for entry in self.list())}
+        model_id = next(each for each in chain([name], (f"{name}-{n}" for n in count(2))) if each not in taken)
         self._extra[model_id] = found
         return model_id
 
@@ -100,7 +105,32 @@ class Library:
         cached = (self._describe(folder_name(repo_id), path, False, repo_id) for repo_id, path in cached_models())
         return entries + [entry for entry in cached if entry is not None and entry.id not in known]
 
-    def find(self, model_id: str) -> Entry | None:
+    def find(self, name: str) -> Entry | None:
+        """Return a model by its id, its repository, an alias, or a bare name in any case that no other model has."""
+        name = self.aliases.get(name, name)
+        return self.find_exactly(name) or self._find_among(match_name, name)
+
+    def find_served(self, name: str) -> Entry | None:
+        """Return the model that answers to a name: as `find`, or the one MiniCPM-SALA if just that is asked for."""
+        return self.find(name) or self._find_among(match_family, name)
+
+    def find_adapter(self, name: str) -> str | None:
+        """Return the adapter that NAME or MODEL:NAME asks for; None if it is not one of the default model."""
+        root, _, adapter = name.rpartition(":")
+        if adapter not in self.adapters:
+            return None
+        model_id = self.aliases.get(root, root)
+        if model_id in ("", self.default_id):
+            return adapter
+        entry = self.find_served(model_id)
+        return adapter if entry is not None and entry.id == self.default_id else None
+
+    def _find_among(self, match: Callable[[str, Sequence[str], str | None], str | None], name: str) -> Entry | None:
+        entries = {entry.id: entry for entry in self.list()}
+        found = match(name, [*entries], self.default_id)
+        return None if found is None else entries[found]
+
+    def find_exactly(self, model_id: str) -> Entry | None:
         """Return a model by its id, or by its repository if it came from a hub."""
         if model_id in self._extra:
             return self._describe(model_id, self._extra[model_id], False)
@@ -124,15 +154,14 @@ class Library:
         """Remove a model of the models directory and its unfinished downloads; only unregister one from elsewhere."""
         if self._extra.pop(model_id, None) is not None:
             return
-        folder = self._folder_of(model_id)
-        path = None if folder is None else self._path_of(model_id)
+        folder, path = self._folder_of(model_id), self._path_of(model_id)
         if path is None and self._cached(model_id) is not None:
-            message = f"{model_id} lies in the Hugging Face cache, which other programs use too"
-            raise SalaError(message, f"remove it with: hf cache rm model/{model_id.replace('--', '/', 1)}")
+            message = f"{model_id} is in the Hugging Face cache, which other programs use too"
+            raise NotOurs(message, f"remove it with: hf cache rm model/{model_id.replace('--', '/', 1)}")
         if folder is None or (path is None and not find_partials(self.directory, folder)):
             raise ModelNotFound(f"there is no model {model_id[:100]!r}", "see `sala list`")
         with hold(self.directory, folder):
-            for place in (*([] if path is None else [path]), *find_partials(self.directory, folder)):
+            for place in filter(None, (path, *find_partials(self.directory, folder))):
                 self._remove(place)
             for path in self.directory.glob(f"{TRASH}*"):
                 if path.is_dir() and not path.is_symlink():
@@ -146,7 +175,8 @@ class Library:
         except FileNotFoundError:
             raise ModelNotFound(f"there is no model {path.name!r} any more") from None
         except OSError as error:
-            raise SalaError(f"{path.name} cannot be removed: {error.strerror}") from None
+            message = f"{path.name} cannot be removed: {error.strerror}"
+            raise explain_write_error(error) or SalaError(message, "try again later") from None
         shutil.rmtree(trash, ignore_errors=True)
 
     def _is_ours(self, path: Path) -> bool:
@@ -158,9 +188,8 @@ class Library:
 
     def _children(self) -> tuple[Path, ...]:
         try:
-            return tuple(
-                path for path in sorted(self.directory.iterdir()) if path.name != EMBEDDED and self._is_ours(path)
-            )
+            paths = sorted(self.directory.iterdir())
+            return tuple(path for path in paths if path.name != EMBEDDED and self._is_ours(path))
         except FileNotFoundError:
             return ()
         except OSError as error:
@@ -220,7 +249,7 @@ def _is_model(path: Path) -> bool:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """Return the bytes of every file of a directory, which may just be removed."""
+    """Return the size of every file of a directory, which may be removed at the same time."""
     with contextlib.suppress(OSError):
         return {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
     return {}
@@ -238,13 +267,13 @@ def _quantization(path: Path) -> dict[str, Any] | None:
     return {name: value for name, value in found.items() if not isinstance(value, dict)}
 
 
-def _read_record(path: Path, is_ours: bool) -> Record:
+def _read_record(path: Path, is_ours: bool) -> DownloadRecord:
     """Return the facts of a model's download; an invalid file is moved aside and rebuilt from the model's files."""
     file = path / REGISTRY
     try:
         if file.is_symlink() or file.stat().st_size > MAX_CONFIG_BYTES:
             raise ValueError
-        return Record.model_validate_json(file.read_bytes())
+        return DownloadRecord.model_validate_json(file.read_bytes())
     except OSError:
         return _guess(path)
     except ValueError:
@@ -256,16 +285,16 @@ def _read_record(path: Path, is_ours: bool) -> Record:
         return guess
 
 
-def _guess(path: Path) -> Record:
+def _guess(path: Path) -> DownloadRecord:
     repo_id = None
     with contextlib.suppress(InputError):
         repo_id = check_repo_id(path.name.replace("--", "/", 1))
     files = {name: RecordedFile(size=size) for name, size in sorted(_sizes(path).items()) if not name.startswith(".")}
-    return Record(repo_id=repo_id, files=files)
+    return DownloadRecord(repo_id=repo_id, files=files)
 
 
 @dataclass
-class Job:
+class DownloadJob:
     """A download. `Downloads` hands out copies: the state at one moment."""
 
     id: str
@@ -300,30 +329,30 @@ class Job:
 class Downloads:
     """Background downloads: a few at a time, and one per model."""
 
-    def __init__(self, library: Library, hub_url: str | None = None, max_running: int = MAX_RUNNING) -> None:
+    def __init__(self, library: Library, hub_url: str | None = None, hub_hosts: Sequence[str] = ()) -> None:
         self._library = library
-        self._hub_url = hub_url
-        self._slots = threading.Semaphore(max_running)
+        self._hub = partial(Hub, hub_url, hub_hosts)
+        self._slots = threading.Semaphore(MAX_RUNNING)
         self._lock = threading.Lock()
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, DownloadJob] = {}
         self._is_closed = False
 
-    def start(self, repo_id: str, revision: str | None = None) -> Job:
+    def start(self, repo_id: str, revision: str | None = None) -> DownloadJob:
         """Start a download, or return the one of this model that is running."""
         folder = folder_name(repo_id)
         if revision is not None:
             check_revision(revision)
-        hub = Hub(self._hub_url)
+        hub = self._hub()
         with self._lock:
             if self._is_closed:
                 raise Busy("the server is closing")
             if job := self._active(folder):
                 return copy(job)
-            if self._library.find(repo_id) is not None:
+            if self._library.find_exactly(repo_id) is not None:
                 raise AlreadyThere(f"{repo_id} is there already", "delete it first to download it again")
             if sum(not job.is_over for job in self._jobs.values()) >= MAX_WAITING:
                 raise Busy("too many downloads are waiting", "wait for some of them to end")
-            job = Job(f"dl-{secrets.token_hex(8)}", repo_id, revision, time.time())
+            job = DownloadJob(f"dl-{secrets.token_hex(8)}", repo_id, revision, time.time())
             job.thread = threading.Thread(target=self._run, args=(job, hub), name=job.id, daemon=True)
             self._jobs[job.id] = job
             over = [job_id for job_id, job in self._jobs.items() if job.is_over]
@@ -332,21 +361,21 @@ class Downloads:
             job.thread.start()
             return copy(job)
 
-    def get(self, job_id: str) -> Job | None:
+    def get(self, job_id: str) -> DownloadJob | None:
         with self._lock:
             return copy(self._jobs.get(job_id))
 
-    def list(self) -> list[Job]:
+    def list(self) -> list[DownloadJob]:
         with self._lock:
             return [copy(job) for job in self._jobs.values()]
 
-    def find_active(self, model_id: str) -> Job | None:
+    def find_active(self, model_id: str) -> DownloadJob | None:
         """Return the running download of this model, if there is one."""
         with self._lock:
             return copy(self._active(model_id.replace("/", "--", 1)))
 
-    def cancel(self, job_id: str) -> Job | None:
-        """Stop a job; files that have arrived stay, so that a new job resumes."""
+    def cancel(self, job_id: str) -> DownloadJob | None:
+        """Stop a job; downloaded files are kept, so that a new job resumes."""
         job = self.get(job_id)
         if job is not None:
             job.end(timeout=1.0)
@@ -362,11 +391,11 @@ class Downloads:
         for job in jobs:
             job.end(timeout=2.0)
 
-    def _active(self, folder: str) -> Job | None:
+    def _active(self, folder: str) -> DownloadJob | None:
         jobs = (job for job in self._jobs.values() if not job.is_over)
         return next((job for job in jobs if folder_name(job.repo_id).casefold() == folder.casefold()), None)
 
-    def _run(self, job: Job, hub: Hub) -> None:
+    def _run(self, job: DownloadJob, hub: Hub) -> None:
         def progress(file: str, done: int, total: int) -> None:
             with self._lock:
                 job.files = {**job.files, file: (done, total)}

@@ -1,7 +1,7 @@
 """Download a model: fetch its files in parallel, verify sizes and hashes, then publish the directory.
 
-On huggingface.co large files come through hf-xet; elsewhere, and where that fails, over HTTP, where a killed download
-resumes inside a file. With hf-xet an interrupted file starts over; finished files are kept either way.
+Large files of huggingface.co are downloaded by hf-xet, all others, and those for which that fails, over HTTP. An
+interrupted file is resumed over HTTP and starts over with hf-xet; finished files are kept either way.
 """
 
 import contextlib
@@ -21,17 +21,7 @@ from sala.checkpoint.writer import sync_directory, write_atomically
 from sala.config import read_json_object
 from sala.errors import CheckpointError, SalaError, check_space
 from sala.models.hub import AlreadyThere, Busy, Hub, Listing, check_repo_id, check_revision, find_cached, folder_name
-from sala.models.transfer import (
-    Cancelled,
-    DownloadError,
-    RemoteFile,
-    Stop,
-    WrongHash,
-    fetch,
-    size_of,
-    verify,
-    writing_model,
-)
+from sala.models.transfer import DownloadError, RemoteFile, Stop, WrongHash, fetch, size_of, verify, writing_model
 
 PARTIAL = ".partial"
 REGISTRY = ".sala.json"
@@ -49,7 +39,7 @@ class RecordedFile(BaseModel):
     sha256: str | None = None
 
 
-class Record(BaseModel, extra="forbid", strict=True):
+class DownloadRecord(BaseModel, extra="forbid", strict=True):
     """The facts of a download, as `.sala.json` in the model's directory has them."""
 
     repo_id: Annotated[str, AfterValidator(check_repo_id)] | None = None
@@ -94,7 +84,7 @@ def pull(
             draft.mkdir(exist_ok=True)
             missing = sum(file.size - _size_there(draft, file) for file in listing.files)
             check_space(directory, int(missing * HEADROOM), repo_id)
-        hashes = _Transfer(hub, listing, draft, revision, on_progress, note, stop).run()
+        hashes = _Transfer(hub, listing, draft, on_progress, note, stop).run()
         try:
             read_json_object(draft / "config.json")
             Checkpoint(draft).close()
@@ -143,12 +133,12 @@ def _size_there(draft: Path, file: RemoteFile) -> int:
 
 def _reporter(on_progress: Progress, file: RemoteFile) -> Report:
     """Return a function that reports the bytes of a file that are done, at most ten times a second."""
-    told = 0.0
+    reported = 0.0
 
     def report(done: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= REPORT_SECONDS or done == file.size:
-            told = time.monotonic()
+        nonlocal reported
+        if time.monotonic() - reported >= REPORT_SECONDS or done == file.size:
+            reported = time.monotonic()
             on_progress(file.name, done, file.size)
 
     return report
@@ -161,7 +151,6 @@ class _Transfer:
     hub: Hub
     listing: Listing
     draft: Path
-    revision: str | None
     on_progress: Progress
     note: Note
     stop: Stop
@@ -192,24 +181,24 @@ class _Transfer:
                 target.replace(part)
             is_resumed = size_of(part) > 0
             try:
-                sha256 = self._bring(file, part)
+                sha256 = self._download(file, part)
             except WrongHash:
                 if not is_resumed:
                     raise
-                sha256 = self._bring(file, part)  # what was there before was wrong: begin anew
+                sha256 = self._download(file, part)  # the part from before was wrong: start over
             part.replace(target)
         return sha256
 
-    def _bring(self, file: RemoteFile, part: Path) -> str:
+    def _download(self, file: RemoteFile, part: Path) -> str:
         report = _reporter(self.on_progress, file)
         if not (self.hub.has_xet and file.sha256 and not size_of(part) and self._fetch_by_xet(file, part, report)):
-            fetch(self.hub.client, self.hub.file_url(self.listing, file, self.revision), file, part, self.stop, report)
+            fetch(self.hub.client, file, part, self.stop, report)
         sha256 = verify(part, file, self.stop)
         report(file.size)
         return sha256
 
     def _fetch_by_xet(self, file: RemoteFile, part: Path, report: Report) -> bool:
-        """Return whether hf-xet brought the file; HTTP is tried where it did not."""
+        """Return whether hf-xet downloaded the file; otherwise HTTP is tried."""
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils._xet import abort_xet_session
 
@@ -222,10 +211,8 @@ class _Transfer:
                 )  # fmt: skip
             Path(path).replace(part)
             return True
-        except Cancelled:
-            raise
         except Exception as error:  # hf-xet raises RuntimeError, huggingface_hub HTTP errors and OSError
-            self.stop.check()
+            self.stop.check()  # also raises if the error is that the download was cancelled
             self.note(f"{file.name}: Xet failed ({type(error).__name__}), downloading over HTTP")
             return False
 
@@ -273,7 +260,9 @@ def _publish(draft: Path, target: Path, listing: Listing, hashes: Mapping[str, s
             elif path.name not in hashes:
                 path.unlink()
         files = {file.name: RecordedFile(size=file.size, sha256=hashes[file.name]) for file in listing.files}
-        record = Record(repo_id=listing.repo_id, revision=listing.commit, downloaded_at=time.time(), files=files)
+        record = DownloadRecord(
+            repo_id=listing.repo_id, revision=listing.commit, downloaded_at=time.time(), files=files
+        )
         record.write(draft)
         draft.rename(target)
         sync_directory(target.parent)

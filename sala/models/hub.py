@@ -1,7 +1,7 @@
-"""Hubs of models: repository names, the files of a repository, and models that lie in the Hugging Face cache.
+"""Hubs of models: repository names, the files of a repository, and models in the Hugging Face cache.
 
-The Hugging Face Hub and its mirrors are the default source, ModelScope is another (`--hub modelscope`). Only weights,
-configuration and tokenizer files are listed, never code.
+The Hugging Face Hub and its mirrors are the default source, ModelScope is another (`--hub-url modelscope`). Only
+weights, configuration and tokenizer files are listed, never code.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,8 +19,9 @@ from urllib.parse import quote
 
 from sala.checkpoint.reader import INDEX_FILE, SINGLE_FILE, Checkpoint
 from sala.checkpoint.writer import COMPANION_FILES
+from sala.config import read_json_object
 from sala.errors import InputError, SalaError
-from sala.models.transfer import Client, DownloadError, RemoteFile, Stop, read_answer
+from sala.models.transfer import DownloadError, HubClient, RemoteFile, Stop, read_answer
 
 DEFAULT_URL = "https://huggingface.co"
 MODELSCOPE_URL = "https://modelscope.cn"
@@ -70,19 +71,14 @@ def folder_name(repo_id: str) -> str:
 
 def find_cached(repo_id: str, revision: str | None = None) -> Path | None:
     """Return the model's directory in the Hugging Face cache if it is there, complete and readable."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, try_to_load_from_cache
 
-    commit = revision or "main"
-    with contextlib.suppress(OSError, ValueError):
-        place = Path(constants.HF_HUB_CACHE) / f"models--{folder_name(repo_id)}"
-        if not _COMMIT.fullmatch(commit):
-            commit = (place / "refs" / check_revision(commit)).read_text(encoding="ascii").strip()
-        snapshot = place / "snapshots" / commit
-        if not _COMMIT.fullmatch(commit) or not (snapshot / "config.json").is_file():
-            return None
-        with contextlib.suppress(SalaError):
-            Checkpoint(snapshot).close()
-            return snapshot
+    with contextlib.suppress(OSError, ValueError, SalaError):
+        known = check_repo_id(repo_id), "config.json", constants.HF_HUB_CACHE, check_revision(revision or "main")
+        config = try_to_load_from_cache(*known)
+        if isinstance(config, str):
+            Checkpoint(Path(config).parent).close()
+            return Path(config).parent
     return None
 
 
@@ -93,9 +89,9 @@ def cached_models() -> list[tuple[str, Path]]:
     found = []
     for place in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
         repo_id = place.name.removeprefix("models--").replace("--", "/", 1)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, SalaError):
             snapshot = find_cached(repo_id)
-            if snapshot is not None and b'"minicpm_sala"' in (snapshot / "config.json").read_bytes():
+            if snapshot is not None and read_json_object(snapshot / "config.json").get("model_type") == "minicpm_sala":
                 found.append((repo_id, snapshot))
     return found
 
@@ -111,22 +107,19 @@ class Listing:
 
 
 class Hub:
-    """The Hugging Face Hub, a mirror that speaks its protocol, or ModelScope."""
+    """The Hugging Face Hub, a mirror that speaks its protocol, or ModelScope; it may redirect to `hosts` too."""
 
-    def __init__(self, url: str | None = None, token: str | None = None, **options: Any) -> None:
+    def __init__(self, url: str | None = None, hosts: Sequence[str] = (), **options: Any) -> None:
         from huggingface_hub import constants
 
-        friends = tuple(
-            host.strip().lower() for host in os.environ.get("SALA_HUB_HOSTS", "").split(",") if host.strip()
-        )
         url = MODELSCOPE_URL if url == "modelscope" else url
         found = url if url and url.rstrip("/") != DEFAULT_URL else os.environ.get("HF_ENDPOINT") or DEFAULT_URL
         if not re.fullmatch(r"https?://[A-Za-z0-9.:\[\]-]+(/[A-Za-z0-9._~/-]*)?", found):
             raise InputError("hub_url", "must be an address such as https://huggingface.co, or modelscope")
         host = found.partition("://")[2].partition("/")[0].partition(":")[0]
         self.is_modelscope = options.pop("is_modelscope", host.removeprefix("www.") == "modelscope.cn")
-        self.token = None if self.is_modelscope else token or read_token()
-        self.client = Client(found, self.token, friends=friends, **options)
+        self.token = None if self.is_modelscope else read_token()
+        self.client = HubClient(found, self.token, trusted_hosts=hosts, **options)
         is_on = not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
         self.has_xet = is_on and self.client.url == DEFAULT_URL
 
@@ -144,14 +137,12 @@ class Hub:
             raise _refusal(status, headers.get("X-Error-Code", ""), repo_id, revision)
         try:
             data = json.loads(body)
-            return _read_listing(repo_id, _from_modelscope(data) if self.is_modelscope else data)
+            if self.is_modelscope:
+                files = f"{self.client.url}/models/{repo_id}/resolve/{revision or 'master'}"
+                return _read_listing(repo_id, _from_modelscope(data), files)
+            return _read_listing(repo_id, data, f"{self.client.url}/{repo_id}/resolve/{data['sha']}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DownloadError(f"the hub's description of {repo_id} is not valid") from None
-
-    def file_url(self, listing: Listing, file: RemoteFile, revision: str | None = None) -> str:
-        if self.is_modelscope:
-            return f"{self.client.url}/models/{listing.repo_id}/resolve/{revision or 'master'}/{quote(file.name)}"
-        return f"{self.client.url}/{listing.repo_id}/resolve/{listing.commit}/{quote(file.name)}"
 
 
 def read_token() -> str | None:
@@ -184,12 +175,13 @@ def _from_modelscope(data: Any) -> dict[str, Any]:
     return {"sha": hashlib.sha256("\n".join(contents).encode()).hexdigest(), "siblings": siblings}
 
 
-def _read_listing(repo_id: str, data: Any) -> Listing:
+def _read_listing(repo_id: str, data: Any, url: str) -> Listing:
+    """Return the listing of a repository whose files are below `url`."""
     commit = data["sha"]
     if not _COMMIT.fullmatch(commit):
         raise ValueError(commit)
     names = [entry["rfilename"] for entry in data["siblings"]]
-    files = [_read_file(repo_id, entry) for entry in data["siblings"] if _is_wanted(entry["rfilename"])]
+    files = [_read_file(repo_id, entry, url) for entry in data["siblings"] if _is_wanted(entry["rfilename"])]
     found = {file.name for file in files}
     if len({name.casefold() for name in found}) != len(files):
         raise DownloadError(f"{repo_id} has two files with the same name")
@@ -206,7 +198,7 @@ def _is_wanted(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in WANTED)
 
 
-def _read_file(repo_id: str, entry: Mapping[str, Any]) -> RemoteFile:
+def _read_file(repo_id: str, entry: Mapping[str, Any], url: str) -> RemoteFile:
     name, large = entry["rfilename"], entry.get("lfs") or {}
     size, digest = large.get("size", entry.get("size")), large.get("sha256") if large else entry.get("blobId")
     if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 50:
@@ -215,4 +207,4 @@ def _read_file(repo_id: str, entry: Mapping[str, Any]) -> RemoteFile:
         raise DownloadError(f"{name} of {repo_id} would be {size:,} bytes, which is not plausible")
     if not re.fullmatch(r"[0-9a-f]{64}" if large else r"[0-9a-f]{40}", str(digest)):
         raise DownloadError(f"the hub gives no hash of {name} of {repo_id}")
-    return RemoteFile(name, size, digest if large else None, None if large else digest)
+    return RemoteFile(name, f"{url}/{quote(name)}", size, digest if large else None, None if large else digest)

@@ -1,4 +1,4 @@
-"""HTTP downloads from a hub that is not trusted: where redirects may lead, how much may arrive, how to resume."""
+"""HTTP downloads from a hub that is not trusted: limits on redirects and sizes, and how downloads resume."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, urljoin, urlsplit
 
 from sala.errors import DiskFull, NotWritable, SalaError, writing
 
@@ -22,8 +21,9 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 1 << 20
 CONNECT_SECONDS = 15.0
 MAX_REDIRECTS = 5
+MAX_URL = 8192  # characters
 MAX_WAIT_SECONDS = 60.0
-PROGRESS_BYTES = 1 << 20  # a transfer that brought this much since the last failure starts counting failures anew
+PROGRESS_BYTES = 1 << 20  # after this much progress failures are counted from zero again
 STORAGE_DOMAINS = ("huggingface.co", "hf.co", "modelscope.cn")
 # Some proxies route by name and hand out addresses of this network for every public host.
 NAME_ROUTED = ipaddress.ip_network("198.18.0.0/15")
@@ -31,11 +31,15 @@ _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class DownloadError(SalaError):
-    """A model could not be downloaded; files that have arrived are kept for another try."""
+    """A model could not be downloaded; what has been downloaded is kept for another try."""
 
 
 class DownloadDiskFull(DownloadError, DiskFull):
     """The disk has no room for the files of a model."""
+
+
+class DownloadNotWritable(DownloadError, NotWritable):
+    """The models directory may not be written."""
 
 
 class WrongHash(DownloadError):
@@ -59,14 +63,10 @@ class Stop:
 
     def __init__(self) -> None:
         self._event = threading.Event()
-        self._sockets: set[socket.socket] = set()
         self._callbacks: list[Callable[[], object]] = []
 
     def set(self) -> None:
         self._event.set()
-        for waiting in tuple(self._sockets):
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(waiting, socket.SHUT_RDWR)  # of the plain socket: no TLS goodbye first
         for callback in tuple(self._callbacks):
             callback()
 
@@ -77,11 +77,6 @@ class Stop:
 
     def wait(self, seconds: float) -> None:
         self._event.wait(seconds)
-        self.check()
-
-    def watch(self, connected: socket.socket) -> None:
-        """Shut this socket down when the transfer is stopped."""
-        self._sockets = {known for known in self._sockets if known.fileno() >= 0} | {connected}
         self.check()
 
     @contextlib.contextmanager
@@ -95,18 +90,18 @@ class Stop:
             self._callbacks.remove(callback)
 
 
-class Client:
+class HubClient:
     """GET requests to one hub and to the hosts that store its files."""
 
     def __init__(
-        self, url: str, token: str | None, timeout: float = 60.0, friends: Sequence[str] = (), tries: int = 5,
+        self, url: str, token: str | None, timeout: float = 60.0, trusted_hosts: Sequence[str] = (), tries: int = 5,
         delay: float = 1.0,
     ) -> None:  # fmt: skip
         self.url = url.rstrip("/")
-        self.hub = _split(self.url)
-        self.is_local = is_loopback(self.hub.hostname or "")
+        self.hub = _parse(self.url)
+        self.is_local = is_loopback(self.hub.host)
         self.timeout = timeout
-        self.friends = tuple(friends)
+        self.trusted_hosts = tuple(trusted_hosts)
         self.tries = tries
         self.delay = delay
         self._token = token if self.hub.scheme == "https" or self.is_local else None  # never in clear text
@@ -119,60 +114,66 @@ class Client:
         """
         import httpx2
 
+        sockets: list[socket.socket] = []
         try:
-            with contextlib.closing(self._follow(url, headers, stop)) as response:
+            with (
+                stop.calling(lambda: _shut_down(sockets)),
+                contextlib.closing(self._follow(_parse(url), headers, stop, sockets)) as response,
+            ):
                 status, encoding = response.status_code, response.headers.get("Content-Encoding", "identity")
                 if status in _RETRY_STATUS:
                     wait = response.headers.get("Retry-After", "")
                     raise Broken(f"the hub answers {status}", float(wait) if re.fullmatch(r"\d{1,6}", wait) else None)
                 if status in (200, 206) and encoding.lower() != "identity":
-                    name = urlsplit(url).path.rpartition("/")[2]
-                    raise DownloadError(f"{name} arrives compressed, which was not asked for")
+                    raise DownloadError(f"{url.rpartition('/')[2]} was sent compressed, which was not requested")
                 yield response
             stop.check()
-        except httpx2.InvalidURL:
+        except httpx2.InvalidURL:  # a redirect, which httpx2 parses too
             raise DownloadError("the hub gives an address that is not a URL") from None
         except (Broken, httpx2.TransportError) as error:
             stop.check()
             raise error if isinstance(error, Broken) else _explain(error) from None
 
-    def _follow(self, url: str, headers: Mapping[str, str], stop: Stop) -> "httpx2.Response":
+    def _follow(
+        self, url: "httpx2.URL", headers: Mapping[str, str], stop: Stop, sockets: list[socket.socket]
+    ) -> "httpx2.Response":
         """Return the first response that is not a redirect; httpx2 itself would read the whole body of a redirect."""
         for _ in range(MAX_REDIRECTS + 1):
             stop.check()
-            response = self._http.send(self._request(url, headers, stop), stream=True)
+            sent = {"Accept-Encoding": "identity", "User-Agent": "sala", **headers}
+            if self._token and (url.scheme, url.netloc) == (self.hub.scheme, self.hub.netloc):
+                sent["Authorization"] = f"Bearer {self._token}"
+            request = self._http.build_request("GET", url, headers=sent)
+            request.extensions["trace"] = self._trace(url.host, stop, sockets)
+            response = self._http.send(request, stream=True)
             if not response.has_redirect_location:
                 return response
             response.close()
-            url = urljoin(url, response.headers["Location"])
-            self.check_target(url)
-        raise DownloadError(f"{self.hub.hostname} redirects in a circle")
+            url = self.check_target(response.headers["Location"], url)
+        raise DownloadError(f"{self.hub.host} redirects in a loop")
 
     def pause(self, error: Broken, stop: Stop, failures: int = 1) -> None:
         """Wait before the next attempt: as long as the hub asks, or longer after every failure."""
         wait = self.delay * 2 ** (failures - 1) if error.wait is None else error.wait
         stop.wait(min(MAX_WAIT_SECONDS, wait))
 
-    def check_target(self, url: str) -> None:
-        """Raise DownloadError if a redirect leads to a foreign host, off HTTPS, or into the local network."""
-        target = _split(url)
-        host = target.hostname or ""
-        is_hub = (host, target.port) == (self.hub.hostname, self.hub.port)
+    def check_target(self, location: str, base: "httpx2.URL | None" = None) -> "httpx2.URL":
+        """Return where a redirect leads. Raise DownloadError for another host, off HTTPS, or the local network."""
+        target = _parse(location, base)
+        host, shown = target.host, target.host[:100] or "nowhere"
+        is_hub = (host, target.port) == (self.hub.host, self.hub.port)
         may_be_plain = (self.is_local and is_loopback(host)) or (is_hub and self.hub.scheme == "http")
         if target.scheme != "https" and not (target.scheme == "http" and may_be_plain):
-            raise DownloadError(f"the hub redirects to {target.scheme}: at {_shown(host)}, which is refused")
-        if not self._is_storage(host):
-            message = f"the hub redirects to {_shown(host)}, which is not one of its own hosts"
-            raise DownloadError(message, "if you trust that host, name it in SALA_HUB_HOSTS")
-        if not is_hub and not self.is_local and host not in self.friends:
+            raise DownloadError(f"the hub redirects to {target.scheme}: at {shown}, which is refused")
+        domains = (self.hub.host, *STORAGE_DOMAINS, *self.trusted_hosts)
+        is_storage = any(host == domain or host.endswith("." + domain) for domain in domains)
+        if not (is_loopback(host) if self.is_local else is_storage):
+            message = f"the hub redirects to {shown}, which is not one of its own hosts"
+            raise DownloadError(message, "if you trust that host, name it with --hub-hosts or SALA_HUB_HOSTS")
+        if not is_hub and not self.is_local and host not in self.trusted_hosts:
             with contextlib.suppress(ValueError):
                 check_address(str(ipaddress.ip_address(host)))
-
-    def _is_storage(self, host: str) -> bool:
-        if self.is_local:
-            return is_loopback(host)
-        domains = (self.hub.hostname or "", *STORAGE_DOMAINS, *self.friends)
-        return any(host == domain or host.endswith("." + domain) for domain in domains)
+        return target
 
     @cached_property
     def _http(self) -> "httpx2.Client":
@@ -185,74 +186,63 @@ class Client:
             limits=httpx2.Limits(max_keepalive_connections=0),
         )
 
-    def _request(self, url: str, headers: Mapping[str, str], stop: Stop) -> "httpx2.Request":
-        target = _split(url)
-        sent = {"Accept-Encoding": "identity", "User-Agent": "sala", **headers}
-        if self._token and (target.scheme, target.netloc) == (self.hub.scheme, self.hub.netloc):
-            sent["Authorization"] = f"Bearer {self._token}"
-        is_known = self.is_local or target.hostname == self.hub.hostname or target.hostname in self.friends
-        request = self._http.build_request("GET", url, headers=sent)
-        if request.url.host != (target.hostname or ""):
-            raise DownloadError("the hub gives an address that two parsers read differently")
-        request.extensions["trace"] = _Watcher(stop, None if is_known else target.hostname)
-        return request
+    def _trace(self, target: str, stop: Stop, sockets: list[socket.socket]) -> Callable[[str, Mapping[str, Any]], None]:
+        """Return a function that sees every connection before anything is sent, and notes its socket."""
+        is_known = self.is_local or target == self.hub.host or target in self.trusted_hosts
+        host = ""
+
+        def trace(event: str, info: Mapping[str, Any]) -> None:
+            nonlocal host
+            if event.endswith("connect_tcp.started"):
+                host = info["host"]  # the proxy's, where there is one
+            elif event.endswith(("connect_tcp.complete", "start_tls.complete")):
+                stream = info["return_value"]
+                sockets.append(stream.get_extra_info("socket"))
+                try:
+                    # The address that the socket really has: a name may resolve differently every time.
+                    if not is_known and host == target:
+                        check_address(sockets[-1].getpeername()[0])
+                    stop.check()
+                except DownloadError:
+                    stream.close()
+                    raise
+
+        return trace
 
 
-@dataclass(slots=True)
-class _Watcher:
-    """Sees every connection before anything is sent; `stranger` is a host that must be on the public internet."""
-
-    stop: Stop
-    stranger: str | None
-    host: str = ""
-
-    def __call__(self, event: str, info: Mapping[str, Any]) -> None:
-        if event.endswith("connect_tcp.started"):
-            self.host = info["host"]  # the proxy's, where there is one
-        elif event.endswith(("connect_tcp.complete", "start_tls.complete")):
-            stream = info["return_value"]
-            try:
-                # The address that the socket really has: a name may resolve differently every time.
-                if self.stranger is not None and self.host == self.stranger:
-                    check_address(stream.get_extra_info("socket").getpeername()[0])
-                self.stop.watch(stream.get_extra_info("socket"))
-            except DownloadError:
-                stream.close()
-                raise
+def _shut_down(sockets: Sequence[socket.socket]) -> None:
+    for connected in sockets:
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(connected, socket.SHUT_RDWR)  # of the plain socket: no TLS goodbye first
 
 
 def _explain(error: "httpx2.TransportError") -> Exception:
     import httpx2
 
-    host = _shown(error.request.url.host)
+    host = error.request.url.host[:100]
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         remedy = "set SSL_CERT_FILE to your network's certificates"
         return DownloadError(f"the certificate of {host} is not trusted here", remedy)
     if isinstance(error, httpx2.ReadTimeout):
-        return Broken("no bytes arrive any more")
+        return Broken("the hub has stopped sending data")
     if isinstance(error, httpx2.TimeoutException):
         return Broken(f"{host} does not answer")
     if isinstance(error, httpx2.ConnectError | httpx2.ProxyError):
         return Broken(f"{host} cannot be reached ({type(error).__name__})")
-    return Broken("the connection broke off")
+    return Broken("the connection was lost")
 
 
-def _split(url: str) -> SplitResult:
-    """Split a URL that every parser reads alike; raise DownloadError for any other."""
-    if not re.fullmatch(r"[\x21-\x7e]{1,8192}", url) or "\\" in url:
-        raise DownloadError("the hub gives an address that is not a plain URL")
+def _parse(url: str, base: "httpx2.URL | None" = None) -> "httpx2.URL":
+    """Return a URL, which may be relative to `base`; raise DownloadError for one that the hub should not give."""
+    import httpx2
+
     try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
+        parsed = httpx2.URL(url) if base is None else base.join(url)
+    except httpx2.InvalidURL:
         raise DownloadError("the hub gives an address that is not a URL") from None
-    if "@" in parts.netloc or port == 0:
-        raise DownloadError("the hub gives an address with a user name or an impossible port in it")
-    return parts
-
-
-def _shown(host: str) -> str:
-    return host[:100] or "nowhere"
+    if len(url) > MAX_URL or parsed.userinfo or parsed.port == 0:
+        raise DownloadError("the hub gives an address that is too long, or has a user name or an impossible port")
+    return parsed
 
 
 def is_loopback(host: str) -> bool:
@@ -279,13 +269,14 @@ class RemoteFile:
     """A file of a repository as the hub declares it; it has at least one of the two hashes."""
 
     name: str
+    url: str
     size: int
     sha256: str | None
     git_sha1: str | None  # of the blob as git counts it
 
 
-def fetch(client: Client, url: str, file: RemoteFile, part: Path, stop: Stop, report: Callable[[int], None]) -> None:
-    """Download the rest of a file into `part`, over as many connections as it takes."""
+def fetch(client: HubClient, file: RemoteFile, part: Path, stop: Stop, report: Callable[[int], None]) -> None:
+    """Download the rest of a file into `part`; reconnect while it makes progress."""
     failures, best = 0, size_of(part)
     if not file.size:
         part.touch()
@@ -294,14 +285,14 @@ def fetch(client: Client, url: str, file: RemoteFile, part: Path, stop: Stop, re
             part.unlink()
             size = 0
         try:
-            with client.open(url, {"Range": f"bytes={size}-"} if size else {}, stop) as response:
+            with client.open(file.url, {"Range": f"bytes={size}-"} if size else {}, stop) as response:
                 _save(response, file, part, _start(response, file, part, size), stop, report)
         except Broken as error:
             failures = 1 if size_of(part) >= best + PROGRESS_BYTES else failures + 1
             best = max(best, size_of(part))
             if failures >= client.tries:
-                remedy = "try again later; what has arrived is kept"
-                raise DownloadError(f"{file.name} does not arrive: {error}", remedy) from None
+                remedy = "try again later; what has been downloaded is kept"
+                raise DownloadError(f"{file.name} could not be downloaded: {error}", remedy) from None
             client.pause(error, stop, failures)
 
 
@@ -322,7 +313,7 @@ def _save(
             handle.write(chunk)
             report(start)
     if start != file.size:
-        raise Broken("the connection broke off")
+        raise Broken("the connection was lost")
 
 
 def _start(response: "httpx2.Response", file: RemoteFile, part: Path, size: int) -> int:
@@ -370,15 +361,15 @@ def writing_model(path: Path, needed: int | None = None) -> Iterator[None]:
         with writing(path, needed):
             yield
     except DiskFull as error:
-        remedy = "free some space, or set SALA_MODELS_DIR to a larger disk; what has arrived is kept"
+        remedy = "free some space, or set SALA_MODELS_DIR to a larger disk; what has been downloaded is kept"
         raise DownloadDiskFull(error.message, remedy) from None
     except NotWritable as error:
-        raise DownloadError(error.message, "change its permissions, or set SALA_MODELS_DIR") from None
+        raise DownloadNotWritable(error.message, "change its permissions, or set SALA_MODELS_DIR") from None
     except OSError as error:
         raise DownloadError(f"{path} cannot be written: {error.strerror}", "set SALA_MODELS_DIR") from None
 
 
-def read_answer(client: Client, url: str, max_bytes: int, stop: Stop) -> "tuple[int, httpx2.Headers, bytes]":
+def read_answer(client: HubClient, url: str, max_bytes: int, stop: Stop) -> "tuple[int, httpx2.Headers, bytes]":
     """Return status, headers and body of a small response; a broken one is asked for once more."""
     for is_last in (False, True):
         try:
@@ -387,7 +378,7 @@ def read_answer(client: Client, url: str, max_bytes: int, stop: Stop) -> "tuple[
                 for chunk in response.iter_raw():
                     body += chunk
                     if len(body) > max_bytes:
-                        raise DownloadError(f"{client.hub.hostname} sends more than {max_bytes >> 20} MiB of metadata")
+                        raise DownloadError(f"{client.hub.host} sends more than {max_bytes >> 20} MiB of metadata")
                 return response.status_code, response.headers, bytes(body)
         except Broken as error:
             if is_last:

@@ -4,30 +4,82 @@ Flags, `SALA_*` variables, TOML keys, arguments of `LLM`, `--show-config` and th
 classes. To add an option, add a field here and use it; nothing else has to be written.
 """
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from sala.errors import InputError
-from sala.options.schema import Count, File, Hosts, Kind, LoopGuard, Plain, Stops, Text, Url, option, options, spelling
+from sala.options.schema import (
+    Adapters,
+    Count,
+    File,
+    Kind,
+    LoopGuard,
+    Plain,
+    Stops,
+    Text,
+    Url,
+    option,
+    options,
+    spelling,
+    table,
+)
 
 MAX_LOGPROBS = 20
+LOOP_GUARD = 512  # of answers at a terminal and of the server; the library has none unless asked or recommended
 MOST = 1 << 50
+MOST_BLOCKS = 1024  # that a query may select; dense attention reads more
 _INT32, _INT64 = 1 << 31, 1 << 63
 
 _loading = partial(option, scope="loading")
 _sampling = partial(option, scope="sampling")
 _commands = partial(option, scope="commands")
+_attention = partial(option, scope="attention")
 
 Backend = Annotated[Literal["auto", "torch", "mlx"], spelling()]
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], spelling()]
 KV = Annotated[Literal["auto", "fp8"], spelling()]
+KVHome = Annotated[Literal["auto", "device", "disk"], spelling(gpu="device", memory="device")]
+State = Annotated[Literal["auto", "bf16"], spelling(fp32="auto", bfloat16="bf16")]
 Prefill = Annotated[Literal["auto", "fp8"], spelling(exact="auto")]
 Kernels = Annotated[Literal["auto", "off"], spelling(_0="off", _1="auto", on="auto")]
 Metal = Annotated[Literal["auto", "off", "on"], spelling(_0="off", _1="on")]
-Speculate = Annotated[Literal["off", "lookup", "layers"], spelling()]
+Speculate = Annotated[Literal["off", "lookup", "layers", "head", "auto"], spelling()]
+AttentionRule = Annotated[Literal["auto", "dense", "sparse"], spelling()]
+DenseBelow = Annotated[Count, Field(ge=0, le=MOST)]
+NumBlocks = Annotated[int, Field(ge=1, le=MOST_BLOCKS)]
+
+
+@options
+class Attention:
+    """How the sparse layers attend, where that differs from what the model or its options say."""
+
+    attention: AttentionRule | None = _attention(
+        None, "auto: dense for short prompts; dense or sparse: at any length.", shown="the model's, auto"
+    )
+    dense_below: DenseBelow | None = _attention(
+        None, "Prompts with fewer tokens attend to everything.", shown="the model's"
+    )
+    topk: NumBlocks | None = _attention(
+        None, "Blocks that a query selects, beside the most recent ones.", shown="the model's"
+    )
+
+    def __post_init__(self) -> None:
+        if self.dense_below is not None and self.attention not in (None, "auto"):
+            raise InputError("dense_below", f"has no effect if attention is {self.attention}", "leave one of them out")
+
+    def over(self, default: "Attention") -> "Attention":
+        """Return this choice, with another's for what is not chosen."""
+        topk = default.topk if self.topk is None else self.topk
+        if self.attention is None and self.dense_below is None:
+            return Attention(attention=default.attention, dense_below=default.dense_below, topk=topk)
+        below = default.dense_below if self.attention == "auto" and self.dense_below is None else self.dense_below
+        return Attention(attention=self.attention, dense_below=below, topk=topk)
 
 
 @options
@@ -37,13 +89,37 @@ class Options:
     RENAMED: ClassVar = (("num_snapshots", "snapshots"),)
 
     model: Text | None = _loading(None, "Model: a directory or a name.", flags=("-m",), shown="smol-sala")
-    adapter: File | None = _loading(None, "LoRA adapter to merge into the model.")
+    adapter: Adapters = _loading(
+        (), "LoRA adapter to merge into the model; NAME=PATH, repeatable: to use by name in requests."
+    )
     backend: Backend = _loading("auto", "auto, torch or mlx; auto is mlx on Apple Silicon where it is installed.")
     device: Text = _loading("auto", "auto, cpu, cuda, cuda:N or mps; with mlx auto, cpu or gpu.")
     dtype: Dtype = _loading("auto", "Precision of the weights; auto is the checkpoint's own.")
     kv: KV = _loading("auto", "Precision of the KV cache: auto, as computed, or fp8.")
+    kv_home: KVHome = _loading(
+        "auto", "Where keys and values lie: device, or disk (CPU); auto: on disk if ctx needs that."
+    )
+    kv_home_size: Count | None = _loading(
+        None,
+        "Bytes for keys and values on disk, e.g. 40G.",
+        ge=1,
+        le=MOST,
+        shown="half of what is free, or what ctx needs",
+    )
+    state: State = _loading(
+        "auto", "Precision of the recurrent state: auto, fp32, or bf16: half the memory, less exact."
+    )
     prefill: Prefill = _loading("auto", "Precision of prefill: auto, as the weights, or fp8 on recent GPUs.")
     packed: bool = _loading(True, "Compute with quantized weights as stored; off: expand them.", off="--no-packed")
+    attention: AttentionRule = _loading(
+        "auto", "Attention of the sparse layers: auto (dense for short prompts), dense or sparse at any length."
+    )
+    dense_below: DenseBelow | None = _loading(
+        None, "Prompts with fewer tokens attend to everything, with attention auto.", shown="the model's"
+    )
+    topk: NumBlocks | None = _loading(
+        None, "Blocks of text that a query selects, beside the most recent ones.", shown="the model's"
+    )
     kernels: Kernels = _loading("auto", "Kernels in C++, Triton and Metal: auto, or off for the reference.")
     metal: Metal = _loading("auto", "Metal kernels: auto, where they prove equal and faster, on or off.")
     threads: int | None = _loading(None, "CPU threads.", ge=1, le=1 << 12, shown="one per core")
@@ -53,18 +129,76 @@ class Options:
     cache_memory: Count | None = _loading(
         None, "Bytes for the KV cache of all sequences, e.g. 8G.", ge=1, le=MOST, shown="half of what is free"
     )
+    cache_ram: Count | None = _loading(
+        None, "Host memory for prefixes that leave a GPU, e.g. 32G.", ge=1, le=MOST, shown="none"
+    )
     cache_dir: File | None = _loading(None, "Keep the cache of long prefixes here, across restarts.")
-    cache_disk: Count | None = _loading(None, "Bytes in cache_dir at most.", ge=1, le=MOST, shown="no limit")
-    max_batch: int = _loading(8, "Sequences that run at a time.", ge=1, le=1 << 16)
-    snapshots: int = _loading(16, "States kept for reuse by later requests.", ge=0, le=1 << 16)
+    cache_disk: Count | None = _loading(
+        None, "Bytes in cache_dir at most.", ge=1, le=MOST, shown="a tenth of the free disk"
+    )
+    max_batch: int | None = _loading(
+        None, "Sequences that run at a time.", ge=1, le=1 << 16, shown="by device and memory"
+    )
+    snapshots: int | None = _loading(
+        None, "Cached prefixes at most; 0: none.", ge=0, le=1 << 16, shown="as many as fit into cache_memory"
+    )
     prefill_chunk: Count | None = _loading(
         None, "Prompt tokens computed in a step; it bounds memory.", ge=1, le=MOST, shown="by device"
     )
-    speculate: Speculate = _loading("off", "Source of draft tokens: off, lookup (the text so far) or layers.")
+    prefill_ms: int = _loading(
+        100, "Milliseconds that prefill may add to a step while answers are generated (GPU).", ge=1, le=1 << 20
+    )
+    speculate: Speculate = _loading(
+        "off", "Source of draft tokens: off, lookup (the text so far), layers, head (a draft head), or auto."
+    )
+    draft_head: File | None = _loading(
+        None,
+        "Directory of a draft head (speculate = head, auto) or of a trained exit (layers).",
+        shown="draft-head or draft-exit in the model's directory",
+    )
     num_draft: int = _loading(4, "Draft tokens at a time.", ge=1, le=64)
-    draft_layers: int = _loading(8, "Layers that draft, with speculate = layers.", ge=1, le=1 << 10)
+    draft_layers: int = _loading(
+        8, "Layers that draft, with speculate = layers; a trained exit has its own number.", ge=1, le=1 << 10
+    )
+
+    def __post_init__(self) -> None:
+        names = [_split_adapter(text)[0] for text in self.adapter]
+        if len(set(names)) < len(names):
+            problem = "names the same adapter twice" if "" not in names else "is to be merged twice"
+            raise InputError("adapter", problem, "give each of them a name: --adapter NAME=PATH")
+        _ = self.attention_choice  # raises for what does not go together
+
+    @property
+    def attention_choice(self) -> Attention:
+        """How the sparse layers attend, for requests that do not say."""
+        return Attention(attention=self.attention, dense_below=self.dense_below, topk=self.topk)
+
+    @property
+    def merged_adapter(self) -> Path | None:
+        """The adapter that is merged into the model."""
+        return next((path for name, path in map(_split_adapter, self.adapter) if not name), None)
+
+    @property
+    def named_adapters(self) -> dict[str, Path]:
+        """The adapters that requests may name."""
+        return {name: path for name, path in map(_split_adapter, self.adapter) if name}
+
+    @property
+    def only_adapter(self) -> Path | None:
+        """The adapter that is merged, where requests cannot name others. Raises InputError if there are others."""
+        if self.named_adapters:
+            remedy = "give the directory without a name; names are for sala serve and LLM"
+            raise InputError("adapter", f"names {', '.join(self.named_adapters)}", remedy)
+        return self.merged_adapter
 
 
+def _split_adapter(text: str) -> tuple[str, Path]:
+    """Return name and directory of an adapter; without a name it is empty."""
+    found = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", text)
+    return (found[1], Path(found[2]).expanduser()) if found else ("", Path(text).expanduser())
+
+
+ATTENTION_FIELDS = tuple(table(Attention))
 Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
 TopP = Annotated[float, Field(gt=0.0, le=1.0)]
 TopK = Annotated[int, Field(ge=0, le=_INT32)]
@@ -81,11 +215,19 @@ LogitBias = Annotated[
 class Sampling:
     """How the next token is sampled. Temperature 0 takes the most probable one."""
 
-    temperature: Temperature = _sampling(0.7, "Randomness; 0 takes the most probable token.", flags=("-t",))
-    top_p: TopP = _sampling(1.0, "Sample from the most probable tokens that make up this share.")
-    top_k: TopK = _sampling(0, "Sample from this many tokens at most; 0: no limit.")
-    min_p: float = _sampling(0.0, "Leave out tokens below this share of the most probable one.", ge=0.0, le=1.0)
-    repetition_penalty: float = _sampling(1.0, "Divide the scores of tokens that occurred.", gt=0.0, le=100.0)
+    temperature: Temperature = _sampling(
+        0.7, "Randomness; 0 takes the most probable token.", flags=("-t",), shown="the model's, or 0.7"
+    )
+    top_p: TopP = _sampling(
+        1.0, "Sample from the most probable tokens that make up this share.", shown="the model's, or 1"
+    )
+    top_k: TopK = _sampling(0, "Sample from this many tokens at most; 0: no limit.", shown="the model's, or 0")
+    min_p: float = _sampling(
+        0.0, "Leave out tokens below this share of the most probable one.", ge=0.0, le=1.0, shown="the model's, or 0"
+    )
+    repetition_penalty: float = _sampling(
+        1.0, "Divide the scores of tokens that occurred.", gt=0.0, le=100.0, shown="the model's, or 1"
+    )
     presence_penalty: Penalty = _sampling(0.0, "Subtract this from the scores of tokens in the answer.")
     frequency_penalty: Penalty = _sampling(0.0, "Subtract this for each time a token is in the answer.")
     seed: int | None = _sampling(None, "The same seed samples the same tokens.", ge=-_INT64, le=_INT64 - 1)
@@ -94,6 +236,9 @@ class Sampling:
     min_tokens: Count = _sampling(0, "Length of the answer at least.", ge=0, le=_INT32)
     logit_bias: LogitBias = _sampling(dict, "Numbers added to the scores of tokens, by token id.", is_flag=False)
     logprobs: int | None = _sampling(None, "Report this many alternatives per token.", ge=0, le=MAX_LOGPROBS)
+    return_sources: bool = _sampling(
+        False, "Tell which passages of the prompt the answer comes from.", flags=("--sources",)
+    )
     ignore_eos: bool = _sampling(False, "Continue past the end-of-sequence token.", off="--heed-eos")
     think_budget: ThinkBudget | None = _sampling(None, "Tokens of reasoning at most, then the answer.")
     loop_guard: LoopGuard = _sampling(0, "End an answer that repeats itself for so many tokens; 0: never.")
@@ -115,6 +260,19 @@ class Sampling:
         """Whether sampling depends on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    def with_request(self, **given: Any) -> "Sampling":
+        """Return these defaults of a model with what a request gives.
+
+        Where the request enforces the answer, the model's own repetition penalty does not count: quotes and tags
+        repeat, and where they are penalized, a string never ends.
+        """
+        merged = replace(self, **given)
+        return merged if "repetition_penalty" in given else merged.without_model_penalty()
+
+    def without_model_penalty(self) -> "Sampling":
+        """Return the same without a repetition penalty if the answer is enforced."""
+        return replace(self, repetition_penalty=1.0) if self.is_constrained else self
+
 
 @options
 class CommandOptions:
@@ -123,4 +281,3 @@ class CommandOptions:
     config: File | None = _commands(None, "TOML file with options.", is_flag=False)
     url: Url = _commands("http://127.0.0.1:8080", "Address of a running server.")
     sessions_dir: File | None = _commands(None, "Directory of saved sessions.", shown="the user's cache directory")
-    hub_hosts: Hosts = _commands((), "Further hosts that the hub may redirect downloads to.")

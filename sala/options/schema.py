@@ -165,6 +165,28 @@ def _read_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+def _read_names(value: Any) -> Any:
+    items = _read_list(value)
+    if not isinstance(items, tuple):
+        raise ValueError
+    return tuple(part for item in items for part in (_split(item) if isinstance(item, str) else (item,)))
+
+
+def _read_name(value: Any) -> str:
+    return _match(r"[^\s,]{1,200}", _read_text(value))
+
+
+def _read_adapters(value: Any) -> Any:
+    return _read_list(str(value) if isinstance(value, Path) else () if value is None else value)
+
+
+def _read_adapter(value: Any) -> str:
+    """Return a directory, perhaps behind a name and a =."""
+    text = _strip(value)
+    _read_path(text.partition("=")[2] if "=" in text else text)
+    return text
+
+
 def _read_loop_guard(value: Any) -> Any:
     count = _read_count(value)
     if isinstance(count, int) and count and not 32 <= count <= 1 << 20:
@@ -215,6 +237,14 @@ HubUrl = Annotated[
 Stops = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     Kind("TEXT", "give one or more strings that are not empty", _read_list, _split),
+]
+Names = Annotated[
+    tuple[Annotated[str, BeforeValidator(_read_name)], ...],
+    Kind("NAME", "give names without spaces, such as gpt-4o, claude-sonnet-4-5", _read_names, _split),
+]
+Adapters = Annotated[
+    tuple[Annotated[str, BeforeValidator(_read_adapter)], ...],
+    Kind("[NAME=]PATH", "give a directory, or NAME=DIRECTORY once for each", _read_adapters, _split),
 ]
 Origins = Annotated[
     tuple[Annotated[str, BeforeValidator(_read_origin)], ...],
@@ -298,6 +328,11 @@ class Option:
     @property
     def flag(self) -> str:
         return flag_name(self.name)
+
+    @property
+    def keys(self) -> list[str]:
+        """Its name in a file, and the other spellings of its flag."""
+        return [self.name, *(flag[2:].replace("-", "_") for flag in self.flags if flag.startswith("--"))]
 
     @property
     def shown_default(self) -> str:

@@ -51,6 +51,13 @@ def models_dir() -> Path:
     return Path(named).expanduser() if named else Path(platformdirs.user_data_path("sala")) / "models"
 
 
+def files_dir() -> Path:
+    """Return the directory of the files that clients upload."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_path("sala")) / "files"
+
+
 def resolve(options: Options | None, arguments: Mapping[str, Any]) -> Options:
     """Return how to load a model: `options` with changes, or arguments over the variables of the environment."""
     if options is not None:
@@ -82,7 +89,10 @@ def from_flags(cls: type, flags: Mapping[str, Any]) -> list[Given]:
 
 
 def from_file(file: Path | None, cls: type, *others: type) -> list[Given]:
-    """Return the options of a class in a TOML file; keys that belong to `others` are skipped, unknown ones refused."""
+    """Return the options of a class in a TOML file; keys that belong to `others` are skipped, unknown ones refused.
+
+    A key is the name of an option, or another spelling of its flag.
+    """
     if file is None:
         return []
     file = file.expanduser()
@@ -92,12 +102,16 @@ def from_file(file: Path | None, cls: type, *others: type) -> list[Given]:
     except ValueError as error:  # also a number of thousands of digits
         raise InputError(str(file), f"is not valid TOML: {error}", "correct it there") from None
     rows = table(cls)
-    known = set(rows).union(*(table(other) for other in others))
-    given = []
+    settable = [row for each in (*others, cls) for row in table(each).values() if row.is_flag]
+    known = {spelling: row.name for row in settable for spelling in row.keys}
+    given: list[Given] = []
     for key, value in values.items():
-        name, origin = key.replace("-", "_"), f"{file}{_find_line(text, key)}: {short(key)[1:-1]}"
-        if name not in known:
-            raise InputError(origin, "is not an option", suggest(name, known, "remove it"))
+        spelling, origin = key.replace("-", "_"), f"{file}{_find_line(text, key)}: {short(key)[1:-1]}"
+        if spelling not in known:
+            raise InputError(origin, "is not an option", suggest(spelling, known, "remove it"))
+        name = known[spelling]
+        if any(other.name == name for other in given):
+            raise InputError(origin, f"means {name}, which is given already", "remove one of them")
         if name in rows:
             is_path = rows[name].kind is PATH and isinstance(value, str) and not value.startswith("~")
             is_relative = is_path and getattr(cls, "has_relative_paths", False)
@@ -105,14 +119,14 @@ def from_file(file: Path | None, cls: type, *others: type) -> list[Given]:
     return given
 
 
-def show(values: Any) -> list[str]:
+def show(values: Any, rows: Mapping[str, Option]) -> list[str]:
     """Return options as lines of a TOML file; what is not set is a comment, and keys are masked."""
-    return [_show(row, getattr(values, row.name)) for row in table(values.__class__).values()]
+    return [_show(row, getattr(values, name)) for name, row in rows.items()]
 
 
 def _show(row: Option, value: Any) -> str:
     if value is None:
-        return f"# {row.name} is not set"
+        return f"# {row.name} is not set" + (f": {row.shown}" if row.shown else "")
     shown = MASK if row.kind.is_secret else str(value) if isinstance(value, Path) else value
     return f"{row.name} = {json.dumps(shown, ensure_ascii=False)}"
 
