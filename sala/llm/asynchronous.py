@@ -10,10 +10,13 @@ from sala.engine.requests import Call, Prompt, PromptScoring, Submission
 from sala.engine.sessions import SessionStore
 from sala.engine.stream import Completion, Event, StreamItem
 from sala.llm import base
-from sala.protocol import SampledToken
+from sala.llm.scores import perplexity
+from sala.protocol import SampledToken, Sampling
 
 if TYPE_CHECKING:
     import numpy
+
+    from sala.llm.documents import AsyncDocuments, DocumentAnswer
 
 
 class AsyncLLM(base.BaseLLM[AsyncIterator[Event], Coroutine[Any, Any, Completion]]):
@@ -46,6 +49,18 @@ class AsyncLLM(base.BaseLLM[AsyncIterator[Event], Coroutine[Any, Any, Completion
         async for key, _, result in self.service.arun_all(prepare(), max_waiting):
             yield key, result
 
+    async def read(self, paths: base.Paths) -> "AsyncDocuments":
+        """Read files, directories and globs, ready for questions; `left_out` says what could not be read, and why."""
+        from sala.llm.documents import AsyncDocuments
+
+        return await asyncio.to_thread(AsyncDocuments.read, self, paths)
+
+    async def ask(
+        self, paths: base.Paths, question: str, sampling: Sampling | None = None, **more: Any
+    ) -> "DocumentAnswer":
+        """Answer a question about files; `more` are arguments of `Documents.ask`. Long ones are summarised by parts."""
+        return await (await self.read(paths)).ask(question, sampling, **more)
+
     async def logits(
         self, token_ids: Sequence[int], chunk: int | None = None, prompt_len: int | None = None
     ) -> "numpy.ndarray[Any, Any]":
@@ -61,21 +76,30 @@ class AsyncLLM(base.BaseLLM[AsyncIterator[Event], Coroutine[Any, Any, Completion
 
     async def perplexity(self, text: Prompt, chunk: int | None = None) -> float:
         """Return exp of the mean negative log-likelihood of every token after the first."""
-        return base.perplexity(await self.score(text, chunk=chunk))
+        return perplexity(await self.score(text, chunk=chunk))
 
     async def save_session(
-        self, store: SessionStore, name: str, prompt: Prompt, on_progress: base.OnProgress | None = None
+        self,
+        store: SessionStore,
+        name: str,
+        prompt: Prompt,
+        on_progress: base.OnProgress | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Compute a prompt and save its KV cache under a name; returns its number of tokens."""
         store.check_new(name)
         ids = await self.service.call(self.encode, prompt)
-        async for _ in self._stream(self._session_call(ids), on_progress):
+        async for _ in self._stream(self._session_call(ids, adapter), on_progress):
             continue
-        return await asyncio.wrap_future(self.service.execute(self._save, store, name, ids))
+        return await asyncio.wrap_future(self.service.execute(self._save, store, name, ids, adapter))
 
     async def load_session(self, store: SessionStore, name: str) -> list[int]:
         """Load a saved KV cache; returns its tokens, to be continued."""
         return await asyncio.wrap_future(self.service.execute(self._load, store, name))
+
+    async def warm_up(self, on_progress: base.OnProgress | None = None) -> None:
+        """Compile kernels and capture graphs for all kinds of requests now; without a GPU there is nothing to do."""
+        await asyncio.wrap_future(self._warm_up(on_progress))
 
     async def reset(self) -> None:
         """Drop everything that is cached: the next prompt is computed from its first token."""

@@ -1,38 +1,47 @@
 """LLM: answers prompts and conversations from synchronous code; and BaseLLM, what it shares with AsyncLLM."""
 
 import hashlib
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeGuard, TypeVar
 
 from sala.backends import open_executor
-from sala.checkpoint.lora import open_checkpoint
-from sala.config import SalaConfig, read_json_object
-from sala.engine.cache import as_bytes, as_tokens
+from sala.checkpoint.draft_head import find_draft_head
+from sala.checkpoint.finite import check_finite
+from sala.checkpoint.lora import open_checkpoint, read_adapter
+from sala.config import SalaConfig
 from sala.engine.engine import Engine
 from sala.engine.requests import Call, InputProcessor, Prompt, PromptScoring, Submission, Tools
+from sala.engine.scheduler import as_bytes, as_tokens
 from sala.engine.service import EngineService
 from sala.engine.sessions import DiskTier, SessionStore
 from sala.engine.stream import Completion, Event, PromptProgress, PromptScores, StreamItem
+from sala.engine.tiers import TieredHybrid
 from sala.errors import ConfigError, InputError
+from sala.generation_config import read_stop_ids, recommended_sampling
+from sala.head_weights import read_head_weights
+from sala.llm.scores import perplexity, score_tokens
 from sala.models.embedded import find_base, find_model
+from sala.options import ATTENTION_FIELDS, Attention
 from sala.options.sources import resolve
 from sala.protocol import Capacity, Options, SampledToken, Sampling
 from sala.text.control import GrammarCompiler
-from sala.text.template import Message
-from sala.text.tokenizer import Tokenizer
+from sala.text.tokenizer import Message, Tokenizer
 
 if TYPE_CHECKING:
     import numpy
+
+    from sala.llm.documents import DocumentAnswer, Documents
 
 Events = TypeVar("Events")
 Answer = TypeVar("Answer")
 OnProgress = Callable[[int, int], None]  # (tokens of the prompt that are done, all of them)
 Prepare = Callable[[], Submission]
+Paths = Sequence[str | Path] | str | Path
 Finish = Callable[[Iterable[StreamItem]], Any]
 MAX_WAITING = 64  # calls of `many` that are queued at a time
 
@@ -44,46 +53,76 @@ class BaseLLM(Generic[Events, Answer]):
 
     `options` are the fields of `sala.options.Options`, such as `ctx="128K"` or `kv="fp8"`; each that is not given is
     read from its variable (`SALA_CTX`, `SALA_KV`). Alternatively pass `options=Options(…)`, which is taken as it is.
+
+    `adapter` is the directory of a LoRA adapter that is merged into the model. `adapters` are directories by name;
+    requests choose one of them with `adapter="name"`, and those of different adapters run together.
     """
 
-    def __init__(self, model: str | Path | None = None, *, options: Options | None = None, **arguments: Any) -> None:
+    @property
+    def max_batch(self) -> int:
+        """How many sequences run at a time."""
+        return self.engine.scheduler.max_batch
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        options: Options | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        **arguments: Any,
+    ) -> None:
         if model is not None:
             arguments["model"] = model
-        self.options = options = resolve(options, arguments)
-        self.max_batch = options.max_batch
-        self.path, self.adapter = find_base(find_model(options.model), options.adapter)
-        self._checkpoint, self.config = open_checkpoint(self.path, SalaConfig.load(self.path), self.adapter)
+        options = resolve(options, arguments)
+        if adapters:
+            named = (f"{name}={path}" for name, path in adapters.items())
+            options = replace(options, adapter=(*options.adapter, *named))
+            _check_names(adapters, options)
+        self.options = options
+        self.path, self.adapter = find_base(find_model(options.model), options.merged_adapter)
+        self._checkpoint, self._own_config = open_checkpoint(self.path, SalaConfig.load(self.path), self.adapter)
+        self.config = self._own_config.attending(options.attention_choice)
         self._tokenizer = Tokenizer.load(self.path) if (self.path / "tokenizer.json").is_file() else None
         self._check_vocabulary()
         self.stop_ids = read_stop_ids(self.path, self.config)
-        self._executor = open_executor(options.backend, self._checkpoint, self.config, options)
-        self.engine = Engine(self._executor, self.config.sparse_config, options)
+        self.default_sampling = Sampling(**recommended_sampling(self.path, self.config))
+        check_finite(self._checkpoint)
+        self.adapters = {name: read_adapter(path, self.config) for name, path in options.named_adapters.items()}
+        found = {adapter.fingerprint: adapter for adapter in self.adapters.values()}
+        options = replace(options, draft_head=find_draft_head(self.path, options))
+        self._executor = open_executor(options.backend, self._checkpoint, self.config, options, [*found.values()])
+        if (weights := read_head_weights(self.path, self.config)) is not None:
+            self._executor.weigh_heads(weights)
+        self.tiers = self._open_tiers(options)
+        self.engine = Engine(self._executor, self._own_config.sparse_config, options, tiers=self.tiers)
         self.service = EngineService(self.engine)
-        grammars = GrammarCompiler(self.path / "tokenizer.json", self.config.vocab_size, self.stop_ids)
+        stop_ids, vocab_size = self.stop_ids, self.config.vocab_size
+        grammars = GrammarCompiler(self.path / "tokenizer.json", vocab_size, stop_ids)
         self.inputs = InputProcessor(
-            self._tokenizer,
-            grammars,
-            self.stop_ids,
-            self.config.vocab_size,
-            self.ctx,
-            self.engine.check,
-            str(self.path),
+            self._tokenizer, grammars, stop_ids, vocab_size, self.ctx, self.engine.check, str(self.path)
         )
+
+    def _open_tiers(self, options: Options) -> TieredHybrid | None:
+        """Return the bookkeeping of a cache with tiers below the device, if the options want any."""
+        if options.cache_dir is None and options.cache_ram is None:
+            return None
+        sparse, disk = self.config.sparse_config, None
         if options.cache_dir is not None:
-            store = self.open_store(options.cache_dir)
-            tier = DiskTier(store, self.engine.hybrid, self._executor, options.cache_disk)
-            self.engine.before, self.engine.after = tier.fetch, tier.keep
+            disk = DiskTier(self.open_store(options.cache_dir), sparse, options.cache_disk)
+        host_bytes = options.cache_ram or 0
+        return TieredHybrid(self._executor, sparse, options.snapshots, host_bytes, disk, warnings.warn)
 
     def __reduce__(self) -> Any:
         return self.service.__reduce__()  # raises: a loaded model cannot be pickled
 
     def open_store(self, directory: str | Path) -> SessionStore:
         """Return the sessions in a directory, as far as they belong to this model."""
-        return SessionStore(Path(directory).expanduser(), self.fingerprint(), warnings.warn)
+        topk = self._own_config.sparse_config.topk
+        return SessionStore(Path(directory).expanduser(), self.fingerprint(), warnings.warn, topk)
 
     def fingerprint(self) -> str:
-        """Identify weights, configuration and precision: what a saved KV cache depends on."""
-        text = f"{self._checkpoint.fingerprint()} {self.config} {self._executor.capacity.dtype}"
+        """Identify weights, configuration and precision: what a saved KV cache depends on, beside its regime."""
+        text = f"{self._checkpoint.fingerprint()} {self._own_config} {self._executor.capacity.dtype}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -96,12 +135,30 @@ class BaseLLM(Generic[Events, Answer]):
         return self._executor.capacity.max_tokens
 
     @property
+    def attention_changes(self) -> str:
+        """How the options change the attention of the checkpoint, in a line; empty if they do not."""
+        return self.config.sparse_config.describe_changes(self._own_config.sparse_config)
+
+    @property
     def capacity(self) -> Capacity:
         """What the cache holds."""
         return self._executor.capacity
 
+    def adapt(self, submission: Submission, adapter: str | None) -> Submission:
+        """Let an adapter, or if it is None the model alone, answer. Raises InputError for an unknown name."""
+        if adapter is None:
+            return submission
+        if adapter not in self.adapters:
+            known = ", ".join(self.adapters) or "none; name them when the model is loaded"
+            raise InputError("adapter", f"is {adapter!r}, which is not loaded", f"known: {known}")
+        submission.use_adapter(self.adapters[adapter].fingerprint)
+        return submission
+
+    def _warm_up(self, on_progress: OnProgress | None) -> Future[None]:
+        return self.service.execute(self.engine.warm_up, on_progress or (lambda done, total: None))
+
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt, with BOS where the model wants it; ids are only checked."""
+        """Return the token ids of a prompt, with BOS if the model uses it; ids are only checked."""
         return self.inputs.encode(prompt)
 
     def encode_chat(self, messages: Sequence[Message], *, tools: Tools | None = None, **variables: Any) -> list[int]:
@@ -114,18 +171,21 @@ class BaseLLM(Generic[Events, Answer]):
         sampling: Sampling | None = None,
         *,
         n: int = 1,
+        adapter: str | None = None,
         on_progress: OnProgress | None = None,
         **settings: Any,
     ) -> Any:
         """Continue a text or token ids → Completion; a list for several prompts, and for several answers (`n` > 1).
 
-        `settings` are fields of Sampling, such as `temperature=0`. A string is encoded with BOS as the model wants it;
-        special tokens that it spells out stay text (encode with `tokenizer.encode(..., parse_special=True)` otherwise).
+        `settings` are fields of Sampling, such as `temperature=0`; the others are the model's own, `default_sampling`,
+        unless `sampling` is given; and fields of Attention, such as `attention="dense"`. A string is encoded with BOS
+        if the model uses it; special tokens that it spells out stay text (encode with
+        `tokenizer.encode(..., parse_special=True)` otherwise).
         Several prompts run together; several answers share the prefill of their prompt.
         """
-        merged, is_batch = replace(sampling or Sampling(), **settings), _is_batch(prompt)
+        (merged, attention), is_batch = self._settings(sampling, settings), _is_batch(prompt)
         prompts: Any = prompt if is_batch else [prompt]
-        calls = [Call(None, merged, prompt=one, n=n) for one in prompts]
+        calls = [Call(None, merged, prompt=one, n=n, adapter=adapter, attention=attention) for one in prompts]
 
         def arrange(items: Iterable[StreamItem]) -> Any:
             found = {item.index: item.completion for item in items if isinstance(item, Event) and item.completion}
@@ -141,6 +201,7 @@ class BaseLLM(Generic[Events, Answer]):
         sampling: Sampling | None = None,
         *,
         is_chat: bool = False,
+        adapter: str | None = None,
         on_progress: OnProgress | None = None,
         **settings: Any,
     ) -> Events:
@@ -148,8 +209,9 @@ class BaseLLM(Generic[Events, Answer]):
 
         With `is_chat` the prompt is a rendered conversation: reasoning is taken out of the answer.
         """
-        merged = replace(sampling or Sampling(), **settings)
-        return self._stream(Call(None, merged, prompt=prompt, is_chat=is_chat), on_progress)
+        merged, attention = self._settings(sampling, settings)
+        call = Call(None, merged, prompt=prompt, is_chat=is_chat, adapter=adapter, attention=attention)
+        return self._stream(call, on_progress)
 
     def chat(
         self,
@@ -157,16 +219,21 @@ class BaseLLM(Generic[Events, Answer]):
         sampling: Sampling | None = None,
         *,
         tools: Tools | None = None,
+        continue_final: bool = False,
+        adapter: str | None = None,
         on_progress: OnProgress | None = None,
         **settings: Any,
     ) -> Answer:
         """Answer a conversation in the form `[{"role": "user", "content": "..."}, …]`.
 
         A conversation that continues an earlier one computes only what is new. Only with `tools` are tool calls taken
-        out of the answer.
+        out of the answer. With `continue_final` the last message is an answer of the assistant that has been begun, and
+        the new answer continues it: it holds only what is new.
         """
-        merged = replace(sampling or Sampling(), **settings)
-        return self.answer(Call(None, merged, messages=messages, tools=tools), on_progress)
+        merged, attention = self._settings(sampling, settings)
+        more: dict[str, Any] = {"continue_final": continue_final, "adapter": adapter, "attention": attention}
+        call = Call(None, merged, messages=messages, tools=tools, **more)
+        return self.answer(call, on_progress)
 
     def stream_chat(
         self,
@@ -174,18 +241,35 @@ class BaseLLM(Generic[Events, Answer]):
         sampling: Sampling | None = None,
         *,
         tools: Tools | None = None,
+        continue_final: bool = False,
+        adapter: str | None = None,
         on_progress: OnProgress | None = None,
         **settings: Any,
     ) -> Events:
         """Like `chat`, piece by piece; the last event carries the completion."""
-        merged = replace(sampling or Sampling(), **settings)
-        return self._stream(Call(None, merged, messages=messages, tools=tools), on_progress)
+        merged, attention = self._settings(sampling, settings)
+        more: dict[str, Any] = {"continue_final": continue_final, "adapter": adapter, "attention": attention}
+        call = Call(None, merged, messages=messages, tools=tools, **more)
+        return self._stream(call, on_progress)
+
+    def _settings(self, sampling: Sampling | None, settings: dict[str, Any]) -> tuple[Sampling, Attention | None]:
+        """Return what a request says about sampling, and about attention if it says anything."""
+        attention = Attention(**{name: settings.pop(name) for name in ATTENTION_FIELDS if name in settings})
+        return self.merge_sampling(sampling, settings), None if attention == Attention() else attention
+
+    def merge_sampling(self, sampling: Sampling | None, settings: dict[str, Any]) -> Sampling:
+        """Return the sampling parameters of a request: `settings` over `sampling` or, if there is none, the model's."""
+        return self.default_sampling.with_request(**settings) if sampling is None else replace(sampling, **settings)
 
     def answer(self, call: Call, on_progress: OnProgress | None = None) -> Answer:
         """Answer one call, whatever it asks for; of several answers (`n` > 1) return the first."""
         prepare = partial(self._prepare, call, on_progress=on_progress)
         found: Answer = self._collect(prepare, first_completion, on_progress)
         return found
+
+    def stream_answer(self, call: Call, on_progress: OnProgress | None = None) -> Events:
+        """Like `answer`, piece by piece; the last event carries the completion."""
+        return self._stream(call, on_progress)
 
     def _collect(self, prepare: Prepare, finish: Finish, on_progress: Any) -> Any:
         """Run a submission and return what `finish` makes of its items, or a coroutine that does."""
@@ -196,7 +280,8 @@ class BaseLLM(Generic[Events, Answer]):
         raise NotImplementedError
 
     def _prepare(self, *calls: Call, on_progress: OnProgress | None, is_streamed: bool = False) -> Submission:
-        return self.inputs.submit(*calls, is_streamed=is_streamed, wants_progress=on_progress is not None)
+        submission = self.inputs.submit(*calls, is_streamed=is_streamed, wants_progress=on_progress is not None)
+        return self.adapt(submission, calls[0].adapter)  # callers give the same one to all calls
 
     def scoring(
         self,
@@ -217,22 +302,23 @@ class BaseLLM(Generic[Events, Answer]):
     def token_scoring(self, prompt: Prompt, top: int = 0, chunk: int | None = None, index: int = 0) -> PromptScoring:
         """Prepare the scoring of a prompt whose parts are lists of SampledToken, for every token but the first."""
         ids = self.inputs.encode(prompt)
-        return self.scoring(ids, lambda logits, start: _score_tokens(logits, ids[start + 1 :], top), chunk, index=index)
+        return self.scoring(ids, lambda logits, start: score_tokens(logits, ids[start + 1 :], top), chunk, index=index)
 
     def _submission(self, call: Call) -> Submission | Exception:
         """Prepare one of many calls: a bad call is a bad answer, and no more than that."""
         try:
-            return self.inputs.submit(call, is_streamed=False)
+            return self.adapt(self.inputs.submit(call, is_streamed=False), call.adapter)
         except Exception as error:
             return error
 
-    def _session_call(self, ids: list[int]) -> Call:
+    def _session_call(self, ids: list[int], adapter: str | None) -> Call:
         """Return a request that leaves a snapshot of a prompt in the cache."""
-        return Call(None, Sampling(max_tokens=1, temperature=0), prompt=[*ids, ids[-1]])
+        return Call(None, Sampling(max_tokens=1, temperature=0), prompt=[*ids, ids[-1]], adapter=adapter)
 
-    def _save(self, store: SessionStore, name: str, ids: list[int]) -> int:
-        sparse_from = self.config.sparse_config.sparse_from(len(ids) + 1)
-        snapshot = self.engine.hybrid.prefix.has(as_bytes(ids), len(ids), sparse_from, "")
+    def _save(self, store: SessionStore, name: str, ids: list[int], adapter: str | None) -> int:
+        salt = "" if adapter is None else self.adapters[adapter].fingerprint
+        regime = self.config.sparse_config.regime(len(ids) + 1)
+        snapshot = self.engine.hybrid.prefix.has(as_bytes(ids), len(ids), regime, salt)
         if snapshot is None:
             raise InputError("session", "does not fit in the cache", "free some memory")
         store.save(name, snapshot, self._executor)
@@ -242,14 +328,21 @@ class BaseLLM(Generic[Events, Answer]):
         snapshot = store.load(store.find(name), self.engine.hybrid, self._executor)
         if snapshot is None:
             raise InputError("session", "does not fit in the cache", "free some memory")
+        if snapshot.regime.topk != self.config.sparse_config.topk:
+            how = f"--topk {snapshot.regime.topk}"
+            warnings.warn(
+                f"the session was computed with {how}; without it, most of it is computed again", stacklevel=2
+            )
         return as_tokens(snapshot.tokens)
 
     def _close(self, drain_s: float) -> None:
         is_stopped = self.service.close(drain_s)
-        if self._tokenizer is not None:
-            self._tokenizer.close()
+        self.inputs.close()
+        if self.tiers is not None and self.tiers.disk is not None:
+            self.tiers.disk.close()
         if is_stopped:
             self._executor.close()
+            self._checkpoint.close()  # the mapped files would stay in memory until the garbage is collected
 
     def _check_vocabulary(self) -> None:
         if self._tokenizer is not None and self._tokenizer.vocab_size > self.config.vocab_size:
@@ -280,6 +373,16 @@ class LLM(BaseLLM[Iterator[Event], Completion]):
         for key, _, result in self.service.run_all(source, max_waiting):
             yield key, result
 
+    def read(self, paths: Paths) -> "Documents":
+        """Read files, directories and globs, ready for questions; `left_out` says what could not be read, and why."""
+        from sala.llm.documents import Documents
+
+        return Documents.read(self, paths)
+
+    def ask(self, paths: Paths, question: str, sampling: Sampling | None = None, **more: Any) -> "DocumentAnswer":
+        """Answer a question about files; `more` are arguments of `Documents.ask`. Long ones are summarised by parts."""
+        return self.read(paths).ask(question, sampling, **more)
+
     def logits(
         self, token_ids: Sequence[int], chunk: int | None = None, prompt_len: int | None = None
     ) -> "numpy.ndarray[Any, Any]":
@@ -306,17 +409,29 @@ class LLM(BaseLLM[Iterator[Event], Completion]):
         return perplexity(self.score(text, chunk=chunk))
 
     def save_session(
-        self, store: SessionStore, name: str, prompt: Prompt, on_progress: OnProgress | None = None
+        self,
+        store: SessionStore,
+        name: str,
+        prompt: Prompt,
+        on_progress: OnProgress | None = None,
+        adapter: str | None = None,
     ) -> int:
-        """Compute a prompt and save its KV cache under a name; returns its number of tokens."""
+        """Compute a prompt and save its KV cache under a name; returns its number of tokens.
+
+        A session that an adapter has computed is continued with the same adapter.
+        """
         store.check_new(name)
         ids = self.encode(prompt)
-        first_completion(self._stream(self._session_call(ids), on_progress))
-        return self.service.execute(self._save, store, name, ids).result()
+        first_completion(self._stream(self._session_call(ids, adapter), on_progress))
+        return self.service.execute(self._save, store, name, ids, adapter).result()
 
     def load_session(self, store: SessionStore, name: str) -> list[int]:
         """Load a saved KV cache; returns its tokens, to be continued."""
         return self.service.execute(self._load, store, name).result()
+
+    def warm_up(self, on_progress: OnProgress | None = None) -> None:
+        """Compile kernels and capture graphs for all kinds of requests now; without a GPU there is nothing to do."""
+        self._warm_up(on_progress).result()
 
     def reset(self) -> None:
         """Drop everything that is cached: the next prompt is computed from its first token."""
@@ -348,16 +463,10 @@ class LLM(BaseLLM[Iterator[Event], Completion]):
                     yield item
 
 
-def read_stop_ids(directory: Path, config: SalaConfig) -> frozenset[int]:
-    """Return the tokens that end an answer, from generation_config.json or else from config.json."""
-    file = directory / "generation_config.json"
-    ids: Any = read_json_object(file).get("eos_token_id") if file.is_file() else None
-    if ids is None:
-        return frozenset(config.eos_token_id)
-    ids = ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(item, int) for item in ids):
-        raise ConfigError(f"{file}: eos_token_id is {ids!r}", "it must be a token id or a list of them")
-    return frozenset(ids)
+def _check_names(adapters: Mapping[str, str | Path], options: Options) -> None:
+    wrong = [name for name in adapters if name not in options.named_adapters]
+    if wrong:
+        raise InputError("adapters", f"hold the name {wrong[0]!r}", "use letters, digits, '.', '_' and '-'")
 
 
 def report_start(submission: Submission, on_progress: OnProgress | None) -> None:
@@ -383,34 +492,6 @@ def first_completion(items: Iterable[StreamItem]) -> Completion:
 def parts_of(items: Iterable[StreamItem]) -> list[Any]:
     """Return what the scoring of a prompt made of its chunks."""
     return [part for item in items if isinstance(item, PromptScores) for part in item.parts]
-
-
-def _score_tokens(logits: "numpy.ndarray[Any, Any]", targets: Sequence[int], top: int) -> list[SampledToken]:
-    """Return the scores of the tokens that follow those whose logits [t, V] are given."""
-    import numpy as np
-
-    targets = targets[: len(logits)]
-    scores = logits[: len(targets)].astype(np.float64)
-    peak = scores.max(-1, keepdims=True)
-    logprobs = scores - peak - np.log(np.exp(scores - peak).sum(-1, keepdims=True))
-    return [_sampled(row, token, top) for row, token in zip(logprobs, targets, strict=True)]
-
-
-def _sampled(logprobs: "numpy.ndarray[Any, Any]", token: int, top: int) -> SampledToken:
-    """Return a token with its alternatives, the most probable first; equals in order of their ids."""
-    import numpy as np
-
-    best: Any = ()
-    if top:
-        near = np.flatnonzero(logprobs >= np.partition(logprobs, -top)[-top])
-        best = near[np.argsort(-logprobs[near], kind="stable")][:top]
-    return SampledToken(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))
-
-
-def perplexity(scores: Sequence[SampledToken]) -> float:
-    if not scores:
-        raise InputError("text", "has one token", "perplexity needs at least two")
-    return math.exp(-sum(sampled.logprob or 0.0 for sampled in scores) / len(scores))
 
 
 def _is_batch(prompt: object) -> TypeGuard[Sequence[Prompt]]:
