@@ -17,14 +17,23 @@ from sala import __version__
 from sala.errors import SalaError
 from sala.models.catalog import Downloads, Library
 from sala.server.admin import models, monitoring
-from sala.server.api import routes
-from sala.server.http import page
+from sala.server.api import batches as batch_routes
+from sala.server.api import documents as document_routes
+from sala.server.api import routes, stored, tools
+from sala.server.api.background import Responses
+from sala.server.batches import Batches
+from sala.server.documents import DocumentReader, KeptDocuments
+from sala.server.http import page, rates
+from sala.server.http.encoding import NUM_ENCODERS
 from sala.server.http.errors import GUARDED, ApiError, describe, from_exception, from_validation
 from sala.server.http.security import Guard, RequestLimits, need_key
 from sala.server.runtime import Runtime
 from sala.server.settings import Settings
+from sala.text.workers import FairPool, MonitoredPool
 
 METHODS = ("DELETE", "GET", "HEAD", "POST")
+NUM_PARSERS = 4  # threads that parse large bodies
+MAX_PARSERS = 2  # of them for one key at a time
 CLIENT_GONE = 499  # for the log only: the client has disconnected
 WORDS = {
     404: "there is no route at this path",
@@ -47,12 +56,24 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.settings = settings
-    app.state.metrics = monitoring.Metrics()
+    app.state.pool = MonitoredPool(NUM_ENCODERS, "encode")
+    app.state.threads = MonitoredPool(None, "asyncio")
+    app.state.body_pool = FairPool(NUM_PARSERS, MAX_PARSERS, "sala-bodies")
+    pools = {"encode": app.state.pool, "bodies": app.state.body_pool, "threads": app.state.threads}
+    app.state.metrics = monitoring.Metrics(pools)
+    app.state.rates = {}  # meters by owner
     app.state.library = Library(settings.models_dir)
-    app.state.downloads = Downloads(app.state.library, settings.hub_url)
+    app.state.downloads = Downloads(app.state.library, settings.hub_url, settings.hub_hosts)
     app.state.runtime = Runtime(settings, app.state.library, app.state.metrics.statistics)
+    app.state.batches = Batches(settings, app.state.runtime, app.state.rates)
+    app.state.document_reader = DocumentReader()
+    app.state.documents = KeptDocuments(app.state.batches.files)
+    app.state.responses = Responses.open(settings, app.state.pool)
+    app.state.tool_servers = tools.ToolServers(settings)
     keyed, errors = [Depends(need_key)], GUARDED | describe(401)
-    for router in (routes.router, models.router):
+    for router in (
+        routes.router, stored.router, models.router, batch_routes.router, document_routes.router, tools.router,
+    ):  # fmt: skip
         app.include_router(router, prefix="/v1", dependencies=keyed, responses=errors)
         app.include_router(router, dependencies=keyed, include_in_schema=False)
     app.include_router(monitoring.metrics_router, dependencies=keyed, responses=errors)
@@ -72,7 +93,7 @@ def add_guards(app: FastAPI, settings: Settings) -> None:
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id"],
+            expose_headers=["retry-after", "x-request-id", *rates.HEADERS],
         )
     app.add_middleware(Guard, settings=settings)
 
@@ -108,7 +129,10 @@ def _methods(request: Request) -> list[str]:
 @contextlib.asynccontextmanager
 async def _live(app: FastAPI) -> AsyncIterator[None]:
     runtime: Runtime = app.state.runtime
-    tasks = [asyncio.create_task(_load_default(runtime)), asyncio.create_task(runtime.watch())]
+    batches: Batches = app.state.batches
+    asyncio.get_running_loop().set_default_executor(app.state.threads)  # of asyncio.to_thread
+    watches = (runtime.watch(), batches.watch(), app.state.metrics.watch_loop())
+    tasks = [asyncio.create_task(one) for one in (_load_default(runtime), *watches, app.state.tool_servers.open())]
     await asyncio.sleep(0)  # let the task start, so that the first request sees that a model is loading
     try:
         yield
@@ -116,8 +140,14 @@ async def _live(app: FastAPI) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await batches.close()
+        await app.state.tool_servers.close()
+        app.state.body_pool.close()
+        await asyncio.to_thread(app.state.document_reader.close)
         await asyncio.to_thread(app.state.downloads.close)
         await runtime.close(app.state.settings.drain_s)
+        await app.state.responses.close()
+        app.state.pool.shutdown(wait=False, cancel_futures=True)
 
 
 async def _load_default(runtime: Runtime) -> None:

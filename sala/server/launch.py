@@ -17,20 +17,23 @@ from typing import Any, NoReturn
 
 from sala.config import SalaConfig
 from sala.errors import ConfigError, InputError, MissingExtra
-from sala.models.catalog import served_name
-from sala.models.embedded import find_model
+from sala.models.catalog import embedded_folder, served_name
+from sala.models.embedded import EMBEDDED, find_model
 from sala.options.schema import flag_name, variable_name
 from sala.options.sources import MASK
+from sala.plugins import versions
+from sala.plugins.vllm import PARSERS
 from sala.server.settings import Settings, check_listening
+from sala.text.tokenizer import find_template
 
 COMMON = frozenset(
     {
-        "allow_remote_without_key", "api_key", "api_key_file", "ctx", "device", "dtype", "engine", "host", "log_level",
-        "master", "max_batch", "model", "models_dir", "node_rank", "nodes", "port", "tp",
+        "allow_remote_without_key", "api_key", "api_key_file", "ctx", "device", "dtype", "engine", "host", "hub_hosts",
+        "log_level", "master", "max_batch", "model", "models_dir", "node_rank", "nodes", "port", "tp",
     }
 )  # fmt: skip
 TAKEN = {  # settings that are passed on in addition to the common ones
-    "vllm": frozenset({"pp", "cache_memory", "cors_origins"}),
+    "vllm": frozenset({"alias", "pp", "cache_memory", "cors_origins"}),
     "sglang": frozenset({"admin_key", "max_queue"}),
 }
 FLAGS = {  # settings that are passed on unchanged if they are given; otherwise the engine's own defaults hold
@@ -43,11 +46,15 @@ FLAGS = {  # settings that are passed on unchanged if they are given; otherwise 
         "tp": "--tp-size",
     },
 }  # fmt: skip
+SUPPORTED = {"vllm": versions.VLLM, "sglang": versions.SGLANG}
+# A schema holds from the first token, and JSON has no white space to spare: small models would fill answers with it.
+STRUCTURED = {"enable_in_reasoning": True, "disable_any_whitespace": True, "backend": "xgrammar"}
 SCALE = ("tp", "pp", "nodes", "node_rank", "master")
 SPARSE_RATIO = 16  # query heads per KV head, the only ratio that SGLang's sparse kernels support
 REMEDIES = {  # for settings that other engines do not take
     "adapter": "merge it into the model first: sala fuse MODEL --adapter ADAPTER -o DIR",
     "pp": "sglang cannot split SALA by layers; use --tp, or --engine vllm",
+    "alias": "name one with -m: sglang calls a model by its directory",
     **dict.fromkeys(("temperature", "top_p", "top_k", "max_tokens"), "set it in the requests"),
 }
 
@@ -104,6 +111,8 @@ def plan(
     _check_shares(config, settings)
     if engine == "vllm":
         launch = plan_vllm(settings, given, path)
+        if not settings.node_rank:  # the machine that answers clients
+            launch = replace(launch, command=(*launch.command, *_words(_choose_parsers(path, more))))
     else:
         launch = plan_sglang(settings, path, config, is_dense_in_sglang(settings, more, environment))
     flags = {flag: getattr(settings, name) for name, flag in FLAGS[engine].items() if name in given}
@@ -111,6 +120,9 @@ def plan(
     _check_more(launch, more)
     if importlib.util.find_spec(engine) is None:
         raise MissingExtra(engine, engine)
+    version = SUPPORTED[engine].installed()
+    if version is not None:
+        versions.check(SUPPORTED[engine], version)
     variable = f"{engine.upper()}_PLUGINS"  # both engines load all plug-ins unless it lists the permitted ones
     allowed = environment.get(variable, "").strip()
     if allowed and "sala" not in [name.strip() for name in allowed.split(",")]:
@@ -129,8 +141,8 @@ def check_own(given: Collection[str], more: Sequence[str]) -> None:
 
 
 def _find_directory(settings: Settings) -> Path:
-    if settings.model is None:
-        raise InputError("--model", "is missing", f"name a model: the embedded one does not run on {settings.engine}")
+    if settings.model is None and settings.engine == "sglang":
+        raise InputError("--model", "is missing", "name a model: the embedded one has a shape that sglang cannot run")
     os.environ[variable_name("models_dir")] = str(settings.models_dir)
     path = find_model(settings.model).resolve()
     if not path.is_dir():
@@ -166,14 +178,11 @@ def _check_shares(config: SalaConfig, settings: Settings) -> None:
         raise InputError("--tp", f"is {tp}, which cannot share {groups} KV heads evenly", remedy)
     if settings.pp > config.num_hidden_layers:
         raise InputError("--pp", f"is {settings.pp}", f"the model has {config.num_hidden_layers} layers")
-    if config.quantization is not None and config.quantization.layout is None:
-        message = f"{settings.engine} cannot read checkpoints that are quantized in MLX's layout"
-        raise ConfigError(message, "use one in bfloat16, GPTQ, AWQ, compressed-tensors or FP8")
 
 
 def _check_more(launch: LaunchCommand, more: Sequence[str]) -> None:
     """Refuse flags that `sala serve` sets itself: a second value would bypass the checks."""
-    ours = {word for word in launch.command if word.startswith("--")} | {"--config", *KEPT}
+    ours = {word for word in launch.command if word.startswith("--")} - REPEATABLE | {"--config", *KEPT}
     for word in more:
         name = word.partition("=")[0].replace("_", "-")
         is_short_for_ours = name.startswith("--") and any(one.startswith(name) for one in ours)  # as argparse reads it
@@ -191,8 +200,11 @@ def plan_vllm(settings: Settings, given: Collection[str], path: Path) -> LaunchC
     else:
         start = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(path)]
         start += ["--host", settings.host, "--port", str(settings.port)]
-    start += ["--served-model-name", served_name(path), "--dtype", settings.dtype]
+    name = EMBEDDED if path.name == embedded_folder() else served_name(path)
+    start += ["--served-model-name", name, *settings.alias, "--dtype", settings.dtype]
     start += ["--enable-prefix-caching", "--enable-chunked-prefill"]
+    if not settings.node_rank:
+        start += ["--enable-auto-tool-choice", "--middleware", "sala.plugins.vllm.middleware.ClientMiddleware"]
     flags: dict[str, Any] = {}
     if settings.nodes > 1:
         host, _, port = str(settings.master).rpartition(":")
@@ -205,12 +217,32 @@ def plan_vllm(settings: Settings, given: Collection[str], path: Path) -> LaunchC
     return LaunchCommand((sys.executable, *start, *_words(flags)), variables, secrets)
 
 
+def _choose_parsers(path: Path, more: Sequence[str]) -> dict[str, str]:
+    """Return the flags for tool calls and reasoning by the model's template, unless the user gives own ones.
+
+    A schema holds from the first token, also where the model would have begun with reasoning: not every model reasons.
+    """
+    given = {word.partition("=")[0].replace("_", "-") for word in more}
+    chosen: dict[str, str] = {}
+    if "--tool-call-parser" not in given:
+        chosen |= {"--tool-call-parser": "hermes" if "<tool_call>" in (find_template(path) or "") else PARSERS}
+    if "--reasoning-parser" not in given:
+        chosen |= {"--reasoning-parser": PARSERS}
+        flag = "--structured-outputs-config"
+        if not any(word.startswith(flag) for word in given):
+            chosen |= {flag: json.dumps(STRUCTURED)}
+        elif not any("enable_in_reasoning" in word for word in more):
+            remedy = 'add "enable_in_reasoning": true to it, or name a --reasoning-parser'
+            raise InputError(flag, "would leave answers without their schema", remedy)
+    return chosen
+
+
 def plan_sglang(settings: Settings, path: Path, config: SalaConfig, is_dense: bool) -> LaunchCommand:
     """Return the command for SGLang. On a CPU or with another attention backend it is dense: exact to `dense_len`."""
     if settings.device not in ("auto", "cpu", "cuda"):
         remedy = "use cpu or cuda; choose the GPU with CUDA_VISIBLE_DEVICES"
         raise InputError("--device", f"is {settings.device}", remedy)
-    _check_sglang_model(config)
+    _check_sglang_model(config, path)
     is_cpu = settings.device == "cpu"
     start = ["-m", "sglang.launch_server", "--model-path", str(path), "--served-model-name", served_name(path)]
     start += ["--host", settings.host, "--port", str(settings.port), "--dtype", settings.dtype]
@@ -260,8 +292,11 @@ def check_sglang_context(config: SalaConfig, settings: Settings, is_dense: bool)
     return ctx
 
 
-def _check_sglang_model(config: SalaConfig) -> None:
-    """Refuse models that SGLang would load but compute wrongly."""
+def _check_sglang_model(config: SalaConfig, path: Path) -> None:
+    """Refuse models that SGLang cannot read, or would load but compute wrongly."""
+    if config.quantization is not None and config.quantization.layout is None:
+        command = shlex.join(["sala", "fuse", str(path), "--whole", "--dtype", "bfloat16", "-o", f"{path.name}-bf16"])
+        raise ConfigError("sglang cannot read checkpoints that are quantized in MLX's layout", f"run: {command}")
     faults = {
         "attn_log_base": config.attn_log_base is not None,
         "attn_qk_norm": config.attn_qk_norm,
@@ -275,6 +310,7 @@ def _check_sglang_model(config: SalaConfig) -> None:
             raise ConfigError(problem, "use --engine vllm or --engine sala")
 
 
+REPEATABLE = frozenset({"--middleware", "--enable-auto-tool-choice"})  # giving these again changes nothing of ours
 # Flags, under all their names, that would change where an engine listens, who may call it and how it is distributed.
 KEPT = frozenset(
     {

@@ -5,8 +5,10 @@ second signal ends the process at once. The exit code is 1 if the server could n
 that a supervisor restarts it.
 """
 
+import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import socket
@@ -14,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -22,8 +25,9 @@ from typing import Any, cast
 import uvicorn
 
 from sala.errors import SalaError
-from sala.server.http.connection import Connection, Front
-from sala.server.http.security import MAX_HEADER_BYTES
+from sala.server.http.connection import NUM_EXTRA, Connection, Front, Turns
+from sala.server.http.keys import KeyFile
+from sala.server.http.security import MAX_HEADER_BYTES, limit_arenas
 from sala.server.settings import Settings, check_listening
 
 Note = Callable[[str], None]
@@ -32,14 +36,24 @@ KEEP_ALIVE_S = 30
 DEAD_S = 2.0  # an engine that is being replaced is absent for a moment; after this time it counts as dead
 GRACE_S = 10.0  # for closing connections and models, after the requests have finished
 QUICK_S = 0.5
+OWN_FILES = 192  # that the server may have open besides connections: weights, caches, pipes
+TICKS = 2  # of uvicorn, ten a second, between two looks at the engines
+COLLECT_S = 5.0  # between two collections of garbage, at least
+YOUNG = 10_000  # new objects between two collections among the youngest
+NEVER = 1 << 30
+QUIET_S = 10.0  # between messages about connections that could not be accepted
 
 log = logging.getLogger("sala.server")
 
 
 def serve(settings: Settings, note: Note) -> int:
     """Serve until a signal arrives; return the exit code."""
+    limit_arenas()
     check_listening(settings)
-    prepare_models_dir(settings.models_dir)
+    prepare_models_dir(settings.models_dir, note)
+    if settings.keys_file is not None:
+        KeyFile(settings.keys_file).read()
+    settings = fit_descriptors(settings, note)
     listener = open_socket(settings.host, settings.port)
     with contextlib.closing(listener):
         set_up_log(settings.log_level)
@@ -59,8 +73,8 @@ def serve(settings: Settings, note: Note) -> int:
     return server.exit_code
 
 
-def prepare_models_dir(path: Path) -> None:
-    """Check that it is a readable directory; whether it is writable is checked by downloads."""
+def prepare_models_dir(path: Path, note: Note = lambda _: None) -> None:
+    """Check that it is a readable directory; say so if nothing can be downloaded into it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         next(path.iterdir(), None)
@@ -68,6 +82,28 @@ def prepare_models_dir(path: Path) -> None:
         reason = "is a file" if isinstance(error, FileExistsError | NotADirectoryError) else str(error.strerror).lower()
         problem = f"the models directory {path} cannot be used: {reason}"
         raise SalaError(problem, "choose another with --models-dir") from None
+    if not os.access(path, os.W_OK):
+        note(f"warning: {path} cannot be written, so nothing can be downloaded; choose another with --models-dir")
+
+
+def fit_descriptors(settings: Settings, note: Note) -> Settings:
+    """Raise the limit of open files as far as allowed; return the settings with as many connections as it permits."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return settings
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.max_connections + NUM_EXTRA + OWN_FILES
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return settings
+    allowed = max(1, soft - NUM_EXTRA - OWN_FILES)
+    note(f"warning: {soft} files may be open at a time, so max_connections is {allowed}; raise it with: ulimit -n")
+    return replace(settings, max_connections=allowed)
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -104,7 +140,7 @@ def greet(settings: Settings, listener: socket.socket, note: Note) -> None:
     url = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
     reach = "" if settings.is_local else f" (and at every address of {host})" if host != shown else ""
     note(f"sala listens at {url}/v1{reach}; web page: {url}/; documentation: {url}/docs")
-    if not settings.is_local and settings.api_key is None:
+    if not settings.is_local and not settings.needs_key:
         note("warning: no API key is set; anyone who can reach this machine can use the server")
 
 
@@ -113,7 +149,7 @@ class Server(uvicorn.Server):
         self.front = Front(app)
         config = uvicorn.Config(
             cast(Any, self.front),
-            http=cast(Any, partial(Connection, settings=settings)),
+            http=cast(Any, partial(Connection, settings=settings, turns=Turns())),
             loop="asyncio",
             ws="none",
             lifespan="on",
@@ -135,10 +171,22 @@ class Server(uvicorn.Server):
         self._deadline: float | None = None
         self._dead_since: float | None = None
         self._has_loaded = False
+        self._quiet_until = 0.0
+        self._garbage = GarbageCollector()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         await super().startup(sockets)
         self._on_start()
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log that connections cannot be accepted now and then; asyncio would do so hundreds of times a second."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._quiet_until:
+            self._quiet_until = loop.time() + QUIET_S
+            log.error("a connection could not be accepted: %s", error.strerror)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._num_signals += 1
@@ -165,8 +213,10 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         is_over = await super().on_tick(counter)
-        if counter % 10 == 0:
+        if counter % TICKS == 0:
             self._check_engine()
+            if self.is_process:
+                self._garbage.tick(self.front.state.runtime)
         if self._deadline is not None and not self.should_exit:
             if time.monotonic() >= self._deadline:
                 self._cut_off()
@@ -192,13 +242,14 @@ class Server(uvicorn.Server):
             self._fail("the engine has died; stopping the server")
 
     def _check_first_load(self) -> None:
-        """Stop if the model that the user named cannot be loaded. If none was named, one can still be downloaded."""
+        """Stop if the default model cannot be loaded. If none was named and none is there, one can be downloaded."""
         runtime = self.front.state.runtime
         if self._has_loaded or runtime.is_loading:
             return
         self._has_loaded = True
-        if not runtime.loaded and self.settings.model is not None:
-            self._fail(f"the model could not be loaded; if it is too large, see: sala estimate {self.settings.model}")
+        if not runtime.loaded and (self.settings.model is not None or runtime.has_failed):
+            model = self.settings.model or runtime.default_id
+            self._fail(f"the model could not be loaded; if it is too large, see: sala estimate {model}")
         elif not runtime.loaded:
             log.warning("no model is loaded; download one on the web page, or name one with --model")
 
@@ -206,6 +257,39 @@ class Server(uvicorn.Server):
         log.error(reason)
         self.exit_code = 1
         self.drain()
+
+
+class GarbageCollector:
+    """Collects cyclic garbage when it disturbs least: the interpreter does nothing else meanwhile.
+
+    A full collection goes through every object; by default one begins whenever there are a quarter more. Objects of
+    libraries and models are exempt here: there are half a million of them. The rest is collected so rarely that it
+    takes a hundredth of the time.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[int] | None = None  # the models that were loaded at the last collection
+        self._due = 0.0
+        self._running: asyncio.Future[None] | None = None
+
+    def tick(self, runtime: Any) -> None:
+        """Collect in a thread, if it is time."""
+        known = {id(model) for model in list(runtime.loaded.values())}
+        is_new = known != self._known and not runtime.is_loading
+        if (self._running is None or self._running.done()) and (is_new or time.monotonic() >= self._due):
+            if is_new:
+                self._known = known
+            self._running = asyncio.get_running_loop().run_in_executor(None, self._collect, is_new)
+
+    def _collect(self, is_new: bool) -> None:
+        began = time.thread_time()
+        if is_new:
+            gc.set_threshold(YOUNG, 10, NEVER)
+            gc.unfreeze()
+        gc.collect()
+        if is_new:
+            gc.freeze()
+        self._due = time.monotonic() + max(COLLECT_S, 100 * (time.thread_time() - began))
 
 
 def has_died(state: Any) -> bool:
@@ -235,6 +319,8 @@ def set_up_log(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     handler.addFilter(lambda record: record.msg != "Application startup failed. Exiting.")  # our own message follows
+    # asyncio's warning when several events of a stream are written before the loss of its client is noticed
+    logging.getLogger("asyncio").addFilter(lambda record: record.msg != "socket.send() raised exception.")
     ours = logging.getLevelNamesMapping()[level.upper()]
     for name, threshold in (("sala", ours), ("uvicorn", ours if level == "debug" else max(ours, logging.WARNING))):
         logger = logging.getLogger(name)

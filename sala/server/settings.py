@@ -12,12 +12,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from sala.errors import InputError, SalaError
-from sala.options import MaxTokens, Options, Temperature, ThinkBudget, TopK, TopP, schema, sources
+from sala.options import MOST, MaxTokens, Options, Temperature, ThinkBudget, TopK, TopP, schema, sources
 from sala.options.schema import is_ip, option, options, read_secret, spelling, table
 from sala.options.sources import Given, read_text
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_KEY_FILE = 64 * 1024
+MIN_KEY = 16  # characters, where others can reach the server
+MAX_SHARED_S = 3600.0
 KEY_FIELDS = frozenset({"api_key", "api_key_file"})
 
 _where = partial(option, scope="address and engine")
@@ -25,6 +27,7 @@ _keys = partial(option, scope="keys")
 _requests = partial(option, scope="requests")
 _life = partial(option, scope="life cycle")
 _limits = partial(option, scope="limits")
+_files = partial(option, scope="files and batches")
 _access = partial(option, scope="access")
 
 Group = Annotated[int, Field(ge=1, le=1 << 10)]
@@ -54,26 +57,97 @@ class Settings(Options):
         None, "Key to download, load, unload and delete models.", shown="the API key", repr=False
     )
     api_key_file: schema.File | None = _keys(None, "File that holds the API key.")
-
-    max_queue: int = _requests(64, "Requests that may wait; one more gets 429.", ge=0, le=1 << 20)
-    max_tokens: MaxTokens = _requests(2048, "Length of an answer whose request does not say.", flags=("-n",))
-    temperature: Temperature = _requests(
-        0.7, "For requests that do not say; 0 takes the most probable token.", flags=("-t",)
+    users_load: bool = _keys(
+        False, "Let keys that do not administer load models by naming them.", off="--only-admins-load"
     )
-    top_p: TopP = _requests(1.0, "For requests that do not say.")
-    top_k: TopK = _requests(0, "For requests that do not say; 0: no limit.")
+    keys_file: schema.File | None = _keys(None, "File of named keys, one for each user; see `sala key`.")
+
+    alias: schema.Names = _requests(
+        (), "Further names of the model, separated by commas.", flags=("--served-model-name", "--served-names")
+    )
+    any_model: bool = _requests(
+        False, "Answer requests for models that do not exist with the default one.", off="--no-any-model"
+    )
+    response_store: schema.File | None = _requests(
+        None, "Keep responses of the Responses API here, across restarts; by default in memory."
+    )
+    attention_per_request: bool = _requests(
+        False,
+        "Let requests choose attention, dense_below and topk: what reads more takes longer.",
+        off="--no-attention-per-request",
+    )
+    max_queue: int = _requests(
+        1024, "Answers of one key that may wait; its next request gets 429, others do not.", ge=0, le=1 << 20
+    )
+    max_sequences: int = _requests(1024, "Answers that one request may ask for.", ge=1, le=1 << 20)
+    max_key_sequences: int = _requests(
+        0, "Answers that one key may wait for at a time; more gets 429. 0: any number.", ge=0, le=1 << 20
+    )
+    max_key_tokens_per_minute: schema.Count = _requests(
+        0,
+        "Tokens of prompts and answers that one key may use in a minute; more gets 429. 0: any number.",
+        ge=0,
+        le=MOST,
+    )
+    max_key_requests_per_minute: int = _requests(
+        0, "Requests for answers that one key may send in a minute; more gets 429. 0: any number.", ge=0, le=1 << 30
+    )
+    max_request_tokens: schema.Count = _requests(
+        0, "Tokens of prompts and answers together in one request; answers are cut. 0: any number.", ge=0, le=MOST
+    )
+    max_request_s: float | None = _requests(
+        None,
+        "Seconds from the arrival of a request after which its answers are cut; 0: never.",
+        shown="3600 with keys_file, else 0",
+        ge=0.0,
+        le=1e7,
+    )
+    max_tokens: MaxTokens = _requests(2048, "Length of an answer whose request does not say.", flags=("-n",))
+    temperature: Temperature | None = _requests(
+        None,
+        "For requests that do not say; 0 takes the most probable token.",
+        flags=("-t",),
+        shown="the model's, or 0.7",
+    )
+    top_p: TopP | None = _requests(None, "For requests that do not say.", shown="the model's, or 1")
+    top_k: TopK | None = _requests(None, "For requests that do not say; 0: no limit.", shown="the model's, or 0")
     no_think: bool = _requests(False, "Leave the reasoning out of the answers.", off="--think")
     think_budget: ThinkBudget | None = _requests(None, "Tokens of reasoning at most, then the answer.")
-    loop_guard: schema.LoopGuard = _requests(512, "End an answer that repeats itself for so many tokens; 0: never.")
+    loop_guard: schema.LoopGuard | None = _requests(
+        None, "End an answer that repeats itself for so many tokens; 0: never.", shown="the model's, or 512"
+    )
 
+    warm_up: bool = _life(
+        True, "Compile kernels and capture graphs before the first request, on a GPU.", off="--no-warm-up"
+    )
     idle_unload_s: float = _life(0.0, "Unload a model after so many idle seconds; 0: never.", ge=0.0, le=1e7)
     drain_s: float = _life(30.0, "Seconds that running requests get to end at shutdown.", ge=0.0, le=86_400.0)
 
     max_body: schema.Count = _limits(64 << 20, "Bytes of a request at most; more gets 413.", ge=1024, le=1 << 40)
+    max_responses: int = _limits(1000, "Stored responses at most; the oldest make room. 0: none.", ge=0, le=1 << 20)
+    max_response_bytes: schema.Count = _limits(256 << 20, "Bytes of stored responses at most.", ge=0, le=1 << 50)
     header_deadline_s: Deadline = _limits(10.0, "Seconds in which the header of a request must arrive.")
     body_deadline_s: Deadline = _limits(60.0, "Seconds that a body may pause before it gets 408.")
     max_connections: int = _limits(256, "Connections at a time; one more gets 503.", ge=1, le=1 << 16)
+    max_per_address: int = _limits(
+        0,
+        "Connections at a time from one address without a key; 0: half of them all, any number from this machine.",
+        ge=0,
+        le=1 << 16,
+    )
     ping_s: Deadline = _limits(15.0, "Seconds between signs of life in a silent stream.")
+
+    files_dir: schema.File = _files(
+        sources.files_dir, "Directory of uploaded files and batches.", shown="in the user's data directory"
+    )
+    max_files: int = _files(1000, "Files of a key at most; 0: no files and no batches.", ge=0, le=1 << 20)
+    files_disk: schema.Count = _files(4 << 30, "Bytes in the files of a key at most.", ge=0, le=1 << 50)
+    file_days: float = _files(30.0, "Days until a file expires whose upload does not say.", gt=0.0, le=3650.0)
+    max_batches: int = _files(16, "Unfinished batches of a key; one more gets 429.", ge=1, le=1 << 16)
+    batch_lines: schema.Count = _files(50_000, "Requests in a batch at most.", ge=1, le=1 << 30)
+    batch_answers: int | None = _files(
+        None, "Answers of batches that are generated at a time.", shown="half of max_batch", ge=1, le=1 << 16
+    )
 
     cors_origins: schema.Origins = _access((), "Origins of web pages that may call this server.")
     allowed_hosts: schema.Hosts = _access((), "Names by which clients may call this server.")
@@ -82,14 +156,21 @@ class Settings(Options):
         "Listen beyond this machine without a key: anyone there can use it.",
         off="--refuse-remote-without-key",
     )
+    mcp: schema.File | None = _access(None, "Offer the tools of the MCP servers in this JSON file.")
+    mcp_timeout: float = _access(120.0, "Seconds that a tool of an MCP server may take.", gt=0.0, le=86_400.0)
     hub_url: schema.HubUrl = _access(
         "https://huggingface.co", "Hub that models are downloaded from: an address, or modelscope."
     )
+    hub_hosts: schema.Hosts = _access((), "Further hosts that the hub may redirect downloads to.")
     log_level: Annotated[Literal["debug", "info", "warning", "error"], spelling()] = _access(
         "info", "Level of messages on stderr."
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        taken = sorted({*self.named_adapters} & {*self.alias})
+        if taken:
+            raise InputError("adapter", f"names {taken[0]}, which is an alias too", "choose another name")
         if self.api_key_file is None:
             return
         if self.api_key is not None:
@@ -100,6 +181,18 @@ class Settings(Options):
     def loading(self) -> Options:
         """The options of loading a model among the settings."""
         return Options(**{name: getattr(self, name) for name in table(Options)})
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether requests must bring a key."""
+        return self.api_key is not None or self.keys_file is not None
+
+    @property
+    def answer_seconds(self) -> float:
+        """Seconds after which an answer is cut; 0: never. Where users share a server, none of them has it for ever."""
+        if self.max_request_s is not None:
+            return self.max_request_s
+        return MAX_SHARED_S if self.keys_file is not None else 0.0
 
     @property
     def is_local(self) -> bool:
@@ -119,9 +212,16 @@ def one_key(layers: Iterable[list[Given]]) -> list[list[Given]]:
 
 def check_listening(settings: Settings) -> None:
     """Refuse to listen beyond this machine without a key, unless the operator allows it."""
-    if not settings.is_local and settings.api_key is None and not settings.allow_remote_without_key:
+    if settings.is_local:
+        return
+    if not settings.needs_key and not settings.allow_remote_without_key:
         remedy = "set SALA_API_KEY or --api-key-file, or say --allow-remote-without-key"
         raise SalaError(f"{settings.host} can be reached by others, and there is no key", remedy)
+    for name in ("api_key", "admin_key"):
+        if 0 < len(getattr(settings, name) or "") < MIN_KEY:
+            raise InputError(
+                name, f"has fewer than {MIN_KEY} characters and could be guessed", "run: openssl rand -hex 32"
+            )
 
 
 def is_loopback(host: str) -> bool:

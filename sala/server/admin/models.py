@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from sala.errors import ModelNotFound
-from sala.models.catalog import Downloads, Entry, Job, Library
+from sala.models.catalog import DownloadJob, Downloads, Entry, Library, NotOurs
 from sala.models.embedded import EMBEDDED
 from sala.models.hub import AlreadyThere, Busy
 from sala.server.http.body import Strict
@@ -24,7 +24,7 @@ POLL_SECONDS = 0.2
 ADMIN = [Depends(need_admin_key)]
 ModelId = Annotated[str, Path(description="The id; for a model from a hub also organisation/name.", max_length=256)]
 FACTS = ("repo_id", "revision", "quantization", "size_bytes", "downloaded_at")
-UNLOADED: dict[str, Any] = {"loaded": False, "context_length": None, "trained_length": None, "requests": None}
+UNLOADED: dict[str, Any] = {"loaded": False} | dict.fromkeys(("context_length", "trained_length", "requests", "cache"))
 
 
 class DownloadRequest(Strict):
@@ -57,7 +57,8 @@ class State:
 
     async def find(self, model_id: str) -> tuple[Entry | None, LoadedModel | None]:
         """Return a model in the library and among those that are loaded; these may come from elsewhere."""
-        entry = await asyncio.to_thread(self.library.find, model_id)
+        model_id = self.library.aliases.get(model_id, model_id)
+        entry = await asyncio.to_thread(self.library.find_served, model_id)
         return entry, self.runtime.loaded.get(model_id) if entry is None else self.find_loaded(entry)
 
     def find_loaded(self, entry: Entry) -> LoadedModel | None:
@@ -79,7 +80,7 @@ AppState = Annotated[State, Depends()]
 IsAdmin = Annotated[bool, Depends(_is_admin)]
 
 
-def _find_job(state: AppState, job_id: Annotated[str, Path(max_length=64)]) -> Job:
+def _find_job(state: AppState, job_id: Annotated[str, Path(max_length=64)]) -> DownloadJob:
     job = state.downloads.get(job_id)
     if job is None:
         raise ApiError(
@@ -88,7 +89,7 @@ def _find_job(state: AppState, job_id: Annotated[str, Path(max_length=64)]) -> J
     return job
 
 
-FoundJob = Annotated[Job, Depends(_find_job)]
+FoundJob = Annotated[DownloadJob, Depends(_find_job)]
 
 
 @router.get("/models", responses=describe(answer="ModelList"), summary="List the models")
@@ -97,7 +98,11 @@ async def list_models(state: AppState, is_admin: IsAdmin) -> Any:
     listed = [model for _, model in pairs]
     cards = [_card(entry, model, is_admin) for entry, model in pairs]
     cards += [_card(None, one, is_admin) for one in list(state.runtime.loaded.values()) if one not in listed]
-    return {"object": "list", "data": cards}
+    named = {card["id"]: card for card in cards}
+    aliases = [{**named[root], "id": alias} for alias, root in state.library.aliases.items() if root in named]
+    default = named.get(state.library.default_id or "")
+    adapters = [_adapted(default, name) for name in state.library.adapters] if default is not None else []
+    return {"object": "list", "data": [*cards, *aliases, *adapters]}
 
 
 @router.post(
@@ -149,7 +154,7 @@ async def cancel_download(state: AppState, job: FoundJob) -> Any:
 
 @router.post("/models/load", summary="Load a model", **admin("ModelCard", 400, 404, 409, 503))
 async def load_model(state: AppState, body: ModelRequest) -> Any:
-    entry = await asyncio.to_thread(state.library.find, body.model)
+    entry, _ = await state.find(body.model)
     return _card(entry, await state.runtime.load(body.model if entry is None else entry.id), True)
 
 
@@ -165,19 +170,24 @@ async def unload_model(state: AppState, body: ModelRequest) -> Any:
 
 @router.get("/models/{model_id:path}", summary="Describe a model", responses=describe(401, 404, answer="ModelCard"))
 async def get_model(state: AppState, model_id: ModelId, is_admin: IsAdmin) -> Any:
-    entry, model = await state.find(model_id)
+    adapter = await asyncio.to_thread(state.library.find_adapter, model_id)
+    entry, model = await state.find(model_id if adapter is None else str(state.library.default_id))
     if entry is None and model is None:
         raise no_such_model()
-    return _card(entry, model, is_admin)
+    card = _card(entry, model, is_admin)
+    if adapter is not None:
+        return _adapted(card, adapter)
+    return {**card, "id": model_id} if model_id in state.library.aliases else card
 
 
-@router.delete("/models/{model_id:path}", summary="Delete a model", **admin("Deleted", 404, 409))
+@router.delete("/models/{model_id:path}", summary="Delete a model", **admin("Deleted", 404, 409, 507))
 async def delete_model(state: AppState, model_id: ModelId) -> Any:
     """Removes its directory from the models directory. A model elsewhere is only removed from the list."""
-    entry, model = await state.find(model_id)
+    entry = await asyncio.to_thread(state.library.find, model_id)  # deleting takes exact ids only
+    model_id = model_id if entry is None else entry.id
     if state.downloads.find_active(model_id) is not None:
         raise ApiError(409, "that model is being downloaded; cancel the download first", code="model_busy")
-    if model is not None or model_id in state.runtime.loaded:
+    if model_id in state.runtime.loaded or (entry is not None and state.find_loaded(entry) is not None):
         raise ApiError(409, "that model is loaded; unload it first", code="model_loaded")
     if state.runtime.is_loading:
         raise ApiError(409, "a model is being loaded; try again when it is ready", code="model_busy")
@@ -187,13 +197,14 @@ async def delete_model(state: AppState, model_id: ModelId) -> Any:
         raise no_such_model() from None
     except Busy:
         raise ApiError(409, "another process is using that model; try again later", code="model_busy") from None
+    except NotOurs as error:
+        raise ApiError(409, str(error), code="model_elsewhere") from None
     note = "it is assembled again when it is used" if entry is not None and entry.id == EMBEDDED else None
-    name = model_id if entry is None else entry.id
-    return {"id": name, "object": "model", "deleted": True, "note": note}
+    return {"id": model_id, "object": "model", "deleted": True, "note": note}
 
 
 async def _events(downloads: Downloads, job_id: str, ping_s: float) -> AsyncIterator[str]:
-    shown: Job | None = None
+    shown: DownloadJob | None = None
     sent_at = time.monotonic()
     while (job := downloads.get(job_id)) is not None:
         if shown is None or job.files != shown.files:
@@ -208,7 +219,7 @@ async def _events(downloads: Downloads, job_id: str, ping_s: float) -> AsyncIter
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _event(job: Job, name: str, data: dict[str, Any]) -> str:
+def _event(job: DownloadJob, name: str, data: dict[str, Any]) -> str:
     return f"event: {name}\ndata: {json.dumps({'model': job.repo_id, 'event': name, 'data': data})}\n\n"
 
 
@@ -220,6 +231,11 @@ def _card(entry: Entry | None, model: LoadedModel | None, is_admin: bool) -> dic
         status, llm = model.service.status(), model.llm
         state = {"loaded": True, "context_length": llm.ctx, "trained_length": llm.config.trained_length}
         state["requests"] = {"running": status.running, "waiting": status.waiting}
+        tiers = {
+            name: {"prefixes": tier.prefixes, "used_bytes": tier.used, "size_bytes": tier.size}
+            for name, tier in status.prefix.tiers.items()
+        }
+        state["cache"] = {"hit_rate": status.prefix.hit_rate, "tiers": tiers}
         created = model.loaded_at
     if entry is not None:
         facts = {name: getattr(entry, name) for name in FACTS}
@@ -230,13 +246,19 @@ def _card(entry: Entry | None, model: LoadedModel | None, is_admin: bool) -> dic
         "object": "model",
         "created": int(created),
         "owned_by": str(facts["repo_id"]).partition("/")[0] if facts["repo_id"] else "local",
+        "root": found.id,
         "path": str(found.path) if is_admin else found.path.name,
         **facts,
         **state,
     }
 
 
-def _show(job: Job) -> dict[str, Any]:
+def _adapted(card: dict[str, Any], adapter: str) -> dict[str, Any]:
+    """Describe an adapter of a model that has this card."""
+    return {**card, "id": f"{card['id']}:{adapter}", "parent": card["id"]}
+
+
+def _show(job: DownloadJob) -> dict[str, Any]:
     same = ("id", "repo_id", "revision", "status", "done_bytes", "total_bytes", "error")
     return {
         **{name: getattr(job, name) for name in same},

@@ -1,12 +1,15 @@
 """Monitoring: health checks for load balancers, containers and people, and metrics for Prometheus.
 
-Health checks need no key and reveal nothing. `/health` checks that the engine makes progress: a process that is up but
-stuck is not healthy. The engines count requests and tokens; the numbers are exported when they are scraped. Every
-accepted request is counted once in `sala_requests_total`, with one reason, so that the sums add up.
+Health checks need no key, and reveal nothing to those without one. `/health` checks that the engine and the threads
+beside it make progress: a process that is up but stuck is not healthy. The engines count requests and tokens; the
+numbers are exported when they are scraped. Every accepted request is counted once in `sala_requests_total`, with one
+reason, so that the sums add up.
 """
 
+import asyncio
 import itertools
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import psutil
@@ -18,10 +21,16 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel, Field
 
 from sala.engine.loop import Histogram, RequestStatistics
+from sala.engine.service import PrefixUse
+from sala.server.http.security import find_key
 from sala.server.runtime import Runtime
+from sala.text.control import num_compiling
+from sala.text.workers import FairPool, MonitoredPool
 
 health_router = APIRouter(tags=["health"])
 metrics_router = APIRouter(tags=["metrics"])
+LAG_EVERY_S = 0.05  # a delay is measured this much too short at most
+LAG_KEPT_S = 60.0
 MAX_SILENCE_S = 60.0  # an engine with work whose loop has not turned for this long is stuck
 
 State = Literal["ok", "idle", "loading", "draining", "unhealthy"]
@@ -32,33 +41,53 @@ REASONS = ("stop", "length", "tool_calls", "repetition", "error", "cancelled")
 PER_MODEL: tuple[tuple[Any, str, str, str], ...] = (
     (GaugeMetricFamily, "sala_requests_waiting", "Requests in the queue.", "waiting"),
     (GaugeMetricFamily, "sala_requests_running", "Requests that are running.", "running"),
+    (GaugeMetricFamily, "sala_answers_waiting", "Answers in the queue.", "answers_waiting"),
+    (GaugeMetricFamily, "sala_answers_running", "Answers in the batch.", "answers_running"),
     (GaugeMetricFamily, "sala_pages_used", "KV cache pages in use.", "pages_used"),
     (GaugeMetricFamily, "sala_pages", "KV cache pages.", "num_pages"),
     (GaugeMetricFamily, "sala_slots_used", "State slots in use.", "slots_used"),
     (GaugeMetricFamily, "sala_slots", "State slots.", "num_slots"),
     (GaugeMetricFamily, "sala_snapshots", "Snapshots of prefixes that can be reused.", "num_snapshots"),
     (GaugeMetricFamily, "sala_heartbeat_age_seconds", "Time since the engine's loop last turned.", "heartbeat_s"),
+    (GaugeMetricFamily, "sala_requests_preparing", "Requests that are rendered, encoded or compiled.", "preparing"),
+    (GaugeMetricFamily, "sala_preparation_age_seconds", "Age of the oldest of them.", "preparing_s"),
     (CounterMetricFamily, "sala_preemptions", "Requests preempted because the cache was full.", "num_preemptions"),
 )
 
 
+class ServerLoad(BaseModel):
+    """What else the server is busy with, for those who have a key or need none."""
+
+    event_loop_lag_s: float = Field(description="Longest delay of the event loop in the last minute.")
+    jobs_waiting: dict[str, int] = Field(description="Jobs that wait for a thread, by pool.")
+    compilations: int = Field(description="Grammars and patterns of schemas that are compiled, or wait for that.")
+
+
 class Health(BaseModel):
     status: State = Field(description="ok; idle: no model is loaded; loading; draining: shutting down; unhealthy.")
+    load: ServerLoad | None = Field(default=None, description="Only with a key, or where none is needed.")
 
 
-@health_router.get("/health", responses=NOT_READY, summary="Can the server answer?")
+@health_router.get("/health", responses=NOT_READY, summary="Can the server answer?", response_model_exclude_none=True)
 async def check_health(request: Request, response: Response) -> Health:
     """200 if requests can be answered, at once or after loading a model; otherwise 503."""
-    return _answer(response, find_state(request.app.state), healthy={"ok", "idle"})
+    health = _answer(response, find_state(request.app.state), healthy={"ok", "idle"})
+    settings = request.app.state.settings
+    if not settings.needs_key or find_key(request, settings) is not None:
+        health.load = request.app.state.metrics.load()
+    return health
 
 
-@health_router.get("/health/live", summary="Is the process up?")
+@health_router.get("/health/live", summary="Is the process up?", response_model_exclude_none=True)
 async def check_live() -> Health:
     """Always 200. To decide whether to restart the server, use `/health`."""
     return Health(status="ok")
 
 
-@health_router.get("/health/ready", responses=NOT_READY, summary="Is a model loaded and its engine running?")
+@health_router.get(
+    "/health/ready", responses=NOT_READY, summary="Is a model loaded and its engine running?",
+    response_model_exclude_none=True,
+)  # fmt: skip
 async def check_ready(request: Request, response: Response) -> Health:
     """200 if a model is loaded, or was unloaded because it was idle: the next request loads it again."""
     may_be_idle = request.app.state.settings.idle_unload_s > 0
@@ -72,7 +101,7 @@ def find_state(state: Any) -> State:
     if runtime is None:
         return "loading"
     statuses = [each.service.status() for each in list(runtime.loaded.values())]
-    if any(is_stuck(status) for status in statuses):
+    if any(is_stuck(status) for status in statuses) or state.metrics.has_stuck_pool:
         return "unhealthy"
     if statuses:
         return "ok"
@@ -80,9 +109,13 @@ def find_state(state: Any) -> State:
 
 
 def is_stuck(status: Any) -> bool:
-    """Return whether an engine is dead, or has work and makes no progress. An idle engine may sleep."""
+    """Return whether an engine is dead, or has work and makes no progress. An idle engine may sleep.
+
+    Requests that are never prepared are no progress either: the threads that prepare them are stuck.
+    """
     has_work = status.waiting + status.running > 0
-    return not status.is_alive or (has_work and status.heartbeat_s > MAX_SILENCE_S)
+    is_silent = has_work and status.heartbeat_s > MAX_SILENCE_S
+    return not status.is_alive or is_silent or status.preparing_s > MAX_SILENCE_S
 
 
 def _answer(response: Response, state: State, healthy: set[str]) -> Health:
@@ -96,12 +129,38 @@ def _answer(response: Response, state: State, healthy: set[str]) -> Health:
 class Metrics(Collector):
     """The metrics of one server: what its engines have counted, the state of its models, and its process."""
 
-    def __init__(self) -> None:
+    def __init__(self, pools: Mapping[str, MonitoredPool | FairPool] | None = None) -> None:
+        """`pools` are the server's threads, by name."""
         self.statistics = RequestStatistics()
+        self._pools = pools or {}
         self._runtime: Runtime | None = None
         self._process = psutil.Process()
+        self._lags: deque[tuple[float, float]] = deque()  # when it was measured, and seconds
         self.registry = CollectorRegistry()
         self.registry.register(self)
+
+    async def watch_loop(self) -> None:
+        """Measure how late the event loop is, forever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            await asyncio.sleep(LAG_EVERY_S)
+            now = loop.time()
+            self._lags.append((now, now - began - LAG_EVERY_S))
+            while self._lags[0][0] < now - LAG_KEPT_S:
+                self._lags.popleft()
+
+    @property
+    def has_stuck_pool(self) -> bool:
+        """Whether jobs wait for threads that have not got on with anything for long."""
+        return any(pool.age_s > MAX_SILENCE_S for pool in self._pools.values())
+
+    def load(self) -> ServerLoad:
+        return ServerLoad(
+            event_loop_lag_s=max((seconds for _, seconds in list(self._lags)), default=0.0),
+            jobs_waiting={name: pool.num_waiting for name, pool in self._pools.items()},
+            compilations=num_compiling(),
+        )
 
     def render(self, runtime: Runtime) -> bytes:
         """Return all metrics in the text format, with the state of these models."""
@@ -127,6 +186,14 @@ class Metrics(Collector):
         yield _histogram("sala_time_to_first_token_seconds", first, counted.first_token_s)
         between = "Mean time between two tokens of an answer."
         yield _histogram("sala_inter_token_seconds", between, counted.inter_token_s)
+        load, words = self.load(), "Longest delay of the event loop in the last minute."
+        yield GaugeMetricFamily("sala_event_loop_lag_seconds", words, value=load.event_loop_lag_s)
+        jobs = GaugeMetricFamily("sala_jobs_waiting", "Jobs that wait for a thread, by pool.", labels=["pool"])
+        for pool, count in load.jobs_waiting.items():
+            jobs.add_metric([pool], count)
+        yield jobs
+        words = "Grammars and patterns of schemas that are compiled, or wait for that."
+        yield GaugeMetricFamily("sala_compilations", words, value=load.compilations)
         loaded = {} if self._runtime is None else dict(self._runtime.loaded)
         statuses = {name: each.service.status() for name, each in loaded.items()}
         yield GaugeMetricFamily("sala_models_loaded", "Models in memory.", value=len(statuses))
@@ -135,6 +202,7 @@ class Metrics(Collector):
             for model, status in statuses.items():
                 family.add_metric([model], getattr(status, attribute))
             yield family
+        yield from _prefix_metrics({model: status.prefix for model, status in statuses.items()})
         process, gauge = self._process, GaugeMetricFamily
         started = "Start time of the process, in seconds since 1970."
         with process.oneshot():
@@ -145,6 +213,37 @@ class Metrics(Collector):
             if hasattr(process, "num_fds"):
                 yield gauge("process_open_fds", "Open files.", value=process.num_fds())
             yield gauge("process_threads", "Threads.", value=process.num_threads())
+
+
+def _prefix_metrics(uses: Mapping[str, PrefixUse]) -> Iterator[Metric]:
+    """Yield what the prefix caches of the models have found, and how full their tiers are."""
+    for name, words, label in (
+        ("hit", "Prompt tokens found in the cache, by the tier that held them.", "tier"),
+        (
+            "missed",
+            "Prompt tokens not found: new, evicted, or of the other regime (dense, sparse).",
+            "cause",
+        ),
+    ):
+        tokens = CounterMetricFamily(f"sala_prefix_{name}_tokens", words, labels=["model", label])
+        for model, use in uses.items():
+            for key, count in getattr(use, name).items():
+                tokens.add_metric([model, key], count)
+        yield tokens
+    evicted = CounterMetricFamily("sala_prefix_evicted", "Snapshots evicted from the device.", labels=["model"])
+    for model, use in uses.items():
+        evicted.add_metric([model], use.num_evicted)
+    yield evicted
+    for name, words, field in (
+        ("sala_prefix_cached", "Prefixes in a tier of the cache.", "prefixes"),
+        ("sala_prefix_bytes", "Bytes in use in a tier; on the device also by running requests.", "used"),
+        ("sala_prefix_limit_bytes", "Bytes of a tier.", "size"),
+    ):
+        gauge = GaugeMetricFamily(name, words, labels=["model", "tier"])
+        for model, use in uses.items():
+            for tier, held in use.tiers.items():
+                gauge.add_metric([model, tier], getattr(held, field))
+        yield gauge
 
 
 def _histogram(name: str, words: str, histogram: Histogram) -> Metric:

@@ -10,10 +10,20 @@ from typing import Annotated, Any, Literal
 from annotated_types import MaxLen, MinLen
 from pydantic import Field, Tag, model_validator
 
-from sala.server.api import conversation
-from sala.server.api.answers import MAX_INT, AnswerRequest, Count, StopText
-from sala.server.api.conversation import Block, BlockReply, ChatInput, Parameters, ToolName, Tools, WithTools
-from sala.server.http.body import FIRST_ONLY, Strict, TextOr, discriminate, join, problem, union
+from sala.server.api import answers, conversation
+from sala.server.api.answers import MAX_STOPS, AnswerRequest, Count, StopText, TopK
+from sala.server.api.conversation import (
+    AnswerBlock,
+    BlockReply,
+    CalledName,
+    ChatInput,
+    Description,
+    Parameters,
+    ToolName,
+    Tools,
+    WithTools,
+)
+from sala.server.http.body import FIRST_ONLY, History, Strict, TextOr, discriminate, join, problem, union
 from sala.server.http.errors import ApiError, anthropic_envelope
 from sala.text.answer import StopFinder
 
@@ -27,28 +37,26 @@ DELTAS = {
 }
 
 
-class Cached(Strict, ignored={"cache_control"}):
-    """A part of a request that may be marked for caching."""
-
-
-class TextBlock(Cached, ignored={"citations"}, remedy="this model reads text only; leave blocks of other types out"):
+class TextBlock(History, remedy="this model reads text only; leave blocks of other types out"):
     type: Literal["text"]
     text: str
 
 
-class ToolUse(Cached, ignored={"caller", "toolset_name"}):
+class ToolUse(History):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: str
-    name: ToolName
-    input: dict[str, Any]
+    name: CalledName
+    input: Annotated[
+        Annotated[dict[str, Any], Tag("~dict")] | Annotated[str, Tag("~str")], union("an object, or one as a string")
+    ] = Field(description="A string is read like the `arguments` of chats: it may break off where an answer was cut.")
 
 
 TextOrBlocks = Annotated[TextOr[TextBlock], union("a string or a list of text blocks")]
 
 
-class ToolResult(Cached, ignored={"toolset_name"}):
+class ToolResultBlock(History):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
@@ -57,7 +65,7 @@ class ToolResult(Cached, ignored={"toolset_name"}):
     is_error: bool | None = Field(None, description="Accepted and not used: the content must say so.")
 
 
-class ThinkingBlock(Cached, ignored={"signature", "data"}):
+class ThinkingBlock(History):
     """The reasoning of an earlier answer. Redacted reasoning is not used."""
 
     type: Literal["thinking", "redacted_thinking"]
@@ -77,38 +85,43 @@ def _block_kind(value: Any) -> str | None:
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("~text")]
     | Annotated[ToolUse, Tag("~tool_use")]
-    | Annotated[ToolResult, Tag("~tool_result")]
+    | Annotated[ToolResultBlock, Tag("~tool_result")]
     | Annotated[ThinkingBlock, Tag("~thought")],
     discriminate(_block_kind, "a block"),
 ]
 AnthropicContent = Annotated[TextOr[ContentBlock], union("a string or a list of blocks")]
 OTHERS: dict[str, tuple[type[Strict], ...]] = {
     "user": (ToolUse, ThinkingBlock),
-    "assistant": (ToolResult,),
-    "system": (ToolUse, ToolResult, ThinkingBlock),
+    "assistant": (ToolResultBlock,),
+    "system": (ToolUse, ToolResultBlock, ThinkingBlock),
 }
 
 
-class AnthropicMessage(Strict):
+class AnthropicMessage(History):
     role: Literal["user", "assistant", "system"]
     content: AnthropicContent
 
+    @property
+    def blocks(self) -> Sequence[ContentBlock]:
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
     @model_validator(mode="after")
     def _check_blocks(self) -> "AnthropicMessage":
-        if any(isinstance(block, OTHERS[self.role]) for block in self.content):
+        if any(isinstance(block, OTHERS[self.role]) for block in self.blocks):
             raise problem("holds blocks that this role cannot have", "content")
         return self
 
 
-class CustomTool(
-    Cached,
-    ignored={"strict", "eager_input_streaming", "defer_loading", "input_examples", "allowed_callers"},
+class AnthropicTool(
+    Strict,
+    ignored=("eager_input_streaming", "defer_loading", "input_examples", "allowed_callers", "cache_control"),
     remedy="only custom tools can be offered; leave the others out",
 ):
     type: Literal["custom", None] = None
     name: ToolName
-    description: str | None = None
+    description: Description | None = None
     input_schema: Parameters
+    strict: bool | None = Field(None, description=conversation.STRICT)
 
 
 class AnthropicToolChoice(Strict, needs={"tool": ("name", "is required with type tool")}):
@@ -139,24 +152,42 @@ class OutputConfig(Strict):
     format: OutputFormat | None = Field(None, description="Enforced while sampling.")
 
 
-class CountRequest(Cached, WithTools, ignored={"context_management", "diagnostics", "speed"}):
+class CountRequest(WithTools, ignored={"cache_control", "context_management", "diagnostics", "speed", "thread"}):
     """The parts of a prompt. `cache_control` is accepted everywhere and not used: prefixes are cached automatically."""
 
-    model: str | None = Field(None, description="The model to use; by default the server's default model.")
+    model: str | None = Field(
+        None, max_length=answers.MAX_MODEL_NAME, description="The model to use; by default the server's default model."
+    )
     messages: Annotated[list[AnthropicMessage], MinLen(1), FIRST_ONLY] = Field(
         json_schema_extra={"example": [{"role": "user", "content": "Hello"}]}
     )
     system: TextOrBlocks | None = None
-    tools: Tools[CustomTool] | None = None
+    tools: Tools[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = Field(None, description="By default, the server's setting.")
     output_config: OutputConfig | None = None
+    mcp_servers: Annotated[list[Any], MaxLen(0)] | None = Field(
+        None, description="Must be empty: they are not supported."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_thread(cls, data: Any) -> Any:
+        """Refuse to continue a thread, in the form that tells clients to send the whole conversation again."""
+        thread = data.get("thread") if isinstance(data, dict) else None
+        if isinstance(thread, dict) and thread.get("type") == "continue":
+            message = "this server keeps no threads: send the whole conversation"
+            details = {"details": {"error_code": "thread_not_found"}}
+            raise ApiError(404, message, param="thread", code="thread_not_found", extra=details)
+        return data
 
     @model_validator(mode="after")
     def _check(self) -> "CountRequest":
-        if self.messages[-1].role == "assistant":
-            message = "must not end with a message of the assistant: a partial answer cannot be continued"
-            raise problem(message, "messages")
+        last = self.messages[-1]
+        if last.role == "assistant" and any(isinstance(block, ToolUse) for block in last.blocks):
+            raise problem("must not end with a tool call; send its result too", "messages")
+        if last.role == "assistant" and self.thinking is not None and self.thinking.type == "enabled":
+            raise problem("cannot be enabled where the answer has been begun", "thinking")
         return self
 
     @property
@@ -167,16 +198,16 @@ class CountRequest(Cached, WithTools, ignored={"context_management", "diagnostic
         return word, self.tool_choice.name if self.tool_choice.type == "tool" else None
 
 
-class MessagesRequest(CountRequest, AnswerRequest, ignored={"metadata", "service_tier", "inference_geo"}):
+class MessagesRequest(CountRequest, AnswerRequest, ignored={"inference_geo"}):
     """A conversation to answer.
 
-    `metadata`, `service_tier`, `inference_geo` and the fields that /messages/count_tokens ignores are accepted and not
-    used.
+    `metadata`, `service_tier`, `inference_geo`, `thread` and the other fields that only steer caches, storage or
+    moderation are accepted and not used.
     """
 
     max_tokens: Count = Field(description="Maximum length of the answer, reasoning included.")
-    stop_sequences: Annotated[list[StopText], MaxLen(4), FIRST_ONLY] | None = None
-    top_k: int | None = Field(None, ge=0, le=MAX_INT, description="0: no limit.")
+    stop_sequences: Annotated[list[StopText], MaxLen(MAX_STOPS), FIRST_ONLY] | None = None
+    top_k: TopK | None = Field(None, description="0 or -1: no limit.")
 
 
 def read_conversation(body: CountRequest) -> ChatInput:
@@ -186,15 +217,20 @@ def read_conversation(body: CountRequest) -> ChatInput:
         sampling = {name: getattr(body, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         sampling["stop"] = tuple(body.stop_sequences) if body.stop_sequences else None
     is_disabled = thinking is not None and thinking.type == "disabled"
+    messages = list(as_messages(body))
+    form = output.format if output is not None else None
     return ChatInput(
-        messages=list(as_messages(body)),
+        messages=messages,
+        attention=answers.read_attention(body) if isinstance(body, MessagesRequest) else None,
         sampling=sampling,
         tools=[conversation.as_tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()],
         choice=body.choice,
+        strict={tool.name for tool in body.tools or () if tool.strict},
         is_single=choice is not None and bool(choice.disable_parallel_tool_use),
-        schema=output.format.schema_ if output is not None and output.format is not None else None,
+        schema=conversation.answer_schema(form.type, form.schema_, is_strict=True) if form is not None else None,
         effort="none" if is_disabled else output.effort if output is not None else None,
         think_budget=thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None,
+        continue_final=conversation.can_continue(messages),
     )
 
 
@@ -205,21 +241,24 @@ def as_messages(body: CountRequest) -> Iterator[dict[str, Any]]:
     if system:
         yield {"role": "system", "content": system}
     for message in body.messages:
-        content = message.content
-        blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
         if message.role == "assistant":
-            yield _as_turn(blocks)
+            yield _as_turn(message.blocks)
         else:
-            yield from _as_inputs(message.role, blocks)
+            yield from _as_inputs(message.role, message.blocks)
 
 
 def _as_turn(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
     """Return reasoning, text and calls of the assistant as one message."""
     text = "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
     thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-    calls = [conversation.as_call(block.id, block.name, block.input) for block in blocks if isinstance(block, ToolUse)]
+    calls = [_as_call(block) for block in blocks if isinstance(block, ToolUse)]
     more = {"reasoning_content": thinking, "tool_calls": calls}
     return {"role": "assistant", "content": text, **{name: value for name, value in more.items() if value}}
+
+
+def _as_call(block: ToolUse) -> dict[str, Any]:
+    given = conversation.read_arguments(block.input) if isinstance(block.input, str) else block.input
+    return conversation.as_call(block.id, block.name, given)
 
 
 def _as_inputs(role: str, blocks: Sequence[ContentBlock]) -> Iterator[dict[str, Any]]:
@@ -228,7 +267,7 @@ def _as_inputs(role: str, blocks: Sequence[ContentBlock]) -> Iterator[dict[str, 
     for block in blocks:
         if isinstance(block, TextBlock):
             texts.append(block.text)
-        elif isinstance(block, ToolResult):
+        elif isinstance(block, ToolResultBlock):
             if texts:
                 yield {"role": role, "content": "\n".join(texts)}
                 texts = []
@@ -265,7 +304,7 @@ class MessageReply(BlockReply[MessagesRequest]):
         yield {"type": "message_start", "message": start}
         yield {"type": "ping"}
 
-    def events(self, change: conversation.Change, block: Block, text: str) -> Iterator[dict[str, Any]]:
+    def events(self, change: conversation.Change, block: AnswerBlock, text: str) -> Iterator[dict[str, Any]]:
         if change == "begin":
             start = _show(block.emptied())
             if block.kind == "call":
@@ -317,7 +356,7 @@ def _usage(prompt: int, cached: int, sampled: int) -> dict[str, Any]:
     }
 
 
-def _show(block: Block) -> dict[str, Any]:
+def _show(block: AnswerBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.call is None:

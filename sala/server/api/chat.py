@@ -1,70 +1,107 @@
 """Chats: a conversation in, the next message out, as a whole or as a stream. An unknown field is an error."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from annotated_types import MinLen
+from annotated_types import MaxLen, MinLen
 from pydantic import Field, model_validator
 
-from sala.config import parse_object
 from sala.engine.requests import InputProcessor, Submission
 from sala.engine.stream import Event, PromptProgress, StreamItem
-from sala.errors import InputError
 from sala.server.api import answers, conversation
 from sala.server.api.answers import MAX_INT, AnswerProgress, ChoicesReply, Count, GenerationRequest, TokenSpeller
-from sala.server.api.conversation import ChatInput, Parameters, ToolName, Tools, WithTools, WordOr
-from sala.server.http.body import FIRST_ONLY, Strict, TextOr, join, problem, union
-from sala.text.tools import ToolCall
+from sala.server.api.conversation import (
+    MAX_NAME,
+    Allowed,
+    CalledName,
+    ChatInput,
+    ChosenOr,
+    Continuing,
+    Description,
+    Parameters,
+    ToolName,
+    Tools,
+    WithTools,
+    WordOr,
+    read_refusal,
+)
+from sala.server.http.body import FIRST_ONLY, History, Strict, TextOr, join, problem, union, unless
+from sala.text.tools import CallPiece, ToolCall
 
 
-class TextPart(Strict, remedy=conversation.TEXT_ONLY):
-    type: Literal["text"]
+class TextPart(History, remedy=conversation.TEXT_ONLY):
+    type: Literal["text", "refusal"]
     text: str
+    cache_control: Any = Field(
+        None,
+        description="In the last message: what ends here begins further prompts too, such as documents before a "
+        "question. It is kept in the cache as it is, also on disk.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_refusal(cls, data: Any) -> Any:
+        return read_refusal(data)
 
 
 Content = Annotated[TextOr[TextPart], union("a string or a list of text parts")]
 
 
-class FunctionCall(Strict):
-    name: ToolName
-    arguments: str = Field(description="A JSON object, as a string.")
+class FunctionCall(History):
+    name: CalledName
+    arguments: str = Field(description="A JSON object, as a string. It may break off where an answer was cut.")
 
 
-class ToolCallInput(Strict, ignored={"index"}):
+class ToolCallInput(History):
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(Strict, ignored={"annotations", "refusal"}):
-    """One message of a conversation. `developer` means `system`."""
+ASSISTANT = {"role": {"const": "assistant"}}
+BY_ROLE = (
+    unless(ASSISTANT, {"content": {"not": {"type": "null"}}}),
+    unless({"tool_calls": {"maxItems": 0}, "function_call": {"type": "null"}}, ASSISTANT),
+)
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+
+class Message(History, rules=BY_ROLE):
+    """One message of a conversation. `developer` means `system`, and `function` means `tool`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
-    name: str | None = Field(None, description="Accepted and not used.")
+    name: str | None = Field(None, max_length=MAX_NAME, description="Accepted and not used.")
+    refusal: str | None = Field(None, description="Of an earlier answer that has no content.")
     reasoning_content: str | None = Field(None, description="The reasoning of an earlier answer.")
+    reasoning: str | None = Field(None, description="Another name of `reasoning_content`.")
     tool_calls: list[ToolCallInput] | None = Field(None, max_length=conversation.MAX_TOOLS)
-    tool_call_id: str | None = None
+    tool_call_id: str | None = Field(None, max_length=MAX_NAME)
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = Field(None, description="The only call, in OpenAI's older form.")
+
+    @property
+    def calls(self) -> list[ToolCallInput]:
+        older = [ToolCallInput(function=self.function_call)] if self.function_call is not None else []
+        return [*(self.tool_calls or ()), *older]
 
     @model_validator(mode="after")
     def _check_role(self) -> "Message":
-        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.reasoning_content)):
+        if self.content is None and self.role != "assistant":
             raise problem("a message needs content", "content", "missing")
-        if self.tool_calls and self.role != "assistant":
-            raise problem("only messages of the assistant may call tools", "tool_calls")
+        if self.calls and self.role != "assistant":
+            field = "tool_calls" if self.tool_calls else "function_call"
+            raise problem("only messages of the assistant may call tools", field)
         return self
 
 
-class Function(Strict, ignored={"strict"}):
+class Function(Strict, ignored={"cache_control"}):
     name: ToolName
-    description: str | None = None
+    description: Description | None = None
     parameters: Parameters | None = None
+    strict: bool | None = Field(None, exclude=True, description=conversation.STRICT)
 
 
-class Tool(Strict):
+class ChatTool(Strict, ignored={"cache_control"}):
     type: Literal["function"]
     function: Function
 
@@ -86,9 +123,29 @@ class ToolChoice(Strict):
         return self.function.name
 
 
-class NamedSchema(Strict, ignored={"description", "strict"}):
+class AllowedSet(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], MinLen(1), MaxLen(conversation.MAX_TOOLS), FIRST_ONLY]
+
+
+class AllowedTools(Allowed):
+    allowed_tools: AllowedSet
+
+    @property
+    def word(self) -> str:
+        return self.allowed_tools.mode
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.name for tool in self.allowed_tools.tools]
+
+
+class NamedSchema(Strict, ignored={"description"}):
     name: str = Field("schema", min_length=1, max_length=64)
-    schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema that the answer must follow.")
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="The JSON schema that the answer must follow; without one, any object."
+    )
+    strict: bool | None = Field(None, description=conversation.STRICT_FORMAT)
 
 
 class ResponseFormat(Strict, needs={"json_schema": ("json_schema", "json_schema needs a schema")}):
@@ -96,17 +153,15 @@ class ResponseFormat(Strict, needs={"json_schema": ("json_schema", "json_schema 
     json_schema: NamedSchema | None = None
 
 
-class TemplateOptions(Strict):
-    """Variables of the chat template."""
-
-    enable_thinking: bool | None = None
-
-
-class ChatRequest(GenerationRequest, WithTools, ignored={"verbosity"}):
+class ChatRequest(
+    GenerationRequest, WithTools, Continuing, ignored={"verbosity"}, switches={"top_logprobs": "logprobs"}
+):
     """A conversation to answer.
 
-    `user`, `store`, `metadata`, `service_tier`, `safety_identifier`, `prompt_cache_key` and `verbosity` are accepted
-    and not used. If a key occurs twice, the last value counts. Any other field is an error.
+    Fields that only steer caches, storage, moderation or billing (`user`, `store`, `metadata`, `service_tier`,
+    `safety_identifier`, `moderation`, `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_options`,
+    `cache_control`) and `verbosity` are accepted and not used; so are unknown fields inside messages, and unknown
+    fields that are null. If a key occurs twice, the last value counts. Any other field is an error.
     """
 
     messages: Annotated[list[Message], MinLen(1), FIRST_ONLY] = Field(
@@ -114,15 +169,17 @@ class ChatRequest(GenerationRequest, WithTools, ignored={"verbosity"}):
     )
     max_tokens: Count | None = Field(None, description="Maximum length of the answer, reasoning included.")
     max_completion_tokens: Count | None = Field(None, description="The newer name of `max_tokens`.")
-    tools: Tools[Tool] | None = None
-    tool_choice: WordOr[ToolChoice] | None = Field(
-        None, description="`required` and a named function are enforced: the answer consists of calls only."
+    tools: Tools[ChatTool] | None = None
+    tool_choice: WordOr[ChosenOr[ToolChoice, AllowedTools]] | None = Field(
+        None,
+        description="`required` and a named function are enforced: the answer consists of calls only, and ends where a "
+        "call is repeated. With `allowed_tools` only those are offered.",
     )
     parallel_tool_calls: bool | None = Field(None, description="If false, only the first call is returned.")
     response_format: ResponseFormat | None = Field(None, description="Enforced while sampling.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None,
         description="A budget for the reasoning: none and minimal 0 tokens, low 1,024, medium 4,096, otherwise "
         "unlimited. `thinking_budget` sets it exactly.",
@@ -130,7 +187,13 @@ class ChatRequest(GenerationRequest, WithTools, ignored={"verbosity"}):
     thinking_budget: int | None = Field(
         None, ge=-1, le=MAX_INT, description="Maximum tokens of reasoning; -1: no limit."
     )
-    chat_template_kwargs: TemplateOptions | None = None
+    chat_template_kwargs: conversation.TemplateOptions | None = None
+    return_sources: bool | None = Field(
+        None,
+        description="Tell where the answer comes from: each choice gets `sources`, the passages of the prompt that the "
+        "model attended to, heaviest first, and the quotes of the answer with their places; in a stream, in the last "
+        "chunk of the choice.",
+    )
     modalities: list[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
     audio: None = Field(None, description="Not supported.")
     functions: None = Field(None, description="Not supported; use tools.")
@@ -140,8 +203,6 @@ class ChatRequest(GenerationRequest, WithTools, ignored={"verbosity"}):
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
-            raise problem("needs logprobs to be true", "top_logprobs")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise problem("differs from max_tokens", "max_completion_tokens")
@@ -149,49 +210,62 @@ class ChatRequest(GenerationRequest, WithTools, ignored={"verbosity"}):
 
 
 def read_chat(body: ChatRequest) -> ChatInput:
-    kwargs, form = body.chat_template_kwargs, body.response_format
-    named = form.json_schema if form else None
-    thinking = None if kwargs is None else kwargs.enable_thinking
+    messages = as_messages(body.messages)
     return ChatInput(
-        messages=as_messages(body.messages),
+        messages=messages,
+        attention=answers.read_attention(body),
         sampling={
             **answers.read_sampling(body),
             "max_tokens": body.max_completion_tokens or body.max_tokens,
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+            "return_sources": body.return_sources,
         },
         tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
         choice=body.choice,
+        allowed=body.allowed,
+        strict={tool.name for tool in body.tools or () if tool.function.strict},
         is_single=body.parallel_tool_calls is False,
-        schema=conversation.answer_schema(form.type, named.schema_ if named else None) if form else None,
+        schema=_read_format(body.response_format),
         effort=body.reasoning_effort,
         think_budget=body.thinking_budget,
-        variables={} if thinking is None else {"enable_thinking": thinking},
+        variables=conversation.read_variables(body.chat_template_kwargs),
         n=body.n or 1,
+        continue_final=body.continues(messages),
+        question=_question(body.messages[-1]),
     )
 
 
+def _question(message: Message) -> str:
+    """Return the text of a message after its last part with `cache_control`; empty if there is none."""
+    parts = message.content if isinstance(message.content, list) else []
+    marked = max((at for at, part in enumerate(parts) if part.cache_control is not None), default=len(parts))
+    return join(parts[marked + 1 :])
+
+
+def _read_format(form: ResponseFormat | None) -> Mapping[str, Any] | None:
+    """Return the schema that the answer must follow, if any."""
+    if form is None:
+        return None
+    named = form.json_schema
+    if named is None:
+        return conversation.answer_schema(form.type, None, is_strict=False)
+    return conversation.answer_schema(form.type, named.schema_, bool(named.strict))
+
+
 def as_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return a conversation as templates expect it: text, arguments as objects, `system` for `developer`."""
+    """Return a conversation as templates expect it: text, arguments as objects, no older names of roles."""
     out = []
-    for index, message in enumerate(messages):
-        role = "system" if message.role == "developer" else message.role
+    for message in messages:
+        role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
         calls = [
-            conversation.as_call(call.id, call.function.name, _arguments(call.function.arguments, index, number))
-            for number, call in enumerate(message.tool_calls or ())
+            conversation.as_call(call.id, call.function.name, conversation.read_arguments(call.function.arguments))
+            for call in message.calls
         ]
-        more = {"reasoning_content": message.reasoning_content or None, "tool_calls": calls or None}
-        more["tool_call_id"] = message.tool_call_id
+        reasoning = message.reasoning_content or message.reasoning or None
+        more = {"reasoning_content": reasoning, "tool_calls": calls or None, "tool_call_id": message.tool_call_id}
         given = {name: value for name, value in more.items() if value is not None}
-        out.append({"role": role, "content": join(message.content or ""), **given})
+        out.append({"role": role, "content": join(message.content or message.refusal or ""), **given})
     return out
-
-
-def _arguments(text: str, index: int, number: int) -> dict[str, Any]:
-    arguments = parse_object(text or "{}")
-    if arguments is None:
-        field = f"messages[{index}].tool_calls[{number}].function.arguments"
-        raise InputError(field, "is not a JSON object", "send one, as a string")
-    return arguments
 
 
 class ChatReply(ChoicesReply[ChatRequest]):
@@ -208,7 +282,9 @@ class ChatReply(ChoicesReply[ChatRequest]):
         has_tools, shows_reasoning = chat.offered_tools is not None, not self.settings.no_think
         self.answers = [AnswerProgress(has_tools, chat.is_single, shows_reasoning) for _ in range(chat.n)]
         self._speller = TokenSpeller(self.llm) if self.body.logprobs else None
-        return inputs.submit(chat.as_call(self.settings), wants_progress=bool(self.body.return_progress))
+        return inputs.submit(
+            chat.as_call(self.llm.default_sampling, self.settings), wants_progress=bool(self.body.return_progress)
+        )
 
     def take(self, item: StreamItem) -> None:
         if isinstance(item, Event):
@@ -232,23 +308,23 @@ class ChatReply(ChoicesReply[ChatRequest]):
         delta = one.show(item)
         if delta.reasoning:
             yield self._chunk(item.index, {"reasoning_content": delta.reasoning})
-        if delta.tool_call is not None:
-            call = {"index": one.num_calls - 1, **_dump_call(delta.tool_call)}
-            yield self._chunk(item.index, {"tool_calls": [call]})
+        if delta.call_piece is not None:
+            for call in _dump_piece(delta.call_piece):
+                yield self._chunk(item.index, {"tool_calls": [{"index": one.num_calls - 1, **call}]})
         if delta.text:
             yield self._chunk(item.index, {"content": delta.text})
         if one.completion is not None:
             is_last = all(each.completion is not None for each in self.answers)
             more = {"timings": answers.timings(self.completions)} if is_last else {}
-            yield self._chunk(item.index, {}, answers.finish(one.completion), **more)
+            ending = answers.finish(one.completion) | answers.sources(one.completion)
+            yield self._chunk(item.index, {}, ending, **more)
 
     def _chunk(self, index: int, delta: Any, ending: Any = None, **more: Any) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": self._logprobs(self.answers[index])}
         return self.chunk({**choice, **(ending or {})}, **more)
 
     def _choice(self, index: int, one: AnswerProgress) -> dict[str, Any]:
-        completion = one.result
-        calls = completion.tool_calls[:1] if one.is_single else completion.tool_calls
+        completion, calls = one.result, one.calls
         message: dict[str, Any] = {
             "role": "assistant",
             "content": completion.text if completion.text or not calls else None,
@@ -258,7 +334,8 @@ class ChatReply(ChoicesReply[ChatRequest]):
             message["reasoning_content"] = completion.reasoning
         if calls:
             message["tool_calls"] = [_dump_call(call) for call in calls]
-        return {"index": index, "message": message, "logprobs": self._logprobs(one), **answers.finish(completion)}
+        ending = answers.finish(completion) | answers.sources(completion)
+        return {"index": index, "message": message, "logprobs": self._logprobs(one), **ending}
 
     def _logprobs(self, one: AnswerProgress) -> dict[str, Any] | None:
         """Return the log-probabilities of the tokens since the last call; None unless they were requested."""
@@ -266,7 +343,7 @@ class ChatReply(ChoicesReply[ChatRequest]):
             return None
         sampled = one.sampled[one.num_told :]
         one.num_told = len(one.sampled)
-        return {"content": [self._speller.sampled(each) for each in sampled], "refusal": None}
+        return {"content": self._speller.spell(sampled), "refusal": None}
 
     def usage(self) -> dict[str, Any]:
         first = self.completions[0].usage
@@ -275,5 +352,12 @@ class ChatReply(ChoicesReply[ChatRequest]):
         return answers.usage(first.prompt_tokens, first.cached_tokens, sampled, reasoning)
 
 
+def _dump_piece(piece: CallPiece) -> Iterator[dict[str, Any]]:
+    """Yield the opening of a call, then what its arguments grow by."""
+    if piece.is_opening:
+        yield conversation.as_call(piece.id, piece.name, "")
+    yield {"function": {"arguments": piece.json}}
+
+
 def _dump_call(call: ToolCall) -> dict[str, Any]:
-    return conversation.as_call(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False))
+    return conversation.as_call(call.id, call.name, call.json)

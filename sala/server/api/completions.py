@@ -1,23 +1,24 @@
 """Completions: text or token ids in, their continuation out. Also scores a text, for evaluations."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 from pydantic import Field, Tag, model_validator
 
-from sala.engine.requests import Call, InputProcessor, Submission
+from sala.engine.requests import MAX_ANSWERS, Call, InputProcessor, Submission
 from sala.engine.stream import Completion, Event, PromptProgress, PromptScores, StreamItem
 from sala.protocol import SampledToken
 from sala.server.api import answers
-from sala.server.api.answers import MAX_ANSWERS, MAX_INT, ChoicesReply, GenerationRequest, TokenSpeller
-from sala.server.http.body import FIRST_ONLY, discriminate, problem
+from sala.server.api.answers import ENTRY_BYTES, MAX_INT, ChoicesReply, GenerationRequest, TokenSpeller, finite
+from sala.server.http.body import FIRST_ONLY, LazyList, discriminate, problem
 from sala.text.answer import Detokenizer
 
 SCORE_CHUNK = 256  # tokens scored between two steps of other requests
 MAX_PROMPTS = 128
-LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+DEFAULT_LENGTH = 16  # as OpenAI's specification has it
+MAX_SEQUENCES = 1024  # of one request
 TokenId = Annotated[int, Ge(0), Le(MAX_INT)]
 TokenIds = Annotated[list[TokenId], MinLen(1), FIRST_ONLY]
 
@@ -44,7 +45,9 @@ class CompletionRequest(GenerationRequest):
     """One or several texts to continue. The ignored and unsupported fields are those of chats."""
 
     prompt: Prompt = Field(description="Text, token ids, or a list of either.", json_schema_extra={"example": "Hello"})
-    max_tokens: int | None = Field(None, ge=0, le=MAX_INT, description="0 is for scoring a text, with `echo`.")
+    max_tokens: int | None = Field(
+        None, ge=0, le=MAX_INT, description=f"By default {DEFAULT_LENGTH}. 0 is for scoring a text, with `echo`."
+    )
     echo: bool | None = Field(None, description="Return the prompt too, with its log-probabilities if requested.")
     logprobs: int | None = Field(None, ge=0, le=5)
     best_of: int | None = Field(None, ge=1, le=MAX_ANSWERS, description="Must be equal to `n`.")
@@ -56,6 +59,11 @@ class CompletionRequest(GenerationRequest):
             raise problem("must be equal to n", "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise problem("can be 0 only with echo", "max_tokens")
+        num_prompts = (
+            len(self.prompt) if isinstance(self.prompt[:1], list) and not isinstance(self.prompt[0], int) else 1
+        )
+        if num_prompts * (self.n or 1) > MAX_SEQUENCES:
+            raise problem(f"times the number of prompts exceeds {MAX_SEQUENCES}; send fewer at a time", "n")
         if self.max_tokens == 0 and (self.n or 1) > 1:
             raise problem("must be 1 if max_tokens is 0", "n")
         return self
@@ -68,20 +76,31 @@ class Continuation:
     text: str = ""
     completion: Completion | None = None
     num_shown: int = 0  # characters that have been sent
-    tokens: list[tuple[Any, ...]] = field(default_factory=list)  # that have not been sent, in the order of LISTS
+    sampled: list[SampledToken] = field(default_factory=list)  # tokens that have not been sent
+    offsets: list[int] = field(default_factory=list)  # of these
+    begins_prompt: bool = False  # whether the first of them does: it has no score
 
-    def add(self, speller: TokenSpeller, sampled: SampledToken, is_first: bool = False) -> None:
-        rivals: dict[str, float] = {}
-        for number, logprob in (*sampled.top_logprobs, (sampled.token, answers.finite(sampled.logprob))):
-            rivals.setdefault(speller.text(number), answers.finite(logprob))
-        scores = (None, None) if is_first else (answers.finite(sampled.logprob), rivals)
-        self.tokens.append((speller.text(sampled.token), *scores, len(self.text)))
+    def add(self, sampled: Sequence[SampledToken], offsets: Sequence[int]) -> None:
+        self.sampled += sampled
+        self.offsets += offsets
 
-    def take_news(self) -> tuple[str, dict[str, Any]]:
+    def take_news(self, speller: TokenSpeller | None) -> tuple[str, dict[str, Any] | None]:
         """Return text and log-probabilities since the last call."""
-        text, tokens = self.text[self.num_shown :], self.tokens
-        self.num_shown, self.tokens = len(self.text), []
-        return text, {name: [token[at] for token in tokens] for at, name in enumerate(LISTS)}
+        text, sampled, offsets = self.text[self.num_shown :], self.sampled, self.offsets
+        first = sampled[0] if self.begins_prompt and sampled else None
+        self.num_shown, self.sampled, self.offsets, self.begins_prompt = len(self.text), [], [], False
+        if speller is None:
+            return text, None
+
+        def spell_rivals(one: SampledToken) -> dict[str, float] | None:
+            return None if one is first else speller.rivals(one)
+
+        return text, {
+            "tokens": LazyList(lambda one: speller.text(one.token), sampled, ENTRY_BYTES),
+            "token_logprobs": LazyList(lambda one: None if one is first else finite(one.logprob), sampled, ENTRY_BYTES),
+            "top_logprobs": speller.spell(sampled, spell_rivals),
+            "text_offset": offsets,
+        }
 
     def ending(self) -> dict[str, Any]:
         """Return why it ended: where nothing was to be sampled, because of the length."""
@@ -107,11 +126,11 @@ class CompletionReply(ChoicesReply[CompletionRequest]):
             texts = [one if isinstance(one, str) else self.llm.tokenizer.decode(one) for one in prompts]
             for index, one in enumerate(self.answers):
                 one.text = texts[index // self._n]
-        values = {**answers.read_sampling(body), "max_tokens": body.max_tokens, "logprobs": body.logprobs}
-        if body.max_tokens == 0:
-            values["max_tokens"] = 1  # the prompt is only checked and scored
-        sampling = answers.build_sampling(self.settings, values)
-        calls = [Call(None, sampling, prompt=ids, n=self._n) for ids in self._ids]
+        num_tokens = DEFAULT_LENGTH if body.max_tokens is None else max(1, body.max_tokens)  # 0: only check and score
+        values = {**answers.read_sampling(body), "max_tokens": num_tokens, "logprobs": body.logprobs}
+        sampling = answers.build_sampling(self.llm.default_sampling, self.settings, values)
+        attention = answers.allow_attention(answers.read_attention(body), self.settings)
+        calls = [Call(None, sampling, prompt=ids, n=self._n, attention=attention) for ids in self._ids]
         submission = inputs.submit(*calls, wants_progress=bool(body.return_progress))
         if body.max_tokens == 0:
             submission.groups = []
@@ -126,22 +145,25 @@ class CompletionReply(ChoicesReply[CompletionRequest]):
         if not isinstance(item, Event):
             return
         one = self.answers[item.index]
-        for sampled in item.sampled:
-            if self._speller is not None:
-                one.add(self._speller, sampled)
+        if self._speller is not None:
+            one.add(item.sampled, [len(one.text)] * len(item.sampled))
         one.text += item.delta.text
         one.completion = item.completion or one.completion
 
     def _take_scores(self, scores: PromptScores) -> None:
+        """Begin the answers to a prompt with its tokens: the first, which has no score, and those that have one."""
         if self._speller is None:
             return
-        ids = self._ids[scores.index]
+        sampled = [SampledToken(self._ids[scores.index][0]), *(each for part in scores.parts for each in part)]
+        detokenizer, texts, offsets, length = Detokenizer(self.llm.tokenizer), [], [], 0
+        for each in sampled:
+            offsets.append(length)
+            texts.append(detokenizer.push(each.token))
+            length += len(texts[-1])
+        text = "".join([*texts, detokenizer.flush()])
         for one in self.answers[scores.index * self._n :][: self._n]:
-            detokenizer = Detokenizer(self.llm.tokenizer)
-            for sampled in (SampledToken(ids[0]), *(each for part in scores.parts for each in part)):
-                one.add(self._speller, sampled, is_first=not one.tokens)
-                one.text += detokenizer.push(sampled.token)
-            one.text += detokenizer.flush()
+            one.add(sampled, offsets)
+            one.text, one.begins_prompt = text, True
 
     def whole(self) -> dict[str, Any]:
         choices = [self._choice(index, **one.ending()) for index, one in enumerate(self.answers)]
@@ -159,7 +181,7 @@ class CompletionReply(ChoicesReply[CompletionRequest]):
         count = self._n if isinstance(item, PromptScores) else 1
         for index in range(item.index * count, (item.index + 1) * count):
             one = self.answers[index]
-            if one.completion is not None or one.tokens or one.num_shown < len(one.text):
+            if one.completion is not None or one.sampled or one.num_shown < len(one.text):
                 yield self.chunk(self._choice(index, **(one.ending() if one.completion is not None else {})))
 
     def closing(self) -> Iterator[dict[str, Any]]:
@@ -169,8 +191,8 @@ class CompletionReply(ChoicesReply[CompletionRequest]):
         yield from super().closing()
 
     def _choice(self, index: int, **ending: Any) -> dict[str, Any]:
-        text, logprobs = self.answers[index].take_news()
-        return {"index": index, "text": text, "logprobs": None if self._speller is None else logprobs, **ending}
+        text, logprobs = self.answers[index].take_news(self._speller)
+        return {"index": index, "text": text, "logprobs": logprobs, **ending}
 
     def usage(self) -> dict[str, Any]:
         cached = sum(one.usage.cached_tokens for one in self.completions[:: self._n])

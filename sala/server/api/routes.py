@@ -17,24 +17,29 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from sala.engine.requests import COUNT_LIMIT
+from sala.engine.requests import COUNT_LIMIT, Client
 from sala.engine.service import Stream
-from sala.errors import InputError, SlowReader
-from sala.server.api.answers import B, Reply, naming
+from sala.errors import EngineClosed, InputError, SlowReader
+from sala.llm import LLM
+from sala.server.api.answers import MAX_MODEL_NAME, TURN, AnswerRequest, B, Reply, naming
 from sala.server.api.anthropic import CountRequest, MessageReply, MessagesRequest
 from sala.server.api.anthropic import read_conversation as read_messages
-from sala.server.api.chat import ChatReply, ChatRequest, Message, Tool, as_messages, read_chat
+from sala.server.api.chat import ChatReply, ChatRequest, ChatTool, Message, as_messages, read_chat
 from sala.server.api.completions import CompletionReply, CompletionRequest, TokenIds
 from sala.server.api.conversation import ChatInput, Tools
-from sala.server.api.responses import ResponseReply, ResponseRequest
-from sala.server.http.body import Strict, dump, problem
+from sala.server.http.body import Strict, problem
+from sala.server.http.encoding import BlocksResponse, encode
 from sala.server.http.errors import ALWAYS, from_exception, refer
-from sala.server.http.security import StrictRoute
-from sala.server.runtime import LoadedModel
+from sala.server.http.rates import Rates
+from sala.server.http.security import StrictRoute, admit_client, find_client, is_admin
+from sala.server.runtime import LoadedModel, Loads, Runtime
 from sala.server.settings import Settings
+from sala.text.workers import MonitoredPool
 
 MAX_PENDING = 1 << 20  # bytes of an answer that may wait for a slow client
+MAX_NAME = 256
 T = TypeVar("T")
+R = TypeVar("R", bound=Reply[Any])
 F = TypeVar("F", bound=Callable[..., Any])
 Descriptions = dict[int | str, dict[str, Any]]
 router = APIRouter(route_class=StrictRoute)
@@ -46,26 +51,36 @@ MESSAGES_ERRORS: Descriptions = {
 }
 
 
-def post(path: str, summary: str, name: str, events: str = "", errors: Descriptions = ALWAYS) -> Callable[[F], F]:
+def post(
+    path: str,
+    summary: str,
+    name: str,
+    events: str = "",
+    errors: Descriptions = ALWAYS,
+    at: APIRouter = router,
+) -> Callable[[F], F]:
     """Add a route that sends this answer or, with `stream`, such events."""
     found = refer(name)
     if events:
         found["description"] = f"The answer; with `stream`, server-sent events {events}."
         found["content"]["text/event-stream"] = {}
     tag = path.split("/")[1]
-    return router.post(path, tags=[TAGS.get(tag, tag)], summary=summary, responses={**errors, 200: found})
+    return at.post(path, tags=[TAGS.get(tag, tag)], summary=summary, responses={**errors, 200: found})
 
 
 class TokenizeRequest(Strict):
     """One of `prompt`, `content` (the same under another name) and `messages`."""
 
-    model: str | None = None
+    model: str | None = Field(None, max_length=MAX_MODEL_NAME)
     prompt: str | None = None
     content: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
-    tools: Tools[Tool] | None = None
+    tools: Tools[ChatTool] | None = None
     add_special_tokens: bool = Field(True, description="Begin a text with BOS, if the model uses it.")
     add_generation_prompt: bool = Field(True, description="End a conversation with the prompt for the answer.")
+    continue_final_message: bool = Field(
+        False, description="End with the text of the last message, an answer that is to be continued."
+    )
 
     @model_validator(mode="after")
     def _check_source(self) -> "TokenizeRequest":
@@ -76,7 +91,7 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    model: str | None = None
+    model: str | None = Field(None, max_length=MAX_MODEL_NAME)
     tokens: TokenIds
 
 
@@ -90,11 +105,6 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     return await answer(request, body, CompletionReply)
 
 
-@post("/responses", "Answer items with items", "ResponseObject", "from response.created to response.completed")
-async def create_response(body: ResponseRequest, request: Request) -> Response:
-    return await answer(request, body, ResponseReply)
-
-
 @post(
     "/messages", "Answer messages with blocks", "MessageObject", "from message_start to message_stop", MESSAGES_ERRORS
 )
@@ -105,45 +115,42 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 @post("/chat/completions/input_tokens", "Count the tokens of a conversation", "TokenCount")
 async def count_input_tokens(body: ChatRequest, request: Request) -> Any:
     """Takes what /chat/completions takes, and returns the length of the prompt."""
-    return await count_tokens(request, body.model, lambda: read_chat(body), ChatReply.fields)
+    return await count_tokens(request, body.model, lambda _: read_chat(body), ChatReply.fields)
 
 
 @post("/messages/count_tokens", "Count the tokens of messages", "TokenCount", errors=MESSAGES_ERRORS)
 async def count_message_tokens(body: CountRequest, request: Request) -> Any:
     """The length of the prompt of these messages; it may be longer than the context."""
-    return await count_tokens(request, body.model, lambda: read_messages(body), MessageReply.fields)
+    return await count_tokens(request, body.model, lambda _: read_messages(body), MessageReply.fields)
 
 
 @post("/tokenize", "Text to token ids", "Tokens")
 async def tokenize(body: TokenizeRequest, request: Request) -> Any:
-    model = await find_model(request, body.model)
-    llm = model.llm
 
-    def encode() -> list[int]:
+    def encode(llm: LLM) -> list[int]:
         if body.messages is not None:
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-            ends_open = body.add_generation_prompt
-            return llm.encode_chat(as_messages(body.messages), tools=tools, add_generation_prompt=ends_open)
+            more = {"add_generation_prompt": body.add_generation_prompt, "continue_final": body.continue_final_message}
+            return llm.encode_chat(as_messages(body.messages), tools=tools, **more)
         text = body.prompt if body.prompt is not None else body.content
         return llm.tokenizer.encode(text or "", body.add_special_tokens, max_tokens=llm.ctx, count_limit=COUNT_LIMIT)
 
     with naming(ChatReply.fields):
-        ids = await until_gone(request, model.service.call(encode))
-    return {"tokens": ids, "count": len(ids), "max_model_len": model.llm.ctx}
+        ids, model = await call(request, body.model, encode)
+    return await respond(request, {"tokens": ids, "count": len(ids), "max_model_len": model.llm.ctx})
 
 
 @post("/detokenize", "Token ids to text", "DetokenizedText")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
-    model = await find_model(request, body.model)
-    llm = model.llm
-
-    def decode() -> str:
+    def decode(llm: LLM) -> str:
+        if len(body.tokens) > llm.ctx:
+            raise InputError("tokens", f"hold {len(body.tokens):,} ids", f"at most {llm.ctx:,} fit into the context")
         if max(body.tokens) >= llm.config.vocab_size:
             raise InputError("tokens", f"hold {max(body.tokens)}", f"ids go to {llm.config.vocab_size - 1}")
         return llm.tokenizer.decode(body.tokens, skip_special=False)
 
-    text = await until_gone(request, model.service.call(decode))
-    return {"prompt": text, "content": text}
+    text, _ = await call(request, body.model, decode)
+    return await respond(request, {"prompt": text, "content": text})
 
 
 @router.get(
@@ -167,46 +174,109 @@ async def show_tokenizer(request: Request, model: str | None = None) -> Any:
 
 
 async def count_tokens(
-    request: Request, model_id: str | None, read: Callable[[], ChatInput], fields: Mapping[str, str]
+    request: Request, model_id: str | None, read: Callable[[LLM], ChatInput], fields: Mapping[str, str]
 ) -> dict[str, int]:
     """Return the length of the prompt of the conversation that `read` returns."""
-    model = await find_model(request, model_id)
     with naming(fields):
-        ids = await until_gone(request, model.service.call(lambda: read().encode(model.llm.inputs)))
+        ids, _ = await call(request, model_id, lambda llm: read(llm).encode(llm.inputs))
     return {"input_tokens": len(ids)}
 
 
+async def call(request: Request, model_id: str | None, work: Callable[[LLM], T]) -> tuple[T, LoadedModel]:
+    """Run something that needs a model but not its engine, such as encoding; return the result and the model."""
+
+    async def run(model: LoadedModel) -> tuple[T, LoadedModel]:
+        return await until_gone(request, model.service.call(work, model.llm, owner=find_client(request).owner)), model
+
+    return await with_model(request, model_id, run)
+
+
+async def with_model(request: Request, model_id: str | None, work: Callable[[LoadedModel], Awaitable[T]]) -> T:
+    """Do something with a model. It begins again if another request has it unloaded before it counts as in use."""
+    runtime: Runtime = request.app.state.runtime
+    while True:
+        model = await find_model(request, model_id)
+        try:
+            return await work(model)
+        except EngineClosed:
+            if runtime.is_loaded(model):  # and still so: the server is shutting down
+                raise
+
+
 async def find_model(request: Request, model_id: str | None) -> LoadedModel:
-    """Return a model by its id, by default the server's default model; load it first if necessary."""
-    return await until_gone(request, request.app.state.runtime.get(model_id))
+    """Return a model by its id, by default the server's default model; load it first if necessary.
+
+    GET loads nothing: a link must not. Another model is loaded for those who may manage models, unless all may.
+    """
+
+    def find_loads() -> Loads:
+        if request.method == "GET":
+            return "none"
+        return "any" if request.app.state.settings.users_load or is_admin(request) else "default"
+
+    return await until_gone(request, request.app.state.runtime.get(model_id, find_loads=find_loads))
 
 
-async def answer(request: Request, body: B, kind: type[Reply[B]]) -> Response:
-    """Answer a request."""
+def name_for(body: AnswerRequest, model: LoadedModel) -> str:
+    """Return the name of the model in an answer: as the client calls it, but a repository is written as the id."""
+    name = body.model or model.id
+    return model.id if len(name) > MAX_NAME or name.replace("/", "--", 1) == model.id else name
+
+
+async def answer(request: Request, body: B, make: Callable[..., Reply[B]]) -> Response:
+    """Answer a request; `make` is the class of the reply."""
     settings: Settings = request.app.state.settings
-    model = await find_model(request, body.model)
-    reply = kind(model.id, model.llm, body, settings)
-    with naming(kind.fields):
-        work = model.service.open(partial(reply.prepare, model.llm.inputs), MAX_PENDING)
-        stream = await until_gone(request, work, Stream.close)
+    pool: MonitoredPool = request.app.state.pool
+    reply, stream, rates = await open_reply(request, body, make, MAX_PENDING)
     if body.stream:
-        return EventStream(send_events(stream, reply, settings.ping_s), stream.overflowed, stream.close)
+        sending = send_events(stream, reply, settings.ping_s, pool)
+        events = EventStream(sending, stream.overflowed, stream.close)
+        events.headers.update(rates.headers() if rates is not None else {})
+        return events
+
+    async def finish() -> list[bytes]:
+        await reply.collect(stream, pool)
+        return await encode(pool, reply.whole)
+
     try:
-        whole = await until_gone(request, reply.collect(stream))
+        blocks = await until_gone(request, finish())
     finally:
         stream.close()
-    return Response(dump(whole), media_type="application/json")
+    return BlocksResponse(blocks, rates.headers() if rates is not None else None)
 
 
-async def send_events(stream: Stream, reply: Reply[Any], ping_s: float) -> AsyncIterator[bytes]:
+async def respond(request: Request, value: Any) -> Response:
+    """Return a value as JSON, however large it is."""
+    return BlocksResponse(await encode(request.app.state.pool, lambda: value))
+
+
+async def open_reply(
+    request: Request, body: AnswerRequest, make: Callable[..., R], max_pending: int | None = None
+) -> tuple[R, Stream, Rates | None]:
+    """Hand a request to its model; return what will make the answer, the stream, and the rates of the client."""
+    admitted: tuple[Client, Rates | None] | None = None
+
+    async def work(model: LoadedModel) -> tuple[R, Stream, Rates | None]:
+        nonlocal admitted
+        reply = make(name_for(body, model), model.llm, body, request.app.state.settings)
+        with naming(reply.fields):
+            client, rates = admitted = admitted or admit_client(request, body.cache_salt)  # counted once
+            opening = model.service.open(partial(model.prepare, reply.checked), max_pending, client)
+            return reply, await until_gone(request, opening, Stream.close), rates
+
+    return await with_model(request, body.model, work)
+
+
+async def send_events(stream: Stream, reply: Reply[Any], ping_s: float, pool: MonitoredPool) -> AsyncIterator[bytes]:
     """Yield a stream as server-sent events, with a ping whenever nothing else was sent for `ping_s` seconds.
 
-    An error is the last event; `done` follows only a complete answer.
+    An error is the last event; `done` follows only a complete answer. What is large is encoded in `pool`.
     """
-    sent_at = time.monotonic()
+    sent_at, num_sent = time.monotonic(), 0
     try:
         for chunk in reply.opening():
-            yield reply.encode(chunk)
+            for block in await reply.encode(chunk, pool):
+                yield block
         while True:
             try:
                 item = await stream.aread(max(0.001, ping_s - (time.monotonic() - sent_at)))
@@ -216,18 +286,24 @@ async def send_events(stream: Stream, reply: Reply[Any], ping_s: float) -> Async
                 continue
             if item is None:
                 break
-            reply.take(item)
+            await reply.receive(item, pool)
             for chunk in reply.chunks(item):
-                yield reply.encode(chunk)
+                for block in await reply.encode(chunk, pool):
+                    yield block
                 sent_at = time.monotonic()
-        for chunk in reply.closing():
-            yield reply.encode(chunk)
+                num_sent += 1
+                if num_sent % TURN == 0:
+                    await asyncio.sleep(0)
+        for chunk in await pool.run(lambda: [*reply.closing()]):
+            for block in await reply.encode(chunk, pool):
+                yield block
         if reply.done:
             yield reply.done
     except SlowReader:
         return
     except Exception as error:
-        yield reply.encode(reply.failed(from_exception(error)))
+        for block in await reply.encode(reply.failed(from_exception(error)), pool):
+            yield block
 
 
 class EventStream(StreamingResponse):
@@ -281,3 +357,4 @@ async def run_first(
         for one in tasks:
             one.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        del task, tasks, one  # an error refers to this frame: with the tasks in it, the request would stay in memory

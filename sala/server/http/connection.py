@@ -3,38 +3,80 @@
 `Connection` is uvicorn's HTTP protocol with the deadlines that it lacks. `Front` wraps the application.
 
 A header must arrive in time, a body must keep arriving, and the client must keep reading the response. A client that
-misses a deadline gets an error where possible and is disconnected. When the limit of connections is reached, the one
-that has been idle for longest is closed.
+misses a deadline gets an error where possible and is disconnected.
+
+When the limit of connections is reached, room is made: a client that has stopped reading or sends its body slowly is
+disconnected first, then an idle one, last an idle one that has shown a key. If there is none of these, or one address
+has more than its share, a few more connections are accepted, but only for a request with a key or for /health; not
+where one of several keys has half of all connections already.
+
+Requests that a client sends without waiting for responses (pipelining) take turns with those of other connections.
 """
 
 import asyncio
 import http
 import logging
+import math
 import sys
 import time
+from collections import deque
 from typing import Any
 
 import h11
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sala.errors import SalaError
 from sala.server.http.errors import ApiError
-from sala.server.settings import Settings
+from sala.server.http.keys import Key
+from sala.server.http.security import find_key
+from sala.server.settings import Settings, is_loopback
 
 log = logging.getLogger("sala.server")
 LINGER_S = 2.0  # how long a refused client may keep sending, so that it gets to read the error
 MIN_BODY_BYTES = 1024  # a body that delivers less within the deadline counts as stalled
+STALLED_S = 5.0  # a client that has not read for so long, or sends less than `MIN_BODY_BYTES` a second, makes room
+NUM_EXTRA = 16  # connections beyond the limit, for requests with a key and for /health
+EXTRA_HEADER_S = 2.0  # in which such a request must arrive
+
+
+class Turns:
+    """Begins one pipelined request in each round of the event loop.
+
+    Otherwise the clients that pipeline would fill every round with a request each, and all others would wait for them.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Connection] = deque()
+
+    def add(self, connection: "Connection") -> None:
+        self._waiting.append(connection)
+        if len(self._waiting) == 1:
+            connection.loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        connection = self._waiting.popleft()
+        if self._waiting:
+            connection.loop.call_soon(self._begin)
+        connection.begin_next()
 
 
 class Connection(H11Protocol):
-    def __init__(self, *arguments: Any, settings: Settings, **named: Any) -> None:
+    def __init__(self, *arguments: Any, settings: Settings, turns: Turns, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.settings = settings
+        self.turns = turns
         self.since = self.loop.time()
         self.num_received = 0
         self.is_refused = False
+        self.is_extra = False  # beyond the limit of connections
+        self.key: Key | None = None  # the last valid one that a request has shown
+        self._has_responded = False  # just now
+        self._is_queued = False  # the next request is here and waits for its turn
         self._wait: str | None = None
+        self._wait_since = 0.0
+        self._paused_at: float | None = None  # since then the client has not read what was sent
         self._timers: dict[str, asyncio.TimerHandle] = {}  # wait: for the client to send; stall: for it to read
 
     # Called by the transport.
@@ -42,11 +84,11 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         has_room = len(self.connections) < self.settings.max_connections or self._make_room()
         super().connection_made(transport)
-        if has_room:
+        self.is_extra = not has_room or self._is_over_share()
+        if not self.is_extra or self._find_extra_place():
             self._watch()
         else:
-            busy = "there are too many connections; try again in a moment"
-            self.refuse(ApiError(503, busy, code="too_many_connections", retry_s=5))
+            self._refuse_as_busy()
 
     def data_received(self, data: bytes) -> None:
         if self.is_refused:
@@ -55,25 +97,52 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def handle_events(self) -> None:
+        if self._is_queued:
+            return
+        if self._has_responded and self.conn.trailing_data[0]:
+            self._is_queued = True
+            self.flow.pause_reading()
+            self.turns.add(self)
+            return
+        super().handle_events()
+        if self.is_refused or self.is_idle:
+            return
+        self.key = find_key(Request(dict(self.cycle.scope)), self.settings) or self.key
+        if self.is_extra and not self.cycle.scope["path"].startswith("/health") and not self._is_key_within_share():
+            self._refuse_as_busy()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel("wait", "stall")
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._paused_at = self.loop.time()
         if "stall" not in self._timers:
             self._timers["stall"] = self.loop.call_later(self.settings.body_deadline_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._paused_at = None
         self._cancel("stall")
 
     # Called by uvicorn.
 
     def on_response_complete(self) -> None:
         self.since = self.loop.time()
-        super().on_response_complete()
+        self._has_responded = True
+        super().on_response_complete()  # which handles the next request if it is here
+        self._has_responded = False
         self._watch()
+
+    def begin_next(self) -> None:
+        """Handle the next request, which is here already: its turn has come."""
+        self._is_queued = False
+        if not (self.is_refused or self.transport.is_closing()):
+            self.flow.resume_reading()
+            self.handle_events()
+            self._watch()
 
     def send_400_response(self, msg: str) -> None:
         # h11's exception, which is being handled by our caller, knows a better status than 400
@@ -93,8 +162,8 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request is being read or answered."""
-        return self.is_refused or self.cycle is None or self.cycle.response_complete
+        """Return whether no request is being read or answered, and none is here that waits for its turn."""
+        return self.is_refused or self.cycle is None or (self.cycle.response_complete and not self._is_queued)
 
     def refuse(self, error: ApiError) -> None:
         """Send an error and close the connection, leaving the client some time to read it."""
@@ -117,15 +186,57 @@ class Connection(H11Protocol):
         self.flow.resume_reading()
         self._timers["wait"] = self.loop.call_later(LINGER_S, self.transport.abort)
 
+    @property
+    def is_stalled(self) -> bool:
+        """Return whether the client has stopped reading, or sends its body slowly."""
+        now = self.loop.time()
+        if self._paused_at is not None:
+            return now - self._paused_at >= STALLED_S
+        waited = now - self._wait_since
+        is_slow = waited >= STALLED_S and self.num_received < waited * MIN_BODY_BYTES
+        return self._wait == "body" and is_slow and not self.flow.read_paused
+
     def _make_room(self) -> bool:
-        """Close the connection that has been idle for longest; return whether there was one."""
-        idle = [each for each in self.connections if isinstance(each, Connection) and each.is_idle]
-        if not idle:
+        """Disconnect the client that is missed least; return whether there was one."""
+        others = [each for each in self.connections if isinstance(each, Connection)]
+        loose = [each for each in others if each.is_stalled or each.is_idle]
+        if not loose:
             return False
-        oldest = min(idle, key=lambda each: each.since)
-        self.connections.discard(oldest)
-        oldest.transport.abort()
+        self._drop(min(loose, key=lambda each: (not each.is_stalled, each.key is not None, each.since)))
         return True
+
+    def _is_over_share(self) -> bool:
+        """Return whether the client's address has more than its share of connections that have shown no key."""
+        address = self.client[0] if self.client else ""
+        share = self.settings.max_per_address
+        if not share:
+            share = self.settings.max_connections if is_loopback(address) else self.settings.max_connections // 2 or 1
+        keyless = [each for each in self.connections if isinstance(each, Connection) and each.key is None]
+        return sum(each.client is not None and each.client[0] == address for each in keyless) > share
+
+    def _is_key_within_share(self) -> bool:
+        """Return whether the client has a key which, if it is one of several, has less than half of all connections."""
+        if self.key is None or self.settings.keys_file is None:
+            return self.key is not None
+        own = [each for each in self.connections if isinstance(each, Connection) and each.key == self.key]
+        return len(own) - 1 < max(1, self.settings.max_connections // 2)
+
+    def _find_extra_place(self) -> bool:
+        """Return whether one more connection beyond the limit may send a request; the oldest such one may go for it."""
+        extra = [each for each in self.connections if isinstance(each, Connection) and each.is_extra]
+        waiting = [each for each in extra if each is not self and (each.is_idle or each.is_stalled)]
+        if len(extra) > NUM_EXTRA and waiting:
+            self._drop(min(waiting, key=lambda each: each.since))
+            return True
+        return len(extra) <= NUM_EXTRA
+
+    def _drop(self, connection: "Connection") -> None:
+        self.connections.discard(connection)
+        connection.transport.abort()
+
+    def _refuse_as_busy(self) -> None:
+        busy = "there are too many connections; try again in a moment"
+        self.refuse(ApiError(503, busy, code="too_many_connections", retry_s=5))
 
     def _watch(self) -> None:
         """Set the deadline for what the connection is waiting for now."""
@@ -148,9 +259,9 @@ class Connection(H11Protocol):
         return None
 
     def _start_timer(self) -> None:
-        self.num_received = 0
+        self.num_received, self._wait_since = 0, self.loop.time()
         seconds = {
-            "header": self.settings.header_deadline_s,
+            "header": min(self.settings.header_deadline_s, EXTRA_HEADER_S if self.is_extra else math.inf),
             "body": self.settings.body_deadline_s,
             "rest": LINGER_S,  # of a body whose response has been sent already
         }[self._wait or "rest"]
@@ -159,6 +270,8 @@ class Connection(H11Protocol):
     def _end_wait(self) -> None:
         if self._wait == "rest":
             self.transport.abort()
+        elif self._wait == "header" and self.is_extra:
+            self._refuse_as_busy()
         elif self._wait == "header":
             self.refuse(ApiError(408, "the request header did not arrive in time", code="request_timeout"))
         elif self.flow.read_paused or self.num_received >= MIN_BODY_BYTES:  # we have paused, or data still arrives

@@ -89,9 +89,9 @@ DESCRIPTIONS = {
     400: "The request is not valid; `param` names the field.",
     401: "The key is missing or wrong.",
     403: "The key or the origin does not permit this.",
-    404: "There is no such model.",
+    404: "There is no such model, file, document or batch.",
     408: "The request arrived too slowly.",
-    409: "The state of the model does not permit this now.",
+    409: "The state of the model, file or batch does not permit this now.",
     413: "The request is too large.",
     415: "The body must be uncompressed application/json.",
     421: "The server does not answer to that host name.",
@@ -99,6 +99,7 @@ DESCRIPTIONS = {
     431: "The header is too large.",
     500: "Internal error.",
     503: "The model is not ready; `Retry-After` says when to try again.",
+    507: "The disk is full or read-only.",
 }
 GUARDED = describe(400, 403, 408, 413, 415, 421, 431, 500, 503)  # what every route can return
 ALWAYS = GUARDED | describe(401, 404, 429)
@@ -113,7 +114,11 @@ _KNOWN: dict[type[BaseException], tuple[int, str, str | None]] = {
     causes.EngineClosed: (503, "shutting_down", "the server is shutting down"),
     causes.EngineDead: (500, "engine_dead", "the engine has stopped; restart the server"),
     causes.CacheTooSmall: (400, "cache_too_small", None),
+    causes.ModelBroken: (500, "model_broken", "the model computed values that are not numbers; it may be damaged"),
+    causes.TokenizerFailed: (500, "tokenizer_failed", "the model's tokenizer fails on this text; it may be damaged"),
     causes.MissingExtra: (400, "not_available", None),
+    causes.DiskFull: (507, "disk_full", "the server's disk is full; try again when there is space"),
+    causes.NotWritable: (507, "not_writable", "the server may not write to its disk; its log names the directory"),
 }
 _OUT_OF_MEMORY = (
     "there is not enough memory for this request; send a shorter one, or try again when others have finished"
@@ -134,9 +139,24 @@ def from_exception(error: BaseException) -> ApiError:
     param = "messages" if isinstance(error, causes.TemplateError) else getattr(error, "field", None)
     extra = {}
     if isinstance(error, causes.ContextTooLong):
+        message = word_overflow(error)
         extra = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.max_tokens}
     retry_s = {429: 2, 503: 30}.get(status)
     return ApiError(status, message or str(error), param=param, code=code, retry_s=retry_s, extra=extra)
+
+
+def word_overflow(error: causes.ContextTooLong) -> str:
+    """Return the message in the words by which libraries recognise that a conversation must be shortened.
+
+    litellm and others look for OpenAI's first sentence, langchain for "prompt is too long".
+    """
+    least, most = error.num_tokens, error.max_tokens
+    count = f"{least} tokens" if error.is_whole else f"more than {least} tokens"
+    return (
+        f"This model's maximum context length is {most} tokens. However, your messages resulted in {count}. "
+        "The prompt is too long. Please reduce the length of the messages, or raise the context of the server (ctx) to "
+        f"at least {least + 1}."
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -20,8 +20,10 @@ router = APIRouter(include_in_schema=False)
 
 PAGE = "index.html"
 OWN = (
-    PAGE, "style.css", "favicon.svg", "answer.js", "api.js", "app.js", "composer.js", "dom.js", "files.js", "format.js",
-    "markdown.js", "settings.js", "sidebar.js", "store.js", "theme.js", "view.js",
+    PAGE, "style.css", "favicon.svg", "answer.js", "api.js", "app.js", "branches.js", "composer.js",
+    "documents.js", "dom.js", "exchange.js", "files.js", "format.js", "frame.js", "library.js", "markdown.js",
+    "menu.js", "reader.js", "settings.js", "sidebar.js", "sources.js", "store.js", "theme.js", "tools.js",
+    "view.js",
 )  # fmt: skip
 PAGES = {
     "/": ("web", PAGE),

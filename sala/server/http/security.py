@@ -8,11 +8,13 @@ The limits buffer nothing and see every byte once. Deadlines, which concern the 
 """
 
 import asyncio
-import hmac
+import ctypes
 import logging
+import os
 import re
 import secrets
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, cast
 
 from fastapi import Request, Response
@@ -21,10 +23,14 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sala.engine.requests import Client
 from sala.options.schema import is_ip
 from sala.server.http.body import read_json
 from sala.server.http.errors import ApiError, from_exception, from_validation
+from sala.server.http.keys import Key, key_ring, owner_of
+from sala.server.http.rates import Rates
 from sala.server.settings import LOCAL_HOSTS, Settings, is_loopback
+from sala.text.workers import FairPool
 
 AUTHORITY = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(\d{1,5}))?")
 ORIGIN = re.compile(rb"(https?)://(.+)")
@@ -35,6 +41,10 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 100
 MAX_BODIES = 4  # bodies of the maximum size that may be in memory at once
 LARGE = 1 << 16  # bytes from which a body is parsed in a thread, so as not to block the event loop
+TRIM_FROM = 1 << 20  # bytes of a body and of the answer to it
+TRIM_S = 0.5  # after a large request has ended: what refers to its body is gone then
+M_ARENA_MAX, NUM_ARENAS = -8, 2  # of malloc.h
+_LIBC: Any = ctypes.CDLL(None) if os.name == "posix" else None
 _log = logging.getLogger("sala.server")
 
 
@@ -42,37 +52,94 @@ _log = logging.getLogger("sala.server")
 
 
 async def need_key(request: Request) -> None:
-    """Dependency: require the API key, if one is set. The admin key is accepted too."""
+    """Dependency: require a key, if there are any."""
     settings: Settings = request.app.state.settings
-    if settings.api_key is not None and not _matches(request, settings.api_key, settings.admin_key):
+    if (settings.api_key or settings.keys_file) and find_key(request, settings) is None:
         raise _wrong_key(request)
+
+
+def find_key(request: Request, settings: Settings) -> Key | None:
+    """Return the key that a request brings, if it is valid; without keys in the settings none is."""
+    if not (settings.api_key or settings.admin_key or settings.keys_file):
+        return None
+    return key_ring(settings.api_key, settings.admin_key, settings.keys_file).find(_given_keys(request))
 
 
 async def need_admin_key(request: Request) -> None:
-    """Dependency: require the admin key; if none is set the API key, if neither is set a client on this machine."""
+    """Dependency: require a key that may manage models; without keys, a client on this machine."""
     settings: Settings = request.app.state.settings
-    key = settings.admin_key or settings.api_key
-    if key is None:
-        is_here = settings.is_local or (request.client is not None and is_loopback(request.client.host))
-        if not is_here:
-            message = "models can be managed from the server's own machine only, or with a key"
-            raise ApiError(403, message, code="admin_key_needed")
-    elif not _matches(request, key):
-        if _matches(request, settings.api_key):
-            raise ApiError(403, "this needs the admin key", code="admin_key_needed")
-        raise _wrong_key(request)
+    if is_admin(request):
+        return
+    if not (settings.api_key or settings.admin_key or settings.keys_file):
+        message = "models can be managed from the server's own machine only, or with a key"
+        raise ApiError(403, message, code="admin_key_needed")
+    if find_key(request, settings) is not None:
+        raise ApiError(403, "this needs the admin key", code="admin_key_needed")
+    raise _wrong_key(request)
+
+
+def is_admin(request: Request) -> bool:
+    """Return whether a request may manage models: by its key or, without keys, from this machine."""
+    settings: Settings = request.app.state.settings
+    if settings.api_key or settings.admin_key or settings.keys_file:
+        key = find_key(request, settings)
+        return key is not None and key.role == "admin"
+    return settings.is_local or (request.client is not None and is_loopback(request.client.host))
+
+
+def find_owner(request: Request) -> str:
+    """Return the name of the key that a request brings; what belongs to one key is not shown to another."""
+    key = find_key(request, request.app.state.settings)
+    return owner_of("" if key is None else key.name)
+
+
+def admit_client(request: Request, cache_salt: str | None) -> tuple[Client, Rates | None]:
+    """Return who asks for an answer, and the meters of its key: each key of a file has shares, limits and cached
+    prefixes of its own. Counts the request. Raises ApiError if it is one too many.
+    """
+    state = request.app.state
+    settings: Settings = state.settings
+    key = find_key(request, settings) if settings.keys_file is not None else None
+    client = find_client(request)
+    salt = client.salt + ("" if cache_salt is None else f" salt {cache_salt}")
+    most = key.max_sequences if key is not None and key.max_sequences else settings.max_key_sequences
+    rates = find_rates(state.rates, client.owner, key, settings)
+    if rates is not None:
+        try:
+            rates.count_request()
+        except ApiError:
+            state.metrics.statistics.rejected()
+            raise
+    return replace(client, salt=salt, max_sequences=most, token_limit=rates), rates
+
+
+def find_client(request: Request) -> Client:
+    """Return who sends a request, without limits."""
+    settings: Settings = request.app.state.settings
+    key = find_key(request, settings) if settings.keys_file is not None else None
+    return client_of("" if key is None else key.owner, settings, key.salt if key else "")
+
+
+def find_rates(known: dict[str, Rates], owner: str, key: Key | None, settings: Settings) -> Rates | None:
+    """Return the meters of an owner with the limits that hold now; None if there are no limits."""
+    num_tokens = (key.max_tokens_per_minute if key else 0) or settings.max_key_tokens_per_minute
+    num_requests = (key.max_requests_per_minute if key else 0) or settings.max_key_requests_per_minute
+    if not num_tokens and not num_requests:
+        return None
+    rates = known.setdefault(owner, Rates())
+    rates.limit(num_tokens, num_requests)
+    return rates
+
+
+def client_of(owner: str, settings: Settings, salt: str = "") -> Client:
+    """Return the client that an owner is to the engine. Those without a key of their own are one client."""
+    return Client() if settings.keys_file is None else Client(owner, f"key {salt or owner}")
 
 
 def _wrong_key(request: Request) -> ApiError:
     problem = "wrong" if _given_keys(request) else "missing"
     message = f"the API key is {problem}; send it as Authorization: Bearer KEY"
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": 'Bearer realm="sala"'})
-
-
-def _matches(request: Request, *keys: str | None) -> bool:
-    """Compare in constant time, so that timing reveals nothing about the keys."""
-    wanted = [key.encode() for key in keys if key is not None]
-    return any(hmac.compare_digest(given, key) for key in wanted for given in _given_keys(request))
 
 
 def _given_keys(request: Request) -> list[bytes]:
@@ -133,13 +200,18 @@ class Guard:
         """Return whether DNS rebinding cannot be at work: with an IP address, or where every request needs a key."""
         if self.settings.is_local:
             return is_loopback(name)
-        return is_ip(name) or (self.settings.api_key is not None and not self.settings.allowed_hosts)
+        return is_ip(name) or (self.settings.needs_key and not self.settings.allowed_hosts)
 
     def _check_origin(self, scope: Scope) -> ApiError | None:
         hosts = _values(scope, b"host")
         origins = [value.strip().lower() for value in _values(scope, b"origin")]
         is_own = all(origin in self.origins or any(is_same(origin, host) for host in hosts) for origin in origins)
-        if is_own or scope["method"] in SAFE_METHODS:
+        if scope["method"] in SAFE_METHODS:
+            # an image or a script of another site is fetched without an Origin; a link to our page is followed
+            is_link = b"navigate" in _values(scope, b"sec-fetch-mode")
+            if origins or is_link or b"cross-site" not in _values(scope, b"sec-fetch-site"):
+                return None
+        elif is_own:
             return None
         message = "web pages of that origin may not call this server; permit it with the setting cors_origins"
         return ApiError(403, message, code="foreign_origin")
@@ -171,13 +243,16 @@ class BodyTooLarge(Exception):
 class RequestLimits:
     """Middleware: refuse requests that are too large, ambiguous or compressed, if possible before reading the body.
 
+    The memory of large bodies and answers is returned to the system when they are gone.
+
     Unexpected exceptions become errors, so that the connection can serve further requests.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
         self.max_body = settings.max_body
-        self.held = 0  # bytes of all bodies that have not been answered yet
+        self.held = 0  # bytes of the bodies of all requests that have not ended
+        self.will_trim = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -187,8 +262,8 @@ class RequestLimits:
         await (self._meter if refusal is None else refusal)(scope, receive, send)
 
     async def _meter(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application and count the bytes of the body as they arrive, until the answer begins."""
-        num_bytes, is_started = 0, False
+        """Run the application and count the bytes of the body as they arrive, until the request has ended."""
+        num_bytes, num_sent, is_started = 0, 0, False
         refusal: ApiError | None = None
 
         async def count() -> Message:
@@ -204,17 +279,11 @@ class RequestLimits:
             return message
 
         async def watch(message: Message) -> None:
-            nonlocal is_started
+            nonlocal is_started, num_sent
             if refusal is None or is_started:  # otherwise the application has caught BodyTooLarge
                 is_started = True
-                release()
+                num_sent += len(message.get("body", b""))
                 await send(message)
-
-        def release() -> None:
-            """Stop counting the body: once the answer begins, its text is no longer held."""
-            nonlocal num_bytes
-            self.held -= num_bytes
-            num_bytes = 0
 
         try:
             await self.app(scope, count, watch)
@@ -225,9 +294,16 @@ class RequestLimits:
                 _log.error("a request failed: %s", type(error).__name__, exc_info=error)
                 refusal = from_exception(error)
         finally:
-            release()
+            self.held -= num_bytes
+            if num_bytes + num_sent > TRIM_FROM and not self.will_trim:
+                self.will_trim = True
+                asyncio.get_running_loop().call_later(TRIM_S, self._trim_memory)
         if refusal is not None and not is_started:
             await refusal(scope, receive, send)
+
+    def _trim_memory(self) -> None:
+        self.will_trim = False
+        asyncio.get_running_loop().run_in_executor(None, trim_memory)
 
     def _find_excess(self, num_bytes: int) -> ApiError | None:
         """Return the reason to refuse a body of which so many bytes have arrived, if there is one."""
@@ -237,6 +313,22 @@ class RequestLimits:
             message = "the server is reading too many large requests at once; send this one again later"
             return ApiError(503, message, "server_error", code="bodies_too_large", retry_s=1)
         return None
+
+
+def trim_memory() -> None:
+    """Let glibc return freed memory to the system; it keeps what bodies, answers and caches took."""
+    if hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)
+
+
+def limit_arenas() -> None:
+    """Let the threads of this process share a few arenas of glibc's malloc, before any of them is started.
+
+    By default there are eight for each core, and each keeps what was freed in it: with threads that come and go the
+    memory of a server grows for hours though it uses no more. MALLOC_ARENA_MAX in the environment goes first.
+    """
+    if hasattr(_LIBC, "malloc_trim") and "MALLOC_ARENA_MAX" not in os.environ:
+        _LIBC.mallopt(M_ARENA_MAX, NUM_ARENAS)
 
 
 def too_large(max_body: int) -> ApiError:
@@ -284,8 +376,11 @@ class StrictRoute(APIRoute):
                     raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
                 body, kind = await request.body(), cast(type[BaseModel], self.body_field.field_info.annotation)
                 if body:
-                    is_large = len(body) >= LARGE
-                    request._json = await asyncio.to_thread(parse, kind, body) if is_large else parse(kind, body)
+                    is_large = len(body) >= LARGE or b"pattern" in body or b"\\u" in body  # patterns: see check_schema
+                    pool: FairPool = request.app.state.body_pool
+                    request._json = (
+                        await pool.run(find_owner(request), parse, kind, body) if is_large else parse(kind, body)
+                    )
             return await handle(request)
 
         return strictly

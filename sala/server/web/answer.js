@@ -1,22 +1,29 @@
 // Runs one answer: sends the conversation, extends the message with every chunk, and records how it ended.
 
-import { Failure, streamChat } from "./api.js";
+import { Failure, streamAnswer } from "./api.js";
 import { composeContent } from "./files.js";
+import { takeSources } from "./sources.js";
+import { callsOf, resultsOf, takeCall } from "./tools.js";
 
 const SAVE_MS = 1000;
 
-export async function buildMessages(chat, system, store) {
+// Returns the messages of a request, and for each of them its text and the files in it.
+export async function buildMessages(path, system, store) {
   const messages = system.trim() ? [{ role: "system", content: system }] : [];
-  for (const message of chat.messages) {
+  const layout = messages.map(() => null);
+  for (const message of path) {
     if (message.role === "assistant") {
       const thought = message.reasoning ? { reasoning_content: message.reasoning } : {};
-      if (message.text) messages.push({ role: "assistant", content: message.text, ...thought });
-      continue;
+      const calls = message.calls?.length ? { tool_calls: callsOf(message) } : {};
+      if (message.text || message.calls?.length) messages.push({ role: "assistant", content: message.text, ...thought, ...calls }, ...resultsOf(message));
+    } else {
+      const files = await Promise.all((message.files ?? []).map(async (file) => ({ text: "", ...(await store.loadFile(file.id)), ...file })));
+      const { content, places, parts } = composeContent(message.text, files);
+      layout[messages.length] = { content, places };
+      messages.push({ role: "user", content: parts ?? content });
     }
-    const files = await Promise.all((message.files ?? []).map(async (file) => ({ name: file.name, text: (await store.readFile(file.id)) ?? "" })));
-    messages.push({ role: "user", content: composeContent(message.text, files) });
   }
-  return messages;
+  return { messages, layout };
 }
 
 export function newAnswer(model) {
@@ -24,13 +31,15 @@ export function newAnswer(model) {
 }
 
 // `paint` is called after every change, `save` about once a second; both at the end.
-export async function runAnswer(message, body, signal, paint, save) {
+export async function runAnswer(message, body, layout, signal, paint, save) {
   const clock = new ThinkingClock(message);
   let lastSave = performance.now();
   const ticker = setInterval(() => clock.tick() && paint(), 100);
   try {
-    for await (const chunk of streamChat({ ...body, stream: true, stream_options: { include_usage: true }, return_progress: true }, signal)) {
+    for await (const chunk of streamAnswer({ ...body, stream: true, stream_options: { include_usage: true }, return_progress: true }, signal)) {
       take(message, chunk, clock);
+      const { sources } = chunk.choices?.[0] ?? {};
+      if (sources) message.sources = takeSources(sources, layout);
       paint();
       if (performance.now() - lastSave > SAVE_MS) {
         lastSave = performance.now();
@@ -72,6 +81,7 @@ function take(message, chunk, clock) {
     clock.stop();
     message.text += message.text === "" ? text.trimStart() : text;
   }
+  for (const piece of choice.delta?.tool_calls ?? []) takeCall(message, piece);
   if (choice.finish_reason) message.finish = choice.stop_reason === "repetition" ? "repetition" : choice.finish_reason;
 }
 

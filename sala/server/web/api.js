@@ -9,29 +9,63 @@ export function useKey(read) {
 
 // `kind` decides which remedy is offered: key, busy, offline, lost, request, server.
 export class Failure extends Error {
-  constructor(kind, title, detail = "", status = 0) {
+  constructor(kind, title, detail = "", status = 0, param = null) {
     super(title);
     this.kind = kind;
     this.title = title;
     this.detail = detail;
     this.status = status;
+    this.param = param;
   }
 }
 
 export async function listModels() {
   const response = await call("v1/models");
   const answer = await readJson(response);
-  return (answer.data ?? []).map((model) => ({ id: model.id, isLoaded: model.loaded === true, context: model.context_length ?? null, trained: model.trained_length ?? null }));
+  const models = (answer.data ?? []).filter((model) => (model.root ?? model.id) === model.id); // not their aliases
+  return models.map((model) => ({ id: model.id, isLoaded: model.loaded === true, context: model.context_length ?? null, trained: model.trained_length ?? null }));
 }
 
-// The number of tokens of a text as a message; null if the server does not say.
-export async function countTokens(text, model) {
-  const response = await call("v1/chat/completions/input_tokens", { body: { model, messages: [{ role: "user", content: text }] } });
-  return (await readJson(response)).input_tokens ?? null;
+export async function listTools() {
+  return (await readJson(await call("v1/mcp/tools"))).data ?? [];
+}
+
+export async function callTool(name, given, signal) {
+  return readJson(await call("v1/mcp/call", { body: { name, arguments: given }, signal }));
+}
+
+// Reads a file on the server: text, pages, lines and tokens of the documents in it.
+export async function readDocument(blob, name, { keep = false, model = "" } = {}, signal = undefined) {
+  const form = new FormData();
+  form.append("keep", String(keep));
+  if (model) form.append("model", model);
+  form.append("file", blob, name);
+  return readJson(await call("v1/documents", { form, signal }));
+}
+
+export const listDocuments = async () => (await readJson(await call("v1/documents"))).data ?? [];
+export const getDocument = async (id) => readJson(await call(`v1/documents/${encodeURIComponent(id)}`));
+export const deleteDocument = async (id) => readJson(await call(`v1/documents/${encodeURIComponent(id)}`, { method: "DELETE" }));
+
+// How many tokens of a prompt that begins with a kept document the cache of the server holds.
+export async function documentState(id, model, system) {
+  const body = { system, ...(model ? { model } : {}) };
+  return readJson(await call(`v1/documents/${encodeURIComponent(id)}/state`, { body }));
+}
+
+// Yields the chunks of an answer. A server or engine that gathers no sources is asked again without them.
+export async function* streamAnswer(body, signal) {
+  try {
+    yield* streamChat(body, signal);
+  } catch (error) {
+    if (!body.return_sources || error.param !== "return_sources") throw error;
+    const { return_sources: refused, ...rest } = body;
+    yield* streamChat(rest, signal);
+  }
 }
 
 // Yields the chunks of an answer. Any end other than the server's [DONE] is a Failure.
-export async function* streamChat(body, signal) {
+async function* streamChat(body, signal) {
   const response = await call("v1/chat/completions", { body, signal });
   let isWhole = false;
   try {
@@ -50,15 +84,14 @@ export async function* streamChat(body, signal) {
 
 const lostConnection = () => new Failure("lost", "The connection was lost.", "The text that had arrived was kept. Is the server still running?");
 
-async function call(path, { body, signal } = {}) {
+async function call(path, { body, form, method = body || form ? "POST" : "GET", signal } = {}) {
   const headers = {};
   const key = readKey();
   if (key) headers.Authorization = `Bearer ${key}`;
   if (body) headers["Content-Type"] = "application/json";
-  const method = body ? "POST" : "GET";
   let response;
   try {
-    response = await fetch(new URL(path, BASE), { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
+    response = await fetch(new URL(path, BASE), { method, headers, signal, body: form ?? (body && JSON.stringify(body)), cache: "no-store" });
   } catch (error) {
     if (signal?.aborted) throw error;
     throw new Failure("offline", "The server does not answer.", "Is it running? It has the same address as this page.");
@@ -101,7 +134,7 @@ function explain(status, error, retryAfter = null) {
   if (code === "model_not_found") title = "The server does not have this model.";
   if (code === "context_length_exceeded") title = "This is longer than the model’s context.";
   const wait = retryAfter && /^\d+$/.test(retryAfter) ? ` Try again in ${retryAfter} s.` : "";
-  return new Failure(kind, title, `${String(message ?? "")}${wait}`.trim(), status);
+  return new Failure(kind, title, `${String(message ?? "")}${wait}`.trim(), status, error?.param ?? null);
 }
 
 // Yields the data of server-sent events. Comments are pings and are skipped.

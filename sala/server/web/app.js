@@ -2,28 +2,37 @@
 
 import { buildMessages, newAnswer, runAnswer } from "./answer.js";
 import { listModels, useKey } from "./api.js";
+import { add, pathTo, turn, versionsOf } from "./branches.js";
 import { Composer, suggestion } from "./composer.js";
 import { announce, byId, fillIcons, toast } from "./dom.js";
-import { estimateTokens } from "./files.js";
-import { formatCompact, formatCount, titleOf } from "./format.js";
+import { Documents } from "./documents.js";
+import { remember } from "./files.js";
+import { titleOf } from "./format.js";
+import { Frame } from "./frame.js";
+import { Library } from "./library.js";
+import { Menu } from "./menu.js";
 import { Settings, SettingsPanel, setUpTheme } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
-import { filesOf, newId, openStore } from "./store.js";
+import { newId, openStore } from "./store.js";
+import { closeCalls, Toolbox } from "./tools.js";
 import { AnswerView, UserView } from "./view.js";
 
 const SUGGESTIONS = ["Explain how a rainbow forms", "Write a story about a lighthouse", "Plan three dinners for this week", "Summarise a long file"];
 const RETRY_MS = 5000;
-const NEAR_END = 80; // pixels from the end that still count as being there
+const MAX_ROUNDS = 32; // answers to one question that call tools
+const SAVE_MS = 600; // after the last change of settings
 
 class App {
   constructor(store) {
     this.store = store;
     this.settings = new Settings();
     useKey(() => this.settings.key);
+    this.toolbox = new Toolbox();
     this.chat = newChat();
     this.views = [];
     this.live = new Map(); // running answers by conversation; they continue while another conversation is shown
-    this.isAtEnd = true;
+    this.viewsByMessage = new WeakMap();
+    this.frame = new Frame({ focusComposer: () => this.composer.focus() });
     this.panel = new SettingsPanel(this.settings, (what) => this.settingsChanged(what));
     this.sidebar = new Sidebar({
       onRename: (chat, title) => this.rename(chat, title),
@@ -35,7 +44,20 @@ class App {
       onStop: () => this.stop(),
       onEditLast: () => this.editLast(),
       onChange: () => this.showContext(),
-      getModel: () => this.settings.modelId,
+      onOpen: (file) => this.documents.open(file),
+      getOptions: () => ({ model: this.settings.modelId, keep: this.settings.keepsDocuments }),
+    });
+    this.documents = new Documents({
+      store,
+      files: () => [...this.chat.messages.flatMap((message) => message.files ?? []), ...this.composer.attachments],
+      viewOf: (message) => this.views.find((view) => view.message === message),
+    });
+    this.library = new Library(this.settings, { onUse: (attachment) => this.composer.add(attachment) });
+    this.menu = new Menu({
+      store,
+      current: () => this.chat,
+      system: () => this.settings.values.system,
+      onImport: (found) => this.import(found),
     });
     this.news = typeof BroadcastChannel === "function" ? new BroadcastChannel("sala") : null;
   }
@@ -43,7 +65,6 @@ class App {
   async start() {
     fillIcons();
     setUpTheme(byId("theme"));
-    this.nameKeys();
     this.listen();
     byId("suggestions").replaceChildren(...SUGGESTIONS.map((text) => suggestion(text, (picked) => this.pickSuggestion(picked))));
     if (!this.store.isKept) toast("This browser does not store data for this page: conversations are lost when you close it.");
@@ -71,13 +92,22 @@ class App {
   }
 
   showChat() {
+    this.settings.own = this.settings.forChat(this.chat);
+    this.documents.close();
+    this.showPath();
+    this.frame.scrollToEnd();
+    this.frame.closeSidebar();
+    this.showModel();
+    if (!matchMedia("(pointer: coarse)").matches) this.composer.focus();
+  }
+
+  // Shows the messages of the path that is chosen; those that were shown before keep their views.
+  showPath() {
     this.views = this.chat.messages.map((message) => this.viewOf(message));
     byId("thread").replaceChildren(...this.views.map((view) => view.root));
-    this.isAtEnd = true;
+    for (const view of this.views) view.refresh();
     this.showFrame();
-    this.scrollToEnd();
-    this.closeSidebar();
-    if (!matchMedia("(pointer: coarse)").matches) this.composer.focus();
+    this.showContext();
   }
 
   showFrame() {
@@ -90,8 +120,39 @@ class App {
   }
 
   viewOf(message) {
-    if (message.role === "user") return new UserView(message, { onEdit: (edited, text) => this.resend(edited, text) });
-    return new AnswerView(message, { onRegenerate: (answer) => this.regenerate(answer), onKey: () => this.panel.open({ focusKey: true }) });
+    const known = this.viewsByMessage.get(message);
+    if (known) return known;
+    const { chat } = this;
+    const hooks = {
+      onEdit: (edited, text) => this.resend(edited, text),
+      onRegenerate: (answer) => this.regenerate(answer),
+      onKey: () => this.panel.open({ focusKey: true }),
+      onDecide: (call, word) => this.toolbox.decide(call, word),
+      serverOf: (name) => this.toolbox.serverOf(name),
+      versionsOf: (one) => {
+        const versions = versionsOf(chat, one);
+        return { at: versions.indexOf(one), count: versions.length };
+      },
+      onTurn: (one, by) => this.turn(one, by),
+      onOpenFile: (file) => this.documents.open(file),
+      onSource: (answer, passage) => this.documents.openSource(answer, passage),
+      placeOf: (passage) => this.documents.placeOf(passage),
+    };
+    const view = message.role === "user" ? new UserView(message, hooks) : new AnswerView(message, hooks);
+    this.viewsByMessage.set(message, view);
+    return view;
+  }
+
+  // Shows another version of a message.
+  turn(message, by) {
+    const next = turn(this.chat, message, by);
+    if (!next) return;
+    this.showPath();
+    const { root } = this.viewOf(next);
+    root.scrollIntoView({ block: "nearest" });
+    const arrow = root.querySelector(`.versions [aria-label^="${by < 0 ? "Previous" : "Next"}"]:enabled`) ?? root.querySelector(".versions button:enabled");
+    arrow?.focus();
+    this.save(this.chat, { isTouched: false });
   }
 
   openNew() {
@@ -101,6 +162,17 @@ class App {
       this.showChat();
       this.showList();
     }
+  }
+
+  async import(found) {
+    for (const { chat, files } of found) {
+      for (const file of files) await this.store.addFile(file);
+      await this.store.save(chat);
+    }
+    this.tell();
+    toast(found.length === 1 ? `“${found[0].chat.title}” is imported.` : `${found.length} conversations are imported.`);
+    if (location.hash === `#${found[0].chat.id}`) return;
+    location.hash = found[0].chat.id;
   }
 
   async rename(row, title) {
@@ -157,54 +229,46 @@ class App {
   // ---------------------------------------------------------------------------------------------------- messages
 
   async send(text, attachments) {
-    const chat = this.chat;
-    const files = attachments.map(({ id, name, size, tokens, isExact }) => ({ id, name, size, tokens, isExact }));
-    if (chat.messages.length === 0) chat.title = titleOf(text, files);
-    this.append(chat, { role: "user", text, files, created: Date.now() });
-    try {
-      for (const file of attachments) await this.store.addFile({ id: file.id, text: file.text });
-    } catch {
-      toast("The file could not be saved: the browser’s storage is full.");
+    const { chat } = this;
+    const files = attachments.map(remember);
+    if (chat.messages.length === 0) {
+      chat.title = titleOf(text, files);
+      chat.settings = this.settings.own = { ...this.settings.defaults };
     }
-    await this.answer(chat);
+    this.append(chat, { role: "user", text, files, created: Date.now() }, chat.messages.at(-1));
+    await this.answer(chat, chat.messages, this.store.addFiles(attachments));
   }
 
-  append(chat, message) {
-    chat.messages.push(message);
-    if (chat !== this.chat) return null;
-    const view = this.viewOf(message);
-    this.views.push(view);
-    byId("thread").append(view.root);
-    this.isAtEnd = true;
+  // Adds a message after another one. If that is the last one shown, it is shown below.
+  append(chat, message, parent) {
+    const isNext = chat.messages.at(-1) === parent;
+    add(chat, message, parent);
+    if (chat !== this.chat) return;
+    if (isNext) {
+      const view = this.viewOf(message);
+      this.views.push(view);
+      byId("thread").append(view.root);
+    } else this.showPath();
     this.showFrame();
-    this.scrollToEnd();
-    return view;
+    this.frame.scrollToEnd();
   }
 
-  // Removes a message and everything after it.
-  async cutBefore(chat, message, keptFiles = []) {
-    const at = chat.messages.indexOf(message);
-    const removed = chat.messages.splice(at);
-    for (const view of this.views.splice(at)) view.root.remove();
-    await this.store.dropFiles(filesOf(removed).filter((id) => !keptFiles.includes(id)));
-  }
-
+  // Sends an edited message; the old one and what followed it stay as another version.
   async resend(message, text) {
     this.stop();
-    const chat = this.chat;
-    const isFirst = chat.messages[0] === message;
-    await this.cutBefore(chat, message, filesOf([message]));
-    if (isFirst && !chat.isRenamed) chat.title = titleOf(text, message.files);
-    this.append(chat, { ...message, text, created: Date.now() });
+    const { chat } = this;
+    const parent = pathTo(chat, message).at(-2);
+    if (!parent && !chat.isRenamed) chat.title = titleOf(text, message.files);
+    this.append(chat, { role: "user", text, files: message.files, created: Date.now() }, parent);
+    this.viewOf(message).show();
     this.composer.focus();
     await this.answer(chat);
   }
 
+  // Answers anew; the old answer and what followed it stay as another version.
   async regenerate(answer) {
     this.stop();
-    const chat = this.chat;
-    await this.cutBefore(chat, answer);
-    await this.answer(chat);
+    await this.answer(this.chat, pathTo(this.chat, answer).slice(0, -1));
   }
 
   editLast() {
@@ -220,21 +284,58 @@ class App {
     running.controller.abort();
   }
 
-  async answer(chat) {
-    const controller = new AbortController();
-    const message = newAnswer(this.settings.modelId);
-    const run = { chat, controller, isDropped: false };
+  // Answers the last message of a path, calling tools as long as the model asks for them and the user permits it.
+  // Before, what is being stored must be.
+  async answer(chat, path = chat.messages, storing = null) {
+    const given = { values: { ...this.settings.values }, fields: this.settings.requestFields() }; // whatever is shown meanwhile
+    const run = { chat, path: [...path], ...given, controller: new AbortController(), isDropped: false };
     this.live.set(chat.id, run);
-    const body = { ...this.settings.requestFields(), messages: await buildMessages(chat, this.settings.values.system, this.store) };
-    this.append(chat, message);
+    this.composer.setRunning(this.live.has(this.chat.id));
+    try {
+      await storing;
+    } catch {
+      toast("The file could not be saved: the browser’s storage is full.");
+    }
+    let message;
+    for (let round = 0; round < MAX_ROUNDS; round += 1) {
+      message = await this.answerOnce(run);
+      if (message.state !== "done" || !message.calls?.length || !(await this.runCalls(run, message))) break;
+    }
+    closeCalls(message);
+    if (this.live.get(chat.id) === run) this.live.delete(chat.id);
+    this.paintSoon(message);
+    this.finished(chat, message);
+  }
+
+  async answerOnce(run) {
+    const { chat, controller, path, values, fields } = run;
+    const message = newAnswer(fields.model);
+    const { messages, layout } = await buildMessages(path, values.system, this.store);
+    const body = { ...fields, messages };
+    const tools = values.tools ? this.toolbox.definitions : [];
+    if (tools.length) body.tools = tools;
+    if (values.sources && path.some((one) => one.files?.length)) body.return_sources = true;
+    this.append(chat, message, path.at(-1));
+    path.push(message);
     if (chat.id === this.chat.id && !location.hash) history.replaceState(null, "", `#${chat.id}`);
     await this.save(chat);
-    const keep = () => {
-      if (!run.isDropped && chat.messages.includes(message)) this.keep(chat);
+    await runAnswer(message, body, layout, controller.signal, () => this.paintSoon(message), () => this.keepRun(run, message));
+    return message;
+  }
+
+  async runCalls(run, message) {
+    const show = () => {
+      this.paintSoon(message);
+      const asked = message.calls.find((call) => call.state === "asked");
+      if (asked && run.chat === this.chat) announce(`Call the tool ${asked.name}?`);
     };
-    await runAnswer(message, body, controller.signal, () => this.paintSoon(message), keep);
-    if (this.live.get(chat.id) === run) this.live.delete(chat.id);
-    this.finished(chat, message);
+    const goesOn = await this.toolbox.run(message, run.controller.signal, show);
+    this.keepRun(run, message);
+    return goesOn;
+  }
+
+  keepRun(run, message) {
+    if (!run.isDropped) this.keep(run.chat);
   }
 
   finished(chat, message) {
@@ -251,11 +352,11 @@ class App {
   paintSoon(message) {
     this.dirty ??= new Set();
     this.dirty.add(message);
-    this.frame ??= requestAnimationFrame(() => {
-      this.frame = null;
+    this.painting ??= requestAnimationFrame(() => {
+      this.painting = null;
       for (const view of this.views) if (this.dirty.has(view.message)) view.show();
       this.dirty.clear();
-      if (this.isAtEnd) this.scrollToEnd();
+      if (this.frame.isAtEnd) this.frame.scrollToEnd();
     });
   }
 
@@ -266,6 +367,8 @@ class App {
     try {
       this.settings.models = await listModels();
       this.isReachable = true;
+      await this.toolbox.load();
+      this.panel.showTools(this.toolbox.tools);
     } catch (failure) {
       this.isReachable = false;
       if (failure.kind === "key") this.panel.open({ focusKey: true });
@@ -295,22 +398,15 @@ class App {
   settingsChanged(what) {
     if (what === "key") this.loadModels();
     else this.showModel();
+    if (!this.settings.own || this.chat.messages.length === 0) return;
+    this.chat.settings = this.settings.own;
+    const { chat } = this;
+    clearTimeout(this.saving);
+    this.saving = setTimeout(() => this.save(chat, { isTouched: false }), SAVE_MS);
   }
 
-  // How much of the context this conversation and the current draft fill.
   showContext() {
-    const limit = this.settings.model?.context;
-    const last = this.chat.messages.findLast((message) => message.usage);
-    const used = last ? last.usage.prompt + last.usage.completion : 0;
-    const after = this.chat.messages.slice(last ? this.chat.messages.indexOf(last) + 1 : 0);
-    const added = after.reduce((sum, message) => sum + estimateTokens(message.text) + (message.files ?? []).reduce((all, file) => all + file.tokens, 0), 0);
-    const total = used + added + (this.composer?.tokens ?? 0);
-    byId("context").hidden = total === 0;
-    const share = limit ? Math.min(1, total / limit) : 0;
-    byId("context-fill").style.width = `${share * 100}%`;
-    byId("context").classList.toggle("is-tight", share > 0.85);
-    byId("context-text").textContent = limit ? `${formatCompact(total)} of ${formatCompact(limit)} tokens` : `${formatCompact(total)} tokens`;
-    byId("context").title = limit ? `About ${formatCount(total)} of ${formatCount(limit)} tokens of context` : "";
+    this.frame.showContext(this.chat.messages, this.composer?.tokens ?? 0, this.settings.model?.context);
   }
 
   // ---------------------------------------------------------------------------------------------------- the frame
@@ -321,28 +417,16 @@ class App {
     this.news?.addEventListener("message", () => this.showList());
     for (const id of ["new-chat", "new-chat-top"]) byId(id).addEventListener("click", () => this.openNew());
     for (const id of ["open-settings", "model-chip"]) byId(id).addEventListener("click", () => this.openSettings());
-    byId("open-sidebar").addEventListener("click", () => this.openSidebar());
-    byId("close-sidebar").addEventListener("click", () => this.closeSidebar());
-    byId("veil").addEventListener("click", () => this.closeSidebar());
-    byId("chat-list").addEventListener("click", (event) => {
-      if (event.target.closest("a")) this.closeSidebar();
-    });
-    byId("scroller").addEventListener("scroll", () => this.scrolled(), { passive: true });
-    byId("to-end").addEventListener("click", () => this.scrollToEnd());
-    document.querySelector(".skip").addEventListener("click", (event) => {
-      event.preventDefault(); // the URL names the conversation
-      this.composer.focus();
-    });
-    new ResizeObserver(() => this.isAtEnd && this.scrollToEnd()).observe(byId("thread"));
   }
 
   key(event) {
     if ((event.ctrlKey || event.metaKey) && !event.shiftKey && !event.altKey && event.key.toLowerCase() === "k") {
       event.preventDefault();
-      byId("settings").close();
+      for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
       this.openNew();
-    } else if (event.key === "Escape" && !byId("settings").open) {
-      if (document.body.classList.contains("has-drawer")) this.closeSidebar();
+    } else if (event.key === "Escape" && !document.querySelector("dialog[open], :popover-open")) {
+      if (this.frame.hasDrawer) this.frame.closeSidebar();
+      else if (this.documents.hasFocus) this.documents.close();
       else this.stopByKey();
     }
   }
@@ -353,61 +437,26 @@ class App {
     this.composer.focus();
   }
 
-  nameKeys() {
-    if (!/Mac|iPhone|iPad/.test(navigator.platform)) return;
-    byId("new-chat-key").textContent = "⌘ K";
-    byId("keys-mod").textContent = "⌘";
-  }
-
   openSettings() {
-    this.closeSidebar();
-    this.panel.open();
+    this.frame.closeSidebar();
+    this.panel.open({ hasChat: this.chat.messages.length > 0 });
     this.loadModels();
-  }
-
-  openSidebar() {
-    document.body.classList.add("has-drawer");
-    byId("veil").hidden = false;
-    document.querySelector("main").inert = true;
-    byId("open-sidebar").setAttribute("aria-expanded", "true");
-    byId("close-sidebar").focus();
-  }
-
-  closeSidebar() {
-    if (!document.body.classList.contains("has-drawer")) return;
-    document.body.classList.remove("has-drawer");
-    byId("veil").hidden = true;
-    document.querySelector("main").inert = false;
-    byId("open-sidebar").setAttribute("aria-expanded", "false");
-    byId("open-sidebar").focus();
   }
 
   pickSuggestion(text) {
     if (text === SUGGESTIONS.at(-1)) byId("file-input").click();
     this.composer.setText(text);
   }
-
-  scrolled() {
-    const { scrollTop, scrollHeight, clientHeight } = byId("scroller");
-    this.isAtEnd = scrollHeight - scrollTop - clientHeight < NEAR_END;
-    byId("to-end").hidden = this.isAtEnd;
-  }
-
-  scrollToEnd() {
-    const scroller = byId("scroller");
-    scroller.scrollTop = scroller.scrollHeight;
-    byId("to-end").hidden = true;
-    this.isAtEnd = true;
-  }
 }
 
 function newChat() {
-  return { id: newId(), title: "New chat", created: Date.now(), updated: Date.now(), isRenamed: false, messages: [] };
+  return { id: newId(), title: "New chat", created: Date.now(), updated: Date.now(), isRenamed: false, messages: [], nodes: [], chosen: {} };
 }
 
 // An answer that was incomplete when the page was closed keeps the text that had arrived.
 function closeOpenAnswers(chat) {
-  for (const message of chat.messages) {
+  for (const message of chat.nodes) {
+    closeCalls(message);
     if (message.state !== "running") continue;
     message.state = "failed";
     message.isThinking = false;

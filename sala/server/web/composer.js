@@ -1,18 +1,20 @@
 // The message field and its attached files.
 
-import { byId, make, setIcon, toast } from "./dom.js";
-import { countAttachment, estimateTokens, makeAttachment, readTextFile, Refused } from "./files.js";
+import { announce, byId, make, setIcon, toast } from "./dom.js";
+import { beginAttachment, estimateTokens, inOrder, readAttachment, Refused } from "./files.js";
 import { fileChip, fit } from "./view.js";
 
 const LONG_PASTE = 20_000; // characters; a longer paste becomes a file, which is easier to handle
 
 export class Composer {
-  constructor({ onSend, onStop, onEditLast, onChange, getModel }) {
+  constructor({ onSend, onStop, onEditLast, onChange, onOpen, getOptions }) {
     this.onSend = onSend;
     this.onStop = onStop;
     this.onEditLast = onEditLast;
     this.onChange = onChange;
-    this.getModel = getModel;
+    this.onOpen = onOpen;
+    this.getOptions = getOptions;
+    this.reading = Promise.resolve(); // the server reads one file of a key at a time
     this.attachments = [];
     this.isRunning = false;
     this.area = byId("composer-text");
@@ -93,26 +95,52 @@ export class Composer {
       this.attach(files);
     } else if (text.length > LONG_PASTE) {
       event.preventDefault();
-      this.#add(makeAttachment("Pasted text.txt", text));
+      this.attach([new File([text], "Pasted text.txt", { type: "text/plain" })], () => this.setText(this.area.value + text));
     }
   }
 
-  async attach(files) {
+  // Adds files, which the server then reads one after another. `onFailure` is called for each that it could not read.
+  async attach(files, onFailure = () => {}) {
     for (const file of files) {
       try {
-        this.#add(await readTextFile(file));
+        const attachment = beginAttachment(file.name, file);
+        this.attachments.push(attachment);
+        this.reading = this.reading.then(() => this.#read(attachment, file, onFailure));
       } catch (error) {
         toast(error instanceof Refused ? error.message : `“${file.name}” could not be read.`);
       }
     }
+    this.#changed();
+    this.focus();
+    await this.reading;
+  }
+
+  // Adds a file whose text is known.
+  add(attachment) {
+    this.attachments.push(attachment);
+    this.#changed();
     this.focus();
   }
 
-  async #add(attachment) {
-    this.attachments.push(attachment);
+  async #read(attachment, file, onFailure) {
+    if (!this.attachments.includes(attachment)) return;
+    try {
+      await readAttachment(attachment, file, this.getOptions());
+      announce(`${attachment.name}: ${attachment.parts}, ${attachment.tokens} tokens`);
+      for (const { name, why } of attachment.leftOut.slice(0, 1)) toast(`${name}: left out, ${why}`);
+    } catch (error) {
+      const isWanted = this.attachments.includes(attachment);
+      this.attachments = this.attachments.filter((other) => other !== attachment);
+      if (isWanted) {
+        toast([error.title ?? `“${file.name}” could not be read.`, error.detail].filter(Boolean).join(" "));
+        onFailure();
+      }
+    }
     this.#changed();
-    await countAttachment(attachment, this.getModel());
-    this.#changed();
+  }
+
+  get #isReading() {
+    return this.attachments.some((file) => file.isReading);
   }
 
   #submit() {
@@ -122,7 +150,11 @@ export class Composer {
     }
     const text = this.area.value.trim();
     if (text === "" && this.attachments.length === 0) return;
-    const files = this.attachments;
+    if (this.#isReading) {
+      announce("The files are still being read.");
+      return;
+    }
+    const files = inOrder(this.attachments);
     this.attachments = [];
     this.area.value = "";
     this.#changed();
@@ -131,16 +163,16 @@ export class Composer {
 
   #changed() {
     fit(this.area, Math.min(innerHeight * 0.4, 320));
-    const chips = this.attachments.map((file) =>
-      fileChip(file, () => {
-        this.attachments = this.attachments.filter((other) => other !== file);
-        this.#changed();
-        this.focus();
-      }),
-    );
+    const drop = (file) => {
+      file.controller?.abort();
+      this.attachments = this.attachments.filter((other) => other !== file);
+      this.#changed();
+      this.focus();
+    };
+    const chips = this.attachments.map((file) => fileChip(file, { onRemove: () => drop(file), onOpen: () => this.onOpen(file) }));
     byId("chips").replaceChildren(...chips);
     const isEmpty = this.area.value.trim() === "" && this.attachments.length === 0;
-    this.button.disabled = isEmpty && !this.isRunning;
+    this.button.disabled = (isEmpty || this.#isReading) && !this.isRunning;
     this.button.classList.toggle("is-stop", this.isRunning);
     this.button.setAttribute("aria-label", this.isRunning ? "Stop" : "Send");
     setIcon(this.button, this.isRunning ? "stop" : "up");

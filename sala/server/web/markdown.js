@@ -2,7 +2,7 @@
 // KaTeX sets formulas, highlight.js colours code. HTML in the text stays text. Links are http and https only. Images
 // become links: nothing is fetched from other hosts. Work is bounded, because a model may write anything.
 
-import { copyButton, make } from "./dom.js";
+import { copyButton, iconButton, make } from "./dom.js";
 
 const { marked, DOMPurify, katex, hljs } = globalThis;
 
@@ -48,6 +48,39 @@ const mathInline = {
     return match ? mathToken(match, "mathInline") : undefined;
   },
   renderer: (token) => mathHtml(token),
+};
+
+// Footnotes: [^1] in the text, and "[^1]: words" at the beginning of a line, with further lines indented.
+const NOTE_REF = /^\[\^([^\]\s^]{1,40})\](?!:)/;
+const NOTE = /^ {0,3}\[\^([^\]\s^]{1,40})\]: *([^\n]*(?:\n(?: {2,}|\t)[^\n]+)*)(?:\n|$)/;
+
+const footnoteRef = {
+  name: "footnoteRef",
+  level: "inline",
+  start: (source) => source.indexOf("[^"),
+  tokenizer(source) {
+    const match = NOTE_REF.exec(source.slice(0, 60));
+    return match ? { type: "footnoteRef", raw: match[0], text: match[1] } : undefined;
+  },
+  renderer: ({ text }) => `<span class="footnote-ref" data-note="${escape(text)}">${escape(text)}</span>`,
+};
+
+const footnote = {
+  name: "footnote",
+  level: "block",
+  start(source) {
+    const match = /\n {0,3}\[\^[^\]\s^]{1,40}\]:/.exec(source.slice(0, MAX_INLINE));
+    return match ? match.index + 1 : undefined;
+  },
+  tokenizer(source) {
+    const match = NOTE.exec(source.slice(0, MAX_INLINE));
+    if (!match) return undefined;
+    return { type: "footnote", raw: match[0], text: match[1], tokens: this.lexer.inlineTokens(match[2].replace(/\n\s+/g, "\n")) };
+  },
+  renderer({ text, tokens }) {
+    const label = `<span class="footnote-label">${escape(text)}</span>`;
+    return `<div class="footnote" data-note="${escape(text)}">${label}<span class="footnote-text">${this.parser.parseInline(tokens)}</span></div>`;
+  },
 };
 
 const mathHtml = ({ type, text, raw, isDisplay }) => {
@@ -98,7 +131,7 @@ export function safeAddress(address) {
   }
 }
 
-const engine = new marked.Marked({ gfm: true, breaks: true, renderer: html, extensions: [mathBlock, mathInline] });
+const engine = new marked.Marked({ gfm: true, breaks: true, renderer: html, extensions: [mathBlock, mathInline, footnote, footnoteRef] });
 
 // Beside Chinese text, "**重要：**内容" is emphasis: only ASCII punctuation counts as punctuation around delimiters.
 const asciiRules = (rules) =>
@@ -199,7 +232,7 @@ export function toHtml(token) {
 
 // ------------------------------------------------------------------------------------------------------------- DOM
 
-const TEXT_ATTRIBUTES = ["checked", "class", "data-language", "data-tex", "disabled", "start", "type"];
+const TEXT_ATTRIBUTES = ["checked", "class", "data-language", "data-note", "data-tex", "disabled", "start", "type"];
 const POLICY = {
   ALLOWED_TAGS: [
     "a", "blockquote", "br", "code", "del", "div", "em", "h3", "h4", "h5", "h6", "hr", "input", "li", "ol", "p", "pre",
@@ -223,7 +256,23 @@ function blockNodes(token) {
   for (const table of fragment.querySelectorAll(".table")) makeRegion(table, "Table");
   for (const pre of fragment.querySelectorAll("pre")) pre.replaceWith(codeNode(pre.textContent, pre.dataset.language));
   for (const math of fragment.querySelectorAll(".math")) setFormula(math);
+  for (const note of fragment.querySelectorAll(".footnote-ref")) note.replaceWith(noteButton(note.dataset.note ?? ""));
+  for (const note of fragment.querySelectorAll("div.footnote")) note.append(iconButton("up", `Back to where note ${note.dataset.note} stands`, (event) => goToNote(event, ".footnote-ref"), "small"));
   return [...fragment.childNodes].filter((node) => node.nodeType === Node.ELEMENT_NODE || node.textContent.trim() !== "");
+}
+
+function noteButton(label) {
+  const attributes = { type: "button", "data-note": label, "aria-label": `Note ${label}` };
+  return make("button", { className: "footnote-ref", text: label, attributes, on: { click: (event) => goToNote(event, ".footnote") } });
+}
+
+// From the mark of a note to its text in the same answer, or back.
+function goToNote({ currentTarget }, selector) {
+  const { note } = currentTarget.closest("[data-note]").dataset;
+  const target = [...currentTarget.closest(".prose").querySelectorAll(selector)].find((one) => one.dataset.note === note);
+  const focused = target?.matches("button") ? target : target?.querySelector("button");
+  target?.scrollIntoView({ block: "center" });
+  focused?.focus({ preventScroll: true });
 }
 
 function makeRegion(element, label) {

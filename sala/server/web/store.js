@@ -1,5 +1,7 @@
 // Conversations, stored in this browser only. Three tables, so that listing is cheap and a long file is written once:
-// chats (title, times, words to search), bodies (messages), files (their text).
+// chats (title, times, settings, words to search), bodies (messages), files (their text).
+
+import { adopt } from "./branches.js";
 
 const NAME = "sala";
 const TABLES = ["chats", "bodies", "files"];
@@ -41,13 +43,13 @@ class Store {
 
   async load(id) {
     const [chat, body] = await Promise.all([this.#get("chats", id), this.#get("bodies", id)]);
-    return chat && body ? { ...chat, messages: body.messages } : null;
+    return chat && body ? adopt({ ...chat, nodes: body.nodes ?? body.messages, chosen: body.chosen }) : null;
   }
 
   async save(chat) {
-    const { messages, ...head } = chat;
+    const { messages, nodes, chosen, ...head } = chat;
     const words = messages.map((message) => message.text).join(" ").slice(0, 20_000).toLowerCase();
-    const body = { id: chat.id, messages: structuredClone(messages) };
+    const body = structuredClone({ id: chat.id, nodes, chosen });
     await this.#write((put) => {
       put("chats", { ...head, words });
       put("bodies", body);
@@ -58,18 +60,19 @@ class Store {
     await this.#write((put) => put("files", file));
   }
 
-  async readFile(id) {
-    return (await this.#get("files", id))?.text ?? null;
+  // Stores the texts of attachments, with what is known of them.
+  async addFiles(attachments) {
+    for (const { id, name, text, documents, leftOut } of attachments) await this.addFile({ id, name, text, documents, leftOut });
   }
 
-  async dropFiles(ids) {
-    await this.#write((_, drop) => ids.forEach((id) => drop("files", id)));
+  async loadFile(id) {
+    return (await this.#get("files", id)) ?? null;
   }
 
   // Removes a conversation and returns all of it, so that the removal can be undone.
   async take(id) {
     const [head, body] = await Promise.all([this.#get("chats", id), this.#get("bodies", id)]);
-    const ids = filesOf(body?.messages ?? []);
+    const ids = filesOf(body?.nodes ?? body?.messages ?? []);
     const files = (await Promise.all(ids.map((file) => this.#get("files", file)))).filter(Boolean);
     await this.#write((_, drop) => {
       drop("chats", id);

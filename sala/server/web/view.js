@@ -4,6 +4,8 @@ import { copyButton, iconButton, make } from "./dom.js";
 import { describe } from "./files.js";
 import { formatCompact, formatCount, formatRate, formatSeconds, formatWait } from "./format.js";
 import { MarkdownView } from "./markdown.js";
+import { markQuotes, SourcesView } from "./sources.js";
+import { CallsView } from "./tools.js";
 
 const LONG_TEXT = 1600;
 const REMARKS = {
@@ -11,17 +13,32 @@ const REMARKS = {
   repetition: "The answer was stopped because it kept repeating itself.",
 };
 
-export function fileChip(file, onRemove = null) {
+export function fileChip(file, { onRemove = null, onOpen = null } = {}) {
   const label = make("span", { className: "chip-text" }, make("span", { className: "chip-name", text: file.name }), make("span", { className: "chip-info", text: describe(file) }));
-  const chip = make("div", { className: "chip", icon: "file", attributes: { role: "listitem", title: file.name } }, label);
+  const isOpen = onOpen && !file.isReading;
+  const face = isOpen ? make("button", { className: "chip-face", icon: "file", attributes: { type: "button", title: `Read ${file.name}` }, on: { click: () => onOpen(file) } }, label) : make("span", { className: "chip-face", icon: "file" }, label);
+  const chip = make("div", { className: file.isReading ? "chip is-reading" : "chip", attributes: { role: "listitem", title: file.name } }, face);
   if (onRemove) chip.append(iconButton("close", `Remove ${file.name}`, onRemove, "small"));
   return chip;
 }
 
+// Arrows to the other versions of a message; nothing if it is the only one.
+function versionButtons(message, { versionsOf, onTurn }) {
+  const { at, count } = versionsOf(message);
+  if (count < 2) return [];
+  const button = (icon, label, by) => {
+    const one = iconButton(icon, label, () => onTurn(message, by), "small");
+    one.disabled = at + by < 0 || at + by >= count;
+    return one;
+  };
+  const label = make("span", { text: `${at + 1}/${count}`, attributes: { "aria-label": `Version ${at + 1} of ${count}` } });
+  return [make("span", { className: "versions", attributes: { role: "group", "aria-label": "Versions" } }, button("left", "Previous version", -1), label, button("right", "Next version", 1))];
+}
+
 export class UserView {
-  constructor(message, { onEdit }) {
+  constructor(message, hooks) {
     this.message = message;
-    this.onEdit = onEdit;
+    this.hooks = hooks;
     this.root = make("article", { className: "message user", attributes: { "aria-label": "You" } });
     this.show();
   }
@@ -29,10 +46,14 @@ export class UserView {
   show() {
     const { text, files } = this.message;
     const parts = [];
-    if (files?.length) parts.push(make("div", { className: "chips", attributes: { role: "list" } }, ...files.map((file) => fileChip(file))));
+    if (files?.length) parts.push(make("div", { className: "chips", attributes: { role: "list" } }, ...files.map((file) => fileChip(file, { onOpen: () => this.hooks.onOpenFile(file) }))));
     if (text) parts.push(make("div", { className: "bubble" }, ...this.#textParts(text)));
-    const actions = make("div", { className: "actions" }, copyButton(() => text), iconButton("pencil", "Edit and send again", () => this.edit()));
+    const actions = make("div", { className: "actions" }, copyButton(() => text), iconButton("pencil", "Edit and send again", () => this.edit()), ...versionButtons(this.message, this.hooks));
     this.root.replaceChildren(...parts, actions);
+  }
+
+  refresh() {
+    if (!this.root.querySelector(".editor")) this.show();
   }
 
   #textParts(text) {
@@ -53,11 +74,11 @@ export class UserView {
     area.value = this.message.text;
     const send = () => {
       const text = area.value.trim();
-      if (text || this.message.files?.length) this.onEdit(this.message, text);
+      if (text || this.message.files?.length) this.hooks.onEdit(this.message, text);
     };
     const cancel = make("button", { className: "plain-button", text: "Cancel", attributes: { type: "button" }, on: { click: () => this.show() } });
     const save = make("button", { className: "solid-button", text: "Send", attributes: { type: "button" }, on: { click: send } });
-    const note = make("span", { className: "hint", text: "The messages that follow will be replaced." });
+    const note = make("span", { className: "hint", text: "What follows now is kept as another version." });
     area.addEventListener("input", () => fit(area));
     area.addEventListener("keydown", (event) => {
       if (event.isComposing) return;
@@ -84,10 +105,9 @@ export function fit(area, most = 360) {
 }
 
 export class AnswerView {
-  constructor(message, { onRegenerate, onKey }) {
+  constructor(message, hooks) {
     this.message = message;
-    this.onRegenerate = onRegenerate;
-    this.onKey = onKey;
+    this.hooks = hooks;
     this.thinking = make("details", { className: "thinking", attributes: { hidden: "" } });
     this.thinkingLabel = make("span");
     this.thinkingText = make("div", { className: "thinking-text" });
@@ -95,9 +115,11 @@ export class AnswerView {
     this.prefill = new PrefillBar();
     this.body = make("div", { className: "prose" });
     this.markdown = new MarkdownView(this.body);
+    this.calls = new CallsView(hooks);
+    this.sources = new SourcesView({ onOpen: (answer, passage) => hooks.onSource(answer, passage) });
     this.foot = make("div", { className: "answer-foot" });
     this.root = make("article", { className: "message assistant", attributes: { "aria-label": "Answer" } });
-    this.root.append(this.thinking, this.prefill.root, this.body, this.foot);
+    this.root.append(this.thinking, this.prefill.root, this.body, this.calls.root, this.sources.root, this.foot);
     this.shownState = null;
     this.show();
   }
@@ -108,11 +130,34 @@ export class AnswerView {
     this.prefill.show(message);
     this.markdown.update(message.text);
     this.body.hidden = message.text === "";
+    this.calls.show(message);
     this.root.classList.toggle("is-writing", message.state === "running" && message.text !== "");
     if (this.shownState === message.state) return;
     this.shownState = message.state;
     this.root.setAttribute("aria-busy", String(message.state === "running"));
     this.foot.replaceChildren(...(message.state === "running" ? [] : this.#footParts()));
+    if (message.state !== "running" && message.sources) this.#showSources();
+  }
+
+  // Shows everything anew: the number of versions may have changed.
+  refresh() {
+    this.shownState = null;
+    this.show();
+  }
+
+  #showSources() {
+    const { message, hooks } = this;
+    this.sources.show(message, hooks.placeOf);
+    if (!this.body.querySelector(".quote")) markQuotes(this.body, message.sources.quotes, (quote) => hooks.onSource(message, quote));
+  }
+
+  // Goes to the entry of a passage, or to a quote in the text.
+  focusSource(passage) {
+    const quote = passage.isQuote && [...this.body.querySelectorAll(".quote")].find((one) => one.quote === passage);
+    if (quote) {
+      quote.scrollIntoView({ block: "center" });
+      quote.focus();
+    } else this.sources.focus(passage);
   }
 
   #showThinking() {
@@ -133,7 +178,7 @@ export class AnswerView {
     if (remark) parts.push(make("p", { className: "remark", text: remark }));
     const row = make("div", { className: "actions" });
     if (message.text) row.append(copyButton(() => message.text));
-    row.append(iconButton("redo", "Regenerate", () => this.onRegenerate(message)));
+    row.append(iconButton("redo", "Regenerate", () => this.hooks.onRegenerate(message)), ...versionButtons(message, this.hooks));
     row.append(make("span", { className: "stats", text: statsOf(message), attributes: { title: detailsOf(message) } }));
     if (message.text || message.reasoning || !message.error) parts.push(row);
     return parts;
@@ -141,9 +186,9 @@ export class AnswerView {
 
   #errorBox(error) {
     const words = make("div", {}, make("strong", { text: error.title }), error.detail ? make("p", { text: error.detail }) : null);
-    const retry = make("button", { className: "plain-button", text: "Try again", attributes: { type: "button" }, on: { click: () => this.onRegenerate(this.message) } });
+    const retry = make("button", { className: "plain-button", text: "Try again", attributes: { type: "button" }, on: { click: () => this.hooks.onRegenerate(this.message) } });
     const buttons = [retry];
-    if (error.kind === "key") buttons.unshift(make("button", { className: "solid-button", text: "Enter the key", attributes: { type: "button" }, on: { click: () => this.onKey() } }));
+    if (error.kind === "key") buttons.unshift(make("button", { className: "solid-button", text: "Enter the key", attributes: { type: "button" }, on: { click: () => this.hooks.onKey() } }));
     return make("div", { className: "error-box", icon: "alert", attributes: { role: "alert" } }, words, make("div", { className: "error-buttons" }, ...buttons));
   }
 }
