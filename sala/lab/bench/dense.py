@@ -7,22 +7,26 @@ prompt is prefilled in one call.
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sala.backends.torch.loader import pick_device, pick_dtype
+from sala.backends.torch.linears import AffineLinear
+from sala.backends.torch.loader import pick_device, pick_dtype, to_affine
+from sala.checkpoint.dtypes import ELEMENT_BYTES
+from sala.checkpoint.packing import quantize
 from sala.checkpoint.random import RELEASED
-from sala.errors import InputError, SalaError
+from sala.config import SalaConfig, read_json_object
+from sala.errors import InputError
 from sala.lab.bench import measure as bench
 from sala.lab.bench.measure import Latency, RunTimes
+from sala.lab.dense import find_dense, load_dense, need_transformers
 from sala.protocol import Options
 
-NEWEST = "pip install --upgrade transformers"
 RANDOM: dict[str, dict[str, Any]] = {
     "qwen3-8b-random": {
         "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
@@ -34,6 +38,8 @@ RANDOM: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 MEASURES = ("first_token", "decode")
+GROUP_SIZE = 64  # of a dense model that is packed for the comparison
+BITS = (16, 8, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +57,28 @@ class DenseModel:
         return set(kinds) == {"full_attention"}
 
 
-def need_transformers() -> Any:
-    """Return transformers; raise SalaError, before anything is measured, if it is missing or too old."""
-    try:
-        import transformers
-        from transformers.cache_utils import Cache, DynamicLayer  # noqa: F401
-    except ImportError as error:
-        is_old = getattr(error, "name", "") not in ("transformers", None)
-        what = "is too old" if is_old else "is not installed"
-        raise SalaError(f"transformers {what}", f"run: {NEWEST}") from None
-    return transformers
+def open_dense(source: str, device: torch.device, dtype: torch.dtype, bits: int = 16) -> DenseModel:
+    """Return the model of a checkpoint directory, or one of `RANDOM` with random weights made on the device.
+
+    Below 16 bits the matrices of its layers and its head are packed as ours are, and run by the same kernels.
+    """
+    dense = _open_plain(source, device, dtype)
+    if bits < 16:
+        _pack(dense.model, bits, device)
+    return dense
 
 
-def open_dense(source: str, device: torch.device, dtype: torch.dtype) -> DenseModel:
-    """Return the model of a checkpoint directory, or one of `RANDOM` with random weights made on the device."""
+def _pack(model: Any, bits: int, device: torch.device) -> None:
+    """Replace the linears by packed ones, one at a time, rounded to nearest; those that do not divide stay whole."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and module.in_features % GROUP_SIZE == 0:
+            kind = "BF16" if module.weight.dtype == torch.bfloat16 else "F16"
+            packed = quantize(module.weight.detach().float().cpu().numpy(), bits, GROUP_SIZE, kind)
+            weight = to_affine(packed).map(lambda part: part.to(device))
+            model.set_submodule(name, AffineLinear(weight, module.bias))
+
+
+def _open_plain(source: str, device: torch.device, dtype: torch.dtype) -> DenseModel:
     transformers = need_transformers()
     if source in RANDOM:
         config = transformers.Qwen3Config(**RANDOM[source], max_position_embeddings=1 << 20, tie_word_embeddings=False)
@@ -72,25 +86,20 @@ def open_dense(source: str, device: torch.device, dtype: torch.dtype) -> DenseMo
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
         return DenseModel(source, model.eval(), device)
     path = _find(source)
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError) as error:
-        line = " ".join(str(error).split())[:300]
-        raise SalaError(f"transformers cannot load {path}: {line}", "check that its files are complete") from None
-    return DenseModel(path.name, model.to(device).eval(), device)
+    return DenseModel(path.name, load_dense(path, device, dtype), device)
 
 
 def _find(source: str) -> Path:
-    path = Path(source).expanduser()
-    if not (path / "config.json").is_file():
-        raise InputError("dense model", f"{source} is not a model directory", f"give one, or {' or '.join(RANDOM)}")
-    return path
+    return find_dense(source, "dense model", f"give one, or {' or '.join(RANDOM)}")
 
 
-def check_dense(source: str, options: Options, num_tokens: int) -> None:
-    """Raise before anything is measured if there is no such model, or no memory for it and `num_tokens`."""
+def check_dense(source: str, options: Options, num_tokens: int, bits: int = 16) -> None:
+    """Raise before anything is measured if there is no such model, or no memory for it and `num_tokens`.
+
+    A model that is packed is in memory whole before: `bits` do not lessen what is needed.
+    """
+    if bits not in BITS:
+        raise InputError("bits", f"is {bits}", "use 16, 8 or 4")
     device = pick_device(options.device)
     if source in RANDOM:
         shape, size = RANDOM[source], pick_dtype(options.dtype, RELEASED).itemsize
@@ -98,7 +107,29 @@ def check_dense(source: str, options: Options, num_tokens: int) -> None:
         bench.check_memory(source, count_parameters(shape) * size, num_tokens * cache, device)
         return
     path = _find(source)
-    bench.check_memory(path.name, sum(file.stat().st_size for file in path.glob("*.safetensors")), 0, device)
+    stored, table = (
+        sum(file.stat().st_size for file in path.glob("*.safetensors")),
+        read_json_object(path / "config.json"),
+    )
+    size = pick_dtype(options.dtype, RELEASED).itemsize
+    kept = ELEMENT_BYTES.get(str(table.get("dtype") or table.get("torch_dtype")), size)
+    bench.check_memory(path.name, stored * size // kept, num_tokens * cache_bytes_of(table, size), device)
+
+
+def cache_bytes_of(table: Mapping[str, Any], element_bytes: int) -> int:
+    """Return the bytes of keys and values for a token of a dense model, by its config.json; 0 if it does not say."""
+    try:
+        heads = table.get("num_key_value_heads") or table["num_attention_heads"]
+        dim = table.get("head_dim") or table["hidden_size"] // table["num_attention_heads"]
+        return int(2 * table["num_hidden_layers"] * heads * dim * element_bytes)
+    except (KeyError, TypeError):
+        return 0
+
+
+def bits_of(path: Path) -> int:
+    """Return the bits of most matrices of one of our checkpoints; 16 if it is not quantized."""
+    found = SalaConfig.load(path).quantization
+    return 16 if found is None else found.bits
 
 
 def count_parameters(shape: dict[str, int]) -> int:
@@ -221,14 +252,13 @@ def _preallocate(dense: DenseModel, size: int) -> Any:
 
 def compare(ours: Sequence[Latency], theirs: Sequence[Latency]) -> list[dict[str, Any]]:
     """Return a row per length: both models, how many times as fast ours is, and where it overtakes the other."""
-    by_length = [{one.num_tokens: asdict(one) for one in side} for side in (ours, theirs)]
+    sides = {prefix: {one.num_tokens: one for one in side} for prefix, side in (("", ours), ("dense_", theirs))}
+    names = ("first_token_s", "prefill_per_second", "decode_per_second", "peak_bytes")
     rows: list[dict[str, Any]] = []
-    for length in sorted(by_length[0].keys() | by_length[1].keys()):
+    for length in sorted({one.num_tokens for one in (*ours, *theirs)}):
         row: dict[str, Any] = {"num_tokens": length}
-        for side, prefix in zip(by_length, ("", "dense_"), strict=True):
-            found = side.get(length, {})
-            names = ("first_token_s", "prefill_per_second", "decode_per_second", "peak_bytes")
-            row |= {prefix + name: found.get(name) for name in names}
+        for prefix, side in sides.items():
+            row |= {prefix + name: getattr(side.get(length), name, None) for name in names}
         row["first_token_ratio"] = _ratio(row["dense_first_token_s"], row["first_token_s"])
         row["decode_ratio"] = _ratio(row["decode_per_second"], row["dense_decode_per_second"])
         row["crossover"] = {name: at for name in MEASURES if (at := _crossing(rows, row, f"{name}_ratio")) is not None}

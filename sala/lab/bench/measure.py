@@ -24,10 +24,11 @@ from sala.backends.torch.model import SalaModel
 from sala.checkpoint import lora as adapters
 from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.random import RELEASED, SHAPES
+from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.engine.cache import Request
 from sala.engine.engine import Engine
 from sala.engine.requests import Submission
+from sala.engine.scheduler import Request
 from sala.engine.service import EngineService
 from sala.engine.stream import AnswerState, Event
 from sala.errors import InputError, SalaError
@@ -55,11 +56,18 @@ class BenchTarget:
 
     @contextmanager
     def service(self, ctx: int, batch: int = 1) -> Iterator[tuple[EngineService, Capacity]]:
-        """Open an engine service for `batch` sequences of `ctx` tokens, without snapshots: nothing is reused."""
-        options = replace(self.options, ctx=ctx, max_batch=batch, snapshots=0)
+        """Open an engine service for `batch` sequences of `ctx` tokens; unless asked for, without snapshots.
+
+        Raise SalaError unless all of them can run at once.
+        """
+        home = "device" if self.options.kv_home == "auto" else self.options.kv_home  # never another one unasked
+        options = replace(self.options, ctx=ctx, max_batch=batch, snapshots=self.options.snapshots or 0, kv_home=home)
         free = executor.free_bytes(self.device)
         capacity = executor.plan_capacity(self.config, options, self.dtype, self.device, free)
-        _check_capacity(capacity, batch)
+        fitting = min(capacity.num_pages // -(-capacity.max_tokens // capacity.page_size), capacity.num_slots)
+        if fitting < batch:  # one that waits would be measured as slow
+            message = f"{batch} sequences of {capacity.max_tokens:,} tokens do not fit into memory"
+            raise SalaError(message, f"{fitting} would fit; use shorter or fewer sequences")
         opened = executor.TorchExecutor(self.model, capacity, self.device, self.dtype, options)
         service = EngineService(Engine(opened, self.config.sparse_config, options))
         try:
@@ -78,17 +86,8 @@ def release() -> None:
             torch.cuda.empty_cache()
 
 
-def _check_capacity(capacity: Capacity, batch: int) -> None:
-    """Raise SalaError unless all sequences can run at once: one that waits would be measured as slow."""
-    pages = -(-capacity.max_tokens // capacity.page_size)
-    fitting = min(capacity.num_pages // pages, capacity.num_slots)
-    if fitting < batch:
-        message = f"{batch} sequences of {capacity.max_tokens:,} tokens do not fit into memory"
-        raise SalaError(message, f"{fitting} would fit; use shorter or fewer sequences")
-
-
 def open_checkpoint(path: Path, options: Options) -> BenchTarget:
-    path, adapter = find_base(path, options.adapter)
+    path, adapter = find_base(path, options.only_adapter)
     checkpoint, config = adapters.open_checkpoint(path, SalaConfig.load(path), adapter)
     where, precision = pick_device(options.device), pick_dtype(options.dtype, config)
     return BenchTarget(path.name, load_model(checkpoint, config, precision, where), where, precision, options)
@@ -109,9 +108,25 @@ def open_random(shape: str, options: Options, num_tokens: int = 0, batch: int = 
     return BenchTarget(f"random {shape}", random_model(config, precision, where), where, precision, options)
 
 
+def check_checkpoint(path: Path, options: Options, num_tokens: int) -> None:
+    """Raise SalaError, before anything is loaded, if memory does not hold a checkpoint and `num_tokens` of context."""
+    config = SalaConfig.load(path)
+    where, precision = pick_device(options.device), pick_dtype(options.dtype, config)
+    parameters = count_parameters(expected_tensors(config))
+    with Checkpoint(path) as checkpoint:
+        stored = checkpoint.nbytes if config.quantization is not None else parameters * precision.itemsize
+    needed = estimate(
+        config, parameters, num_tokens, num_snapshots=0, element_bytes=precision.itemsize, stored_bytes=stored
+    )
+    check_memory(path.name, needed.weights, needed.total - needed.weights, where)
+
+
 def check_memory(name: str, weights: int, rest: int, device: torch.device) -> None:
     """Raise SalaError if free memory, less a reserve, does not hold a model and what it needs to run."""
-    free = free_memory(device)
+    need_memory(name, weights, rest, free_memory(device))
+
+
+def need_memory(name: str, weights: int, rest: int, free: int) -> None:
     if weights + rest > USABLE * free:
         raise SalaError(
             f"{name}: the weights take {weights / 2**30:.1f} GiB and running {rest / 2**30:.1f} GiB more; "
@@ -125,11 +140,10 @@ def free_memory(device: torch.device) -> int:
     free = executor.free_bytes(device)
     if device.type != "cpu":
         return free
-    try:
+    with suppress(OSError, ValueError):  # not in a container, or without a limit
         limit, used = ((CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        return min(free, max(0, int(limit) - int(used)))
-    except (OSError, ValueError):  # not in a container, or without a limit
-        return free
+        free = min(free, max(0, int(limit) - int(used)))
+    return free
 
 
 # measuring
@@ -232,8 +246,11 @@ def run(service: EngineService, prompts: Sequence[Sequence[int]], new_tokens: in
     return RunTimes(first_at - began, num_tokens - num_early, end - first_at, memory.peak)
 
 
-def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Return a call as a CUDA graph; it runs once before, so that what is made at first use is not recorded."""
+def capture(call: Callable[[], Any], generator: torch.Generator | None = None) -> torch.cuda.CUDAGraph:
+    """Return a call as a CUDA graph; it runs once before, so that what is made at first use is not recorded.
+
+    Random numbers come from `generator`. Other threads may use the GPU meanwhile, such as one that pins memory.
+    """
     side: Any = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -241,7 +258,9 @@ def capture(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    if generator is not None:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
         call()
     return graph
 

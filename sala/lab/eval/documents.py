@@ -9,6 +9,7 @@ from pydantic import StringConstraints, TypeAdapter, ValidationError
 
 from sala.errors import InputError
 from sala.lab.eval.tasks.prose import write_documents
+from sala.options.sources import read_text
 
 MAX_BYTES = 1 << 30
 MAX_DIRECTORY = 256 << 20  # bytes of all files together
@@ -30,34 +31,17 @@ class HaystackSource:
     documents: list[str]
 
 
-def read_bytes(file: Path, field: str = "file") -> bytes:
-    """Return the content of a file; raise InputError about `field` if it cannot be read or is too large."""
-    try:
-        if file.stat().st_size > MAX_BYTES:
-            raise InputError(field, f"{file} is larger than {MAX_BYTES >> 20} MiB", "give a part of it")
-        return file.read_bytes()
-    except OSError as error:
-        raise InputError(field, f"{file} cannot be read: {error.strerror}", "give a text or a .jsonl file") from None
-
-
-def read_text(file: Path, field: str = "file") -> str:
-    try:
-        return read_bytes(file, field).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(field, f"{file} is not UTF-8 text (byte {error.start})", "convert it to text first") from None
-
-
 def read_documents(file: Path, field: str = "file", suffixes: tuple[str, ...] = LINES) -> list[str]:
     """Return a text file, or the "text" of each line; raise InputError about `field` with the number of a bad line."""
     if file.suffix not in suffixes:
-        return [read_text(file, field)]
+        return [read_text(file, MAX_BYTES)]
     return [line.text for line in read_lines(file, TextLine, field, 'each line must be an object with a "text"')]
 
 
 def read_lines(file: Path, kind: type[T], field: str, remedy: str) -> list[T]:
     """Return the objects of a JSONL file as dataclasses; blank lines are skipped. Raise InputError about a bad line."""
     adapter, found = TypeAdapter(kind), []
-    for number, line in enumerate(read_text(file, field).split("\n"), 1):
+    for number, line in enumerate(read_text(file, MAX_BYTES).split("\n"), 1):
         if line.strip():
             try:
                 found.append(adapter.validate_json(line, strict=True))
@@ -75,7 +59,12 @@ def read_source(path: Path | None) -> HaystackSource:
     if not path.exists():
         raise InputError("haystack", f"{path} does not exist", "give a file, or a directory with text files")
     files = _files_in(path) if path.is_dir() else [path]
-    texts = [_as_text(read_bytes(file, "haystack")) for file in files]
+    if files == [path] and path.stat().st_size > MAX_BYTES:
+        raise InputError("haystack", f"{path} is larger than {MAX_BYTES >> 20} MiB", "give a part of it")
+    try:
+        texts = [_as_text(file.read_bytes()) for file in files]
+    except OSError as error:
+        raise InputError("haystack", f"{path} cannot be read: {error.strerror}", "change its permissions") from None
     if path.is_file() and texts == [None]:
         raise InputError("haystack", f"{path} is not UTF-8 text", "convert it to text first")
     documents = [text for text in texts if text]

@@ -22,14 +22,23 @@ def adapter() -> Any:
 
 
 def evaluate(
-    llm: LLM, tasks: Sequence[str], target: Mapping[str, Any], include_path: Path | None = None, **settings: Any
+    llm: LLM,
+    tasks: Sequence[str],
+    target: Mapping[str, Any],
+    include_path: Path | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> tuple[dict[str, Any], Any]:
-    """Run tasks of lm-eval with its `settings`; return its results and the model under test, made as `target` says."""
+    """Run tasks of lm-eval with its `settings`; return its results and the model under test, made as `target` says.
+
+    `metadata` is for tasks that make their own texts: see `metadata_for`.
+    """
     model = adapter()(llm, **target)
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    folder = None if include_path is None else str(include_path)
+    manager = TaskManager(include_path=folder, metadata=dict(metadata or {}))
     known = [name for name in tasks if Path(name).is_file() or manager.match_tasks([name])]
     unknown = [name for name in tasks if name not in known]
     if unknown or not tasks:
@@ -42,6 +51,22 @@ def evaluate(
     except Exception as error:  # of a task, a metric or a data set
         raise SalaError(f"lm-eval failed: {error!r}"[:500], "check whether the task runs with another model") from error
     return results, model.target
+
+
+def metadata_for(tasks: Sequence[str], tokenizer: Path, lengths: Sequence[int]) -> dict[str, Any]:
+    """Return what tasks with texts of their own need: the directory of a tokenizer, and the lengths in tokens.
+
+    BABILong's lengths are names of its data, one for each run; raise InputError if several are asked of it.
+    """
+    found: dict[str, Any] = {"tokenizer": str(tokenizer), "pretrained": str(tokenizer)}
+    if not lengths:
+        return found
+    if not any(name.startswith("babilong") for name in tasks):
+        return {**found, "max_seq_lengths": [*lengths]}
+    if len(lengths) > 1 or not all(name.startswith("babilong") for name in tasks):
+        message = "are for BABILong, of which lm-eval runs one length at a time, and no other task beside it"
+        raise InputError("lengths", message, "give one length and BABILong alone, or: sala eval official babilong")
+    return {**found, "max_seq_lengths": f"{lengths[0] // 1024}k"}
 
 
 def to_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sala.engine.cache import TOKEN_BYTES, Request, as_bytes, as_tokens
 from sala.engine.requests import Call, Submission
+from sala.engine.scheduler import Request, as_bytes, as_tokens
 from sala.engine.stream import AnswerState, Completion
 from sala.errors import InputError
+from sala.lab.eval.runner import facts_of
+from sala.lab.eval.tasks.case import count_shared
 from sala.lab.report.record import Log, ResultRow, key_of
 from sala.llm import LLM
 from sala.protocol import Sampling, Verdict
@@ -142,7 +144,7 @@ def families(queries: Iterable[Query]) -> list[list[tuple[Query, tuple[int, ...]
     found: list[list[Query]] = []
     for one in sorted(queries, key=lambda one: one.prompt):
         near = shared_len(found[-1][0].prompt, one.prompt) if found else 0
-        if found and near >= MIN_SHARED and len(found[-1]) < MAX_WAITING:
+        if near >= MIN_SHARED and len(found[-1]) < MAX_WAITING:
             found[-1].append(one)
         else:
             found.append([one])
@@ -155,12 +157,7 @@ def families(queries: Iterable[Query]) -> list[list[tuple[Query, tuple[int, ...]
 
 def shared_len(one: bytes, other: bytes) -> int:
     """Return the length of the common prefix of two prompts, in tokens."""
-    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        size = middle * TOKEN_BYTES
-        low, high = (middle, high) if one[:size] == other[:size] else (low, middle - 1)
-    return low
+    return count_shared(np.frombuffer(one, np.int32), np.frombuffer(other, np.int32))
 
 
 def read_scores(
@@ -219,7 +216,7 @@ class HarnessModel:
         self.num_cut = 0  # requests that were cut
         self.is_chat = False  # texts are rendered conversations, whose special tokens are parsed
         self._bos = bos
-        self._facts = {"fingerprint": llm.fingerprint()[:16]}
+        self._facts = facts_of(llm)
         self._log = log or Log()
 
     @property

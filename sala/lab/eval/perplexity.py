@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from sala.engine.cache import as_bytes
+from sala.engine.scheduler import as_bytes
 from sala.errors import InputError
 from sala.lab.eval.likelihood import read_scores
+from sala.lab.eval.runner import facts_of
 from sala.lab.report.record import Log, key_of
 from sala.llm import LLM
 
@@ -83,7 +84,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of results for each length, shortest first. Windows in the log are not computed again."""
     log = log or Log()
-    facts = {"fingerprint": llm.fingerprint()[:16], "text": text.digest}
+    facts = {**facts_of(llm), "text": text.digest}
     bos = llm.tokenizer.encode("")[:1]
     longest = max(lengths) - len(bos)
     num_tokens = len(text.ids) // longest * longest  # the same for all lengths

@@ -12,14 +12,12 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-
 from sala.checkpoint.writer import write_atomically
 from sala.engine.requests import Call
 from sala.engine.stream import Completion
 from sala.errors import InputError
-from sala.lab.eval.tasks.case import Case
-from sala.lab.eval.tasks.haystack import Ids
+from sala.lab.eval.tasks.case import Case, count_shared, score_value
+from sala.lab.eval.tasks.needle import NeedleMaker, NeedleSpec
 from sala.lab.eval.tasks.reasoning import ReasoningProblem, judge
 from sala.lab.report.record import Log, ResultRow, key_of
 from sala.llm import LLM
@@ -27,6 +25,7 @@ from sala.protocol import Sampling
 
 MIN_SHARED = 256  # tokens of a shared prefix that are worth a snapshot
 WARM_TOKENS = 32
+NUM_ANSWERED = 32  # tokens of an answer in which the value of a needle must occur
 LOOP_LIMIT = 256  # repeated tokens that end the answer to a problem
 T = TypeVar("T")
 
@@ -50,6 +49,12 @@ class Callbacks(Protocol):
 
     def tell(self, row: ResultRow) -> None:
         """A case is done."""
+
+
+def facts_of(llm: LLM) -> dict[str, str]:
+    """Return what the answers of a model depend on: its weights, and how the options change its attention, if so."""
+    changes = {"attention": llm.attention_changes} if llm.attention_changes else {}
+    return {"fingerprint": llm.fingerprint()[:16], **changes}
 
 
 def check_lengths(lengths: Sequence[int], max_tokens: int, name: str = "lengths") -> None:
@@ -138,13 +143,6 @@ def _run(
     return [row for row in map(log.find, keys) if row is not None]
 
 
-def count_shared(one: Ids, other: Ids) -> int:
-    """Return the length of the common prefix."""
-    size = min(len(one), len(other))
-    differs = np.flatnonzero(one[:size] != other[:size])
-    return int(differs[0]) if len(differs) else size
-
-
 def answer(llm: LLM, case: Case, shared: int = 0, on_progress: Callable[[int, int], None] | None = None) -> Completion:
     """Return the greedy answer; the state after `shared` tokens is kept for the next case."""
     sampling = Sampling(temperature=0, max_tokens=case.max_tokens)
@@ -152,10 +150,23 @@ def answer(llm: LLM, case: Case, shared: int = 0, on_progress: Callable[[int, in
     return llm.answer(Call(None, sampling, prompt=case.token_ids.tolist(), boundaries=boundaries), on_progress)
 
 
+def find_needles(
+    llm: LLM, maker: NeedleMaker, num_tokens: int, trials: int, on_trial: Callable[[], None] = lambda: None
+) -> float:
+    """Return the share of needles of the test split whose value is in the greedy answer; both fit into `num_tokens`."""
+    found = 0
+    for index in range(trials):
+        case = maker.make(NeedleSpec(num_tokens - NUM_ANSWERED, split="test"), index)
+        completion = llm.generate(list(case.token_ids), Sampling(temperature=0, max_tokens=NUM_ANSWERED))
+        found += score_value(case.value, completion.text) == 1
+        on_trial()
+    return found / trials
+
+
 def _warm(llm: LLM) -> None:
     """Run a short prompt, so that compilation and page faults do not count for the first case."""
     ids = llm.encode("The first words are slower than those that follow them.")[:WARM_TOKENS]
-    llm.generate(ids, temperature=0, max_tokens=2, ignore_eos=True)
+    llm.generate(ids, Sampling(temperature=0, max_tokens=2, ignore_eos=True))
 
 
 def to_row(case: Case, completion: Completion) -> ResultRow:

@@ -1,6 +1,7 @@
 """The cases of an evaluation: from names of tasks to jobs for the runner."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
 from typing import Protocol
@@ -33,17 +34,17 @@ class Maker(Protocol):
     def make(self, num_tokens: int, number: int, *, question: int = 0) -> Case: ...
 
 
+@dataclass
 class Suite:
     """Makes the cases for one model. The haystack is read and encoded when it is first needed."""
 
-    def __init__(self, writer: PromptWriter, source: Callable[[], HaystackSource], seed: int = 0) -> None:
-        self._writer = writer
-        self._source = source
-        self._seed = seed
+    writer: PromptWriter
+    source: Callable[[], HaystackSource]
+    seed: int = 0
 
     @cached_property
     def haystack(self) -> Haystack:
-        return Haystack(self._source().documents, self._writer.encode)
+        return Haystack(self.source().documents, self.writer.encode)
 
     def needle(
         self,
@@ -56,9 +57,9 @@ class Suite:
     ) -> list[Job[Case]]:
         """Return the needle jobs. The depths of a trial share its text and are adjacent."""
         if preset == "aurora":
-            maker: KeyMaker = AuroraMaker(self._writer, self._seed)
+            maker: KeyMaker = AuroraMaker(self.writer, self.seed)
         elif preset in PRESETS:
-            maker = KeyMaker(self._writer, self.haystack, self._seed, KeySpec(num_keys, kinds=kinds))
+            maker = KeyMaker(self.writer, self.haystack, self.seed, KeySpec(num_keys, kinds=kinds))
         else:
             raise InputError("preset", f"is {preset!r}", f"choose one of {', '.join(PRESETS)}")
         maker.make(min(lengths), 0, depths[0])  # raises now if the length is too short
@@ -90,17 +91,16 @@ class Suite:
         return jobs
 
     def _ruler_maker(self, task: str, passages: Sequence[UserPassage]) -> Maker:
-        writer, seed = self._writer, self._seed
         if task in KEY_SPECS:
-            return KeyMaker(writer, self.haystack, seed, KEY_SPECS[task])
+            return KeyMaker(self.writer, self.haystack, self.seed, KEY_SPECS[task])
         if task == "chain":
-            return ChainMaker(writer, self.haystack, seed)
+            return ChainMaker(self.writer, self.haystack, self.seed)
         if task in ("common", "frequent"):
-            return CountingMaker(writer, task, seed)
+            return CountingMaker(self.writer, task, self.seed)
         if task == "reading":
-            return ReadingMaker(writer, seed)
+            return ReadingMaker(self.writer, self.seed)
         if task == QUESTIONS and passages:
-            return PassageMaker(writer, list(passages), self.haystack, seed)
+            return PassageMaker(self.writer, list(passages), self.haystack, self.seed)
         raise InputError("tasks", f"hold {task!r}", f"choose from {', '.join(RULER)}")
 
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sala.errors import InputError, SalaError
-from sala.text.template import check_messages, check_tools
-from sala.text.tokenizer import Tokenizer
+from sala.options.sources import read_text
+from sala.text.tokenizer import Tokenizer, check_messages, check_tools
 
 Array = np.ndarray[Any, np.dtype[Any]]
 ROLES = ("system", "user", "assistant", "tool")
@@ -99,7 +99,7 @@ def load_records(
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
     """Yield (line, record) for every record of a file; one that cannot be parsed is yielded as a Problem."""
-    text = _read_text(path)
+    text = read_text(path).removeprefix("\ufeff")
     start = text.lstrip()[:1]
     if path.suffix not in (".json", ".jsonl") and start not in ("{", "["):
         if text.strip():
@@ -111,15 +111,6 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
             yield line, value
         else:
             yield line, Problem(line, f"is not a JSON object but {type(value).__name__}")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise InputError("data", f"{path} cannot be read: {error.strerror}", "give a readable file") from None
-    except UnicodeDecodeError as error:
-        raise InputError("data", f"{path} is not UTF-8 text (byte {error.start})", "convert it to UTF-8") from None
 
 
 def _is_list(text: str) -> bool:
@@ -186,8 +177,13 @@ def _examples(record: Mapping[str, Any], line: int, reader: ReaderOptions) -> li
     messages, tools = record["messages"], record.get("tools")
     check_dialogue(messages, tools)
     options = {} if tools is None else {"tools": tools}
-    pairs = reader.tokenizer.encode_answers(messages, reader.stop_ids, **options)
-    return [_chat_example(ids, marks, line, reader) for ids, marks in pairs]
+    examples = []
+    for ids, marks in reader.tokenizer.encode_answers(messages, reader.stop_ids, **options):
+        reader.check_length(len(ids))
+        if len(ids) > reader.max_length and not any(marks[1 : reader.max_length]):
+            raise InputError("conversation", "has no answer left after truncation", "raise --max-length")
+        examples.append(_example(ids[: reader.max_length], marks[: reader.max_length], line))
+    return examples
 
 
 def check_dialogue(messages: Any, tools: Any = None) -> None:
@@ -208,15 +204,6 @@ def check_dialogue(messages: Any, tools: Any = None) -> None:
             raise InputError(field, "is assistant twice in a row", "join them, or put a user message between")
     if not any(message["role"] == "assistant" for message in messages):
         raise InputError("messages", "contain no assistant message, so there is nothing to learn", "add an answer")
-
-
-def _chat_example(ids: list[int], marks: list[bool], line: int, reader: ReaderOptions) -> Example:
-    reader.check_length(len(ids))
-    if len(ids) > reader.max_length:
-        ids, marks = ids[: reader.max_length], marks[: reader.max_length]
-        if not any(marks[1:]):
-            raise InputError("conversation", "has no answer left after truncation", "raise --max-length")
-    return _example(ids, marks, line)
 
 
 def _text_examples(text: Any, line: int, reader: ReaderOptions) -> list[Example]:

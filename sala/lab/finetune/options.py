@@ -8,14 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field
 
 from sala.errors import InputError
-from sala.options import Dtype
-from sala.options.schema import REQUIRED, Count, File, Text, option, options, spelling
+from sala.options import Dtype, Kernels
+from sala.options.schema import REQUIRED, Count, File, Kind, Text, option, options, read_count, spelling
 
 Method = Literal["full", "lora", "qlora"]
 Optimizer = Literal["adamw", "adamw-bf16", "adafactor", "adamw-8bit"]
 METHODS = get_args(Method)
 OPTIMIZERS = get_args(Optimizer)
 RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
+KEEP_LONG = 0.1
 PREFERENCE_RATES = {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}
 
 
@@ -25,6 +26,19 @@ _MOST = 1 << 40
 Positive = Annotated[int, Field(ge=1, le=_MOST)]
 Amount = Annotated[float, Field(ge=0.0, le=1e12)]
 Share = Annotated[float, Field(ge=0.0, le=0.9)]
+
+
+def read_share(value: Any) -> Any:
+    """Read 10% or 0.1. Raises ValueError."""
+    if not isinstance(value, str):
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    text = value.strip()
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+
+Percent = Annotated[
+    float, Kind("SHARE", "give a share from 0 to 90%, such as 10% or 0.1", read_share), Field(ge=0, le=0.9)
+]
 
 
 @options
@@ -73,7 +87,27 @@ class FinetuneOptions:
     checkpointing: bool = _tune(
         True, "Recompute activations in the backward pass instead of storing them.", off="--no-checkpointing"
     )
+    learns: Text = _tune(
+        "all",
+        "Parts that learn: all, or some of mixers, attention, lightning, mlps, norms, embeddings.",
+    )
+    keep_long: Percent | None = _tune(
+        None, "Long rows mixed in, by share of the examples' tokens; 0 for none.", shown="10%; dpo, kto: 0"
+    )
+    keep_long_length: Count | None = _tune(
+        None,
+        "Tokens of a long row; default: where sparse attention is at work, if share and memory allow.",
+        ge=512,
+        le=_MOST,
+    )
+    long_texts: File | None = _tune(None, "Long texts of your own for these rows: a text file, JSONL, or a directory.")
     restore_qk: bool = _tune(False, "Restore the original query and key projections at the end.")
+    restore_by: Annotated[Literal["plain", "orthogonal"], spelling()] = _tune(
+        "plain", "How: plain (the original projections) or orthogonal (each head turned closest to them)."
+    )
+    recall: bool = _tune(True, "Measure before and after how many facts in long texts are found.", off="--no-recall")
+    recall_lengths: Text = _tune("auto", "Lengths of these texts: 2K,8K,32K; auto: sparse attention first.")
+    recall_texts: Positive | None = _tune(None, "Texts of each length, each with eight facts.")
     loss_rows: Count = _tune(1024, "Tokens whose logits are in memory at a time.", ge=1, le=_MOST)
     eval_every: Positive | None = _tune(None, "Updates between evaluations; default: a tenth of the run.")
     save_every: Positive | None = _tune(None, "Updates between checkpoints; default: a tenth of the run.")
@@ -82,6 +116,7 @@ class FinetuneOptions:
     cut_long: bool = _tune(False, "Truncate conversations that are too long.")
     seed: int = _tune(0, "Seed for the order of the examples and the adapter's initial weights.", ge=0, le=_MOST)
     device: Text = _tune("auto", "auto, cpu, cuda, cuda:N or mps.")
+    kernels: Kernels = _tune("auto", "Kernels in Triton and of libraries: auto, or off for the reference.")
     dtype: Dtype = _tune("auto", "Precision of the weights in training.")
     deepspeed: File | None = _tune(None, "DeepSpeed's configuration.")
     resume: bool = _tune(False, "Resume a stopped run.")
@@ -91,11 +126,25 @@ class FinetuneOptions:
             raise InputError("eval_share", "does not go with eval", "keep one of them")
         if self.bits == 7:
             raise InputError("bits", "is 7", "use 2, 3, 4, 5, 6 or 8")
+        if self.keep_long and self.objective != "sft":
+            raise InputError("keep_long", f"does not go with {self.objective}", "leave it out")
+        if self.long_texts is not None and not self.long_share:
+            raise InputError("long_texts", "are given, and no long rows", "add --keep-long 10%")
+        read_lengths(self.recall_lengths)
+        if self.restore_by != "plain" and not self.restore_qk:
+            raise InputError("restore_by", "is given without restore_qk", "add --restore-qk")
 
     @property
     def rate(self) -> float:
         rates = RATES if self.objective == "sft" else PREFERENCE_RATES
         return rates[self.method] if self.lr is None else self.lr
+
+    @property
+    def long_share(self) -> float:
+        """Return the share of long rows among the examples' tokens."""
+        if self.keep_long is None:
+            return KEEP_LONG if self.objective == "sft" else 0.0
+        return self.keep_long
 
     @property
     def has_adapter(self) -> bool:
@@ -111,3 +160,16 @@ class FinetuneOptions:
         left_out = ("resume", "device", "deepspeed", "log_every", "skip_bad")
         values = {name: value for name, value in asdict(self).items() if name not in left_out}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def read_lengths(text: str) -> tuple[int, ...]:
+    """Return lengths from `2K,8K`; none for `auto`. Raise InputError."""
+    if text == "auto":
+        return ()
+    try:
+        lengths = tuple(sorted({read_count(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise InputError("recall_lengths", str(error), "write them as 2K,8K,32K, or auto") from None
+    if lengths[0] < 512:
+        raise InputError("recall_lengths", f"begin with {lengths[0]}", "give 512 tokens or more")
+    return lengths

@@ -22,6 +22,7 @@ from sala.lab.finetune.options import FinetuneOptions
 
 Message = dict[str, Any]
 Record = dict[str, Any]
+Parts = tuple[list[Message], dict[str, list[Message]], Record]  # prompt, answers by name, and what else there is
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # LLaMA-Factory's names
 
 
@@ -37,11 +38,7 @@ def load_preferences(
     path: Path, reader: ReaderOptions, skip_bad: bool = False, *, objective: str
 ) -> tuple[list[Preference], list[Problem]]:
     """Return the preferences of a file and its bad records; raise BadData if there are any, unless `skip_bad`."""
-
-    def parse(record: Record, line: int) -> list[Preference]:
-        return [Preference(_read(record, objective, reader), line)]
-
-    return load_records(path, parse, skip_bad)
+    return load_records(path, lambda record, line: [Preference(_read(record, objective, reader), line)], skip_bad)
 
 
 def _read(record: Mapping[str, Any], objective: str, reader: ReaderOptions) -> Record:
@@ -57,7 +54,7 @@ def _read(record: Mapping[str, Any], objective: str, reader: ReaderOptions) -> R
     return {"prompt": prompt, **answers, **rest, **({} if tools is None else {"tools": json.dumps(tools)})}
 
 
-def _read_pair(record: Mapping[str, Any]) -> tuple[list[Message], dict[str, list[Message]], Record]:
+def _read_pair(record: Mapping[str, Any]) -> Parts:
     prompt = _turns(_first(record, "messages", "conversations", "prompt"), "user")
     chosen, rejected = (_turns(record.get(name), "assistant") for name in ("chosen", "rejected"))
     if not prompt:
@@ -69,7 +66,7 @@ def _read_pair(record: Mapping[str, Any]) -> tuple[list[Message], dict[str, list
     return prompt, {"chosen": chosen, "rejected": rejected}, {}
 
 
-def _read_mark(record: Mapping[str, Any]) -> tuple[list[Message], dict[str, list[Message]], Record]:
+def _read_mark(record: Mapping[str, Any]) -> Parts:
     label = _first(record, "label", "kto_tag")
     if not isinstance(label, bool):
         raise InputError("label", "is missing" if label is None else f"is {label!r}", "give true (good) or false (bad)")
@@ -80,8 +77,7 @@ def _read_mark(record: Mapping[str, Any]) -> tuple[list[Message], dict[str, list
     return prompt, {"completion": answer}, {"label": label}
 
 
-_SHAPES: dict[str, Callable[[Mapping[str, Any]], tuple[list[Message], dict[str, list[Message]], Record]]]
-_SHAPES = {"dpo": _read_pair, "kto": _read_mark}
+_SHAPES: dict[str, Callable[[Mapping[str, Any]], Parts]] = {"dpo": _read_pair, "kto": _read_mark}
 _EXAMPLES = {
     "dpo": '{"messages": […], "chosen": {…}, "rejected": {…}}',
     "kto": '{"messages": […, the answer], "label": true}',
@@ -119,9 +115,6 @@ def _check_text(messages: Sequence[Message], tools: Any, reader: ReaderOptions) 
         raise InputError("conversation", "contains the text of a control token", "write it differently")
 
 
-_TRAINERS = {"dpo": ("DPOConfig", "DPOTrainer"), "kto": ("KTOConfig", "KTOTrainer")}
-
-
 def preference_arguments(options: FinetuneOptions, train: Sequence[Preference]) -> dict[str, Any]:
     """Return TRL's class of arguments (`kind`) and what it takes beside those of every training.
 
@@ -131,7 +124,7 @@ def preference_arguments(options: FinetuneOptions, train: Sequence[Preference]) 
     import trl
 
     return {
-        "kind": getattr(trl, _TRAINERS[options.objective][0]),
+        "kind": getattr(trl, f"{options.objective.upper()}Config"),
         "beta": options.beta,
         "max_length": options.max_length,
         "precompute_ref_log_probs": not options.has_adapter,
@@ -147,28 +140,18 @@ def preference_trainer(
     from transformers import AutoTokenizer
 
     from sala.lab.finetune.target import adapter_settings
+    from sala.lab.finetune.trainer import FinetuneTrainer
     from sala.plugins.transformers import register
 
     register()
+    bases = (FinetuneTrainer, getattr(trl, f"{options.objective.upper()}Trainer"))
     return {
-        "kind": _trainer_class(getattr(trl, _TRAINERS[options.objective][1])),
+        "kind": type("PreferenceTrainer", bases, {"averages_tokens": False}),
         "train_dataset": _table(train),
         "eval_dataset": _table(held) if held else None,
         "processing_class": AutoTokenizer.from_pretrained(path),
         "peft_config": adapter_settings(options, SalaConfig.load(path)),
     }
-
-
-def _trainer_class(kind: Any) -> Any:
-    """Return a subclass of TRL's trainer that also behaves as FinetuneTrainer."""
-    from sala.lab.finetune.trainer import FinetuneTrainer
-
-    class PreferenceTrainer(FinetuneTrainer, kind):  # type: ignore[misc]
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named)
-            self.model_accepts_loss_kwargs = False  # these losses average over answers, not over tokens
-
-    return PreferenceTrainer
 
 
 def _class_weights(train: Sequence[Preference]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,24 +40,14 @@ def pack(examples: Sequence[Example], max_length: int) -> list[Row]:
 
 def collate(rows: Sequence[Row], pad_id: int = 0) -> dict[str, Tensor]:
     """Return a batch padded to the longest row; positions start at 0 in every example."""
-    width = max(sum(len(example) for example in row) for row in rows)
-    shape = (len(rows), width)
-    batch = {
-        "input_ids": torch.full(shape, pad_id, dtype=torch.long),
-        "attention_mask": torch.zeros(shape, dtype=torch.long),
-        "position_ids": torch.zeros(shape, dtype=torch.long),
-        "labels": torch.full(shape, IGNORED, dtype=torch.long),
-    }
-    for number, row in enumerate(rows):
-        at = 0
-        for example in row:
-            span = slice(at, at + len(example))
-            tokens = torch.from_numpy(example.tokens)
-            batch["input_ids"][number, span] = tokens
-            batch["attention_mask"][number, span] = 1
-            batch["position_ids"][number, span] = torch.arange(len(example))
-            batch["labels"][number, span] = torch.where(torch.from_numpy(example.loss_mask), tokens, IGNORED)
-            at += len(example)
-        if at < width:
-            batch["position_ids"][number, at:] = torch.arange(width - at)
-    return batch
+    width = max(sum(map(len, row)) for row in rows)
+    lines = []
+    for row in rows:
+        gap = width - sum(map(len, row))
+        tokens = np.concatenate([*(example.tokens for example in row), np.full(gap, pad_id)])
+        has_loss = np.concatenate([*(example.loss_mask for example in row), np.zeros(gap, np.bool_)])
+        positions = np.concatenate([np.arange(size) for size in (*map(len, row), gap)])
+        lines.append((tokens, np.arange(width) < width - gap, positions, np.where(has_loss, tokens, IGNORED)))
+    names = ("input_ids", "attention_mask", "position_ids", "labels")
+    columns = (torch.from_numpy(np.stack(column).astype(np.int64)) for column in zip(*lines, strict=True))
+    return dict(zip(names, columns, strict=True))

@@ -10,28 +10,35 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from sala.backends.torch.executor import free_bytes
 from sala.backends.torch.loader import pick_device
 from sala.config import SalaConfig
-from sala.errors import InputError, MissingExtra
+from sala.errors import InputError, MissingExtra, writing
+from sala.generation_config import read_stop_ids
 from sala.lab.finetune import training
-from sala.lab.finetune.options import FinetuneOptions
+from sala.lab.finetune.dialogues import Example
+from sala.lab.finetune.options import FinetuneOptions, read_lengths
 from sala.lab.finetune.preference import preference_arguments, preference_trainer
-from sala.lab.finetune.result import adapter_tensors, read_log, write_result
+from sala.lab.finetune.replay import long_rows, row_length
+from sala.lab.finetune.result import adapter_tensors, put_adapter, read_log, restore, write_result
 from sala.lab.finetune.rows import collate, make_rows
 from sala.lab.finetune.target import load_base, load_target
 from sala.lab.finetune.training import FinetuneCallbacks, Stopped
+from sala.lab.train.processes import is_main_process, num_processes
 from sala.models.embedded import find_model
 
 
 def finetune(options: FinetuneOptions, callbacks: FinetuneCallbacks | None = None) -> Path:
     """Run to the end, and return the directory of the result."""
-    callbacks = (callbacks or FinetuneCallbacks()) if training.is_main_process() else FinetuneCallbacks()
+    callbacks = (callbacks or FinetuneCallbacks()) if is_main_process() else FinetuneCallbacks()
     need_libraries(options)
     from sala.lab.finetune.trainer import InterruptCallback
 
     path = find_model(options.model, callbacks.message)
     config = SalaConfig.load(path)
-    if training.is_main_process():
+    if is_main_process():
         training.check_outputs(options)
     if options.objective == "kto" and options.batch < 2:
         callbacks.message("kto compares the answers of a batch: using --batch 2")
@@ -40,8 +47,11 @@ def finetune(options: FinetuneOptions, callbacks: FinetuneCallbacks | None = Non
     device = pick_device(options.device)
     is_sft = options.objective == "sft"
     rows, held_rows = (make_rows(examples, options) if is_sft else examples for examples in (train, held))
-    for line in (_describe_data(options, train, rows, held), *training.describe_memory(options, config, device)):
+    kept = _long_rows(options, path, config, device, train) if is_sft and options.long_share else []
+    lines = [_describe_data(options, train, rows, held), *filter(None, [_describe_kept(kept)])]
+    for line in (*lines, *training.describe_memory(options, config, device, max(map(len, kept), default=0))):
         callbacks.message(line)
+    rows += [(row,) for row in kept]
     more = {} if is_sft else preference_arguments(options, train)
     arguments = training.training_arguments(options, device, len(rows), bool(held), **more)
     if is_sft:
@@ -50,10 +60,12 @@ def finetune(options: FinetuneOptions, callbacks: FinetuneCallbacks | None = Non
     else:
         model = load_base(path, options, training.loading_device(arguments, device))
         data = preference_trainer(options, path, train, held)
+    recall = _recall(options, callbacks)
     with InterruptCallback(arguments.device, callbacks.message) as interrupt:
-        trainer = make_trainer(model, arguments, options, callbacks, interrupt, **data)
+        trainer = make_trainer(model, arguments, options, callbacks, interrupt, *recall, **data)
         _train_to_end(trainer, options, interrupt, callbacks)
-    _write_outputs(trainer, options, path, len(train), len(held), callbacks)
+    facts = {"examples": len(train), "held_out": len(held), "long_rows": len(kept)}
+    _write_outputs(trainer, options, path, facts, recall, callbacks)
     return options.output
 
 
@@ -68,6 +80,35 @@ def need_libraries(options: FinetuneOptions) -> None:
         raise InputError("deepspeed", "is not installed", "run: pip install deepspeed")
     if options.optimizer == "adamw-8bit" and find_spec("bitsandbytes") is None:
         raise InputError("optimizer", "is adamw-8bit, which needs bitsandbytes", "run: pip install bitsandbytes")
+
+
+def _recall(options: FinetuneOptions, callbacks: FinetuneCallbacks) -> list[Any]:
+    """Return the callback that measures recall, unless it is switched off."""
+    lengths = read_lengths(options.recall_lengths)
+    if not options.recall:
+        return []
+    from sala.lab.finetune.recall import RecallCallback
+
+    record = options.work / training.RECALL
+    return [RecallCallback(lengths, options.recall_texts, callbacks.message, record=record, measures_end=False)]
+
+
+def _long_rows(
+    options: FinetuneOptions, path: Path, config: SalaConfig, device: torch.device, train: list[Any]
+) -> list[Example]:
+    num_tokens, free = sum(map(len, train)), free_bytes(device)
+
+    def fits(length: int) -> bool:
+        return training.estimate_for(options, config, device, length).total / num_processes() <= free
+
+    ends = [*config.eos_token_id, *sorted(read_stop_ids(path, config))]
+    return long_rows(options, path, ends[0], num_tokens, row_length(options, config, num_tokens, fits))
+
+
+def _describe_kept(kept: list[Example]) -> str:
+    return (
+        f"{len(kept):,} long rows of {max(map(len, kept)):,} tokens to keep what is found in long texts" if kept else ""
+    )
 
 
 def _describe_data(options: FinetuneOptions, train: list[Any], rows: list[Any], held: list[Any]) -> str:
@@ -109,7 +150,8 @@ def _train_to_end(trainer: Any, options: FinetuneOptions, interrupt: Any, callba
     last = training.last_checkpoint(options.work) if options.resume else None
     if last is not None:
         callbacks.message(f"resuming from {last.name}")
-    trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
+    with writing(options.work):
+        trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
     state = trainer.state
     if interrupt.is_stopped:
         raise Stopped(f"stopped after update {state.global_step}", "repeat the command with --resume")
@@ -119,17 +161,37 @@ def _train_to_end(trainer: Any, options: FinetuneOptions, interrupt: Any, callba
 
 
 def _write_outputs(
-    trainer: Any, options: FinetuneOptions, path: Path, num_train: int, num_held: int, callbacks: FinetuneCallbacks
+    trainer: Any,
+    options: FinetuneOptions,
+    path: Path,
+    facts: dict[str, Any],
+    recall: list[Any],
+    callbacks: FinetuneCallbacks,
 ) -> None:
     """Write the result and remove the work directory; every process must call this."""
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-    is_whole = training.num_processes() == 1 and not training.is_sharded(trainer.args)
+    is_whole = num_processes() == 1 and not training.is_sharded(trainer.args)
+    if not is_whole:
+        _measure_after(recall, trainer)
     state = None if is_whole else trainer.accelerator.get_state_dict(trainer.model_wrapped)  # a collective operation
-    if training.is_main_process():
+    if is_main_process():
         settings = model.peft_config["default"] if options.has_adapter else None
         tensors = adapter_tensors(model, state) if options.has_adapter else (state or dict(model.named_parameters()))
-        facts = {"updates": trainer.state.global_step, "examples": num_train, "held_out": num_held}
+        if options.restore_qk:
+            tensors = restore(tensors, path, options)
+            if is_whole and options.has_adapter:
+                put_adapter(model, tensors)
+        if is_whole:
+            _measure_after(recall, trainer)
+        facts = {"updates": trainer.state.global_step, **facts}
+        for callback in recall:
+            facts |= callback.results()
         write_result(tensors, settings, options, path, read_log(trainer.state.log_history), facts)
         shutil.rmtree(options.work, ignore_errors=True)
         callbacks.message(f"wrote {options.output}")
     trainer.accelerator.wait_for_everyone()
+
+
+def _measure_after(recall: list[Any], trainer: Any) -> None:
+    for callback in recall:
+        callback.measure_after(trainer.args, trainer.model, is_main_process())

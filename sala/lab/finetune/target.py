@@ -17,9 +17,8 @@ from sala.errors import InputError
 from sala.lab.finetune.frozen import FrozenLinear
 from sala.lab.finetune.options import FinetuneOptions
 from sala.lab.train.models import load_for_training
+from sala.lab.train.parts import PARTS, parts_of
 from sala.quantization_config import GROUP_SIZES, LINEARS, matrix_modules
-
-QK_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm")
 
 
 def load_target(path: Path, options: FinetuneOptions, device: torch.device) -> Any:
@@ -43,10 +42,14 @@ def load_base(path: Path, options: FinetuneOptions, device: torch.device) -> Any
     if options.method == "qlora":
         source = _load_frozen(path, options, dtype, device)
     else:
-        source = load_for_training(path, device, dtype)
+        source = load_for_training(path, device, dtype, kernels=options.kernels)
     model = adopt(source, path, dtype)
     model.loss_rows = options.loss_rows
     model.config.use_cache = False
+    if not options.has_adapter:
+        parts = find_parts(options.learns)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not parts.isdisjoint(parts_of(name, config)))
     return model
 
 
@@ -74,6 +77,31 @@ def find_targets(names: str, config: SalaConfig) -> list[str]:
     return chosen
 
 
+def find_parts(names: str) -> set[str]:
+    """Return the parts that learn; raise InputError for an unknown one."""
+    chosen = {name.strip() for name in names.split(",") if name.strip()}
+    unknown = sorted(chosen - set(PARTS))
+    if unknown or not chosen:
+        what = f"has {unknown[0][:60]!r}" if unknown else "is empty"
+        raise InputError("learns", what, "use " + ", ".join(PARTS))
+    return chosen
+
+
+def find_modules(options: FinetuneOptions, config: SalaConfig) -> list[str]:
+    """Return what peft calls its target modules: names of linears, or of single modules if only some parts learn."""
+    targets, parts = find_targets(options.targets, config), find_parts(options.learns)
+    if "all" in parts:
+        return targets
+    modules = sorted(
+        name
+        for name in matrix_modules(config.mixers)
+        if name.rpartition(".")[2] in targets and not parts.isdisjoint(parts_of(name, config))
+    )
+    if not modules:
+        raise InputError("learns", f"is {options.learns}, in which no linear gets an adapter", "use --method full")
+    return modules
+
+
 def adapter_settings(options: FinetuneOptions, config: SalaConfig) -> Any:
     """Return peft's configuration of the adapter; None without an adapter."""
     if not options.has_adapter:
@@ -84,7 +112,7 @@ def adapter_settings(options: FinetuneOptions, config: SalaConfig) -> Any:
         r=options.rank,
         lora_alpha=int(options.alpha) if options.alpha == int(options.alpha) else options.alpha,  # type: ignore[arg-type]
         lora_dropout=options.dropout,
-        target_modules=find_targets(options.targets, config),
+        target_modules=find_modules(options, config),
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -105,7 +133,11 @@ def _load_frozen(path: Path, options: FinetuneOptions, dtype: torch.dtype, devic
     """Return a model with the frozen linears of QLoRA in its layers; a quantized base keeps its own codes."""
     wants_nf4, config, cpu = _wants_nf4(options, device), SalaConfig.load(path), torch.device("cpu")
     linears = {name for name in matrix_modules(config.mixers) if name.startswith("model.layers.")}
-    model = load_for_training(path, device, dtype, lambda name: name.removesuffix(".weight") not in linears)
+
+    def is_plain(name: str) -> bool:
+        return name.removesuffix(".weight") not in linears
+
+    model = load_for_training(path, device, dtype, is_plain, options.kernels)
     with Checkpoint(path) as checkpoint:
         matrices = QuantizedMatrices(checkpoint, config)
         for name, module in list(model.named_modules()):

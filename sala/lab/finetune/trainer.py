@@ -19,12 +19,14 @@ from sala.lab.train.processes import any_process
 class FinetuneTrainer(Trainer):
     """Raise Diverged with `remedy` at the first loss or gradient that is not finite."""
 
+    averages_tokens = True  # the loss is divided by the labels of the whole update; preferences average over answers
+
     def __init__(self, *arguments: Any, has_bf16_state: bool = False, remedy: str = "", **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._has_bf16_state, self._remedy = has_bf16_state, remedy
         self._clip = self.accelerator.clip_grad_norm_
         self.accelerator.clip_grad_norm_ = self._clip_checked
-        self.model_accepts_loss_kwargs = True  # the loss is divided by the labels of the whole update
+        self.model_accepts_loss_kwargs = self.averages_tokens
 
     def create_optimizer(self, *arguments: Any, **named: Any) -> Any:
         if self._has_bf16_state and self.optimizer is None:

@@ -17,16 +17,18 @@ from sala.checkpoint.names import expected_tensors
 from sala.checkpoint.writer import check_new
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError, SalaError
+from sala.generation_config import read_stop_ids
 from sala.lab.finetune.dialogues import ReaderOptions, load_examples, split_examples
 from sala.lab.finetune.options import FinetuneOptions
 from sala.lab.finetune.preference import load_preferences
 from sala.lab.finetune.target import find_targets, training_dtype
 from sala.lab.train.loop import Progress
-from sala.llm import read_stop_ids
+from sala.lab.train.processes import is_main_process, num_processes
 from sala.text.tokenizer import Tokenizer
 
 _OPTIMIZERS = {"adafactor": "adafactor", "adamw-8bit": "adamw_bnb_8bit"}
 _RECORD = "options.json"
+RECALL = "recall.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +41,6 @@ class FinetuneCallbacks:
 
 class Stopped(SalaError):
     """Raised when a run was interrupted; its state is saved."""
-
-
-def is_main_process() -> bool:
-    """Return whether this process reports and writes; launchers set RANK in the environment."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def num_processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_outputs(options: FinetuneOptions) -> None:
@@ -69,9 +62,11 @@ def check_outputs(options: FinetuneOptions) -> None:
 
 
 def _check_resumed(options: FinetuneOptions, record: Path) -> None:
-    if not record.is_file():
-        raise InputError("resume", f"finds no run in {options.work}", "start without --resume")
-    before, now = json.loads(record.read_text()), json.loads(json.dumps(options.persistent()))
+    try:
+        before = json.loads(record.read_text())
+    except (OSError, ValueError):  # there is none, or the run was killed before it began
+        raise InputError("resume", f"finds no run in {options.work}", "start without --resume") from None
+    now = json.loads(json.dumps(options.persistent()))
     changed = [name for name in now if before.get(name) != now[name]]
     if changed:
         was = ", ".join(f"{name} was {before.get(name)}" for name in changed)
@@ -80,18 +75,18 @@ def _check_resumed(options: FinetuneOptions, record: Path) -> None:
 
 def _is_ours(work: Path) -> bool:
     """Return whether all files there come from a run that was killed before its first checkpoint was complete."""
-    return work.is_dir() and all(path.name == _RECORD or path.match("checkpoint-*") for path in work.iterdir())
+    return work.is_dir() and all(
+        path.name in (_RECORD, RECALL) or path.match("checkpoint-*") for path in work.iterdir()
+    )
 
 
 def last_checkpoint(work: Path) -> Path | None:
     """Return the newest complete checkpoint: the Trainer writes its state file last."""
     found = []
     for path in work.glob("checkpoint-*"):
-        try:
+        with suppress(OSError, ValueError):
             json.loads((path / "trainer_state.json").read_text())
             found.append((int(path.name.rpartition("-")[2]), path))
-        except (OSError, ValueError):
-            continue
     return max(found)[1] if found else None
 
 
@@ -122,26 +117,24 @@ def read_data(
             return split_examples(train, options.eval_share, options.seed)
         return train, [] if options.eval is None else read(options.eval)
     except SalaError:
-        _remove_empty_work(options)
+        if is_main_process() and not options.resume:  # the run never started
+            (options.work / _RECORD).unlink(missing_ok=True)
+            with suppress(OSError):
+                options.work.rmdir()  # fails unless it is empty
         raise
     finally:
         tokenizer.close()
 
 
-def _remove_empty_work(options: FinetuneOptions) -> None:
-    """Remove the work directory of a run that never started, unless it holds other files."""
-    if is_main_process() and not options.resume:
-        (options.work / _RECORD).unlink(missing_ok=True)
-        with suppress(OSError):
-            options.work.rmdir()  # fails unless it is empty
-
-
-def estimate_for(options: FinetuneOptions, config: SalaConfig, device: torch.device) -> TuningEstimate:
+def estimate_for(
+    options: FinetuneOptions, config: SalaConfig, device: torch.device, longest: int = 0
+) -> TuningEstimate:
+    """Return the estimate for rows of `max_length` tokens, or of `longest` if that is more."""
     dtype = training_dtype(options, config, device)
     rows = 1 if options.objective == "sft" else 2  # a preference is two answers, or an answer and its KL estimate
     tuning = Tuning(
         method=options.method,
-        num_tokens=options.max_length,
+        num_tokens=max(options.max_length, longest),
         batch=rows * options.batch,
         rank=options.rank,
         targets=tuple(find_targets(options.targets, config)) if options.has_adapter else (),
@@ -155,7 +148,7 @@ def estimate_for(options: FinetuneOptions, config: SalaConfig, device: torch.dev
     return estimate_tuning(config, expected_tensors(config), tuning)
 
 
-def describe_memory(options: FinetuneOptions, config: SalaConfig, device: torch.device) -> list[str]:
+def describe_memory(options: FinetuneOptions, config: SalaConfig, device: torch.device, longest: int = 0) -> list[str]:
     """Return the estimate as lines, with a warning if it exceeds the free memory.
 
     Tied weights are counted as if they were not tied.
@@ -165,7 +158,7 @@ def describe_memory(options: FinetuneOptions, config: SalaConfig, device: torch.
     def size(count: int) -> str:
         return f"{count / 2**30:.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:.0f} MiB"
 
-    needed, free = estimate_for(options, config, device), free_bytes(device)
+    needed, free = estimate_for(options, config, device, longest), free_bytes(device)
     parts = {
         "weights": needed.weights + needed.adapter,
         "gradients": needed.gradients,
@@ -188,7 +181,8 @@ def training_arguments(
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    total = count_steps(options, num_rows)
+    batches = math.ceil(num_rows / (options.batch * num_processes()))
+    total = options.steps or math.ceil(options.epochs * math.ceil(batches / options.accumulate))
     every = max(1, total // 10)
     optimizer = _OPTIMIZERS.get(options.optimizer, "adamw_torch_fused" if device.type == "cuda" else "adamw_torch")
     arguments = (kind or TrainingArguments)(
@@ -239,14 +233,6 @@ def _is_mixed(options: FinetuneOptions, device: torch.device) -> bool:
         return False
     is_narrow = options.dtype == "bfloat16" or (options.dtype == "auto" and options.optimizer == "adamw-bf16")
     return options.has_adapter or not is_narrow
-
-
-def count_steps(options: FinetuneOptions, num_rows: int) -> int:
-    """Return the number of updates of the whole run."""
-    if options.steps is not None:
-        return options.steps
-    batches = math.ceil(num_rows / (options.batch * num_processes()))
-    return math.ceil(options.epochs * math.ceil(batches / options.accumulate))
 
 
 def loading_device(arguments: Any, device: torch.device) -> torch.device:

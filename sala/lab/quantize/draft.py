@@ -6,6 +6,7 @@ over. Every file is complete or absent, so that a kill at any moment loses at mo
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,17 @@ from sala.checkpoint.reader import RawTensor, TensorInfo, read_file_header, read
 from sala.checkpoint.writer import Spec, replacing, write_atomically, write_file
 from sala.errors import CheckpointError
 
-_JOB = "job.json"
+_JOB, _PUBLISHED = "job.json", "published"
 Arrays = dict[str, tuple[Spec, Any]]  # tensor → dtype and shape, and its bytes
 
 
 @dataclass(frozen=True, slots=True)
 class WorkDirectory:
     directory: Path
+
+    def expect_publication(self) -> None:
+        """Note that the model is complete but for its name, so that nothing here is needed once it has its name."""
+        (self.directory / _PUBLISHED).touch()
 
     def piece(self, name: str) -> Path:
         return self.directory / f"{name}.safetensors"
@@ -75,9 +80,16 @@ def open_draft(directory: Path, fingerprint: str) -> Iterator[tuple[WorkDirector
         if not is_old:
             _clear(directory)
             write_atomically(directory / _JOB, json.dumps({"fingerprint": fingerprint}))
+        (directory / _PUBLISHED).unlink(missing_ok=True)
         yield WorkDirectory(directory), is_old
     finally:
         lock.release()
+
+
+def remove_published(directory: Path) -> None:
+    """Remove the work directory of a run that was killed after its model had been published."""
+    if not directory.is_symlink() and (directory / _PUBLISHED).is_file():
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _clear(directory: Path) -> None:

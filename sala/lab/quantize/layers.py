@@ -72,7 +72,7 @@ def weight_of(layer: nn.Module, name: str) -> Tensor:
 
 
 @torch.inference_mode()
-def walk(layer: Layer, x: Tensor, visit: Visit | None = None) -> None:
+def walk(layer: Layer, x: Tensor, visit: Visit | None = None, kernels: str = "auto") -> None:
     """Run the layer on x [S, n, hidden], S whole sequences, in place.
 
     `visit` is called at every site with its activations and may change the site's matrices; later sites see the change.
@@ -80,7 +80,7 @@ def walk(layer: Layer, x: Tensor, visit: Visit | None = None) -> None:
     sites, mixer = sites_of(layer), cast(Any, layer.self_attn)
     on_site = visit or (lambda site, chunks: None)
     on_site(sites[0], (layer.input_layernorm(part) for part, _ in _parts(x)))
-    mixed = _mixer_outputs(layer, x)
+    mixed = _mixer_outputs(layer, x, kernels)
     on_site(sites[1], (part for part, _ in _parts(mixed)))
     for (part, view), (inner, _) in zip(_parts(x), _parts(mixed), strict=True):
         view.copy_((part + layer.scaled(mixer.o_proj(inner))).view(view.shape))
@@ -91,7 +91,7 @@ def walk(layer: Layer, x: Tensor, visit: Visit | None = None) -> None:
         view.copy_((part + layer.scaled(layer.mlp.down_proj(_mlp_inner(layer, part)))).view(view.shape))
 
 
-def _mixer_outputs(layer: Layer, x: Tensor) -> Tensor:
+def _mixer_outputs(layer: Layer, x: Tensor, kernels: str) -> Tensor:
     """Return the inputs of the mixer's output projection, [S, n, width]."""
     mixer: Any = layer.self_attn
     last = mixer.o_proj
@@ -100,7 +100,7 @@ def _mixer_outputs(layer: Layer, x: Tensor) -> Tensor:
     try:
         for (part, _), (_, view) in zip(_parts(x), _parts(mixed), strict=True):
             tokens = torch.zeros(view.shape[:2], dtype=torch.long, device=x.device)
-            batch = whole(tokens, ops=select_ops())
+            batch = whole(tokens, ops=select_ops(kernels))
             view.copy_(mixer(layer.input_layernorm(part), batch, None).view(view.shape))
     finally:
         mixer.o_proj = last

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from sala.checkpoint.writer import Spec, check_new, copy_companions, new_directo
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
 from sala.lab.quantize.awq import SiteStatistics, fold_scales, summarise_site
-from sala.lab.quantize.draft import Arrays, WorkDirectory, open_draft
+from sala.lab.quantize.draft import Arrays, WorkDirectory, open_draft, remove_published
 from sala.lab.quantize.gptq import InputStatistics, round_columns, sum_hessian
 from sala.lab.quantize.layers import Chunks, Site, forget_module, read_layer, sites_of, walk, weight_of
 from sala.lab.quantize.plan import QuantizeSettings, plan_modules
@@ -50,14 +50,17 @@ def quantize_model(
     device: torch.device | None = None,
     may_requantize: bool = False,
     note: Note = lambda *_: None,
+    kernels: str = "auto",
 ) -> None:
     """Write `target`. An interrupted run is continued; an existing target is never touched.
 
     text      what to calibrate with; not needed for rtn
     """
+    if target.is_dir():
+        remove_published(draft_of(target))
     check_new(target)
     with Checkpoint(source) as checkpoint:
-        job = _Job(checkpoint, settings, text, device or torch.device("cpu"), may_requantize, note)
+        job = _Job(checkpoint, settings, text, device or torch.device("cpu"), may_requantize, note, kernels)
         with open_draft(draft_of(target), job.fingerprint()) as (draft, is_old):
             if not is_old or not draft.has("embed"):
                 _check_finite(checkpoint, note)
@@ -80,27 +83,27 @@ def is_result(target: Path, config: SalaConfig, plan: Mapping[str, Groups | None
     return found == replace(config, quantization=QuantConfig.of_modules(modules))
 
 
+@dataclass
 class _Job:
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        settings: QuantizeSettings,
-        text: CalibrationText | None,
-        device: torch.device,
-        may_requantize: bool,
-        note: Note,
-    ) -> None:
-        self.source = SalaConfig.load(checkpoint.path)  # the checkpoint may be quantized already
-        if self.source.quantization is not None and not may_requantize:
-            message = f"{checkpoint.path} is quantized already, and quantizing it again loses twice"
+    checkpoint: Checkpoint
+    settings: QuantizeSettings
+    text: CalibrationText | None
+    device: torch.device
+    may_requantize: bool
+    note: Note
+    kernels: str
+
+    def __post_init__(self) -> None:
+        self.source = SalaConfig.load(self.checkpoint.path)  # the checkpoint may be quantized already
+        if self.source.quantization is not None and not self.may_requantize:
+            message = f"{self.checkpoint.path} is quantized already, and quantizing it again loses twice"
             raise CheckpointError(message, "start from the original model, or expand this one first: --requantize")
-        check_tensors(checkpoint, self.source)
-        self.method = settings.chosen_method
-        if self.method != "rtn" and text is None:
+        check_tensors(self.checkpoint, self.source)
+        self.method = self.settings.chosen_method
+        if self.method != "rtn" and self.text is None:
             raise InputError("calibration", "is missing", f"{self.method} needs a text")
         self.config = replace(self.source, quantization=None)
-        self.plan = plan_modules(self.config, settings)
-        self.checkpoint, self.settings, self.text, self.device, self.note = checkpoint, settings, text, device, note
+        self.plan = plan_modules(self.config, self.settings)
 
     @property
     def names(self) -> list[str]:
@@ -201,13 +204,13 @@ class _Job:
             for name in plan:
                 put(name, round_matrix)
         elif self.method == "gptq":
-            walk(layer, x, visit)
+            walk(layer, x, visit, self.kernels)
         else:
             seen = self.fold_scales(layer, plan, index, x)
             for site in sites_of(layer):
                 for name in site.consumers:
                     put(name, round_within_ranges, seen[site.name].square)
-            walk(layer, x)
+            walk(layer, x, kernels=self.kernels)
         return out
 
     def fold_scales(
@@ -219,7 +222,7 @@ class _Job:
         def visit(site: Site, chunks: Chunks) -> None:
             seen[site.name] = summarise_site(chunks, x.shape[0] * x.shape[1])
 
-        walk(layer, x.clone(), visit)
+        walk(layer, x.clone(), visit, self.kernels)
         dtypes = {
             name.removesuffix(".weight"): self.checkpoint.tensors[f"model.layers.{index}.{name}"].dtype
             for name, tensor in layer.named_parameters()
@@ -270,6 +273,7 @@ def _publish(job: _Job, draft: WorkDirectory, target: Path) -> None:
     with new_directory(target) as new:
         write_model(new, config, specs, lambda tensor: draft.read(infos[tensor][0], tensor, infos[tensor][1]).data)
         copy_companions(job.checkpoint.path, new)
+        draft.expect_publication()
 
 
 def _check_finite(checkpoint: Checkpoint, note: Note) -> None:

@@ -17,8 +17,8 @@ from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.loader import load_model
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
-from sala.lab.eval.tasks.case import score_value as score
-from sala.lab.eval.tasks.needle import NeedleMaker, NeedleSpec
+from sala.lab.eval.runner import find_needles
+from sala.lab.eval.tasks.needle import NeedleMaker
 from sala.lab.report.kinds import comparison, pair
 from sala.lab.report.record import Record
 from sala.llm import LLM
@@ -28,7 +28,6 @@ from sala.text.tokenizer import Tokenizer
 WHO = ("original", "quantized")
 NAME = "quantization"  # of the files in the directory of the quantized model
 NEEDLE_LENGTHS = (1024, 4096)
-NUM_ANSWERED = 32  # tokens within which a needle's value must appear
 _ROWS = 256  # logits at a time
 Note = Callable[[str, int, int], None]
 Values = dict[str, Any]
@@ -111,12 +110,7 @@ def compare(hidden: dict[str, Tensor], heads: dict[str, Head], tokens: Tensor) -
 
 
 def _recall(
-    path: Path,
-    tokens: Tensor,
-    options: Options,
-    trials: int,
-    lengths: Sequence[int],
-    step: Callable[[], None],
+    path: Path, tokens: Tensor, options: Options, trials: int, lengths: Sequence[int], step: Callable[[], None]
 ) -> dict[str, float] | None:
     """Return the share of needles found by length, None without a tokenizer. The haystack is the measured text."""
     if not trials or not (path / "tokenizer.json").is_file():
@@ -125,18 +119,8 @@ def _recall(
     encode = partial(tokenizer.encode, bos=False, parse_special=True)
     text = [tokenizer.decode(row) for row in tokens.tolist()]
     maker = NeedleMaker(encode, {"train": [], "test": text}, seed=7)
-    out = {}
-    with LLM(path, options=options, ctx=max(lengths) + 64, max_batch=4, snapshots=0) as llm:
-        for length in lengths:
-            spec = NeedleSpec(length - NUM_ANSWERED, split="test")
-            found = 0
-            for index in range(trials):
-                case = maker.make(spec, index)
-                answer = llm.generate(list(case.token_ids), temperature=0, max_tokens=NUM_ANSWERED)
-                found += score(case.value, answer.text) == 1
-                step()
-            out[str(length)] = found / trials
-    return out
+    with LLM(path, options=options, ctx=max(lengths) + 64, max_batch=4, snapshots=options.snapshots or 0) as llm:
+        return {str(length): find_needles(llm, maker, length, trials, step) for length in lengths}
 
 
 def to_record(results: Values, model: str, settings: Values) -> Record:

@@ -2,9 +2,10 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from sala.config import SalaConfig
 from sala.errors import InputError
-from sala.lab.eval.documents import LINES, read_bytes, read_documents
+from sala.lab.eval.documents import LINES, read_documents
 from sala.options import Options
+from sala.options.sources import read_text
 from sala.text.tokenizer import Tokenizer
 
 HELD_OUT = 0.2  # share of a file that is reserved for measuring
@@ -35,7 +37,7 @@ class FileText:
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(read_bytes(self.file, FIELD)).hexdigest()
+        return hashlib.sha256(read_text(self.file).encode()).hexdigest()
 
     @cached_property
     def tokens(self) -> list[int]:
@@ -89,20 +91,14 @@ class SampledText:
 
         count = max(1, num_tokens // length)
         rng = np.random.default_rng(seed)
-        changes = {"device": self.device, "ctx": length + 64, "max_batch": 16, "snapshots": 0}
-        with LLM(self.model, options=self.options, **changes) as llm:
+        changes: dict[str, Any] = {"device": self.device, "ctx": length + 64, "max_batch": 16}
+        with LLM(self.model, options=replace(self.options, snapshots=self.options.snapshots or 0), **changes) as llm:
             config = llm.config
             head = [] if config.bos_token_id is None else [config.bos_token_id]
             first = rng.integers(0, config.vocab_size, count).tolist()
-            size = length - len(head) - 1
-            calls = (
-                Call(
-                    at,
-                    Sampling(temperature=1.0, max_tokens=size, seed=seed * 65536 + at, ignore_eos=True),
-                    [*head, token],
-                )
-                for at, token in enumerate(first)
-            )
+            plain = Sampling(temperature=1.0, max_tokens=length - len(head) - 1, ignore_eos=True)
+            sampling = [replace(plain, seed=seed * 65536 + at) for at in range(count)]
+            calls = (Call(at, sampling[at], [*head, token]) for at, token in enumerate(first))
             rows: dict[int, list[int]] = {}
             for at, answer in llm.many(calls):
                 if isinstance(answer, Exception):

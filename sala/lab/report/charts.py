@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from sala.checkpoint.writer import write_atomically
 from sala.errors import InputError, MissingExtra
@@ -21,7 +21,7 @@ INK, LINE, GREY = "#1d2129", "#dfe3e8", "#8a8f98"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 VARIABLES = {INK: "--ink", LINE: "--line", GREY: "--faint", **{one: f"--c{at}" for at, one in enumerate(COLOURS)}}
 MAX_TICKS = 8
-DPI = 200
+DPI = 300
 STYLE = files(__package__) / "charts.mplstyle"
 METADATA: dict[str, dict[str, None]] = {
     "svg": {"Date": None, "Creator": None, "Type": None, "Format": None},
@@ -37,6 +37,7 @@ class Series:
     points: Sequence[tuple[float, float]]
     errors: Sequence[float] = ()
     is_faint: bool = False  # a model to compare with
+    bounds: Sequence[tuple[float, float]] = ()  # how far an interval reaches below and above each point
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,7 @@ class Lines:
     marks: Sequence[float] = ()
     is_linear: bool = False  # the x axis is linear; else logarithmic with a tick for each x
     has_markers: bool = True
-
-    @property
-    def size(self) -> tuple[float, float]:
-        return 3.7, 2.7
+    size: ClassVar = (3.7, 2.7)
 
     def plot_on(self, axes: Any) -> None:
         shown = [one for one in self.series if one.points]
@@ -61,10 +59,12 @@ class Lines:
         for one in shown:
             xs, ys = zip(*one.points, strict=True)
             style = {"color": GREY, "linestyle": "--"} if one.is_faint else {"color": next(colours)}
-            line = axes.errorbar(xs, ys, yerr=one.errors or None, capsize=2, linewidth=1.5, **style)
+            spread = [*zip(*one.bounds, strict=True)] if one.bounds else one.errors or None
+            line = axes.errorbar(xs, ys, yerr=spread, capsize=2, linewidth=1.5, **style)
             line.lines[0].set(gid="series", marker="o" if self.has_markers else "")
         values = [y for one in shown for _, y in one.points]
         values += [y + error for one in shown for (_, y), error in zip(one.points, one.errors, strict=False)]
+        values += [y + up for one in shown for (_, y), (_, up) in zip(one.points, one.bounds, strict=False)]
         if self.is_log and values and min(values) > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -98,7 +98,6 @@ class HeatMap:
     values: Sequence[Sequence[float | None]]
     texts: Sequence[Sequence[str]]
     row_name: str = ""
-    x_name: str = "tokens of context"
 
     @property
     def size(self) -> tuple[float, float]:
@@ -112,7 +111,7 @@ class HeatMap:
         axes.tick_params(length=0)
         axes.set_xticks([at + 0.5 for at in range(len(self.columns))], self.columns)
         axes.set_yticks([at + 0.5 for at in range(len(self.rows))], [_legible(row) for row in self.rows])
-        axes.set_xlabel(self.x_name)
+        axes.set_xlabel("tokens of context")
         axes.set_ylabel(self.row_name)
         for y, line in enumerate(self.values):
             for x, value in enumerate(line):

@@ -1,19 +1,21 @@
 """How runs of each kind are shown: `kinds.toml` lists their columns and line charts; what is computed is here."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from sala.checkpoint.writer import write_atomically
 from sala.errors import MissingExtra
 from sala.lab.report.charts import Bars, Chart, HeatMap, Lines, Series, plot
+from sala.lab.report.official import plot_official
 from sala.lab.report.record import KIND_TABLES, Record, ResultRow
+from sala.lab.report.statistics import interval, ratio_text
 from sala.options.schema import length_label
 
 MAX_NUMBER = 1e30
-MANY = 20  # trials from which on a share says more than a count
 X_NAME = "tokens of context"
 SIDES = ("before", "after")  # of a comparison
 
@@ -35,29 +37,12 @@ def plain(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def ratio_text(share: float, trials: int) -> str:
-    """Return 3/4, or 75% if there are many trials."""
-    return f"{round(share * trials)}/{trials}" if trials < MANY else f"{share:.0%}"
-
-
-def interval(share: float, trials: int) -> tuple[float, float]:
-    """Return the 95% Wilson interval of a share of so many trials."""
-    z = 1.96
-    middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def _interval(row: ResultRow) -> str | None:
-    trials, share = row.get("trials"), row.get("exact")
+def _interval(row: ResultRow, key: str = "exact") -> str | None:
+    trials, share = row.get("trials"), row.get(key)
     if not (is_number(trials) and is_number(share) and trials >= 1 and 0 <= share <= 1):
         return None
     low, high = interval(share, int(trials))
     return f"{100 * low:.0f}–{100 * high:.0f} %"
-
-
-def _kernel(row: ResultRow) -> str:
-    return f"{row['name']}, {row['size']}"
 
 
 def _peer(row: ResultRow) -> str | None:
@@ -88,15 +73,23 @@ def _difference(row: ResultRow) -> str | None:
     return f"× {after / before:.3f}" if before else None
 
 
+def _percentiles(row: ResultRow, key: str) -> str | None:
+    """Return percentiles of seconds as milliseconds, e.g. 12 / 15 / 40."""
+    values = [1000 * value for percent in (50, 90, 99) if is_number(value := row.get(f"{key}_p{percent}"))]
+    return " / ".join(f"{one:,.0f}" if one >= 100 else f"{one:.3g}" for one in values) or None
+
+
 COMPUTED: dict[str, Callable[[ResultRow], Any]] = {
     "interval": _interval,
+    "score_interval": partial(_interval, key="score"),
+    "between_tokens": lambda row: _percentiles(row, "between_tokens_s"),
     "budget": lambda row: "none" if row.get("budget") is None else row["budget"],
-    "kernel": _kernel,
+    "first_tokens": lambda row: _percentiles(row, "first_token_s"),
+    "kernel": "{0[name]}, {0[size]}".format,
     "ms": _milliseconds,
     "peer": _peer,
     "on": lambda row: row.get("on") or None,
-    "before": lambda row: _quantity(row, "before"),
-    "after": lambda row: _quantity(row, "after"),
+    **{key: partial(_quantity, key=key) for key in SIDES},
     "difference": _difference,
 }
 NUMERIC: dict[str, Callable[[float], str]] = {
@@ -189,15 +182,20 @@ def _points(rows: Sequence[ResultRow], x: str, y: str, scale: float = 1) -> list
 
 
 def _lines(
-    runs: Sequence[Record], title: str, x: str, y: str, x_name: str = X_NAME, is_log: bool = False,
-    in_gib: bool = False, errors: str = "",
+    runs: Sequence[Record], title: str, x: str, y: Mapping[str, str], x_name: str = X_NAME, is_log: bool = False,
+    scale: float = 1, errors: str = "",
 ) -> Lines:  # fmt: skip
-    """Return a line for each run; `errors` is the key of standard errors."""
+    """Return a line for each run and key of `y`, by its label; `errors` is the key of standard errors.
+
+    Rows without a value of `x` are left out.
+    """
     series = []
     for name, run in _named(runs):
-        rows = sorted((row for row in run.results if row[x] > 0), key=lambda row: row[x])
+        rows = sorted((row for row in run.results if is_number(row.get(x)) and row[x] > 0), key=lambda row: row[x])
         spread = [row[errors] if is_number(row.get(errors)) else 0.0 for row in rows] if errors else []
-        series.append(Series(name, _points(rows, x, y, 2**-30 if in_gib else 1), spread))
+        for label, key in y.items():
+            parts = [name] if len(runs) > 1 or not label else []
+            series.append(Series(", ".join(filter(None, (*parts, label))), _points(rows, x, key, scale), spread))
     return Lines(title, x_name, series, is_log)
 
 
@@ -249,7 +247,7 @@ def _plot_kernels(runs: Sequence[Record]) -> list[Chart]:
     for run in runs:
         rows = sorted((row for row in run.results if is_number(row.get("share"))), key=lambda row: row["share"])
         labels = [f"{plain(row.get('ms'))} ms, {_peer(row) or ''}".removesuffix(", ") for row in rows]
-        names, shares = [_kernel(row) for row in rows], [100 * row["share"] for row in rows]
+        names, shares = [COMPUTED["kernel"](row) for row in rows], [100 * row["share"] for row in rows]
         charts.append(Bars("share of the roofline", names, shares, labels, "% of the roofline"))
     return charts
 
@@ -277,6 +275,7 @@ PLOTS: dict[str, Callable[[Sequence[Record]], list[Chart]]] = {
     "against": _plot_against,
     "kernels": _plot_kernels,
     "comparison": _plot_comparison,
+    "official": plot_official,
 }
 KINDS = {name: RecordKind(name, table) for name, table in KIND_TABLES.items()}
 
@@ -310,12 +309,9 @@ def comparison(model: str, before: str, after: str, settings: Mapping[str, Any],
 
 def save(record: Record, directory: Path, name: str) -> bool:
     """Write NAME.json and NAME.png; return whether matplotlib was there for the picture."""
-    picture = directory / f"{name}.png"
-    try:
-        plot_record(record, picture, record.model)
-        record.plots = [picture.name]
-    except MissingExtra:
-        pass
+    with suppress(MissingExtra):
+        plot_record(record, directory / f"{name}.png", record.model)
+        record.plots = [f"{name}.png"]
     record.save(directory / f"{name}.json", force=True)
     return bool(record.plots)
 

@@ -11,17 +11,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined
 
 from sala.errors import InputError
 from sala.lab.report.charts import to_svg
-from sala.lab.report.kinds import KINDS, Column, RecordKind, heading, is_number, minute
-from sala.lab.report.record import Record, ResultRow, broken, read_json
+from sala.lab.report.kinds import KINDS, RecordKind, heading, is_number, minute
+from sala.lab.report.official import from_lm_eval, is_lm_eval, published_records
+from sala.lab.report.record import Record, broken, read_json
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MAX_PICTURE = 8 << 20
 MAX_OPEN = 12  # rows of a table beyond which it is folded if a heat map shows them
-DASH = "–"
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,15 @@ class RunFile:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunFile]:
-    """Read records from files or directories; raise InputError with the name of a broken one.
+    """Read records, and results of lm-eval, from files or directories; raise InputError with the name of a broken one.
 
     JSON files of other kinds in a directory are left out.
     """
     found: dict[Path, None] = {}
     for path in paths:
-        inner = [file for file in sorted(path.glob("*.json")) if "kind" in read_json(file)]
+        inner = [
+            file for file in sorted(path.glob("*.json")) if "kind" in (data := read_json(file)) or is_lm_eval(data)
+        ]
         if path.is_dir() and not inner:
             raise InputError("record", f"{path} holds no record of a run", "give the JSON files of runs")
         found |= dict.fromkeys(inner or [path])
@@ -49,7 +51,8 @@ def read_runs(paths: Sequence[Path]) -> list[RunFile]:
 
 
 def _read_run(file: Path) -> RunFile:
-    record = Record.load(file)
+    data = read_json(file)
+    record = from_lm_eval(data) if is_lm_eval(data) else Record.load(file)
     if not record.results:
         raise broken(file, "has no results")
     for number, row in enumerate(record.results, 1):
@@ -93,9 +96,21 @@ def to_page(runs: Sequence[RunFile], title: str = "Evaluation", today: str = "",
     for name, kind in KINDS.items():
         chosen = [run for run in runs if run.record.kind == name]
         charts = kind.charts([run.record for run in chosen]) if has_charts and chosen else []
+        if name == "official":
+            chosen += [
+                RunFile(Path("published.toml"), one) for one in published_records([run.record for run in chosen])
+            ]
         if chosen:
             sections.append((name, kind, charts, chosen))
-    return _template().render(
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters |= {
+        "base64": lambda data: base64.b64encode(data).decode(),
+        "heading": heading,
+        "minute": minute,
+        "svg": to_svg,
+    }
+    template = environment.from_string((files(__package__) / "page.html").read_text(encoding="utf-8"))
+    return template.render(
         title=title,
         style=(files(__package__) / "page.css").read_text(encoding="utf-8"),
         overview=[(KINDS[run.record.kind], run.record) for run in runs],
@@ -103,44 +118,3 @@ def to_page(runs: Sequence[RunFile], title: str = "Evaluation", today: str = "",
         max_open=MAX_OPEN,
         today=today,
     )
-
-
-def _template() -> Template:
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {
-        "bar_width": _bar_width,
-        "base64": lambda data: base64.b64encode(data).decode(),
-        "fact": _fact,
-        "heading": heading,
-        "machine": _machine,
-        "minute": minute,
-        "svg": to_svg,
-        "version": _version,
-    }
-    return environment.from_string((files(__package__) / "page.html").read_text(encoding="utf-8"))
-
-
-def _machine(record: Record) -> str:
-    gpus = record.machine.get("gpus")
-    if isinstance(gpus, list) and gpus:
-        return ", ".join(map(str, gpus))
-    return str(record.machine.get("processor") or record.machine.get("system") or DASH)
-
-
-def _version(record: Record) -> str:
-    version, commit = str(record.versions.get("sala", "")), record.commit
-    return f"{version} {commit[:10]}{'+' if commit.endswith('+') else ''}" if commit else version or DASH
-
-
-def _bar_width(column: Column, row: ResultRow) -> str | None:
-    """Return the width of a share's bar in percent; None for other columns."""
-    value = column.value(row) if column.is_bar else None
-    return f"{100 * min(max(value, 0.0), 1.0):.1f}" if is_number(value) else None
-
-
-def _fact(value: Any, key: object) -> str:
-    if key == "memory" and is_number(value):
-        return f"{value / 2**30:.1f} GiB"
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return str(value)

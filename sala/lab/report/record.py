@@ -8,9 +8,11 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +25,7 @@ import psutil
 from sala import __version__
 from sala.checkpoint.writer import write_atomically
 from sala.config import parse_object
-from sala.errors import InputError, SalaError
+from sala.errors import InputError, SalaError, writing
 
 KIND_TABLES: dict[str, dict[str, Any]] = tomllib.loads((files(__package__) / "kinds.toml").read_text("utf-8"))
 KINDS = tuple(KIND_TABLES)
@@ -52,24 +54,19 @@ def machine() -> dict[str, Any]:
 
 def versions(packages: Sequence[str] = ("torch",)) -> dict[str, str | None]:
     """Return the versions of sala, Python and some packages; None for one that is not installed."""
-    found: dict[str, str | None] = {"sala": __version__, "python": platform.python_version()}
+    found: dict[str, str | None] = dict.fromkeys(packages)
     for name in packages:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"sala": __version__, "python": platform.python_version(), **found}
 
 
 def commit() -> str | None:
     """Return the commit of the checkout, with a + if files differ from it; None for an installed package."""
     root = Path(__file__).resolve().parents[3]
-    if not (root / ".git").exists():
-        return None
-    found = _git(root, "rev-parse", "HEAD")
-    if found is None:
-        return None
-    return found + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    found = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else None
+    is_changed = found is not None and _git(root, "status", "--porcelain", "--untracked-files=no")
+    return f"{found}+" if is_changed else found
 
 
 def today() -> str:
@@ -179,7 +176,8 @@ class Log:
         if self._path is None:
             return
         line = (json.dumps({"key": key, **row}, ensure_ascii=False) + "\n").encode()
-        with self._path.open("r+b" if self._path.exists() else "xb") as file:
+        mode = "r+b" if self._path.exists() else "xb"
+        with writing(self._path, needed=len(line)), self._path.open(mode) as file:
             file.truncate(self._size)  # drops half a line that a killed run left
             file.seek(self._size)
             file.write(line)
@@ -209,12 +207,11 @@ def key_of(settings: Mapping[str, Any], labels: Mapping[str, Any]) -> str:
 
 def processor() -> str:
     """Return the name of the CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        if found := re.search(r"^model name.*?:\s*(.*)", text, re.MULTILINE):
+            return found[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sala.errors import MissingExtra
-from sala.lab.train.loop import Probe
 from sala.lab.train.objectives import Objective
 from sala.lab.train.recipe import Learning
 from sala.lab.train.steps import TrainingBatch
@@ -37,6 +36,7 @@ class Accelerated:
         )
         objective.to(self.device)
         self.wrapped, self.optimizer = self.accelerator.prepare(objective, optimizer)
+        self.inner = getattr(self.optimizer, "optimizer", self.optimizer)  # torch's own
 
     def update(self, batches: Sequence[TrainingBatch], step: int, rate: float, done: float = 0.0) -> None:
         for group, scale in zip(self.optimizer.param_groups, self.scales, strict=True):
@@ -44,7 +44,8 @@ class Accelerated:
         counts = torch.tensor([self.objective.counts(batch) for batch in batches], dtype=torch.float64)
         self.totals = self.accelerator.reduce(counts.sum(0).to(self.device).float(), "sum")
         extra = [getattr(self.stage, name, 0.0) for name in ("answer_weight", "choice_weight")]
-        weights = torch.tensor([1.0, *extra][: len(self.totals)], device=self.device)
+        of_terms = self.objective.weights or [1.0, *extra][: len(self.totals)]
+        weights = torch.tensor(of_terms, device=self.device)
         # data parallelism averages the gradients; the number of processes restores the sum
         scales = weights / self.totals.clamp(min=1) * self.world
         sums = torch.zeros_like(self.totals)
@@ -68,13 +69,10 @@ class Accelerated:
     def find_divergence(self, values: Mapping[str, float]) -> str | None:
         return next((name for name, value in values.items() if not math.isfinite(value)), None)
 
-    def measure(self, probe: Probe, is_last: bool) -> Mapping[str, float]:
-        return probe(is_last)
-
     def tensors(self) -> dict[str, Tensor]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        weights, memory = cast(Any, get_state_dict(self.wrapped, _inner(self.optimizer), options=_options()))
+        weights, memory = cast(Any, get_state_dict(self.wrapped, self.inner, options=_options()))
         out = {f"weight.{name}": tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
         for name, entries in memory.get("state", {}).items():  # only the main process gets the full tensors
             out |= {f"memory.{kind}.{name}": torch.as_tensor(value) for kind, value in entries.items()}
@@ -83,8 +81,7 @@ class Accelerated:
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
         from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-        inner = _inner(self.optimizer)
-        _, memory = get_state_dict(self.wrapped, inner, options=_options(is_whole=False))
+        _, memory = get_state_dict(self.wrapped, self.inner, options=_options(is_whole=False))
         weights: dict[str, Any] = {}
         state: dict[str, dict[str, Tensor]] = {}
         for name, value in tensors.items():
@@ -95,7 +92,7 @@ class Accelerated:
                 moment, _, parameter = rest.partition(".")
                 state.setdefault(parameter, {})[moment] = value
         groups: dict[str, Any] = {"state": state, "param_groups": memory["param_groups"]}
-        set_state_dict(self.wrapped, inner, model_state_dict=weights, optim_state_dict=groups, options=_options())
+        set_state_dict(self.wrapped, self.inner, model_state_dict=weights, optim_state_dict=groups, options=_options())
 
 
 def _accelerator(dtype: str, device: torch.device, units: Sequence[str]) -> Any:
@@ -115,7 +112,3 @@ def _options(is_whole: bool = True) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     return StateDictOptions(full_state_dict=is_whole, cpu_offload=is_whole, ignore_frozen_params=True, strict=False)
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", optimizer)

@@ -20,23 +20,15 @@ class LowRank(nn.Module):
         self.down = nn.Parameter(start.to(base.weight.device))
         self.up = nn.Parameter(torch.zeros(num_out, rank, device=base.weight.device))
         if change is not None and change.abs().max() > 0:
-            self.load_change(change)
-
-    @torch.no_grad()
-    def load_change(self, change: Tensor) -> None:
-        """Start from the largest components of `change` [out, in]."""
-        left, sizes, right = torch.linalg.svd(change.double(), full_matrices=False)
-        rank = self.down.shape[0]
-        # `down` keeps its initial norm and `up` holds the rest, so that both train at similar speeds
-        length = self.down.norm(dim=1).mean().double()
-        self.down.copy_(right[:rank] * length)
-        self.up.copy_(left[:, :rank] * sizes[:rank] / length)
+            left, sizes, right = torch.linalg.svd(change.double(), full_matrices=False)
+            self.load_factors(left * sizes, right)
 
     @torch.no_grad()
     def load_factors(self, up: Tensor, down: Tensor) -> None:
         """Start from the change up [out, r] @ down [r, in]; components beyond r start at zero."""
         rank = min(down.shape[0], self.down.shape[0])
-        sizes = down[:rank].norm(dim=1).clamp(min=1e-12)  # balanced as in `load_change`
+        # `down` keeps its initial norm and `up` holds the rest, so that both train at similar speeds
+        sizes = down[:rank].norm(dim=1).clamp(min=1e-12)
         length = self.down.norm(dim=1).mean()
         self.down[:rank] = (down[:rank] / sizes[:, None] * length).to(self.down)
         self.up[:, :rank] = (up[:, :rank] * sizes / length).to(self.up)

@@ -4,7 +4,6 @@ Block selection has no gradient, so blocks that are never selected are never lea
 for a few queries of each row and trains the scores of the selectable blocks to match it.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -31,7 +30,7 @@ class BlockSelectionLoss:
         self._losses = []
         self._at = select_queries(tokens, is_answer, self._mixers[0].sparse)
         for mixer in self._mixers:
-            mixer.observer = self._observer(mixer)
+            mixer.observer = partial(self._observe, mixer.sparse)
 
     def end(self) -> Tensor:
         """Stop observing, and return the layers' mean loss, summed over rows and queries."""
@@ -39,14 +38,11 @@ class BlockSelectionLoss:
             mixer.observer = None
         return torch.stack(self._losses).mean(0)
 
-    def _observer(self, mixer: SparseMixer) -> Callable[[Tensor, Tensor], None]:
-        def observe(q: Tensor, k: Tensor) -> None:
-            assert self._at is not None
-            q, k = (x.unflatten(0, (len(self._at), -1)) for x in (q, k))
-            with torch.autocast(q.device.type, enabled=False):
-                self._losses.append(selection_loss(q, k, self._at, mixer.sparse))
-
-        return observe
+    def _observe(self, sparse: SparseConfig, q: Tensor, k: Tensor) -> None:
+        assert self._at is not None
+        q, k = (x.unflatten(0, (len(self._at), -1)) for x in (q, k))
+        with torch.autocast(q.device.type, enabled=False):
+            self._losses.append(selection_loss(q, k, self._at, sparse))
 
 
 def count_queries(num_rows: int, length: int) -> int:

@@ -14,6 +14,7 @@ from sala.lab.train.processes import barrier, destroy_process, init_process, is_
 from sala.lab.train.recipe import load_recipe
 from sala.lab.train.recipe_run import Note, RecipeRun
 from sala.lab.train.report import write_recipe_report
+from sala.options import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class TrainingJob:
     device: str
     note: Note
     minutes: float | None = None
+    kernels: Kernels = "auto"
 
     def convert(self, source: Path) -> None:
         """Run the recipe on a dense model."""
@@ -52,13 +54,12 @@ class TrainingJob:
                 import_dense(teacher, self.work / "teacher")
             teacher = self.work / "teacher"
         barrier()
-        run = RecipeRun(recipe, self.recipe.parent, self.work, teacher, device, note, deadline)
+        run = RecipeRun(recipe, self.recipe.parent, self.work, teacher, device, note, deadline, self.kernels)
         final = run_recipe(run, start)
         if is_main_process():
             write_recipe_report(run, start, final)
             with new_directory(self.output) as draft:
-                for file in final.iterdir():
-                    shutil.copy2(file, draft / file.name)
+                shutil.copytree(final, draft, dirs_exist_ok=True)
             run.note("recipe", f"wrote {self.output}")
         barrier()
         destroy_process()

@@ -83,7 +83,13 @@ class TokenStream(ArrayFile):
 def read_documents(source: Source, base: Path) -> Iterator[Any]:
     """Yield texts, or lists of messages for a chat source; raise InputError that names a bad line."""
     if source.dataset:
-        yield from _from_hub(source)
+        try:
+            import datasets
+        except ImportError:
+            raise MissingExtra("datasets", "train") from None
+        records = datasets.load_dataset(source.dataset, split=source.split, streaming=True)
+        for number, record in enumerate(records):
+            yield _field(record, source, f"{source.dataset}, record {number}")
         return
     path = base / source.path
     if not path.is_file():
@@ -108,16 +114,6 @@ def _field(record: dict[str, Any], source: Source, where: str) -> Any:
     if not isinstance(value, list if source.kind == "chat" else str) or not value:
         raise InputError("data", f"{where} has no {name}", "set field, or correct the line")
     return value
-
-
-def _from_hub(source: Source) -> Iterator[Any]:
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtra("datasets", "train") from None
-    records = datasets.load_dataset(source.dataset, split=source.split, streaming=True)
-    for number, record in enumerate(records):
-        yield _field(record, source, f"{source.dataset}, record {number}")
 
 
 def tokenize(

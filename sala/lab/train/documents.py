@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from sala.errors import InputError
 from sala.lab.train.data import Array, ArrayFile, Epochs, TokenStream, TrainingRow
@@ -19,7 +20,7 @@ MIN_TEXT = 64  # tokens; shorter free text is dropped
 
 
 @dataclass(frozen=True, slots=True)
-class Documents(ArrayFile):
+class TokenizedDocuments(ArrayFile):
     """Concatenated documents: tokens and roles, the end of each document, and whether it has an end token."""
 
     tokens: Array
@@ -28,7 +29,7 @@ class Documents(ArrayFile):
     is_ended: Array
 
     @classmethod
-    def of(cls, documents: Sequence[Document]) -> "Documents":
+    def of(cls, documents: Sequence[Document]) -> "TokenizedDocuments":
         """Return documents from (tokens, roles, is_ended) of each."""
         tokens = [np.array(ids, np.uint32) for ids, _, _ in documents]
         roles = [np.array(marks, np.uint8) for _, marks, _ in documents]
@@ -59,82 +60,57 @@ class Documents(ArrayFile):
     def rows(self) -> list[list[int]]:
         return [tokens.tolist() for tokens, _, _ in self.items()]
 
-    def select(self, indices: Iterable[int]) -> "Documents":
-        return Documents.of([self.document(index) for index in indices])
+    def select(self, indices: Iterable[int]) -> "TokenizedDocuments":
+        return TokenizedDocuments.of([self.document(index) for index in indices])
 
 
-def has_loop(tokens: Sequence[int], size: int = NGRAM, times: int = 3) -> bool:
-    """Return whether an n-gram of `size` tokens occurs at least `times` times."""
-    return loop_start(tokens, size, times) < len(tokens)
+def has_loop(tokens: Sequence[int]) -> bool:
+    """Return whether an n-gram occurs at least three times."""
+    return loop_start(tokens, times=3) < len(tokens)
 
 
-def loop_start(tokens: Sequence[int], size: int = NGRAM, times: int = 2) -> int:
-    """Return the position at which an n-gram of `size` tokens first occurs for the `times`-th time; else the length."""
+def loop_start(tokens: Sequence[int], times: int = 2) -> int:
+    """Return the position at which an n-gram first occurs for the `times`-th time; else the length."""
     seen: Counter[tuple[int, ...]] = Counter()
-    for at in range(len(tokens) - size + 1):
-        gram = tuple(tokens[at : at + size])
+    for at in range(len(tokens) - NGRAM + 1):
+        gram = tuple(tokens[at : at + NGRAM])
         seen[gram] += 1
         if seen[gram] >= times:
             return at
     return len(tokens)
 
 
-def filter_documents(documents: Documents, least: int = 5, most: int = 300) -> Documents:
+def filter_documents(documents: TokenizedDocuments, least: int = 5, most: int = 300) -> TokenizedDocuments:
     """Keep dialogues whose answers end, have `least` to `most` tokens and do not loop; cut free text at a loop."""
-    is_text, loops = documents.is_text(), _loops(documents)
-    shortest, longest = _answer_sizes(documents)
-    is_good = documents.is_ended & (shortest >= least) & (longest <= most) & ~loops
     kept = []
-    for index in np.flatnonzero(is_good | is_text).tolist():
-        tokens, roles, is_ended = documents.document(index)
-        if is_text[index] and loops[index]:
-            stop = loop_start(tokens.tolist(), times=3)
-            tokens, roles, is_ended = tokens[:stop], roles[:stop], False
-        if not is_text[index] or len(tokens) >= MIN_TEXT:
+    for tokens, roles, is_ended in documents.items():
+        if TEXT in roles:
+            if _loops(tokens, roles):
+                stop = loop_start(tokens.tolist(), times=3)
+                tokens, roles, is_ended = tokens[:stop], roles[:stop], False
+            is_good = len(tokens) >= MIN_TEXT
+        else:
+            sizes = [len(answer) for answer in runs(tokens, roles, ANSWER)]
+            is_sized = bool(sizes) and least <= min(sizes) and max(sizes) <= most
+            is_good = is_ended and is_sized and not _loops(tokens, roles)
+        if is_good:
             kept.append((tokens, roles, is_ended))
-    return Documents.of(kept)
+    return TokenizedDocuments.of(kept)
 
 
-def _loops(documents: Documents, times: int = 3) -> Array:
-    """Return for each document whether an n-gram that the teacher wrote occurs at least `times` times."""
-    size = len(documents.tokens)
-    if size < NGRAM:
-        return np.zeros(len(documents), np.bool_)
-    document = np.repeat(np.arange(len(documents)), np.diff(documents.ends, prepend=0))
-    is_written = (documents.roles == ANSWER) | (documents.roles == TEXT)
-    count = size - NGRAM + 1
-    keys = document[:count].astype(np.uint64)
-    is_whole = document[:count] == document[NGRAM - 1 :]
-    for offset in range(NGRAM):  # a hash of the n-gram and its document; overflow is intended
-        keys = keys * np.uint64(6364136223846793005) + documents.tokens[offset : offset + count].astype(np.uint64)
-        is_whole &= is_written[offset : offset + count]
-    starts = np.flatnonzero(is_whole)
-    _, inverse, counts = np.unique(keys[starts], return_inverse=True, return_counts=True)
-    out = np.zeros(len(documents), np.bool_)
-    out[document[starts[counts[inverse] >= times]]] = True
-    return out
-
-
-def _answer_sizes(documents: Documents) -> tuple[Array, Array]:
-    """Return the sizes of the shortest and the longest answer of each document; 0 without an answer."""
-    is_answer = (documents.roles == ANSWER).astype(np.int8)
-    begins = np.flatnonzero(np.diff(is_answer, prepend=0) == 1)
-    ends = np.flatnonzero(np.diff(is_answer, append=0) == -1) + 1
-    owner = np.searchsorted(documents.ends, begins, "right")
-    shortest, longest = np.full(len(documents), np.iinfo(np.int64).max), np.zeros(len(documents), np.int64)
-    np.minimum.at(shortest, owner, ends - begins)
-    np.maximum.at(longest, owner, ends - begins)
-    return np.where(longest == 0, 0, shortest), longest
+def _loops(tokens: Array, roles: Array, times: int = 3) -> bool:
+    """Return whether an n-gram that the teacher wrote occurs at least `times` times."""
+    if len(tokens) < NGRAM:
+        return False
+    is_written = sliding_window_view((roles == ANSWER) | (roles == TEXT), NGRAM).all(-1)
+    grams = Counter(map(bytes, sliding_window_view(tokens, NGRAM)[is_written]))
+    return max(grams.values(), default=0) >= times
 
 
 def runs(tokens: Array, roles: Array, role: int) -> list[list[int]]:
     """Return the runs of consecutive tokens with a role."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], (roles == role).astype(np.int8), [0]))))
     return [tokens[begin:end].tolist() for begin, end in edges.reshape(-1, 2)]
-
-
-def words_in(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", text.lower())
 
 
 class HeldOut:
@@ -149,27 +125,27 @@ class HeldOut:
         self.whole: set[str] = set()
         self.avoid: dict[str, list[tuple[frozenset[str], int]]] = {}
         for text in texts:
-            words = words_in(text)
-            self.whole.add(_key(words))
+            words = _words(text)
+            self.whole.add(" ".join(words))
             self.grams.update(self._grams(words))
         for keys, text in avoid:
-            wanted = frozenset(word for key in keys for word in words_in(key))
-            self.avoid.setdefault(max(wanted, key=len), []).append((wanted, 2 * len(words_in(text))))
+            wanted = frozenset(word for key in keys for word in _words(key))
+            self.avoid.setdefault(max(wanted, key=len), []).append((wanted, 2 * len(_words(text))))
 
-    def _grams(self, words: Sequence[str]) -> Iterable[str]:
-        return (_key(words[at : at + NGRAM]) for at in range(len(words) - NGRAM + 1))
+    def _grams(self, words: Sequence[str]) -> set[str]:
+        return {" ".join(words[at : at + NGRAM]) for at in range(len(words) - NGRAM + 1)}
 
     def __contains__(self, text: object) -> bool:
-        words = words_in(str(text))
-        if _key(words) in self.whole or any(gram in self.grams for gram in self._grams(words)):
+        words = _words(str(text))
+        if " ".join(words) in self.whole or not self.grams.isdisjoint(self._grams(words)):
             return True
         known = set(words)
         found = (entry for word in known for entry in self.avoid.get(word, ()))
         return any(len(words) <= limit and wanted <= known for wanted, limit in found)
 
 
-def _key(words: Sequence[str]) -> str:
-    return " ".join(words)
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())
 
 
 def read_held_out(files: Sequence[Path]) -> HeldOut:
@@ -185,7 +161,7 @@ def read_held_out(files: Sequence[Path]) -> HeldOut:
     return HeldOut(texts, avoid)
 
 
-def to_stream(documents: Documents, end: int) -> TokenStream:
+def to_stream(documents: TokenizedDocuments, end: int) -> TokenStream:
     """Return free text as a token stream with `end` after every document.
 
     The end token has a loss only if the teacher wrote one.
@@ -214,26 +190,17 @@ class DialogueWeights:
 class DialogueRows:
     """Dialogues of `shortest` + 1 to `length` tokens, one per row, in a new order every epoch."""
 
-    def __init__(
-        self,
-        documents: Documents,
-        length: int,
-        pad: int,
-        seed: int,
-        shortest: int = 0,
-        weights: DialogueWeights | None = None,
-    ) -> None:
+    def __init__(self, documents: TokenizedDocuments, length: int, pad: int, seed: int, shortest: int = 0) -> None:
         sizes = np.diff(documents.ends, prepend=0)
-        self.chosen = np.flatnonzero(~documents.is_text() & (sizes <= length) & (sizes > shortest))
-        if not len(self.chosen):
+        chosen = np.flatnonzero(~documents.is_text() & (sizes <= length) & (sizes > shortest))
+        if not len(chosen):
             raise InputError("data", f"no dialogue has {shortest + 1} to {length} tokens", "change the rows' seq_len")
         self.documents, self.length, self.pad = documents, length, pad
-        self.weights = weights or DialogueWeights()
-        self.order = Epochs(self.chosen, seed)
+        self.order = Epochs(chosen, seed)
 
     def __call__(self, index: int) -> TrainingRow:
-        tokens, roles, is_ended = self.documents.document(self.order(index))
-        return weigh_dialogue(tokens, roles, is_ended, self.length, self.pad, self.weights)
+        document = self.documents.document(self.order(index))
+        return weigh_dialogue(*document, self.length, self.pad, DialogueWeights())
 
 
 def weigh_dialogue(
@@ -249,13 +216,11 @@ def weigh_dialogue(
     teacher[:size][roles == GIVEN] = weights.given
     teacher[:size][roles == ASKED] = weights.question
     teacher[:size][roles == TEXT] = 1.0
-    begins = np.flatnonzero(np.diff(is_answer.astype(np.int8), prepend=0) == 1)
     share = weights.truth if is_ended else 0.0
     teacher[is_answer], truth[is_answer] = weights.answer * (1 - share), weights.answer * share
-    for begin in begins:
+    for begin in np.flatnonzero(np.diff(is_answer.astype(np.int8), prepend=0) == 1):
         first = slice(begin, begin + weights.num_first)
-        teacher[first] *= np.where(is_answer[first], weights.first, 1)
-        truth[first] *= np.where(is_answer[first], weights.first, 1)
+        factor = np.where(is_answer[first], weights.first, 1)
+        teacher[first], truth[first] = teacher[first] * factor, truth[first] * factor
     teacher[0] = truth[0] = 0
-    has_loss = teacher + truth > 0
-    return TrainingRow(out, has_loss, is_answer, (length,), 0.0, "dialogue", teacher, truth)
+    return TrainingRow(out, teacher + truth > 0, is_answer, (length,), 0.0, "dialogue", teacher, truth)

@@ -27,11 +27,12 @@ class FastPaths:
         return not (self.has_scan or self.has_bf16_head or self.has_graphs)
 
     @classmethod
-    def on(cls, device: torch.device) -> "FastPaths":
-        """Return the paths whose results are correct on this device."""
+    def on(cls, device: torch.device, kernels: str = "auto") -> "FastPaths":
+        """Return the paths whose results are correct on this device; with kernels off PyTorch's alone."""
         if device.type != "cuda":
             return cls()
-        return cls(_is_accurate(check_scan, device), _is_accurate(check_head, device), True, True)
+        has_scan = kernels != "off" and _is_accurate(check_scan, device)
+        return cls(has_scan, _is_accurate(check_head, device), True, True)
 
 
 def set_scan(student: SalaModel, is_fast: bool) -> None:

@@ -7,7 +7,7 @@ are views of these stacks: nothing is copied.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class Storage:
 class Stack:
     """N parameters of one shape: `latent` is trained, the model uses `work`, `mean` is the running mean of `latent`."""
 
-    names: tuple[str, ...]
+    names: Sequence[str]
     latent: nn.Parameter
     work: Tensor
     mean: Tensor
@@ -69,10 +69,11 @@ class Latents:
 
     def __init__(self, model: nn.Module, storage: Mapping[str, Storage], betas: tuple[float, float]) -> None:
         trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        self.stacks = [
-            _stack(trained, names, [storage.get(name, Storage()) for name in names])
-            for names in _group_by_storage(trained, storage)
-        ]
+        groups: dict[Any, list[str]] = {}  # names of parameters with the same shape and storage
+        for name, value in trained.items():
+            how = storage.get(name, Storage())
+            groups.setdefault((value.shape, how.bits, how.group_size, how.base is None), []).append(name)
+        self.stacks = [_stack(trained, names, storage) for names in groups.values()]
         self.optimizer = torch.optim.AdamW(
             [stack.latent for stack in self.stacks],
             betas=betas,
@@ -142,13 +143,13 @@ class Latents:
             stack.latent.copy_(tensors[f"{index}.latent"])
             stack.mean.copy_(tensors[f"{index}.mean"])
             if f"{index}.{_MOMENTS[0]}" in tensors:
-                device = stack.latent.device if stack.latent.is_cuda else "cpu"
-                state: dict[str, Tensor] = {"step": torch.tensor(float(step), device=device)}
+                state: dict[str, Tensor] = {"step": torch.tensor(float(step), device=stack.latent.device)}
                 state |= {name: tensors[f"{index}.{name}"].to(stack.latent.device).clone() for name in _MOMENTS}
                 self.optimizer.state[stack.latent] = state
         self.use_latent()
 
 
+@dataclass
 class LatentLearner:
     """Latent weights on one device that learn by distillation on a mixture; the result is their running mean.
 
@@ -156,24 +157,20 @@ class LatentLearner:
     nothing; if there are several in a row, training continues without the fast paths.
     """
 
+    objective: Distil
+    latents: Latents
+    stage: MixStage
+    note: Callable[[str], None]
+    student_rows: StudentRows | None = None
     rank, world = 0, 1
+    num_skipped = 0  # consecutive log entries with a non-finite gradient
 
-    def __init__(
-        self,
-        objective: Distil,
-        latents: Latents,
-        stage: MixStage,
-        note: Callable[[str], None],
-        student_rows: StudentRows | None = None,
-    ) -> None:
-        self.student_rows = student_rows
+    def __post_init__(self) -> None:
         self._graphs: GraphedPass | None = None
         self._batch: TrainingBatch | None = None  # the micro-batch that runs now
-        self.objective, self.latents, self.stage, self.note = objective, latents, stage, note
-        self.device = latents.stacks[0].latent.device
-        self.tile_rows = objective.tile_rows or 0
-        self.num_skipped = 0  # consecutive log entries with a non-finite gradient
         self._scales: dict[int, Tensor] = {}  # by number of queries
+        self.device = self.latents.stacks[0].latent.device
+        self.tile_rows = self.objective.tile_rows or 0
         self._restart()
 
     def _restart(self) -> None:
@@ -215,8 +212,8 @@ class LatentLearner:
     def _loss(self, batch: TrainingBatch, total: int | Tensor) -> tuple[Tensor, Tensor]:
         scaled = batch._replace(main=batch.main / total, label=batch.label / total)
         with self._precision():
-            loss, sums = self.objective(scaled, self._scales_of(batch))
-        return loss, sums
+            outcome: tuple[Tensor, Tensor] = self.objective(scaled, self._scales_of(batch))
+        return outcome
 
     def _scales_of(self, batch: TrainingBatch) -> Tensor:
         queries = count_queries(*batch.tokens.shape)
@@ -280,21 +277,12 @@ def mean_decay(decay: float, step: int) -> float:
     return min(decay, (1 + step) / (10 + step))
 
 
-def _group_by_storage(trained: Mapping[str, Tensor], storage: Mapping[str, Storage]) -> Iterable[tuple[str, ...]]:
-    """Return groups of names with the same shape and storage."""
-    groups: dict[Any, list[str]] = {}
-    for name, value in trained.items():
-        how = storage.get(name, Storage())
-        key = (tuple(value.shape), how.bits, how.group_size, how.base is not None)
-        groups.setdefault(key, []).append(name)
-    return [tuple(names) for names in groups.values()]
-
-
-def _stack(trained: Mapping[str, Any], names: tuple[str, ...], storage: list[Storage]) -> Stack:
+def _stack(trained: Mapping[str, Any], names: Sequence[str], storage: Mapping[str, Storage]) -> Stack:
     latent = nn.Parameter(torch.stack([trained[name].detach().float() for name in names]))
     latent.grad = torch.zeros_like(latent)
-    how = storage[0]
-    base = None if how.base is None else torch.stack([s.base.to(latent) for s in storage if s.base is not None])
+    how = storage.get(names[0], Storage())
+    bases = [storage[name].base for name in names] if how.base is not None else []
+    base = torch.stack([one.to(latent) for one in bases if one is not None]) if bases else None
     work = torch.empty_like(latent.data)
     for index, name in enumerate(names):
         trained[name].data = work[index]

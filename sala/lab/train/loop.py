@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from sala.checkpoint.reader import read_file_header, read_tensors
-from sala.checkpoint.writer import replacing, write_file
-from sala.errors import SalaError
+from sala.checkpoint.writer import replacing, write_atomically, write_file
+from sala.errors import SalaError, writing
 from sala.lab.train.models import tensor_bytes
 from sala.lab.train.processes import any_process, barrier
 from sala.lab.train.recipe import Learning, MixStage
@@ -63,8 +63,6 @@ class Learner(Protocol):
 
     def find_divergence(self, values: Mapping[str, float]) -> str | None:
         """Return the name of a value that shows that training cannot go on."""
-
-    def measure(self, probe: Probe, is_last: bool) -> Mapping[str, float]: ...
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state to save, by name; every process must call this."""
@@ -123,7 +121,7 @@ def train(
     feed, last_save = prefetch(steps, numbers, num_workers, is_pinned=is_cuda), clock.step
     probe_every = stage.probe_every if isinstance(stage, MixStage) else stage.num_steps
     if probe is not None and clock.step == 0:
-        log.add(0, learner.measure(probe, False))
+        log.add(0, probe(False))
     while clock.done < 1:
         rate = stage.rate.rate(clock.step, clock.done)
         learner.update(next(feed), clock.step, rate, clock.done)
@@ -141,7 +139,7 @@ def train(
             log.add(clock.step, values)
             note(Progress(clock.step, clock.expected_steps, values))
         if probe is not None and (is_last or clock.step % probe_every == 0):
-            log.add(clock.step, learner.measure(probe, is_last))
+            log.add(clock.step, probe(is_last))
         if is_due:
             write_state(directory, learner, {"step": clock.step, "elapsed": clock.elapsed})
             barrier()
@@ -178,24 +176,15 @@ def prefetch(make: Callable[[int], Any], numbers: range, num_workers: int, is_pi
     """Return an iterator over make(number), which `num_workers` processes prepare ahead."""
     return iter(
         DataLoader(
-            _Items(make),
+            cast(Any, numbers),
             batch_size=None,
-            sampler=numbers,
-            collate_fn=lambda item: item,
+            collate_fn=cast(Any, make),
             num_workers=num_workers,
             multiprocessing_context="fork" if num_workers else None,
             prefetch_factor=4 if num_workers else None,
             pin_memory=is_pinned,
         )
     )
-
-
-class _Items(Dataset[Any]):
-    def __init__(self, make: Callable[[int], Any]) -> None:
-        self.make = make
-
-    def __getitem__(self, number: int) -> Any:
-        return self.make(number)
 
 
 class _Log:
@@ -208,12 +197,12 @@ class _Log:
             lines = file.read_text().split("\n")[:-1]  # a killed run may leave an incomplete last line
             self.entries = [entry for entry in map(json.loads, lines) if entry["step"] <= first]
         if is_writer:
-            file.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries))
+            write_atomically(file, "".join(json.dumps(entry) + "\n" for entry in self.entries))
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         if not values:
             return
         self.entries.append({"step": step, **values})
         if self.is_writer:
-            with self.file.open("a") as handle:
+            with writing(self.file), self.file.open("a") as handle:
                 handle.write(json.dumps(self.entries[-1]) + "\n")

@@ -20,10 +20,12 @@ def load_for_training(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     is_wanted: Callable[[str], bool] = lambda name: True,
+    kernels: str = "auto",
 ) -> SalaModel:
     """Return a dequantized model that owns its memory; no parameter requires gradients yet.
 
-    Parameters whose names are not wanted stay on the meta device.
+    Parameters whose names are not wanted stay on the meta device. Whole sequences are computed by `kernels`: auto, or
+    off for the reference.
     """
     config = SalaConfig.load(directory)
     with Checkpoint(directory) as checkpoint:
@@ -35,7 +37,9 @@ def load_for_training(
             tensor = read_parameter(checkpoint, config, name, dtype, device)
             return tensor.clone() if device.type == "cpu" else tensor  # its memory may be the file's
 
-        return fill_model(replace(config, quantization=None), read)
+        model = fill_model(replace(config, quantization=None), read)
+    model.kernels = kernels
+    return model
 
 
 def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from sala.errors import ConfigError, InputError
-from sala.lab.eval.tasks.needle import NeedleDialogue, NeedleMaker, NeedleSpec, Wrap
+from sala.lab.eval.tasks.needle import NeedleMaker, NeedleSpec, Wrap, join_turns
 from sala.lab.train.data import TrainingRow
 from sala.text.tokenizer import Tokenizer
 
@@ -42,42 +42,36 @@ def _padded_row(ids: Sequence[int], answer: Sequence[bool], length: int, pad: in
     return TrainingRow(tokens, loss_mask & ~is_answer, is_answer, (length,))
 
 
+@dataclass(frozen=True, slots=True)
 class NeedleRows:
     """Row i hides up to `max_keys` facts on each of up to `max_topics` topics in real text, and asks for some of them.
 
     Rows alternate between several makers, whose wraps may differ.
     """
 
-    def __init__(
-        self,
-        maker: NeedleMaker | Sequence[NeedleMaker],
-        length: int,
-        max_keys: int,
-        max_topics: int,
-        pad: int,
-        seed: int,
-    ) -> None:
-        self.makers = [maker] if isinstance(maker, NeedleMaker) else list(maker)
-        self.length, self.pad, self.seed = length, pad, seed
-        self.max_keys, self.max_topics = max_keys, max_topics
-        if length < 256:
-            raise InputError("seq_len", f"is {length}", "needle rows need at least 256 tokens")
+    makers: Sequence[NeedleMaker]
+    length: int
+    max_keys: int
+    max_topics: int
+    pad: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.length < 256:
+            raise InputError("seq_len", f"is {self.length}", "needle rows need at least 256 tokens")
 
     def __call__(self, index: int) -> TrainingRow:
         rng = np.random.default_rng([self.seed, index])
         num_keys = int(rng.integers(1, self.max_keys + 1))
         num_questions = int(rng.integers(1, num_keys + 1))
         num_topics = int(rng.integers(1, self.max_topics + 1)) if self.max_topics > 1 else 1
-        dialogue = self._fit(num_keys, num_questions, num_topics, index)
-        return _padded_row(dialogue.token_ids, dialogue.is_answer, self.length, self.pad)
-
-    def _fit(self, num_keys: int, num_questions: int, num_topics: int, index: int) -> NeedleDialogue:
-        """Return a dialogue with as many facts and questions as fit into the row."""
+        maker = self.makers[index % len(self.makers)]
         while True:
             spec = NeedleSpec(self.length, num_keys=num_keys, value="mixed", split="train")
             try:
-                return self.makers[index % len(self.makers)].dialogue(spec, index, num_questions, num_topics)
-            except InputError:
+                dialogue = maker.dialogue(spec, index, num_questions, num_topics)
+                return _padded_row(*dialogue, self.length, self.pad)
+            except InputError:  # fewer facts and questions may fit into the row
                 if num_topics > 1:
                     num_topics //= 2
                 elif num_keys > 1:
@@ -143,7 +137,7 @@ class SlotLists:
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class PassageTemplate:
     """A passage template with (question, answer) pairs; `keyed` questions identify one of several similar passages."""
 
     text: str
@@ -153,14 +147,14 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class ReadingTable:
-    passages: tuple[Passage, ...]
+    passages: tuple[PassageTemplate, ...]
     slots: SlotLists
 
     @classmethod
     def load(cls, file: Path, lists: Path) -> "ReadingTable":
         """Read the passages, and the lists that fill their slots; raise ConfigError if there are no passages."""
         values = tomllib.loads(file.read_text(encoding="utf-8"))
-        passages = TypeAdapter(tuple[Passage, ...]).validate_python(values.get("passage", []))
+        passages = TypeAdapter(tuple[PassageTemplate, ...]).validate_python(values.get("passage", []))
         if not passages:
             raise ConfigError(f"{file} has no [[passage]]", "add at least one")
         return cls(passages, SlotLists.load(lists))
@@ -213,12 +207,7 @@ class ReadingRows:
         pieces = self._other(room, rng)
         for passage in passages:
             pieces.insert(int(rng.integers(len(pieces) + 1)), passage)
-        ids = [token for piece in (head, *pieces) for token in piece]
-        answer = [False] * len(ids)
-        for question_ids, answer_ids in turns:
-            ids += [*question_ids, *answer_ids]
-            answer += [False] * len(question_ids) + [True] * len(answer_ids)
-        return _padded_row(ids, answer, self.length, self.end)
+        return _padded_row(*join_turns([*((piece, ()) for piece in (head, *pieces)), *turns]), self.length, self.end)
 
     def _turn(self, at: int, question: str, answer: str) -> tuple[list[int], list[int]]:
         before = "" if at == 0 else self.wrap.again or PARAGRAPH

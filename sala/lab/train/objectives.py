@@ -25,6 +25,7 @@ class Objective(nn.Module):
 
     terms: tuple[str, ...]
     units: tuple[str, ...] = ("Layer",)
+    weights: tuple[float, ...] = ()  # of the terms; empty: as the stage says
 
     def counts(self, batch: TrainingBatch) -> list[int]:
         """Return how many predictions (or tokens) each term averages over."""
@@ -61,7 +62,9 @@ class NextToken(Objective):
         self, batch: TrainingBatch, scales: Tensor, teacher: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         """Return the scaled loss and the sums of its terms; `teacher` are its hidden states [P, h] and its head."""
-        is_sparse = self.is_mixed and self._is_sparse(batch.tokens.shape[1])
+        mixers = (layer.self_attn for layer in self.student.model.layers)
+        lengths = [mixer.sparse.dense_len for mixer in mixers if isinstance(mixer, SparseMixer)]
+        is_sparse = self.is_mixed and any(batch.tokens.shape[1] >= length for length in lengths)
         observed = self.selection_loss if is_sparse or not self.is_mixed else None
         with uncompiled_sparse_layers(self.student) if is_sparse else nullcontext():
             if observed is not None:
@@ -84,10 +87,6 @@ class NextToken(Objective):
 
     def head_dtype(self, hidden: Tensor) -> torch.dtype:
         return torch.bfloat16 if self.fast.has_bf16_head else torch.promote_types(hidden.dtype, torch.float32)
-
-    def _is_sparse(self, length: int) -> bool:
-        mixers = [layer.self_attn for layer in self.student.model.layers]
-        return any(isinstance(mixer, SparseMixer) and length >= mixer.sparse.dense_len for mixer in mixers)
 
 
 class Distil(NextToken):
@@ -188,7 +187,7 @@ class Align(Objective):
 
     def forward(self, rows: TrainingBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
         teacher = self._teacher[0]
-        batch = whole(rows.tokens, rows.lengths, select_ops())
+        batch = whole(rows.tokens, rows.lengths, select_ops(teacher.kernels))
         with torch.no_grad():
             x = teacher.model.embed_tokens(batch.tokens) * teacher.config.scale_emb
         total = x.new_zeros(())
@@ -210,7 +209,7 @@ class Align(Objective):
 
 
 def _hidden(model: SalaModel, tokens: Tensor, lengths: Sequence[int] | None) -> Tensor:
-    return model(whole(tokens, lengths, select_ops())) / model.config.logit_divisor
+    return model(whole(tokens, lengths, select_ops(model.kernels))) / model.config.logit_divisor
 
 
 def _relative_error(found: Tensor, wanted: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from sala.backends.torch.model import SalaModel
 from sala.lab.train.data import Array, TrainingRow
-from sala.lab.train.documents import ANSWER, NGRAM, DialogueWeights, Documents, loop_start, weigh_dialogue
+from sala.lab.train.documents import ANSWER, NGRAM, DialogueWeights, TokenizedDocuments, loop_start, weigh_dialogue
 from sala.lab.train.halo.sample import Marks, Opening, Writer
 from sala.lab.train.recipe import OnPolicy
 
@@ -23,7 +23,7 @@ class StudentRows:
     def __init__(self, student: SalaModel, prompts: Sequence[Sequence[int]], options: OnPolicy, seed: int) -> None:
         self.student, self.prompts, self.options, self.seed = student, prompts, options, seed
         self._writer: Writer | None = None
-        self._round, self._documents = -1, Documents.of([])
+        self._round, self._documents = -1, TokenizedDocuments.of([])
 
     def __call__(self, step: int) -> list[TrainingRow]:
         """Return the rows of a step, written by the student as it is at the first step of the round."""
@@ -37,7 +37,7 @@ class StudentRows:
         rows = [weigh_dialogue(*document, self.options.seq_len, pad, weights) for document in documents]
         return [replace(row, kind="on-policy") for row in rows]
 
-    def _write(self, number: int) -> Documents:
+    def _write(self, number: int) -> TokenizedDocuments:
         rng = np.random.default_rng([self.seed, number])
         count, heats = self.options.rows * self.options.every, self.options.temperatures
         chosen = rng.integers(len(self.prompts), size=count)
@@ -49,10 +49,10 @@ class StudentRows:
             ends, dtype = self.student.config.eos_token_id, torch.bfloat16 if is_gpu else torch.float32
             self._writer = Writer(self.student, count, self.options.seq_len, ends, Marks(), self.seed, dtype)
         self._writer.restart()
-        return Documents.of([cut_at_loop(*document) for document in self._writer.write(openings).items()])
+        return TokenizedDocuments.of([cut_at_loop(*document) for document in self._writer.write(openings).items()])
 
 
-def first_questions(documents: Documents, longest: int) -> list[list[int]]:
+def first_questions(documents: TokenizedDocuments, longest: int) -> list[list[int]]:
     """Return what precedes the first answer of each dialogue, if it has at most `longest` tokens."""
     out = []
     for tokens, roles, _ in documents.items():

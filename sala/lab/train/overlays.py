@@ -40,7 +40,7 @@ def load_student(start: Path, teacher: SalaModel, base: TeacherBase, rank: int, 
     """Return a hybrid with the MLPs as changes of the teacher's, from an overlay or from an ordinary checkpoint."""
     if any(start.glob("overlay-*.safetensors")):
         return load_overlay(start, teacher, base, rank, seed)
-    model = load_for_training(start, teacher.lm_head.weight.device)
+    model = load_for_training(start, teacher.lm_head.weight.device, kernels=teacher.kernels)
     add_low_rank(model, teacher, rank, seed)
     return model
 
@@ -59,6 +59,7 @@ def load_overlay(overlay: Path, teacher: SalaModel, base: TeacherBase, rank: int
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         model = SalaModel(config)
+    model.kernels = teacher.kernels
     model.model.embed_tokens, model.lm_head = teacher.model.embed_tokens, teacher.lm_head
 
     def put(name: str, values: Any) -> None:

@@ -30,10 +30,11 @@ from sala.lab.train.halo.source import ALWAYS_DENSE
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid, to_sparse
 from sala.lab.train.latent import LatentLearner, Latents
 from sala.lab.train.loop import OutOfTime, Probe, Progress, train
-from sala.lab.train.models import load_for_training, save_model
+from sala.lab.train.models import save_model
 from sala.lab.train.objectives import Align, Distil, NextToken, Objective
 from sala.lab.train.on_policy import StudentRows, first_questions
 from sala.lab.train.overlays import TeacherBase, load_student, overlay_storage
+from sala.lab.train.parts import parts_of
 from sala.lab.train.plots import plot_log
 from sala.lab.train.processes import any_process, barrier, gather_parameters, is_main_process
 from sala.lab.train.recipe import (
@@ -41,12 +42,14 @@ from sala.lab.train.recipe import (
     DistilStage,
     Learning,
     MixStage,
+    RestoreStage,
     SampleStage,
     SelectStage,
     Stage,
     TrainStage,
 )
 from sala.lab.train.recipe_run import RecipeRun
+from sala.lab.train.restore import bring_back, is_qk
 from sala.lab.train.sources import needle_makers, step_parts, written_documents
 from sala.text.tokenizer import Tokenizer
 
@@ -61,6 +64,7 @@ def run_recipe(run: RecipeRun, start: Path) -> Path:
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64
     model = start
+    run = replace(run, start=start)
     for stage in run.recipe.stages:
         directory = run.directory(stage)
         is_sampling = isinstance(stage, SampleStage)
@@ -88,7 +92,7 @@ def _claim(directory: Path, stage: Stage) -> None:
     file, text = directory / "stage.json", json.dumps(asdict(stage), indent=2) + "\n"
     if not file.exists():
         write_text(file, text)
-    elif file.read_text() != text:
+    elif file.read_text("utf-8") != text:
         message = f"stage {stage.name} of the recipe has changed since {directory} was created"
         raise SalaError(message, "use another work directory, or remove this one yourself")
 
@@ -122,7 +126,7 @@ def _align(run: RecipeRun, stage: AlignStage, directory: Path, start: Path) -> N
         student = to_hybrid(teacher, config, run.recipe.seed)
         mixers = {i: layer.self_attn for i, layer in enumerate(student.model.layers)}
     else:
-        student = load_for_training(start, run.device)
+        student = run.load(start)
         config = student.config
         old: Any = [layer.self_attn for layer in teacher.model.layers]
         mixers = {i: to_sparse(old[i], config, generator) for i in config.sparse_layers}
@@ -141,7 +145,7 @@ def _align(run: RecipeRun, stage: AlignStage, directory: Path, start: Path) -> N
 
 def _select(run: RecipeRun, stage: SelectStage, directory: Path, start: Path) -> None:
     """Write the initial hybrid: attention in the selected layers, the aligned mixers elsewhere."""
-    teacher, aligned = run.load_teacher(), load_for_training(start, run.device)
+    teacher, aligned = run.load_teacher(), run.load(start)
     kept = stage.layers
     if not kept:
         is_mixed = run.device.type == "cuda" and run.recipe.dtype == "bfloat16"
@@ -173,7 +177,7 @@ def _measure_layers(run: RecipeRun, stage: SelectStage, teacher: SalaModel, mixe
 
 
 def _train(run: RecipeRun, stage: TrainStage, directory: Path, start: Path) -> None:
-    student = load_for_training(start, run.device)
+    student = run.load(start)
     config = student.config
     needs_teacher = isinstance(stage, DistilStage) or stage.mlp_rank
     teacher = run.load_teacher() if needs_teacher else None
@@ -209,6 +213,20 @@ def _train(run: RecipeRun, stage: TrainStage, directory: Path, start: Path) -> N
     _finish(student, directory, config, start)
 
 
+def _restore(run: RecipeRun, stage: RestoreStage, directory: Path, start: Path) -> None:
+    """Write the model with its queries and keys brought back towards those of an earlier checkpoint."""
+    stages = {one.name: one for one in run.recipe.stages}
+    source = run.directory(stages[stage.source]) / "model" if stage.source else run.start
+    assert source is not None
+    model, before = run.load(start), dict(run.load(source).named_parameters())
+    now = dict(model.named_parameters())
+    others = [name for name in now if is_qk(name) and getattr(before.get(name), "shape", None) != now[name].shape]
+    if model.config.mixers != SalaConfig.load(source).mixers or others:
+        raise InputError("source", f"of stage {stage.name} is {source}, a model of other layers", "name a later stage")
+    bring_back(now, before.__getitem__, model.config, stage.how, stage.layers)
+    save_model(model, directory / "model", model.config, start)
+
+
 def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
     """Train on one mixture, on one device, and save the running mean, not yet quantized."""
     teacher = run.load_teacher()
@@ -230,11 +248,11 @@ def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
         cache_bytes=stage.cache_gb << 30,
     )
     if _is_compiled(run):
-        objective.use(FastPaths.on(run.device))
+        objective.use(FastPaths.on(run.device, run.kernels))
         _compile(run, [*student.model.layers, *teacher.model.layers], config)
     note = partial(run.note, stage.name)
     learner = LatentLearner(objective, latents, stage, note, _student_rows(run, stage, student))
-    parts, probe = step_parts(run, stage, start), _student_probe(run, stage, teacher, student)
+    parts, probe = step_parts(run, stage, start), _student_probe(run, stage, teacher, learner)
     target, stopped = directory / "model", None
     try:
         train(learner, stage, parts, directory, note, run.deadline, probe)
@@ -258,14 +276,19 @@ def _student_rows(run: RecipeRun, stage: MixStage, student: SalaModel) -> Studen
     return StudentRows(student, prompts, options, run.recipe.seed)
 
 
-def _student_probe(run: RecipeRun, stage: MixStage, teacher: SalaModel, student: SalaModel) -> Probe | None:
+def _student_probe(run: RecipeRun, stage: MixStage, teacher: SalaModel, learner: LatentLearner) -> Probe | None:
     """Return what measures the student and, called with True, also its greedy answers."""
     if not stage.probe:
         return None
     with torch.compiler.set_stance("force_eager"):
         probe = probing.Probe(probing.read_cases(run.base / stage.probe), teacher)
+    student = learner.objective.student
     end = student.config.eos_token_id[0]
-    return lambda is_whole: probe(student) | ({"ended": probe.ended(student, end)} if is_whole else {})
+
+    def measure(is_last: bool) -> dict[str, float]:
+        return probe(student) | ({"ended": probe.ended(student, end)} if is_last else {})
+
+    return partial(learner.measure, measure)
 
 
 def _parameter_groups(student: SalaModel, stage: TrainStage) -> RateGroups:
@@ -275,24 +298,14 @@ def _parameter_groups(student: SalaModel, stage: TrainStage) -> RateGroups:
     """
     student.requires_grad_(False)
     groups: dict[float, list[str]] = {}
-    attention = tuple(f"model.layers.{index}.self_attn." for index in student.config.sparse_layers)
     for name, parameter in student.named_parameters():
-        part = _part(name)
-        wanted = {"all", part, "attention"} if name.startswith(attention) else {"all", part}
-        if wanted.isdisjoint(stage.learns) or name.endswith("base.weight"):
+        parts = parts_of(name, student.config)
+        if parts.isdisjoint(stage.learns) or name.endswith("base.weight"):
             continue
         parameter.requires_grad_(True)
-        scale = stage.mlp_lr_scale if part == "mlps" else 1.0
+        scale = stage.mlp_lr_scale if "mlps" in parts else 1.0
         groups.setdefault(scale, []).append(f"student.{name}")
     return groups
-
-
-def _part(name: str) -> str:
-    if ".self_attn." in name:
-        return "mixers"
-    if ".mlp." in name:
-        return "mlps"
-    return "norms" if "norm" in name else "embeddings"
 
 
 def _learn(
@@ -342,4 +355,5 @@ _STAGES: dict[type[Any], Callable[[RecipeRun, Any, Path, Path], None]] = {
     TrainStage: _train,
     DistilStage: _train,
     MixStage: _mix,
+    RestoreStage: _restore,
 }

@@ -42,18 +42,14 @@ class Probe:
         self.cases, self.rows = fitting, rows
         self.device = teacher.lm_head.weight.device
         tokens = torch.zeros((-(-len(fitting) // rows) * rows, length), dtype=torch.long)
-        at: list[int] = []
-        first: list[bool] = []
-        labels: list[int] = []
-        for row, case in enumerate(fitting):
-            ids = (*case.prompt, *case.answer)
-            tokens[row, : len(ids)] = torch.tensor(ids)
-            at += [row * length + place for place in range(len(case.prompt) - 1, len(ids) - 1)]
-            first += [True] + [False] * (len(case.answer) - 1)
-            labels += case.answer
-        self.tokens = tokens.to(self.device)
-        self.at, self.labels = torch.tensor(at, device=self.device), torch.tensor(labels, device=self.device)
-        self.is_first = torch.tensor(first, device=self.device)
+        kinds = torch.zeros_like(tokens)  # 1 where the next token belongs to the answer, 2 where it begins it
+        for row, (prompt, answer) in enumerate(fitting):
+            tokens[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
+            kinds[row, len(prompt) - 1 :][: len(answer)] = 1
+            kinds[row, len(prompt) - 1] = 2
+        self.tokens, kinds = tokens.to(self.device), kinds.flatten().to(self.device)
+        self.at = kinds.nonzero()[:, 0]
+        self.labels, self.is_first = self.tokens.flatten()[self.at + 1], kinds[self.at] == 2
         self.teacher_head = teacher.lm_head.weight.detach()
         self.wanted = self._hidden(teacher)
 

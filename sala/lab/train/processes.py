@@ -1,9 +1,12 @@
 """Several processes on one recipe, as `accelerate launch` starts them: all train, the main process writes."""
 
+import atexit
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 from torch import distributed, nn
@@ -17,7 +20,7 @@ TIMEOUT = timedelta(days=2)  # the others wait while the main process samples te
 
 def init_process(device: str) -> torch.device:
     """Return the device of this process, after joining the process group if there is one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if num_processes() == 1:
         return pick_device(device)
     try:
         from accelerate import PartialState
@@ -28,13 +31,33 @@ def init_process(device: str) -> torch.device:
 
 
 def destroy_process() -> None:
-    """Leave the process group; a process that exits without leaving is aborted."""
-    if distributed.is_available() and distributed.is_initialized():
+    """Leave the process group."""
+    if _are_many():
+        distributed.barrier()
         distributed.destroy_process_group()
 
 
+def exit_process(code: int) -> NoReturn:
+    """End this process; one of several ends without shutting the interpreter down.
+
+    The threads of a process group outlive it. One that still releases a tensor asks for the interpreter, and if that is
+    shutting down, the process aborts although its work is done.
+    """
+    if num_processes() == 1:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def num_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def is_main_process() -> bool:
-    return not _are_many() or distributed.get_rank() == 0
+    """Return whether this process reports and writes; launchers set RANK in the environment."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def barrier() -> None:

@@ -203,8 +203,8 @@ class TrainStage(Learning):
     """Train all or some weights on the next token."""
 
     kind: Literal["train"]
-    # attention: the mixers of sparse layers alone
-    learns: tuple[Literal["all", "mixers", "attention", "mlps", "norms", "embeddings"], ...] = ("all",)
+    # attention, lightning: the mixers of these layers alone
+    learns: tuple[Literal["all", "mixers", "attention", "lightning", "mlps", "norms", "embeddings"], ...] = ("all",)
     mlp_rank: Count = 0  # above 0: MLPs are trained as low-rank changes
     mlp_lr_scale: Number = 1.0
     bits: Count = 0  # above 0: quantization-aware training of the mixers
@@ -246,7 +246,21 @@ class MixStage(DistilStage):
         return Schedule("wsd", self.lr, self.final_lr, 0, self.warmup_steps, decay_share=self.decay_share)
 
 
-Stage = SampleStage | AlignStage | SelectStage | DistilStage | TrainStage | MixStage
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreStage(_Table):
+    """Bring queries and keys back towards those of an earlier stage, after training that cost recall.
+
+    plain: the projections and their norms from there; orthogonal: the trained projections, each head turned closest.
+    """
+
+    name: str
+    kind: Literal["restore"]
+    source: str = ""  # an earlier stage that trains or selects; empty: the checkpoint that the recipe starts from
+    how: Literal["plain", "orthogonal"] = "orthogonal"
+    layers: Literal["all", "attention"] = "attention"
+
+
+Stage = SampleStage | AlignStage | SelectStage | DistilStage | TrainStage | MixStage | RestoreStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +338,11 @@ def _check(recipe: Recipe, path: Path) -> None:
             raise ConfigError(f"{where}: names consist of letters, digits, - and _, and must be unique", "rename it")
         if isinstance(stage, Learning):
             _check_learning(stage, where)
+        if isinstance(stage, RestoreStage) and stage.source:
+            before = recipe.stages[: recipe.stages.index(stage)]
+            known = [one.name for one in before if not isinstance(one, SampleStage)]
+            if stage.source not in known:
+                raise ConfigError(f"{where}: source is {stage.source!r}", "name an earlier stage that writes a model")
 
 
 def _check_learning(stage: Learning, where: str) -> None:
@@ -341,7 +360,10 @@ def _check_learning(stage: Learning, where: str) -> None:
     if any(source.truth > 1 for source in stage.data):
         raise ConfigError(f"{where}: truth is a share", "give a number from 0 to 1")
     if isinstance(stage, MixStage):
-        _check_mix(stage, where)
+        if not all(source.rows for source in stage.data):
+            raise ConfigError(f"{where}: every source needs rows", "set rows, for example 16")
+        if not stage.mlp_rank or not {"all", "embeddings"}.isdisjoint(stage.learns):
+            raise ConfigError(f"{where}: mix needs low-rank MLPs and frozen embeddings", "set mlp_rank and learns")
         return
     if isinstance(stage, TrainStage) and stage.sparse is not None and not stage.is_sparse:
         raise ConfigError(f"{where}: sparse needs is_sparse", "set is_sparse = true")
@@ -349,13 +371,6 @@ def _check_learning(stage: Learning, where: str) -> None:
         raise ConfigError(f"{where}: choice_weight needs is_sparse = true and packing = 'stream'")
     if stage.schedule == "exponential" and not (stage.lr and stage.final_lr):
         raise ConfigError(f"{where}: an exponential schedule cannot start or end at 0", "raise lr and final_lr")
-
-
-def _check_mix(stage: MixStage, where: str) -> None:
-    if not all(source.rows for source in stage.data):
-        raise ConfigError(f"{where}: every source needs rows", "set rows, for example 16")
-    if not stage.mlp_rank or not {"all", "embeddings"}.isdisjoint(stage.learns):
-        raise ConfigError(f"{where}: mix needs low-rank MLPs and frozen embeddings", "set mlp_rank and learns")
 
 
 _KINDS = {get_args(get_type_hints(stage)["kind"])[0]: stage for stage in get_args(Stage)}

@@ -11,6 +11,7 @@ from sala.errors import InputError
 from sala.lab.train.loop import Progress
 from sala.lab.train.models import load_for_training
 from sala.lab.train.recipe import Recipe, Stage
+from sala.options import Kernels
 
 Note = Callable[[str, Progress | str], None]  # (stage, its progress or a message)
 
@@ -26,6 +27,8 @@ class RecipeRun:
     device: torch.device
     note: Note
     deadline: float | None = None
+    kernels: Kernels = "auto"
+    start: Path | None = None  # the checkpoint that the recipe starts from, once it runs
 
     def directory(self, stage: Stage) -> Path:
         """Return the directory that the stage writes to."""
@@ -36,4 +39,8 @@ class RecipeRun:
         """Return the teacher in fp32; raise InputError if there is none."""
         if self.teacher is None:
             raise InputError("recipe", "has a stage that needs a teacher", "name one: --teacher DIR")
-        return load_for_training(self.teacher, self.device)
+        return self.load(self.teacher)
+
+    def load(self, directory: Path) -> SalaModel:
+        """Return a model in fp32 that is computed as the run computes."""
+        return load_for_training(directory, self.device, kernels=self.kernels)

@@ -20,22 +20,16 @@ class Score(NamedTuple):
     logprob: float
     is_first: tuple[bool, ...]
 
-    @property
-    def is_greedy(self) -> bool:
-        """Return whether greedy decoding would generate exactly this continuation."""
-        return all(self.is_first)
-
 
 @torch.inference_mode()
 def score_rows(model: SalaModel, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
     """Return the scores of (context, continuation) pairs of token ids."""
-    scores: list[Score | None] = [None] * len(rows)
+    scores: dict[int, Score] = {}
     dense_len = model.config.sparse_config.dense_len
     lengths = [_padded(len(context) + len(continuation), dense_len) for context, continuation in rows]
     for same in _batches(sorted(range(len(rows)), key=lambda i: lengths[i]), lengths):
-        for index, score in zip(same, _score_batch(model, [rows[i] for i in same], lengths[same[0]]), strict=True):
-            scores[index] = score
-    return [score for score in scores if score is not None]
+        scores |= zip(same, _score_batch(model, [rows[i] for i in same], lengths[same[0]]), strict=True)
+    return [scores[index] for index in range(len(rows))]
 
 
 def choice_accuracy(model: SalaModel, tasks: Sequence[ChoiceTask], encode: Callable[[str], list[int]]) -> Accuracy:
@@ -78,7 +72,9 @@ def _hidden_states(model: SalaModel, rows: Sequence[Sequence[int]], length: int)
     tokens = torch.zeros(len(rows), length, dtype=torch.long)
     for at, row in enumerate(rows):
         tokens[at, : len(row)] = torch.tensor(row)
-    return model(whole(tokens.to(model.model.norm.weight.device), ops=select_ops())).view(len(rows), length, -1)
+    return model(whole(tokens.to(model.model.norm.weight.device), ops=select_ops(model.kernels))).view(
+        len(rows), length, -1
+    )
 
 
 @torch.no_grad()
@@ -111,7 +107,7 @@ def perplexity(model: SalaModel, tokens: Sequence[int], length: int, rows_at_onc
     pieces = torch.tensor(tokens[: count * length]).view(count, length)
     total = 0.0
     for batch in pieces.split(max(1, min(rows_at_once, _TOKENS_AT_ONCE // length))):
-        hidden = model(whole(batch.to(device), ops=select_ops())).view(*batch.shape, -1)
+        hidden = model(whole(batch.to(device), ops=select_ops(model.kernels))).view(*batch.shape, -1)
         for row, ids in zip(hidden, batch.to(device), strict=True):
             for begin in range(0, length - 1, 1024):
                 end = min(begin + 1024, length - 1)

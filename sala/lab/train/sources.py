@@ -11,7 +11,7 @@ from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.lab.eval.tasks.needle import CHATML, NeedleMaker, Wrap
 from sala.lab.train.data import Mixture, RowMaker, StreamRows, load_stream, read_documents
-from sala.lab.train.documents import DialogueRows, Documents, to_stream
+from sala.lab.train.documents import DialogueRows, TokenizedDocuments, to_stream
 from sala.lab.train.halo.sample import TEXT_END
 from sala.lab.train.needles import NeedleRows, ReadingRows, ReadingTable, chat_wrap
 from sala.lab.train.processes import main_process_first
@@ -79,8 +79,8 @@ class _RowMakers:
         def note(name: str, count: int) -> None:
             run.note(self.stage.name, f"reading {name}: {count:,}")
 
-        line = load_stream(source, tokenizer, end, run.base, run.work / "tokens", note)
-        return StreamRows(line, length, self.seed, source.truth)
+        stream = load_stream(source, tokenizer, end, run.base, run.work / "tokens", note)
+        return StreamRows(stream, length, self.seed, source.truth)
 
     def _reading(self, source: Source, length: int) -> ReadingRows:
         table = ReadingTable.load(self.run.base / source.table, self.run.base / source.lists)
@@ -97,12 +97,12 @@ def _texts(
     return documents, partial(tokenizer.encode, bos=False, parse_special=True)
 
 
-def written_documents(run: RecipeRun, name: str) -> Documents:
+def written_documents(run: RecipeRun, name: str) -> TokenizedDocuments:
     """Return the documents of the `sample` stage with this name."""
     sampling = next((s for s in run.recipe.stages if isinstance(s, SampleStage) and s.name == name), None)
     if sampling is None:
         raise InputError("path", f"is {name!r}", "give the name of an earlier stage of kind 'sample'")
-    return Documents.load(run.directory(sampling) / "samples.npz")
+    return TokenizedDocuments.load(run.directory(sampling) / "samples.npz")
 
 
 def needle_makers(

@@ -153,6 +153,13 @@ def join_ids(pieces: Iterable[Ids]) -> Ids:
     return np.concatenate([np.zeros(0, np.int32), *pieces])
 
 
+def count_shared(one: Ids, other: Ids) -> int:
+    """Return the length of the common prefix."""
+    size = min(len(one), len(other))
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if len(differs) else size
+
+
 def score_value(value: str, text: str) -> float:
     """Return 1 if the text contains the value as whole words; else the share of its beginning that some word has.
 

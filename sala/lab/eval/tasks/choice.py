@@ -68,10 +68,6 @@ def accuracy(tasks: Sequence[ChoiceTask], scores: Sequence[Sequence[float]]) -> 
     won = won_norm = 0
     for task, sums in zip(tasks, scores, strict=True):
         per_character = [one / len(choice) for one, choice in zip(sums, task.choices, strict=True)]
-        won += _argmax(sums) == task.gold
-        won_norm += _argmax(per_character) == task.gold
+        won += sums.index(max(sums)) == task.gold
+        won_norm += per_character.index(max(per_character)) == task.gold
     return Accuracy(won / len(tasks), won_norm / len(tasks))
-
-
-def _argmax(values: Sequence[float]) -> int:
-    return max(range(len(values)), key=values.__getitem__)

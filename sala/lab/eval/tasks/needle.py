@@ -5,8 +5,8 @@ training and for tests differs in everything that could be learnt by heart: word
 and the documents of the haystack (each belongs to one split, by its hash).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -137,15 +137,15 @@ class KeySpec:
             raise InputError("keys", f"are {self.num_keys}, of which {self.num_asked} are asked for", "hide more")
 
 
+@dataclass
 class KeyMaker:
     """Makes cases, each determined by seed, spec, length and number. One text may serve several queries."""
 
-    def __init__(self, writer: PromptWriter, haystack: Haystack, seed: int = 0, spec: KeySpec | None = None) -> None:
-        self._writer = writer
-        self._haystack = haystack
-        self._seed = seed
-        self._spec = spec or KeySpec()
-        self._reserves: dict[str, int] = {}  # by frame
+    writer: PromptWriter
+    haystack: Haystack
+    seed: int = 0
+    spec: KeySpec = KeySpec()
+    _reserves: dict[str, int] = field(default_factory=dict)  # by frame
 
     def make(self, num_tokens: int, number: int, depth: float | None = None, question: int = 0) -> Case:
         """Return a case of `num_tokens`, answer included. `depth` (0: the start, 1: the end) is the first needle's.
@@ -153,23 +153,23 @@ class KeyMaker:
         All depths and questions of one number share their text, as far as needles do not move. A single needle is
         another one at every depth.
         """
-        rng = random(self._seed, self._spec, num_tokens, number)
+        rng = random(self.seed, self.spec, num_tokens, number)
         frame = pick(frames("test"), rng)
-        own = depth if self._spec.num_keys == 1 else None
-        story = self._sample(frame, random(self._seed, self._spec, num_tokens, number, own))
+        own = depth if self.spec.num_keys == 1 else None
+        story = self._sample(frame, random(self.seed, self.spec, num_tokens, number, own))
         queries = self._queries(story)
         at = question % len(queries)
         prompt, needles = self._write(story, at)
         used = max(prompt.num_tokens + needles.num_tokens, 0 if depth is None else self._reserve(frame))
-        stretch = self._haystack.cut(remaining(num_tokens, used, "needles"), rng)
+        stretch = self.haystack.cut(remaining(num_tokens, used, "needles"), rng)
         text, depths = needles.hide(stretch, depth, rng)
         keys = queries[at].keys
         solution = Solution(tuple(value for key in keys for value in story.values[key]))
-        found_at = round(depths[keys[0] * self._spec.num_values], 4)
+        found_at = round(depths[keys[0] * self.spec.num_values], 4)
         return prompt.case(text, solution, question=queries[at].question, depth_found=found_at)
 
     def _sample(self, frame: str, rng: np.random.Generator) -> Story:
-        spec, count = self._spec, self._spec.num_keys * self._spec.num_values
+        spec, count = self.spec, self.spec.num_keys * self.spec.num_values
         found = fitting_wordings(wordings("test"), "test", spec.kinds, spec.num_keys, count)
         pairs = [(wording, kind) for wording, kinds in found.items() for kind in kinds]
         if not pairs:
@@ -181,19 +181,19 @@ class KeyMaker:
         return Story(wording, keys, values, frame)
 
     def _queries(self, story: Story) -> list[NeedleQuestion]:
-        count = self._spec.num_asked
+        count = self.spec.num_asked
         return [story.ask(*range(at, at + count)) for at in range(0, len(story.keys) - count + 1, count)]
 
     def _write(self, story: Story, asked: int = 0) -> tuple[Prompt, Needles]:
         queries = self._queries(story)
         frames = [Frame(*story.framed(one.question), one.opening) for one in queries]
-        prompt = self._writer.prompt(frames, [one.answer for one in queries], asked)
-        return prompt, Needles.encode(story.statements, self._writer.ids)
+        prompt = self.writer.prompt(frames, [one.answer for one in queries], asked)
+        return prompt, Needles.encode(story.statements, self.writer.ids)
 
     def _reserve(self, frame: str) -> int:
         """Return a number of tokens that suffices for nearly every needle, so that all are left the same text."""
         if frame not in self._reserves:
-            stories = [self._sample(frame, random(self._seed, "reserve", number)) for number in range(NUM_SAMPLES)]
+            stories = [self._sample(frame, random(self.seed, "reserve", number)) for number in range(NUM_SAMPLES)]
             written = map(self._write, stories)
             self._reserves[frame] = max(prompt.num_tokens + needles.num_tokens for prompt, needles in written)
         return self._reserves[frame]
@@ -250,9 +250,9 @@ class NeedleSpec:
             raise InputError("depth", f"is {self.depth}", "give a number from 0 to 1, or none")
         if self.num_keys < 1:
             raise InputError("num_keys", f"is {self.num_keys}", "hide at least one needle")
-        for field, known in (("value", get_args(ValueChoice)), ("split", get_args(Split))):
-            if getattr(self, field) not in known:
-                raise InputError(field, f"is {getattr(self, field)!r}", f"choose one of {', '.join(known)}")
+        for name, known in (("value", get_args(ValueChoice)), ("split", get_args(Split))):
+            if getattr(self, name) not in known:
+                raise InputError(name, f"is {getattr(self, name)!r}", f"choose one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -275,14 +275,20 @@ class NeedleCase:
     key: str
 
 
-@dataclass(frozen=True)
-class NeedleDialogue:
-    """A whole conversation over one haystack, and which of its tokens are answers."""
-
-    token_ids: tuple[int, ...]
-    is_answer: tuple[bool, ...]
+Turn = tuple[Sequence[int], Sequence[int]]  # what is asked, and the answer
 
 
+def join_turns(turns: Iterable[Turn]) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a conversation, and which of them are answers."""
+    ids: list[int] = []
+    is_answer: list[bool] = []
+    for asked, answered in turns:
+        ids += [*asked, *answered]
+        is_answer += [False] * len(asked) + [True] * len(answered)
+    return ids, is_answer
+
+
+@dataclass
 class NeedleMaker:
     """Makes cases and dialogues, each determined by seed, spec and index.
 
@@ -290,35 +296,31 @@ class NeedleMaker:
     splits by their hash, one in four to the tests; a mapping assigns them itself.
     """
 
-    def __init__(
-        self,
-        encode: Encode,
-        haystack: Sequence[str] | Mapping[Split, Sequence[str]],
-        seed: int = 0,
-        wrap: Wrap = CHATML,
-        end_id: int | None = None,
-        unopened: float | None = None,
-    ) -> None:
-        """`unopened` is the share of cases whose answer is not begun; None: a quarter in training, none in tests."""
-        self._encode = by_piece(encode)
-        self._documents = haystack if isinstance(haystack, Mapping) else deal(haystack)
+    encode: Encode
+    haystack: Sequence[str] | Mapping[Split, Sequence[str]]
+    seed: int = 0
+    wrap: Wrap = CHATML
+    end_id: int | None = None
+    unopened: float | None = None  # share of answers that are not begun; None: a quarter in training, none in tests
+
+    def __post_init__(self) -> None:
+        self.encode = by_piece(self.encode)
+        self._documents = self.haystack if isinstance(self.haystack, Mapping) else deal(self.haystack)
         self._haystacks: dict[Split, Haystack] = {}
-        self._seed = seed
-        self._wrap = wrap
-        self._end = () if end_id is None else (end_id,)
-        self._unopened = unopened
 
     def make(self, spec: NeedleSpec, index: int) -> NeedleCase:
-        rng = random(self._seed, spec, index)
+        rng = random(self.seed, spec, index)
         return self._case(self._sample(spec, rng), spec, rng)
 
-    def dialogue(self, spec: NeedleSpec, index: int, num_questions: int, num_topics: int = 1) -> NeedleDialogue:
-        """Return a case that goes on: other needles are asked for after the first answer, turn by turn.
+    def dialogue(
+        self, spec: NeedleSpec, index: int, num_questions: int, num_topics: int
+    ) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a case that goes on, and which are answers: more needles are asked for, turn by turn.
 
         With several topics, needles of other wordings are hidden in the same text, `spec.num_keys` of each, and
         `num_questions` are asked about each topic in random order.
         """
-        rng = random(self._seed, spec, index)
+        rng = random(self.seed, spec, index)
         story, *more = self._topics(spec, num_topics, rng)
         queries = [topic.ask(at) for topic in (story, *more) for at in range(topic is story, num_questions)]
         if more:
@@ -327,20 +329,15 @@ class NeedleMaker:
         num_tokens = spec.num_tokens - sum(len(asked) + len(answered) for asked, answered in turns)
         extra = [statement for topic in more for statement in topic.statements]
         case = self._case(story, replace(spec, num_tokens=num_tokens), rng, extra)
-        ids: list[int] = []
-        is_answer: list[bool] = []
-        for asked, answered in ((case.token_ids, case.answer_ids), *turns):
-            ids += [*asked, *answered]
-            is_answer += [False] * len(asked) + [True] * len(answered)
-        return NeedleDialogue(tuple(ids), tuple(is_answer))
+        return join_turns([(case.token_ids, case.answer_ids), *turns])
 
     def _sample(self, spec: NeedleSpec, rng: np.random.Generator) -> Story:
         wording, kind = _sample_wording(spec, rng)
         keys = words.sample_keys(wording.key, spec.split, spec.num_keys, rng)
         values = words.sample_values(kind, wording.category, spec.num_keys, rng)
         frame = pick(frames(spec.split), rng)
-        share = UNOPENED if self._unopened is None else self._unopened
-        is_opened = (spec.split == "test" and self._unopened is None) or rng.random() >= share
+        share = UNOPENED if self.unopened is None else self.unopened
+        is_opened = (spec.split == "test" and self.unopened is None) or rng.random() >= share
         return Story(wording, keys, [[value] for value in values], frame, is_opened)
 
     def _topics(self, spec: NeedleSpec, count: int, rng: np.random.Generator) -> list[Story]:
@@ -358,7 +355,7 @@ class NeedleMaker:
         """Return the case of the story's first key, with `extra` statements hidden as well."""
         query = story.ask(0)
         before, after = story.framed(query.question)
-        head, tail = self._ids(self._wrap.before + before), self._ids(after + self._wrap.after + query.opening)
+        head, tail = self._ids(self.wrap.before + before), self._ids(after + self.wrap.after + query.opening)
         answer_ids = self._answer(query)
         needles = Needles.encode([*story.statements, *extra], self._ids)
         used = len(head) + len(tail) + len(answer_ids) + needles.num_tokens
@@ -374,18 +371,18 @@ class NeedleMaker:
 
     def _haystack(self, split: Split) -> Haystack:
         if split not in self._haystacks:
-            self._haystacks[split] = Haystack(self._documents.get(split, ()), self._encode)
+            self._haystacks[split] = Haystack(self._documents.get(split, ()), self.encode)
         return self._haystacks[split]
 
     def _turn(self, query: NeedleQuestion) -> list[int]:
-        before = "\n" + self._wrap.before if self._wrap.again is None else self._wrap.again
-        return list(self._encode(before + query.question + self._wrap.after + query.opening))
+        before = "\n" + self.wrap.before if self.wrap.again is None else self.wrap.again
+        return list(self.encode(before + query.question + self.wrap.after + query.opening))
 
     def _answer(self, query: NeedleQuestion) -> tuple[int, ...]:
-        return (*self._encode(query.answer), *self._end)
+        return (*self.encode(query.answer), *([] if self.end_id is None else [self.end_id]))
 
     def _ids(self, text: str) -> Ids:
-        return np.array(self._encode(text), np.int32)
+        return np.array(self.encode(text), np.int32)
 
 
 def deal(documents: Sequence[str]) -> dict[Split, list[str]]:

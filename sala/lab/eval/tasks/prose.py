@@ -21,9 +21,9 @@ SENTENCES = (3, 8)  # per paragraph, the end excluded
 MAX_WEIGHT = 100  # variants beyond which a sentence is not taken more often
 
 
-def write_documents(count: int = NUM_DOCUMENTS, seed: int = 0) -> list[str]:
-    """Return `count` documents, the same ones for the same seed."""
-    return [write_document(np.random.default_rng([seed, index])) for index in range(count)]
+def write_documents(count: int = NUM_DOCUMENTS) -> list[str]:
+    """Return `count` documents, always the same ones."""
+    return [write_document(np.random.default_rng([0, index])) for index in range(count)]
 
 
 def write_document(rng: np.random.Generator) -> str:
@@ -43,7 +43,9 @@ def write_document(rng: np.random.Generator) -> str:
 def _scenes() -> tuple[list[list[list[str]]], list[NDArray[np.float64]]]:
     """Return the sentences of each scene, split at their gaps, and how often each is taken against the others."""
     scenes = [[re.split(r"\{(\w+)\}", line) for line in scene] for scene in read_data("prose")["scenes"].values()]
-    return scenes, [_weigh(scene) for scene in scenes]
+    sizes = [[[len(_words(gap.partition("_")[0])) for gap in parts[1::2]] for parts in scene] for scene in scenes]
+    variants = [[math.prod(one) for one in scene] for scene in sizes]
+    return scenes, [np.minimum(scene, MAX_WEIGHT).astype(np.float64) for scene in variants]
 
 
 def _words(name: str) -> list[str]:
@@ -57,8 +59,7 @@ def _throw(dice: Iterator[int], start: int, stop: int) -> int:
 
 def _fill(parts: list[str], dice: Iterator[int]) -> str:
     """Return a sentence; gaps are the odd parts."""
-    out = [_choose(part, dice) if at % 2 else part for at, part in enumerate(parts)]
-    text = "".join(out)
+    text = "".join(_choose(part, dice) if at % 2 else part for at, part in enumerate(parts))
     return text[0].upper() + text[1:]
 
 
@@ -69,8 +70,3 @@ def _choose(gap: str, dice: Iterator[int]) -> str:
     if form == "low":
         return word[0].lower() + word[1:]
     return word[0].upper() + word[1:] if form == "cap" else word
-
-
-def _weigh(scene: list[list[str]]) -> NDArray[np.float64]:
-    variants = [math.prod(len(_words(gap.partition("_")[0])) for gap in parts[1::2]) for parts in scene]
-    return np.minimum(variants, MAX_WEIGHT).astype(np.float64)

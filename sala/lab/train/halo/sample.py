@@ -5,6 +5,7 @@ Distilling on the teacher's own text preserves its behaviour, above all its styl
 
 import json
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +23,8 @@ from sala.lab.train.documents import (
     ASKED,
     GIVEN,
     TEXT,
-    Documents,
     HeldOut,
+    TokenizedDocuments,
     filter_documents,
     read_held_out,
     runs,
@@ -141,22 +142,19 @@ def make_openings(
 
 
 def _fill(template: str, topics: Sequence[str], rng: np.random.Generator) -> str:
-    while "{topic}" in template:
-        template = template.replace("{topic}", topics[int(rng.integers(len(topics)))], 1)
-    return template
+    return re.sub(r"\{topic\}", lambda _: topics[int(rng.integers(len(topics)))], template)
 
 
 @dataclass(slots=True)
 class _Row:
-    """An opening in progress: the roles of its tokens so far, and what is being written."""
+    """An opening in progress: the roles of its tokens up to `begin`, where the teacher writes as `role` now."""
 
     opening: Opening
     number: int
-    writes: str
-    begin: int  # start of the part being written
-    parts: list[tuple[int, int]] = field(default_factory=list)  # role, and how many tokens
-    turns: list[tuple[int, ...]] = field(default_factory=list)
-    num_asked: int = 0
+    parts: deque[tuple[int, Sequence[int]]]  # still to be written: each role, with the tokens given before it
+    role: int = GIVEN
+    begin: int = 0
+    roles: list[int] = field(default_factory=list)
 
 
 class Writer:
@@ -188,7 +186,7 @@ class Writer:
         openings: Iterable[Opening],
         deadline: float | None = None,
         note: Callable[[int, int], None] = lambda rows, tokens: None,
-    ) -> Documents:
+    ) -> TokenizedDocuments:
         """Return the continued openings in their order; at the deadline, drop incomplete dialogues."""
         waiting = deque(enumerate(openings))
         num_tokens = 0
@@ -203,7 +201,7 @@ class Writer:
                 self._keep_unfinished_text()
                 break
         self.documents.sort(key=lambda document: document[0])
-        return Documents.of([document[1:] for document in self.documents])
+        return TokenizedDocuments.of([document[1:] for document in self.documents])
 
     def _begin(self, slot: int, number: int, opening: Opening) -> SlotUpdate:
         given = len(self.marks.opening)
@@ -211,16 +209,23 @@ class Writer:
         is_chat = bool(given) and tokens[:given] == self.marks.opening
         position = min(given, len(tokens) - 1) if is_chat and self.has_opening[slot] else 0
         self.has_opening[slot] = is_chat and not self.slots.has_states
-        row = _Row(opening, number, opening.writes, len(tokens), [(GIVEN, len(tokens))], num_asked=opening.num_asked)
-        row.turns = list(opening.turns)
-        self.rows[slot] = row
-        return self._change(slot, row, 0, position, tokens)
+        question = [(ASKED, self.marks.to_question), (ANSWER, self.marks.to_answer)] * opening.num_asked
+        parts: deque[tuple[int, Sequence[int]]] = deque([*((ANSWER, turn) for turn in opening.turns), *question])
+        if opening.writes == "question":
+            parts.appendleft((ANSWER, self.marks.to_answer))
+        parts.appendleft(({"question": ASKED, "answer": ANSWER, "text": TEXT}[opening.writes], tokens))
+        self.rows[slot] = row = _Row(opening, number, parts)
+        return self._change(slot, row, position)
 
-    def _change(self, slot: int, row: _Row, start: int, position: int, tokens: Sequence[int]) -> SlotUpdate:
-        row.begin = start + len(tokens)
-        if row.writes == "question":
+    def _change(self, slot: int, row: _Row, position: int) -> SlotUpdate:
+        """Let the row go on with its next part."""
+        start = len(row.roles)
+        row.role, tokens = row.parts.popleft()
+        row.roles += [GIVEN] * len(tokens)
+        row.begin = len(row.roles)
+        if row.role == ASKED:
             limit, heat, min_p = row.begin + MAX_QUESTION, ASK_TEMPERATURE, ASK_MIN_P
-        elif row.writes == "text":
+        elif row.role == TEXT:
             limit, heat, min_p = self.length, row.opening.temperature, TEXT_MIN_P
         else:
             limit, heat, min_p = row.begin + MAX_ANSWER, row.opening.temperature, MIN_P
@@ -249,58 +254,31 @@ class Writer:
 
     def _keep_unfinished_text(self) -> None:
         """Keep the free text so far, which needs no end."""
-        slots = [slot for slot, row in enumerate(self.rows) if row is not None and row.writes == "text"]
         sizes = (self.slots.position + 1).tolist()
-        for slot in slots:
-            row = self.rows[slot]
-            assert row is not None
-            if sizes[slot] > row.begin:
-                ids = self.slots.tokens[slot, : sizes[slot]].tolist()
-                self._keep(row, ids, [*row.parts, (TEXT, len(ids) - row.begin)], is_ended=False)
+        for slot, row in enumerate(self.rows):
+            if row is not None and row.role == TEXT and sizes[slot] > row.begin:
+                self._keep(row, self.slots.tokens[slot, : sizes[slot]].tolist(), is_ended=False)
         self.rows = [None] * len(self.rows)
 
     def _continue(self, slot: int, row: _Row, ids: list[int]) -> SlotUpdate | None:
         """Return the next task of this row; None if it is complete or dropped."""
-        is_ended = ids[-1] in self.ends and len(ids) > row.begin
         size = len(ids) - row.begin
-        if row.writes == "text":
-            self._keep(row, ids, [*row.parts, (TEXT, size)], is_ended)
-            return None
-        if row.writes == "question":
-            if not is_ended or size < 3:
-                self._keep(row, ids, [*row.parts, (ASKED, size)], is_ended=False)
-                return None
-            row.parts += [(ASKED, size), (GIVEN, len(self.marks.to_answer))]
-            row.writes = "answer"
-            return self._next(slot, row, ids, self.marks.to_answer)
-        parts = [*row.parts, (ANSWER, size)]
-        has_more = bool(row.turns) or row.num_asked > 0
-        more = row.turns[0] if row.turns else self.marks.to_question
-        if not is_ended or not has_more or len(ids) + len(more) + MAX_QUESTION > self.length:
-            self._keep(row, ids, parts, is_ended)
-            return None
-        row.parts = [*parts, (GIVEN, len(more))]
-        if row.turns:
-            row.turns.pop(0)
-        else:
-            row.num_asked -= 1
-            row.writes = "question"
-        return self._next(slot, row, ids, more)
+        is_ended = ids[-1] in self.ends and size >= (3 if row.role == ASKED else 1)
+        space = self.length - len(ids) - len(row.parts[0][1]) if is_ended and row.parts else 0
+        if space >= (MAX_QUESTION if row.role == ANSWER else 1):
+            row.roles += [row.role] * size
+            return self._change(slot, row, len(ids) - 1)
+        if row.role != ASKED or not is_ended:
+            self._keep(row, ids, is_ended)
+        return None
 
-    def _next(self, slot: int, row: _Row, ids: list[int], tokens: Sequence[int]) -> SlotUpdate | None:
-        if len(ids) + len(tokens) >= self.length:
-            return None
-        return self._change(slot, row, len(ids), len(ids) - 1, tokens)
-
-    def _keep(self, row: _Row, ids: list[int], parts: list[tuple[int, int]], is_ended: bool) -> None:
+    def _keep(self, row: _Row, ids: list[int], is_ended: bool) -> None:
         """Record a document; of several answers an unfinished last one, or an unfinished question, is cut off."""
-        roles = [role for role, size in parts for _ in range(size)]
-        last, size = parts[-1]
-        before = roles[: len(roles) - size]
-        if not is_ended and ANSWER in before:
-            cut = max(at for at, role in enumerate(before) if role == ANSWER) + 1
+        roles = [*row.roles, *[row.role] * (len(ids) - row.begin)]
+        if not is_ended and ANSWER in row.roles:
+            cut = max(at for at, role in enumerate(row.roles) if role == ANSWER) + 1
             ids, roles, is_ended = ids[:cut], roles[:cut], True
-        if is_ended or (last != ASKED and not row.opening.must_end):
+        if is_ended or (row.role != ASKED and not row.opening.must_end):
             self.documents.append((row.number, ids, roles, is_ended))
 
 
@@ -312,7 +290,7 @@ def write_samples(
     seed: int,
     note: Callable[[int, int, int], None],
     deadline: float | None = None,
-) -> Documents:
+) -> TokenizedDocuments:
     """Return the documents of a `sample` stage, filtered, and without held-out questions.
 
     `note` is called with the number of finished rows, of all rows, and of tokens. At the deadline, finished documents
@@ -340,7 +318,9 @@ def write_samples(
     return kept.select(np.flatnonzero(~_repeats(kept, tokenizer, held_out)).tolist())
 
 
-def _repeats(documents: Documents, tokenizer: Tokenizer, held_out: HeldOut) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _repeats(
+    documents: TokenizedDocuments, tokenizer: Tokenizer, held_out: HeldOut
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Return for each document whether the teacher asked a held-out question in it; many are checked in processes."""
 
     def check(part: int) -> list[bool]:

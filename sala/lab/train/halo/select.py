@@ -64,10 +64,7 @@ def rate_layers(measures: Sequence[tuple[float, float]], epsilon: float) -> list
 def select_layers(scores: Sequence[Importance], stage: SelectStage) -> tuple[int, ...]:
     """Return the layers that keep attention: with `keep_ends` the first and the last, then the highest scores."""
     num_layers = len(scores)
+    ends = {0, num_layers - 1} if stage.keep_ends else set()
+    others = sorted((i for i in range(num_layers) if i not in ends), key=lambda i: -scores[i].score)
     count = stage.num_layers or max(1, num_layers // 4)
-    kept = {0, num_layers - 1} if stage.keep_ends else set()
-    for index in sorted(range(num_layers), key=lambda i: -scores[i].score):
-        if len(kept) >= count:
-            break
-        kept.add(index)
-    return tuple(sorted(kept))
+    return tuple(sorted([*ends, *others[: max(0, count - len(ends))]]))

@@ -15,9 +15,13 @@ from torch import Tensor
 
 from sala.backends.torch.model import LightningMixer, SalaModel
 from sala.backends.torch.ops.dense import apply_rope, query_growth, rms_norm, rope_angles
-from sala.backends.torch.ops.lightning import decay_slopes
+from sala.backends.torch.ops.lightning import decay_slopes, lightning_step
+from sala.config import SalaConfig
+from sala.lab.bench.measure import capture
+from sala.lab.train.losses import compiled
 
 _MIN_TEMPERATURE = 1e-3  # sampling is greedy below this temperature
+_PAGE = 64  # tokens
 
 
 class _LayerWeights(NamedTuple):
@@ -44,8 +48,6 @@ class _Shape(NamedTuple):
     eps: float
     scale: float  # residual scale
     theta: float | None  # of RoPE
-    log_base: float | None
-    has_gate: bool
     is_lightning: bool
 
 
@@ -69,7 +71,7 @@ class Slots:
     ) -> None:
         device = model.model.norm.weight.device
         self.model, self.length, self.dtype, self.device = model, length, dtype, device
-        self.shapes = [_shape(layer, model) for layer in model.model.layers]
+        self.shapes = [_shape(layer.self_attn, model.config) for layer in model.model.layers]
         self.layers = [_weights(layer, dtype) for layer in model.model.layers]
         self.head = model.lm_head.weight.detach().float()  # bf16 logits would often tie
         self.caches = [_new_cache(shape, num_slots, length, dtype, device) for shape in self.shapes]
@@ -82,19 +84,10 @@ class Slots:
         self.is_active = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self.rows, self.ends = torch.arange(num_slots, device=device), torch.tensor(list(ends), **whole)
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.project: Callable[..., Any] = _project
-        self.recur: Callable[..., Any] = _recur
-        self.finish_layer: Callable[..., Any] = _finish_layer
-        self.sample: Callable[..., Any] = _sample
-        self.attend: Callable[..., Tensor] = _attend_masked
+        functions: Any = (_project, _recur, _finish_layer, _sample)
+        self.project, self.recur, self.finish_layer, self.sample = (compiled(one, device.type) for one in functions)
+        self.attend: Callable[..., Tensor] = attend_pages if device.type == "cuda" else attend_masked
         self.graph: Any = None  # False if it cannot be captured
-        if device.type == "cuda":
-            from sala.lab.train.halo.row_attention import attend_rows
-
-            self.attend = attend_rows
-            functions = (_project, _recur, _finish_layer, _sample)
-            compiled = (torch.compile(function, dynamic=False) for function in functions)
-            self.project, self.recur, self.finish_layer, self.sample = compiled
 
     @property
     def has_states(self) -> bool:
@@ -142,19 +135,8 @@ class Slots:
         """Compile and warm up without advancing any row, then capture one step."""
         active = self.is_active.clone()
         self.is_active.zero_()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
         try:
-            # a data loader may pin memory in another thread meanwhile, which a strict capture would forbid
-            with torch.cuda.graph(graph, capture_error_mode="relaxed"):
-                self._step()
-            self.graph = graph
+            self.graph = capture(self._step, self.generator)
         except RuntimeError as error:
             warnings.warn(f"no CUDA graph, which is slower: {error}", stacklevel=2)
             self.graph = False
@@ -186,47 +168,32 @@ class Slots:
         }
         growth = None if config.attn_log_base is None else query_growth(self.position, config.attn_log_base)
         x = model.model.embed_tokens(tokens).float() * config.scale_emb
-        lengths = self.position + 1
+        page, place = self.rows * -(-self.length // _PAGE) + self.position // _PAGE, self.position % _PAGE
         for weights, shape, cache in zip(self.layers, self.shapes, self.caches, strict=True):
             cos, sin = angles.get((shape.dim, shape.theta), (None, None))
             q, k, v, gate = self.project(x, weights, cos, sin, growth, shape)
             if shape.is_lightning:
                 o = self.recur(q, k, v, cache[0], self.position, self.is_active)
             else:
-                cache[0][self.rows, self.position], cache[1][self.rows, self.position] = k, v
-                o = self.attend(q, *cache, lengths)
+                cache[0][:, page, place], cache[1][:, page, place] = k.transpose(0, 1), v.transpose(0, 1)
+                o = self.attend(q, *cache, self.position + 1)
             x = self.finish_layer(x, o.flatten(1), gate, weights, shape)
         hidden = rms_norm(x, model.model.norm.weight, config.rms_norm_eps) / config.logit_divisor
         return F.linear(hidden, self.head)
 
 
-def _shape(layer: Any, model: SalaModel) -> _Shape:
-    mixer, config = layer.self_attn, model.config
-    is_lightning = isinstance(mixer, LightningMixer)
-    return _Shape(
-        mixer.num_heads,
-        mixer.num_kv_heads,
-        mixer.head_dim,
-        config.rms_norm_eps,
-        config.residual_scale,
-        mixer.rope_theta,
-        None if is_lightning else config.attn_log_base,
-        _gate(mixer) is not None,
-        is_lightning,
-    )
-
-
-def _gate(mixer: Any) -> Any:
-    return mixer.z_proj if isinstance(mixer, LightningMixer) else mixer.o_gate
+def _shape(mixer: Any, config: SalaConfig) -> _Shape:
+    heads, is_lightning = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim), isinstance(mixer, LightningMixer)
+    return _Shape(*heads, config.rms_norm_eps, config.residual_scale, mixer.rope_theta, is_lightning)
 
 
 def _new_cache(
     shape: _Shape, num_slots: int, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """Return a recurrent state in fp32, or keys and values."""
+    """Return a recurrent state in fp32, or keys and values in pages [G, P, B, D]: those of a slot follow each other."""
     if shape.is_lightning:
         return (torch.zeros(num_slots, shape.heads, shape.dim, shape.dim, device=device),)
-    size = (num_slots, length, shape.groups, shape.dim)
+    size = (shape.groups, num_slots * -(-length // _PAGE), _PAGE, shape.dim)
     return torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device)
 
 
@@ -234,7 +201,7 @@ def _weights(layer: Any, dtype: torch.dtype) -> _LayerWeights:
     mixer, mlp = layer.self_attn, layer.mlp
     inputs = [mixer.q_proj, mixer.k_proj, mixer.v_proj]
     bias = None if mixer.q_proj.bias is None else [part.bias for part in inputs]
-    gate = _gate(mixer)
+    gate = mixer.z_proj if isinstance(mixer, LightningMixer) else mixer.o_gate
     if gate is not None:
         inputs.append(gate)
         if bias is not None:
@@ -261,14 +228,14 @@ def _project(
     """Return q [R, H, D], k and v [R, G, D] and the output gate [R, H * D] of x [R, hidden] in fp32."""
     inner = rms_norm(x, weights.input_norm, shape.eps).to(weights.projections.dtype)
     found = F.linear(inner, weights.projections, weights.bias)
-    gate = torch.sigmoid(found[:, -shape.heads * shape.dim :]) if shape.has_gate else None
-    parts = found[:, : (shape.heads + 2 * shape.groups) * shape.dim].unflatten(1, (-1, shape.dim))
-    q, k, v = parts.split([shape.heads, shape.groups, shape.groups], 1)
+    width = (shape.heads + 2 * shape.groups) * shape.dim
+    gate = torch.sigmoid(found[:, width:]) if found.shape[1] > width else None
+    q, k, v = found[:, :width].unflatten(1, (-1, shape.dim)).split([shape.heads, shape.groups, shape.groups], 1)
     if weights.q_norm is not None and weights.k_norm is not None:
         q, k = rms_norm(q, weights.q_norm, shape.eps), rms_norm(k, weights.k_norm, shape.eps)
     if cos is not None and sin is not None:
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-    if growth is not None and shape.log_base is not None:
+    if growth is not None and not shape.is_lightning:
         q = q * growth[:, None, None]
     return q.to(inner.dtype).contiguous(), k.to(inner.dtype).contiguous(), v.contiguous(), gate
 
@@ -280,11 +247,10 @@ def _recur(q: Tensor, k: Tensor, v: Tensor, state: Tensor, position: Tensor, is_
     """
     shared = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-    decay = torch.exp(-decay_slopes(q.shape[1], q.device))[None, :, None, None]
-    kept = torch.where((position > 0)[:, None, None, None], state * decay, 0.0)
-    after = kept + k.float()[..., :, None] * v.float()[..., None, :]
+    before = torch.where((position > 0)[:, None, None, None], state, 0.0)
+    out, after = lightning_step(q, k, v, before, decay_slopes(q.shape[1], q.device), q.shape[-1] ** -0.5)
     state.copy_(torch.where(is_active[:, None, None, None], after, state))
-    return ((q.float() * q.shape[-1] ** -0.5)[..., None] * after).sum(-2).to(q.dtype)
+    return out.to(q.dtype)
 
 
 def _finish_layer(x: Tensor, o: Tensor, gate: Tensor | None, weights: _LayerWeights, shape: _Shape) -> Tensor:
@@ -308,10 +274,20 @@ def _sample(logits: Tensor, temperature: Tensor, min_p: Tensor, noise: Tensor) -
     return noisy.masked_fill(scaled < floor, float("-inf")).argmax(-1)
 
 
-def _attend_masked(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-    """Return what `attend_rows` does, without a custom kernel."""
+def attend_pages(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """Return what `attend_masked` does, by the engine's kernel."""
+    from sala.backends.torch.kernels.decode_attention import decode_attention
+
+    tables = torch.arange(keys.shape[1], device=q.device).view(len(q), -1)
+    is_sparse = torch.zeros(len(q), dtype=torch.bool, device=q.device)
+    selected = torch.full((len(q), len(keys), 1), -1, dtype=torch.int32, device=q.device)
+    return decode_attention(q, keys, values, tables, lengths, is_sparse, selected, q.shape[-1] ** -0.5, tables.shape[1])
+
+
+def attend_masked(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+    """Return the attention [R, H, D] of q [R, H, D] over the first lengths[r] tokens of each slot's pages."""
     size = int(lengths.max())
-    grouped = q.unflatten(1, (keys.shape[2], -1))
-    mask = torch.arange(size, device=q.device) < lengths[:, None]
-    keys, values = keys[:, :size].transpose(1, 2), values[:, :size].transpose(1, 2)
-    return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None]).flatten(1, 2)
+    mask = torch.arange(size, device=q.device) < lengths[:, None, None, None]
+    grouped = q.unflatten(1, (len(keys), -1))
+    keys, values = (x.flatten(1, 2).unflatten(1, (len(q), -1))[:, :, :size].transpose(0, 1) for x in (keys, values))
+    return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).flatten(1, 2)

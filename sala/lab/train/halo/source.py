@@ -17,12 +17,13 @@ from sala.checkpoint.names import check_tensors, expected_tensors
 from sala.checkpoint.packing import PACKED_PARTS, packed_specs
 from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import Spec, new_directory, write_model
-from sala.config import RELEASED_NAMES, SalaConfig, read_json_object
-from sala.errors import ConfigError, ModelNotFound
+from sala.config import RELEASED_NAMES, SalaConfig, own_file, read_json_object
+from sala.errors import CheckpointError, ConfigError, ModelNotFound
 from sala.lab.train.models import copy_tokenizer
 from sala.quantization_config import Groups, QuantConfig
 
 ALWAYS_DENSE = 1 << 40
+_MAX_SIZE = 1 << 20
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 _IGNORED_TENSORS = ("rotary_emb.inv_freq",)  # derived values that some checkpoints store
 
@@ -56,6 +57,10 @@ def import_dense(source: Path, target: Path) -> None:
 def _import_gguf(source: GGUF, target: Path) -> None:
     """Import a GGUF file; quantized matrices keep their codes if the affine layout can represent them."""
     config = dense_config(source.config())
+    shapes = expected_tensors(config)
+    wrong = sorted(name for name in {*source, *shapes} if name not in source or source.shape(name) != shapes.get(name))
+    if wrong:
+        raise CheckpointError(f"{source.path}: {wrong[0]} is missing or has another shape", "download it again")
     specs: dict[str, Spec] = {}
     packed: dict[str, Groups] = {}
     for name in source:
@@ -87,7 +92,7 @@ def _copy_dense(source: Path, target: Path) -> None:
     with new_directory(target) as draft:
         for file in source.iterdir():
             if file.is_file():
-                shutil.copy2(file, draft / file.name)
+                shutil.copy2(own_file(file), draft / file.name)
 
 
 def dense_config(values: Mapping[str, Any]) -> SalaConfig:
@@ -103,14 +108,15 @@ def dense_config(values: Mapping[str, Any]) -> SalaConfig:
     _refuse(values, "mlp_bias", (False,))
     _refuse(values, "sliding_window", (None,), unless=not values.get("use_sliding_window", kind == "mistral"))
     theta = _rope_theta(values)
-    layers, hidden = int(values["num_hidden_layers"]), int(values["hidden_size"])
-    heads = int(values["num_attention_heads"])
+    layers, hidden, heads = (
+        _size(values, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
     dim = values.get("head_dim") or hidden // heads
     return SalaConfig.from_dict(
         {
-            "vocab_size": values["vocab_size"],
+            "vocab_size": values.get("vocab_size"),
             "hidden_size": hidden,
-            "intermediate_size": values["intermediate_size"],
+            "intermediate_size": values.get("intermediate_size"),
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
             "num_key_value_heads": values.get("num_key_value_heads") or heads,
@@ -141,10 +147,20 @@ def dense_config(values: Mapping[str, Any]) -> SalaConfig:
 
 def _rope_theta(values: Mapping[str, Any]) -> float:
     table = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(table, Mapping):
+        raise ConfigError("config.json: the parameters of RoPE are not an object", "download it again")
     kind = table.get("rope_type", table.get("type", "default"))
     if kind != "default":
         raise ConfigError(f"config.json: RoPE is scaled ({kind!r})", "convert a model without RoPE scaling")
-    return float(table.get("rope_theta") or values.get("rope_theta", 10000.0))
+    theta: float = table.get("rope_theta") or values.get("rope_theta", 10000.0)
+    return theta  # checked with the rest of the configuration
+
+
+def _size(values: Mapping[str, Any], name: str) -> int:
+    value = values.get(name)
+    if not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
+        raise ConfigError(f"config.json: {name} is {value!r:.80}", f"it must be from 1 to {_MAX_SIZE:,}")
+    return value
 
 
 def _refuse(values: Mapping[str, Any], name: str, allowed: tuple[Any, ...], unless: bool = False) -> None:

@@ -75,6 +75,7 @@ def to_hybrid(dense: SalaModel, config: SalaConfig, seed: int) -> SalaModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         model = SalaModel(config)
+    model.kernels = dense.kernels
     model.model.embed_tokens = dense.model.embed_tokens
     model.model.norm = dense.model.norm
     model.lm_head = dense.lm_head

@@ -1,0 +1,1 @@
+"""Published long-context benchmarks: their cases, made here or read from their data, and their metrics."""
