@@ -1,7 +1,7 @@
 """LLaMA-Factory with SALA models: its commands, in processes where the model is registered, without remote code.
 
-`python -m sala.plugins.llamafactory train FILE.yaml` does what `llamafactory-cli train FILE.yaml` does, and is
-what torchrun and `accelerate launch -m` start in each process.
+`python -m sala.plugins.llamafactory train FILE.yaml` does what `llamafactory-cli train FILE.yaml` does. `sala
+llamafactory train FILE.yaml`, which torchrun starts in each process too, also measures recall before and after.
 """
 
 import os
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 from sala.errors import InputError, SalaError
 
@@ -23,8 +24,11 @@ COMMANDS = {
 }
 
 
-def launch(command: str, arguments: Sequence[str]) -> int:
-    """Run a command of LLaMA-Factory with a YAML file and `key=value` overrides; return its exit code."""
+def launch(command: str, arguments: Sequence[str], make_callbacks: Callable[[], list[Any]] | None = None) -> int:
+    """Run a command of LLaMA-Factory with a YAML file and `key=value` overrides; return its exit code.
+
+    `make_callbacks` returns further callbacks of its Trainer.
+    """
     if command not in COMMANDS:
         raise InputError("command", f"is {command!r}", f"choose one of {', '.join(COMMANDS)}")
     if find_spec("llamafactory") is None:
@@ -36,7 +40,11 @@ def launch(command: str, arguments: Sequence[str]) -> int:
     register()
     place, name = COMMANDS[command]
     sys.argv = [f"llamafactory-cli {command}", *arguments]  # LLaMA-Factory reads its arguments from here
-    getattr(import_module(place), name)()
+    run = getattr(import_module(place), name)
+    if command == "train" and make_callbacks is not None:
+        run(callbacks=make_callbacks())
+    else:
+        run()
     return 0
 
 
@@ -56,7 +64,7 @@ def torchrun(environment: Mapping[str, str], num_devices: int, arguments: Sequen
         *("--nproc-per-node", environment.get("NPROC_PER_NODE", str(max(1, num_devices)))),
         *("--master-addr", environment.get("MASTER_ADDR", "127.0.0.1")),
         *("--master-port", environment.get("MASTER_PORT") or str(_find_port())),
-        *("-m", "sala.plugins.llamafactory", "train", *arguments),
+        *("-m", "sala", "llamafactory", "train", *arguments),
     ]
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -26,11 +26,11 @@ from sala.backends.mlx.dispatch import select_ops
 from sala.backends.mlx.model import Layer, SalaModel
 from sala.backends.mlx.ops import REFERENCE
 from sala.backends.mlx.ops.sparse import pool_keys
+from sala.backends.rows import POOLS
 from sala.config import SalaConfig, SparseConfig
 from sala.errors import InputError, SalaError
 
 NAME = "mlx_lm.models.minicpm_sala"
-POOLS = ("k", "v", "k1", "k2")
 _THEIRS = ("quantization", "quantization_config", "quantize_activations")  # of config.json: mlx-lm reads them itself
 
 
@@ -175,8 +175,7 @@ class Model(SalaModel):
 
     @property
     def layers(self) -> list[Layer]:
-        found: list[Layer] = self.model.layers
-        return found
+        return self.model.layers
 
     def make_cache(self) -> list[SalaCache]:
         return [SalaCache(self.config)]
@@ -202,7 +201,11 @@ class Model(SalaModel):
             Span(0, length, row, sparse_from, 0, tuple(range(row * pages, (row + 1) * pages))) for row in range(num)
         )
         batch = Batch((), spans, REFERENCE, inputs.reshape(-1))
-        hidden = super().__call__(batch, _WholeCache(self.config, num))
+        config, dim = self.config, self.config.lightning_head_dim
+        states = {layer: [mx.zeros((config.lightning_nh, dim, dim))] * num for layer in config.lightning_layers}
+        held = {layer: WholePages(config.sparse_config) for layer in config.sparse_layers}
+        cache: Any = SimpleNamespace(pages=held, states=states)
+        hidden = super().__call__(batch, cache)
         return self.logits(hidden).reshape(num, length, -1)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -211,16 +214,6 @@ class Model(SalaModel):
             shared = {name: value for name, value in weights.items() if name.startswith("model.embed_tokens.")}
             weights |= {f"lm_head.{name.rpartition('.')[2]}": value for name, value in shared.items()}
         return weights
-
-
-class _WholeCache(HybridCache):
-    """Empty states and pages for one call."""
-
-    def __init__(self, config: SalaConfig, num: int) -> None:
-        dim = config.lightning_head_dim
-        empty = mx.zeros((config.lightning_nh, dim, dim))
-        self.pages = {layer: WholePages(config.sparse_config) for layer in config.sparse_layers}  # type: ignore[misc]
-        self.states = {layer: [empty] * num for layer in config.lightning_layers}
 
 
 def register() -> None:

@@ -1,21 +1,27 @@
 """SGLang implements SALA itself; this plug-in fixes an error there and runs the model without a GPU.
 
-SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). Two hooks:
+SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). Three hooks:
 
 - Under tensor parallelism SGLang 0.5.23 normalises the output of a lightning layer over the heads of one rank instead
   of all heads, and generates other tokens. The hook sums the squares over the ranks. Whether it is needed is read
   from SGLang's source, so that it does nothing once SGLang is fixed.
 - The linear-attention kernel is Triton, which needs a GPU. Without one, sala's reference is used.
+- `--dense-as-sparse`, a flag of the vendor's fork, is a variable in SGLang: the hook adds the flag, which sets it.
 """
 
+import argparse
 import ast
+import contextlib
 import functools
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from sala.plugins import versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
 MODEL = "sglang.srt.models.minicpm"
 MIXER = "MiniCPMLightningMixer"
 KERNEL = "sglang.kernels.ops.attention.linear.seg_la.seg_la_fwd"
+FLAGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +39,7 @@ class Norm(Enum):
 
     ABSENT = "has no lightning layers"
     PER_RANK = "normalises over the heads of each rank"
-    OTHER = "normalises in a way of its own"
+    OTHER = "normalises in an unknown way"
 
 
 @functools.cache
@@ -40,8 +47,16 @@ def register() -> None:
     """Register with SGLang, which calls this in every process."""
     import torch
 
+    version = versions.SGLANG.installed()
+    try:
+        if version is not None:
+            versions.check(versions.SGLANG, version)
+    except versions.UnsupportedVersion as error:
+        log.error("SALA is left as SGLang has it: %s", error)  # other models must still run there
+        return
     norm = read_norm(_find_source(MODEL))
-    log.info("SGLang %s: %s", norm.value, "repaired" if norm is Norm.PER_RANK else "left as it is")
+    level = logging.WARNING if norm is Norm.OTHER else logging.INFO
+    log.log(level, "SGLang %s: %s", norm.value, "repaired" if norm is Norm.PER_RANK else "left as it is")
     if norm is Norm.ABSENT:
         return
     from sglang.srt.configs.minicpm import MiniCPMHybridConfig
@@ -50,10 +65,25 @@ def register() -> None:
 
     # SGLang's configuration stays under the model's name, also where `sala.register()` was called before.
     AutoConfig.register(MiniCPMHybridConfig.model_type, MiniCPMHybridConfig, exist_ok=True)
+    HookRegistry.register(FLAGS, add_flags, HookType.AFTER)
     if norm is Norm.PER_RANK:
         HookRegistry.register(f"{MODEL}.{MIXER}.__init__", build_mixer, HookType.AROUND)
     if not torch.cuda.is_available():
         HookRegistry.register(KERNEL, run_segments, HookType.AROUND)
+
+
+class DenseAsSparse(argparse.Action):
+    """Sets the variable that makes SGLang select blocks for prompts of any length; its other processes inherit it."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        os.environ["SGLANG_MINICPM_DENSE_AS_SPARSE"] = "1"
+
+
+def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
+    """Add the vendor's flag to SGLang's own, unless SGLang has it."""
+    text = "Select blocks for prompts of any length, also for those that SALA reads densely."
+    with contextlib.suppress(argparse.ArgumentError):
+        parser.add_argument("--dense-as-sparse", nargs=0, action=DenseAsSparse, default=argparse.SUPPRESS, help=text)
 
 
 def _find_source(module: str) -> str:

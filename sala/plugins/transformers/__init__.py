@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sala.errors import MissingExtra
+from sala.plugins import versions
 
 ARCHITECTURE = "MiniCPMSALAForCausalLM"  # what other engines look for in config.json
 LAYER_TYPES = {"sparse": "full_attention", "lightning": "linear_attention"}  # names that transformers allows
@@ -31,6 +32,9 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    version = versions.TRANSFORMERS.installed()
+    if version is not None:
+        versions.check(versions.TRANSFORMERS, version)
     try:
         return getattr(import_module(f"{__name__}.{home}"), name)
     except ModuleNotFoundError as error:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from sala.backends.rows import POOLS
 from sala.backends.torch.batch import Span
 from sala.backends.torch.cache import HybridCache, KVPages
 from sala.backends.torch.fast.dispatch import select_ops
@@ -21,22 +22,24 @@ class SalaCache(Cache):
     """Every row of the batch has its own run of pages and its own slot; runs double in length when one is full.
 
     `get_seq_length` counts columns of the batch, padding included, as transformers does; a row counts its tokens.
-    Rows cannot be shortened: a recurrent state holds no earlier one.
+    Rows cannot be shortened: a recurrent state cannot be rolled back.
     """
 
     is_compileable = is_croppable = False
 
-    def __init__(self, config: SalaConfig, prompt_lens: Sequence[int] | None = None) -> None:
+    def __init__(self, config: SalaConfig) -> None:
         super().__init__(layers=[])
         self.config = config
-        self.prompt_lens = prompt_lens  # the tokens of each prompt, cached ones included, as far as known
+        self.prompt_lens: Sequence[int] | None = None  # tokens of each prompt, cached ones included, if known
         self.num_columns = 0
         self.row_pages = 0
         self.lengths: list[int] = []
         self.sparse_from: list[int] = []
         self.hybrid: HybridCache | None = None
 
-    def advance(self, counts: Sequence[int], dtype: torch.dtype, devices: Sequence[torch.device]) -> CachedRows:
+    def advance(
+        self, counts: Sequence[int], dtype: torch.dtype, devices: Sequence[torch.device], kernels: str = "auto"
+    ) -> CachedRows:
         """Reserve space for this many new tokens per row and return the rows for the model."""
         if self.hybrid is None:
             self._start(len(counts), dtype, devices)
@@ -51,7 +54,7 @@ class SalaCache(Cache):
             if count:
                 spans.append(self._span(row, self.lengths[row], count, devices[0]))
                 self.lengths[row] += count
-        return CachedRows((), tuple(spans), devices[0], select_ops())
+        return CachedRows((), tuple(spans), devices[0], select_ops(kernels))
 
     def _span(self, row: int, start: int, count: int, device: torch.device) -> Span:
         first, num_pages = row * self.row_pages, -(-(start + count) // self.config.sparse_config.block_size)
@@ -120,8 +123,7 @@ class SalaCache(Cache):
         if self.prompt_lens is not None:
             self.prompt_lens = [self.prompt_lens[row] for row in indices]
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.select(beam_idx)
+    reorder_cache = select  # type: ignore[assignment]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.select(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
@@ -179,7 +181,7 @@ class SalaCache(Cache):
 
 def _copy_rows(pages: KVPages, rows: Tensor, num_before: int, num_after: int) -> None:
     """Copy the runs of `rows`, in this order, from `num_before` to `num_after` pages each."""
-    for name in ("k", "v", "k1", "k2"):
+    for name in POOLS:
         old = getattr(pages, name)
         num_heads, _, per_page, dim = old.shape
         new = old.new_empty(num_heads, len(rows), num_after, per_page, dim)

@@ -129,7 +129,7 @@ def _check_rope(table: dict[str, Any] | None) -> dict[str, Any]:
     table = table or {}
     kind = table.get("rope_type", table.get("type", "default"))
     if kind != "default":
-        raise ConfigError(f"config.json: rope_scaling is {kind!r}", "the model needs none: set it to null")
+        raise ConfigError(f"config.json: rope_scaling is {kind!r}", "the model does not use it: set it to null")
     return table
 
 

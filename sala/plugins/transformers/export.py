@@ -13,7 +13,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_sala.SalaDecoder",
     "AutoModelForCausalLM": "modeling_sala.SalaForCausalLM",
 }
-# Imports there stand under `try`: otherwise transformers would advise to install the unrelated package `sala`.
+# They import inside `try`: otherwise transformers would tell users to install an unrelated package named `sala`.
 _CODE = Path(__file__).parent / "remote_code"
 
 

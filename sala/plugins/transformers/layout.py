@@ -60,10 +60,10 @@ class BatchLayout:
             x = empty.index_copy(0, self.places, x)
         return x.unflatten(0, self.shape)
 
-    def whole(self, device: torch.device) -> WholeRows:
+    def whole(self, device: torch.device, kernels: str) -> WholeRows:
         """Return the whole sequences as the model takes them; positions of each start at 0."""
         positions = torch.cat([torch.arange(length, device=device) for length in self.lengths])
-        return WholeRows(positions, positions, self.lengths, select_ops())
+        return WholeRows(positions, positions, self.lengths, select_ops(kernels))
 
 
 def find_layout(

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.reader import Checkpoint
-from sala.config import SalaConfig
+from sala.config import SalaConfig, own_file
 from sala.plugins.transformers.config import IS_OLD, SalaHfConfig
 from sala.plugins.transformers.model import SalaForCausalLM, register
 from sala.plugins.transformers.packed import wrap_packed
@@ -49,7 +49,7 @@ def adopt(source: SalaModel, path: Path, dtype: torch.dtype, packed: bool = Fals
     model.model.embed_tokens, model.model.norm = source.model.embed_tokens, source.model.norm
     for target, layer in zip(model.model.layers, source.model.layers, strict=True):
         target._modules.update(layer._modules)
-    model.lm_head = source.lm_head
+    model.lm_head, model.model.kernels = source.lm_head, source.kernels
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     model.config._name_or_path = str(path)
@@ -59,7 +59,7 @@ def adopt(source: SalaModel, path: Path, dtype: torch.dtype, packed: bool = Fals
 
 def generation_config(model: Any, path: Path) -> Any:
     """Return the generation settings beside a checkpoint, or those that its config.json implies."""
-    if (path / "generation_config.json").is_file():
+    if own_file(path / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(path)
     return GenerationConfig.from_model_config(model.config)
 

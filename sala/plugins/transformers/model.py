@@ -85,6 +85,7 @@ class SalaDecoder(SalaPreTrainedModel):
         self.layers = nn.ModuleList(SalaLayer(sala, mixer) for mixer in sala.mixers)
         self.norm = RMSNorm(sala.hidden_size, sala.rms_norm_eps)
         self.gradient_checkpointing = False
+        self.kernels = "auto"  # or off: the reference
         self.post_init()
 
     @can_return_tuple  # type: ignore[untyped-decorator]
@@ -102,12 +103,13 @@ class SalaDecoder(SalaPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, and not both")
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        keeps_states = bool(wanted)
+        keeps_states = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
         cache = self._find_cache(past_key_values, use_cache)
         if cache is None:
             layout = find_layout(tuple(embeds.shape[:2]), attention_mask, position_ids)
-            states: list[Any] = self._run_layers(embeds, layout, layout.whole(embeds.device), None, keeps_states)
+            states: list[Any] = self._run_layers(
+                embeds, layout, layout.whole(embeds.device, self.kernels), None, keeps_states
+            )
         else:
             with torch.no_grad():
                 states = self._run_cached(embeds, attention_mask, cache, keeps_states)
@@ -155,7 +157,7 @@ class SalaDecoder(SalaPreTrainedModel):
             part = embeds[:, begin : begin + _CHUNK]
             own_mask = None if mask is None else mask[:, begin : begin + _CHUNK]
             own_layout = find_layout((num_rows, part.shape[1]), own_mask)
-            batch = cache.advance(own_layout.counts, embeds.dtype, devices)
+            batch = cache.advance(own_layout.counts, embeds.dtype, devices, self.kernels)
             cache.num_columns += part.shape[1]
             if batch.spans:
                 pieces.append(self._run_layers(part, own_layout, batch, cache, keeps_states))
@@ -208,30 +210,18 @@ class SalaForCausalLM(SalaPreTrainedModel, GenerationMixin):
         """Return logits and loss; `token_type_ids`, which some tokenizers return, are ignored."""
         if use_cache is None and labels is not None:
             use_cache = False
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-        )
+        inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+        outputs = self.model(*inputs, use_cache=use_cache, output_hidden_states=output_hidden_states)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
         hidden = outputs.last_hidden_state[:, slice(None) if isinstance(kept, int) else kept]
+        logits: Any = None if labels is not None and self.loss_rows else self._score(hidden)
         loss: Any = None
-        logits: Any = None
         if labels is not None and self.loss_rows:
             loss = self._tiled_loss(hidden, labels, self.loss_rows, kwargs.get("num_items_in_batch"))
-        else:
-            logits = self._score(hidden)
-        if labels is not None and logits is not None:
+        elif labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
         )
 
     def _score(self, hidden: Tensor) -> Tensor:

@@ -28,8 +28,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
-            y: Tensor = _Product.apply(x, self.packed)
-            return y
+            return _Product.apply(x, self.packed)
         return self.packed(x)
 
 

@@ -8,7 +8,8 @@ from sala.plugins.transformers.config import SalaHfConfig
 
 
 class VllmSalaConfig(SalaHfConfig):
-    """Keeps a quantization table under its usual name, where vLLM looks for it.
+    """Keeps a quantization table under its usual name, where vLLM looks for it, unless it is MLX's, which vLLM
+    does not know.
 
     `rswa_window` makes vLLM pass the prompt length of each request to attention backends, which decides whether it is
     dense or sparse. vLLM has it for another kind of attention; SALA's layers do not use the number itself.
@@ -19,7 +20,7 @@ class VllmSalaConfig(SalaHfConfig):
     def __init__(self, **values: Any) -> None:
         table = values.get("quantization_config")
         super().__init__(**values)
-        if table is not None:
+        if table is not None and "quant_method" in table:
             self.quantization_config = table
 
 

@@ -8,6 +8,7 @@ The kernels take prefill rows one at a time and decode rows, which have one toke
 import functools
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -41,29 +42,23 @@ def _attend_row(
     """Attend one row; its regime may change inside it."""
     blocks = step.tables[row.index, : -(-row.end // pages.block_tokens)].long()
     num_dense = min(max(row.sparse_from - row.start, 0), row.length)
-    dense, sparse = pages.attend_dense, pages.attend_sparse
-    if has_kernels:
-        dense, sparse = functools.partial(_dense_prefill, pages), functools.partial(_sparse_prefill, pages)
     outputs = []
-    if num_dense:
-        outputs.append(dense(q[:num_dense], row.start, blocks, scale))
-    if num_dense < row.length:
-        outputs.append(sparse(q[num_dense:], row.start + num_dense, blocks, scale))
+    for begin, end, is_sparse in ((0, num_dense, False), (num_dense, row.length, True)):
+        if begin < end:
+            rows = (q[begin:end], row.start + begin, blocks, scale)
+            reference = pages.attend_sparse if is_sparse else pages.attend_dense
+            outputs.append(_prefill(pages, *rows, is_sparse) if has_kernels else reference(*rows))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _dense_prefill(pages: Pages, q: Tensor, start: int, blocks: Tensor, scale: float) -> Tensor:
-    from sala.backends.torch.kernels import attention
-
-    return attention.prefill(q, *pages.keys_and_values, pages.tile_table(blocks), None, start, scale)
-
-
-def _sparse_prefill(pages: Pages, q: Tensor, start: int, blocks: Tensor, scale: float) -> Tensor:
+def _prefill(pages: Pages, q: Tensor, start: int, blocks: Tensor, scale: float, is_sparse: bool) -> Tensor:
     from sala.backends.torch.kernels import attention, block_selection
 
-    k1, k2 = pages.pooled(blocks)
-    own = torch.arange(k1.shape[1], device=q.device)
-    selected = block_selection.select_prefill(q, k1, k2, own, start, pages.layout.sparse, scale)
+    selected = None
+    if is_sparse:
+        k1, k2 = pages.pooled(blocks)
+        own = torch.arange(k1.shape[1], device=q.device)
+        selected = block_selection.select_prefill(q, k1, k2, own, start, pages.layout.sparse, scale)
     return attention.prefill(q, *pages.keys_and_values, pages.tile_table(blocks), selected, start, scale)
 
 
@@ -117,20 +112,16 @@ def _advance(
     q: Tensor, k: Tensor, v: Tensor, states: Tensor, lengths: Sequence[int], slopes: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """q, k, v [T, H, D] and contiguous states [S, H, D, D], which are overwritten → [T, H, D], the states."""
-    from sala.backends.torch.kernels import lightning
+    from sala.backends.torch.kernels import lightning, spans
 
-    output = q.new_empty(q.shape)
     decode = [index for index, length in enumerate(lengths) if length == 1]
     if len(decode) == len(lengths):
         slots = torch.arange(len(lengths), device=q.device)
-        lightning.lightning_decode(q, k, v, states, slots, slopes, scale, output)
-        return output, states
-    pieces = [x.split(list(lengths)) for x in (q, k, v, output)]
-    for index, (q_, k_, v_, o_) in enumerate(zip(*pieces, strict=True)):
-        if lengths[index] > 1:
-            found, after = lightning.lightning_prefill(q_, k_, v_, states[index], slopes, scale)
-            o_.copy_(found)
-            states[index] = after
+        return lightning.lightning_decode(q, k, v, states, slots, slopes, scale), states
+    firsts = accumulate(lengths, initial=0)
+    packed = [spans.PackedSpan(first, length, slot=index) for index, (first, length) in enumerate(zip(firsts, lengths))]  # noqa: B905
+    table = spans.table_of([span for span in packed if span.num_rows > 1], q.device)
+    output = lightning.lightning_prefill(q, k, v, states, table, slopes, scale)
     if decode:
         at, ones = _tokens_of(decode, lengths, q.device), [1] * len(decode)
         output[at], states[decode] = _advance(q[at], k[at], v[at], states[decode], ones, slopes, scale)
@@ -144,5 +135,5 @@ def can_use_kernels(x: Tensor) -> bool:
 
 @functools.cache
 def _fits(dim: int, device: torch.device) -> bool:
-    is_wanted = os.environ.get("SALA_KERNELS") not in ("0", "off")  # vLLM has no options of ours
+    is_wanted = os.environ.get("SALA_KERNELS") not in ("0", "off")  # sala's options do not reach vLLM
     return is_wanted and dim in (16, 32, 64, 128) and triton_kernels.why_not(device) is None

@@ -38,7 +38,8 @@ from sala.backends.torch.ops.dense import apply_rope, rms_norm, rms_norm_share
 from sala.backends.torch.ops.lightning import decay_slopes
 from sala.config import SalaConfig
 from sala.plugins.vllm.dispatch import advance_states
-from sala.plugins.vllm.memory import RequestRow
+from sala.plugins.vllm.memory import BlockLayout, RequestRow
+from sala.plugins.vllm.releases import pad_state
 
 STATE_DTYPE = torch.float32
 Angles = tuple[Tensor, Tensor]  # RoPE's cos and sin
@@ -192,6 +193,13 @@ class LightningMixer(Mixer, MambaBase):
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return LightningBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
+        groups = max(1, self.config.num_key_value_heads // self.num_ranks)
+        layout = BlockLayout(self.config.sparse_config, groups, self.config.head_dim)
+        token_bytes = layout.token_bytes(vllm_config.model_config.dtype.itemsize)
+        spec = super().get_kv_cache_spec(vllm_config)
+        return pad_state(spec, vllm_config.cache_config.block_size * token_bytes)
 
 
 @eager_break_during_capture

@@ -4,9 +4,9 @@ vLLM allocates blocks of many tokens and does not interpret them. A block of a s
 
     keys [G, N, B, D]    values [G, N, B, D]    k1 [G, N, B / stride, D]    k2 [G, N, B / 4 stride, D]    spare rows
 
-Pooled keys lie in the page where their window ends, so they are shared and freed with their block. The spare rows make
-a block a whole number of tiles [B, D]: keys and values of all blocks are tiles of one tensor, and sala's kernels
-address a page by the number of its tile.
+Pooled keys are stored in the page in which their window ends, so they are shared and freed with their block. The spare
+rows make a block a whole number of tiles [B, D]: keys and values of all blocks are tiles of one tensor, and sala's
+kernels address a page by the number of its tile.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"

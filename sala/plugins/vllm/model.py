@@ -37,7 +37,9 @@ from sala.backends.torch.ops.dense import rope_angles
 from sala.config import SalaConfig
 from sala.errors import ConfigError
 from sala.plugins.vllm.lightning import STATE_DTYPE, Angles, LightningMixer, state_shape
+from sala.plugins.vllm.quantized import expand
 from sala.plugins.vllm.sparse import SparseMixer
+from sala.quantization_config import QuantConfig
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
@@ -127,10 +129,7 @@ class Decoder(nn.Module):
 
 class SalaForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsLoRA, SupportsPP, SupportsQuant):
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = PACKED
-    embedding_modules: ClassVar[dict[str, str]] = {
-        "embed_tokens": "input_embeddings",
-        "lm_head": "output_embeddings",
-    }
+    embedding_modules: ClassVar[dict[str, str]] = {"embed_tokens": "input_embeddings", "lm_head": "output_embeddings"}
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_stacked={f".{part}_proj": (".qkv_proj", part) for part in "qkv"}
         | {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
@@ -139,6 +138,7 @@ class SalaForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsLoRA, Supports
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.config = config = read_config(vllm_config)
+        self.packed, self.dtype = packed_table(vllm_config), vllm_config.model_config.dtype
         check_options(vllm_config)
         check_ranks(config, get_tensor_model_parallel_world_size())
         self.model = Decoder(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
@@ -172,6 +172,8 @@ class SalaForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsLoRA, Supports
         return self.logits_processor(self.lm_head, hidden_states / self.config.logit_divisor)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        if self.packed is not None:
+            weights = expand(weights, self.packed, self.dtype)
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
 
     # the states of the lightning layers, which vLLM asks for before it builds the model
@@ -190,12 +192,13 @@ class SalaForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsLoRA, Supports
 
 
 def read_config(vllm_config: VllmConfig) -> SalaConfig:
-    """Return the configuration; raise ConfigError for MLX's layout, whose codes vLLM would take for weights."""
-    hf_config = vllm_config.model_config.hf_config
-    if hf_config.quantization is not None and getattr(hf_config, "quantization_config", None) is None:
-        remedy = "give vLLM a GPTQ, AWQ, compressed-tensors or FP8 checkpoint, or one in 16 bits"
-        raise ConfigError("the checkpoint is quantized in MLX's layout, which vLLM does not read", remedy)
-    return hf_config.to_sala()
+    return vllm_config.model_config.hf_config.to_sala()
+
+
+def packed_table(vllm_config: VllmConfig) -> QuantConfig | None:
+    """Return the bits of a checkpoint in MLX's layout, which vLLM does not read; None for any other."""
+    quantization = vllm_config.model_config.hf_config.quant_config()
+    return None if quantization is None or quantization.layout is not None else quantization
 
 
 def check_options(vllm_config: VllmConfig) -> None:

@@ -13,11 +13,11 @@ from sala.config import SparseConfig
 SPARSE_KEY = ("sala_regime", "sparse")
 
 
-class Request(Protocol):
+class HasPromptLength(Protocol):
     num_prompt_tokens: int
 
 
-def block_keys(request: Request, end: int, sparse: SparseConfig) -> tuple[tuple[str, str], ...]:
+def block_keys(request: HasPromptLength, end: int, sparse: SparseConfig) -> tuple[tuple[str, str], ...]:
     """Return the extra keys for the hash of a request's block that ends before token `end`."""
     is_apart = end > sparse.agreement_len and sparse.sparse_from(request.num_prompt_tokens) == 0
     return (SPARSE_KEY,) if is_apart else ()

@@ -3,32 +3,30 @@
 # mypy: disable-error-code="import-not-found, misc, no-any-return"
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_gather
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionImpl,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     MultipleOf,
 )
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec, replace_as
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from sala.backends.torch.ops.dense import grow_queries
 from sala.config import SalaConfig, SparseConfig
-from sala.plugins.vllm import BACKEND
 from sala.plugins.vllm.dispatch import attend
 from sala.plugins.vllm.lightning import Angles, Mixer, read_rows
 from sala.plugins.vllm.memory import BlockLayout, Pages, StepMetadata, plan_step
 from sala.plugins.vllm.regime import keep_apart
+from sala.plugins.vllm.releases import LaidOutBackend, SizedAttention, name_backend, opaque_page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +34,11 @@ class SparseSpec(FullAttentionSpec):
     """Full attention as far as blocks are concerned, with more bytes per token for the pooled keys."""
 
     sparse: SparseConfig = field(default_factory=SparseConfig)
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        layout = BlockLayout(self.sparse, self.num_kv_heads, self.head_size)
+        return self.block_size * layout.token_bytes(self.dtype.itemsize)
 
     @classmethod
     def merge(cls, specs: list["SparseSpec"]) -> "SparseSpec":
@@ -53,8 +56,10 @@ class SparseManager(FullAttentionManager):
 KVCacheSpecRegistry._ensure_registered()  # otherwise our entry alone would pass for the whole table
 KVCacheSpecRegistry.register(SparseSpec, SparseManager, uniform_type_base_spec=FullAttentionSpec)
 
+BACKEND = name_backend("SALA_INFLLM_V2", f"{__name__}.SparseBackend")
 
-class SparseBackend(AttentionBackend):
+
+class SparseBackend(LaidOutBackend):
     sparse: ClassVar[SparseConfig] = SparseConfig()
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     forward_includes_kv_cache_update = True
@@ -76,15 +81,16 @@ class SparseBackend(AttentionBackend):
         return [MultipleOf(BlockLayout(cls.sparse, 1, 1).block_tokens)]
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+    def elements_per_token(cls, num_kv_heads: int, head_size: int) -> int:
+        return BlockLayout(cls.sparse, num_kv_heads, head_size).token_bytes(1)
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> SparseSpec:
         """Return a spec whose pages are opaque to vLLM."""
         layout = BlockLayout(cls.sparse, spec.num_kv_heads, spec.head_size)
-        size = layout.token_bytes(spec.dtype.itemsize)
-        return replace_as(spec, SparseSpec, num_head_slots=1, state_content_bytes=size, sparse=cls.sparse)
+        usual = {entry.name: getattr(spec, entry.name) for entry in fields(spec) if entry.init}
+        opaque = opaque_page(layout.token_bytes(spec.dtype.itemsize))
+        return SparseSpec(**{**usual, **opaque, "sparse": cls.sparse})
 
 
 @functools.cache
@@ -163,7 +169,7 @@ class SparseMixer(Mixer):
         shared = max(1, self.num_ranks // groups)
         self.group, self.own = self.rank // shared * shared, self.rank % shared
         self.num_query_heads = shared * self.num_heads
-        self.attn = Attention(
+        self.attn = SizedAttention(
             self.num_query_heads,
             dim,
             dim**-0.5,
