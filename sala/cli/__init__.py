@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import tomllib
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,8 @@ from typer.core import TyperGroup
 
 from sala.errors import InputError, SalaError, explain_write_error
 
-COMMANDS: dict[str, str] = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
-GROUPS = {
-    **dict.fromkeys(("init", "setup", "fuse", "export"), "checkpoints"),
-    **dict.fromkeys(("list", "pull", "rm"), "models"),
-    "batch": "generate",
-    "ps": "serve",
-    **dict.fromkeys(("perplexity", "report"), "eval"),
-    **dict.fromkeys(("train", "convert", "finetune", "llamafactory"), "training"),
-}  # modules that are not named for their command
+_TABLE = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+COMMANDS: dict[str, str] = {name: entry["help"] for name, entry in _TABLE.items() if "help" in entry}
 
 
 class Commands(TyperGroup):
@@ -31,19 +25,20 @@ class Commands(TyperGroup):
         return [*COMMANDS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in _TABLE:
             return None
-        target = getattr(import_module(f"sala.cli.{GROUPS.get(cmd_name, cmd_name)}"), cmd_name)
+        cmd_name = _TABLE[cmd_name].get("command", cmd_name)
+        target = getattr(import_module(f"sala.cli.{_TABLE[cmd_name].get('module', cmd_name)}"), cmd_name)
         if isinstance(target, typer.Typer):
             group = typer.main.get_command(target)
             group.help = COMMANDS[cmd_name]
             return group
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(name=cmd_name, help=COMMANDS[cmd_name])(target)
+        alone.command(name=cmd_name, help=COMMANDS.get(cmd_name, target.__doc__))(target)
         return typer.main.get_command(alone)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args and args[0] not in _TABLE and not args[0].startswith("-"):
             from sala.options.schema import suggest
 
             hint = suggest(args[0], COMMANDS, "sala --help lists them")
@@ -82,7 +77,18 @@ def options(
 
 def main() -> None:
     """Exit codes: 0 done, 1 failed, 2 asked wrongly, 130 interrupted."""
-    sys.exit(run(sys.argv[1:]))
+    warnings.showwarning = _show_warning
+    code = run(sys.argv[1:])
+    if processes := sys.modules.get("sala.lab.train.processes"):  # the command has trained, perhaps as one of several
+        processes.exit_process(code)
+    sys.exit(code)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Show a warning in one line, without the line of code that it comes from."""
+    from sala.cli.flags import note
+
+    note(f"warning: {message}")
 
 
 def run(arguments: list[str]) -> int:

@@ -1,6 +1,9 @@
-"""`sala bench`: speed and memory by context length or number of requests, against a dense model, and by kernel."""
+"""`sala bench`: speed and memory by context length or number of requests, against a dense model, and by kernel.
 
-from collections.abc import Callable, Iterator, Sequence
+The command `sala bench serve` is in `bench_serve`.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -10,7 +13,9 @@ import typer
 from typer.core import TyperGroup
 
 from sala.cli import flags as s
+from sala.cli.bench_serve import add_to
 from sala.cli.outputs import Run
+from sala.cli.progress import each_in_turn
 from sala.errors import InputError, SalaError
 from sala.options import Options
 
@@ -22,9 +27,9 @@ if TYPE_CHECKING:
     from sala.lab.bench.roofline import KernelResult, Roofline
 
     Measure = Callable[[int], Latency]
+    Sides = tuple[Sequence[Latency], Sequence[Latency]]
 
 T = TypeVar("T", "Latency", "Throughput")
-Item = TypeVar("Item")
 
 
 class Benches(TyperGroup):
@@ -42,7 +47,7 @@ Random = Annotated[str | None, s.flag("Random weights instead of a model: tiny o
 NewTokens = Annotated[int, s.flag("Tokens of an answer.", "--new-tokens", "-n", min=2)]
 JsonFile = Annotated[Path | None, s.flag("Record of the results.", "--json", metavar="FILE")]
 # the measurements set these themselves
-OneModel = Annotated[Options, s.Use(without=("ctx", "max_batch", "snapshots", "cache_dir", "cache_disk"))]
+OneModel = Annotated[Options, s.Use(without=("ctx", "max_batch", "cache_dir", "cache_disk"), defaults={"snapshots": 0})]
 
 
 @bench.command()
@@ -125,8 +130,11 @@ def kernels(
 @s.derived
 def against(
     *,
-    dense: Annotated[str, s.argument("A dense model for transformers: its directory, qwen3-8b-random or tiny-random.")],
+    dense: Annotated[str, s.argument("A dense model: its directory, qwen3-8b-random or tiny-random.")],
     random: Random = None,
+    bits: Annotated[
+        int | None, s.flag("Bits of the dense model's weights: 16, 8 or 4; default: those of ours.")
+    ] = None,
     lengths: Annotated[str, s.flag("Tokens of the prompts, e.g. 4K,32K,128K.")] = "1K,4K,16K",
     new_tokens: NewTokens = 64,
     json_file: JsonFile = None,
@@ -134,36 +142,84 @@ def against(
     options: OneModel,
     force: s.Force = False,
 ) -> None:
-    """Compare with a dense model in transformers, in the same run: from which length on ours is faster."""
-    from sala.lab.bench.dense import MEASURES, check_dense, compare, measure_dense, need_transformers, open_dense
+    """Compare with a dense model, in the same run and precision: from which length on ours is faster.
+
+    The dense model runs in transformers; with --backend mlx both run on MLX, the dense one in mlx-lm.
+    """
+    from sala.backends import pick_backend
+    from sala.lab.bench.dense import BITS, MEASURES, bits_of, compare
     from sala.lab.bench.dense import verdict as judge
-    from sala.lab.bench.measure import measure_latency, release
-    from sala.options.schema import length_label
 
     counts = s.counts(lengths, "lengths")
-    asked = {"dense": dense, "lengths": counts, "new_tokens": new_tokens}
-    name = f"random {random}" if random else s.find_model(options.model).name
-    run = Run("against", name, asked, json_file, plot, force)
+    path = None if random else s.find_model(options.model)
+    if bits not in (None, *BITS):
+        raise InputError("bits", f"is {bits}", "use 16, 8 or 4")
+    wanted = bits or (16 if path is None else bits_of(path))
+    asked = {"dense": dense, "lengths": counts, "new_tokens": new_tokens} | ({"bits": wanted} if wanted < 16 else {})
+    run = Run("against", f"random {random}" if path is None else path.name, asked, json_file, plot, force)
+    if pick_backend(options.backend, options.device) == "mlx":
+        if path is None:
+            raise InputError("random", "is for --backend torch", "give a checkpoint: -m MODEL")
+        ours, theirs = _against_mlx(run, path, dense, wanted, counts, new_tokens, options)
+    else:
+        ours, theirs = _against_torch(run, random, dense, wanted, counts, new_tokens, options)
+    results = compare(ours, theirs)
+    run.finish(run.to_record(results), f"{run.settings['subject']}, against {dense}")
+    for measure_name in MEASURES:
+        s.note(f"{measure_name.replace('_', ' ')}: {judge(results, measure_name)}")
+
+
+def _against_torch(
+    run: Run, random: str | None, dense: str, bits: int, counts: list[int], new_tokens: int, options: Options
+) -> "Sides":
+    from sala.lab.bench.dense import check_dense, measure_dense, open_dense
+    from sala.lab.bench.measure import check_checkpoint, measure_latency, release
+    from sala.lab.dense import need_transformers
+    from sala.options.schema import length_label
+
     need_transformers()
-    check_dense(dense, options, counts[0] + new_tokens)
+    check_dense(dense, options, counts[0] + new_tokens, bits)
+    if random is None:
+        check_checkpoint(s.find_model(options.model), options, counts[0] + new_tokens)
     target = _open(options, random, counts[0] + new_tokens)
     run.learn(**_facts(target, new_tokens))
-    title, where, precision = run.settings["subject"], target.device, target.dtype
-    logged = partial(_logged, run)
+    where, precision = target.device, target.dtype
     with run.resumable():
-        s.note(f"ours: {title}")
-        measure = logged("ours", partial(measure_latency, target, new_tokens=new_tokens))
+        s.note(f"ours: {run.settings['subject']}")
+        measure = _logged(run, "ours", partial(measure_latency, target, new_tokens=new_tokens))
         ours = _measure_all(counts, measure, length_label)
         del target, measure  # one model in memory at a time
         release()
-        s.note(f"theirs: {dense}")
-        loaded = cache(lambda: open_dense(dense, where, precision))  # only if some length is not in the log
-        measure = logged("dense", lambda count: measure_dense(loaded(), count, new_tokens))
-        theirs = _measure_all(counts, measure, length_label)
-    results = compare(ours, theirs)
-    run.finish(run.to_record(results), f"{title}, against {dense}")
-    for measure_name in MEASURES:
-        s.note(f"{measure_name.replace('_', ' ')}: {judge(results, measure_name)}")
+        s.note(f"theirs: {dense}, {bits} bits")
+        loaded = cache(lambda: open_dense(dense, where, precision, bits))  # only if some length is not in the log
+        measure = _logged(run, "dense", lambda count: measure_dense(loaded(), count, new_tokens))
+        return ours, _measure_all(counts, measure, length_label)
+
+
+def _against_mlx(
+    run: Run, path: Path, dense: str, bits: int, counts: list[int], new_tokens: int, options: Options
+) -> "Sides":
+    from sala.lab.bench.dense_mlx import Ours, Theirs, check_fit, need_mlx_lm
+    from sala.options.schema import length_label
+
+    need_mlx_lm()
+    other = Path(dense).expanduser()
+    if not (other / "config.json").is_file():
+        raise InputError("dense model", f"{dense} is not a model directory", "give one that mlx-lm can load")
+    check_fit(path, other, options, counts[0] + new_tokens)
+    run.learn(subject=f"{path.name}, {bits} bits, MLX", device=options.device, new_tokens=new_tokens)
+    with run.resumable():
+        s.note(f"ours: {run.settings['subject']}")
+        opened = cache(lambda: Ours(path, options, counts[-1] + new_tokens))
+        measure = _logged(run, "ours", lambda count: opened().measure(count, new_tokens))
+        ours = _measure_all(counts, measure, length_label)
+        if opened.cache_info().currsize:  # one model in memory at a time
+            opened().close()
+            opened.cache_clear()
+        s.note(f"theirs: {dense}, {bits} bits, mlx-lm")
+        loaded = cache(lambda: Theirs(other, options, bits))
+        measure = _logged(run, "dense", lambda count: loaded().measure(count, new_tokens))
+        return ours, _measure_all(counts, measure, length_label)
 
 
 def _logged(run: Run, who: str, measure: "Measure") -> "Measure":
@@ -225,7 +281,7 @@ def _time_all(cases: Sequence["KernelCase"], roofline: "Roofline") -> list["Kern
     from sala.lab.bench.roofline import measure
 
     results = []
-    for case, turn, tell in _each(cases, lambda case: f"{case.name}, {case.size}"):
+    for case, turn, tell in each_in_turn(cases, lambda case: f"{case.name}, {case.size}"):
         name, found = f"{case.name}, {case.size}", measure(case, roofline)
         results.append(found)
         if found.ms is None:
@@ -239,7 +295,7 @@ def _time_all(cases: Sequence["KernelCase"], roofline: "Roofline") -> list["Kern
 def _measure_all(counts: Sequence[int], measure: Callable[[int], T], label: Callable[[int], str]) -> list[T]:
     """Measure the smallest first; where one does not fit into memory, larger ones are left out."""
     results: list[T] = []
-    for count, turn, tell in _each(counts, label):
+    for count, turn, tell in each_in_turn(counts, label):
         try:
             found = measure(count)
         except (SalaError, MemoryError, RuntimeError) as error:
@@ -254,16 +310,6 @@ def _measure_all(counts: Sequence[int], measure: Callable[[int], T], label: Call
         speeds = f"prefill {found.prefill_per_second:,.0f} tok/s, decode {found.decode_per_second:,.1f} tok/s"
         tell(f"{label(count)}: {speeds} {turn}")
     return results
-
-
-def _each(items: Sequence[Item], label: Callable[[Item], str]) -> Iterator[tuple[Item, str, Callable[[str], None]]]:
-    """Yield what is to be measured under a progress bar, with its turn and a function that prints the result."""
-    from sala.cli.progress import ProgressBar
-
-    with ProgressBar(is_kept=False, is_quiet=True) as bar:
-        for index, item in enumerate(items):
-            bar("measuring", index, len(items), label(item))
-            yield item, f"({index + 1} of {len(items)})", bar.print
 
 
 def _facts(target: "BenchTarget", new_tokens: int) -> dict[str, Any]:
@@ -289,3 +335,6 @@ def _finish(run: Run, facts: dict[str, Any], results: list[dict[str, Any]], more
 
     run.model, run.settings = facts["subject"], facts
     run.finish(run.to_record(results), run.model + more_title, sala=__version__, **facts)
+
+
+add_to(bench)

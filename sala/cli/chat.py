@@ -1,23 +1,29 @@
 """`sala chat`: a conversation in the terminal. The KV cache stays: every turn computes only what is new."""
 
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sala.cli import flags as s
+from sala.cli.ask import Keep, attach, read_entries, show_entries, with_cache
 from sala.cli.generate import read_schema, show_answer, statistics, warn_if_untrained
 from sala.cli.progress import prefill_bar
+from sala.cli.sources import show_sources
+from sala.cli.tools import ToolCaller, open_tools
 from sala.errors import ContextTooLong, InputError, SalaError
-from sala.options import Sampling
+from sala.options import LOOP_GUARD, Sampling
+from sala.server.settings import Settings
 
 if TYPE_CHECKING:
+    from sala.engine.requests import Attachment
     from sala.engine.stream import Completion
     from sala.llm import LLM
 
@@ -28,28 +34,53 @@ HELP = """\
 /read FILE     put a text file before your next message
 /set           show the settings; /set NAME VALUE changes one (temperature, top_p, max_tokens, system, …)
 /show          show the model and how full the context is
+/tools         list the tools of MCP servers
 /save FILE     write the conversation to a file; /load FILE reads one
 /bye           leave (also: quit, exit, Ctrl-D)
 \"\"\"            begins and ends a message of several lines; Ctrl-C stops the answer"""
 WORDS = {"clear": "/clear", "quit": "/bye", "exit": "/bye"}
 FORMAT = "sala-chat-1"
+MAX_ROUNDS = 32  # answers to one question that call tools
 QUOTED = "\0"  # marks a message that was written between triple quotes
 
 
 @s.derived
 def chat(
     *,
+    place: s.ModelFirst = None,
     system: s.System = None,
     no_think: s.NoThink = False,
-    sampling: Annotated[Sampling, s.Use(defaults={"max_tokens": 1024, "loop_guard": s.LOOP_GUARD})],
+    sampling: Annotated[Sampling, s.Use(defaults={"max_tokens": 1024, "loop_guard": LOOP_GUARD})],
     options: s.Loading,
+    servers: Annotated[Settings, s.Use(only=("mcp", "mcp_timeout"))],
+    mcp_yes: Annotated[bool, s.flag("Call tools of MCP servers without asking.", "--mcp-yes")] = False,
+    docs: Annotated[
+        list[str] | None, s.flag("File, directory or glob that the conversation is about. Repeatable.", "--docs")
+    ] = None,
+    no_keep: Keep = False,
     verbose: s.Verbose = False,
 ) -> None:
     sampling = read_schema(sampling)
-    llm = s.load(options, verbose)
+    if mcp_yes and servers.mcp is None:
+        raise InputError("--mcp-yes", "needs servers", "name their configuration: --mcp FILE")
+    with ExitStack() as stack:
+        caller = None
+        if servers.mcp is not None:
+            tools = stack.enter_context(open_tools(servers.mcp, servers.mcp_timeout))
+            caller = ToolCaller(tools, _asker(), mcp_yes, interruption)
+        entries, left_out = read_entries(docs, options) if docs else ([], [])
+        show_entries(entries, left_out, is_whole=verbose)
+        llm = s.load(with_cache(options) if docs and not no_keep else options, verbose)
+        attachment = attach(llm, entries, left_out) if docs else None
+        _greet(llm, caller)
+        Conversation(llm, sampling, system, no_think, caller, attachment).run(_reader())
+
+
+def _greet(llm: "LLM", caller: ToolCaller | None) -> None:
     trained = f" (trained on up to {llm.config.trained_length:,})" if llm.config.trained_length else ""
     s.note(f"{llm.path.name}, context {llm.ctx:,} tokens{trained}. /help shows what you can do, /bye leaves.")
-    Conversation(llm, sampling, system, no_think).run(_reader())
+    if caller is not None:
+        s.note(f"tools: {', '.join(caller.tools.tools)}")
 
 
 @contextmanager
@@ -72,8 +103,18 @@ def interruption() -> Iterator[Event]:
 class Conversation:
     """The messages so far, and the commands that change them."""
 
-    def __init__(self, llm: "LLM", sampling: Any, system: str | None, no_think: bool) -> None:
+    def __init__(
+        self,
+        llm: "LLM",
+        sampling: Any,
+        system: str | None,
+        no_think: bool,
+        caller: ToolCaller | None = None,
+        attachment: "Attachment | None" = None,
+    ) -> None:
         self.llm = llm
+        self.caller = caller
+        self.attachment = attachment  # documents: they stay when the conversation is forgotten
         self.sampling = sampling
         self.system = system
         self.no_think = no_think
@@ -120,17 +161,34 @@ class Conversation:
 
     def ask(self, text: str) -> None:
         content = "\n\n".join([*self.attached, text])
+        count = len(self.messages)
         self.messages.append({"role": "user", "content": content})
         try:
             self.answer()
         except BaseException as error:
-            self.messages.pop()  # without an answer the question can be asked again
+            del self.messages[count:]  # without an answer the question can be asked again
             if isinstance(error, ContextTooLong):
                 self.attached = []  # otherwise no question would ever fit again
             raise
         self.attached = []
 
     def answer(self) -> None:
+        """Answer the last message, calling tools as long as the model asks for them."""
+        for _ in range(MAX_ROUNDS):
+            completion = self._answer_once()
+            if completion is None or self.caller is None or not completion.tool_calls:
+                return
+            results, goes_on = self.caller.run(completion.tool_calls)
+            self.messages += results
+            if not goes_on:
+                s.note("(stopped)")
+                return
+        s.note(f"(stopped after {MAX_ROUNDS} rounds of tools; ask to go on)")
+
+    def _answer_once(self) -> "Completion | None":
+        """Show one answer and keep it; return None if it was stopped."""
+        from sala.engine.requests import Call
+
         began = time.perf_counter()
         opening = [{"role": "system", "content": self.system}] if self.system else []
         with interruption() as interrupt, prefill_bar() as show_progress:
@@ -140,7 +198,10 @@ class Conversation:
                 if interrupt.is_set() and done < total:
                     raise _Stopped
 
-            events = self.llm.stream_chat([*opening, *self.messages], self.sampling, on_progress=on_progress)
+            tools = None if self.caller is None else self.caller.tools.functions
+            messages = [*opening, *self.messages]
+            call = Call(None, self.sampling, messages=messages, tools=tools, attachment=self.attachment)
+            events = self.llm.stream_answer(call, on_progress)
             shown: list[Any] = []
             try:
                 completion = show_answer(_until(events, interrupt, shown), self.no_think)
@@ -149,8 +210,9 @@ class Conversation:
         if completion is None:
             print("\n(stopped)")
             self.messages.append(_partial_message(shown))
-            return
+            return None
         print()
+        show_sources(completion.sources)
         s.note(statistics(completion, time.perf_counter() - began))
         warn_if_untrained(self.llm.config, completion.usage.prompt_tokens)
         self.messages.append(completion.as_message())
@@ -159,6 +221,7 @@ class Conversation:
         if off_because and not self.has_told:
             s.note(f"(speculation is switched off: {off_because})")
             self.has_told = True
+        return completion
 
     def do_help(self, _: str) -> None:
         s.note(HELP)
@@ -203,15 +266,24 @@ class Conversation:
         s.note(f"  layers   {len(config.sparse_layers)} sparse, {len(config.lightning_layers)} lightning")
         used = 0 if self.last is None else self.last.usage.total_tokens
         s.note(f"  drafts   {self.llm.engine.speculation.summary()}")
+        if self.attachment is not None:
+            s.note(f"  docs     {len(self.attachment.ids):,} tokens")
         s.note(f"  context  {used:,} of {self.llm.ctx:,} tokens, {len(self.messages)} messages")
 
+    def do_tools(self, _: str) -> None:
+        if self.caller is None:
+            raise InputError("/tools", "has none to list", "start with --mcp FILE, a configuration of MCP servers")
+        for tool in self.caller.tools.tools.values():
+            s.note(f"  {tool.name} ({tool.server})  {' '.join(tool.description.split())[:100]}")
+
     def do_save(self, name: str) -> None:
+        from sala.checkpoint.writer import write_text
+
         text = json.dumps(
             {"format": FORMAT, "system": self.system, "messages": self.messages}, ensure_ascii=False, indent=1
         )
         try:
-            with Path(name).expanduser().open("x", encoding="utf-8") as file:
-                file.write(text + "\n")
+            write_text(Path(name).expanduser(), text + "\n")
         except FileExistsError:
             raise InputError("/save", f"{name} exists already", "choose another name, or remove it yourself") from None
         except OSError as error:
@@ -219,7 +291,7 @@ class Conversation:
         s.note(f"(saved to {name})")
 
     def do_load(self, name: str) -> None:
-        from sala.text.template import check_messages
+        from sala.text.tokenizer import check_messages
 
         try:
             data = json.loads(s.read_text(name))
@@ -258,7 +330,7 @@ def _partial_message(shown: list[Any]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
-    elif not any(event.delta.tool_call for event in shown):
+    elif not any(event.delta.call_piece for event in shown):
         message["token_ids"] = [token for event in shown for token in event.token_ids]
     return message
 
@@ -280,10 +352,23 @@ def _reader() -> Callable[[], str]:
     """Return a function that reads one message: with history and editing at a terminal, plainly from a pipe."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return _multi_line(input)
+    if os.environ.get("TERM") == "dumb":
+        return _multi_line(lambda: input("> "), lambda: input(". "))
     from prompt_toolkit import PromptSession
 
     session: PromptSession[str] = PromptSession()
     return _multi_line(lambda: session.prompt("> "), lambda: session.prompt(". "))
+
+
+def _asker() -> Callable[[str], str] | None:
+    """Return a function that puts a question to the user; None without a terminal."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return None
+    if os.environ.get("TERM") == "dumb":
+        return input
+    from prompt_toolkit import prompt
+
+    return prompt
 
 
 def _multi_line(read: Callable[[], str], read_more: Callable[[], str] | None = None) -> Callable[[], str]:

@@ -44,7 +44,7 @@ def fuse(
     from sala.checkpoint.lora import fuse as merge
     from sala.models.embedded import find_base
 
-    path, found = find_base(s.find_model(model), options.adapter, s.note)
+    path, found = find_base(s.find_model(model), options.only_adapter, s.note)
     if found is None and not whole:
         raise InputError("adapter", "is missing", "name its directory with --adapter")
     with ProgressBar() as bar:
@@ -65,7 +65,7 @@ def export(
     from sala.models.embedded import find_base
     from sala.plugins.transformers.export import export as write
 
-    path, found = find_base(s.find_model(model), options.adapter, s.note)
+    path, found = find_base(s.find_model(model), options.only_adapter, s.note)
     with ProgressBar() as bar:
         write(path, output.expanduser(), found, _dtype(options), bar)
     s.note(f"ready: AutoModelForCausalLM.from_pretrained({str(output)!r}, trust_remote_code=True)")

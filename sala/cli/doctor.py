@@ -14,7 +14,7 @@ from sala.options import Options
 if TYPE_CHECKING:
     import torch
 
-    from sala.backends.torch.selftest import Check
+    from sala.backends.torch.selftest import KernelCheck
 
 PACKAGES = (
     *("torch", "triton", "mlx", "mlx-lm", "numpy", "tokenizers", "jinja2", "gguf", "llguidance", "accelerate"),
@@ -39,22 +39,19 @@ def doctor(*, options: Annotated[Options, s.Use(only=("model",))], as_json: s.As
         warnings.append(f"only {size(memory)} of memory are free: end other programs; sala estimate says what fits")
     if disk < LITTLE_DISK:
         warnings.append(f"only {size(disk)} of disk are free: set SALA_MODELS_DIR to a place with more")
+    broken = "{} does not work ({}): install it again, pip install --force-reinstall {}"
     try:
         facts |= {"gpus": gpus(), "in_use": in_use()}
         warnings += _use_warnings(facts["in_use"], facts["gpus"])
     except Exception as error:  # a broken torch is a common reason to run this command
         facts |= {"gpus": [], "in_use": {}}
-        warnings.append(
-            f"torch does not work ({describe_error(error)}): install it again, pip install --force-reinstall torch"
-        )
+        warnings.append(broken.format("torch", describe_error(error), "torch"))
     try:
         facts["mlx"] = mlx()
         warnings += _mlx_warnings(facts["mlx"])
     except Exception as error:
         facts["mlx"] = None
-        warnings.append(
-            f"MLX does not work ({describe_error(error)}): install it again, pip install --force-reinstall mlx"
-        )
+        warnings.append(broken.format("MLX", describe_error(error), "mlx"))
     is_well = True
     if options.model and facts["in_use"]:
         try:
@@ -72,7 +69,7 @@ def doctor(*, options: Annotated[Options, s.Use(only=("model",))], as_json: s.As
         print_json(facts)
     else:
         for warning in warnings:
-            print(f"warning: {warning}")
+            s.write_out(f"warning: {warning}")
     if not is_well or not all(check["is_good"] for check in facts["checks"]):
         raise typer.Exit(1)
 
@@ -123,8 +120,10 @@ def in_use() -> dict[str, Any]:
         "cpu_kernels": on_cpu,
         "instructions": found,
         "has_native": native.load() is not None,
+        "native": native.describe(),
         "cuda": torch.version.cuda,
         "no_triton": why_not,
+        "warm": triton_kernels.warm_ups(),
     }
 
 
@@ -167,8 +166,9 @@ def places() -> dict[str, Any]:
 
 
 def about(model: str) -> dict[str, Any]:
-    """Return the memory that a model needs here, without loading it."""
+    """Return the memory that a model needs here, without loading it. Raises CheckpointError for damaged weights."""
     from sala.backends.memory import ELEMENT_BYTES, estimate
+    from sala.checkpoint.finite import check_finite
     from sala.checkpoint.names import count_parameters, expected_tensors
     from sala.checkpoint.reader import Checkpoint
     from sala.config import SalaConfig
@@ -179,6 +179,7 @@ def about(model: str) -> dict[str, Any]:
     path = s.find_model(model)
     config = SalaConfig.load(path)
     with Checkpoint(path) as checkpoint:
+        check_finite(checkpoint)
         stored = checkpoint.nbytes
     parameters, element = count_parameters(expected_tensors(config)), ELEMENT_BYTES[config.dtype]
     needed = estimate(config, parameters, USUAL_CTX, element_bytes=element, stored_bytes=stored)
@@ -214,13 +215,13 @@ def self_tests(is_shown: bool) -> list[dict[str, Any]]:
     return found
 
 
-def _safely(checks: Any, device: "torch.device") -> Iterable["Check"]:
-    from sala.backends.torch.selftest import Check
+def _safely(checks: Any, device: "torch.device") -> Iterable["KernelCheck"]:
+    from sala.backends.torch.selftest import KernelCheck
 
     try:
         yield from checks(device)
     except Exception as error:
-        yield Check(f"kernels of {device}", math.inf, 0.0, describe_error(error))
+        yield KernelCheck(f"kernels of {device}", math.inf, 0.0, describe_error(error))
 
 
 def _use_warnings(facts: dict[str, Any], gpus: list[dict[str, Any]]) -> Iterable[str]:
@@ -228,10 +229,12 @@ def _use_warnings(facts: dict[str, Any], gpus: list[dict[str, Any]]) -> Iterable
 
     if not facts["has_native"]:
         yield (
-            "no C++ compiler works here: on the CPU quantized models take the memory of full ones, and every model "
+            f"{facts['native']}: on the CPU quantized models take the memory of full ones, and every model "
             "decodes without the native step; install g++ or clang++ (Debian: apt install g++; macOS: xcode-select "
             "--install)"
         )
+    if facts.get("device", "").startswith("cuda") and not facts["no_triton"] and not facts["warm"]:
+        yield "no kernels are compiled for this GPU yet: the first sala serve takes about a minute longer"
     if facts["no_triton"]:
         yield f"the GPU runs by PyTorch alone, without kernels: {facts['no_triton']}"
     if not gpus and shutil.which("nvidia-smi"):
@@ -281,6 +284,8 @@ def _sections(facts: dict[str, Any]) -> Iterable[tuple[str, dict[str, str]]]:
         if use["backend"] == "mlx" and facts["mlx"]:
             shown = {"device": facts["mlx"]["device"], **{f"torch: {name}": words for name, words in shown.items()}}
         yield "in use", {"backend": use["backend"], **shown}
+    if use and use["warm"]:
+        yield "warm", {one["model"]: f"on {one['gpu']}, in {one['seconds']:.0f} s" for one in use["warm"]}
     if facts["mlx"]:
         yield "mlx", _mlx_rows(facts["mlx"])
     yield (

@@ -1,21 +1,26 @@
 """`sala estimate`: the memory of a context, and what fits into this machine or others."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from sala.backends import memory as mem
-from sala.backends.memory import Estimate, Tuning, TuningEstimate
+from sala.backends.memory import Estimate, Offload, Tuning, TuningEstimate
 from sala.checkpoint.names import count_parameters, expected_tensors
+from sala.cli import costs
 from sala.cli import flags as s
 from sala.cli.generate import warn_if_untrained
 from sala.cli.outputs import print_json, print_table, size
 from sala.config import SalaConfig
-from sala.errors import InputError
-from sala.options import Options
+from sala.errors import InputError, free_disk_bytes
+from sala.options import ATTENTION_FIELDS, Options
 from sala.quantization_config import GROUP_SIZES
 
 WIDTHS = (None, 8, 4)  # bits of the table's rows; None: not quantized
+SIZES = ("ctx", "snapshots", "cache_memory", "cache_ram", "cache_disk")  # options
+KINDS = ("kv", "kv_home", "kv_home_size", "cache_dir", "state", "dtype")
 CONTEXTS = (32 << 10, 128 << 10, 512 << 10, 1 << 20)
+TIERS = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 MEMORIES = (8, 16, 24, 32)  # GiB
 MACS = (8, 16, 24, 32, 48, 64, 128)  # GiB
 MAC_CHUNK, MAC_TILE = 2048, 256 << 20  # prefill chunk of the MLX backend, and its largest work buffer
@@ -32,24 +37,39 @@ def estimate(
     chunk: Annotated[int, s.count_flag("Tokens of a prompt at a time; 8192 on a GPU.")] = 256,
     memory: Annotated[int | None, s.count_flag("Bytes to fit into, e.g. 24G.")] = None,
     tp: Annotated[int, s.flag("GPUs that share every layer: what each of them holds.", min=1)] = 1,
+    engine: Annotated[
+        str | None, s.flag("What vllm takes on each GPU: memory in its blocks, sequences at a time.")
+    ] = None,
+    pp: Annotated[int, s.flag("Groups of GPUs that share the layers, with --engine.", min=1)] = 1,
+    nodes: Annotated[int, s.flag("Machines that run one model together, with --engine.", min=1)] = 1,
     finetune: Annotated[
         str | None, s.flag("What fine-tuning takes instead: full, lora or qlora, on rows of --ctx tokens.")
     ] = None,
     rank: Annotated[int, s.flag("Rank of the adapter, with --finetune.", min=1)] = 16,
     optimizer: Annotated[str, s.flag("adamw, adamw-bf16, adafactor or adamw-8bit, with --finetune.")] = "adamw",
+    bandwidth: Annotated[
+        str | None,
+        s.flag(
+            "GB/s of the tiers, as device=3350,host=50,disk=5, or measured: "
+            "estimates what a step and moving a conversation cost."
+        ),
+    ] = None,
     table: Annotated[bool, s.flag("Bits by contexts, and what 8 to 32 GB hold.", "--table")] = False,
     macs: Annotated[bool, s.flag("What Macs of 8 to 128 GB hold, by bits.", "--macs")] = False,
     as_json: s.AsJson = False,
-    options: Annotated[
-        Options, s.Use(only=("ctx", "kv", "snapshots", "dtype"), defaults={"ctx": 131072, "snapshots": 1})
-    ],
+    options: Annotated[Options, s.Use(only=(*SIZES, *KINDS, *ATTENTION_FIELDS), defaults={"ctx": 131072})],
 ) -> None:
     import psutil
 
+    if macs and options.kv_home == "disk":
+        raise InputError("kv_home", "is disk, which is for CPUs", "leave out --macs")
+    if bandwidth is not None and (table or macs or finetune is not None or engine is not None):
+        raise InputError("bandwidth", "is for one context", "leave out --table, --macs, --finetune and --engine")
     if bits is not None:
         s.one_of("bits", bits, (4, 8))
     s.one_of("group-size", group_size, GROUP_SIZES)
-    config, parameters, stored = _find(model, shape)
+    own, parameters, stored = _find(model, shape)
+    config = own.attending(options.attention_choice)
     ctx = options.ctx or config.max_position_embeddings
     free = psutil.virtual_memory().available if memory is None else memory
     if finetune is not None:
@@ -63,37 +83,214 @@ def estimate(
     if config.num_attention_heads % tp or config.lightning_nh % tp:
         raise InputError("tp", f"is {tp}", f"it must divide {config.num_attention_heads} heads")
     settings: dict[str, Any] = {
-        "batch": batch, "bits": bits, "num_snapshots": options.snapshots, "group_size": group_size, "chunk": chunk,
+        "batch": batch, "bits": bits, "group_size": group_size, "chunk": chunk,
         "element_bytes": mem.ELEMENT_BYTES[config.dtype], "stored_bytes": stored, "num_ranks": tp,
         "kv_bytes": 1 if options.kv == "fp8" else None,
+        "state_element_bytes": mem.STATE_ELEMENT_BYTES[options.state],
+        "num_snapshots": 1 if options.snapshots is None else options.snapshots,
+        "is_offloaded": options.kv_home == "disk",
     }  # fmt: skip
+    if engine is not None:
+        s.one_of("engine", engine, ("vllm",))
+        _show_vllm(config, parameters, settings, ctx, Gpus(tp, pp, nodes), memory, as_json)
+        return
+    if pp > 1 or nodes > 1:
+        raise InputError("pp" if pp > 1 else "nodes", "is for other engines", "add --engine vllm")
+    offload = _offload(options)
     if table:
-        _show_table(_table(config, parameters, settings), as_json)
+        _show_table(config, parameters, settings, offload.free, as_json)
     elif macs:
-        _show_macs(_macs(config, parameters, settings), as_json)
+        _show_macs(config, parameters, settings, as_json)
     else:
-        most = mem.longest(config, parameters, free, **settings)
-        title = f"{batch} sequence(s) of {ctx:,} tokens" + (f", each of {tp} GPUs" if tp > 1 else "")
-        more = f"; the longest context that does: {most:,} tokens"
-        facts = {"ctx": ctx, "batch": batch, "longest": most}
-        _show_parts(title, facts, mem.estimate(config, parameters, ctx, **settings), free, as_json, more)
-        if not as_json:
-            warn_if_untrained(config, ctx)
+        speeds = {} if bandwidth is None else costs.bandwidths(bandwidth, _directory(options))
+        _show_one(own, config, parameters, settings, options, ctx, free, offload, speeds, as_json)
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPUs that run one model together: tp of them share a layer, pp groups share the layers."""
+
+    tp: int
+    pp: int
+    nodes: int
+
+    def describe(self, config: SalaConfig) -> str:
+        """Raises InputError for numbers that do not fit the model or each other."""
+        count, groups = self.tp * self.pp, config.num_key_value_heads
+        if groups % self.tp and self.tp % groups:
+            raise InputError("tp", f"is {self.tp}", f"it must share {groups} kv heads evenly")
+        if count % self.nodes:
+            raise InputError("nodes", f"is {self.nodes}", f"{count} GPUs cannot be spread evenly: change --tp or --pp")
+        if self.pp > config.num_hidden_layers:
+            raise InputError("pp", f"is {self.pp}", f"the model has {config.num_hidden_layers} layers")
+        return f"{self.nodes} machine(s) with {count // self.nodes} GPU(s) each"
+
+
+def _show_vllm(
+    config: SalaConfig,
+    parameters: int,
+    settings: dict[str, Any],
+    ctx: int,
+    gpus: Gpus,
+    memory: int | None,
+    as_json: bool,
+) -> None:
+    """Show what each GPU holds under vLLM, and with its `memory` how many sequences fit."""
+    from sala.plugins.vllm.sizing import UTILIZATION, plan_blocks
+
+    where, batch, wide = gpus.describe(config), settings["batch"], settings["element_bytes"]
+    is_expanded = config.quantization is not None and config.quantization.layout is None and settings["bits"] is None
+    own = settings | ({"stored_bytes": None} if is_expanded else {})  # the plug-in expands MLX's layout
+    needed = mem.estimate(config, parameters, ctx, **own)
+    weights = -(-needed.weights // gpus.pp)
+    blocks = plan_blocks(config, wide, gpus.tp, gpus.pp)
+    one = blocks.bytes_of(ctx)
+    facts = {
+        "engine": "vllm", "tp": gpus.tp, "pp": gpus.pp, "nodes": gpus.nodes, "ctx": ctx, "batch": batch,
+        "weights": weights, "activations": needed.activations, "block_tokens": blocks.block_tokens,
+        "block_bytes": blocks.block_bytes, "sequence": one, "total": weights + needed.activations + batch * one,
+    }  # fmt: skip
+    if memory is not None:
+        budget = max(0, int(memory * UTILIZATION) - weights - needed.activations)
+        facts |= {"available": memory, "sequences": budget // one, "longest": blocks.longest(budget)}
+    if as_json:
+        print_json(facts)
+        return
+    s.write_out(f"vllm on {where}; each GPU holds")
+    per_sequence = f"{blocks.blocks_of(ctx):,} blocks of {blocks.block_tokens:,} tokens or one state"
+    rows = {"weights": (weights, ""), "activations": (needed.activations, ""), "sequences": (batch * one, per_sequence)}
+    for name, (count, note) in (rows | {"total": (facts["total"], "")}).items():
+        print(f"  {name:<12} {size(count):>12}" + (f"  {batch} x {note}" if note else ""))
+    if memory is not None:
+        room = f"room for {facts['sequences']:,} sequence(s) of {ctx:,} tokens"
+        print(f"of {size(memory)}, vllm uses {UTILIZATION:.0%}: {room}, or one of {facts['longest']:,}")
+    print("CUDA graphs and communication are not counted")
+
+
+def _show_one(
+    own: SalaConfig,
+    config: SalaConfig,
+    parameters: int,
+    settings: dict[str, Any],
+    options: Options,
+    ctx: int,
+    free: int,
+    offload: Offload,
+    speeds: dict[str, float],
+    as_json: bool,
+) -> None:
+    """Show what one context takes. `own` is the checkpoint's configuration, `config` that of the chosen attention."""
+    batch, tp = settings["batch"], settings["num_ranks"]
+    most = mem.longest(config, parameters, free, offload.free, **settings)
+    title = f"{batch} sequence(s) of {ctx:,} tokens" + (f", each of {tp} GPUs" if tp > 1 else "")
+    more = f"; the longest context that does: {most:,} tokens"
+    needed = mem.estimate(config, parameters, ctx, **settings)
+    kept = _conversations(config, options, settings, free - needed.weights, offload) if tp == 1 else {}
+    widths = (settings["element_bytes"], settings["kv_bytes"])
+    read, own_read = (mem.step_bytes(one, ctx, *widths) for one in (config, own))
+    facts = {"ctx": ctx, "batch": batch, "longest": most, "conversations": kept, "step_bytes": read}
+    if speeds:
+        facts |= _costs(config, ctx, settings, speeds, needed)
+    if needed.offloaded:
+        facts |= {"offload": offload.place, "offload_available": offload.free}
+    _show_parts(title, facts, needed, free, as_json, more)
+    if not as_json:
+        _show_conversations(kept, ctx, batch, offload.place if needed.offloaded else "")
+        s.write_out(f"a token of the answer reads {size(read)} of the keys and values of {ctx:,} tokens")
+        if changes := config.sparse_config.describe_changes(own.sparse_config):
+            s.write_out(f"{changes}; it would read {size(own_read)}")
+        if speeds:
+            _show_costs(facts, ctx, batch)
+        warn_if_untrained(config, ctx)
+
+
+def _costs(
+    config: SalaConfig, ctx: int, settings: dict[str, Any], speeds: dict[str, float], needed: Estimate
+) -> dict[str, Any]:
+    """Return the least seconds of a step, and of moving a conversation, on each of the devices."""
+    batch, tp = settings["batch"], settings["num_ranks"]
+    widths, state = (settings["element_bytes"], settings["kv_bytes"]), settings["state_element_bytes"]
+    pooled = ctx * mem.pooled_bytes(config, widths[0]) if ctx >= config.sparse_config.dense_len else 0
+    selected = batch * (mem.step_bytes(config, ctx, *widths) - pooled) // tp
+    read = needed.weights + 2 * needed.states + batch * pooled // tp  # states are written too
+    moved = (mem.cache_bytes(config, ctx, *widths) + mem.state_bytes(config, state)) // tp
+    return {
+        "bandwidths": speeds,
+        "step_s": costs.step_seconds(speeds, read, selected, settings["is_offloaded"]),
+        "moving_s": costs.moving_seconds(speeds, moved),
+    }
+
+
+def _show_costs(facts: dict[str, Any], ctx: int, batch: int) -> None:
+    """Print the costs, as what they are: bytes by bandwidths."""
+    given = ", ".join(
+        f"{tier} {speed / 1e9:{',.0f' if speed >= 1e11 else '.3g'}} GB/s" for tier, speed in facts["bandwidths"].items()
+    )
+    print(f"estimated from bandwidths alone ({given}), so at least; computation and launches come on top:")
+    if facts["step_s"]:
+        best, worst = (f"{1000 * seconds:.3g} ms" for seconds in facts["step_s"])
+        more = "" if best == worst else f"; {worst} if all of the selected blocks are read from disk"
+        print(f"  a token of {'the answer' if batch == 1 else f'{batch} answers'}: {best}{more}")
+    for tier, seconds in facts["moving_s"].items():
+        place = {"host": "host memory", "disk": "disk"}[tier]
+        print(f"  a conversation of {ctx:,} tokens to {place}, or back: {seconds:.3g} s")
+
+
+def _directory(options: Options) -> Path:
+    """Return where keys and values, and conversations, lie on disk."""
+    from platformdirs import user_cache_path
+
+    return options.cache_dir or user_cache_path("sala")
+
+
+def _offload(options: Options) -> Offload:
+    """Return where offloaded keys and values would lie, and how much room there is for them."""
+    return Offload("on disk", options.kv_home_size or free_disk_bytes(_directory(options)) or 0)
+
+
+def _conversations(
+    config: SalaConfig, options: Options, settings: dict[str, Any], free: int, offload: Offload
+) -> dict[str, int]:
+    """Return how many conversations of `ctx` tokens each tier of the cache holds, beside `batch` that run."""
+    widths = {name: settings[name] for name in ("element_bytes", "chunk", "kv_bytes")}
+    ctx = options.ctx or config.max_position_embeddings
+    try:
+        where = offload if settings["is_offloaded"] else None
+        options = replace(options, ctx=ctx)
+        capacity = mem.share_memory(config, options, config.dtype, free=max(0, free), offload=where, **widths)
+    except InputError:  # not even one fits
+        return {}
+    sizes = {"host": options.cache_ram, "disk": options.cache_disk}
+    below = {tier: size // capacity.copy_bytes(ctx) for tier, size in sizes.items() if size is not None}
+    return {"device": capacity.num_resting(ctx, settings["batch"]), **below}
+
+
+def _show_conversations(kept: dict[str, int], ctx: int, batch: int, place: str) -> None:
+    """`place` is where their keys and values lie, if not on the device."""
+    if kept:
+        names = TIERS | ({"device": f"on the device with keys and values {place}"} if place else {})
+        tiers = ", ".join(f"{count:,} {names[tier]}" for tier, count in kept.items())
+        print(f"conversations of {ctx:,} tokens that stay cached while {batch} run(s): {tiers}")
 
 
 def _show_parts(
     title: str, facts: dict[str, Any], needed: Estimate | TuningEstimate, free: int, as_json: bool, more: str = ""
 ) -> None:
     """Print what is needed, part by part, and whether it fits."""
-    parts = {name: count for name, count in asdict(needed).items() if name != "num_tokens"} | {"total": needed.total}
-    fits = needed.total <= free
+    parts = {name: count for name, count in asdict(needed).items() if name not in ("num_tokens", "offloaded")}
+    parts["total"] = needed.total
+    offloaded = needed.offloaded if isinstance(needed, Estimate) else 0
+    if offloaded:
+        parts["offloaded"] = offloaded
+    fits = needed.total <= free and offloaded <= facts.get("offload_available", 0)
     if as_json:
         print_json({**facts, **parts, "available": free, "fits": fits})
         return
-    print(title)
+    s.write_out(title)
     for name, count in parts.items():
         print(f"  {name:<12} {size(count):>12}")
-    print(f"{'fits into' if fits else 'does NOT fit into'} the {size(free)} available{more}")
+    room = size(free) + (f" and {size(facts['offload_available'])} {facts['offload']}" if offloaded else "")
+    print(f"{'fits into' if fits else 'does NOT fit into'} the {room} available{more}")
 
 
 def _tuning(method: str, optimizer: str, dtype: str, **settings: Any) -> tuple[Tuning, str]:
@@ -133,61 +330,47 @@ def _widths(config: SalaConfig, settings: dict[str, Any]) -> dict[str, dict[str,
     return {f"{bits} bits" if bits else plain: settings | {"bits": bits} for bits in widths}
 
 
-def _table(config: SalaConfig, parameters: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per width: bytes by context, the longest context by memory."""
-    rows = []
-    for width, own in _widths(config, settings).items():
-        usable = {memory: int(memory * mem.USABLE * (1 << 30)) for memory in MEMORIES}
-        needed = {ctx: mem.estimate(config, parameters, ctx, **own) for ctx in CONTEXTS}
-        rows.append(
-            {
-                "weights": width,
-                "weight_bytes": needed[CONTEXTS[0]].weights,
-                "total": {str(ctx): one.total for ctx, one in needed.items()},
-                "longest": {
-                    str(memory): mem.longest(config, parameters, free, **own) for memory, free in usable.items()
-                },
-            }
-        )
-    return rows
-
-
-def _macs(config: SalaConfig, parameters: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per Mac: what its GPU may hold, by default and at most, and the longest context by width."""
+def _show_macs(config: SalaConfig, parameters: int, settings: dict[str, Any], as_json: bool) -> None:
+    """Print a row per Mac: what its GPU may hold, by default and at most, and the longest context by width."""
     widths = _widths(config, settings | {"chunk": MAC_CHUNK, "tile_bytes": MAC_TILE})
-    rows = []
+    rows, lines = [], []
     for memory in MACS:
         row: dict[str, Any] = {"memory": memory}
+        line = [f"{memory} GB"]
         for name, limit in (("limit", mem.gpu_limit(memory << 30)), ("raised", mem.raised_gpu_limit(memory << 30))):
             most = {width: mem.longest(config, parameters, limit, **own) for width, own in widths.items()}
             row |= {name: limit, f"{name}_longest": most}
+            line += [_gib(limit), *map(_tokens, most.values())]
         rows.append(row)
-    return rows
-
-
-def _show_macs(rows: list[dict[str, Any]], as_json: bool) -> None:
+        lines.append(line)
     if as_json:
         print_json({"macs": rows})
         return
-    lines = []
-    for row in rows:
-        default, more = ([*map(_tokens, row[name].values())] for name in ("limit_longest", "raised_longest"))
-        lines.append([f"{row['memory']} GB", _gib(row["limit"]), *default, _gib(row["raised"]), *more])
-    widths = [*rows[0]["limit_longest"]]
     title = "the longest context of one sequence on a Mac, within what macOS lets its GPU hold: by default, and raised"
     print_table(title, ["Mac", "GPU", *widths, "raised", *widths], lines)
     print("to raise it until the next start, for a Mac of 16 GB:")
-    print(f"  sudo sysctl iogpu.wired_limit_mb={next(row['raised'] >> 20 for row in rows if row['memory'] == 16)}")
+    print(f"  sudo sysctl iogpu.wired_limit_mb={mem.raised_gpu_limit(16 << 30) >> 20}")
     print("what other programs need is not counted: close them, or keep to the default")
 
 
-def _show_table(rows: list[dict[str, Any]], as_json: bool) -> None:
+def _show_table(config: SalaConfig, parameters: int, settings: dict[str, Any], offload: int, as_json: bool) -> None:
+    """Print a row per width: bytes by context, the longest context by memory."""
+    rows: list[dict[str, Any]] = []
+    for width, own in _widths(config, settings).items():
+        needed = {str(ctx): mem.estimate(config, parameters, ctx, **own) for ctx in CONTEXTS}
+        longest = {
+            str(memory): mem.longest(config, parameters, int(memory * mem.USABLE * (1 << 30)), offload, **own)
+            for memory in MEMORIES
+        }
+        totals = {ctx: one.total for ctx, one in needed.items()}
+        weights = needed[str(CONTEXTS[0])].weights
+        rows.append({"weights": width, "weight_bytes": weights, "total": totals, "longest": longest})
     if as_json:
         print_json({"rows": rows, "usable": mem.USABLE})
         return
-    needed = [[row["weights"], _gib(row["weight_bytes"]), *map(_gib, row["total"].values())] for row in rows]
+    lines = [[row["weights"], _gib(row["weight_bytes"]), *map(_gib, row["total"].values())] for row in rows]
     print_table(
-        "memory in GiB, by tokens of context", ["weights", "alone", *map(_tokens, CONTEXTS)], needed, is_left=[True]
+        "memory in GiB, by tokens of context", ["weights", "alone", *map(_tokens, CONTEXTS)], lines, is_left=[True]
     )
     most = [[row["weights"], *map(_tokens, row["longest"].values())] for row in rows]
     title = f"the longest context, if {mem.USABLE:.0%} of the memory may be used"

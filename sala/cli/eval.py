@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sala.cli import flags as s
+from sala.cli.official import Against, DataDirectory, EstimateOnly, Minutes, OfficialFlags, Plain, run_official
+from sala.cli.official import official as official_command
 from sala.cli.outputs import Run, check_new, output_file, plot_file, print_table
 from sala.errors import InputError, MissingExtra
 from sala.options import Options
@@ -29,6 +31,7 @@ Trials = Annotated[int, s.flag("Cases per cell.", min=1)]
 Haystack = Annotated[Path | None, s.flag("Text to hide needles in; by default made-up prose.", metavar="FILE|DIR")]
 OneAtATime = Annotated[Options, s.Use(defaults={"max_batch": 1})]
 MIN_LENGTH = 256
+SPARE_CTX = 512  # tokens of a chat format around a text of the longest length
 MAX_NAME = 80  # characters of the task names in a file name
 VALUES = ("number", "word", "uuid", "mixed")
 
@@ -84,6 +87,12 @@ def ruler(
         Path | None, s.flag("Your own questions: text, question and answers per line.", metavar="FILE.jsonl")
     ] = None,
     haystack: Haystack = None,
+    official: Annotated[bool, s.flag("The 13 tasks of the RULER paper, as lm-eval makes them.", "--official")] = False,
+    data: DataDirectory = None,
+    against: Against = None,
+    plain: Plain = False,
+    estimate: EstimateOnly = False,
+    minutes: Minutes = None,
     seed: s.Seed = 0,
     output: s.RecordFile = None,
     plot: s.PlotFile = None,
@@ -96,11 +105,27 @@ def ruler(
     from sala.lab.eval.suite import QUESTIONS, RULER
     from sala.lab.eval.tasks.reading import read_passages
 
+    if official:
+        if questions is not None or per_text != 1:
+            raise InputError("official", "has its own questions", "leave out --questions and --per-text")
+        text = None if haystack is None else str(haystack)
+        run_official(
+            OfficialFlags(
+                "ruler", tasks, lengths, str(trials), seed, text, data, against, plain, estimate, minutes, output, plot,
+                force,
+            ),
+            options, verbose,
+        )  # fmt: skip
+        return
+    of_official = {"data": data, "against": against, "plain": plain, "estimate": estimate, "minutes": minutes}
+    for name in (name for name, value in of_official.items() if value):
+        raise InputError(name, "is for the official tasks", "add --official")
     own = (QUESTIONS,) if questions is not None else ()
     chosen = _names(tasks, (*RULER, *own))
     counts = s.counts(lengths, "lengths", MIN_LENGTH)
     passages = read_passages(questions) if questions is not None else []
-    facts = {"seed": seed, "questions": _digest(questions)}
+    digest = None if questions is None else hashlib.sha256(questions.read_bytes()).hexdigest()[:12]
+    facts = {"seed": seed, "questions": questions and f"{questions.name} {digest}"}
     asked = {"tasks": chosen, "lengths": counts, "trials": trials, "per_text": per_text}
     run = _Evaluation("ruler", options, output, plot, force, facts, asked)
     jobs = run.open(haystack, verbose).ruler(chosen, counts, trials, per_text, passages)
@@ -108,6 +133,9 @@ def ruler(
     title = f"{run.model}, {_per_cell(trials)}"
     run.save(cells, f"long-context tasks: {title}")
     _print_tasks(cells, f"scores: {title}")
+
+
+eval.command("official")(official_command)
 
 
 @eval.command()
@@ -149,6 +177,7 @@ def lm(
     limit: Annotated[float | None, s.flag("Questions per task, or below 1 their share.")] = None,
     chat: Annotated[bool, s.flag("Ask through the chat template.", "--chat")] = False,
     system: s.System = None,
+    lengths: Annotated[str | None, s.flag("Tokens of texts that tasks make, as RULER's: 4K,128K.")] = None,
     max_length: Annotated[int | None, s.count_flag("Tokens of a question; by default the context.")] = None,
     max_tokens: Annotated[int, s.flag("Tokens of an answer, if the task does not say.", "--max-tokens", "-n")] = 256,
     gen_kwargs: Annotated[str | None, s.flag("Settings of answers, as JSON: '{\"temperature\": 0.6}'.")] = None,
@@ -162,30 +191,36 @@ def lm(
 
     from sala.checkpoint.writer import write_atomically
     from sala.config import parse_object
-    from sala.lab.eval.harness import adapter, evaluate, to_rows
+    from sala.lab.eval.harness import adapter, evaluate, metadata_for, to_rows
+    from sala.lab.eval.runner import facts_of
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if limit is not None and limit <= 0:
         raise InputError("limit", f"is {limit:g}", "it must be above 0")
+    counts = [] if lengths is None else s.counts(lengths, "lengths", MIN_LENGTH)
     settings = None if gen_kwargs is None else parse_object(gen_kwargs)
     if gen_kwargs is not None and settings is None:
         raise InputError("gen_kwargs", f"are {gen_kwargs[:80]!r}", 'give a JSON object, such as {"temperature": 0.6}')
     wanted = {
         "tasks": names, "shots": shots, "limit": limit, "chat": chat, "system": system, "max_length": max_length,
         "max_tokens": max_tokens, "gen_kwargs": settings, "device": options.device, "dtype": options.dtype,
-        "ctx": options.ctx,
+        "ctx": options.ctx, **({"lengths": counts} if counts else {}),
     }  # fmt: skip
     adapter()  # raises, before the model is loaded, if lm-eval is not installed
     path = s.find_model(options.model)
+    metadata = metadata_for(names, path, counts)
+    if counts:
+        options = replace(options, ctx=options.ctx or counts[-1] + SPARE_CTX)
     file = output_file(output, default_name(names, path.name))
     sample_file = file.with_suffix(".samples.jsonl")
     run = Run("harness", path.name, wanted, file, None, force, *([sample_file] if samples else []))
     with s.load(options) as llm, run.resumable():
+        run.learn(**facts_of(llm))
         results, target = evaluate(
             llm, names, {"max_length": max_length, "max_gen_toks": max_tokens, "log": run.open_log()}, include_path,
-            num_fewshot=shots, limit=limit if limit is None or limit < 1 else int(limit), system_instruction=system,
-            apply_chat_template=chat, fewshot_as_multiturn=chat, gen_kwargs=dict(settings or {}) or None,
-            log_samples=samples,
+            metadata, num_fewshot=shots, limit=limit if limit is None or limit < 1 else int(limit),
+            system_instruction=system, apply_chat_template=chat, fewshot_as_multiturn=chat,
+            gen_kwargs=dict(settings or {}) or None, log_samples=samples,
         )  # fmt: skip
     if target.num_cut:
         s.note(f"{target.num_cut:,} requests were longer than {target.max_length:,} tokens: cut on the left")
@@ -214,9 +249,14 @@ def perplexity(
     from sala.config import SalaConfig
     from sala.lab.eval import perplexity as work
     from sala.lab.eval.documents import read_documents
+    from sala.lab.eval.runner import facts_of
 
     counts = s.counts(lengths, "lengths")
-    _check_windows(stride, tokens, counts)
+    for name, count in (("stride", stride), ("tokens", tokens)):
+        if count is not None and count < 2:
+            raise InputError(name, f"is {count}", "it must be at least 2")
+    if stride is not None and stride > max(counts):
+        raise InputError("stride", f"is {stride:,}", f"it must not be longer than a window, {max(counts):,}")
     documents = read_documents(file.expanduser())
     path = s.find_model(options.model)
     record_file = output_file(output, f"perplexity-{path.name}.json")
@@ -231,20 +271,11 @@ def perplexity(
         for count in sorted(set(counts) - set(chosen)):
             s.note(f"{count:,} tokens left out: the text has {len(text.ids):,}, the context holds {llm.ctx:,}")
         run.learn(
-            text=text.digest, tokens=len(text.ids), lengths=chosen,
-            fingerprint=llm.fingerprint()[:16], dtype=llm.capacity.dtype,
+            text=text.digest, tokens=len(text.ids), lengths=chosen, **facts_of(llm), dtype=llm.capacity.dtype
         )  # fmt: skip
         with run.resumable(), ProgressBar() as bar:
             results = list(work.measure(llm, text, chosen, stride, run.open_log(), bar))
     run.finish(run.to_record(results), f"{path.name} on {file.name}")
-
-
-def _check_windows(stride: int | None, tokens: int | None, counts: list[int]) -> None:
-    for name, count in (("stride", stride), ("tokens", tokens)):
-        if count is not None and count < 2:
-            raise InputError(name, f"is {count}", "it must be at least 2")
-    if stride is not None and stride > max(counts):
-        raise InputError("stride", f"is {stride:,}", f"it must not be longer than a window, {max(counts):,}")
 
 
 def report(
@@ -308,10 +339,11 @@ class _Evaluation(Run):
         """Load the model, unless the files belong to another run."""
         from sala import __version__
         from sala.backends import name_device
+        from sala.lab.eval.runner import facts_of
 
         self.learn(sala=__version__, device=name_device(self._options.backend, self._options.device))
         self.llm = s.load(self._options, verbose)
-        self.learn(fingerprint=self.llm.fingerprint()[:16], dtype=self.llm.capacity.dtype)
+        self.learn(**facts_of(self.llm), dtype=self.llm.capacity.dtype)
 
     def learn(self, **settings: Any) -> None:
         self.facts |= settings
@@ -395,10 +427,6 @@ def _names(text: str, known: Sequence[str]) -> list[str]:
     return [s.one_of("tasks", name, known) for name in names]
 
 
-def _digest(file: Path | None) -> str | None:
-    return None if file is None else f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
-
-
 def _per_cell(trials: int) -> str:
     return f"{trials} trial{'s' if trials > 1 else ''} per cell"
 
@@ -437,14 +465,13 @@ def _tell_problem(row: "ResultRow") -> str:
 
 
 def _print_grid(cells: "list[ResultRow]", title: str) -> None:
-    from sala.lab.report.kinds import ratio_text
+    from sala.lab.report.statistics import ratio_text
     from sala.options.schema import length_label
 
-    lengths, depths = (sorted({cell[name] for cell in cells}) for name in ("length", "depth"))
-    found = {(cell["length"], cell["depth"]): cell for cell in cells}
+    depths = sorted({cell["depth"] for cell in cells})
     rows = []
-    for length in lengths:
-        line = [found[length, depth] for depth in depths]
+    for length in sorted({cell["length"] for cell in cells}):
+        line = sorted((cell for cell in cells if cell["length"] == length), key=lambda cell: cell["depth"])
         counts = [ratio_text(cell["exact"], cell["trials"]) for cell in line]
         means = [_mean(line, name) for name in ("prefill_per_second", "decode_per_second")]
         rows.append([length_label(length), *counts, *means])
@@ -467,3 +494,6 @@ def _print_tasks(cells: "list[ResultRow]", title: str) -> None:
 def _mean(cells: "list[ResultRow]", name: str) -> str:
     known = [cell[name] for cell in cells if cell[name] is not None]
     return f"{sum(known) / len(known):,.1f}" if known else "–"
+
+
+from sala.cli import eval_sources as _eval_sources  # noqa: E402, F401 - adds its command

@@ -3,16 +3,18 @@
 import functools
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
 from sala.errors import InputError, SalaError
-from sala.options import CommandOptions, Options, Sampling, sources
+from sala.options import LOOP_GUARD, CommandOptions, Options, Sampling, sources
 from sala.options.schema import SWITCH, Option, read_count, table
 from sala.options.sources import Given, build, check_variables, from_environment, from_file, from_flags, show
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SHOW_CONFIG = "Show the options as they add up, and exit."
-LOOP_GUARD = 512  # of answers at a terminal; the library has none unless asked
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def flag(help: str, *names: str, **more: Any) -> Any:
@@ -49,6 +51,7 @@ def count_flag(help: str, *names: str) -> Any:
 AsJson = Annotated[bool, flag("Print JSON instead of text.", "--json")]
 Force = Annotated[bool, flag("Replace the results of another run.", "--force")]
 Model = Annotated[str, argument("Checkpoint directory, or the name of a local model.")]
+ModelFirst = Annotated[str | None, argument("Model, as with -m.", metavar="MODEL")]  # of a parameter called `place`
 NoThink = Annotated[bool, flag("Do not show the model's reasoning.", "--no-think", "--hide-thinking")]
 PlotFile = Annotated[Path | None, flag("Picture: .png, .pdf or .svg.", "--plot", metavar="FILE")]
 RecordFile = Annotated[
@@ -101,15 +104,32 @@ def derived(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def run(config: Path | None, show_config: bool, **flags: Any) -> Any:
+        with ExitStack() as restored:
+            return run_with(config, show_config, flags, restored)
+
+    def run_with(config: Path | None, show_config: bool, flags: dict[str, Any], restored: ExitStack) -> Any:
         from sala.server.settings import Settings
 
         tables = (Options, Sampling, Settings, CommandOptions)
-        check_variables({name for one in tables for name in table(one)}, note, os.environ)
+        known = {row.name for one in tables for row in table(one).values() if row.is_flag}
+        check_variables({*known, "config"}, note, os.environ)
+        flags = _take_model(flags)
         found = {name: _resolve(cls, use, config, flags, tables) for name, (cls, use) in classes.items()}
+        if any(issubclass(cls, Options) for cls, _ in classes.values()):
+            place, is_set = _resolve(Settings, Use(only=("models_dir",)), config, flags, tables)
+            if is_set:  # names of models are looked up there, by whoever loads one
+                restored.enter_context(_variable(table(Settings)["models_dir"].variable, str(place.models_dir)))
+        loading = next((values for values, _ in found.values() if isinstance(values, Options)), None)
+        for name, (cls, use) in classes.items():
+            if cls is Sampling and loading is not None and not use.only:
+                wanted = replace(use, defaults={**use.defaults, **_recommended_sampling(loading)})
+                values, is_set = _resolve(cls, wanted, config, flags, tables)
+                found[name] = values if "repetition_penalty" in is_set else values.without_model_penalty(), is_set
         if show_config:
-            print("\n".join(line for values, _ in found.values() for line in show(values)))
+            taken = {name: use.rows(cls) for name, (cls, use) in classes.items()}
+            print("\n".join(line for name, (values, _) in found.items() for line in show(values, taken[name])))
             raise typer.Exit
-        wait_passively(next((values.threads for values, _ in found.values() if isinstance(values, Options)), None))
+        wait_passively(None if loading is None else loading.threads)
         given = GivenNames(name for _, names in found.values() for name in names)
         names = {name: given for name, hint in hints.items() if hint is GivenNames}
         rest = {name: flags[name] for name in own if name in flags}
@@ -118,6 +138,41 @@ def derived(command: Callable[..., Any]) -> Callable[..., Any]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable while a command runs."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+def _take_model(flags: dict[str, Any]) -> dict[str, Any]:
+    """Turn a model that is given by position into its option: `place`, or the first of `words` before a prompt."""
+    place, words = flags.get("place"), flags.get("words") or []
+    if len(words) > 1 or (words and _is_checkpoint(words[0])):
+        place, words = words[0], words[1:]
+    if len(words) > 1:
+        raise InputError("prompt", f"is {len(words)} arguments", "put it in quotes")
+    if place is None:
+        return flags
+    if flags.get("model") is not None:
+        raise InputError("model", f"is given twice: {place[:60]} and -m {flags['model']}", "leave one of them out")
+    return {**flags, "place": place, "words": words, "model": place}
+
+
+def _is_checkpoint(text: str) -> bool:
+    try:
+        return (Path(text) / "config.json").is_file()
+    except (OSError, ValueError):  # a prompt need not be a possible path
+        return False
 
 
 def _find_class(hint: Any) -> tuple[type, Use] | None:
@@ -170,6 +225,22 @@ def _resolve(
     return build(cls, wanted, **use.defaults), {given.name for layer in wanted for given in layer}
 
 
+def _recommended_sampling(options: Options) -> dict[str, Any]:
+    """Return the sampling parameters that are the defaults of a model; none of one that cannot be found."""
+    from sala.config import SalaConfig
+    from sala.generation_config import recommended_sampling
+    from sala.models.embedded import EMBEDDED, find_base, overlay_dir
+    from sala.models.embedded import find_model as find
+
+    try:
+        is_named = options.model == EMBEDDED and not Path(EMBEDDED).exists()
+        is_embedded = options.model is None or is_named  # it may have to be assembled first
+        path = overlay_dir() if is_embedded else find_base(find(options.model), options.merged_adapter)[0]
+        return recommended_sampling(path, SalaConfig.load(path))
+    except SalaError:  # loading the model will say what is wrong
+        return {}
+
+
 def counts(text: str, name: str, least: int = 1) -> list[int]:
     """Read counts separated by commas, in ascending order."""
     found = sorted({count(part) for part in text.split(",")})
@@ -196,6 +267,7 @@ def load(options: Options, verbose: bool = False, **changes: Any) -> "LLM":
     """Load the model, and say so if asked."""
     import time
 
+    _ = options.only_adapter  # raises for adapters with names: a command cannot choose among them
     path = find_model(options.model)
     began = time.perf_counter()
     from sala.llm import LLM
@@ -206,6 +278,8 @@ def load(options: Options, verbose: bool = False, **changes: Any) -> "LLM":
         if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
             raise
         raise SalaError(f"{path} does not fit into memory", f"see what would: sala estimate {path}") from None
+    if llm.attention_changes:
+        note(llm.attention_changes)
     if verbose:
         seconds = time.perf_counter() - began
         note(f"{path}: {llm.config.num_hidden_layers} layers, context {llm.ctx:,}, loaded in {seconds:.1f} s")
@@ -227,6 +301,16 @@ def note(text: str) -> None:
     """Write a line that is not part of the answer to stderr; control characters are spelt out."""
     safe = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
     print(safe, file=sys.stderr)
+
+
+def tame(text: str) -> str:
+    """Return text that a terminal shows and does not obey: control characters and changes of direction spelt out."""
+    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def write_out(text: str) -> None:
+    """Write a line to stdout that a model or a file may have worded: tame for a terminal, as it is for a pipe."""
+    print(tame(text) if sys.stdout.isatty() else text)
 
 
 def read_text(name: str) -> str:

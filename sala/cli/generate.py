@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from sala.cli import flags as s
 from sala.cli.outputs import check_new, print_json
+from sala.cli.sources import show_sources
 from sala.errors import InputError, SalaError
 from sala.options import Sampling
 
@@ -18,11 +19,18 @@ if TYPE_CHECKING:
     from sala.config import SalaConfig
     from sala.engine.stream import Completion, Event
 
+ASKED = "[MODEL] PROMPT"
+
 
 @s.derived
 def generate(
     *,
-    prompt: Annotated[str | None, s.argument("What to ask. Without it, and without -f, stdin is read.")] = None,
+    words: Annotated[
+        list[str] | None,
+        s.argument(
+            "Model, as with -m, and what to ask. Without a prompt, and without -f, stdin is read.", metavar=ASKED
+        ),
+    ] = None,
     file: Annotated[list[str] | None, s.flag("Text before the prompt; - is stdin. Repeatable.", "--file", "-f")] = None,
     system: s.System = None,
     raw: Annotated[bool, s.flag("Continue the text as it is, without the chat format.", "--raw")] = False,
@@ -38,7 +46,7 @@ def generate(
     if raw and system:
         raise InputError("system", "does not go with --raw", "write it into the text")
     sampling = read_schema(sampling)
-    text = _gather(prompt, file or [])
+    text = _gather(words[0] if words else None, file or [])
     llm = s.load(options, verbose)
     began = time.perf_counter()
     with prefill_bar() as on_progress:
@@ -52,9 +60,10 @@ def generate(
     if completion is None:
         raise SalaError("the answer was cut off")
     if as_json:
-        print_json(_as_json(completion, no_think))
+        print_json(completion_as_json(completion, no_think))
     else:
         print()
+        show_sources(completion.sources)
     s.note(statistics(completion, time.perf_counter() - began))
     warn_if_untrained(llm.config, completion.usage.prompt_tokens)
     if options.speculate != "off":
@@ -117,22 +126,25 @@ def _gather(prompt: str | None, files: list[str]) -> str:
 def show_answer(events: "Iterator[Event]", no_think: bool) -> "Completion | None":
     """Write the answer as it arrives; return its completion, or None if the stream ended early.
 
-    Reasoning is written between its tags, dimmed where the terminal has colours.
+    Reasoning is written between its tags, dimmed where the terminal has colours. A terminal gets no control sequences
+    from a model; a file gets the text as it is.
     """
     completion: Completion | None = None
+    tame = s.tame if sys.stdout.isatty() else str
     dim, plain = ("\033[2m", "\033[0m") if s.uses_colour(sys.stdout) else ("", "")
     is_thinking = False
     for event in events:
         delta = event.delta
         if delta.reasoning and not no_think:
-            sys.stdout.write(delta.reasoning if is_thinking else f"{dim}<think>\n{delta.reasoning}")
+            sys.stdout.write(("" if is_thinking else f"{dim}<think>\n") + tame(delta.reasoning))
             is_thinking = True
         if (delta.text or delta.tool_call or event.completion) and is_thinking:
             sys.stdout.write(f"\n</think>{plain}\n\n")
             is_thinking = False
-        sys.stdout.write(delta.text)
+        sys.stdout.write(tame(delta.text))
         if delta.tool_call is not None:
-            sys.stdout.write(f"[{delta.tool_call.name} {json.dumps(delta.tool_call.arguments, ensure_ascii=False)}]")
+            arguments = json.dumps(delta.tool_call.arguments, ensure_ascii=False)
+            sys.stdout.write(tame(f"[{delta.tool_call.name} {arguments}]"))
         sys.stdout.flush()
         completion = event.completion or completion
     return completion
@@ -154,10 +166,12 @@ def warn_if_untrained(config: "SalaConfig", num_tokens: int) -> None:
         s.note(f"(this model was trained on up to {config.trained_length:,} tokens; beyond that it may miss facts)")
 
 
-def _as_json(completion: "Completion", no_think: bool) -> dict[str, Any]:
-    out, timings = asdict(completion), completion.timings
+def completion_as_json(completion: "Completion", no_think: bool) -> dict[str, Any]:
+    out, timings = asdict(replace(completion, sources=None)), completion.timings
+    out["sources"] = None if completion.sources is None else completion.sources.as_json()
     out["usage"]["total_tokens"] = completion.usage.total_tokens
     speeds = {name: getattr(timings, name) for name in ("prompt_per_second", "predicted_per_second")}
     out["timings"] |= speeds
-    hidden = {"logprobs", "is_whole", "stop_token"} | ({"reasoning"} if no_think else set())
+    hidden = {"logprobs", "is_whole", "stop_token", "cut_call"} | ({"reasoning"} if no_think else set())
+    hidden |= {"sources"} if completion.sources is None else set()
     return {name: value for name, value in out.items() if name not in hidden}

@@ -12,6 +12,7 @@ from sala.cli import flags as s
 from sala.cli.outputs import print_json, print_table, size
 from sala.cli.progress import ProgressBar
 from sala.errors import InputError, SalaError
+from sala.server.settings import Settings
 
 if TYPE_CHECKING:
     from sala.models.catalog import Entry, Library
@@ -19,12 +20,16 @@ if TYPE_CHECKING:
 COMMIT = re.compile(r"[0-9a-f]{40,64}")
 
 
-def list(as_json: s.AsJson = False) -> None:
+Place = Annotated[Settings, s.Use(only=("models_dir",))]
+Source = Annotated[Settings, s.Use(only=("models_dir", "hub_url", "hub_hosts"), spellings={"hub_url": "--hub"})]
+
+
+@s.derived
+def list(*, where: Place, as_json: s.AsJson = False) -> None:
     from sala.models.catalog import Entry, Library, embedded_folder
     from sala.models.embedded import EMBEDDED
-    from sala.options.sources import models_dir
 
-    library = Library(models_dir())
+    library = Library(where.models_dir)
     entries = library.list()
     if not any(entry.id == EMBEDDED for entry in entries) and (folder := embedded_folder()) is not None:
         entries.insert(0, Entry(EMBEDDED, library.directory / folder, None, None, None, 0, None, True))
@@ -64,21 +69,22 @@ def describe(quantization: dict[str, Any] | None) -> str:
     return str(quantization.get("quant_method") or quantization.get("method") or "yes")[:20]
 
 
+@s.derived
 def pull(
+    *,
     repo: Annotated[str, s.argument("organisation/name, or organisation/name@revision.", metavar="REPO")],
-    hub: Annotated[str | None, s.flag("Another hub: its address, or modelscope.", envvar="SALA_HUB_URL")] = None,
+    source: Source,
 ) -> None:
     from sala.models.catalog import Library
     from sala.models.download import pull as fetch
     from sala.models.hub import AlreadyThere, Hub, parse_repo
-    from sala.options.sources import models_dir
 
     repo_id, revision = parse_repo(repo)
-    library = Library(models_dir())
+    library, hub = Library(source.models_dir), Hub(source.hub_url, source.hub_hosts)
     try:
         with ProgressBar("B", is_kept=False, is_quiet=True) as bar:
             progress = DownloadProgress(repo_id, bar)
-            path = fetch(library.directory, repo_id, revision, Hub(hub), progress, s.note)
+            path = fetch(library.directory, repo_id, revision, hub, progress, s.note)
     except AlreadyThere:
         entry = _find_there(library, repo_id, revision)
         s.note(f"{repo_id} is there already: {entry.path}")
@@ -93,7 +99,7 @@ def pull(
 
 def _find_there(library: "Library", repo_id: str, revision: str | None) -> "Entry":
     """Return the model that is there; raise SalaError if it is not the revision that was asked for."""
-    entry = library.find(repo_id)
+    entry = library.find_exactly(repo_id)
     if entry is None:
         raise SalaError(f"the models directory has something else under the name of {repo_id}", "move it away")
     if revision is not None and entry.revision != revision:
@@ -131,21 +137,23 @@ class DownloadProgress:
         self._bar.rename(self._name, file)
 
 
+@s.derived
 def rm(
+    *,
     name: Annotated[str, s.argument("Name as in `sala list`, or organisation/name.", metavar="NAME")],
+    where: Place,
     yes: Annotated[bool, s.flag("Do not ask.", "--yes", "-y")] = False,
 ) -> None:
     from sala.models.catalog import Library
     from sala.models.embedded import EMBEDDED
-    from sala.options.sources import models_dir
 
-    library = Library(models_dir())
+    library = Library(where.models_dir)
     entry = library.find(name)
     if entry is not None and not yes:
         if not sys.stdin.isatty():
             raise InputError("--yes", "is required when standard input is not a terminal")
         typer.confirm(f"remove {entry.id} ({size(entry.size_bytes)}) from {library.directory}?", abort=True, err=True)
-    library.delete(name)
-    s.note(f"{name} removed")
+    library.delete(name if entry is None else entry.id)
+    s.note(f"{name if entry is None else entry.id} removed")
     if entry is not None and entry.id == EMBEDDED:
         s.note("it is assembled again when it is used")

@@ -13,6 +13,7 @@ from sala.options import Options
 @s.derived
 def needle(
     *,
+    place: s.ModelFirst = None,
     context_len: Annotated[int, s.count_flag("Tokens of prompt and answer.")] = 32000,
     depth: Annotated[float, s.flag("Position of the needle: 0 is the start of the text, 1 its end.")] = 0.25,
     preset: Annotated[str, s.flag("aurora (one sentence in filler) or varied (many wordings).")] = "aurora",
@@ -45,6 +46,6 @@ def needle(
     if as_json:
         print_json(row)
     else:
-        print(completion.text.strip())
+        s.write_out(completion.text.strip())
         s.note("found" if row["is_exact"] else f"not found: the text says {row['wanted'][0]}")
     s.note(f"[prompt {row['prompt_tokens']:,} tokens, depth {row['depth_found']:.0%} | {speeds(row)}]")

@@ -24,7 +24,8 @@ def size(count: float) -> str:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False))
+    """Print JSON; characters that could control the terminal are escaped."""
+    print(s.CONTROLS.sub(lambda found: json.dumps(found[0])[1:-1], json.dumps(value, ensure_ascii=False)))
 
 
 def print_table(
@@ -34,19 +35,25 @@ def print_table(
 
     Characters that could control the terminal are dropped.
     """
+    if title:
+        s.write_out(title)
+    for line in table_lines(headings, rows, is_left):
+        print(line)
+
+
+def table_lines(headings: Sequence[str], rows: Iterable[Sequence[str]], is_left: Sequence[bool] = ()) -> Iterator[str]:
+    """Yield the lines of a table as `print_table` prints it."""
     lines = [["".join(filter(str.isprintable, cell)) for cell in line] for line in (headings, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     sides = [*is_left, *(False for _ in headings)]
-    if title:
-        print(title)
     for line in lines:
         cells = zip(line, widths, sides, strict=False)
-        print("  ".join(cell.ljust(width) if left else cell.rjust(width) for cell, width, left in cells).rstrip())
+        yield "  ".join(cell.ljust(width) if left else cell.rjust(width) for cell, width, left in cells).rstrip()
 
 
 def print_facts(title: str, facts: Mapping[str, str]) -> None:
     """Print a title and indented lines, each a name and a value."""
-    print(title)
+    s.write_out(title)
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"  {name:<{width}}  {value}")

@@ -3,11 +3,11 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from sala.cli.flags import note
+from sala.cli.flags import note, tame
 
 if TYPE_CHECKING:
     from sala.lab.train.loop import Progress
@@ -16,6 +16,7 @@ PLAIN_SECONDS = 20.0  # between lines when the output is not a terminal
 PATIENCE = 2.0  # seconds before a prefill deserves a bar
 
 OnProgress = Callable[[int, int], None]
+Item = TypeVar("Item")
 
 
 class ProgressBar:
@@ -31,10 +32,10 @@ class ProgressBar:
         self._console = Console(stderr=True, highlight=False)
         self.is_shown = sys.stderr.isatty()
         self._progress = Progress(
-            TextColumn("{task.description:>10}"),
+            TextColumn("{task.description:>10}", markup=False),
             BarColumn(),
             TaskProgressColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(),
             console=self._console,
             transient=not is_kept,
@@ -55,7 +56,7 @@ class ProgressBar:
         self.close()
 
     def __call__(self, task: str, done: int, total: int, text: str = "") -> None:
-        text = text or self._measure(task, done, total)
+        text = _line(text or self._measure(task, done, total))
         if not self.is_shown:
             is_due = done == total or time.monotonic() - self._last > PLAIN_SECONDS
             if is_due and not self._is_quiet:
@@ -70,12 +71,12 @@ class ProgressBar:
 
     def rename(self, task: str, description: str) -> None:
         if task in self._tasks:
-            self._progress.update(self._tasks[task], description=description)
+            self._progress.update(self._tasks[task], description=_line(description))
 
     def print(self, line: str) -> None:
         """Print a line above the bar."""
         if self._progress.live.is_started:
-            self._console.print(line, markup=False)
+            self._console.print(tame(line), markup=False)
         else:
             note(line)
 
@@ -162,9 +163,24 @@ class EvaluationProgress(ProgressBar):
         return f"{duration(seconds)} left"
 
 
+def _line(text: str) -> str:
+    """Return text, such as the name of a file, as one line that the terminal does not obey."""
+    return tame(text.replace("\n", " "))
+
+
 def duration(seconds: float) -> str:
     """Show seconds as 45 s, 12 min or 3 h 20 min."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def each_in_turn(
+    items: Sequence[Item], label: Callable[[Item], str]
+) -> Iterator[tuple[Item, str, Callable[[str], None]]]:
+    """Yield what is to be measured under a progress bar, with its turn and a function that prints the result."""
+    with ProgressBar(is_kept=False, is_quiet=True) as bar:
+        for index, item in enumerate(items):
+            bar("measuring", index, len(items), label(item))
+            yield item, f"({index + 1} of {len(items)})", bar.print

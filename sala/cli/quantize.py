@@ -33,10 +33,14 @@ def quantize(
         bool,
         s.flag("Compare both models and write the results into OUTPUT; resumes if OUTPUT is complete.", "--report"),
     ] = False,
+    check: Annotated[
+        bool,
+        s.flag("Print perplexity and facts found in long texts, before and after; resumes as --report.", "--check"),
+    ] = False,
     report_text: Annotated[Path | None, s.flag("Text to measure on; by default held-out calibration text.")] = None,
     report_tokens: Annotated[int, s.count_flag("Tokens to measure on.")] = 16384,
     needles: Annotated[int, s.flag("Needles to look for at each length.", min=0)] = 20,
-    options: Annotated[Options, s.Use(without=("model", "adapter", "ctx", "max_batch", "snapshots"))],
+    options: Annotated[Options, s.Use(without=("model", "adapter", "ctx", "max_batch"), defaults={"snapshots": 0})],
 ) -> None:
     from dataclasses import replace
 
@@ -55,15 +59,19 @@ def quantize(
     plan = plan_modules(config, wanted)
     with ProgressBar() as bar:
         text = _text(path, calibration, options, bar)
-        if report and is_result(output, config, plan):
+        if (report or check) and is_result(output, config, plan):
             s.note(f"{output} is complete; measuring it")
         else:
             try:
-                quantize_model(path, output, wanted, text, where, requantize, bar)
+                quantize_model(path, output, wanted, text, where, requantize, bar, options.kernels)
             except KeyboardInterrupt:
                 if draft_of(output).is_dir():
                     s.note("stopped; the same command continues where it stopped")
                 raise
+        if check:
+            file = report_text or calibration
+            held_out = None if file is None else _text(path, file, options, bar).held_out(report_tokens, 1024)
+            _check(path, output, held_out, options, wanted, bar)
         if report:
             measured = _text(path, report_text, options, bar) if report_text else text
             _report(path, output, measured.held_out(report_tokens, 1024), options, needles, bar)
@@ -77,6 +85,22 @@ def _text(model: Path, file: Path | None, options: Options, bar: ProgressBar) ->
     if file is not None:
         return FileText(file.expanduser(), model)
     return SampledText(model, options.device, lambda done, total: bar("writing", done, total), options)
+
+
+def _check(original: Path, quantized: Path, tokens: Any, options: Options, wanted: Any, bar: ProgressBar) -> None:
+    from sala.backends.torch.loader import pick_device
+    from sala.cli.outputs import print_table
+    from sala.lab.quantize.check import check, remedy, table_of
+
+    try:
+        found = check(original, quantized, tokens, pick_device(options.device), options.kernels, bar)
+    except KeyboardInterrupt:
+        s.note(f"stopped; {quantized} is complete, and the same command checks it again")
+        raise
+    bar.close()
+    print_table(f"{quantized.name} beside {original.name}", *table_of(found))
+    if hint := remedy(found, wanted):
+        s.note(f"this quantization loses much: {hint}")
 
 
 def _report(original: Path, quantized: Path, tokens: Any, options: Options, num_needles: int, bar: ProgressBar) -> None:

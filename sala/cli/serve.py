@@ -5,13 +5,14 @@ import os
 from typing import Annotated, Any
 
 from sala.cli import flags as s
-from sala.cli.outputs import print_json, print_table
+from sala.cli.outputs import print_json, print_table, size
 from sala.errors import InputError, MissingExtra, SalaError
 from sala.options import CommandOptions
 from sala.options.schema import variable_name
 from sala.server.settings import Settings
 
 MAX_ANSWER_BYTES = 16 << 20
+TIERS = ("device", "host", "disk")  # of the cache
 
 
 @s.derived
@@ -53,7 +54,6 @@ def serve_here(settings: Settings) -> int:
 
     for name in ("api_key", "admin_key"):  # processes that we start need no keys
         os.environ.pop(variable_name(name), None)
-    os.environ[variable_name("models_dir")] = str(settings.models_dir)  # where names of models are looked up
     return run(settings, s.note)
 
 
@@ -64,7 +64,8 @@ def ps(
     keys: Annotated[Settings, s.Use(only=("api_key", "api_key_file"))],
     as_json: s.AsJson = False,
 ) -> None:
-    models = [model for model in ask(server.url, keys.api_key) if model.get("loaded")]
+    listed = [model for model in ask(server.url, keys.api_key) if model.get("loaded")]
+    models = [model for model in listed if model.get("root") in (None, model.get("id"))]  # not their aliases
     if as_json:
         print_json(models)
     elif models:
@@ -72,10 +73,19 @@ def ps(
         for model in models:
             requests = model.get("requests") or {}
             values = (model.get("id"), model.get("context_length"), requests.get("running"), requests.get("waiting"))
-            rows.append(["–" if one is None else f"{one:,}" if isinstance(one, int) else str(one) for one in values])
-        print_table("", ("name", "context", "running", "waiting"), rows, [True])
+            row = ["–" if one is None else f"{one:,}" if isinstance(one, int) else str(one) for one in values]
+            rows.append([*row, *_cache_use(model.get("cache") or {})])
+        print_table("", ("name", "context", "running", "waiting", "cached", *TIERS), rows, [True])
     else:
         s.note("no model is loaded")
+
+
+def _cache_use(cache: dict[str, Any]) -> list[str]:
+    """Return the share of prompt tokens that were found in the cache, and how full its tiers are."""
+    rate, tiers = cache.get("hit_rate"), cache.get("tiers") or {}
+    found = [tiers.get(name) for name in TIERS]
+    uses = ["–" if one is None else f"{size(one['used_bytes'])} of {size(one['size_bytes'])}" for one in found]
+    return ["–" if rate is None else f"{rate:.0%}", *uses]
 
 
 def ask(url: str, api_key: str | None) -> list[dict[str, Any]]:

@@ -7,36 +7,44 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from sala.cli import flags as s
 from sala.cli.outputs import print_facts, print_json, size
+from sala.config import ALWAYS_DENSE, SalaConfig
+from sala.options import ATTENTION_FIELDS, Options
 
 if TYPE_CHECKING:
     from sala.checkpoint.reader import Checkpoint
-    from sala.config import SalaConfig
     from sala.quantization_config import Groups
 
 LENGTHS = {"1K": 1 << 10, "8K": 1 << 13, "128K": 1 << 17, "1M": 1 << 20}
 
 
+@s.derived
 def show(
+    *,
     model: Annotated[str | None, s.argument("Checkpoint directory.", envvar="SALA_MODEL")] = None,
     as_json: s.AsJson = False,
+    options: Annotated[Options, s.Use(only=ATTENTION_FIELDS)],
 ) -> None:
     from sala.checkpoint.names import check_tensors
     from sala.checkpoint.reader import Checkpoint
-    from sala.config import SalaConfig
+    from sala.generation_config import recommended_sampling
 
     path = s.find_model(model)
-    config = SalaConfig.load(path)
+    own = SalaConfig.load(path)
+    config = own.attending(options.attention_choice)
     with Checkpoint(path) as checkpoint:
         check_tensors(checkpoint, config)
-        facts = describe(config, checkpoint)
+        facts = {**describe(config, checkpoint), "sampling": recommended_sampling(path, config)}
     if as_json:
         print_json(facts)
     else:
         _print(str(path), facts, config)
+        changes = config.sparse_config.describe_changes(own.sparse_config)
+        if changes:
+            s.write_out(changes)
 
 
 def describe(config: "SalaConfig", checkpoint: "Checkpoint") -> dict[str, Any]:
-    from sala.backends.memory import ELEMENT_BYTES, cache_bytes, state_bytes
+    from sala.backends.memory import ELEMENT_BYTES, cache_bytes, state_bytes, step_bytes
     from sala.checkpoint.names import count_parameters, expected_tensors, external_modules, quantized_modules
 
     element = ELEMENT_BYTES[config.dtype]
@@ -59,12 +67,19 @@ def describe(config: "SalaConfig", checkpoint: "Checkpoint") -> dict[str, Any]:
         "lightning_heads": [config.lightning_nh, config.lightning_nkv, config.lightning_head_dim],
         "blocks_per_query": sparse.num_selected,
         "block_size": sparse.block_size,
-        "dense_below": sparse.dense_len,
+        "dense_below": sparse.dense_len if sparse.dense_len < ALWAYS_DENSE else None,
         "max_position_embeddings": config.max_position_embeddings,
         "trained_length": config.trained_length,
         "state_bytes": state,
         "cache_bytes": {name: cache_bytes(config, length, element) + state for name, length in LENGTHS.items()},
+        "step_bytes": {name: step_bytes(config, length, element) + state for name, length in LENGTHS.items()},
     }
+
+
+def _sight(blocks: str, dense_below: int | None) -> str:
+    if dense_below is None:
+        return "everything, at any length"
+    return blocks + (f"; everything while there are fewer than {dense_below:,} tokens" if dense_below else "")
 
 
 def _bits(groups: Iterable["Groups"]) -> str | None:
@@ -89,9 +104,12 @@ def _print(path: str, facts: dict[str, Any], config: "SalaConfig") -> None:
         "vocabulary": f"{facts['vocab_size']:,}",
         "sparse heads": f"{q} query, {kv} key/value, of {dim}",
         "lightning heads": f"{lq} query, {lkv} key/value, of {ldim}",
-        "a query sees": f"{blocks}; everything while there are fewer than {facts['dense_below']:,} tokens",
+        "a query sees": _sight(blocks, facts["dense_below"]),
         "trained context": f"{facts['trained_length'] or facts['max_position_embeddings']:,} tokens",
     }
+    if facts["sampling"]:
+        rows["sampling"] = ", ".join(f"{name} {value:g}" for name, value in facts["sampling"].items())
     for name, count in facts["cache_bytes"].items():
-        rows[f"memory at {name}"] = f"{size(count)} cache + {weights} weights"
+        read = size(facts["step_bytes"][name])
+        rows[f"memory at {name}"] = f"{size(count)} cache + {weights} weights; a token reads {read} of the cache"
     print_facts(path, rows)

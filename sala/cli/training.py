@@ -1,11 +1,15 @@
 """`sala train`, `convert`, `finetune` and `llamafactory`: everything that trains a model."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from sala.cli import flags as s
 from sala.lab.finetune.options import FinetuneOptions
 from sala.options import Options
+
+if TYPE_CHECKING:
+    from sala.lab.train.convert import TrainingJob
+    from sala.lab.train.recipe_run import Note
 
 Minutes = Annotated[float | None, s.flag("Stop after so many minutes, to resume another time.", min=0)]
 Output = Annotated[Path, s.flag("Directory of the result; must not exist.", "--output", "-o")]
@@ -19,15 +23,14 @@ def train(
     output: Output,
     teacher: Annotated[Path | None, s.flag("Teacher of stages of kind distil: a checkpoint or a dense model.")] = None,
     work: Work = None,
-    options: Annotated[Options, s.Use(only=("model", "device", "threads"))],
+    options: Annotated[Options, s.Use(only=("model", "device", "threads", "kernels"))],
     minutes: Minutes = None,
 ) -> None:
     from sala.cli.progress import training_bar
-    from sala.lab.train.convert import TrainingJob
 
     start = s.find_model(options.model)
     with training_bar() as bar:
-        TrainingJob(recipe, output, work or _work(output), options.device, bar, minutes).train(start, teacher)
+        _job(recipe, output, work, options, bar, minutes).train(start, teacher)
 
 
 @s.derived
@@ -37,18 +40,22 @@ def convert(
     output: Output,
     recipe: Annotated[Path, s.flag("Recipe of the stages, in TOML.", "--recipe", "-r")],
     work: Work = None,
-    options: Annotated[Options, s.Use(only=("device", "threads"))],
+    options: Annotated[Options, s.Use(only=("device", "threads", "kernels"))],
     minutes: Minutes = None,
 ) -> None:
     from sala.cli.progress import training_bar
-    from sala.lab.train.convert import TrainingJob
 
     with training_bar() as bar:
-        TrainingJob(recipe, output, work or _work(output), options.device, bar, minutes).convert(source)
+        _job(recipe, output, work, options, bar, minutes).convert(source)
 
 
-def _work(output: Path) -> Path:
-    return output.with_name(output.name + ".run")
+def _job(
+    recipe: Path, output: Path, work: Path | None, options: Options, bar: "Note", minutes: float | None
+) -> "TrainingJob":
+    from sala.lab.train.convert import TrainingJob
+
+    work = work or output.with_name(output.name + ".run")
+    return TrainingJob(recipe, output, work, options.device, bar, minutes, options.kernels)
 
 
 @s.derived
@@ -57,13 +64,13 @@ def finetune(*, options: Annotated[FinetuneOptions, s.Use(arguments=("model",))]
     from sala.errors import InputError
     from sala.lab.finetune.dialogues import BadData
     from sala.lab.finetune.run import finetune
-    from sala.lab.finetune.training import FinetuneCallbacks, is_main_process
+    from sala.lab.finetune.training import FinetuneCallbacks
+    from sala.lab.train.processes import is_main_process
 
     note = s.note if is_main_process() else lambda _: None
     try:
         with training_bar() as on_news:
-            callbacks = FinetuneCallbacks(message=note, progress=lambda news: on_news("finetune", news))
-            finetune(options, callbacks if is_main_process() else FinetuneCallbacks())
+            finetune(options, FinetuneCallbacks(message=note, progress=lambda news: on_news("finetune", news)))
     except BadData as error:
         note(error.message)
         raise InputError("data", f"has {len(error.problems):,} bad records", error.remedy) from None
@@ -77,4 +84,11 @@ def llamafactory(
 ) -> int:
     from sala.plugins.llamafactory import launch
 
-    return launch(command, arguments or [])
+    def callbacks() -> list[Any]:
+        from sala.lab.finetune.recall import RecallCallback
+
+        return [
+            RecallCallback(note=s.note, remedy="mix long rows into the data, or train with sala finetune --keep-long")
+        ]
+
+    return launch(command, arguments or [], callbacks)
