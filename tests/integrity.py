@@ -11,13 +11,24 @@ def integrity(engine: Engine) -> list[str]:
     hybrid = engine.hybrid
     pages: Counter[int] = Counter()
     slots: Counter[int] = Counter()
+    pinned = Counter(page for sequence in engine.scheduler for page in sequence.pages)
     for sequence in engine.scheduler:
         pages.update(sequence.pages)
         slots.update([] if sequence.slot is None else [sequence.slot])
     for snapshot in hybrid.prefix:
         pages.update(snapshot.pages)
         slots.update([snapshot.slot])
-    return _problems(hybrid.pages, "page", pages) + _problems(hybrid.slots, "slot", slots)
+    found = _problems(hybrid.pages, "page", pages) + _problems(hybrid.slots, "slot", slots)
+    if hybrid.pages._pins != [pinned[page] for page in range(hybrid.pages.size)]:
+        found.append("pages are pinned that no sequence has, or the other way round")
+    if hybrid.pages.num_pinned != len(pinned):
+        found.append(f"{hybrid.pages.num_pinned} pages count as pinned, {len(pinned)} are")
+    held: dict[str, Counter[int]] = {}
+    for snapshot in hybrid.prefix:
+        held.setdefault(snapshot.owner, Counter()).update(snapshot.pages)
+    if hybrid._held != held:
+        found.append("the shares of the owners are wrong")
+    return found
 
 
 def _problems(pool: Pool, name: str, owners: Counter[int]) -> list[str]:

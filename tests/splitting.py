@@ -21,6 +21,6 @@ def parse_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str
     for part in [*splitter.push(text), *splitter.flush()]:
         if isinstance(part, ToolCall):
             calls.append(part)
-        else:
+        elif isinstance(part, str):
             content += part
     return (content.rstrip("\n") if calls else content), calls

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +19,10 @@ import pytest
 from filelock import FileLock
 
 INSTALL_S = 300
-RUN_S = 300
+RUN_S = 600
 WANTED = os.environ.get("SALA_TEST_CLIENTS", "")
-QUICK = ("test_python[openai_chat]", "test_python[openai_responses]")
+QUICK = {f"test_python[{name}]" for name in ("openai_chat", "openai_responses", "langchain_chat", "litellm_completion")}
+ASKED_FOR = ("test_llama_cpp", "test_vllm")  # by a variable of their own
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "--timeout", "20")
 GREETING = re.compile(r"sala listens at (http://[^/]+)/v1")
 
@@ -30,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_ours = Path(__file__).parent in item.path.parents and "room" in getattr(item, "fixturenames", ())
         if is_ours and WANTED == "0":
             item.add_marker(pytest.mark.skip(reason="SALA_TEST_CLIENTS is 0"))
-        elif is_ours and not WANTED and item.name not in QUICK:
+        elif is_ours and not WANTED and item.name not in (*QUICK, *ASKED_FOR):
             item.add_marker(pytest.mark.skip(reason="set SALA_TEST_CLIENTS=1 for the clients that take their time"))
 
 
@@ -41,12 +43,12 @@ class Environment:
     folder: Path
     path: str
 
-    def run(self, *command: str, folder: Path | None = None, **variables: str) -> str:
+    def run(self, *command: str, folder: Path | None = None, limit_s: float = RUN_S, **variables: str) -> str:
         """What it writes; a program that fails fails the test."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SALA_", "PYTHON"))}
         environment = {**inherited, "PATH": f"{self.path}{os.pathsep}{os.environ['PATH']}", **variables}
         ended = subprocess.run(
-            command, cwd=folder or self.folder, env=environment, capture_output=True, text=True, timeout=RUN_S
+            command, cwd=folder or self.folder, env=environment, capture_output=True, text=True, timeout=limit_s
         )
         assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
         return ended.stdout
@@ -132,9 +134,18 @@ def tiny_address(tiny: Path, tmp_path: Path) -> Iterator[str]:
     )
 
 
+@pytest.fixture
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """The address of a server with the embedded model and these flags."""
+    with ExitStack() as stack:
+        serving = contextmanager(_serve)
+        yield lambda *flags: stack.enter_context(serving(tmp_path_factory.mktemp("models"), *flags))
+
+
 def _serve(models: Path, *flags: str) -> Iterator[str]:
     start = "import sys; from sala.cli import run; sys.exit(run(['serve', *sys.argv[1:]]))"
-    command = [sys.executable, "-c", start, "--port", "0", "--device", "cpu", "--models-dir", str(models), *flags]
+    folders = ["--models-dir", str(models), "--files-dir", f"{models}-files"]  # shared with no other server
+    command = [sys.executable, "-c", start, "--port", "0", "--device", "cpu", *folders, *flags]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SALA_")}
     with (models / "log").open("w+") as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

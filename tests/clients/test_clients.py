@@ -25,13 +25,21 @@ PYTHON = {
     "anthropic_messages": ["anthropic"],
     "langchain_chat": ["langchain-openai"],
     "litellm_completion": ["litellm", "mcp"],  # without mcp litellm 1.106 cannot be given tools
+    "llm_tools": ["llm"],
+    "instructor_models": ["instructor"],
+    "pydantic_ai_agent": ["pydantic-ai-slim[openai]"],
+    "openai_agents_run": ["openai-agents"],
 }
-NODE = {"openai_node": ["openai"], "ai_sdk": ["ai", "@ai-sdk/openai-compatible"]}
+NODE = {
+    "openai_node": ["openai"],
+    "anthropic_node": ["@anthropic-ai/sdk"],
+    "ai_sdk": ["ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai"],
+}
 
 
 @pytest.mark.parametrize("program", PYTHON)
-def test_python(program: str, install: Install, address: str) -> None:
-    local = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+def test_python(program: str, install: Install, address: str, tmp_path: Path) -> None:
+    local = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LLM_USER_PATH": str(tmp_path)}
     install(*PYTHON[program]).run("python", str(PROGRAMS / f"{program}.py"), address, MODEL, **local)
 
 

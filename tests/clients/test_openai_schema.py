@@ -1,4 +1,4 @@
-"""Answers validate against the document that OpenAI publishes of its interface.
+"""Answers validate against the document that OpenAI publishes of its interface; the fields of requests are all tried.
 
 The document is not a part of this project. SALA_OPENAI_SCHEMA names a file with it, as YAML or JSON:
 
@@ -16,6 +16,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError, best_match
 
 from tests.server.openai_answers import ASKS, Answer, Ask, Kind, collect, fill
+from tests.server.openai_fields import FIELDS
 
 DOCUMENT = os.environ.get("SALA_OPENAI_SCHEMA", "")
 HOW = "SALA_OPENAI_SCHEMA names no file; get github.com/openai/openai-openapi, and give the path of its openapi.yaml"
@@ -63,6 +64,21 @@ def reference(document: Any, ask: Ask, kind: Kind) -> str:
 def find_problem(document: Any, schemas: Any, ask: Ask, kind: Kind, body: Any) -> ValidationError | None:
     schema = {"$ref": reference(document, ask, kind), "components": {"schemas": schemas}}
     return best_match(Draft202012Validator(schema).iter_errors(fill(kind, body)))
+
+
+def find_properties(document: Any, schema: Any) -> set[str]:
+    """The names of all properties that a schema describes at its top level."""
+    if "$ref" in schema:
+        schema = document["components"]["schemas"][schema["$ref"].removeprefix(f"{SCHEMAS}/")]
+    parts = [part for key in ("allOf", "anyOf", "oneOf") for part in schema.get(key, ())]
+    return set(schema.get("properties", ())).union(*(find_properties(document, part) for part in parts))
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_every_documented_field_is_tried(path: str, document: Any) -> None:
+    """By `tests/server/test_openai_fields.py`."""
+    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert find_properties(document, body) == set(FIELDS[path])
 
 
 @pytest.mark.parametrize("name", ASKS)

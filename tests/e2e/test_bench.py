@@ -104,7 +104,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert install_command("eval") in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", [["bench", "latency"], ["bench", "throughput"], ["doctor"]])
+@pytest.mark.parametrize("verb", [["bench", "latency"], ["bench", "throughput"], ["bench", "serve"], ["doctor"]])
 def test_help_is_cheap(verb: list[str]) -> None:
     code = f"from sala.cli import run; run({[*verb, '--help']}); import sys; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,28 +6,23 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from sala.cli.flags import count
+from tests.command import sala
 
 SALA = [sys.executable, "-m", "sala"]
 
 
-def sala(
-    *arguments: str, stdin: str | bytes = b"", env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    data = stdin.encode() if isinstance(stdin, str) else stdin
-    out = subprocess.run(
-        [*SALA, *arguments], input=data, capture_output=True, timeout=120, env={**os.environ, **(env or {})}
-    )
-    return subprocess.CompletedProcess(out.args, out.returncode, out.stdout.decode(), out.stderr.decode())
-
-
 def test_generate(tiny: Path) -> None:
-    out = sala("generate", "hello", "-m", str(tiny), "-n", "20", "-t", "0")
+    arguments = ["generate", "hello", "-m", str(tiny), "-n", "20", "-t", "0"]
+    out = subprocess.run([*SALA, *arguments], capture_output=True, text=True, timeout=120)
     assert out.returncode == 0
     assert len(out.stdout.strip()) > 5
     assert "prompt 24 tokens" in out.stderr
@@ -93,6 +88,50 @@ def test_errors(tiny: Path, arguments: list[str], code: int, words: str) -> None
     assert "Traceback" not in out.stderr
     assert out.stdout == ""
     if out.stderr.startswith("sala: "):
+        assert out.stderr.count("\n") == 1
+
+
+@contextmanager
+def without_rights(path: Path) -> Iterator[None]:
+    """Nobody may read these files; not even root, who steps down for as long."""
+    path.chmod(0)
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:
+            os.seteuid(65534)
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        path.chmod(0o700)
+
+
+@pytest.fixture
+def public(tiny: Path) -> Iterator[Path]:
+    """A directory that every user may read, with a model."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        shutil.copytree(tiny, Path(name) / "model")
+        yield Path(name)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs permissions of Unix")
+def test_files_that_may_not_be_read(public: Path) -> None:
+    text, source, model = public / "text.txt", public / "in.jsonl", public / "model"
+    for file in (text, source):
+        file.write_text("hello")
+    asked = {
+        text: (2, ["generate", "-f", str(text), "-m", str(model)]),
+        source: (2, ["batch", str(source), "-o", "out.jsonl", "-m", str(model)]),
+        model: (1, ["generate", "x", "-m", str(model), "--device", "cpu"]),
+    }
+    for path, (code, arguments) in asked.items():
+        sala(*arguments[:1], "--help")  # imports what it needs
+        with without_rights(path):
+            out = sala(*arguments)
+        assert out.returncode == code, out.stderr
+        assert str(path) in out.stderr
+        assert "Permission denied" in out.stderr
         assert out.stderr.count("\n") == 1
 
 

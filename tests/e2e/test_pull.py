@@ -17,10 +17,12 @@ import pexpect
 import pytest
 
 from sala.models.download import PARTIAL
+from tests.command import sala as run
 from tests.server.fake_hub import COMMIT, TOKEN, FakeHub, serve, tree
 from tests.server.test_library import make, make_weights
 
 START = "from sala import cli; [cli.COMMANDS.setdefault(name, '') for name in ('pull', 'list', 'rm', 'ps')]; cli.main()"
+MIRROR = "http://mirror.example"
 SALA = [sys.executable, "-c", START]
 
 
@@ -37,10 +39,7 @@ def environment(hub: FakeHub, models: Path) -> dict[str, str]:
 
 
 def sala(hub: FakeHub, models: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*SALA, *arguments], capture_output=True, text=True, timeout=60, env=environment(hub, models), check=False,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    return run(*arguments, env=environment(hub, models))
 
 
 def test_pull_list_rm(hub: FakeHub, tmp_path: Path) -> None:
@@ -93,7 +92,7 @@ def test_errors(hub: FakeHub, tmp_path: Path) -> None:
     for arguments, code, words in (
         (["pull", "../x"], 2, "organisation/name"),
         (["pull", "a/b@"], 2, "revision"),
-        (["pull", "org/model", "--hub", "ftp://x"], 2, "hub_url"),
+        (["pull", "org/model", "--hub", "ftp://x"], 2, "--hub-url"),
         (["rm", "..", "--yes"], 1, "there is no model"),
         (["rm", "/etc", "--yes"], 1, "there is no model"),
         (["ps", "--url", "http://127.0.0.1:9"], 1, "no server answers"),
@@ -134,6 +133,62 @@ def test_ctrl_c_then_again(hub: FakeHub, tmp_path: Path) -> None:
     assert "range" in hub.requests_of("model.safetensors")[-1].headers
 
 
+def behind_a_proxy(hub: FakeHub, models: Path) -> dict[str, str]:
+    """Where the hub is http://mirror.example, which keeps its weights on another host."""
+    hub.redirect = "https://files.example/{name}"
+    found = {**environment(hub, models), "HTTP_PROXY": hub.url, "HTTPS_PROXY": hub.url, "SALA_HUB_URL": MIRROR}
+    return {name: value for name, value in found.items() if name.lower() != "no_proxy" and name != "HF_ENDPOINT"}
+
+
+def test_redirects_to_other_hosts_are_followed_where_an_option_names_them(hub: FakeHub, tmp_path: Path) -> None:
+    variables, file = behind_a_proxy(hub, tmp_path / "models"), tmp_path / "sala.toml"
+    file.write_text('hub_hosts = ["files.example"]\n')
+    refused = subprocess.run([*SALA, "pull", "org/model"], capture_output=True, text=True, env=variables, check=False)
+    assert refused.returncode == 1
+    assert "redirects to files.example, which is not one of its own hosts" in refused.stderr
+    assert "--hub-hosts" in refused.stderr
+    assert not hub.requests_of("files.example:443")
+    for flags, more in (
+        (["--hub-hosts", "files.example"], {}),
+        (["--config", str(file)], {}),
+        ([], {"SALA_HUB_HOSTS": "other.example, files.example"}),
+    ):
+        hub.seen.clear()
+        process = subprocess.Popen(
+            [*SALA, "pull", "org/model", *flags], stderr=subprocess.PIPE, text=True, env={**variables, **more}
+        )
+        while process.poll() is None and not any(seen.path == "files.example:443" for seen in hub.seen):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)  # it would try again for a while
+        _, errors = process.communicate(timeout=30)
+        assert [seen.path for seen in hub.seen if seen.path.endswith(":443")], (flags, more, errors)
+
+
+def test_where_models_are_kept(hub: FakeHub, tmp_path: Path) -> None:
+    file, place = tmp_path / "sala.toml", tmp_path / "elsewhere"
+    file.write_text(f'models_dir = "{place}"\nhub_url = "{hub.url}"\n')
+    variables = {"HF_TOKEN": TOKEN, "SALA_CONFIG": str(file)}
+    out = run("pull", "org/model", env=variables)
+    assert (out.returncode, out.stdout) == (0, "org--model\n"), out.stderr
+    assert (place / "org--model" / "config.json").is_file()
+    for arguments, more in ((["--config", str(file)], {}), (["--models-dir", str(place)], {}), ([], variables)):
+        assert "org--model" in run("list", *arguments, env=more).stdout
+    assert run("rm", "org/model", "--yes", "--models-dir", str(place)).returncode == 0
+    assert not (place / "org--model").exists()
+
+
+def test_models_are_found_where_an_options_file_says(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sala.toml"
+    file.write_text(f'models_dir = "{tmp_path / "kept"}"\nmax_tokens = 1\n')
+    shutil.copytree(tiny, tmp_path / "kept" / "named")
+    command = ["generate", "-m", "named", "hello", "--device", "cpu", "--ctx", "128"]
+    for flags, more in (([], {"SALA_CONFIG": str(file)}), (["--config", str(file)], {"SALA_MODELS_DIR": ""})):
+        out = run(*command, *flags, env=more)
+        assert out.returncode == 0, out.stderr
+    missing = run(*command, env={"SALA_MODELS_DIR": str(tmp_path / "empty")})
+    assert (missing.returncode, "there is no model 'named'" in missing.stderr) == (1, True)
+
+
 def test_on_a_terminal(hub: FakeHub, tmp_path: Path) -> None:
     hub.pause, models = 0.05, tmp_path / "models"
     child = pexpect.spawn(
@@ -161,6 +216,10 @@ def test_ps(hub: FakeHub, tmp_path: Path) -> None:
             "loaded": True,
             "context_length": 131072,
             "requests": {"running": 3, "waiting": 5},
+            "cache": {
+                "hit_rate": 0.925,
+                "tiers": {"device": {"prefixes": 7, "used_bytes": 3 << 19, "size_bytes": 5 << 30}},
+            },
         },
         {"id": "other", "loaded": False},
     ]
@@ -183,6 +242,7 @@ def test_ps(hub: FakeHub, tmp_path: Path) -> None:
         out = sala(hub, tmp_path, "ps", "--url", url, "--api-key", "k")
         assert out.returncode == 0, out.stderr
         assert all(word in out.stdout for word in ("c" * 120, "131,072", " 3", " 5"))
+        assert all(word in out.stdout for word in ("92%", "1.5 MiB of 5.00 GiB"))
         assert "\x1b" not in out.stdout
         assert "other" not in out.stdout
         assert json.loads(sala(hub, tmp_path, "ps", "--url", url, "--json").stdout) == cards[:1]

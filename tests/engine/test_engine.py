@@ -1,6 +1,8 @@
 """The engine on a fake executor: whatever happens, every answer is the plain one, and nothing leaks."""
 
 import random
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,15 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sala.config import SparseConfig
-from sala.engine.cache import Request, SequenceState
 from sala.engine.engine import Engine
+from sala.engine.scheduler import Request, SequenceState
 from sala.errors import ContextTooLong, InputError
+from sala.options import Attention
 from sala.protocol import Options, Sampling, Verdict
 from tests.engine.fake import VOCAB, FakeExecutor, Faults, plain
 from tests.integrity import integrity
 
 SPARSE = SparseConfig(8, 4, 1, 16, 32, 4, False, 128)
 GREEDY = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "ahead"], autouse=True)
+def is_ahead(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Run every test with an executor that waits for its tokens, and with one that runs ahead."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeExecutor, "is_ahead", request.param)
+        yield request.param
 
 
 def engine(executor: FakeExecutor | None = None, is_measured: bool = False, **options: Any) -> Engine:
@@ -36,7 +47,12 @@ def finish(eng: Engine, *sequences: SequenceState, limit: int = 10_000) -> None:
 def want(request: Request, index: int = 0) -> list[int]:
     sampling = request.sampling
     seed = None if sampling.temperature == 0 else (sampling.seed or 0) + index
-    return plain(request.prompt, sampling.max_tokens, seed, SPARSE.sparse_from(len(request.prompt)))
+    return plain(
+        request.prompt,
+        sampling.max_tokens,
+        seed,
+        SPARSE.attending(request.attention or Attention()).regime(len(request.prompt)),
+    )
 
 
 def answer(sequence: SequenceState) -> list[int]:
@@ -245,11 +261,11 @@ def test_an_interrupt_loses_no_request() -> None:
 
 
 @pytest.mark.parametrize("where", ["clear_state", "copy_states", "copy_page"])
-def test_an_interrupt_in_a_copy_leaves_no_half_past(where: str) -> None:
+def test_an_interrupt_in_a_copy_leaves_no_half_past(where: str, is_ahead: bool) -> None:
     executor = FakeExecutor()
     eng = engine(executor)
     request = Request(prompt(random.Random(3), 70), GREEDY)
-    if where == "copy_page":
+    if where == "copy_page" or (where == "copy_states" and is_ahead):
         finish(eng, eng.submit(request))
     sequence = eng.submit(request)
     original = getattr(executor, where)
@@ -435,7 +451,7 @@ def test_ten_thousand_operations_leak_nothing() -> None:
             eng.cancel(live.pop(rng.randrange(len(live))))
         elif operation < 0.35 and eng.scheduler.running:
             eng.scheduler.preempt(rng.choice(eng.scheduler.running))
-        elif operation < 0.37 and (oldest := eng.hybrid.prefix.oldest()):
+        elif operation < 0.37 and (oldest := eng.hybrid.prefix.first()):
             eng.hybrid.forget(oldest)
         else:
             eng.step()
@@ -571,3 +587,208 @@ def test_a_long_prompt_is_read_while_short_ones_keep_coming() -> None:
         eng.submit(Request(prompt(rng, 20), replace(GREEDY, max_tokens=1)))
         eng.step()
     assert long.is_finished
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_known(is_ahead: bool) -> None:
+    executor = FakeExecutor(num_pages=100, num_slots=12)
+    eng = engine(executor)
+    sequence = eng.submit(Request(prompt(random.Random(1), 20), GREEDY))
+    updates = [eng.step() for _ in range(4)]
+    assert len(executor.plans) == 4
+    sampled = [sum(len(update.sampled) for update in some) for some in updates]
+    assert sampled == [0, 1, 1, 1]  # the prompt takes two steps, or its token comes one step late
+    finish(eng, sequence)
+    assert answer(sequence) == want(sequence.request)
+    steps = len(executor.plans)
+    assert steps == (12 if is_ahead else 13)  # the first token comes from the last row of the prompt
+
+
+def test_a_stop_drops_what_ran_ahead_and_keeps_its_state(is_ahead: bool) -> None:
+    """A stop token is noticed when the next step is in flight: that step's token never appears anywhere."""
+    request = Request(prompt(random.Random(6), 40), replace(GREEDY, ignore_eos=False, max_tokens=30))
+    words = want(request)
+    request.stop_ids = (words[7],)
+    count = words.index(words[7]) + 1
+    executor = FakeExecutor()
+    eng = engine(executor)
+    sequence = eng.submit(request)
+    finish(eng, sequence)
+    assert answer(sequence) == words[:count]
+    assert sequence.finish_reason == "stop"
+    further = Request([*request.prompt, *words[:count], 3, 4], GREEDY)
+    again = eng.submit(further)
+    finish(eng, again)
+    assert answer(again) == want(further)
+    assert again.num_cached == 40 + count - (0 if is_ahead else 1)
+
+
+def test_a_steered_sequence_takes_every_other_step_and_harms_no_neighbour(is_ahead: bool) -> None:
+    class Steers:
+        allows_drafts = False
+
+        def mask(self) -> None:
+            return None
+
+        def observe(self, token: int) -> None:
+            return None
+
+    executor = FakeExecutor(num_pages=100, num_slots=12)
+    eng = engine(executor)
+    rng = random.Random(2)
+    free = eng.submit(Request(prompt(rng, 20), replace(GREEDY, max_tokens=20)))
+    steered = eng.submit(Request(prompt(rng, 20), replace(GREEDY, max_tokens=20), controls=(Steers(),)))
+    while not free.is_finished:
+        eng.step()
+    rows = [[row.slot for row in plan.rows] for plan in executor.plans]
+    assert sum(len(plan) == 2 for plan in rows) <= len(rows) // 2 + 2 if is_ahead else len(rows)
+    assert len(steered.sampled) >= 8
+    finish(eng, steered)
+    assert answer(free) == want(free.request)
+    assert answer(steered) == want(steered.request)
+
+
+def test_prompts_are_read_in_the_order_of_arrival() -> None:
+    eng = engine(FakeExecutor(num_pages=200, num_slots=12, chunk=64, ctx=400), snapshots=0)
+    rng = random.Random(4)
+    sequences = [eng.submit(Request(prompt(rng, 300), GREEDY)) for _ in range(4)]
+    firsts: dict[int, int] = {}
+    for step in range(60):
+        eng.step()
+        firsts |= {s.id: step for s in sequences if s.sampled and s.id not in firsts}
+    order = [firsts[sequence.id] for sequence in sequences]
+    assert order == sorted(order)
+    assert order[0] < order[1] < order[2] < order[3]
+    assert order[0] <= 7
+
+
+def test_background_requests_give_way() -> None:
+    """Later requests overtake and preempt them; every answer is the plain one."""
+    eng = engine(FakeExecutor(num_pages=60, num_slots=8), max_batch=2, snapshots=2)
+    rng = random.Random(8)
+    low = [Request(prompt(rng, 40), replace(GREEDY, max_tokens=60), is_background=True) for _ in range(3)]
+    behind = [eng.submit(request) for request in low]
+    while not all(sequence.sampled for sequence in behind[:2]):
+        eng.step()
+    high = [Request(prompt(rng, 40), GREEDY) for _ in range(2)]
+    ahead = [eng.submit(request) for request in high]
+    finish(eng, *ahead)
+    assert not any(sequence.is_finished for sequence in behind)
+    finish(eng, *behind)
+    for request, sequence in zip([*low, *high], [*behind, *ahead], strict=True):
+        assert answer(sequence) == want(request)
+
+
+def starts(eng: Engine, *sequences: SequenceState, steps: int = 400) -> list[int]:
+    """The steps in which sequences get their first tokens."""
+    firsts: dict[int, int] = {}
+    for step in range(steps):
+        eng.step()
+        firsts |= {one.id: step for one in sequences if one.sampled and one.id not in firsts}
+        if len(firsts) == len(sequences):
+            break
+    return [firsts[one.id] for one in sequences]
+
+
+@pytest.mark.parametrize("is_one_owner", [True, False], ids=["requests", "owners"])
+def test_a_large_request_waits_behind_its_own(is_one_owner: bool) -> None:
+    """Whoever asks for much fills the batch; one that comes later gets its place at once, and no answer changes."""
+    eng = engine(FakeExecutor(num_pages=200, num_slots=10, ctx=200), max_batch=4, snapshots=2)
+    rng = random.Random(9)
+    long = replace(GREEDY, max_tokens=100)
+    many = [Request(prompt(rng, 20), long, owner="a", group=1) for _ in range(30)]
+    crowd = [eng.submit(request) for request in many]
+    starts(eng, *crowd[:4])
+    few = [Request(prompt(rng, 20), GREEDY, owner="a" if is_one_owner else "b", group=2) for _ in range(3)]
+    others = [eng.submit(request) for request in few]
+    assert starts(eng, *others[:2])[1] <= 3
+    assert sum(one.is_running for one in crowd) == 2  # its share, and no more is taken from it
+    finish(eng, *others, *crowd)
+    assert [answer(one) for one in [*others, *crowd]] == [want(request) for request in [*few, *many]]
+
+
+def test_beside_a_thousand_sequences_a_first_token_takes_as_many_steps(is_ahead: bool) -> None:
+    """And no larger ones: another client has a place at once, and those that wait are not looked at one by one."""
+    max_batch, chunk = 8, 32
+
+    def quiet_or_not(crowd: int) -> tuple[list[int], list[int], int]:
+        executor = FakeExecutor(num_pages=400, num_slots=20, ctx=200, chunk=chunk)
+        eng = engine(executor, max_batch=max_batch, snapshots=2)
+        scheduler, rng, num_looks = eng.scheduler, random.Random(12), 0
+        long = replace(GREEDY, max_tokens=150)
+        for _ in range(crowd // 8):
+            request = Request(prompt(rng, 20), long, owner="a", group=1)
+            first = eng.submit(request)
+            for index in range(1, 8):
+                eng.submit(replace(request), first, index)
+        for _ in range(30):
+            eng.step()
+        assert len(scheduler.running) == min(max_batch, crowd)
+        waits = scheduler._waits_for_sibling
+
+        def look(sequence: SequenceState) -> bool:
+            nonlocal num_looks
+            num_looks += 1
+            return waits(sequence)
+
+        scheduler._waits_for_sibling = look  # type: ignore[method-assign]
+        steps, sizes = [], []
+        rng = random.Random(13)
+        for number, length in enumerate((1, 10, 40, 90, 3, 40)):
+            began = len(executor.plans)
+            one = eng.submit(Request(prompt(rng, length), replace(GREEDY, max_tokens=4), owner="b", group=2 + number))
+            steps += starts(eng, one)
+            sizes += [sum(len(row.tokens) for row in plan.rows) for plan in executor.plans[began:]]
+            finish(eng, one)
+            assert answer(one) == want(one.request)
+        return steps, sizes, num_looks
+
+    steps, _, _ = quiet_or_not(0)
+    beside, sizes, num_looks = quiet_or_not(1024)
+    waited = [late - early for late, early in zip(beside, steps, strict=True)]
+    assert set(waited) <= {0, int(is_ahead)}  # one that runs ahead waits for the token of whom it takes the place
+    assert max(sizes) <= chunk + max_batch
+    assert num_looks < 30 * max_batch
+
+
+def test_equal_requests_take_nothing_from_each_other() -> None:
+    eng = engine(FakeExecutor(num_pages=200, num_slots=10, ctx=200), max_batch=2, snapshots=2)
+    rng = random.Random(10)
+    sequences = [eng.submit(Request(prompt(rng, 20), GREEDY, owner=owner)) for owner in "abcab"]
+    finish(eng, *sequences)
+    assert eng.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_client_waits_longer_than_its_share(seed: int) -> None:
+    """Under random loads clients share the batch, and so do their requests; whoever has no place gets one at once."""
+    rng, max_batch = random.Random(seed), 6
+    eng = engine(FakeExecutor(num_pages=400, num_slots=20, ctx=200), max_batch=max_batch, snapshots=0)
+    plan = eng.scheduler.plan
+    num_unfair = num_shared = 0  # steps in a row; steps in which several clients have sequences and some wait
+
+    def check() -> Any:
+        nonlocal num_unfair, num_shared
+        work, waiting, running = plan(), eng.scheduler.waiting, eng.scheduler.running
+        owners, groups = Counter(one.owner for one in running), Counter(one.group for one in running)
+        num_shared += len(owners) > 1 and bool(waiting)
+        assert len(running) == min(max_batch, len(running) + len(waiting)) or any(one.num_pending for one in waiting)
+        is_fair = all(
+            owners[other.owner] <= owners[one.owner] + 1
+            and (other.owner != one.owner or groups[other.group] <= groups[one.group] + 1)
+            for one in waiting
+            for other in running
+        )
+        num_unfair = 0 if is_fair else num_unfair + 1
+        assert num_unfair <= eng._is_ahead, (owners, groups)  # one that runs ahead waits for a token of its victim
+        return work
+
+    eng.scheduler.plan = check  # type: ignore[method-assign]
+    for _ in range(250):
+        for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
+            owner, group, count = rng.choice("aaaabc"), rng.randrange(1, 1 << 30), rng.choice((1, 1, 2, 12))
+            sampling = replace(GREEDY, max_tokens=rng.randint(2, 25))
+            for _ in range(count):
+                eng.submit(Request(prompt(rng, rng.randint(1, 30)), sampling, owner=owner, group=group))
+        eng.step()
+    assert eng.scheduler.num_preemptions > 3
+    assert num_shared > 50

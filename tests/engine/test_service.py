@@ -400,8 +400,8 @@ def test_async_sessions(tiny: Path, tmp_path: Path) -> None:
 
 def test_a_service_without_text() -> None:
     """The service needs an engine and nothing else: no tokenizer, no model files."""
-    from sala.engine.cache import Request
     from sala.engine.engine import Engine
+    from sala.engine.scheduler import Request
     from sala.engine.stream import AnswerState
     from sala.protocol import Options
     from tests.engine.fake import FakeExecutor

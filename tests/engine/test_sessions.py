@@ -2,14 +2,21 @@
 
 import os
 import shutil
+import signal
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from sala.config import SalaConfig
+from sala.checkpoint import fingerprint
+from sala.checkpoint.reader import Checkpoint, TensorInfo
+from sala.config import Regime, SalaConfig
+from sala.engine.sessions import SessionStore
+from sala.engine.stream import Completion
 from sala.errors import CheckpointError, InputError
 from sala.llm import LLM
+from sala.protocol import Blob
 from tests.golden import DATA
 from tests.integrity import integrity
 
@@ -27,13 +34,26 @@ def want() -> list[int]:
     return open_llm().generate(PROMPT, **GREEDY).token_ids
 
 
+def run(llm: LLM, prompt: list[int] = PROMPT) -> Completion:
+    """Answer a prompt, and wait until what is saved of it is on disk."""
+    out = llm.generate(prompt, **GREEDY)
+    flush(llm)
+    return out
+
+
+def flush(llm: LLM) -> None:
+    assert llm.tiers is not None
+    assert llm.tiers.disk is not None
+    llm.tiers.disk.flush()
+
+
 def files(directory: Path) -> list[Path]:
     return sorted(directory.iterdir()) if directory.is_dir() else []
 
 
 def test_a_restart_goes_on_from_disk(tmp_path: Path, want: list[int]) -> None:
     cache = tmp_path / "cache"
-    first = open_llm(cache).generate(PROMPT, **GREEDY)
+    first = run(open_llm(cache))
     assert first.usage.cached_tokens == 0
     assert len(files(cache)) == 1
     again = open_llm(cache)
@@ -81,6 +101,27 @@ def test_named_sessions(tmp_path: Path, want: list[int]) -> None:
         store.find("doc")
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process of this state cannot be made here")
+@pytest.mark.parametrize("moment", ["fsync", "link", "unlink"])
+def test_a_killed_save_is_there_as_a_whole_or_not_at_all(tmp_path: Path, moment: str) -> None:
+    store = SessionStore(tmp_path, "model")
+    blobs, tokens = {"state": Blob("U8", (1000,), memoryview(bytes(1000)))}, bytes(40)
+    child = os.fork()
+    if not child:
+        setattr(os, moment, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            store.write(store.path("doc"), tokens, Regime(0, 0), blobs)
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    again = SessionStore(tmp_path, "model")
+    assert len(again.entries()) == (moment == "unlink")
+    if moment != "unlink":
+        again.write(again.path("doc"), tokens, Regime(0, 0), blobs)
+    (entry,) = again.entries()
+    assert again.read(entry)[0] == tokens
+
+
 @pytest.mark.parametrize("name", ["", "..", "../x", "a/b", ".hidden", "x" * 200, "a\0b", "doc.sala", "~"])
 def test_names_stay_in_their_directory(tmp_path: Path, name: str) -> None:
     store = open_llm().open_store(tmp_path)
@@ -113,7 +154,7 @@ def damage(kind: str, file: Path) -> None:
 @pytest.mark.parametrize("kind", ["truncated", "bit flip", "flipped header", "empty", "other", "link"])
 def test_bad_files_are_refused_and_the_prompt_is_read_instead(tmp_path: Path, kind: str, want: list[int]) -> None:
     cache = tmp_path / "cache"
-    open_llm(cache).generate(PROMPT, **GREEDY)
+    run(open_llm(cache))
     damage(kind, files(cache)[0])
     llm = open_llm(cache)
     with warnings.catch_warnings(record=True) as caught:
@@ -129,7 +170,7 @@ def test_another_model_does_not_use_it(tmp_path: Path) -> None:
     """The same shapes with other weights, another precision: another fingerprint."""
     cache = tmp_path / "cache"
     llm = open_llm(cache)
-    llm.generate(PROMPT, **GREEDY)
+    run(llm)
     changed = tmp_path / "model"
     shutil.copytree(MODEL, changed)
     data = bytearray((changed / "model.safetensors").read_bytes())
@@ -137,7 +178,7 @@ def test_another_model_does_not_use_it(tmp_path: Path) -> None:
     (changed / "model.safetensors").write_bytes(data)
     prints = {llm.fingerprint(), open_llm(model=changed).fingerprint(), open_llm(dtype="bfloat16").fingerprint()}
     assert len(prints) == 3
-    out = open_llm(cache, dtype="bfloat16").generate(PROMPT, **GREEDY)
+    out = run(open_llm(cache, dtype="bfloat16"))
     assert out.usage.cached_tokens == 0
     entries = open_llm(dtype="bfloat16").open_store(cache).entries()
     assert sorted(entry.fits for entry in entries) == [False, True]  # the one of bf16 has just been written
@@ -147,11 +188,66 @@ def test_another_model_does_not_use_it(tmp_path: Path) -> None:
         other.open_store(cache).load(entry, other.engine.hybrid, other._executor)
 
 
+def test_an_edit_in_one_row_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte between the samples, the size kept and the time of the last write restored: nothing old is reused."""
+    monkeypatch.setattr(fingerprint, "SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(fingerprint.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "user"))
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    shutil.copytree(MODEL, model)
+    before = open_llm(cache, model=model)
+    fingerprint_before = before.fingerprint()
+    before.generate(PROMPT, **GREEDY)
+    assert open_llm(cache, model=model).generate(PROMPT, **GREEDY).usage.cached_tokens == len(PROMPT) - 1
+    file = model / "model.safetensors"
+    info, stat = Checkpoint(model).tensors["model.layers.1.mlp.up_proj.weight"], file.stat()
+    assert info.nbytes > 4 * 4096
+    with file.open("r+b") as handle:
+        handle.seek(info.start + 2 * 4096)
+        byte = handle.read(1)[0]
+        handle.seek(info.start + 2 * 4096)
+        handle.write(bytes([byte ^ 1]))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    after = open_llm(cache, model=model)
+    assert after.fingerprint() != fingerprint_before
+    assert after.generate(PROMPT, **GREEDY).usage.cached_tokens == 0
+
+
+def test_weights_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A known model is not read again; one that has just been written, or whose samples differ, is."""
+    calls: list[int] = []
+
+    def counted(tensors: Mapping[str, TensorInfo]) -> str:
+        calls.append(len(tensors))
+        return hash_all(tensors)
+
+    hash_all = fingerprint.hash_all
+    monkeypatch.setattr(fingerprint, "hash_all", counted)
+    monkeypatch.setattr(fingerprint.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "user"))
+    shutil.copytree(MODEL, tmp_path / "model")
+    model = Checkpoint(tmp_path / "model")
+    prints = {model.fingerprint() for _ in range(2)}
+    assert len(calls) == 2  # the file is too young
+    monkeypatch.setattr(fingerprint, "SETTLED_SECONDS", -1.0)
+    prints |= {model.fingerprint() for _ in range(3)}
+    assert len(calls) == 3
+    memory = tmp_path / "user" / "fingerprints.json"
+    memory.write_text(memory.read_text().replace('"samples": "', '"samples": "0'))
+    prints.add(model.fingerprint())
+    assert len(calls) == 4
+    memory.write_text("damaged")
+    prints.add(model.fingerprint())
+    assert len(calls) == 5
+    shutil.copytree(MODEL, tmp_path / "copy")
+    prints.add(Checkpoint(tmp_path / "copy").fingerprint())
+    assert len(prints) == 1  # whatever was remembered, and wherever the files lie
+
+
 def test_another_version_does_not_use_it(tmp_path: Path, want: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
     with monkeypatch.context() as patch:
         patch.setattr("sala.engine.sessions.FORMAT", "sala-session-0")
-        open_llm(cache).generate(PROMPT, **GREEDY)
+        run(open_llm(cache))
     assert len(files(cache)) == 1
     out = open_llm(cache).generate(PROMPT, **GREEDY)
     assert (out.usage.cached_tokens, out.token_ids) == (0, want)
@@ -168,18 +264,26 @@ def test_a_past_longer_than_the_context(tmp_path: Path) -> None:
 
 def test_the_disk_has_a_limit(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    probe = open_llm(cache)
-    probe.generate(PROMPT, **GREEDY)
+    unlimited = open_llm(cache)
+    run(unlimited)
+    assert unlimited.tiers is not None
+    assert unlimited.tiers.disk is not None
+    assert unlimited.tiers.disk.use.size < shutil.disk_usage(cache).free // 5  # nobody has set a limit
     size = files(cache)[0].stat().st_size
     llm = open_llm(cache, cache_disk=3 * size)
     precious = cache / "precious.txt"
     precious.write_text("not ours")
+    llm.save_session(llm.open_store(cache), "mine", PROMPT)  # kept until it is removed by its owner
     for start in range(6):
-        os.utime(files(cache)[0])
-        llm.generate([start, *PROMPT[1:]], **GREEDY)
-    kept = [file for file in files(cache) if file.suffix == ".sala"]
+        run(llm, [start, *PROMPT[1:]])
+    kept = list(cache.glob("auto-*.sala"))
     assert 1 <= len(kept) <= 3
+    assert sum(file.stat().st_size for file in kept) <= 3 * size
     assert precious.read_text() == "not ours"
+    assert [entry.num_tokens for entry in llm.open_store(cache).entries() if entry.name == "mine"] == [len(PROMPT)]
+    again = open_llm(cache)
+    found = [again.generate([start, *PROMPT[1:]], **GREEDY).usage.cached_tokens for start in (5, 4, 0)]
+    assert found == [len(PROMPT) - 1, len(PROMPT) - 1, 0]  # the oldest have gone
 
 
 def test_an_unwritable_disk_is_one_warning(tmp_path: Path, want: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,11 +294,11 @@ def test_an_unwritable_disk_is_one_warning(tmp_path: Path, want: list[int], monk
 
     monkeypatch.setattr(module, "write_file", full)
     llm = open_llm(tmp_path / "cache")
-    with pytest.warns(UserWarning, match="disk cache is off"):
-        assert llm.generate(PROMPT, **GREEDY).token_ids == want
+    with pytest.warns(UserWarning, match="disk cache is not written"):
+        assert run(llm).token_ids == want
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        llm.generate(PROMPT[:-1], **GREEDY)
+        run(llm, PROMPT[:-1])
     assert files(tmp_path / "cache") == []
 
 
@@ -214,11 +318,11 @@ def test_geometry_of_the_test() -> None:
 
 def test_a_damaged_file_is_written_anew(tmp_path: Path, want: list[int]) -> None:
     cache = tmp_path / "cache"
-    open_llm(cache).generate(PROMPT, **GREEDY)
+    run(open_llm(cache))
     damage("bit flip", files(cache)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert open_llm(cache).generate(PROMPT, **GREEDY).usage.cached_tokens == 0
+        assert run(open_llm(cache)).usage.cached_tokens == 0
     mended = open_llm(cache).generate(PROMPT, **GREEDY)
     assert mended.usage.cached_tokens == len(PROMPT) - 1
     assert mended.token_ids == want
@@ -236,6 +340,7 @@ def test_an_answer_that_ends_early_leaves_its_past_too(tiny: Path, tmp_path: Pat
         if name == "leave":
             stream.close()
         list(stream)
+        llm.close()
         assert len(files(tmp_path / f"{name}-cache")) == 1
 
 

@@ -33,7 +33,7 @@ class StandIn:
     def encode(self, prompt: str) -> list[int]:
         return self.tokenizer.encode(prompt)
 
-    def generate(self, prompt: list[int], **settings: Any) -> Completion:
+    def generate(self, prompt: list[int], sampling: Any = None, **settings: Any) -> Completion:
         return self._complete(len(prompt), "")
 
     def answer(self, call: Call, on_progress: Any = None) -> Completion:

@@ -12,9 +12,11 @@ from sala.errors import InputError, SalaError
 from sala.lab.bench import dense as work
 from sala.lab.bench.dense import compare, count_parameters, verdict
 from sala.lab.bench.measure import Latency
+from sala.lab.dense import need_transformers
 from sala.lab.report.kinds import plot_record
 from sala.lab.report.page import read_runs, to_page
 from sala.lab.report.record import Record
+from tests.train.dense import write_dense_model
 
 
 def latency(length: int, first_s: float, decode: float) -> Latency:
@@ -75,7 +77,7 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     from sala.backends.torch import executor
     from sala.lab.bench import measure
 
-    monkeypatch.setattr(work, "need_transformers", lambda: None)
+    monkeypatch.setattr("sala.lab.dense.need_transformers", lambda: None)
     monkeypatch.setattr(executor, "free_bytes", lambda _: 19 << 30)
     command = ["bench", "against", "qwen3-8b-random", "--random", "released", "--device", "cpu", "--dtype", "bfloat16"]
     assert run(command) == 1
@@ -95,7 +97,7 @@ def test_a_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "transformers", old)
     monkeypatch.setitem(sys.modules, "transformers.cache_utils", type(sys)("transformers.cache_utils"))
     with pytest.raises(SalaError, match="transformers is too old"):
-        work.need_transformers()
+        need_transformers()
 
 
 class TestWithTransformers:
@@ -179,3 +181,81 @@ class TestWithTransformers:
         assert "belongs to another run" in capsys.readouterr().err
         assert run([*base, "16", "--force"]) == 0
         assert len(log.read_text().splitlines()) == 4
+
+    def test_packed_as_ours(self) -> None:
+        """In 8 bits nearly the same logits come out; in 4 bits other ones, by the packed linears."""
+        import torch
+
+        from sala.backends.torch.linears import AffineLinear
+
+        ids, found = torch.arange(2, 42)[None], {}
+        for bits in (16, 8, 4):
+            torch.manual_seed(0)
+            dense = work.open_dense("tiny-random", torch.device("cpu"), torch.float32, bits)
+            packed = [module for module in dense.model.modules() if isinstance(module, AffineLinear)]
+            assert bool(packed) == (bits < 16)
+            with torch.inference_mode():
+                found[bits] = dense.model(input_ids=ids).logits
+        errors = [float((found[bits] - found[16]).norm() / found[16].norm()) for bits in (8, 4)]
+        assert 0 < errors[0] < 0.02 < errors[1] < 0.5
+
+    def test_command_in_fewer_bits(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        figures = tmp_path / "figures.json"
+        base = ["bench", "against", "tiny-random", "--random", "tiny", "-n", "3", "--device", "cpu", "--lengths", "16"]
+        assert run([*base, "--bits", "8", "--json", str(figures)]) == 0
+        assert json.loads(figures.read_text())["settings"]["bits"] == 8
+        assert "tiny-random, 8 bits" in capsys.readouterr().err
+        assert run([*base, "--bits", "3"]) == 2
+        assert "bits is 3; use 16, 8 or 4" in capsys.readouterr().err
+
+
+def test_too_little_memory_for_a_checkpoint(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sala.backends.torch import executor
+    from sala.lab.bench.measure import check_checkpoint
+    from sala.options import Options
+
+    check_checkpoint(tiny, Options(device="cpu"), 4096)
+    monkeypatch.setattr(executor, "free_bytes", lambda _: 1 << 20)
+    with pytest.raises(SalaError, match="the weights take"):
+        check_checkpoint(tiny, Options(device="cpu"), 4096)
+
+
+class TestOnMlx:
+    @pytest.fixture(autouse=True)
+    def _needed(self) -> None:
+        pytest.importorskip("mlx_lm")
+
+    @pytest.fixture
+    def dense(self, tmp_path: Path) -> Path:
+        write_dense_model(tmp_path / "dense", "qwen3")
+        return tmp_path / "dense"
+
+    @pytest.mark.parametrize("bits", [16, 4])
+    def test_command(
+        self, tiny: Path, dense: Path, bits: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        figures = tmp_path / "figures.json"
+        base = ["bench", "against", str(dense), "-m", str(tiny), "--backend", "mlx", "--device", "cpu", "-n", "3"]
+        assert run([*base, "--bits", str(bits), "--lengths", "16,96", "--json", str(figures)]) == 0
+        (first, second) = json.loads(figures.read_text())["results"]
+        for row in (first, second):
+            assert min(value for name, value in row.items() if name != "crossover") > 0
+        assert f"{bits} bits, mlx-lm" in capsys.readouterr().err
+
+    def test_memory_is_asked_first(
+        self, tiny: Path, dense: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from sala.backends.mlx import executor
+
+        monkeypatch.setattr(executor, "free_bytes", lambda _: 100_000)
+        monkeypatch.setattr("sala.lab.bench.dense_mlx.Ours", None)  # would fail if anything were loaded
+        base = ["bench", "against", str(dense), "-m", str(tiny), "--backend", "mlx", "--device", "cpu"]
+        assert run([*base, "--lengths", "16"]) == 1
+        assert "the weights take" in capsys.readouterr().err
+
+    def test_what_is_refused(self, tiny: Path, dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        mlx = ["--backend", "mlx", "--device", "cpu", "--lengths", "16"]
+        assert run(["bench", "against", str(dense), "--random", "tiny", *mlx]) == 2
+        assert "random is for --backend torch" in capsys.readouterr().err
+        assert run(["bench", "against", "qwen3-8b-random", "-m", str(tiny), *mlx]) == 2
+        assert "is not a model directory" in capsys.readouterr().err

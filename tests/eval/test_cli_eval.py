@@ -61,6 +61,23 @@ def test_needle(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert Path("needle-tiny.jsonl").read_bytes().startswith(before)
 
 
+def test_another_attention_is_another_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Answers of one attention are never told as those of another."""
+    command = [*NEEDLE, "-m", str(tiny)]
+    assert cli.run(command) == 0
+    capsys.readouterr()
+    assert cli.run([*command, "--attention", "dense"]) == 2
+    assert "attention" in capsys.readouterr().err
+    assert cli.run([*command, "--attention", "dense", "--force"]) == 0
+    assert "cases are known" not in capsys.readouterr().err
+    assert "dense at any length" in Record.load(Path("needle-tiny.json")).settings["attention"]
+    text = Path("text.txt")
+    text.write_text("It rained again. The road was empty. " * 60)
+    measure = ["perplexity", str(text), "-m", str(tiny), "--lengths", "256", "--device", "cpu", "-o", "p.json"]
+    assert cli.run(measure) == 0
+    assert cli.run([*measure, "--attention", "dense"]) == 2
+
+
 def test_own_haystack_and_places(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "book.txt").write_text("It rained again. The road was empty. " * 10)
     (tmp_path / "out").mkdir()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sala.engine.cache import as_bytes
+from sala.engine.scheduler import as_bytes
 from sala.errors import InputError, MissingExtra, install_command
 from sala.lab.eval import harness
 from sala.lab.eval.harness import to_rows

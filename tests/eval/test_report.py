@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 from sala.cli.eval import report
 from sala.errors import InputError
 from sala.lab.report.charts import HeatMap, Lines, Series, plot, to_svg
-from sala.lab.report.kinds import KINDS, interval, ratio_text
+from sala.lab.report.kinds import KINDS
 from sala.lab.report.page import RunFile, read_runs, to_page
 from sala.lab.report.record import KINDS as RECORDED
+from sala.lab.report.record import Record
+from sala.lab.report.statistics import interval, ratio_text
 from sala.options.schema import length_label
 
 PIXEL = bytes.fromhex(
@@ -29,6 +31,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         for length, depth, exact in ((1024, 0.0, 1.0), (1024, 50.0, 0.5), (4096, 0.0, 1.0), (4096, 50.0, 0.0))
     ],
     "ruler": [{"task": task, "length": 4096, "trials": 3, "exact": 0.0, "score": 0.25} for task in ("single", "chain")],
+    "official": [{"model": "small", "task": "vt", "length": 4096, "trials": 4, "score": 0.5}],
     "reasoning": [{"task": "steps", "budget": None, "cases": 9, "answered": 0.9, "correct": 0.3, "stuck": 0.1}],
     "perplexity": [
         {"length": length, "perplexity": value, "bits_per_byte": 0.9, "stderr": 0.1, "windows": 3, "tokens": 900}
@@ -40,6 +43,16 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         for count in (1024, 65536)
     ],
     "throughput": [{"batch": count, "num_tokens": 512, "decode_per_second": 70.0 * count} for count in (1, 8)],
+    "serve": [
+        {"load": f"{count} at a time", "concurrency": count, "rate": None, "answers": 9, "errors": 0, "seconds": 3.0,
+         "answers_per_second": 3.0 * count, "input_per_second": 900.0, "output_per_second": 90.0 * count,
+         "longest_stall_s": 0.2, "watts": None, "joules_per_1k_output": None}
+        | {f"{name}_s_p{p}": 0.1 * p for name in ("first_token", "between_tokens") for p in (50, 90, 99)}
+        for count in (1, 8)
+    ],
+    "first_token": [
+        {"num_tokens": count, "cold_s": 0.2, "warm_s": 0.1, "worst_s": 0.15, "requests": 5} for count in (40, 512)
+    ],
     "against": [
         {"num_tokens": 1024, "first_token_s": 0.2, "dense_first_token_s": 0.1, "first_token_ratio": 0.5,
          "decode_per_second": 90.0, "dense_decode_per_second": 60.0, "decode_ratio": 1.5, "crossover": {}},
@@ -101,8 +114,8 @@ def test_every_kind_is_shown(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert words in page.text, words
     assert page.tags.count("section") == len(KINDS)
-    # needle, ruler, perplexity, latency, throughput (no memory there), against, kernels, comparison
-    assert page.tags.count("svg") == 1 + 1 + 2 + 3 + 1 + 4 + 1 + 2
+    # in the order of the kinds; throughput has no memory there
+    assert page.tags.count("svg") == 1 + 1 + 2 + 2 + 3 + 1 + 3 + 1 + 4 + 1 + 2
     assert page.text.count("first token: times as fast") == 1
 
 
@@ -271,3 +284,61 @@ def test_a_record_of_bench(tmp_path: Path) -> None:
     assert "random tiny" in to_page(found)
     assert sala(["bench", "throughput", "--batches", "1,2", "--length", "16", *arguments, "--force"]) == 0
     assert read_runs([file])[0].record.settings["length"] == 16
+
+
+def _official(path: Path, mean: str = "all", **settings: Any) -> Path:
+    row = {"trials": 4, "score": 0.5, "exact": 0.5, "asked": 9, "read": 5}
+    rows = [
+        {"model": model, "task": task, "length": length, **row, "metric": "mean of the tasks" if task == mean else ""}
+        for model in ("ours", "dense") for task in ("vt", "cwe", mean) for length in (65536, 131072)
+    ]  # fmt: skip
+    Record("official", "ours", {"benchmark": "ruler", **settings}, rows).save(path)
+    return path
+
+
+def test_published_scores_stand_beside_measured_ones(tmp_path: Path) -> None:
+    runs = read_runs([_official(tmp_path / "ruler.json")])
+    page = to_page(runs)
+    for text in ("Qwen3-8B (published)", "technical report of MiniCPM-SALA", "89%", "15–85 %"):
+        assert text in page
+    assert "50 n=4" in page  # a cell says of how many cases it is
+    curve = KINDS["official"].charts([run.record for run in runs])[0]
+    assert isinstance(curve, Lines)
+    assert [one.name for one in curve.series] == ["ours", "dense", "MiniCPM-SALA (published)", "Qwen3-8B (published)"]
+    assert curve.series[0].bounds[0] == pytest.approx((35.0, 35.0), abs=0.1)
+    assert curve.series[2].points[1] == (131072, 89.37)
+
+
+@pytest.mark.parametrize(("mean", "settings"), [("mean of 2 of 13", {}), ("all", {"haystack": "prose"})])
+def test_published_means_stand_beside_nothing_else(mean: str, settings: dict[str, str], tmp_path: Path) -> None:
+    runs = read_runs([_official(tmp_path / "ruler.json", mean, **settings)])
+    curve = KINDS["official"].charts([run.record for run in runs])[0]
+    assert isinstance(curve, Lines)
+    assert [one.name for one in curve.series] == ["ours", "dense"]
+    assert (mean in curve.title) is (mean != "all")
+
+
+def test_results_of_lm_eval_are_runs(tmp_path: Path) -> None:
+    results = {
+        "niah_single_1": {"alias": "x", "4096,none": 0.75, "4096_stderr,none": "N/A", "8192,none": -1},
+        "ruler_qa_squad": {"4096,none": 0.5},
+    }
+    config = {"model": "hf"}
+    data = {"results": results, "config": config, "model_name": "org/other-8b"}
+    data["n-samples"] = {"niah_single_1": {"effective": 8}}
+    (tmp_path / "results_1.json").write_text(json.dumps(data))
+    (tmp_path / "notes.json").write_text("{}")
+    (run,) = read_runs([tmp_path])
+    assert (run.record.kind, run.record.model) == ("official", "other-8b")
+    assert [(row["task"], row["length"], row["score"], row["trials"]) for row in run.record.results] == [
+        ("niah_single_1", 4096, 0.75, 8), ("qa_1", 4096, 0.5, None),
+    ]  # fmt: skip
+    *curves, heat = KINDS["official"].charts([run.record])
+    assert [len(curve.series[0].bounds) for curve in curves if isinstance(curve, Lines)] == [1, 0]
+    assert isinstance(heat, HeatMap)
+    assert heat.texts == [["75 n=8"], ["50"]]
+    other = {"results": {"arc_easy": {"acc,none": 0.4, "acc_stderr,none": 0.1}}, "config": config}
+    (tmp_path / "results_2.json").write_text(json.dumps(other))
+    harness = next(run for run in read_runs([tmp_path]) if run.record.kind == "harness")
+    assert harness.record.results[0]["stderr"] == 0.1
+    assert "other-8b" in to_page(read_runs([tmp_path]))

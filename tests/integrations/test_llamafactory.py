@@ -67,11 +67,12 @@ def test_several_devices_get_a_process_each(environment: dict[str, str], num_dev
 def test_processes_are_started_as_the_variables_say() -> None:
     variables = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     command = llamafactory.torchrun(variables, 8, ["a.yaml", "seed=1"])
-    flags = dict(zip(command[3:-5:2], command[4:-5:2], strict=True))
+    assert command[1:3] == ["-m", "torch.distributed.run"]
+    flags = dict(zip(command[3:-6:2], command[4:-6:2], strict=True))
     assert flags["--nproc-per-node"] == "8"
     assert (flags["--nnodes"], flags["--node-rank"]) == ("2", "1")
     assert (flags["--master-addr"], flags["--master-port"]) == ("10.0.0.1", "29500")
-    assert command[-5:] == ["-m", "sala.plugins.llamafactory", "train", "a.yaml", "seed=1"]
+    assert command[-6:] == ["-m", "sala", "llamafactory", "train", "a.yaml", "seed=1"]
 
 
 def test_what_cannot_be_launched_is_refused() -> None:
@@ -82,24 +83,31 @@ def test_what_cannot_be_launched_is_refused() -> None:
 
 
 def test_the_launcher_registers_before_the_trainer_runs(tiny: Path, tmp_path: Path) -> None:
-    """A stand-in for LLaMA-Factory does what it does first: it reads arguments, and asks transformers for the model."""
+    """A stand-in for LLaMA-Factory reads arguments, asks transformers for the model, and trains, as it does."""
     program = (
-        "import sys\n"
-        "def run_exp():\n"
-        "    from transformers import AutoModelForCausalLM\n"
-        "    print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__, sys.argv[2])\n"
+        "import sys, torch\n"
+        "def run_exp(callbacks=()):\n"
+        "    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
+        "    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "    print(type(model).__name__, sys.argv[2])\n"
+        "    rows = [{'input_ids': torch.arange(8), 'labels': torch.arange(8)}] * 2\n"
+        "    plain = {'use_cpu': True, 'report_to': 'none', 'save_strategy': 'no', 'disable_tqdm': True}\n"
+        "    arguments = TrainingArguments(sys.argv[3], max_steps=1, **plain)\n"
+        "    Trainer(model, arguments, train_dataset=rows, callbacks=callbacks).train()\n"
     )
     package = tmp_path / "llamafactory" / "train"
     package.mkdir(parents=True)
     for folder in (package, package.parent):
         (folder / "__init__.py").touch()
     (package / "tuner.py").write_text(program)
-    command = [sys.executable, "-m", "sala.plugins.llamafactory", "train", str(tiny), "seed=1"]
+    command = [sys.executable, "-m", "sala", "llamafactory", "train", str(tiny), "seed=1", str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     environment.pop("LOCAL_RANK", None)
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert ended.stdout.split() == ["SalaForCausalLM", "seed=1"]
+    assert ended.stdout.startswith("SalaForCausalLM seed=1\n")
+    assert "facts found in long texts before: " in ended.stderr
+    assert "facts found in long texts, before → after: " in ended.stderr
 
 
 # From here on with LLaMA-Factory itself, on demand.
@@ -129,7 +137,9 @@ def train(factory: Environment, pupil: Path, tmp_path: Path) -> Callable[..., Pa
         }
         flags = [f"{key}={value}" for key, value in settings.items()]
         command = (*program, "train", f"llamafactory/{name}.yaml", *flags, *changes)
-        factory.run(*command, folder=EXAMPLES, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **variables)
+        both = ("sh", "-c", '"$@" 2>&1', "sh")  # what it writes to stderr, too
+        said = factory.run(*both, *command, folder=EXAMPLES, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **variables)
+        (output / "said.txt").write_text(said)
         return output
 
     return run
@@ -154,6 +164,7 @@ def test_an_adapter_learns_and_is_exported(train: Callable[..., Path], factory: 
     output = train("sft_lora")
     losses = history(output)
     assert losses[-1] < 0.95 * losses[0]
+    assert "facts found in long texts, before → after: " in (output / "said.txt").read_text()
     settings = json.loads((output / "adapter_config.json").read_text())
     assert {"q_proj", "z_proj", "o_gate", "o_proj", "down_proj"} <= set(settings["target_modules"])
     merged = output.parent / "merged"

@@ -135,6 +135,7 @@ REGISTRY = """
 import enum
 class HookType(enum.Enum):
     AROUND = "around"
+    AFTER = "after"
 class HookRegistry:
     @staticmethod
     def register(target, hook, kind):
@@ -176,9 +177,12 @@ def test_register(tmp_path: Path) -> None:
         file.write_text(text)
     command = [sys.executable, "-c", REGISTER, str(tmp_path), SOURCE.replace("RMSNorm", "RMSNormTP")]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    flags = "HOOK sglang.srt.server_args.ServerArgs.add_cli_args add_flags AFTER"
     assert out.splitlines() == [
+        flags,
         "HOOK sglang.srt.models.minicpm.MiniCPMLightningMixer.__init__ build_mixer AROUND",
         "HOOK sglang.kernels.ops.attention.linear.seg_la.seg_la_fwd run_segments AROUND",
         "CONFIG sglang.srt.configs.minicpm",
+        flags,
         "END",
     ]

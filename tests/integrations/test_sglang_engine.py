@@ -19,6 +19,7 @@ import pytest
 import sala
 from sala.checkpoint.random import TINY, write_random
 from tests.clients.conftest import PIP, _try
+from tests.integrations.test_model_card import SGLANG
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -123,3 +124,20 @@ def test_the_plug_in_sees_the_fault_of_this_version(sglang_python: str) -> None:
     )
     ended = subprocess.run([sglang_python, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert ended.stdout.split()[-3:] == ["0.5.23", "PER_RANK", "False"]
+
+
+def test_the_vendors_launch_line_is_parsed(sglang_python: str) -> None:
+    words = SGLANG.replace("\\\n", "").replace("${MODEL_PATH}", "/models/mine").splitlines()[-1].split()
+    code = (
+        "import argparse, os, sys\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "load_plugins()\n"
+        "from sglang.srt.server_args import ServerArgs\n"
+        "parser = argparse.ArgumentParser()\n"
+        "ServerArgs.add_cli_args(parser)\n"
+        "found = parser.parse_args(sys.argv[1:])\n"
+        "print(found.attention_backend, found.port, os.environ['SGLANG_MINICPM_DENSE_AS_SPARSE'])"
+    )
+    command = [sglang_python, "-c", code, *words[3:]]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert ended.stdout.split()[-3:] == ["minicpm_flashinfer", "31111", "1"]

@@ -1,23 +1,33 @@
 """The parts of the vLLM plug-in that need no vLLM: where things lie in its blocks, and who may share a prefix."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from starlette.testclient import TestClient
 
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_prefill
 from sala.backends.torch.ops.sparse import pool_keys
+from sala.checkpoint.packing import dequantize, quantize
+from sala.checkpoint.random import RELEASED
 from sala.config import SparseConfig
-from sala.errors import ConfigError, MissingExtra, install_command
+from sala.errors import CheckpointError, ConfigError, MissingExtra, install_command
 from sala.plugins import vllm
+from sala.plugins.vllm import middleware
 from sala.plugins.vllm.dispatch import advance_states
 from sala.plugins.vllm.memory import BlockLayout, RequestRow, plan_step
+from sala.plugins.vllm.quantized import expand
 from sala.plugins.vllm.regime import SPARSE_KEY, block_keys
+from sala.plugins.vllm.sizing import plan_blocks
+from sala.quantization_config import Groups, QuantConfig
 from tests.integrations.vllm_rows import CONFIG, SMALL, STEPS, Blocks, compare
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -33,13 +43,6 @@ def test_import_is_free() -> None:
 def test_register_says_what_is_missing() -> None:
     with pytest.raises(MissingExtra, match=re.escape(f"vllm is not installed; run: {install_command('vllm')}")):
         vllm.register()
-
-
-@pytest.mark.parametrize(
-    ("version", "is_known"), [("0.32.0+cpu", True), ("0.32.1", True), ("0.33.0", False), ("0.3.2", False)]
-)
-def test_one_minor_version(version: str, is_known: bool) -> None:
-    assert vllm.fits(version) == is_known
 
 
 def test_released_layout() -> None:
@@ -134,3 +137,96 @@ def test_regimes_share_what_they_agree_on(prompt_len: int, end: int, keys: tuple
 def test_sparse_from_the_start_is_one_regime_key() -> None:
     always = replace(SparseConfig(), dense_len=0)
     assert block_keys(SimpleNamespace(num_prompt_tokens=1), 6145, always) == (SPARSE_KEY,)
+
+
+def packed_matrix(bits: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The three tensors of a matrix [8, 64] as safetensors gives them to vLLM, and what they stand for."""
+    weights = np.random.default_rng(bits).standard_normal((8, 64), np.float32)
+    packed = quantize(weights, bits, 32, "F32")
+    tensors = {
+        "weight": torch.from_numpy(packed.codes.copy()).view(torch.uint32),
+        "scales": torch.from_numpy(packed.scales.copy()),
+        "biases": torch.from_numpy(packed.biases.copy()),
+    }
+    return tensors, torch.from_numpy(dequantize(packed).copy())
+
+
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_packed_weights_are_expanded_in_any_order(bits: int) -> None:
+    tensors, wanted = packed_matrix(bits)
+    table = QuantConfig(2, 64, (("a", Groups(bits, 32)),))
+    norm = torch.ones(3)
+    mixed = [("a.biases", tensors["biases"]), ("n.weight", norm), ("a.weight", tensors["weight"])]
+    got = dict(expand([*mixed, ("a.scales", tensors["scales"])], table, torch.float32))
+    assert list(got) == ["n.weight", "a.weight"]
+    assert got["n.weight"] is norm
+    torch.testing.assert_close(got["a.weight"], wanted)
+    assert (
+        dict(expand([(f"a.{part}", one) for part, one in tensors.items()], table, torch.bfloat16))["a.weight"].dtype
+        == torch.bfloat16
+    )
+
+
+def test_packed_weights_that_are_damaged() -> None:
+    tensors, _ = packed_matrix(4)
+    named = [(f"a.{part}", one) for part, one in tensors.items()]
+    with pytest.raises(CheckpointError, match="a has no weight, scales or biases"):
+        list(expand(named[:2], QuantConfig(4, 32), torch.float32))
+    with pytest.raises(CheckpointError, match="a does not have the bits"):
+        list(expand(named, QuantConfig(8, 32), torch.float32))
+
+
+def test_block_plan() -> None:
+    """What vLLM says when it starts: blocks of 2,048 tokens with the released model, 512 with smol-sala in fp32."""
+    plan = plan_blocks(RELEASED, 2)
+    assert (plan.block_tokens, plan.block_bytes, plan.groups) == (2048, 8 * 2048 * 1088, (1, 3))
+    assert plan.bytes_of(1) == 7 * plan.block_bytes  # one block, and two states in each of three groups
+    assert plan.blocks_of(2049) == 8
+    assert plan.longest(plan.bytes_of(10_000)) == 10_240
+    assert plan.longest(plan.bytes_of(1) - 1) == 0
+    halves, stages = plan_blocks(RELEASED, 2, num_ranks=2), plan_blocks(RELEASED, 2, num_stages=2)
+    assert (halves.block_tokens, halves.block_bytes) == (2048, plan.block_bytes // 2)
+    assert (stages.block_tokens, stages.block_bytes) == (2048, plan.block_bytes // 2)
+    assert plan_blocks(RELEASED, 2, num_ranks=4).block_tokens == 1024  # a state is halved again, a kv head is not
+
+
+def test_errors_have_the_codes_of_the_api() -> None:
+    def code(status: int, **error: object) -> str:
+        body = json.dumps({"error": {"message": "no", "type": "BadRequestError", "code": status, **error}}).encode()
+        return json.loads(middleware.name_error(status, body))["error"]["code"]
+
+    assert code(404, param="model") == "model_not_found"
+    assert code(404) == "not_found"
+    assert code(400, param="temperature") == "invalid_value"
+    assert code(400, message="This model's maximum context length is 4096 tokens.") == "context_length_exceeded"
+    assert code(503) == "server_error"
+    key = json.loads(middleware.name_error(401, b'{"error": "Unauthorized"}'))["error"]
+    assert (key["message"], key["code"]) == ("Unauthorized", "invalid_api_key")
+    for other in (b"not json", b"[1]", b'{"detail": "Not Found"}'):
+        assert middleware.name_error(404, other) == other
+
+
+def test_routes_that_vllm_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        answers: dict[str, tuple[int, Any]] = {
+            "/v1/models": (200, {"data": [{"id": "small"}]}),
+            "/health": (200, {}),
+            "/v1/chat/completions": (400, {"error": {"code": 400}}),
+        }
+        status, content = answers[scope["path"]]
+        body = json.dumps(content).encode()
+        headers = [(b"content-length", str(len(body)).encode()), (b"x-request-id", b"7")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body[:3], "more_body": True})
+        await send({"type": "http.response.body", "body": body[3:]})
+
+    monkeypatch.setattr(middleware, "allow_several_greedy", lambda: None)  # the only part that needs vLLM
+    client = TestClient(middleware.ClientMiddleware(inner))
+    assert client.get("/v1/models/small").json() == {"id": "small"}
+    assert client.get("/v1/models").json() == {"data": [{"id": "small"}]}
+    missing = client.get("/v1/models/other")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    assert client.get("/health/ready").status_code == client.get("/health/live").status_code == 200
+    refused = client.post("/v1/chat/completions")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
+    assert refused.headers["x-request-id"] == "7"

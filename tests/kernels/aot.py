@@ -1,10 +1,12 @@
 """Compiles kernels for GPUs that are not here: python -m tests.kernels.aot 90 module:function … prints JSON.
 
-Each function is a list maker: it returns `Build`s. A process of its own, as the interpreter replaces the compiler.
+Each function is a list maker: it returns `Build`s. A process of its own, as the interpreter replaces the compiler. It
+fails if a kernel writes to registers that products of tensor cores still use (`sass.py`).
 """
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +14,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.kernels.sass import hazards
 
 
 @dataclass(frozen=True)
@@ -47,22 +51,15 @@ def compile_for(capability: int, build: Build) -> dict[str, Any]:
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
         "shared": compiled.metadata.shared,
         "has_wgmma": "HGMMA" in sass,
-        "unwaited": count_unwaited(sass),
+        "hazards": hazards(sass),
     }
 
 
-def count_unwaited(sass: str) -> int:
-    """Loops in which products of tensor cores may still run when the next round begins."""
-    steps = [(int(at, 16), step) for at, step in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", sass)]
-    found = 0
-    for end, step in steps:
-        target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", step)
-        if target is None or int(target[1], 16) >= end:
-            continue
-        inside = [one for at, one in steps if int(target[1], 16) <= at <= end]
-        marks = [one.split(".")[0] for one in inside if "HGMMA" in one or "WARPGROUP.DEPBAR" in one]
-        found += bool(marks) and marks[-1] != "WARPGROUP"
-    return found
+def run(capability: int, *names: str) -> subprocess.CompletedProcess[str]:
+    """Compile in a process without the interpreter; a test then looks at its output."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", __name__, str(capability), *names]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def main() -> None:
@@ -72,6 +69,8 @@ def main() -> None:
         module, _, function = name.partition(":")
         builds = getattr(importlib.import_module(module), function)()
         results += [compile_for(int(capability), build) for build in builds]
+    racy = [(result["kernel"], result["hazards"]) for result in results if result["hazards"]]
+    assert not racy, f"registers are written under products in flight: {racy}"
     print(json.dumps(results))
 
 

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def dot_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies tiles by BLAS: on some CPUs a row's fp32 sum depends on its place in the tile.
+
+    Rounded from fp64 it does not. On a GPU a tensor core sums every row of a tile in the same order.
+    """
+    from triton.runtime import interpreter
+
+    matmul = np.matmul
+
+    def matmul_in_fp64(a: np.ndarray, b: np.ndarray, dtype: type | None = None) -> np.ndarray:
+        return matmul(a, b, dtype=np.float64).astype(dtype or np.result_type(a, b))
+
+    monkeypatch.setattr(interpreter.np, "matmul", matmul_in_fp64)
 
 
 @pytest.fixture(autouse=True)

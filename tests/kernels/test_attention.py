@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.kernels import attention, decode_attention
-from sala.backends.torch.kernels.attention import prefill
+from sala.backends.torch.kernels.attention import dense_prefill, prefill
 from sala.backends.torch.kernels.decode_attention import decode_attention as decode
 from sala.backends.torch.kernels.launch import Config
+from sala.backends.torch.kernels.spans import PackedSpan, table_of
 from sala.backends.torch.ops.dense import dense_attention
-from sala.backends.torch.ops.sparse import sparse_attention
+from sala.backends.torch.ops.sparse import block_shares, sparse_attention
+from sala.lab.train.halo.slots import attend_masked, attend_pages
 from tests.kernels.aot import Build
 
 BLOCK = 16  # small, so that short sequences have many blocks; the released geometry is compiled below
@@ -133,6 +135,27 @@ def test_dense_prefill(n: int, start: int, heads: int, groups: int, device: torc
     assert_close(out, dense_attention(q, *memory.line(0, start + n), start, 0.25))
 
 
+def test_dense_prefill_of_spans(device: torch.device) -> None:
+    """Each span as if it were alone, bit for bit; rows that are sparse or of no span stay as they are."""
+    torch.manual_seed(5)
+    ends, starts, dense = [37, 60, 48, 20], [0, 45, 30, 19], [37, 15, 7, 1]
+    memory = Memory(ends, 2, 16, BLOCK, device)
+    spans, first = [], 3
+    for start, end, count in zip(starts, ends, dense, strict=True):
+        spans.append(PackedSpan(first, end - start, start, num_dense=count))
+        first += end - start
+    spans.insert(1, PackedSpan(0, 0))
+    tables = memory.tables[[0, 0, 1, 2, 3]]
+    q = torch.randn(first + 2, 4, 16, device=device)
+    out = torch.full_like(q, 7.0)
+    dense_prefill(q, memory.k, memory.v, tables.int(), table_of(spans, device), 0.25, out)
+    expected = torch.full_like(q, 7.0)
+    for span, table in zip(spans, tables, strict=True):
+        rows = slice(span.first, span.first + span.num_dense)
+        expected[rows] = prefill(q[rows], memory.k, memory.v, table, None, span.start, 0.25)
+    assert torch.equal(out, expected)
+
+
 class Steps:
     """A batch in which dense and sparse rows, long, short and absent ones meet."""
 
@@ -147,7 +170,7 @@ class Steps:
         self.selected = choose((self.lengths - 1).clamp(min=0), groups, 5, block).to(device)
         self.q = torch.randn(len(lengths), heads, dim, device=device)
 
-    def run(self, rows: slice, gate: Tensor | None = None) -> Tensor:
+    def run(self, rows: slice, gate: Tensor | None = None, config: Config | None = None) -> Tensor:
         return decode(
             self.q[rows],
             self.memory.k,
@@ -159,6 +182,7 @@ class Steps:
             self.scale,
             max_dense_blocks=4,
             gate=gate,
+            config=config,
         )
 
     def expected(self, row: int) -> Tensor:
@@ -190,6 +214,22 @@ def test_decode_joins_in_several_turns(monkeypatch: pytest.MonkeyPatch, device: 
     assert_close(steps.run(slice(0, 5)), torch.stack([steps.expected(row) for row in range(5)]))
 
 
+@pytest.mark.parametrize(("most", "size"), [(1, 1), (3, 1), (1, 2)])
+def test_decode_in_long_splits(most: int, size: int, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Rows with more blocks than fit into the smallest splits have longer ones, whatever their neighbours."""
+    steps = Steps(device)
+    config = Config({"SPLIT_BLOCKS": size}, 4, 1)
+    short = steps.run(slice(0, 5), config=config)
+    monkeypatch.setattr(decode_attention, "MOST_SPLITS", most)
+    whole = steps.run(slice(0, 5), config=config)
+    assert_close(whole, torch.stack([steps.expected(row) for row in range(5)]))
+    for row in range(5):
+        assert torch.equal(steps.run(slice(row, row + 1), config=config)[0], whole[row])
+        blocks = -(-int(steps.lengths[row]) // steps.memory.k.shape[2])
+        if not steps.is_sparse[row] and blocks <= size * most:
+            assert torch.equal(whole[row], short[row])  # the bits of a short row are as ever
+
+
 def test_decode_with_a_gate(device: torch.device) -> None:
     steps = Steps(device)
     gate = torch.randn(5, 64, device=device)
@@ -208,13 +248,17 @@ def test_decode_with_rows_of_shared_tables(device: torch.device) -> None:
     assert torch.equal(out, steps.run(slice(0, 5))[rows])
 
 
-def prefill_build(limit: int, is_sparse: bool, dtype: str = "bf16", config: Config | None = None) -> Build:
+def prefill_build(
+    limit: int, is_sparse: bool, dtype: str = "bf16", config: Config | None = None, has_spans: bool = False
+) -> Build:
     size = 4 if dtype == "fp32" else 2
     config = config or attention._config(16, 64, 128, size, limit, is_sparse)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{dtype}")
-    lists = {"entries_ptr": "*i32" if is_sparse else "*i64", "counts_ptr": "*i32", "out_ptr": f"*{dtype}"}
-    sizes = dict.fromkeys(("num_tokens", "start", "num_pages", "max_entries", "q_stride"), "i32")
-    constants = attention.prefill_constants(2, 16, 64, 128, is_sparse, config)
+    lists = {"entries_ptr": "*i32" if is_sparse or has_spans else "*i64", "counts_ptr": "*i32"}
+    lists |= {"spans_ptr": "*i32" if has_spans else "constexpr", "out_ptr": f"*{dtype}"}
+    sizes = dict.fromkeys(("num_tokens", "start", "num_spans", "num_pages", "max_entries", "q_stride"), "i32")
+    constants = attention.prefill_constants(2, 16, 64, 128, is_sparse, config, has_spans)
+    constants |= {"exponents_ptr": None} if has_spans else {"exponents_ptr": None, "spans_ptr": None}
     signature = {**pointers, **lists, **sizes, "scale": "fp32"}
     return Build(attention.prefill_kernel, signature, constants, config.options)
 
@@ -235,31 +279,45 @@ def union_build() -> Build:
 GEOMETRY = {"SHARED": 16, "BLOCK": 64, "DIM": 128}
 
 
-def split_build(limit: int, config: Config | None = None) -> Build:
+def split_build(limit: int, config: Config | None = None, is_long: bool = False, gathers: bool = False) -> Build:
     config = config or decode_attention._config(64 * 128 * 2, limit)
     pointers = {**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16"), "tables_ptr": "*i64", "lengths_ptr": "*i32"}
     more = {"is_sparse_ptr": "*i1", "selected_ptr": "*i32", "acc_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32"}
     sizes = dict.fromkeys(("num_pages", "table_size", *decode_attention.SIZES, "q_stride"), "i32")
-    own = {"row_of_ptr": None, "GROUPS": 2, "SHARED_PADDED": 16, "PRECISION": "ieee", "PDL": 0}
-    constants = {**GEOMETRY, **own, **config.tile}
-    return Build(decode_attention.split_kernel, {**pointers, **more, **sizes}, constants, config.options)
+    stats = {"block_stats_ptr": "*fp32"} if gathers else {}
+    own = {"exponents_ptr": None, "row_of_ptr": None, **({} if gathers else {"block_stats_ptr": None})}
+    own |= {"GROUPS": 2, "SHARED_PADDED": 16, "PRECISION": "ieee", "PDL": 0}
+    constants = {**GEOMETRY, **own, **config.tile, "LONG": is_long}
+    return Build(decode_attention.split_kernel, {**pointers, **more, **stats, **sizes}, constants, config.options)
+
+
+def share_build() -> Build:
+    pointers = {"block_stats_ptr": "*fp32", "lengths_ptr": "*i32", "is_sparse_ptr": "*i1", "selected_ptr": "*i32"}
+    sizes = dict.fromkeys(("num_selected", "max_dense", "width", "shares_stride", "blocks_stride"), "i32")
+    constants = {"SHARED": 16, "BLOCK": 64, "CHUNK": decode_attention.JOIN_CHUNK}
+    more = {"shares_ptr": "*fp32", "blocks_ptr": "*i32"}
+    return Build(decode_attention.share_kernel, {**pointers, **more, **sizes}, constants, {"num_warps": 1})
 
 
 def join_build() -> Build:
     pointers = {"acc_ptr": "*fp32", "stats_ptr": "*fp32", "gate_ptr": "*bf16", "lengths_ptr": "*i32"}
     more = {"is_sparse_ptr": "*i1", "out_ptr": "*bf16"}
     sizes = dict.fromkeys((*decode_attention.SIZES, "gate_stride"), "i32")
-    constants = {**GEOMETRY, "SPLITS": 64, "SPLIT_BLOCKS": 2, "CHUNK": decode_attention.JOIN_CHUNK, "PDL": 0}
+    constants = {**GEOMETRY, "SPLITS": 64, "SPLIT_BLOCKS": 2, "CHUNK": decode_attention.JOIN_CHUNK}
+    constants |= {"LONG": False, "PDL": 0}
     return Build(decode_attention.join_kernel, {**pointers, **more, **sizes}, constants, {"num_warps": 4})
 
 
-LIMITS = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
+LIMITS = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
 def builds_for(capability: int) -> list[Build]:
     """All kernels at the released shapes, configured as for a device of this capability."""
     limit = LIMITS[capability]
     builds = [prefill_build(limit, True), prefill_build(limit, False), split_build(limit), union_build(), join_build()]
+    builds.append(split_build(limit, is_long=True))
+    builds += [split_build(limit, gathers=True), share_build()]
+    builds.append(prefill_build(limit, False, has_spans=True))
     return [*builds, prefill_build(limit, True, "fp32")] if capability == 120 else builds  # where room is scarcest
 
 
@@ -267,8 +325,20 @@ def builds_80() -> list[Build]:
     return builds_for(80)
 
 
+def builds_86() -> list[Build]:
+    return builds_for(86)
+
+
+def builds_89() -> list[Build]:
+    return builds_for(89)
+
+
 def builds_90() -> list[Build]:
     return builds_for(90)
+
+
+def builds_100() -> list[Build]:
+    return builds_for(100)
 
 
 def builds_120() -> list[Build]:
@@ -288,3 +358,41 @@ def test_compiles(capability: int) -> None:
         assert not any(result["spills"] for result in results), results
         assert results[0]["has_wgmma"], results
         assert results[1]["has_wgmma"], results
+
+
+def test_slots_of_the_sampler(device: torch.device) -> None:
+    """Training texts are sampled in slots whose pages follow each other; rows of all lengths, on both paths."""
+    keys, values = (torch.randn(2, 9, 64, 16, device=device) for _ in range(2))
+    q, lengths = torch.randn(3, 4, 16, device=device), torch.tensor([1, 64, 130], device=device)
+    found, wanted = (attend(q, keys, values, lengths) for attend in (attend_pages, attend_masked))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("most_splits", [decode_attention.MOST_SPLITS, 1])
+def test_shares_of_blocks(device: torch.device, most_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathering fills blocks and shares of the reference for sparse, dense and padded rows, and changes no output."""
+    monkeypatch.setattr(decode_attention, "MOST_SPLITS", most_splits)
+    generator = torch.Generator().manual_seed(0)
+    groups, heads, size, num_pages = 2, 4, 16, 12
+    pages_k, pages_v = (torch.randn(groups, num_pages, size, 16, generator=generator).to(device) for _ in range(2))
+    q = torch.randn(3, heads, 16, generator=generator).to(device)
+    tables = torch.stack([torch.randperm(num_pages, generator=generator)[:10] for _ in range(3)]).int().to(device)
+    lengths, is_sparse = torch.tensor([150, 60, 0], device=device), torch.tensor([True, False, False], device=device)
+    selected = torch.full((3, groups, 5), -1, dtype=torch.int32, device=device)
+    selected[0] = torch.tensor([[0, 3, 5, 8, 9], [0, 1, 2, 8, 9]])
+    blocks = torch.full((3, 2, groups, 6), -9, dtype=torch.int32, device=device)
+    shares = torch.full((3, 2, heads, 6), 9.0, device=device)
+    inputs = (q, pages_k, pages_v, tables, lengths, is_sparse, selected, 0.25, 6)
+    assert torch.equal(decode(*inputs, gathered=(blocks[:, 1], shares[:, 1])), decode(*inputs))
+    dense = torch.arange(4, dtype=torch.int32, device=device).expand(groups, 4)
+    for row, ids in ((0, selected[0]), (1, dense)):
+        count = ids.shape[1]
+        position = lengths[row : row + 1] - 1
+        expected = block_shares(q[row : row + 1], pages_k, tables[row].long(), ids[None].long(), position, 0.25)
+        torch.testing.assert_close(shares[row, 1, :, :count], expected[0], atol=1e-5, rtol=1e-4)
+        assert torch.equal(blocks[row, 1, :, :count], ids)
+        assert not shares[row, 1, :, count:].any()
+        assert (blocks[row, 1, :, count:] == -1).all()
+    assert not shares[2, 1].any()
+    assert (blocks[2, 1] == -1).all()
+    assert (blocks[:, 0] == -9).all()

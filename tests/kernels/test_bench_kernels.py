@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sala.backends.torch.cases import KernelCase, Shapes, attention, rows
-from sala.backends.torch.cases.shapes import Work
+from sala.backends.torch.cases.shapes import KernelCall
 from sala.checkpoint.random import TINY
 from sala.config import SparseConfig
 from sala.lab.bench import roofline
@@ -34,11 +34,11 @@ def tiny(device: torch.device) -> dict[str, KernelCase]:
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(attention, "_by_the_fastest", lambda attend: attend())  # which may know no fp32
+    monkeypatch.setattr(attention, "sdpa_kernel", lambda *_, **__: lambda attend: attend)  # its backends may lack fp32
     monkeypatch.setattr(rows, "simple_gla", lambda: None)
 
 
-def build(name: str, device: torch.device) -> list[Work]:
+def build(name: str, device: torch.device) -> list[KernelCall]:
     with torch.inference_mode():
         case = tiny(device)[name]
         return list(case.build(case.num_sets))
@@ -62,10 +62,12 @@ def num_bytes(*tensors: Tensor) -> int:
 
 
 def test_lightning_prefill(device: torch.device) -> None:
-    (found, state), (expected, next_state) = results("lightning prefill, 40", device)
+    (work,) = build("lightning prefill, 40", device)
+    expected, next_state = work.reference()
+    found, state = work.kernel(), work.also() if work.also is not None else None
     assert_near(found, expected)
     assert_near(state, next_state)
-    inputs = build("lightning prefill, 40", device)[0].kernel.args[:4]  # type: ignore[attr-defined]
+    inputs = work.kernel.args[:4]  # type: ignore[attr-defined]
     assert num_bytes(*inputs, found, state) == tiny(device)["lightning prefill, 40"].num_bytes
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sala.backends.rows import TIE_ULPS
 from sala.backends.torch.cache import KVPages
 from sala.backends.torch.fast.dispatch import _select_whole
 from sala.backends.torch.kernels import block_scores, block_selection, pooling, top_blocks, triton_kernels
@@ -62,6 +63,14 @@ def ascending(selected: Tensor) -> Tensor:
 
 def draw(shape: tuple[int, ...], device: torch.device, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def near(shape: tuple[int, ...], device: torch.device, seed: int, levels: int, ulps: int) -> Tensor:
+    """Scores of a few values, each up to so many units in the last place away from one of them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(1, levels + 1, shape, generator=generator).float()
+    noise = torch.randint(-ulps, ulps + 1, shape, generator=generator, dtype=torch.int32)
+    return (values.view(torch.int32) + noise).view(torch.float32).to(device)
 
 
 @pytest.mark.parametrize(("heads", "groups", "dim"), SHAPES)
@@ -189,10 +198,13 @@ def test_decode_joins_splits(device: torch.device, monkeypatch: pytest.MonkeyPat
     assert torch.equal(got[0].long(), expected(q, keys, 999, SMALL, 0.125)[0])
 
 
-@pytest.mark.parametrize(("segments", "size"), [(0, 256), (32, 256), (32, 64)])  # held, held after a cut, streamed
-@pytest.mark.parametrize("values", ["random", "equal", "few", "zero", "rising"])
+@pytest.mark.parametrize(
+    ("segments", "size", "part"),
+    [(0, 256, 0), (32, 256, 0), (32, 64, 0), (0, 128, 32), (0, 64, 64)],  # held, held after a cut, streamed, two sliced
+)
+@pytest.mark.parametrize("values", ["random", "equal", "few", "near", "spread", "zero", "rising"])
 def test_top_blocks(
-    segments: int, size: int, values: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    segments: int, size: int, part: int, values: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(top_blocks, "CANDIDATES", 64)
     sparse, num_blocks = replace(SMALL, topk=14), 199 if values == "few" else 200
@@ -200,6 +212,8 @@ def test_top_blocks(
         "random": draw((4, 2, num_blocks), device, 17).abs(),
         "equal": torch.ones(4, 2, num_blocks, device=device),
         "few": draw((4, 2, num_blocks), device, 18).abs().mul(3).round(),
+        "near": near((4, 2, num_blocks), device, 20, levels=3, ulps=8),
+        "spread": near((4, 2, num_blocks), device, 21, levels=1, ulps=3 * TIE_ULPS),
         "zero": torch.zeros(4, 2, num_blocks, device=device),
         "rising": torch.arange(8 * num_blocks, dtype=torch.float32, device=device).view(4, 2, num_blocks) * 1e30,
     }[values]
@@ -208,10 +222,38 @@ def test_top_blocks(
     for row, position in enumerate(positions.tolist()):
         own = position // 8
         scores[row, :, own - 2 if own >= 16 else 0 :] = torch.nan  # none of these may be read
-    config = Config({"SIZE": size, "SEGMENTS": segments}, 1)
+    config = Config({"SIZE": size, "SEGMENTS": segments, "SLICE": part}, 1)
     got = torch.empty(4, 2, 16, dtype=torch.int32, device=device)
     top_blocks.launch_top(scores, got, positions, None, 0, sparse, config)
     assert torch.equal(got.long(), want)
+
+
+def test_few_long_rows_are_sliced(device: torch.device) -> None:
+    """More programs than rows, and about as many candidates as a slice has blocks; others as before."""
+    for width, wanted in ((97, 0), (2048, 0), (4096, 0), (4097, 512), (16384, 1024), (16385, 1024), (1 << 17, 2048)):
+        tile = top_blocks.top_config(width, 2, RELEASED).tile
+        assert tile.get("SLICE", 0) == wanted
+        assert tile["SIZE"] <= max(4096, 2 * wanted)
+        assert top_blocks.top_config(width, 9999, RELEASED).tile.get("SLICE", 0) == 0
+    sparse, num_blocks = replace(SMALL, topk=14), 4200
+    scores = draw((3, 1, num_blocks), device, 21).abs().mul(50).round()  # many are equal
+    positions = torch.tensor([8 * num_blocks - 1, 900, 8 * 600], device=device)
+    got = top_blocks.top_blocks(scores, positions, sparse)
+    assert torch.equal(got.long(), ascending(ops.top_blocks(scores, positions, sparse)))
+
+
+def test_decode_with_slices(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without them; some slices are empty, some rows have no sparse attention."""
+    lengths = [250, 0, 129, 33, 250]
+    q, keys = draw((5, 8, 32), device, 22), draw((250, 2, 32), device, 23)
+    tables, pools = batch_of(keys, lengths, SMALL)
+    given = torch.tensor(lengths, device=device)
+    flags = torch.tensor([True, True, True, True, False], device=device)
+    wanted = block_selection.select_decode(q, *pools, tables, given, SMALL, 0.2, tables.shape[1], flags)
+    config = Config({"SIZE": 32, "SEGMENTS": 0, "SLICE": 8}, 1)
+    monkeypatch.setattr(top_blocks, "top_config", lambda *_: config)
+    found = block_selection.select_decode(q, *pools, tables, given, SMALL, 0.2, tables.shape[1], flags)
+    assert torch.equal(found, wanted)
 
 
 def test_top_blocks_of_few(device: torch.device) -> None:
@@ -287,7 +329,7 @@ def test_few_windows_are_visible_before_the_mask_ends() -> None:
 
 POINTERS = ("q", "k1", "k2", "k1_pages", "k2_pages", "k_pages", "v_pages", "k_new", "v_new", "pooled")
 FP32 = ("scores", "partial")
-INDICES = ("tables", "lengths", "is_sparse", "positions", "scratch", "selected", "starts", "row_of")
+INDICES = ("tables", "lengths", "is_sparse", "positions", "scratch", "candidates", "selected", "starts", "row_of")
 
 
 def build(kernel: Any, constants: dict[str, Any], options: dict[str, Any], dtype: str = "bf16") -> Build:
@@ -305,13 +347,26 @@ def score_build(shared_memory: int, config: block_scores.ScoreConfig | None = No
 
 
 def top_build(width: int, num_rows: int) -> Build:
-    config = top_blocks.top_config(width, num_rows)
+    config = top_blocks.top_config(width, num_rows, RELEASED)
     constants = top_blocks.top_constants(RELEASED, 2, RELEASED.num_selected, width, config)
     return build(
         top_blocks._top_kernel,
         constants | {"OFFSET": 0, "HAS_FLAGS": False, "PDL": 0},
         config.options,
     )
+
+
+def slice_build(width: int) -> Build:
+    config = top_blocks.top_config(width, 2, RELEASED)
+    constants = top_blocks.top_constants(RELEASED, 2, RELEASED.num_selected, width, config)
+    constants = {name: value for name, value in constants.items() if name in top_blocks._slice_kernel.arg_names}
+    constants |= {"OFFSET": 1, "HAS_FLAGS": True, "PDL": 0}
+    return build(top_blocks._slice_kernel, constants, {"num_warps": 2})
+
+
+def append_build() -> Build:
+    constants = pooling.append_constants(RELEASED, 128) | {"exponents_ptr": None, "PDL": 0}
+    return build(pooling._append_kernel, constants, {"num_warps": 4})
 
 
 def other_builds() -> list[Build]:
@@ -322,8 +377,10 @@ def other_builds() -> list[Build]:
         build(block_scores._decode_score_kernel, shared | more, {"num_warps": 4}),
         top_build(2000, 9999),
         top_build(16384, 9999),
+        top_build(4096, 2),
         top_build(16384, 2),
-        build(pooling._append_kernel, pooling.append_constants(RELEASED, 128) | {"PDL": 0}, {"num_warps": 4}),
+        slice_build(16384),
+        append_build(),
     ]
 
 
@@ -349,7 +406,7 @@ def test_compiles_without_spills(capability: int, maker: str, limit: int) -> Non
     ]
     text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     results = json.loads(text)
-    assert len(results) == 7
+    assert len(results) == 9
     for result in results:
         assert result["shared"] <= limit << 10, result
         if capability == 90:

@@ -1,14 +1,9 @@
 """Products with packed matrices: against their dequantized weights, alone and in a whole model."""
 
 import json
-import math
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,19 +17,20 @@ from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.fast.gpu_weights import Projection
-from sala.backends.torch.kernels import fused, linear, packed, packed_unpack, packed_weight
+from sala.backends.torch.kernels import fused, linear, packed, packed_weight
 from sala.backends.torch.kernels.launch import Config
 from sala.backends.torch.linears import AffineEmbedding, AffineLinear, AffineWeight
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.affine import dequantize
 from sala.checkpoint.packing import quantize
 from sala.protocol import Plan, Row, Sampling
-from tests.kernels.aot import Build
+from tests.kernels.aot import Build, run
 from tests.kernels.test_gpu_forward import MAX_TOKENS, SHAPE, make_model, tokens
-from tests.kernels.test_linear import LIMITS, rows
+from tests.kernels.test_linear import rows
 
 FORMATS = [(bits, group_size) for bits in (4, 8) for group_size in (32, 64, 128)]
 N, K = 72, 384  # no whole tiles, no whole blocks of 4 bits
+LIMITS = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # shared memory
 CONFIGS = [None, Config({"COLUMNS": 32, "SPLITS": 4}, 4, 2)]
 
 
@@ -250,6 +246,57 @@ def test_several_matrices_side_by_side(device: torch.device) -> None:
     assert torch.equal(linear.linears(x, wide), torch.cat([linear.linear(x, each) for each in wide], 1))
 
 
+FORMAT_LISTS = [
+    [(64, 4, 64), (40, 8, 64), (64, 4, 64)],  # q and k, v, z
+    [(24, 8, 32), (9, 4, 64), (70, 8, 32), (3, 4, 64), (1, 8, 32)],
+    [(40, 4, 64), (72, 4, 32)],
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("formats", FORMAT_LISTS)
+def test_two_formats_are_one_launch(
+    formats: list[tuple[int, int, int]], dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of separate launches; also for some of the outputs, and for rows that do not fill a tile."""
+    linears = [AffineLinear(affine(n, K, bits, size, dtype, device)) for n, bits, size in formats]
+    both = Projection.of(linears, dtype, device)
+    assert [part.num_out for part in both.parts] == [n for n, _, _ in formats]
+    for count in (1, 5, 70):
+        x = rows(count, K, dtype, device)
+        wanted = torch.cat([linear.linear(x, one.gpu) for one in linears], 1)
+        with monkeypatch.context() as patch:
+            patch.delattr(packed, "launch")
+            assert torch.equal(both(x), wanted)
+            assert torch.equal(both.rows(30, 75)(x), wanted[:, 30:75])
+
+
+def test_formats_that_need_separate_launches(device: torch.device) -> None:
+    """Three formats, matrices that lie apart, fp32."""
+    for dtype in (torch.float16, torch.float32):
+        x = rows(3, K, dtype, device)
+        one, two, three, four = (
+            affine(8, K, bits, size, dtype, device).for_gpu(dtype, device)
+            for bits, size in ((4, 64), (8, 64), (8, 32), (4, 64))
+        )
+        for held in ([one, two, three], [one, two, four], [one, two]):
+            assert (len(packed.interleave(held)) == 2) == (len(held) == 2)
+            assert torch.equal(linear.linears(x, held), torch.cat([linear.linear(x, each) for each in held], 1))
+        assert linear.linears(x[:0], [one, two]).shape == (0, 16)
+
+
+def test_adjoin_takes_neighbours_in_order(device: torch.device) -> None:
+    whole = affine(N, K, 4, 64, torch.float16, device).for_gpu(torch.float16, device)
+    first, second, third = whole.rows(0, 8), whole.rows(8, 40), whole.rows(40, N)
+    for held, begin in (([first, second, third], 0), ([second, third], 8)):
+        found = packed_weight.adjoin(held)
+        assert torch.equal(packed.expand(found), packed.expand(whole)[begin:])
+        assert found.codes.data_ptr() == held[0].codes.data_ptr()
+    assert packed_weight.adjoin([second, first]) is None
+    assert packed_weight.adjoin([first, third]) is None
+    assert packed_weight.adjoin([first, replace(second, power=1)]) is None
+
+
 def test_one_matrix_of_several(device: torch.device) -> None:
     """Those of one kind are fused and share their memory; others stay apart."""
     kinds = [(4, 64), (4, 64), (8, 64), None, None]
@@ -308,126 +355,6 @@ def test_a_packed_model(device: torch.device) -> None:
         torch.testing.assert_close(steps.logits(found), model.logits(wanted), rtol=1e-4, atol=1e-4)
 
 
-def emulate(text: str, registers: dict[str, int], is_bfloat: bool) -> dict[str, int]:
-    """What the few instructions that unpack codes would leave in the registers; a pair in braces is one of 32 bits."""
-
-    def read(name: str) -> int:
-        if name.startswith("{"):
-            low, high = name[1:-1].split(",")
-            return read(low.strip()) | read(high.strip()) << 16
-        return registers[name] if name in registers else int(name, 0)
-
-    for line in text.strip()[1:-1].split(";"):
-        name, *operands = re.findall(r"\{[^}]*\}|[^\s,]+", line) or [".reg"]
-        if name == ".reg":
-            continue
-        result = INSTRUCTIONS[name.split(".")[0]]([read(each) for each in operands[1:]], is_bfloat)
-        if operands[0].startswith("{"):
-            low, high = operands[0][1:-1].split(",")
-            registers[low.strip()], registers[high.strip()] = result & 0xFFFF, result >> 16
-        else:
-            registers[operands[0]] = result
-    return registers
-
-
-def rounded(value: Fraction, is_bfloat: bool) -> float:
-    """The nearest number of these 16 bits, the even one of two; PyTorch would go by fp32 and round twice."""
-    digits, smallest = (8, -133) if is_bfloat else (11, -24)
-    step = Fraction(2) ** max(math.frexp(value)[1] - digits, smallest)
-    return float(round(value / step) * step)
-
-
-def permute(values: list[int], _: bool) -> int:
-    source = values[0] | values[1] << 32
-    return sum((source >> 8 * (values[2] >> 4 * i & 7) & 255) << 8 * i for i in range(4))
-
-
-def logic(values: list[int], _: bool) -> int:
-    a, b, c, table = values
-    return sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
-
-
-def multiply_add(values: list[int], is_bfloat: bool) -> int:
-    dtype = torch.bfloat16 if is_bfloat else torch.float16
-    halves = [torch.tensor([v], dtype=torch.uint32).view(dtype).double().tolist() for v in values]
-    exact = [Fraction(a) * Fraction(b) + Fraction(c) for a, b, c in zip(*halves, strict=True)]
-    found = torch.tensor([rounded(value, is_bfloat) for value in exact], dtype=torch.float64).to(dtype)
-    return int(found.view(torch.int32)) & 0xFFFFFFFF
-
-
-INSTRUCTIONS: dict[str, Callable[[list[int], bool], int]] = {
-    "prmt": permute,
-    "lop3": logic,
-    "and": lambda values, _: values[0] & values[1],
-    "fma": multiply_add,
-    "mov": lambda values, _: values[0],
-    "shr": lambda values, _: values[0] >> values[1],
-}
-
-
-def text_of(code: Any) -> str:
-    return str(getattr(code, "value", code))
-
-
-@pytest.mark.parametrize("is_bfloat", [True, False])
-def test_the_instructions_of_gpus_unpack_bytes(is_bfloat: bool) -> None:
-    """The interpreter knows no PTX: here is enough of it. Scales of two values per word show the order."""
-    dtype = torch.bfloat16 if is_bfloat else torch.float16
-    words = np.random.default_rng(8).integers(0, 1 << 32, 2, np.uint32).tolist()
-    pairs = torch.tensor([[0.5, 3.0], [0.25, -1.0]], dtype=dtype)
-    groups = pairs.view(torch.int32)[:, 0].tolist()
-    for plane in range(4):
-        values = (*words, *(group & 0xFFFFFFFF for group in groups))
-        registers = dict(zip(("$1", "$2", "$3", "$4"), values, strict=True))
-        raw = emulate(text_of(packed_unpack._bytes(plane, is_bfloat)), registers, is_bfloat)["$0"]
-        found = torch.tensor([raw], dtype=torch.uint32).view(dtype)
-        codes = [word >> plane * 8 & 255 for word in words]
-        codes = [(code & 127) + 0.5 if code < 128 else -(code & 127) - 0.5 for code in codes]
-        wanted = (torch.tensor(codes).double() * pairs[:, 0].double() + pairs[:, 1].double()).to(dtype)
-        assert torch.equal(found, wanted), (plane, found, wanted)
-
-
-@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
-@pytest.mark.parametrize("kind", ["bf16", "bf16, large", "fp16"])
-def test_the_instructions_of_gpus_unpack_nibbles(kind: str, group_size: int) -> None:
-    """Every code in every place, bit for bit: of scales of any size and sign, of which there are two blocks."""
-    is_bfloat, k = kind != "fp16", 512
-    dtype = torch.bfloat16 if is_bfloat else torch.float16
-    random = torch.Generator().manual_seed(group_size)
-    codes = (torch.arange(16)[:, None] + 7 * torch.arange(k)) % 16
-    words = (codes.view(16, -1, 8) << torch.arange(0, 32, 4)).sum(2).to(torch.uint32).view(torch.int32)
-    low, high = {"bf16": (-60, 19), "bf16, large": (-20, 30), "fp16": (-10, 4)}[kind]
-    exponents = torch.randint(low, high, (16, k // group_size), generator=random)
-    exponents[0] = torch.tensor([low, high - 1, -7, -8]).repeat(4)[: k // group_size]
-    scales = ((1 + 0.99 * torch.rand(exponents.shape, generator=random)) * 2.0**exponents).to(dtype)
-    scales = torch.where(torch.rand(scales.shape, generator=random) < 0.5, scales, -scales)
-    biases = (scales.float() * -16 * torch.rand(scales.shape, generator=random)).to(dtype)
-    held = packed_weight.pack(words, scales, biases, 4, group_size, dtype)
-    assert held.power == (packed_weight.POWER if kind == "bf16" else 0)
-    count = held.groups.shape[2]
-    groups = held.groups.unflatten(2, (-1, min(2, count))).transpose(2, 3).flatten(2).transpose(0, 1).flatten(1)
-    found = torch.empty(16, k, dtype=dtype)
-    for plane in range(16):
-        text = text_of(packed_unpack._nibbles(plane % 8, is_bfloat, held.power, count <= 2))
-        for row in range(16):
-            group = int(groups[row, plane * 32 // group_size]) & 0xFFFFFFFF
-            for pair, word in enumerate(held.codes[plane // 8, row, plane % 8 // 4 :: 2].tolist()):
-                registers = emulate(text, {"$2": word & 0xFFFFFFFF, "$3": group}, is_bfloat)
-                both = torch.tensor([registers["$0"], registers["$1"]], dtype=torch.uint16).view(dtype)
-                found[row, plane * 32 + 2 * pair :][:2] = both
-    middle = 0 if held.power else 8
-    offsets = (biases.float() + middle * scales.float()).to(dtype)
-    wide = [part.double().repeat_interleave(group_size, 1).flatten().tolist() for part in (scales, offsets)]
-    exact = [
-        (Fraction(code - middle) * Fraction(s) + Fraction(b)) / 2**held.power
-        for code, s, b in zip(codes.flatten().tolist(), *wide, strict=True)
-    ]
-    wanted = torch.tensor([rounded(value, is_bfloat) for value in exact], dtype=torch.float64).to(dtype).view(16, k)
-    assert torch.equal(found, wanted)
-    if not torch.cuda.is_available():
-        assert torch.equal(packed.expand(held), wanted * 2.0**held.power)
-
-
 @pytest.mark.parametrize("limit", LIMITS.values())
 def test_splits_are_of_the_shape_alone(limit: int) -> None:
     for n, k in ((4096, 4096), (4096, 16384), (576, 1536)):
@@ -460,6 +387,31 @@ def build(capability: int, n: int, k: int, bits: int, group_size: int, count: in
     return Build(packed._packed_kernel, signature, constants, config.options)
 
 
+def mixed_build(capability: int, parts: list[tuple[int, int]], count: int) -> Build:
+    """One launch for parts of so many outputs and bits, such as [q, k | v | z] of the default 4-bit file."""
+    held = {}
+    for bits in (4, 8):
+        size = sum(n for n, own in parts if own == bits)
+        codes, groups = (
+            torch.empty(4096 * bits // 1024, size, width, dtype=torch.int32, device="meta")
+            for width in (32, packed_weight.block_size(bits) // 64)
+        )
+        power = packed_weight.POWER if bits == 4 else 0
+        held[bits] = packed_weight.PackedWeight(codes, groups, bits, 64, 4096, torch.bfloat16, power)
+    first = dict.fromkeys(held, 0)
+    weights = []
+    for n, bits in parts:
+        weights.append(held[bits].rows(first[bits], first[bits] + n))
+        first[bits] += n
+    config = packed._mixed_config(sum(n for n, _ in parts), 4, LIMITS[capability], count)
+    config = config._replace(uses_pdl=capability >= 90)
+    constants = packed.mixed_constants(count, packed.interleave(weights), config) | {"HAS_ASM": True}
+    pointers = dict.fromkeys(("codes_ptr", "groups_ptr", "codes2_ptr", "groups2_ptr"), "*i32")
+    pointers |= {"x_ptr": "*bf16", "out_ptr": "*bf16", "x_row": "i32", "out_row": "i32", "num_rows": "i32"}
+    signature = {name: pointers.get(name, "constexpr") for name in packed._mixed_kernel.arg_names}
+    return Build(packed._mixed_kernel, signature, constants, config.options)
+
+
 def builds_for(capability: int) -> list[Build]:
     constants = {"K": 4096, "PITCH": 4096, "COLUMNS": 32, "BITS": 4, "GROUPS": 4}
     constants |= {"POWER": packed_weight.POWER, "HAS_INDEX": False, "HAS_ASM": True}
@@ -469,32 +421,23 @@ def builds_for(capability: int) -> list[Build]:
         build(capability, 4096, 16384, 4, 64, 1),
         build(capability, 576, 1536, 8, 32, 64),
         build(capability, 16384, 4096, 4, 64, 64, is_pair=True),
+        mixed_build(capability, [(8192, 4), (4096, 8), (4096, 4)], 1),
+        mixed_build(capability, [(4352, 4), (256, 8), (4096, 4)], 8),
+        mixed_build(capability, [(4352, 4), (256, 8), (4096, 4)], 128),
         Build(packed._expand_kernel, signature, constants, {"num_warps": 4}),
     ]
 
 
-def builds_80() -> list[Build]:
-    return builds_for(80)
-
-
-def builds_90() -> list[Build]:
-    return builds_for(90)
-
-
-def builds_120() -> list[Build]:
-    return builds_for(120)
+builds_80, builds_86, builds_89, builds_90, builds_100, builds_120 = (partial(builds_for, each) for each in LIMITS)
 
 
 @pytest.mark.parametrize("capability", LIMITS)
 def test_compiles(capability: int) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.aot", str(capability), f"{__name__}:builds_{capability}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run(capability, f"{__name__}:builds_{capability}")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for kernel in found:
         assert kernel["spills"] == 0, kernel
         assert kernel["shared"] <= LIMITS[capability], kernel
     if capability == 90:
-        assert all(kernel["has_wgmma"] for kernel in found[:3]), found
-        assert not any(kernel["unwaited"] for kernel in found), found  # they read weights from registers
+        assert all(kernel["has_wgmma"] for kernel in found[:-1]), found

@@ -17,7 +17,7 @@ from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError, MissingExtra
 from sala.llm import LLM
-from tests.e2e.test_cli import sala as command
+from tests.command import sala as command
 from tests.mlx.place import DEVICE
 from tests.server.conftest import start
 from tests.unit.test_adapter import write_adapter

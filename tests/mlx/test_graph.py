@@ -3,6 +3,7 @@
 import gc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -48,6 +49,22 @@ def decode_row(position: int, is_scattered: bool = False) -> Row:
     if is_scattered:
         pages = np.random.default_rng(0).permutation(pages).tolist()
     return Row((65,), position, tuple(pages), 0, 0, GREEDY)
+
+
+def test_steps_run_on_the_device_of_the_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the thread's default is: here the executor is given a stream of its own."""
+    write_random(tmp_path / "m", TINY)
+    executor, build, seen = open_one(tmp_path / "m", ctx=512), MlxExecutor.build, []
+
+    def record(*arguments: Any) -> Any:
+        seen.append(mx.default_stream(mx.default_device()))
+        return build(*arguments)
+
+    monkeypatch.setattr(MlxExecutor, "build", record)
+    executor.device = stream = mx.new_stream(mx.default_device())
+    executor.run(Plan((Row((65, 66), 0, (0,), 0, 0, GREEDY),)))
+    assert seen
+    assert set(map(str, seen)) == {str(stream)}
 
 
 @pytest.mark.parametrize("is_scattered", [False, True], ids=["in a run", "scattered"])

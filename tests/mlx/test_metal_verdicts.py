@@ -15,7 +15,7 @@ from sala.backends.mlx import dispatch, selftest
 from sala.backends.mlx.executor import open_executor
 from sala.backends.mlx.kernels import KERNELS, metal
 from sala.backends.mlx.kernels.metal import Launch
-from sala.backends.mlx.selftest import Verdict
+from sala.backends.mlx.selftest import KernelVerdict
 from sala.checkpoint.random import TINY, cut_layers, write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.protocol import Options, Row
@@ -90,7 +90,9 @@ def test_wrong_kernel_is_not_used(shim: Shim, fault: str) -> None:
 
 def test_verdict_decides_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a Mac where the kernel of attention is faster for decode steps alone."""
-    told = Verdict("sparse_attention", 1e-7, 2e-5, {"decode": 1.0, "prefill": 9.0}, {"decode": 2.0, "prefill": 8.0})
+    told = KernelVerdict(
+        "sparse_attention", 1e-7, 2e-5, {"decode": 1.0, "prefill": 9.0}, {"decode": 2.0, "prefill": 8.0}
+    )
     monkeypatch.setattr(selftest, "check", lambda name: told)
     monkeypatch.setattr(selftest, "why_not", lambda: None)
     few, many = mx.zeros((1, 4, 64)), mx.zeros((300, 4, 64))
@@ -131,9 +133,9 @@ def test_kernels_that_are_switched_off(
 def test_verdict_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
-    def check(name: str) -> Verdict:
+    def check(name: str) -> KernelVerdict:
         asked.append(name)
-        return Verdict(name, 1e-7, 2e-5, {"decode": 1.0}, {"decode": 2.0})
+        return KernelVerdict(name, 1e-7, 2e-5, {"decode": 1.0}, {"decode": 2.0})
 
     monkeypatch.setattr(selftest, "check", check)
     first = selftest.verdict("lightning_step")
@@ -154,5 +156,5 @@ def test_verdict_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_unwritable_cache_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "kernels").write_text("a file where the folder should be")
-    monkeypatch.setattr(selftest, "check", lambda name: Verdict(name, 0.0, 2e-5))
+    monkeypatch.setattr(selftest, "check", lambda name: KernelVerdict(name, 0.0, 2e-5))
     assert selftest.verdict("lightning_step").is_equal

@@ -89,6 +89,9 @@ def test_the_same_blocks_are_chosen(geometry: SparseConfig, length: int, monkeyp
     close(sparse.block_scores(mx.array(windows_.numpy()), count, geometry), scores, 0)
     want = torch_sparse.top_blocks(scores, positions_, geometry)
     close(sparse.top_blocks(mx.array(scores.numpy()), positions, geometry), want, 0)
+    rounded = (scores.view(torch.int32) + (200 * torch.rand_like(scores)).int()).view(torch.float32)  # tied, some not
+    want_rounded = torch_sparse.top_blocks(rounded, positions_, geometry)
+    close(sparse.top_blocks(mx.array(rounded.numpy()), positions, geometry), want_rounded, 0)
     whole = sparse.select_blocks(queries, *pooled, positions, count, geometry, 0.35)
     monkeypatch.setitem(sparse.TILE_BYTES, DEVICE, 20_000)
     tiles = sparse.select_blocks(queries, *pooled, positions, count, geometry, 0.35)

@@ -60,7 +60,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def executor(path: Path, is_native: bool = True) -> TorchExecutor:
-    made = open_executor(Checkpoint(path), SalaConfig.load(path), Options(ctx=2048, device="cpu", max_batch=3))
+    made = open_executor(
+        Checkpoint(path), SalaConfig.load(path), Options(ctx=2048, device="cpu", max_batch=3, snapshots=16)
+    )
     assert made.fused is not None
     if not is_native:
         made.fused = None

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sala.backends.rows import TIE_ULPS
 from sala.backends.torch.executor import prefill_chunk
 from sala.backends.torch.ops.dense import apply_rope, dense_attention, rms_norm, rope_angles
 from sala.backends.torch.ops.lightning import (
@@ -138,6 +139,26 @@ def test_forced_blocks_and_ties() -> None:
     position = torch.tensor([11 * 16 + 3])
     selected = top_blocks(scores, position, SPARSE)[0, 0].tolist()
     assert sorted(selected) == [0, 4, 5, 9, 10, 11]
+
+
+def test_rounding_does_not_decide_ties() -> None:
+    """Blocks with equal scores, each rounded at random, of which some are selected: always the lowest."""
+    positions, generator = torch.full((500,), 11 * 16 + 3), torch.Generator().manual_seed(0)
+    ulps = torch.randint(0, TIE_ULPS // 2, (500, 1, 12), generator=generator, dtype=torch.int32)
+    equal = torch.linspace(0.3, 0.7, 500)[:, None, None].repeat(1, 1, 12)
+    scores = (equal.view(torch.int32) + ulps).view(torch.float32)
+    scores[..., 3] *= 0.9999  # less by more than rounding
+    selected = top_blocks(scores, positions, SPARSE).sort(-1).values
+    assert selected.unique(dim=0).tolist() == [[[0, 1, 2, 9, 10, 11]]]
+    scores[..., 7] *= 1.0001  # and more
+    selected = top_blocks(scores, positions, SPARSE).sort(-1).values
+    assert selected.unique(dim=0).tolist() == [[[0, 1, 7, 9, 10, 11]]]
+
+
+def test_no_score_displaces_a_forced_block() -> None:
+    scores = torch.full((1, 1, 12), torch.finfo(torch.float32).max)
+    selected = top_blocks(scores, torch.tensor([11 * 16]), SPARSE)[0, 0].tolist()
+    assert sorted(selected) == [0, 1, 2, 9, 10, 11]
 
 
 def test_fewer_blocks_than_places() -> None:

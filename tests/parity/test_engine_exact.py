@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sala.config import SalaConfig
-from sala.engine.cache import Request
 from sala.engine.requests import Call
+from sala.engine.scheduler import Request
 from sala.llm import LLM
 from sala.protocol import Sampling
 from tests.golden import DATA, DEVICE, checkpoint

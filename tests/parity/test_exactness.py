@@ -120,7 +120,9 @@ def test_bfloat16_stays_bfloat16(tmp_path: Path) -> None:
 
     write_random(tmp_path / "m", replace(TINY, dtype="bfloat16"))
     config = SalaConfig.load(tmp_path / "m")
-    executor = open_executor(Checkpoint(tmp_path / "m"), config, Options(ctx=2048, device=DEVICE))
+    kernels = "auto" if DEVICE == "cpu" else "off"  # the kernels for GPUs replace all modules
+    options = Options(ctx=2048, device=DEVICE, kernels=kernels)
+    executor = open_executor(Checkpoint(tmp_path / "m"), config, options)
     seen: dict[str, torch.dtype] = {}
 
     def record(name: str):
@@ -150,8 +152,8 @@ def test_a_poisoned_cache_harms_nobody() -> None:
     path = DATA / "block16"
     config = SalaConfig.load(path)
     prompt = [random.Random(1).randrange(256) for _ in range(150)]
-    clean = LLM(path, device=DEVICE, ctx=512)
-    poisoned = LLM(path, device=DEVICE, ctx=512)
+    clean = LLM(path, device=DEVICE, ctx=512, snapshots=16)
+    poisoned = LLM(path, device=DEVICE, ctx=512, snapshots=16)
     for kv in poisoned._executor.cache.pages.values():
         for pool in (kv.k, kv.v, kv.k1, kv.k2):
             pool.fill_(float("nan"))

@@ -1,8 +1,6 @@
 """The command, from a checkpoint to answers of the quantized one; and its report."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,21 +8,18 @@ import pytest
 import torch
 
 from sala.cli import run as command
+from sala.lab.quantize.check import Check, remedy
 from sala.lab.quantize.pipeline import quantize_model
 from sala.lab.quantize.plan import QuantizeSettings
 from sala.lab.quantize.report import NAME, measure, to_record
 from sala.lab.quantize.texts import FileText
 from sala.lab.report.kinds import save
 from sala.lab.report.record import Record
+from sala.lab.train.recall import Recall
+from tests.command import sala
 from tests.quant.prose import prose
 
-SALA = [sys.executable, "-m", "sala"]
 CPU = torch.device("cpu")
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "SALA_MODEL": ""}
-    return subprocess.run([*SALA, *arguments], capture_output=True, text=True, timeout=300, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +32,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_quantize_then_generate(tiny: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "four"
     arguments = ["--calibration", str(text), "--tokens", "2048", "--keep", "k_proj", "--group-size", "32"]
-    done = run("quantize", str(tiny), "-o", str(out), *arguments, "--device", "cpu")
+    done = sala("quantize", str(tiny), "-o", str(out), *arguments, "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert "quantizing  4/4" in done.stderr
@@ -45,7 +40,7 @@ def test_quantize_then_generate(tiny: Path, text: Path, tmp_path: Path, capsys: 
     table = json.loads((out / "config.json").read_text())["quantization"]
     assert (table["bits"], table["group_size"]) == (4, 32)
     assert table["model.layers.2.self_attn.k_proj"] == {"bits": 8, "group_size": 32}
-    answer = run("generate", "hello", "-m", str(out), "-t", "0", "-n", "8", "--json", "--device", "cpu")
+    answer = sala("generate", "hello", "-m", str(out), "-t", "0", "-n", "8", "--json", "--device", "cpu")
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["usage"]["completion_tokens"] == 8
     assert command(["quantize", str(tiny), "-o", str(out), "--bits", "8"]) == 1
@@ -81,7 +76,7 @@ def test_errors(
 def test_the_report_of_the_command(tiny: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "eight"
     arguments = ["--bits", "8", "--report", "--report-text", str(text), "--report-tokens", "512", "--needles", "1"]
-    done = run("quantize", str(tiny), "-o", str(out), *arguments, "--device", "cpu")
+    done = sala("quantize", str(tiny), "-o", str(out), *arguments, "--device", "cpu")
     assert done.returncode == 0, done.stderr
     for words in ("original", "quantized", "perplexity", "KL to the original", "same first choice", "needles found"):
         assert words in done.stdout
@@ -128,3 +123,30 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not save(to_record(results, "tiny", {}), tmp_path, NAME)
     assert Record.load(tmp_path / f"{NAME}.json").results[2]["after"] == 0
     assert not (tmp_path / f"{NAME}.png").exists()
+
+
+def test_a_check_of_what_is_complete(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four bits of random weights change perplexity; the check of a finished model does not quantize it again."""
+    out = tmp_path / "four"
+    quantize_model(tiny, out, QuantizeSettings(4, 32, "rtn"))
+    written = (out / "config.json").stat().st_mtime_ns
+    arguments = ["--method", "rtn", "--group-size", "32", "--check", "--device", "cpu"]
+    assert command(["quantize", str(tiny), "-o", str(out), *arguments]) == 0
+    shown = capsys.readouterr()
+    assert "is complete; measuring it" in shown.err
+    assert (out / "config.json").stat().st_mtime_ns == written
+    for words in ("perplexity", "KL to the original, nats", "facts found at 2K"):
+        assert words in shown.out
+    assert " of 16" in shown.out
+    assert not (out / f"{NAME}.json").exists()
+
+
+def test_what_a_check_advises() -> None:
+    def found(ratio: float, after: int) -> Check:
+        return Check((10.0, 10.0 * ratio), 0.1, ([Recall(2048, 10, 16, 0.1)], [Recall(2048, after, 16, 0.1)]))
+
+    plain, fine = QuantizeSettings(4, method="rtn"), QuantizeSettings(4, 32, "gptq")
+    assert remedy(found(1.05, 9), plain) is None
+    assert remedy(found(1.2, 10), plain) == "try --method gptq with --calibration FILE"
+    assert remedy(found(1.0, 8), QuantizeSettings(4, method="gptq")) == "try --group-size 32"
+    assert remedy(found(1.0, 8), fine) == "try --keep down_proj, or --bits 8"

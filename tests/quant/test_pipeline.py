@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -182,6 +183,29 @@ def test_a_killed_run_goes_on(tiny: Path, text: Path, tmp_path: Path, method: st
         assert stages[0] == ("quantizing", 2 if moment == "layer" else 1, 4)
 
 
+def test_a_run_that_is_killed_when_its_model_is_there(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its work directory is left, which the same command removes; that of another run stays."""
+    from sala.lab.quantize import pipeline
+
+    settings, target, other = QuantizeSettings(4, method="rtn"), tmp_path / "out", tmp_path / "other"
+    other.mkdir()
+    draft_of(other).mkdir()
+    (draft_of(other) / "job.json").write_text('{"fingerprint": "x"}')
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
+        quantize_model(tiny, target, settings)
+    assert draft_of(target).is_dir()
+    before = content(target)
+    for path in (target, other):
+        with pytest.raises(CheckpointError, match="exists already"):
+            quantize_model(tiny, path, settings)
+    assert content(target) == before
+    assert not draft_of(target).exists()
+    assert draft_of(other).exists()
+
+
 def test_another_job_begins_anew(tiny: Path, text: Path, tmp_path: Path) -> None:
     def stop(stage: str, done: int, _: int) -> None:
         if (stage, done) == ("quantizing", 1):
@@ -329,6 +353,7 @@ def test_the_plan() -> None:
 MEMORY = """
 import sys, threading, time
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from sala.lab.quantize.pipeline import quantize_model
 from sala.lab.quantize.plan import QuantizeSettings

@@ -65,6 +65,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> None:
 
 def start(model: Path, room: Path, **settings: Any) -> Server:
     values = {"model": str(model), "models_dir": room, "device": "cpu", "ctx": 2048, "drain_s": 1.0, **settings}
+    values.setdefault("files_dir", room.with_name(f"{room.name}-files"))
     app = create_app(Settings(**values))
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", http="h11")
     server = uvicorn.Server(config)
@@ -112,6 +113,10 @@ class Puppet:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
+    def launch(self, plan: Plan) -> Callable[[], Result]:
+        result = self.run(plan)
+        return lambda: result
+
     def run(self, plan: Plan) -> Result:
         time.sleep(self.delay_s)
         if self.error is not None:
@@ -149,6 +154,20 @@ def say(server: Server, puppet: Puppet) -> Callable[[str], None]:
         puppet.script = [*text.encode(), END]
 
     return script
+
+
+def join_calls(events: list[Any]) -> list[dict[str, Any]]:
+    """The tool calls of a streamed chat, put together as clients do: by index."""
+    calls: list[dict[str, Any]] = []
+    for delta in [choice["delta"] for event in events if event != "[DONE]" for choice in event["choices"]]:
+        for piece in delta.get("tool_calls", ()):
+            if "id" in piece:
+                assert (piece["index"], piece["function"]["arguments"]) == (len(calls), "")
+                calls.append({**piece, "function": {**piece["function"]}})
+            else:
+                assert piece.keys() == {"index", "function"}
+                calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+    return calls
 
 
 def read_events(text: str) -> list[Any]:

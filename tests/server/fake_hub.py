@@ -51,6 +51,12 @@ class FakeHub:
             entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
         return {**entry, **self.lies.get(name, {})}
 
+    def tree(self) -> list[dict[str, Any]]:
+        return [
+            {"type": "file", "path": one["rfilename"], "size": one["size"], "oid": one["blobId"]}
+            for one in self.listing()["siblings"]
+        ]
+
     def requests_of(self, name: str) -> list[Seen]:
         return [request for request in self.seen if request.path.endswith("/" + name)]
 
@@ -72,16 +78,35 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.seen.append(Seen(self.path, {key.lower(): value for key, value in self.headers.items()}))
         if path.startswith("/api/v1/models/"):
             self._answer_modelscope(path)
+        elif path.startswith(f"/api/models/{self.hub.repo_id}/tree/{self.hub.commit}"):
+            self._send(200, json.dumps(self.hub.tree()).encode())
         elif path.startswith("/api/models/"):
-            self._answer_listing(self.path)
+            self._answer_listing(urlsplit(self.path).path)  # the whole URL, if we are asked as a proxy
         elif path.startswith((f"/{self.hub.repo_id}/resolve/{self.hub.commit}/", "/cdn/", "/models/")):
             self._answer_file(path.rpartition("/")[2], is_cdn=path.startswith("/cdn/"))
         else:
             self._send(404, b"{}")
 
+    def do_CONNECT(self) -> None:
+        """What a client asks a proxy before it speaks TLS with another host: noted and refused."""
+        self.close_connection = True
+        self.hub.seen.append(Seen(self.path, {}))
+        self._send(502, b"")
+
+    def do_HEAD(self) -> None:
+        """What Hugging Face's own client asks about a file before it downloads it."""
+        self.close_connection = True
+        name = unquote(urlsplit(self.path).path).rpartition("/")[2]
+        self.send_response(200)
+        etag = f'"{hashlib.sha256(self.hub.files[name]).hexdigest()}"'
+        more = {"ETag": etag, "X-Repo-Commit": self.hub.commit, "Content-Length": str(len(self.hub.files[name]))}
+        for key, value in {**more, "Connection": "close"}.items():
+            self.send_header(key, value)
+        self.end_headers()
+
     def _send(self, status: int, body: bytes, **headers: str) -> None:
         self.send_response(status)
-        for key, value in {"Content_Length": str(len(body)), **headers}.items():
+        for key, value in {"Content_Length": str(len(body)), "Connection": "close", **headers}.items():
             self.send_header(key.replace("_", "-"), value)
         self.end_headers()
         self._write(body)

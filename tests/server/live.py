@@ -44,6 +44,8 @@ class FakeModel:
 class FakeRuntime:
     loaded: dict[str, FakeModel] = field(default_factory=lambda: {"tiny": FakeModel()})
     is_loading: bool = False
+    has_failed: bool = False
+    default_id: str = "tiny"
 
 
 def make_app(settings: Settings) -> FastAPI:

@@ -27,6 +27,7 @@ WEATHER = {
     },
     "cache_control": {"type": "ephemeral"},
 }
+USE = {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {}}
 CALL = '<function name="get_weather"><param name="days">3</param><param name="unit">c</param></function>'
 
 
@@ -237,13 +238,13 @@ def test_an_answer_can_be_sent_back(server: Server, say: Callable[[str], None]) 
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, "messages[0].content"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "It is"}]}, "messages"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "messages"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),
-        ({"top_k": -1}, "top_k"),
-        ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
+        ({"top_k": -2}, "top_k"),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
@@ -254,7 +255,7 @@ def test_an_answer_can_be_sent_back(server: Server, say: Callable[[str], None]) 
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "hiccup"}}}}, "output_config.format"),
-        ({"mcp_servers": []}, "mcp_servers"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"stream": "yes"}, "stream"),
     ],
 )
@@ -264,7 +265,27 @@ def test_bad_fields_are_named(server: Server, fields: dict[str, Any], start: str
 
 def test_what_is_harmless_is_ignored(server: Server) -> None:
     ask(server, metadata={"user_id": "me"}, service_tier="auto", cache_control={"type": "ephemeral"}, top_k=5)
+    ask(server, thread={"id": "t"}, store=True, moderation={}, foo=None)
+    part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}, "foo": 1}
+    ask(server, messages=[{"role": "user", "content": [part], "foo": 1}])
     assert server.post(f"{URL}?beta=true", BASE, headers={"anthropic-beta": "x"}).status_code == 200
+
+
+def test_what_means_no_more_than_nothing(server: Server) -> None:
+    """What other servers' programs send although it says nothing."""
+    greedy = ask(server, temperature=0)["content"]
+    assert ask(server, temperature=0, top_k=-1, mcp_servers=[])["content"] == greedy
+
+
+def test_threads_are_not_kept(server: Server) -> None:
+    """Anthropic's client sends only what is new, without tools, and everything again if it gets this error."""
+    ask(server, thread={"type": "create"})
+    thread = {"type": "continue", "previous_message_id": "msg_1"}
+    body = {**BASE, "messages": [], "thread": thread, "tool_choice": {"type": "any"}}
+    response = server.post(URL, body)
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert (error["type"], error["details"]) == ("not_found_error", {"error_code": "thread_not_found"})
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

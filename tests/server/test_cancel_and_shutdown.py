@@ -1,11 +1,14 @@
 """Leaving, failing, ending: places are freed, errors are told, a process that is killed leaves nothing broken."""
 
+import asyncio
+import gc
 import json
 import shutil
 import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
@@ -168,9 +171,11 @@ def test_a_failed_request_leaves_its_connection_to_the_next(server: Server, pupp
 def test_an_engine_that_is_stuck_is_unhealthy_until_it_moves(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sala.server.admin.monitoring.MAX_SILENCE_S", 0.3)
+    """And the same for the threads that prepare requests."""
+    monkeypatch.setattr("sala.server.admin.monitoring.MAX_SILENCE_S", 0.2)
     server = make_server()
-    puppet_of(server).delay_s = 1.5
+    puppet = puppet_of(server)
+    puppet.delay_s = 0.6
     with server.client() as client:
 
         def state() -> tuple[int, str]:
@@ -180,6 +185,16 @@ def test_an_engine_that_is_stuck_is_unhealthy_until_it_moves(
         assert state() == (200, "ok")
         connection = send(server, CHAT, {**ROUTES[CHAT], "max_tokens": 1})
         wait_for(lambda: state() == (503, "unhealthy"))
+        wait_for(lambda: state() == (200, "ok"))
+        connection.close()
+        puppet.delay_s = 0.0
+        server.wait_idle()
+        go_on = threading.Event()
+        encode = server.llm.inputs.encode_chat
+        monkeypatch.setattr(server.llm.inputs, "encode_chat", lambda *a, **k: (go_on.wait(20), encode(*a, **k))[1])
+        connection = send(server, CHAT, {**ROUTES[CHAT], "max_tokens": 1})
+        wait_for(lambda: state() == (503, "unhealthy"))
+        go_on.set()
         wait_for(lambda: state() == (200, "ok"))
     connection.close()
 
@@ -194,9 +209,10 @@ class Lost(Puppet):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
 
-def test_a_lost_device_is_the_end_of_the_engine(make_server: Callable[..., Server]) -> None:
-    """Not of one request after the other, with a server that calls itself healthy."""
+def test_a_lost_device_is_the_end_of_the_engine(make_server: Callable[..., Server], tiny: Path, tmp_path: Path) -> None:
+    """Not of one request after the other, or one model after the other, with a server that calls itself healthy."""
     server = make_server()
+    shutil.copytree(tiny, tmp_path / "models" / "second")
     answers: list[Any] = []
     puppet = puppet_of(server)
     puppet.delay_s = 0.05
@@ -208,8 +224,9 @@ def test_a_lost_device_is_the_end_of_the_engine(make_server: Callable[..., Serve
     server.llm.engine._executor = Lost(puppet._executor)
     for thread in threads:
         thread.join(20)
-    answers.append(server.post(CHAT, body))
-    assert [(one.status_code, one.json()["error"]["code"]) for one in answers] == [(500, "engine_dead")] * 4
+    answers += [server.post(CHAT, body), server.post(CHAT, {**body, "model": "second"})]
+    assert [(one.status_code, one.json()["error"]["code"]) for one in answers] == [(500, "engine_dead")] * 5
+    assert list(server.app.state.runtime.loaded) == ["tiny"]
     with server.client() as client:
         assert (client.get("/health").status_code, client.get("/health/live").status_code) == (503, 200)
 
@@ -217,6 +234,7 @@ def test_a_lost_device_is_the_end_of_the_engine(make_server: Callable[..., Serve
 def test_a_clock_that_jumps_changes_nothing(
     make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sala.server.runtime.CHECK_S", 0.1)
     server = make_server(idle_unload_s=600, ping_s=0.1)
     puppet_of(server).delay_s = 0.05
     model = server.app.state.runtime.loaded["tiny"]
@@ -227,9 +245,9 @@ def test_a_clock_that_jumps_changes_nothing(
         for hours in (1, -1):
             monkeypatch.setattr(time, "time", lambda hours=hours: real() + 3600 * hours)
             with server.client() as other:
-                assert other.get("/health").json() == {"status": "ok"}
+                assert other.get("/health").json()["status"] == "ok"
                 assert other.get("/v1/models").status_code == 200
-            time.sleep(1.1)  # the look for idle models has come round
+            time.sleep(0.3)  # the look for idle models has come round
         text += "".join(pieces)
     assert read_events(text)[-1] == "[DONE]"
     assert server.app.state.runtime.loaded["tiny"] is model
@@ -259,6 +277,79 @@ def test_fifty_times_loaded_and_unloaded(make_server: Callable[..., Server], tin
     assert all(now <= then for now, then in zip(count(), before, strict=True))
     assert process.num_fds() <= num_files
     assert process.memory_info().rss < memory + (64 << 20)
+
+
+@needs_proc
+def test_an_unloaded_model_leaves_nothing(make_server: Callable[..., Server], tiny: Path, tmp_path: Path) -> None:
+    """Neither its processes, its mapped files nor its caches wait for the garbage to be collected."""
+    server = make_server(cache_ram=8 << 20, cache_dir=tmp_path / "cache")
+    shutil.copytree(tiny, tmp_path / "models" / "second")
+    process = psutil.Process()
+    shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+    body = {"model": "second", "messages": HELLO, "max_tokens": 4, "response_format": shape}
+    gc.collect()
+    gc.disable()
+    try:
+        with server.client() as client:
+            counts = []
+            for _ in range(3):
+                assert client.post("/v1/models/load", json={"model": "second"}).status_code == 200
+                assert client.post(CHAT, json=body).status_code == 200
+                engine = server.app.state.runtime.loaded["second"].llm.engine
+                caches = [weakref.ref(one) for one in (engine.hybrid, engine.hybrid.host, engine.executor)]
+                del engine
+                assert client.post("/v1/models/unload", json={"model": "second"}).status_code == 200
+                # Threads that end with the model may hold it for a moment longer.
+                wait_for(lambda caches=caches: [cache() for cache in caches] == [None] * 3)
+                counts.append((process.num_fds(), len(process.children())))
+    finally:
+        gc.enable()
+    assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/tokenize"])
+def test_a_model_that_is_unloaded_before_it_is_used(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The request has found it, and another one needs its memory: it is loaded again."""
+    server = make_server()
+    runtime = server.app.state.runtime
+    find, lost = runtime.get, []
+
+    async def get(*arguments: Any, **options: Any) -> Any:
+        model = await find(*arguments, **options)
+        if not lost:
+            lost.append(model)
+            await runtime.unload(model.id)
+        return model
+
+    monkeypatch.setattr(runtime, "get", get)
+    body = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+    assert server.post(path, {**body, **({"max_tokens": 2} if path == CHAT else {})}).status_code == 200
+    assert runtime.loaded["tiny"] is not lost[0]
+
+
+def test_a_request_while_its_model_is_being_unloaded(
+    make_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The unloading has begun and takes a while: what the request is told to wait for is a new copy of the model."""
+    server = make_server()
+    runtime = server.app.state.runtime
+    find, tasks = runtime.get, []
+
+    async def get(*arguments: Any, **options: Any) -> Any:
+        model = await find(*arguments, **options)
+        if not tasks:
+            close = model.llm.close
+            monkeypatch.setattr(model.llm, "close", lambda drain_s: (time.sleep(0.5), close(drain_s)))
+            tasks.append(asyncio.create_task(runtime.unload(model.id)))
+            await asyncio.sleep(0)
+        return model
+
+    monkeypatch.setattr(runtime, "get", get)
+    answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 1500, "ignore_eos": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 1500
 
 
 # The process, and what it leaves behind.
@@ -344,7 +435,9 @@ FAILURES = {
 def test_the_process_ends_with_its_engine(tiny: Path, failure: str) -> None:
     """With an exit code that tells a supervisor to start another, and 503 as long as it is up."""
     broken = f"""
+import sala.server.serving
 from sala.backends.torch.executor import TorchExecutor
+sala.server.serving.DEAD_S = 0.5
 def fail(*_):
     {FAILURES[failure]}
 TorchExecutor.run = TorchExecutor.probe = fail

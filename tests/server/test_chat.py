@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Puppet, Server, read_events
+from tests.server.conftest import Puppet, Server, join_calls, read_events
 
 URL = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -65,6 +65,7 @@ def test_shape_of_an_answer(server: Server) -> None:
     assert usage["completion_tokens"] == 12
     assert usage["total_tokens"] == usage["prompt_tokens"] + 12
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
+    assert answer["timings"]["predicted_n"] == 12
     assert set(answer["timings"]) == {
         "cache_n", "prompt_n", "prompt_ms", "prompt_per_second", "predicted_n", "predicted_ms", "predicted_per_second"
     }  # fmt: skip
@@ -116,7 +117,7 @@ def test_characters_are_never_cut(server: Server, say: Callable[[str], None]) ->
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-@pytest.mark.parametrize("stop", ["€5 ", ["zzz", "5 😀"], "😀"])
+@pytest.mark.parametrize("stop", ["€5 ", ["zzz", "5 😀"], "😀", ["y", "5 😀", *"zxwvutsqpm"]])
 def test_stop_strings(server: Server, say: Callable[[str], None], stop: Any) -> None:
     say("über €5 😀 fin")
     wanted = "über €5 😀 fin".partition(stop if isinstance(stop, str) else stop[1])[0]
@@ -190,15 +191,15 @@ def test_tool_calls(server: Server, say: Callable[[str], None]) -> None:
     assert calls[0]["function"]["name"] == "get_weather"
     assert json.loads(calls[0]["function"]["arguments"]) == {"days": 3, "unit": "c"}
     events = stream(server, max_tokens=300, tools=[WEATHER])
-    deltas = [d for e in events[:-1] for c in e["choices"] for d in c["delta"].get("tool_calls", ())]
-    assert [delta["index"] for delta in deltas] == [0, 1]
-    assert [delta["function"] for delta in deltas] == [call["function"] for call in calls]
+    sent = join_calls(events)
+    assert [call["index"] for call in sent] == [0, 1]
+    assert [call["function"] for call in sent] == [call["function"] for call in calls]
     assert joined(events) == "Let me see."
     single = ask(server, max_tokens=300, tools=[WEATHER], parallel_tool_calls=False)["choices"][0]
     assert len(single["message"]["tool_calls"]) == 1
 
 
-@pytest.mark.parametrize("text", ["<function name=get_weather>", CALL[:-12], "<function"])
+@pytest.mark.parametrize("text", ["<function name=get_weather>", '<function name="get_weather"> or', "<function"])
 def test_malformed_calls_stay_text(server: Server, say: Callable[[str], None], text: str) -> None:
     say(text)
     choice = ask(server, max_tokens=300, tools=[WEATHER])["choices"][0]
@@ -280,12 +281,29 @@ def test_json_answers(server: Server) -> None:
     assert short["message"]["content"].startswith("{")
 
 
+def test_what_no_grammar_can_enforce(server: Server) -> None:
+    """It is an error where strictness was asked for; otherwise what is left of the schema holds."""
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 1, "maxItems": 3}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = ask(server, max_tokens=200, response_format=form)["choices"][0]["message"]["content"]
+    assert set(json.loads(answer)) <= {1, 2}
+    form["json_schema"] = {**form["json_schema"], "strict": True}
+    assert "uniqueItems" in refused(server, response_format=form)["message"]
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "minProperties": 1}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    call = ask(server, tools=[tool], tool_choice="required", max_tokens=200)["choices"][0]["message"]["tool_calls"][0]
+    assert set(json.loads(call["function"]["arguments"])["x"]) <= {1, 2}
+    strict = {"type": "function", "function": {**tool["function"], "strict": True}}
+    for choice in ("required", "auto"):
+        error = refused(server, tools=[strict], tool_choice=choice)
+        assert (error["param"], "'minProperties'" in error["message"]) == ("tools", True)
+
+
 @pytest.mark.parametrize(
     "form",
     [
         {"type": "sound"},
         {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {"name": "x"}},
         {"type": "json_schema", "json_schema": {"name": "x", "schema": 123}},
         {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "hiccup"}}},
         {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "("}}},
@@ -315,7 +333,37 @@ def test_progress(server: Server) -> None:
     assert set(told[0]) == {"total", "cache", "processed", "time_ms"}
     assert [one["processed"] for one in told] == sorted(one["processed"] for one in told)
     assert told[-1]["processed"] == told[-1]["total"]
+    assert told[0]["processed"] == told[0]["cache"] == 0
+    events = stream(server, messages=[*messages, *HELLO], return_progress=True)
+    again = [event["prompt_progress"] for event in events[:-1] if "prompt_progress" in event]
+    assert again[0]["processed"] == again[0]["cache"] > 500
+    assert again[-1]["processed"] == again[-1]["total"] > told[-1]["total"]
     assert refused(server, return_progress=True)["param"] == "return_progress"
+
+
+def test_sources(server: Server) -> None:
+    messages = [{"role": "user", "content": "Night falls on the harbour and the owls wake up. " * 12}]
+    answer = ask(server, messages=messages, return_sources=True)
+    (choice,) = answer["choices"]
+    passages = choice["sources"]["passages"]
+    assert 1 <= len(passages) <= 10
+    assert set(passages[0]) == {"text", "weight", "tokens", "message", "start", "end", "file", "place"}
+    weights = [passage["weight"] for passage in passages]
+    assert weights == sorted(weights, reverse=True)
+    assert 0 < sum(weights) <= 1.001
+    for passage in passages:
+        assert passage["message"] == 0
+        assert messages[0]["content"][passage["start"] : passage["end"]] == passage["text"]
+    assert choice["sources"]["quotes"] == []
+    events = stream(server, messages=messages, return_sources=True)
+    told = [choice for event in events[:-1] for choice in event["choices"] if "sources" in choice]
+    assert [(one["sources"], one["finish_reason"]) for one in told] == [(choice["sources"], "length")]
+    plain = ask(server, messages=messages)
+    assert "sources" not in plain["choices"][0]
+    assert plain["choices"][0]["message"] == choice["message"]
+    both = ask(server, messages=messages, return_sources=True, n=2)["choices"]
+    assert both[0]["sources"] == choice["sources"]
+    assert both[1]["sources"]["passages"]
 
 
 def test_content_in_parts(server: Server) -> None:
@@ -333,9 +381,13 @@ def test_a_conversation_with_tools(server: Server) -> None:
     said = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []}
     told = {"role": "tool", "tool_call_id": "call_1", "content": "warm"}
     ask(server, messages=[*HELLO, said, told], tools=[WEATHER])
-    bad = {**call, "function": {"name": "get_weather", "arguments": "[1]"}}
-    error = refused(server, messages=[*HELLO, {**said, "tool_calls": [bad]}, told])
-    assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+    odd = {**call, "function": {"name": "get_weather", "arguments": "[1]"}}
+    ask(server, messages=[*HELLO, {**said, "tool_calls": [odd]}, told], tools=[WEATHER])
+
+
+def test_only_the_assistant_calls(server: Server) -> None:
+    older = {"role": "user", "content": "hi", "function_call": {"name": "f", "arguments": "{}"}}
+    assert refused(server, messages=[older])["param"] == "messages[0].function_call"
 
 
 @pytest.mark.parametrize("length", [2048, 2047])
@@ -352,6 +404,10 @@ def test_context_too_long(server: Server, is_stream: bool) -> None:
     error = refused(server, messages=[{"role": "user", "content": "x" * 2030}], stream=is_stream)
     assert error["code"] == "context_length_exceeded"
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (2049, 2048)
+    words = "This model's maximum context length is 2048 tokens. However, your messages resulted in 2049 tokens."
+    assert error["message"].startswith(words)
+    assert "prompt is too long" in error["message"]
+    assert error["message"].endswith("(ctx) to at least 2050.")
 
 
 def test_count_before(server: Server) -> None:
@@ -368,7 +424,7 @@ def test_count_before(server: Server) -> None:
         ({"n": 0}, "n"),
         ({"n": -1}, "n"),
         ({"n": 10**9}, "n"),
-        ({"n": 9}, "n"),
+        ({"n": 129}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 2**31}, "max_tokens"),
@@ -378,7 +434,9 @@ def test_count_before(server: Server) -> None:
         ({"temperature": 1e308}, "temperature"),
         ({"temperature": "NaN"}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"seed": 1e300}, "seed"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -5}, "top_k"),
         ({"min_p": 2}, "min_p"),
@@ -386,10 +444,11 @@ def test_count_before(server: Server) -> None:
         ({"repetition_penalty": 1e9}, "repetition_penalty"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1.5": 1}}, "logit_bias"),
         ({"logit_bias": {"260": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 1000}}, "logit_bias.1"),
         ({"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
-        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": "x" * 1_000_000}, "stop"),
         ({"stop": 5}, "stop"),
@@ -425,9 +484,63 @@ def test_bad_fields_are_named(server: Server, fields: dict[str, Any], param: str
     assert len(error["message"]) < 1100
 
 
+def test_all_keys_that_are_no_tokens_are_named(server: Server) -> None:
+    message = refused(server, logit_bias={"bad1": 50, "7": 1, "bad2": 20})["message"]
+    assert "logit_bias" in message
+    assert "'bad1', 'bad2'" in message
+
+
 def test_what_is_harmless_is_ignored(server: Server) -> None:
     ask(server, user="me", store=True, metadata={"a": 1}, service_tier="auto", audio=None, functions=None)
     ask(server, chat_template_kwargs={"enable_thinking": False}, reasoning_effort="high", modalities=["text"])
+
+
+def test_unknown_fields_of_the_past_are_dropped(server: Server) -> None:
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "index": 0,
+        "function": {"name": "f", "arguments": "{}", "x": 1},
+        "y": 2,
+    }
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {}}
+    extra = {"provider_specific_fields": {"refusal": None}, "parsed": {"a": 1}, "id": "m", "reasoning": "hm"}
+    plain = [*HELLO, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "hi"}]
+    told = [*HELLO, {"role": "assistant", "content": "ok", **extra}, {"role": "user", "content": [part], "foo": None}]
+    assert ask(server, messages=told, temperature=0)["choices"] == ask(server, messages=plain, temperature=0)["choices"]
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "1"}
+    ask(server, messages=[*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, result])
+    ask(server, foo=None, response_format={"type": "text", "foo": None})
+    assert len(ask(server, n=2.0, max_tokens=3.0, temperature=1.0, seed=-0.0)["choices"]) == 2
+    assert refused(server, foo=1)["code"] == "unknown_parameter"
+    assert refused(server, response_format={"type": "text", "foo": 1})["param"] == "response_format.foo"
+
+
+def test_refusals_and_reasoning_of_the_past_are_read(server: Server) -> None:
+    def count(**message: Any) -> int:
+        messages = [*HELLO, {"role": "assistant", **message}, *HELLO]
+        return int(server.post(f"{URL}/input_tokens", {"messages": messages}).json()["input_tokens"])
+
+    refusal = {"type": "refusal", "refusal": "I will not."}
+    assert count(refusal="I will not.") == count(content=[refusal]) == count(content="I will not.")
+    assert count(content="a", reasoning="hm") == count(content="a", reasoning_content="hm")
+
+
+def test_values_that_turn_sampling_off(server: Server) -> None:
+    def text(**fields: Any) -> str:
+        return str(ask(server, **fields)["choices"][0]["message"]["content"])
+
+    assert text(top_p=0) == text(temperature=0) != text()
+    assert text(top_k=-1) == text(top_k=0) == text()
+    fields = {"moderation": {"model": "x"}, "prompt_cache_retention": "24h", "prompt_cache_options": {"a": 1}}
+    assert text(reasoning_effort="max", prompt_cache_key="k", **fields) == text()
+    form = {"type": "json_schema", "json_schema": {"name": "x"}}
+    assert text(response_format=form, max_tokens=4).startswith("{")
+
+
+def test_many_answers(server: Server) -> None:
+    choices = ask(server, n=20, max_tokens=1)["choices"]
+    assert [choice["index"] for choice in choices] == list(range(20))
 
 
 def test_forbidding_every_token_ends_cleanly(server: Server) -> None:
@@ -451,3 +564,26 @@ def test_a_prompt_that_repeats_itself(server: Server, say: Callable[[str], None]
     say("ab" * 600)
     choice = ask(server, max_tokens=1200)["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "repetition")
+
+
+def test_metrics_are_the_same_with_and_without_sources(server: Server) -> None:
+    def names_and_tokens() -> tuple[set[str], float]:
+        with server.client() as client:
+            text = client.get("/metrics").text
+        lines = [line for line in text.splitlines() if not line.startswith("#")]
+        names = {line.rpartition(" ")[0] for line in lines}
+        (tokens,) = [float(line.split()[-1]) for line in lines if line.startswith("sala_completion_tokens_total ")]
+        return names, tokens
+
+    messages = [{"role": "user", "content": "Where from?"}]
+    ask(server, messages=messages)
+    names, before = names_and_tokens()
+    assert not any("source" in name for name in names)
+    counted = []
+    for more in ({}, {"return_sources": True}):
+        used = ask(server, messages=messages, **more)["usage"]["completion_tokens"]
+        now, after = names_and_tokens()
+        assert now == names
+        assert after - before == used > 0
+        counted, before = [*counted, used], after
+    assert counted[0] == counted[1]

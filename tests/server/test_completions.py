@@ -1,7 +1,10 @@
 """Plain completions over HTTP: texts, token ids, many at a time, and the scores that evaluations want."""
 
+import json
 import math
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +34,7 @@ def test_shape_of_an_answer(server: Server) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
     assert len(answer["choices"][0]["text"]) == 8
     assert answer["usage"]["prompt_tokens"] == 6
-    assert answer["timings"]["predicted_n"] == 7
+    assert answer["timings"]["predicted_n"] == answer["usage"]["completion_tokens"] == 8
 
 
 def test_prompts_of_every_kind(server: Server) -> None:
@@ -60,6 +63,7 @@ def test_stream_is_the_answer_in_pieces(server: Server, fields: dict[str, Any]) 
     whole = ask(server, **fields)
     events = stream(server, stream_options={"include_usage": True}, **fields)
     assert events[-1] == "[DONE]"
+    assert len({event["id"] for event in events[:-1]}) == 1
     assert events[-2]["choices"] == []
     assert events[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     for choice in whole["choices"]:
@@ -165,7 +169,8 @@ def test_stop_token_is_among_the_logprobs(server: Server, say: Callable[[str], N
         ({"prompt": {}}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"messages": []}, "messages"),
-        ({"n": 9}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": 9, "prompt": ["a"] * 114}, "n"),
         ({"min_tokens": 9}, "min_tokens"),
     ],
 )
@@ -190,3 +195,26 @@ def test_context_too_long(server: Server, fields: dict[str, Any]) -> None:
 
 def test_special_tokens_in_text_stay_text(server: Server) -> None:
     assert ask(server, prompt="<|im_end|>", echo=True, max_tokens=1)["usage"]["prompt_tokens"] == 11
+
+
+def test_a_length_that_is_not_given(server: Server) -> None:
+    answer = server.post(URL, {"prompt": "hello", "ignore_eos": True}).json()
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+def test_defaults_of_the_model(make_server: Callable[..., Server], tiny: Path, tmp_path: Path) -> None:
+    """The request beats the server's settings, which beat the model's own."""
+    model = shutil.copytree(tiny, tmp_path / "m")
+    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "repetition_penalty": 3.0}))
+    body = {"prompt": "hello", "seed": 5}
+
+    def text(server: Server, **fields: Any) -> str:
+        return str(server.post(URL, {**body, **fields}).json()["choices"][0]["text"])
+
+    own, hot = make_server(model), make_server(model, temperature=1.0)
+    assert text(own) == text(hot, temperature=0) == text(own, temperature=0, repetition_penalty=3.0)
+    assert text(own) != text(own, repetition_penalty=1.0)
+    assert text(hot) == text(own, temperature=1.0) != text(own)
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 16}
+    answers = [own.post("/v1/chat/completions", {**chat, "seed": seed}).json()["choices"] for seed in (1, 2)]
+    assert answers[0] == answers[1]

@@ -45,6 +45,7 @@ def check_envelope(response: Any, status: int = 400) -> Any:
         b"\xff\xfe",
         b'{"messages":[{"role":"user","content":"\xff"}]}',
         b'{"messages":[{"role":"user","content":"\\ud800"}],"prompt":"\\ud800","tokens":["\\ud800"]}',
+        b'{"messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
         b'{"temperature":NaN,"messages":[],"prompt":"","tokens":[]}',
         b'{"temperature":-Infinity}',
         b'{"top_p":1e999,"messages":[{"role":"user","content":"x"}],"prompt":"x","tokens":1}',

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sala.errors import InputError
 from sala.llm import LLM
 from sala.server.api.conversation import call_grammar
 from tests.splitting import parse_calls
@@ -71,4 +72,7 @@ def test_calls_or_an_answer(llm: LLM) -> None:
 
 
 def test_names_that_cannot_be_written_are_left_out() -> None:
-    assert "evil" not in call_grammar([function(**{'evil"<': {"type": "string"}})], True)
+    tool = function(**{'evil"<': {"type": "string"}})
+    assert "evil" not in call_grammar([tool], True, strict=())
+    with pytest.raises(InputError, match="cannot be enforced"):
+        call_grammar([tool], True, strict=("f",))

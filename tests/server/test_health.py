@@ -1,17 +1,28 @@
 """Health: up is not enough, the engine must move; and the pages that need no key say nothing."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from sala.server.admin import monitoring
+from sala.server.admin.monitoring import Metrics
 from sala.server.settings import Settings
+from sala.text.control import _pattern_worker, check_patterns, num_compiling
+from sala.text.workers import MonitoredPool
+from tests.server.conftest import wait_for
 from tests.server.live import FakeRuntime, make_app
 
 
 def ask(app: FastAPI) -> dict[str, tuple[int, str]]:
     caller = TestClient(app, base_url="http://localhost")
     answers = {path: caller.get(path) for path in ("/health", "/health/live", "/health/ready")}
-    assert all(set(answer.json()) == {"status"} for answer in answers.values())
+    others = {"load"} if app.state.settings.api_key is None else set()
+    assert {path: set(answer.json()) - {"status"} for path, answer in answers.items()} == {
+        "/health": others, "/health/live": set(), "/health/ready": set(),
+    }  # fmt: skip
     assert ("retry-after" in answers["/health"].headers) == (answers["/health"].status_code == 503)
     return {path.rpartition("/")[2]: (answer.status_code, answer.json()["status"]) for path, answer in answers.items()}
 
@@ -60,6 +71,46 @@ def test_stuck_engine(app: FastAPI) -> None:
     assert ask(app)["health"] == (200, "ok")
     worker.change(running=0, waiting=1, heartbeat_s=61.0)
     assert ask(app)["health"] == (503, "unhealthy")
+
+
+def test_what_the_server_is_busy_with_is_for_those_with_a_key(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, go = MonitoredPool(1, "test"), threading.Event()
+    app.state.metrics = Metrics({"test": pool})
+    jobs = [pool.submit(go.wait) for _ in range(3)]
+    wait_for(lambda: pool.num_waiting == 2)
+    caller = TestClient(app, base_url="http://localhost")
+    assert caller.get("/health", headers={"authorization": "Bearer wrong"}).json() == {"status": "ok"}
+    try:
+        with ThreadPoolExecutor(1) as other:
+            monkeypatch.setattr(_pattern_worker, "ask", lambda *_: {"error": go.wait()})
+            hard = other.submit(check_patterns, ["(?i)a"])
+            wait_for(lambda: num_compiling() == 1)
+            load = caller.get("/health", headers={"authorization": "Bearer k"}).json()["load"]
+            assert load == {"event_loop_lag_s": 0.0, "jobs_waiting": {"test": 2}, "compilations": 1}
+            text = caller.get("/metrics", headers={"authorization": "Bearer k"}).text
+            assert 'sala_jobs_waiting{pool="test"} 2.0' in text
+            assert "sala_compilations 1.0" in text
+            go.set()
+            assert hard.result(10) is False
+    finally:
+        go.set()
+    assert all(job.result(10) for job in jobs)
+    assert num_compiling() == 0
+    pool.shutdown()
+
+
+def test_threads_that_are_stuck(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that wait are no reason to restart the server, unless nothing at all gets on."""
+    pool, go = MonitoredPool(1, "test"), threading.Event()
+    app.state.metrics = Metrics({"test": pool})
+    jobs = [pool.submit(go.wait) for _ in range(2)]
+    assert ask(app)["health"] == (200, "ok")
+    monkeypatch.setattr(monitoring, "MAX_SILENCE_S", 0.0)
+    assert ask(app)["health"] == (503, "unhealthy")
+    go.set()
+    assert all(job.result(10) for job in jobs)
+    assert ask(app)["health"] == (200, "ok")
+    pool.shutdown()
 
 
 def test_draining(app: FastAPI) -> None:

@@ -179,6 +179,35 @@ def test_code_in_a_models_directory_is_never_run(
     assert not mark.exists()
 
 
+PANIC = "a" * 60 + "b"  # a text that a spoilt tokenizer cannot encode
+
+
+def spoil_tokenizer(model: Path, target: Path) -> None:
+    """Write the tokenizer with a pattern that takes exponential time, so that the library gives up."""
+    definition = json.loads((model / "tokenizer.json").read_text())
+    hostile = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    steps = [hostile, definition["pre_tokenizer"]]
+    definition["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    (target / "tokenizer.json").write_text(json.dumps(definition))
+
+
+def test_a_tokenizer_that_panics(make_server: Callable[..., Server], tiny: Path, tmp_path: Path) -> None:
+    """An error as JSON for that request alone, with a stream and without."""
+    model = tmp_path / "models" / "own"
+    server = make_server()
+    shutil.copytree(tiny, model)
+    spoil_tokenizer(tiny, model)
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PANIC}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PANIC}], "stream": True}),
+        ("/v1/tokenize", {"prompt": PANIC}),
+    ):
+        answer = server.post(path, {**body, "model": "own"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "tokenizer_failed"
+    assert chat(server, "own").status_code == 200
+
+
 def lie(path: Path, header: dict[str, Any], size: int = 0, length: int | None = None) -> None:
     text = json.dumps(header).encode()
     with path.open("wb") as handle:
@@ -237,7 +266,7 @@ from sala.checkpoint.reader import Checkpoint
 from sala.errors import SalaError
 from sala.models.catalog import Library
 from sala.llm import LLM
-from sala.text.template import ChatTemplate
+from sala.text.tokenizer import ChatTemplate
 
 model, room = Path(sys.argv[1]), Path(sys.argv[2])
 llm = LLM(model, device="cpu", ctx=512)

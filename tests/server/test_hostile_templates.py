@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sala.text.control import Grammar
+from sala.text.control import MAX_KEPT, Grammar
 from tests.server.conftest import END, Puppet, Server, read_events, start, wait_for
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
@@ -124,7 +124,7 @@ def test_a_template_without_end_is_stopped(
     make_server: Callable[..., Server], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     """And nobody else waits for it; the program that rendered it is gone afterwards."""
-    monkeypatch.setattr("sala.text.template.SECONDS", 1.0)
+    monkeypatch.setattr("sala.text.tokenizer.RENDER_S", 1.0)
     server = make_server(with_template(tiny, tmp_path / "endless", source))
     with ThreadPoolExecutor(1) as pool, server.client() as client:
         endless = pool.submit(server.post, CHAT, {"messages": HELLO, "max_tokens": 2})
@@ -133,15 +133,16 @@ def test_a_template_without_end_is_stopped(
         answer = endless.result(20)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     server.wait_idle()
-    renderer = server.llm.tokenizer._template._process
+    renderer = server.llm.tokenizer._template._worker._process
     assert renderer is None or psutil.Process(renderer.pid).cpu_percent(0.2) < 50
 
 
 # Schemas and patterns that do harm.
 
 
-def ask_for(server: Server, schema: Any, **fields: Any) -> Any:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+def ask_for(server: Server, schema: Any, is_strict: bool = True, **fields: Any) -> Any:
+    """Ask for an answer that follows a schema; if that is strict, what no grammar can enforce is an error."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": is_strict}}
     return server.post(CHAT, {"messages": HELLO, "max_tokens": 8, "response_format": form, **fields})
 
 
@@ -173,7 +174,7 @@ def test_patterns_come_to_an_end(server: Server, pattern: str, is_fine: bool | N
         assert is_fine is not True
         check_refused(answer)
     with server.client() as client:
-        assert client.get("/health").json() == {"status": "ok"}
+        assert client.get("/health").json()["status"] == "ok"
 
 
 def nested(depth: int) -> Any:
@@ -211,7 +212,8 @@ def test_no_schema_is_fetched(server: Server) -> None:
         listener.settimeout(0.5)
         address = f"http://127.0.0.1:{listener.getsockname()[1]}/schema.json"
         for schema in ({"$ref": address}, {"$id": address, "$ref": "#"}, {"$schema": address, "type": "boolean"}):
-            ask_for(server, schema)
+            for is_strict in (True, False):
+                ask_for(server, schema, is_strict)
             described = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
             tools = [{"type": "function", "function": described}]
             server.post(CHAT, {"messages": HELLO, "max_tokens": 2, "tools": tools, "tool_choice": "required"})
@@ -220,9 +222,9 @@ def test_no_schema_is_fetched(server: Server) -> None:
 
 
 def test_grammars_are_not_kept(server: Server) -> None:
-    """However many schemas come, memory holds those of the requests that run."""
+    """However many schemas come, memory holds those of the requests that run, and few that are compiled."""
     with server.client() as client:
-        for number in range(300):
+        for number in range(MAX_KEPT + 20):
             schema = {"type": "object", "properties": {f"field{number}": {"type": "boolean"}}}
             form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
             body = {"messages": HELLO, "max_tokens": 1, "response_format": form}
@@ -234,6 +236,14 @@ def test_grammars_are_not_kept(server: Server) -> None:
         return sum(type(one) is Grammar for one in gc.get_objects())
 
     wait_for(lambda: count() <= 1)
+    assert len(server.llm.inputs._grammars._known) == MAX_KEPT
+
+
+def test_few_large_grammars_are_kept(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sala.text.control.MAX_KEPT_BYTES", 300)
+    for number in range(5):
+        assert ask_for(server, {"enum": [f"{number}" * 100]}).status_code == 200
+    assert 1 <= len(server.llm.inputs._grammars._known) <= 2
 
 
 def test_json_that_is_cut_is_the_beginning_of_json(server: Server) -> None:

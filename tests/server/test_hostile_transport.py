@@ -7,6 +7,7 @@ import select
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,32 @@ def test_connections_that_hold_a_place_make_room(live: Live, start: bytes) -> No
     finally:
         for one in held:
             one.close()
+
+
+def test_a_client_with_a_key_is_answered_among_stalled_ones(tiny: Path, tmp_path: Path) -> None:
+    """As many as may connect ask for pages that they do not read, or send a body a byte at a time, without a key."""
+    key = "k" * 20
+    settings = whole_server(tiny, tmp_path, api_key=key, max_connections=64)
+    begun = head(CHAT, "content-length: 100000")
+    with serving(settings, create_app(settings)) as live, ExitStack() as stack:
+        wait_until(lambda: live.app.state.runtime.loaded, 30)
+        connections = live.server.server_state.connections
+        held = [stack.enter_context(socket.socket()) for _ in range(64)]
+        for number, one in enumerate(held):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            one.settimeout(10)
+            one.connect(("127.0.0.1", live.port))
+            one.sendall(begun if number % 2 else request("GET", "/web/style.css") * 400)
+        wait_until(lambda: sum(each.flow.write_paused for each in connections) >= 32, 20)
+        for _ in range(5):
+            for one in held[1::2]:
+                with suppress(OSError):  # it has been disconnected
+                    one.sendall(b"x")
+            assert live.ask("GET", "/health").status == 200
+            answer = live.ask("POST", CHAT, json.dumps(SHORT).encode(), **JSON, authorization=f"Bearer {key}")
+            assert answer.status == 200
+            assert json.loads(answer.body)["choices"][0]["finish_reason"]
+        assert sum(each.flow.write_paused for each in connections) >= 16  # they still hold their places
 
 
 def test_a_reader_of_single_bytes_is_dropped(tiny: Path, tmp_path: Path) -> None:
@@ -253,6 +280,22 @@ def test_every_test_that_the_reference_names_is_there() -> None:
         assert path.name == file
         assert path.is_relative_to(root / "tests")
         assert f"\ndef {name}(" in path.read_text(), name
+
+
+def test_no_case_is_missing_in_the_reference() -> None:
+    """Every case has a row that names a test; what is left untested has a row that says why."""
+    page = Path(__file__).parents[2] / "docs" / "reference" / "hostile-input.md"
+    tested, _, untested = page.read_text().partition("## Not tested")
+    numbers = set[int]()
+    for line in re.findall(r"^\| .* \|$", tested, re.MULTILINE):
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if cells[0] != "case":
+            assert "::test_" in cells[-1], line
+            numbers |= {int(number) for number in cells[0].split(",") if number}
+    assert numbers == set(range(1, 160))
+    for line in re.findall(r"^\| .* \|$", untested.partition("\n## ")[0], re.MULTILINE):
+        case, what, why = (cell.strip() for cell in line.strip("|").split(" | "))
+        assert case == "case" or (int(case) in numbers and what and why), line
 
 
 def test_many_large_bodies_at_a_time_do_not_fill_the_memory(live: Live) -> None:

@@ -15,6 +15,7 @@ from sala.checkpoint.random import RELEASED, TINY
 from sala.cli import run
 from sala.config import SalaConfig
 from sala.errors import install_command
+from sala.plugins.versions import check
 
 FOREIGN = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -80,6 +81,12 @@ def values(words: list[str]) -> dict[str, str]:
     return {word: following for word, following in zip(words, [*words[1:], ""], strict=True) if word.startswith("-")}
 
 
+def test_further_names(show, released: Path) -> None:
+    words = show("--engine", "vllm", "-m", str(released), "--alias", "gpt-4o,gpt-5")
+    at = words.index("--served-model-name")
+    assert words[at + 1 : at + 4] == ["MiniCPM-SALA", "gpt-4o", "gpt-5"]
+
+
 def test_vllm(show, released: Path) -> None:
     words = show("--engine", "vllm", "-m", str(released), "--tp", "4", "--pp", "2", "--ctx", "1M", "--max-batch", "16")
     assert words[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -142,7 +149,51 @@ def test_further_flags_are_passed_on(show, refuse, released: Path) -> None:
     for flag in ("--host=0.0.0.0", "--hos", "--api_key", "-tp", "--max-model-len", "--config"):
         assert "is set by sala serve" in refuse("--engine", "vllm", "-m", str(released), "--", flag, "1")
     assert "name a model with -m" in refuse("--engine", "vllm", str(released))
-    assert "--model is missing" in refuse("--engine", "vllm")
+    assert "--model is missing" in refuse("--engine", "sglang")
+
+
+def test_parsers_by_the_template(show, refuse, write) -> None:
+    """The form of tool calls that the template teaches the model; the user's own choice beats ours."""
+    path = write(RELEASED)
+    flags = values(show("--engine", "vllm", "-m", str(path)))
+    assert (flags["--tool-call-parser"], flags["--reasoning-parser"]) == ("sala", "sala")
+    assert json.loads(flags["--structured-outputs-config"])["enable_in_reasoning"] is True
+    assert flags["--middleware"] == "sala.plugins.vllm.middleware.ClientMiddleware"
+    (path / "chat_template.jinja").write_text("{{ '<tool_call>' }}")
+    assert values(show("--engine", "vllm", "-m", str(path)))["--tool-call-parser"] == "hermes"
+    own = ["--tool-call-parser=qwen3", "--reasoning-parser", "qwen3", "--structured-outputs-config", "{}"]
+    words = show("--engine", "vllm", "-m", str(path), "--", *own)
+    assert words[-5:] == own
+    assert [word for word in words if word.startswith(("--tool-call-parser", "--reasoning-parser"))] == own[:2]
+    said = refuse("--engine", "vllm", "-m", str(path), "--", "--structured-outputs-config.backend", "guidance")
+    assert 'add "enable_in_reasoning": true to it, or name a --reasoning-parser' in said
+    more = ["--enable-auto-tool-choice", "--middleware", "mine.Layer"]
+    assert show("--engine", "vllm", "-m", str(path), "--", *more)[-3:] == more
+
+
+@pytest.mark.parametrize(("engine", "version"), [("vllm", "0.24.0"), ("sglang", "0.5.22")])
+def test_old_engines_are_refused(refuse, released: Path, tmp_path: Path, engine: str, version: str) -> None:
+    install_metadata(tmp_path / "engines", engine, version)
+    assert f"{version} is older than" in (said := refuse("--engine", engine, "-m", str(released)))
+    assert f"run: pip install '{engine}>=" in said
+
+
+def test_newer_engines_are_tried(show, released: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    install_metadata(tmp_path / "engines", "vllm", "99.0")
+    show("--engine", "vllm", "-m", str(released))
+    assert "vLLM 99.0 is newer than" in caplog.text
+
+
+def install_metadata(folder: Path, name: str, version: str) -> None:
+    (folder / f"{name}-{version}.dist-info").mkdir()
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (folder / f"{name}-{version}.dist-info" / "METADATA").write_text(text)
+    check.cache_clear()
+
+
+def test_the_embedded_model(show, tmp_path: Path) -> None:
+    words = show("--engine", "vllm", "--dtype", "float32")
+    assert values(words)["--served-model-name"] == "smol-sala"
 
 
 @pytest.mark.parametrize(
@@ -205,8 +256,9 @@ def test_models_that_sglang_would_get_wrong(show, refuse, write, change: dict[st
 
 def test_quantized_models(show, refuse, write) -> None:
     packed = write(RELEASED, "packed", quantization={"bits": 4, "group_size": 64})
-    for engine in ("vllm", "sglang"):
-        assert "MLX's layout" in refuse("--engine", engine, "-m", str(packed))
+    said = refuse("--engine", "sglang", "-m", str(packed))
+    assert f"MLX's layout; run: sala fuse {packed} --whole --dtype bfloat16 -o packed-bf16" in said
+    show("--engine", "vllm", "-m", str(packed))  # the plug-in expands them
     show("--engine", "vllm", "-m", str(write(RELEASED, "fp8", quantization_config=FOREIGN)))
 
 
@@ -255,14 +307,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def test_a_key_goes_by_the_environment(show, started, released: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--engine", "vllm", "-m", str(released), "--host", "0.0.0.0"]  # noqa: S104
-    os.environ["SALA_API_KEY"] = "hush"
+    os.environ["SALA_API_KEY"] = "hush-hush-hush-hush"
     assert show(*command)[0] == "VLLM_API_KEY=***"
     with pytest.raises(Started):
         run(["serve", *command])
-    assert "hush" not in " ".join(started[0])
-    assert os.environ["VLLM_API_KEY"] == "hush"
+    assert "hush-hush-hush-hush" not in " ".join(started[0])
+    assert os.environ["VLLM_API_KEY"] == "hush-hush-hush-hush"
     assert "SALA_API_KEY" not in os.environ
-    assert "hush" not in capsys.readouterr().err
+    assert "hush-hush-hush-hush" not in capsys.readouterr().err
 
 
 def test_keys_of_sglang_go_by_a_file(show, started, released: Path) -> None:

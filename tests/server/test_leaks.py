@@ -119,7 +119,7 @@ def test_keys_are_compared_in_constant_time(keyed: Live, monkeypatch: pytest.Mon
         compared.append((one, other))
         return really(one, other)
 
-    monkeypatch.setattr("sala.server.http.security.hmac.compare_digest", compare)
+    monkeypatch.setattr("sala.server.http.keys.hmac.compare_digest", compare)
     for key, status in ((KEY, 200), (KEY[:-1], 401), (KEY + "x", 401), ("k", 401), ("x" * 60_000, 401)):
         compared.clear()
         assert keyed.ask("GET", "/v1/tokenizer_info", x_api_key=key).status == status
@@ -258,9 +258,9 @@ def test_requests_that_begin_alike_do_not_mix(make_server: Callable[..., Server]
 
     alone = []
     for prompt in prompts:
-        server.llm.engine.forget()
+        server.service.execute(server.llm.engine.forget).result(10)
         alone.append(ask_for(prompt))
-    server.llm.engine.forget()
+    server.service.execute(server.llm.engine.forget).result(10)
     stop = threading.Event()
 
     def leave() -> None:
@@ -280,4 +280,4 @@ def test_requests_that_begin_alike_do_not_mix(make_server: Callable[..., Server]
     for (_, found), (_, wanted) in zip(together, alone * 2, strict=True):
         assert found == pytest.approx(wanted, abs=1e-4)
     server.wait_idle()
-    assert integrity(server.llm.engine) == []
+    assert server.service.execute(integrity, server.llm.engine).result(10) == []  # on the engine's own thread

@@ -12,7 +12,7 @@ import pytest
 
 from sala.checkpoint.writer import write_weights
 from sala.errors import InputError, ModelNotFound, SalaError
-from sala.models.catalog import Downloads, Job, Library, embedded_folder
+from sala.models.catalog import DownloadJob, Downloads, Library, embedded_folder
 from sala.models.download import PARTIAL, REGISTRY, hold, pull
 from sala.models.hub import AlreadyThere, Busy, Hub
 from tests.server.fake_hub import COMMIT, TOKEN, FakeHub, serve, tree
@@ -196,7 +196,9 @@ def test_a_directory_that_is_none(tmp_path: Path) -> None:
         Library(tmp_path / "file")
 
 
-def wait(downloads: Downloads, job_id: str, until: Callable[[Job], bool] = lambda job: job.is_over) -> Job:
+def wait(
+    downloads: Downloads, job_id: str, until: Callable[[DownloadJob], bool] = lambda job: job.is_over
+) -> DownloadJob:
     for _ in range(1000):
         job = downloads.get(job_id)
         assert job is not None

@@ -1,14 +1,19 @@
 """Bad manners over real sockets: too much, too slow, too many, or not HTTP at all."""
 
+import asyncio
+import itertools
 import json
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
+from sala.server.http import connection
 from sala.server.http.body import is_too_deep
+from sala.server.http.keys import KeyFile
 from sala.server.settings import Settings
 from tests.server.live import Live, is_closed, read_answer, request, serving, wait_until
 
@@ -70,7 +75,8 @@ def test_a_large_body_without_length_is_refused_on_the_way(live: Live, path: str
     assert works(live)
 
 
-def test_a_body_that_nobody_reads_does_not_hold_the_connection(live: Live) -> None:
+def test_a_body_that_nobody_reads_does_not_hold_the_connection(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", 0.5)
     with live.connect() as one:
         one.sendall(b"POST /none HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n")
         assert read_answer(one).status == 404
@@ -84,7 +90,11 @@ def test_a_body_that_nobody_reads_does_not_hold_the_connection(live: Live) -> No
         assert time.monotonic() - began < 5
 
 
-def test_a_body_shorter_than_promised_is_a_disconnect(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_body_shorter_than_promised_is_a_disconnect(
+    live: Live, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection.log, "propagate", True)
+    caplog.set_level("INFO", "sala.server")
     with live.connect() as one:
         one.sendall(b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\nabc")
         time.sleep(0.1)
@@ -92,6 +102,7 @@ def test_a_body_shorter_than_promised_is_a_disconnect(live: Live, caplog: pytest
         one.sendall(b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\nabc")
         one.shutdown(socket.SHUT_WR)
         assert is_closed(one, 5)
+    wait_until(lambda: caplog.text.count("POST /echo 499") == 2)
     assert works(live)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
@@ -118,7 +129,8 @@ def test_header_at_the_limit(live: Live) -> None:
     assert live.ask("GET", "/health", x_large="x" * 60 * KIB).status == 200
 
 
-def test_half_a_header_is_not_waited_for(hasty: Live) -> None:
+def test_half_a_header_is_not_waited_for(hasty: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", 0.5)
     with hasty.connect() as silent, hasty.connect() as half, hasty.connect() as dripping:
         half.sendall(b"GET /health HTTP/1.1\r\nhost: loc")
         began = time.monotonic()
@@ -144,7 +156,8 @@ def test_a_kept_connection_gets_the_same_deadline_again(hasty: Live) -> None:
         assert is_closed(one, 5)
 
 
-def test_a_body_must_keep_coming(hasty: Live) -> None:
+def test_a_body_must_keep_coming(hasty: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", 0.5)
     with hasty.connect() as one:
         one.sendall(b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\n")
         began = time.monotonic()
@@ -215,6 +228,90 @@ def test_busy_connections_do_not(hasty: Live) -> None:
     assert works(hasty)
 
 
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Live]:
+    with serving(Settings(port=0, api_key="k" * 20, max_connections=8)) as one:
+        yield one
+
+
+def stall_body(live: Live) -> socket.socket:
+    one = socket.create_connection(("127.0.0.1", live.port), timeout=10)
+    one.sendall(request("POST", "/echo", content_length="100000") + b"x")
+    return one
+
+
+def test_slow_bodies_make_room(hasty: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "STALLED_S", 0.1)
+    slow = [stall_body(hasty) for _ in range(8)]
+    try:
+        time.sleep(0.2)
+        assert works(hasty)
+    finally:
+        for one in slow:
+            one.close()
+
+
+def stop_reading(live: Live) -> socket.socket:
+    """Ask for far more than fits into the buffers, and read nothing."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    one.settimeout(10)
+    one.connect(("127.0.0.1", live.port))
+    one.sendall(request("GET", "/") * 400)
+    return one
+
+
+def test_a_client_with_a_key_gets_in_and_so_does_health(keyed: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients without a key hold every place, and more of them try; a client may pause for a while."""
+    monkeypatch.setattr(connection, "STALLED_S", 1e9)
+    connections = keyed.server.server_state.connections
+    held = [stop_reading(keyed) for _ in range(8)]
+    wait_until(lambda: len(connections) == 8 and all(each.flow.write_paused for each in connections))
+    idle = [socket.create_connection(("127.0.0.1", keyed.port), timeout=10) for _ in range(connection.NUM_EXTRA + 8)]
+    try:
+        assert keyed.ask("GET", "/health/none").status == 404
+        assert json.loads(keyed.ask("POST", "/echo", b"abc", authorization="Bearer " + "k" * 20).body) == {"size": 3}
+        refused = keyed.ask("GET", "/")
+        assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
+        assert len(connections) <= 8 + connection.NUM_EXTRA
+        monkeypatch.setattr(connection, "STALLED_S", 0.0)
+        assert keyed.ask("GET", "/").status == 200
+    finally:
+        for one in held + idle:
+            one.close()
+
+
+def test_one_key_leaves_connections_to_others(tmp_path: Path) -> None:
+    """Its requests hold every place, and the next is refused; another key gets in, as long as it holds no half."""
+    file = KeyFile(tmp_path / "keys.json")
+    anna, ben = ({"authorization": f"Bearer {file.add(name)}"} for name in ("anna", "ben"))
+    with serving(Settings(port=0, keys_file=file.path, max_connections=4)) as live:
+        held = [socket.create_connection(("127.0.0.1", live.port), timeout=10) for _ in range(4)]
+        try:
+            for one in held:
+                one.sendall(request("GET", "/slow/60", **anna))
+            connections = live.server.server_state.connections
+            wait_until(lambda: len(connections) == 4 and all(each.key is not None for each in connections))
+            assert live.ask("POST", "/echo", b"abc", **anna).error["code"] == "too_many_connections"
+            assert live.ask("POST", "/echo", b"abc", **ben).status == 200
+            assert live.ask("GET", "/health/none").status == 404
+        finally:
+            for one in held:
+                one.close()
+
+
+def test_one_address_has_a_share_of_the_connections() -> None:
+    with serving(Settings(port=0, api_key="k" * 20, max_per_address=2)) as live:
+        held = [stop_reading(live) for _ in range(2)]
+        try:
+            wait_until(lambda: len(live.server.server_state.connections) >= 2)
+            assert live.ask("GET", "/").status == 503
+            assert live.ask("POST", "/echo", b"abc", x_api_key="k" * 20).status == 200
+        finally:
+            for one in held:
+                one.close()
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "GZIP", "identity, gzip"])
 def test_compressed_bodies_are_not_unpacked(live: Live, encoding: str) -> None:
     answer = live.ask("POST", "/echo", b"\x1f\x8b", content_encoding=encoding)
@@ -256,6 +353,31 @@ def test_old_and_new_http(live: Live) -> None:
         while b'"status"' not in data:
             data += one.recv(65536)
         assert data.index(b"slept") < data.index(b'"size":2') < data.index(b'"status"')
+
+
+def test_pipelined_requests_take_turns(live: Live) -> None:
+    """Of clients that send many at once, only the first requests are answered in the same round of the event loop."""
+    num_clients, num_requests = 32, 40
+    state = live.server.server_state
+
+    async def watch() -> list[int]:
+        counts = [state.total_requests]
+        while counts[-1] < counts[0] + num_clients * num_requests:
+            await asyncio.sleep(0)
+            counts.append(state.total_requests)
+        return [after - before for before, after in itertools.pairwise(counts)]
+
+    clients = [socket.create_connection(("127.0.0.1", live.port), timeout=10) for _ in range(num_clients)]
+    try:
+        wait_until(lambda: len(state.connections) >= num_clients)
+        loop = next(iter(state.connections)).loop  # type: ignore[union-attr]
+        found = asyncio.run_coroutine_threadsafe(watch(), loop)
+        for one in clients:
+            one.sendall(request("GET", "/health/live") * num_requests)
+        assert sum(count - 1 for count in found.result(20) if count > 4) <= num_clients  # and one turn in each round
+    finally:
+        for one in clients:
+            one.close()
 
 
 def test_expect_100_continue(live: Live) -> None:

@@ -1,9 +1,11 @@
 """Requests that take long, need much or come in crowds: the numbers are told before the work, and nobody else pays."""
 
+import gc
 import json
 import math
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ import torch
 
 from sala.checkpoint.random import TINY, write_random
 from sala.config import SparseConfig
+from sala.models.embedded import EMBEDDED
 from sala.protocol import Plan, Result
 from tests.integrity import integrity
 from tests.server.conftest import Puppet, Server, read_events, wait_for
@@ -35,9 +38,12 @@ class Fragile(Puppet):
     def __init__(self, executor: Any, fail: Callable[[], Any]) -> None:
         super().__init__(executor)
         self._fail = fail
+        self.allocated: list[weakref.ref[torch.Tensor]] = []
 
     def run(self, plan: Plan) -> Result:
         if any(row.start >= 512 and MARK in row.tokens for row in plan.rows):
+            activations = torch.ones(4)
+            self.allocated.append(weakref.ref(activations))
             self._fail()
         return super().run(plan)
 
@@ -65,6 +71,15 @@ def replaced(server: Server, executor: Any) -> Iterator[Any]:
         server.wait_idle(20)
         engine._executor = before
         engine.forget()
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector, only what nothing refers to is freed."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def text_of(answer: Any) -> str:
@@ -96,12 +111,15 @@ def fail_as_a_gpu_does() -> None:
         (allocate_with_torch, True),
     ],
 )
+@pytest.mark.usefixtures("uncollected")
 def test_memory_that_runs_out_ends_one_request(server: Server, fail: Callable[[], Any], is_stream: bool) -> None:
+    """And what the failed step has allocated is free at once, without the garbage collector."""
     wanted = text_of(server.post(COMPLETIONS, {**SHORT, "max_tokens": 40}))
     server.wait_idle()
     server.llm.engine.forget()
     before = server.service.status()
-    with replaced(server, Fragile(server.llm.engine._executor, fail)), ThreadPoolExecutor(3) as pool:
+    fragile = Fragile(server.llm.engine._executor, fail)
+    with replaced(server, fragile), ThreadPoolExecutor(3) as pool:
         others = [pool.submit(server.post, COMPLETIONS, {**SHORT, "max_tokens": 40}) for _ in range(3)]
         response = server.post(COMPLETIONS, {**SHORT, "prompt": LONG, "stream": is_stream})
         if is_stream:
@@ -114,6 +132,8 @@ def test_memory_that_runs_out_ends_one_request(server: Server, fail: Callable[[]
         assert last["error"]["code"] == "out_of_memory"
         assert {"message", "type", "param", "code"} <= last["error"].keys()
         assert [text_of(one.result()) for one in others] == [wanted] * 3
+    assert fragile.allocated
+    assert all(one() is None for one in fragile.allocated)
     after = server.service.status()
     assert (after.pages_used, after.slots_used) == (before.pages_used, before.slots_used)
     assert integrity(server.llm.engine) == []
@@ -149,15 +169,20 @@ def test_a_context_beyond_the_memory_ends_the_start(tiny: Path, tmp_path: Path) 
     assert "Traceback" not in text
 
 
-def test_memory_that_runs_out_while_loading_leaves_no_open_port(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_named", [True, False])
+def test_memory_that_runs_out_while_loading_leaves_no_open_port(tiny: Path, tmp_path: Path, is_named: bool) -> None:
     program = COMMAND.replace(
         "sys.exit(", "import sala.llm\nsala.llm.LLM.__init__ = lambda *a, **k: bytearray(1 << 60)\nsys.exit("
     )
-    arguments = ("-m", str(tiny), "--port", "0")
+    if not is_named:  # the default model is there
+        found = f"import pathlib, sala.server.runtime as r\nr.find_model = lambda *_: pathlib.Path({str(tiny)!r})\n"
+        program = program.replace("sys.exit(", f"{found}sys.exit(")
+    arguments = (*(("-m", str(tiny)) if is_named else ()), "--port", "0")
     with command(*arguments, program=program, SALA_MODELS_DIR=str(tmp_path)) as process:
         _, text = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "sala estimate" in text
+    assert f"sala estimate {tiny if is_named else EMBEDDED}" in text
+    assert "cannot be loaded: MemoryError" in text
     assert "Traceback" not in text
     port = int(text.split("http://127.0.0.1:")[1].split("/")[0])
     with pytest.raises(ConnectionRefusedError):
@@ -228,7 +253,7 @@ def test_a_long_reading_shows_signs_of_life_and_how_far_it_is(make_server: Calla
     server = make_server(ping_s=0.05)
     body = {**SHORT, "prompt": LONG, "stream": True, "return_progress": True}
     with replaced(server, Puppet(server.llm.engine._executor)) as puppet:
-        puppet.delay_s = 0.25
+        puppet.delay_s = 0.12
         text = server.post(COMPLETIONS, body).text
         puppet.delay_s = 0.0
     told: list[Any] = []  # how far it was, and None for every sign of life
@@ -270,11 +295,10 @@ def test_a_short_request_does_not_wait_for_a_long_reading(make_server: Callable[
 
 
 def test_the_request_that_finds_the_queue_full_comes_again(make_server: Callable[..., Server]) -> None:
-    """As it is set out of the box: 8 run, 64 wait, the next gets 429, and all the others their answers."""
-    server = make_server()
-    settings = server.app.state.settings
-    room = settings.max_queue + settings.max_batch
-    assert (settings.max_queue, room) == (64, 72)
+    """8 run, 64 wait, the next gets 429, and all the others their answers."""
+    server = make_server(max_queue=64)
+    room = 64 + server.llm.max_batch
+    assert room == 72
     data = request("POST", COMPLETIONS, json.dumps(SHORT).encode(), content_type="application/json")
     crowd = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(room)]
     try:
@@ -297,3 +321,26 @@ def test_the_request_that_finds_the_queue_full_comes_again(make_server: Callable
         numbers = client.get("/metrics").text
     assert f"sala_requests_accepted_total {room + 1}.0" in numbers
     assert "sala_requests_rejected_total 2.0" in numbers
+
+
+def test_bodies_of_streams_count_until_they_end(make_server: Callable[..., Server]) -> None:
+    """Four bodies of the maximum size are held, also while they are answered: what is read of them may live as long."""
+    server = make_server(max_body="64K")
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "stream": True})
+    data = request("POST", CHAT, body.ljust(60 << 10).encode(), content_type="application/json")
+    streams = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(4)]
+    try:
+        with replaced(server, Gate(server.llm.engine._executor)) as gate:
+            for one in streams:
+                one.sendall(data)
+                assert read_answer(one).status == 200  # the stream has begun
+            with server.client() as client:
+                late = client.post(CHAT, content=body.ljust(60 << 10), headers={"content-type": "application/json"})
+                assert (late.status_code, late.json()["error"]["code"]) == (503, "bodies_too_large")
+                gate.is_open.set()
+                wait_for(lambda: server.service.num_requests == 0)
+                late = client.post(CHAT, content=body.ljust(60 << 10), headers={"content-type": "application/json"})
+                assert late.status_code == 200
+    finally:
+        for one in streams:
+            one.close()

@@ -1,6 +1,8 @@
 """Metrics: what goes in comes out, in Prometheus' format."""
 
+import asyncio
 import threading
+import time
 
 import pytest
 from fastapi.testclient import TestClient
@@ -8,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sala.engine.loop import RequestStatistics
 from sala.engine.stream import Usage
-from sala.server.admin.monitoring import REASONS, Metrics
+from sala.server.admin.monitoring import REASONS, Metrics, is_stuck
 from sala.server.settings import Settings
 from tests.server.live import FakeModel, FakeRuntime, make_app
 
@@ -68,6 +70,28 @@ def test_the_state_of_the_models(metrics: Metrics) -> None:
     assert found["sala_heartbeat_age_seconds{a}"] == 1.5
     assert found['sala_snapshots{odd"name\n}'] == 0
     assert "sala_requests_waiting{a}" not in numbers(metrics, FakeRuntime({}))
+
+
+def test_the_event_loop_is_watched(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sala.server.admin.monitoring.LAG_EVERY_S", 0.01)
+
+    async def block() -> None:
+        watching = asyncio.create_task(metrics.watch_loop())
+        await asyncio.sleep(0.05)
+        time.sleep(0.3)  # what must not happen
+        await asyncio.sleep(0.05)
+        watching.cancel()
+
+    assert numbers(metrics)["sala_event_loop_lag_seconds"] == 0
+    asyncio.run(block())
+    assert numbers(metrics)["sala_event_loop_lag_seconds"] > 0.2
+
+
+def test_a_request_that_is_never_prepared_is_not_healthy() -> None:
+    model = FakeModel()
+    assert not is_stuck(model.service.status())
+    model.service.change(preparing=1, preparing_s=61.0)
+    assert is_stuck(model.service.status())
 
 
 def test_the_process(metrics: Metrics) -> None:

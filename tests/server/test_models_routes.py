@@ -11,20 +11,23 @@ from typing import Any
 import pytest
 from fastapi import Depends, FastAPI
 from fastapi.testclient import TestClient
+from huggingface_hub import constants
 
+from sala.engine.service import PrefixUse
 from sala.models.catalog import Downloads, Library
 from sala.server.admin import models
-from sala.server.app import add_handlers
+from sala.server.app import add_handlers, create_app
 from sala.server.http.errors import ApiError
 from sala.server.http.security import need_key
 from sala.server.settings import Settings
+from sala.text.workers import FairPool
 from tests.server.fake_hub import COMMIT, TOKEN, FakeHub, serve, tree
 from tests.server.test_hub import HOSTILE
 from tests.server.test_library import make
 
 CARD = {
-    "id", "object", "created", "owned_by", "path", "loaded", "repo_id", "revision", "quantization", "size_bytes",
-    "downloaded_at", "context_length", "trained_length", "requests",
+    "id", "object", "created", "owned_by", "root", "path", "loaded", "repo_id", "revision", "quantization",
+    "size_bytes", "downloaded_at", "context_length", "trained_length", "requests", "cache",
 }  # fmt: skip
 
 
@@ -39,7 +42,7 @@ class FakeRuntime:
         entry = self.library.find(model_id)
         if entry is None:
             raise ApiError(404, "there is no such model", param="model", code="model_not_found")
-        status = SimpleNamespace(running=1, waiting=2)
+        status = SimpleNamespace(running=1, waiting=2, prefix=PrefixUse({"device": 3}, {"new": 1}))
         llm = SimpleNamespace(ctx=4096, config=SimpleNamespace(trained_length=2048))
         model = SimpleNamespace(id=entry.id, path=entry.path, llm=llm, loaded_at=1.0)
         model.service = SimpleNamespace(status=lambda: status)
@@ -91,13 +94,15 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
             yield Server(app, client, hub, tmp_path / "models")
         app.state.downloads.close()
+        app.state.body_pool.close()
 
 
 def make_app(settings: Settings) -> FastAPI:
     app = FastAPI()
     app.state.settings = settings
+    app.state.body_pool = FairPool(1, 1, "bodies")
     app.state.library = Library(Path(settings.models_dir))
-    app.state.downloads = Downloads(app.state.library, settings.hub_url)
+    app.state.downloads = Downloads(app.state.library, settings.hub_url, settings.hub_hosts)
     app.state.runtime = FakeRuntime(app.state.library)
     add_handlers(app)
     app.include_router(models.router, dependencies=[Depends(need_key)])
@@ -205,12 +210,35 @@ def test_cancel_twice_at_once_and_delete_meanwhile(server: Server) -> None:
     assert server.client.delete("/models/download/dl-unknown").status_code == 404
 
 
+@pytest.mark.parametrize("hosts", [(), ("files.example",)])
+def test_downloads_follow_redirects_to_the_hosts_of_the_settings(
+    hosts: tuple[str, ...], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub is http://mirror.example, by a proxy, and keeps its weights on another host."""
+    hub = server.hub
+    hub.redirect = "https://files.example/{name}"
+    for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, hub.url)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    place = {"models_dir": tmp_path / "others", "files_dir": tmp_path / "files"}
+    downloads = create_app(Settings(hub_url="http://mirror.example", hub_hosts=hosts, **place)).state.downloads
+    job = downloads.start("org/model")
+    while not job.is_over and not any(seen.path == "files.example:443" for seen in hub.seen):
+        time.sleep(0.01)
+        job = downloads.get(job.id)
+    assert ("not one of its own hosts" in (job.error or "")) == (not hosts)
+    assert any(seen.path == "files.example:443" for seen in hub.seen) == bool(hosts)
+    downloads.close()
+
+
 def test_load_and_unload(server: Server) -> None:
     answer = server.client.post("/models/load", json={"model": "own"})
     assert answer.status_code == 200
     card = answer.json()
     assert set(card) == CARD
     assert (card["loaded"], card["context_length"], card["trained_length"]) == (True, 4096, 2048)
+    assert card["cache"] == {"hit_rate": 0.75, "tiers": {}}
     assert card["requests"] == {"running": 1, "waiting": 2}
     assert server.get("/models").json()["data"][0]["loaded"]
     loaded = server.client.delete("/models/own")
@@ -237,6 +265,21 @@ def test_delete(server: Server) -> None:
     assert not (server.models / "own").exists()
     assert server.client.delete("/models/own").status_code == 404
     assert server.get("/models").json()["data"] == []
+
+
+def test_a_model_of_other_programs_is_not_deleted(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "cache" / "models--org--shared"
+    make(place / "snapshots" / COMMIT)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    before = tree(tmp_path)
+    answer = server.client.delete("/models/org/shared")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_elsewhere")
+    assert "hf cache rm model/org/shared" in answer.text
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize(

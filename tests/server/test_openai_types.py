@@ -40,8 +40,8 @@ OURS = {
     "Response": {"store"},  # the service sends it too
     "ResponseFunctionCallArgumentsDoneEvent": {"name"},  # needed by the document that OpenAI publishes
     "Model": {
-        "path", "loaded", "repo_id", "revision", "quantization", "size_bytes", "downloaded_at", "context_length",
-        "trained_length", "requests",
+        "root", "path", "loaded", "repo_id", "revision", "quantization", "size_bytes", "downloaded_at",
+        "context_length", "trained_length", "requests", "cache",
     },
     "ModelDeleted": {"note"},
     "ErrorObject": {"n_prompt_tokens", "n_ctx"},

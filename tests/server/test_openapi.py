@@ -191,3 +191,33 @@ def test_answers_are_as_the_document_describes_them(
     described = {**schemas[name], "components": document["components"]}
     jsonschema.validate(answer.json(), described)
     assert answer.json().keys() >= set(schemas[name]["required"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_valid"),
+    [
+        ({}, True),
+        ({"messages": [{"role": "user"}]}, False),
+        ({"messages": [{"role": "user", "content": None}]}, False),
+        ({"messages": [*HELLO, {"role": "assistant"}, *HELLO]}, True),
+        ({"messages": [{**HELLO[0], "colour": "red"}]}, True),
+        ({"messages": [{**HELLO[0], "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]}, False),
+        ({"colour": None}, True),
+        ({"colour": "red"}, False),
+        ({"top_logprobs": 1}, False),
+        ({"top_logprobs": 1, "logprobs": True}, True),
+        ({"return_progress": True}, False),
+        ({"return_progress": False}, True),
+        ({"stream_options": {"include_usage": True}}, False),
+        ({"stream_options": {"include_usage": True}, "stream": True}, True),
+        ({"response_format": {"type": "json_schema"}}, False),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, True),
+    ],
+)  # fmt: skip
+def test_the_document_says_what_fits_together(
+    server: Server, document: Any, fields: dict[str, Any], is_valid: bool
+) -> None:
+    body = {"messages": HELLO, "max_tokens": 1, **fields}
+    schema = {"$ref": "#/components/schemas/ChatRequest", "components": document["components"]}
+    assert jsonschema.Draft202012Validator(schema).is_valid(body) == is_valid
+    assert server.post("/v1/chat/completions", body).status_code == (200 if is_valid else 400)

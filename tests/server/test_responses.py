@@ -81,7 +81,7 @@ def test_shape_of_an_answer(server: Server) -> None:
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
     assert answer["metadata"] == {"a": "b"}
     assert answer["instructions"] == "be brief"
-    assert answer["store"] is False
+    assert answer["store"] is True
     assert (answer["temperature"], answer["top_p"]) == (0, 1)
     item = answer["output"][0]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
@@ -166,6 +166,10 @@ def test_json_answers(server: Server) -> None:
     assert isinstance(json.loads(texts(answer))["a"], bool)
     assert answer["text"]["format"]["schema"] == SCHEMA
     assert ask(server, text={"format": {"type": "json_object"}})["output"][0]["content"][0]["text"].startswith("{")
+    form = {"type": "json_schema", "schema": {"type": "array", "uniqueItems": True}}
+    assert texts(ask(server, text={"format": form}, max_output_tokens=8)).startswith("[")
+    refused = server.post("/v1/responses", {"input": "hello", "text": {"format": {**form, "strict": True}}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text.format")
 
 
 def test_a_conversation(server: Server) -> None:
@@ -212,15 +216,16 @@ def test_an_answer_can_be_sent_back(server: Server, say: Callable[[str], None]) 
     [
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
+        ({"input": [{"type": "reasoning"}]}, "input"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"type": "computer_call"}]}, "input[0]"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[]"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]}, "input[0].arguments"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
@@ -230,15 +235,17 @@ def test_an_answer_can_be_sent_back(server: Server, say: Callable[[str], None]) 
         ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "hiccup"}}}}, "text.format"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": "loud"}}, "reasoning.summary"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"background": True, "store": False}, "background"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"include": [5]}, "include[0]"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"prompt": {"id": "x"}}, "prompt"),
-        ({"stop": "x"}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"top_k": -2}, "top_k"),
+        ({"colour": "red"}, "colour"),
         ({"metadata": {"a": 1}}, "metadata.a"),
     ],
 )
@@ -247,15 +254,21 @@ def test_bad_fields_are_named(server: Server, fields: dict[str, Any], param: str
 
 
 def test_what_is_not_stored_is_said(server: Server) -> None:
-    assert "stores nothing" in refused(server, previous_response_id="resp_1")["message"]
+    assert "conversations are not stored" in refused(server, conversation="conv_1")["message"]
+    error = refused(server, previous_response_id="resp_1")
+    assert "not stored" in error["message"]
+    assert error["code"] == "previous_response_not_found"
 
 
 def test_what_is_harmless_is_ignored(server: Server) -> None:
     ask(
         server, user="me", store=True, service_tier="auto", include=["reasoning.encrypted_content"], background=False,
         truncation="disabled", prompt_cache_key="x", text={"verbosity": "low"}, reasoning={"effort": "low"},
-        previous_response_id=None, stream_options=None,
+        previous_response_id=None, stream_options=None, top_p=0, top_k=-1, context_management=[{"type": "compaction"}],
+        moderation={}, prompt_cache_options={}, foo=None,
     )  # fmt: skip
+    part = {"type": "input_text", "text": "hi", "prompt_cache_breakpoint": {}}
+    ask(server, input=[{"type": "message", "role": "user", "content": [part], "foo": 1}])
 
 
 def test_effort_is_a_budget(server: Server, say: Callable[[str], None]) -> None:

@@ -107,7 +107,7 @@ def test_listening_beyond_the_machine_needs_a_key() -> None:
             check_listening(Settings(host=host))
         with pytest.raises(SalaError, match="no key"):
             check_listening(Settings(host=host, admin_key="boss"))
-        check_listening(Settings(host=host, api_key="k"))
+        check_listening(Settings(host=host, api_key="k" * 16))
         check_listening(Settings(host=host, allow_remote_without_key=True))
     for host in ("127.0.0.1", "localhost", "::1", "127.0.0.5"):
         check_listening(Settings(host=host))
@@ -184,6 +184,20 @@ def test_origin(origin: str, is_fine: bool) -> None:
     assert get.status_code == 200
     assert get.headers.get("access-control-allow-origin") == (origin if is_foreign else None)
     assert "access-control-allow-credentials" not in get.headers
+
+
+@pytest.mark.parametrize(
+    ("site", "mode", "status"),
+    [
+        ("cross-site", "no-cors", 403),
+        ("cross-site", "navigate", 200),
+        ("same-origin", "cors", 200),
+        ("none", "cors", 200),
+    ],
+)
+def test_an_image_of_another_site_fetches_nothing(site: str, mode: str, status: int) -> None:
+    headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode}
+    assert client(Settings()).get("/slow/0", headers=headers).status_code == status
 
 
 def test_behind_a_proxy_with_tls_the_own_page_may_call() -> None:

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from sala.engine.requests import Call, Submission
+from sala.engine.requests import Call, Client, Submission
 from sala.engine.service import Stream
 from sala.engine.stream import Event, PromptScores, Usage
 from sala.errors import EngineClosed, EngineDead, QueueFull, SlowReader
@@ -153,6 +154,128 @@ def test_a_full_queue(tiny: Path) -> None:
     tally = run(tiny, work, max_queue=3)
     assert (tally.num_accepted, tally.num_rejected) == (6, 1)
     assert tally.reasons == ["length"] * 6
+
+
+ANNA, BEN = Client("anna"), Client("ben")
+
+
+def test_what_one_client_waits_for_does_not_count_for_another(tiny: Path) -> None:
+    """Answers are counted, of each client alone: one has three places to wait, and two answers run."""
+
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
+        puppet.delay_s = 0.02
+
+        async def ask(client: Client, n: int = 1) -> Stream:
+            return await llm.service.open(lambda: answers(n=n, max_tokens=1500)(llm), client=client)
+
+        streams = [await ask(ANNA, 4)]
+        while llm.service.status().answers_running < 2:
+            await asyncio.sleep(0.01)
+        status = llm.service.status()
+        assert (status.running, status.waiting) == (1, 0)
+        assert (status.answers_running, status.answers_waiting) == (2, 2)
+        streams.append(await ask(ANNA, 100))  # two wait: one more request may, whatever it asks for
+        with pytest.raises(QueueFull, match="102 answers wait already") as caught:
+            await ask(ANNA)
+        assert caught.value.num_waiting == 102
+        streams += [await ask(BEN) for _ in range(3)]
+        while not any(handle.num_running for handle in (stream.handle for stream in streams[2:])):
+            await asyncio.sleep(0.01)  # it has taken the place of one of the others
+        streams.append(await ask(BEN))
+        with pytest.raises(QueueFull, match="3 answers wait already"):
+            await ask(BEN)
+        with pytest.raises(QueueFull, match="103 answers wait already"):  # the preempted one waits again
+            await ask(ANNA)
+        for stream in streams:
+            stream.close()
+        while llm.service.status().answers_waiting or not llm.engine.is_idle:
+            await asyncio.sleep(0.01)
+        puppet.delay_s = 0.0
+        await read(await ask(ANNA))
+
+    tally = run(tiny, work, max_queue=3)
+    assert (tally.num_accepted, tally.num_rejected) == (7, 3)
+
+
+def test_without_places_to_wait_each_client_has_its_share(tiny: Path) -> None:
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
+        puppet.delay_s = 0.02
+        opening = partial(llm.service.open, lambda: answers(max_tokens=1500)(llm))
+        streams = [await opening(client=ANNA) for _ in range(2)]
+        with pytest.raises(QueueFull):
+            await opening(client=ANNA)
+        streams.append(await opening(client=BEN))  # it runs instead of one of the others
+        while not streams[-1].handle.num_running:
+            await asyncio.sleep(0.01)
+        with pytest.raises(QueueFull):
+            await opening(client=BEN)
+        for stream in streams:
+            stream.close()
+
+    run(tiny, work, max_queue=0)
+
+
+def test_prompts_of_one_client_wait_behind_its_own(tiny: Path) -> None:
+    """However many of its requests are being prepared, those of another one are, and age is that of the work alone."""
+    is_free = threading.Event()
+
+    def slow(llm: LLM) -> Submission:
+        assert is_free.wait(60)
+        return answers()(llm)
+
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
+        crowd = [asyncio.create_task(llm.service.open(partial(slow, llm), client=ANNA)) for _ in range(20)]
+        counting = [asyncio.create_task(llm.service.call(is_free.wait, 60, owner="anna")) for _ in range(20)]
+        while llm.service.status().preparing < 40:
+            await asyncio.sleep(0)
+        for _ in range(3):
+            assert await read(await llm.service.open(lambda: answers()(llm), client=BEN))
+            assert await llm.service.call(len, "abc", owner="ben") == 3
+        assert llm.service.status().preparing == 40
+        is_free.set()
+        for stream in await asyncio.gather(*crowd):
+            assert await read(stream)
+        assert all(await asyncio.gather(*counting))
+        status = llm.service.status()
+        assert (status.preparing, status.preparing_s) == (0, 0.0)
+
+    run(tiny, work)
+
+
+def test_grammars_of_one_client_wait_behind_its_own(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that compiles goes round the clients: of two clients, each has every other turn."""
+    is_free = threading.Event()
+    order: list[str] = []
+
+    async def work(llm: LLM, puppet: Puppet, tally: Tally) -> None:
+        worker = llm.inputs._grammars._worker
+        exchange = worker._exchange
+
+        def watch(request: bytes, seconds: float) -> dict[str, Any]:
+            if b'"task": "grammar"' in request:
+                assert is_free.wait(60)
+                order.append("anna" if b"anna" in request else "ben")
+            return exchange(request, seconds)
+
+        monkeypatch.setattr(worker, "_exchange", watch)
+
+        def ask(client: Client, number: int) -> "asyncio.Task[Stream]":
+            prepare = partial(answers(regex=f"{client.owner}{number}"), llm)
+            return asyncio.create_task(llm.service.open(prepare, client=client))
+
+        tasks = [ask(ANNA, number) for number in range(8)]
+        while worker.num_waiting < 1:
+            await asyncio.sleep(0)
+        tasks += [ask(BEN, number) for number in range(2)]
+        while worker.num_waiting < 3:  # two threads for each client
+            await asyncio.sleep(0)
+        is_free.set()
+        for task in tasks:
+            assert await read(await task)
+
+    run(tiny, work)
+    assert sorted(order) == ["anna"] * 8 + ["ben"] * 2
+    assert order[:4] == ["anna", "ben", "anna", "ben"]
 
 
 @pytest.mark.parametrize("phase", ["queue", "prefill", "decode"])

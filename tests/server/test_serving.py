@@ -1,5 +1,7 @@
 """Beginning and end of a server: addresses, signals, exit codes, and the command itself."""
 
+import ctypes
+import errno
 import json
 import logging
 import os
@@ -22,6 +24,7 @@ from sala.server.serving import OneLine, as_user_error, greet, has_died, open_so
 from sala.server.settings import Settings
 from tests.server.live import FakeRuntime, is_closed, make_app, read_answer, request, serving, wait_until
 
+ROOT = Path(__file__).parents[2]
 COMMAND = """
 import sys
 from sala.cli import run
@@ -49,6 +52,84 @@ def test_models_directory(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "models"):
         with pytest.raises(SalaError, match="is a file; choose another with --models-dir"):
             prepare_models_dir(path)
+
+
+ARENAS = """
+import ctypes, sys, threading
+from sala.server.settings import Settings
+from sala.server import serving
+
+def stop(_):
+    raise SystemExit
+
+serving.check_listening = stop
+if "limited" in sys.argv:
+    try:
+        serving.serve(Settings(), print)
+    except SystemExit:
+        pass
+libc = ctypes.CDLL(None)
+libc.fopen.restype = libc.malloc.restype = ctypes.c_void_p
+barrier = threading.Barrier(6)
+
+def allocate():
+    barrier.wait()
+    libc.malloc(1000)
+    barrier.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(6)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+libc.malloc_info(0, ctypes.c_void_p(libc.fopen(b"/dev/stdout", b"w")))
+libc.fflush(None)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc has arenas that can be limited")
+def test_the_threads_of_a_server_share_two_arenas() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    environment["PYTHONPATH"] = str(ROOT)
+
+    def count(*arguments: str, **more: str) -> int:
+        command = [sys.executable, "-c", ARENAS, *arguments]
+        done = subprocess.run(command, env={**environment, **more}, capture_output=True, text=True, check=True)
+        return done.stdout.count("<heap nr=")
+
+    assert count("limited") <= 2 < count()
+    assert count("limited", MALLOC_ARENA_MAX="4") > 2
+
+
+DESCRIPTORS = """
+import resource
+from sala.server.serving import fit_descriptors
+from sala.server.settings import Settings
+
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+print(fit_descriptors(Settings(max_connections=64), print).max_connections)
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+print(fit_descriptors(Settings(max_connections=256), print).max_connections)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there is no such limit")
+def test_connections_fit_into_the_limit_of_open_files() -> None:
+    done = subprocess.run([sys.executable, "-c", DESCRIPTORS], capture_output=True, text=True, check=True)
+    raised, warning, fitted = done.stdout.splitlines()
+    assert (raised, fitted) == ("64", "92")
+    assert warning == ("warning: 300 files may be open at a time, so max_connections is 92; raise it with: ulimit -n")
+
+
+def test_too_many_open_files_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(Settings(port=0)) as live, caplog.at_level(logging.ERROR):
+        loop = live.server.servers[0].get_loop()
+        error = OSError(errno.EMFILE, "Too many open files")
+        for _ in range(100):
+            loop.call_soon_threadsafe(loop.call_exception_handler, {"message": "accept", "exception": error})
+        loop.call_soon_threadsafe(loop.call_exception_handler, {"message": "another error"})
+        wait_until(lambda: "another error" in caplog.text)
+    lines = [record.message for record in caplog.records if "accepted" in record.message]
+    assert lines == ["a connection could not be accepted: Too many open files"]
 
 
 def test_greeting() -> None:
@@ -95,7 +176,7 @@ def test_drain() -> None:
             assert "retry-after" in late.headers
             assert is_closed(kept, 5)
             assert live.ask("POST", "/echo", b"x").status == 503
-            assert json.loads(live.ask("GET", "/health").body) == {"status": "draining"}
+            assert json.loads(live.ask("GET", "/health").body)["status"] == "draining"
             assert live.ask("GET", "/health/live").status == 200
             assert read_answer(busy).status == 200
         wait_until(lambda: live.server.should_exit)
@@ -112,7 +193,8 @@ def test_drain_has_an_end() -> None:
         assert time.monotonic() - began < 3
 
 
-def test_a_dead_engine_ends_the_server() -> None:
+def test_a_dead_engine_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sala.server.serving.DEAD_S", 0.5)
     with serving(Settings(port=0)) as live:
         live.app.state.runtime.loaded["tiny"].service.change(is_alive=False)
         assert live.ask("GET", "/health").status == 503
@@ -122,22 +204,24 @@ def test_a_dead_engine_ends_the_server() -> None:
 
 
 def test_a_worker_that_is_replaced_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sala.server.serving.DEAD_S", 1.0)
     with serving(Settings(port=0)) as live:
         worker = live.app.state.runtime.loaded["tiny"].service
         worker.change(is_alive=False)
         assert has_died(live.app.state)
-        time.sleep(1.2)
+        time.sleep(0.5)
         worker.change(is_alive=True)
-        time.sleep(1.5)
+        time.sleep(0.9)
         assert not live.server.should_exit
         assert live.server.exit_code == 0
 
 
-def test_a_named_model_that_does_not_load_ends_the_server() -> None:
-    for model, code in (("some", 1), (None, 0)):
+def test_a_model_that_does_not_load_ends_the_server() -> None:
+    """Unless none was named and none is there: one can be downloaded."""
+    for model, has_failed, code in (("some", False, 1), (None, True, 1), (None, False, 0)):
         settings = Settings(port=0, model=model)
         app = make_app(settings)
-        app.state.runtime = FakeRuntime({}, is_loading=True)
+        app.state.runtime = FakeRuntime({}, is_loading=True, has_failed=has_failed)
         with serving(settings, app) as live:
             assert live.ask("GET", "/health").status == 503
             app.state.runtime.is_loading = False
@@ -183,7 +267,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
     ("arguments", "code", "words"),
     [
         (["--host", "0.0.0.0"], 1, "there is no key"),  # noqa: S104
-        (["--host", "203.0.113.7", "--api-key", "k"], 1, "203.0.113.7 is not an address of this machine"),
+        (["--host", "203.0.113.7", "--api-key", "k" * 16], 1, "203.0.113.7 is not an address of this machine"),
         (["--engine", "sglang"], 2, "port is 0; choose one"),
         (["--port", "x"], 2, "--port is 'x'"),
         (["--config", "/nowhere.toml"], 2, "/nowhere.toml cannot be read"),
@@ -299,9 +383,9 @@ def test_a_second_signal_ends_it_at_once(tiny: Path) -> None:
             one.sendall(request("POST", "/v1/chat/completions", body, content_type="application/json"))
             wait_until(lambda: b"sala_requests_accepted_total 1.0" in ask(port, "GET", "/metrics")[1])
             process.send_signal(signal.SIGTERM)
-            time.sleep(0.5)
+            time.sleep(0.2)
             assert process.poll() is None
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
             assert process.wait(5) == 0
 
 
@@ -312,7 +396,8 @@ def test_a_server_that_loads_can_be_ended(tiny: Path) -> None:
         "sala.llm.LLM.__init__ = lambda *a, **k: (time.sleep(30), old(*a, **k))[1]\nsys.exit(",
     )
     with started(tiny, program=slow) as (process, port):
-        assert ask(port, "GET", "/health") == (503, {"status": "loading"})
+        status, health = ask(port, "GET", "/health")
+        assert (status, health["status"]) == (503, "loading")
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
 

@@ -35,12 +35,16 @@ def test_flags_beat_the_environment_which_beats_the_file(file: Path) -> None:
 
 
 def test_forms_of_values(file: Path, tmp_path: Path) -> None:
-    file.write_text('max_body = "1M"\nctx = 4096\ncors_origins = ["http://A.org:3000"]\nno_think = true\ndrain_s = 5\n')
+    file.write_text(
+        'max_body = "1M"\nctx = 4096\ncors_origins = ["http://A.org:3000"]\nno_think = true\ndrain_s = 5\n'
+        'served_names = ["gpt-4o", "a/b"]\n'
+    )
     environment = {"SALA_ALLOWED_HOSTS": "a.org, b.org", "SALA_ALLOW_REMOTE_WITHOUT_KEY": "yes", "SALA_TOP_P": "0.5"}
     settings = load(file, environment, {"cache_memory": "8G", "cache_dir": str(tmp_path)})
     assert (settings.max_body, settings.ctx, settings.cache_memory) == (1 << 20, 4096, 8 << 30)
     assert settings.cors_origins == ("http://a.org:3000",)
     assert settings.allowed_hosts == ("a.org", "b.org")
+    assert settings.alias == ("gpt-4o", "a/b")
     assert settings.no_think
     assert settings.allow_remote_without_key
     assert (settings.drain_s, settings.top_p, settings.cache_dir) == (5.0, 0.5, tmp_path)
@@ -63,6 +67,7 @@ def test_forms_of_values(file: Path, tmp_path: Path) -> None:
         ("top_p = 0", "above 0 and at most 1"),
         ('speculate = "lokup"', "did you mean lookup?"),
         ("no_think = 2", "use true or false"),
+        ('alias = "a"\nserved_names = "b"', "sala.toml, line 2: served_names means alias, which is given already"),
         ('host = "http://x"', "without port"),
         ('host = "a b"', "without port"),
         ('cors_origins = ["*"]', "cors_origins"),
@@ -149,7 +154,7 @@ def test_key_file(tmp_path: Path) -> None:
 def test_keys_never_show(capsys: pytest.CaptureFixture[str]) -> None:
     settings = Settings(api_key="hush-1", admin_key="hush-2")
     assert "hush" not in repr(settings)
-    assert "hush" not in str(show(settings))
+    assert "hush" not in str(show(settings, table(Settings)))
     with pytest.raises(SalaError) as problem:
         load(None, {}, {"api_key": "hush hush"})
     assert "hush" not in str(problem.value)
@@ -162,7 +167,7 @@ def test_keys_never_show(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_shown_can_be_loaded(file: Path) -> None:
     settings = Settings(port=9, cors_origins=("https://a.org",), ctx=128, no_think=True)
-    file.write_text("\n".join(show(settings)))
+    file.write_text("\n".join(show(settings, table(Settings))))
     assert load(file, {}, {}) == settings
 
 

@@ -205,6 +205,13 @@ CASES = {
     "| a<br>b |\n|-|": '<div class="table"><table><thead><tr><th>a<br>b<tbody>',
     "- [x] a": '<ul><li class="task"><input type="checkbox" disabled checked> a',
     "---": "<hr>",
+    "a[^1] b\n\n[^1]: *c*\n  d\n[^x-2]: e": (
+        '<p>a<span class="footnote-ref" data-note="1">1</span> b'
+        '<div class="footnote" data-note="1"><span class="footnote-label">1</span>'
+        '<span class="footnote-text"><em>c</em><br>d</span>'
+        '<div class="footnote" data-note="x-2"><span class="footnote-label">x-2</span>'
+        '<span class="footnote-text">e</span>'
+    ),
 }
 
 
@@ -215,7 +222,20 @@ def test_markdown() -> None:
 def test_hostile_markdown_comes_to_an_end() -> None:
     pieces = ["*", "*a ", "`", "`a``b", "[", "[a](", "> ", "- ", "<", "_a_ ", "**a", "|", "$$ x\n", "- a\n", "http://"]
     pieces += ["a**b", "\\(", "![", "x ", "|a|b|\n|-|-|\n", "&", "~~", "$a", "#", "\t- a\n", "1) ", "```\n"]
-    pieces += ["\\[", "\\[\n", "$$\n", "1. a\n  - b\n", "[a]: b\n", "[a][", "<!--", "<a "]
+    pieces += [
+        "[^1]",
+        "[^1]: a\n",
+        "[^1]: a\n  b",
+        "[^",
+        "\\[",
+        "\\[\n",
+        "$$\n",
+        "1. a\n  - b\n",
+        "[a]: b\n",
+        "[a][",
+        "<!--",
+        "<a ",
+    ]
     texts = [piece * (200_000 // len(piece)) for piece in pieces]
     texts += [piece * (7_900 // len(piece)) for piece in pieces]
     texts.append("\n".join(" " * depth + "- a" for depth in range(400)))

@@ -19,7 +19,7 @@ from sala.lab.train.data import Mixture, StreamRows, TokenStream, TrainingRow
 from sala.lab.train.loop import OutOfTime, Progress, train
 from sala.lab.train.models import load_for_training
 from sala.lab.train.objectives import Align, Distil, NextToken, Objective
-from sala.lab.train.processes import destroy_process, gather_parameters, is_main_process
+from sala.lab.train.processes import destroy_process, exit_process, gather_parameters, is_main_process
 from sala.lab.train.recipe import Source, TrainStage
 from sala.lab.train.steps import StepPart
 
@@ -176,6 +176,7 @@ def main() -> None:
         shard_on_cpu()
     run_all(models, directory, is_sharded)
     destroy_process()
+    exit_process(0)
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def test_needle_rows(tokenizer: Tokenizer) -> None:
         return tokenizer.encode(text, bos=False, parse_special=True)
 
     documents = [f"Document {i} tells of many dull things, and of ships. " * 30 for i in range(40)]
-    rows = NeedleRows(NeedleMaker(encode, documents, seed=1, end_id=EOS), 1200, 3, 1, EOS, 7)
+    rows = NeedleRows([NeedleMaker(encode, documents, seed=1, end_id=EOS)], 1200, 3, 1, EOS, 7)
     seen = set()
     for index in (0, 1, 2, 3, 1):
         row = rows(index)
@@ -244,7 +244,7 @@ def test_needle_rows(tokenizer: Tokenizer) -> None:
         seen.add(row.tokens.tobytes())
     assert len(seen) == 4
     with pytest.raises(InputError, match="at least 256"):
-        NeedleRows(NeedleMaker(encode, documents, seed=1), 128, 3, 1, EOS, 7)
+        NeedleRows([NeedleMaker(encode, documents, seed=1)], 128, 3, 1, EOS, 7)
 
 
 def test_needle_rows_of_many_topics(tokenizer: Tokenizer) -> None:
@@ -255,7 +255,7 @@ def test_needle_rows_of_many_topics(tokenizer: Tokenizer) -> None:
 
     documents = [f"Document {i} tells of many dull things, and of ships. " * 30 for i in range(40)]
     maker = NeedleMaker(encode, documents, seed=1, end_id=EOS)
-    rows = NeedleRows(maker, 8000, 3, 12, EOS, 7)
+    rows = NeedleRows([maker], 8000, 3, 12, EOS, 7)
     counts = []
     for index in range(6):
         row = rows(index)
@@ -267,4 +267,4 @@ def test_needle_rows_of_many_topics(tokenizer: Tokenizer) -> None:
         assert np.array_equal(row.tokens, rows(index).tokens)
     assert max(counts) > 6
     assert len(set(counts)) > 2
-    assert NeedleRows(maker, 700, 3, 12, EOS, 7)(1).answer.any()
+    assert NeedleRows([maker], 700, 3, 12, EOS, 7)(1).answer.any()

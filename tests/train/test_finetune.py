@@ -73,6 +73,8 @@ def options_of(room: Path, output: Path, **changes: Any) -> FinetuneOptions:
         "alpha": 8.0,
         "save_every": 2,
         "device": "cpu",
+        "keep_long": 0.0,
+        "recall": False,
     }
     return FinetuneOptions(**values | changes)
 
@@ -172,6 +174,10 @@ def test_what_is_there_stays(room: Path, tmp_path: Path) -> None:
         finetune(options_of(room, tmp_path / "out"))
     with pytest.raises(InputError, match="finds no run"):
         finetune(options_of(room, tmp_path / "other", resume=True))
+    (tmp_path / "begun.run").mkdir()
+    (tmp_path / "begun.run" / "options.json").write_text('{"model": ')
+    with pytest.raises(InputError, match="finds no run"):
+        finetune(options_of(room, tmp_path / "begun", resume=True))
     (tmp_path / "mine.run").mkdir()
     (tmp_path / "mine.run" / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="holds other files"):
@@ -197,8 +203,9 @@ def launch(*arguments: str, **settings: str) -> subprocess.Popen[bytes]:
 
 def flags(room: Path, output: Path) -> list[str]:
     return [
-        str(room / "model"), "--train", str(room / "train.jsonl"), "-o", str(output), "--max-length", "96", "--epochs",
-        "3", "--accumulate", "2", "--lr", "2e-2", "--rank", "4", "--alpha", "8", "--save-every", "2", "--device", "cpu",
+        str(room / "model"), "--train", str(room / "train.jsonl"), "-o", str(output), "--max-length", "96",
+        "--keep-long", "0", "--no-recall", "--epochs", "3", "--accumulate", "2", "--lr", "2e-2", "--rank", "4",
+        "--alpha", "8", "--save-every", "2", "--device", "cpu",
     ]  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """Mixed training: weights per token, stacks of latent weights, overlays to begin with and to deliver, resumption."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ class Run:
     stage: MixStage
     directory: Path
     parts: list[StepPart]
-    probe: Callable[[bool], dict[str, float]] | None = None
+    probe: Callable[[bool], Mapping[str, float]] | None = None
 
     def train(self, deadline: float | None = None) -> list[dict[str, float]]:
         return train(self.learner, self.stage, self.parts, self.directory, lambda p: None, deadline, self.probe)
@@ -294,7 +295,7 @@ def test_the_probe_measures_the_mean_at_both_ends_and_between(
         assert how is None or torch.equal(stack.work, how)
         return {"kl": 0.5}
 
-    run.probe = probe
+    run.probe = partial(run.learner.measure, probe)
     log = run.train()
     assert seen == [False, False, True]
     assert [entry["step"] for entry in log if "probe_s" in entry] == [0, 3, 6]

@@ -8,7 +8,7 @@ from sala.backends.torch.batch import whole
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.random import write_random
 from sala.config import SparseConfig
-from sala.lab.train.documents import ANSWER, GIVEN, Documents
+from sala.lab.train.documents import ANSWER, GIVEN, TokenizedDocuments
 from sala.lab.train.halo.sample import Marks, Opening, Writer
 from sala.lab.train.halo.source import dense_config
 from sala.lab.train.halo.transfer import hybrid_config, to_hybrid
@@ -103,7 +103,7 @@ def test_an_answer_is_cut_where_it_repeats_itself() -> None:
 
 
 def test_questions_are_what_precedes_the_first_answer() -> None:
-    documents = Documents.of(
+    documents = TokenizedDocuments.of(
         [([1, 2, 3, 4], [0, 0, 2, 2], True), ([1] * 9, [0] * 8 + [2], True), ([5, 6], [3, 3], True)]
     )
     assert first_questions(documents, 5) == [[1, 2]]

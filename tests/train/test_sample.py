@@ -15,8 +15,8 @@ from sala.lab.train.documents import (
     TEXT,
     DialogueRows,
     DialogueWeights,
-    Documents,
     HeldOut,
+    TokenizedDocuments,
     filter_documents,
     has_loop,
     loop_start,
@@ -167,7 +167,7 @@ GOOD = list(range(20, 40))
 
 
 def test_filters() -> None:
-    written = Documents.of(
+    written = TokenizedDocuments.of(
         [
             document((GIVEN, [9, 9]), (ANSWER, GOOD)),
             document((GIVEN, [9, 9]), (ANSWER, GOOD), is_ended=False),
@@ -188,16 +188,18 @@ def test_filters() -> None:
 
 
 def test_written_documents_on_disk(tmp_path: Path) -> None:
-    written = Documents.of([document((GIVEN, [1]), (ANSWER, [2, 3])), document((TEXT, [4, 5]), is_ended=False)])
+    written = TokenizedDocuments.of(
+        [document((GIVEN, [1]), (ANSWER, [2, 3])), document((TEXT, [4, 5]), is_ended=False)]
+    )
     written.save(tmp_path / "samples.npz")
-    again = Documents.load(tmp_path / "samples.npz")
+    again = TokenizedDocuments.load(tmp_path / "samples.npz")
     assert again.rows() == [[1, 2, 3], [4, 5]]
     assert again.is_text().tolist() == [False, True]
     assert again.is_ended.tolist() == [True, False]
 
 
 def test_the_end_of_a_text_is_learnt_only_where_it_is_true() -> None:
-    written = Documents.of([document((TEXT, [5, 6, 2])), document((TEXT, [7, 8]), is_ended=False)])
+    written = TokenizedDocuments.of([document((TEXT, [5, 6, 2])), document((TEXT, [7, 8]), is_ended=False)])
     line = to_stream(written, 0)
     assert line.tokens.tolist() == [5, 6, 0, 7, 8, 0]
     assert line.loss_mask.tolist() == [True, True, True, True, True, False]
@@ -218,7 +220,7 @@ def test_weights_of_a_dialogue() -> None:
 
 def test_dialogues_go_to_the_rows_that_they_fit() -> None:
     sizes = [5, 9, 16, 17, 30]
-    written = Documents.of([document((GIVEN, [1]), (ANSWER, list(range(2, size + 1)))) for size in sizes])
+    written = TokenizedDocuments.of([document((GIVEN, [1]), (ANSWER, list(range(2, size + 1)))) for size in sizes])
     short, long = DialogueRows(written, 16, 0, 1), DialogueRows(written, 32, 0, 1, shortest=16)
     epoch = [int(row.answer.sum()) + 1 for row in (short(at) for at in range(3))]
     assert sorted(epoch) == [5, 9, 16]

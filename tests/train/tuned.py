@@ -9,6 +9,7 @@ import torch
 
 from sala.lab.finetune import run
 from sala.lab.finetune.options import FinetuneOptions
+from sala.lab.train.processes import exit_process
 from tests.train.small import shard_on_cpu
 
 
@@ -28,6 +29,7 @@ def options_of(room: Path, output: Path, method: str, rows: int) -> FinetuneOpti
         rank=4,
         save_every=2,
         device="cpu",
+        keep_long=0.0,
     )
 
 
@@ -46,6 +48,7 @@ def main() -> None:
         run.make_trainer = make_sharded
     for method in methods:
         run.finetune(options_of(room, output / method, method, 2))
+    exit_process(0)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 
 from sala.backends.torch.cases import KernelCase, Shapes
 from sala.backends.torch.cases.attention import num_attended, num_windows
-from sala.backends.torch.cases.shapes import Work
+from sala.backends.torch.cases.shapes import KernelCall
 from sala.cli import bench, run
 from sala.config import SparseConfig
 from sala.lab.bench import roofline
@@ -28,7 +28,7 @@ def released(*lengths: int) -> dict[str, KernelCase]:
 
 
 def made_up(name: str = "sort", size: str = "3 rows", flops: int = 0, num_bytes: int = 8_000_000) -> KernelCase:
-    return KernelCase(name, size, lambda: [Work(lambda: 1, lambda: 1)], flops, num_bytes, "copy")
+    return KernelCase(name, size, lambda: [KernelCall(lambda: 1, lambda: 1)], flops, num_bytes, "copy")
 
 
 # the refusal
@@ -135,7 +135,7 @@ def test_short_prompts_leave_something_to_choose() -> None:
 
 
 def test_a_failure_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room() -> list[Work]:
+    def no_room() -> list[KernelCall]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
 
     def no_peer() -> None:
@@ -144,7 +144,7 @@ def test_a_failure_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "milliseconds", lambda call: call() or 0.004)
     nothing = measure(KernelCase("sort", "3 rows", no_room, 0, 8_000_000, "copy"), H200)
     assert (nothing.ms, nothing.error) == (None, "out of memory")
-    work = Work(lambda: None, no_peer)
+    work = KernelCall(lambda: None, no_peer)
     alone = measure(KernelCase("sort", "3 rows", lambda: [work], 0, 8_000_000, "copy"), H200)
     assert (alone.ms, alone.peer_ms, alone.error) == (0.004, None, "copy: ValueError: not for this GPU")
 
@@ -155,7 +155,7 @@ def test_reasons_are_short() -> None:
 
 
 def test_one_after_another(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> list[Work]:
+    def fail() -> list[KernelCall]:
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(roofline, "milliseconds", lambda call: call() and 0.004)

@@ -91,6 +91,24 @@ BAD_FILES: dict[str, Callable[[Path], None]] = {
 }
 
 
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    """Not what another process writes at the moment, nor what has another name."""
+    from sala.checkpoint.writer import _locked
+
+    left, busy = tmp_path / ".out.0123456789ab.part", tmp_path / ".out.ba9876543210.part"
+    others = [tmp_path / name for name in (".out.old.part", ".outer.0123456789ab.part", "out.0123456789ab.part")]
+    for path in (left, busy, *others):
+        path.mkdir()
+        (path / "model.safetensors").touch()
+    with _locked(busy) as is_locked, new_directory(tmp_path / "out") as draft:
+        assert is_locked
+        (draft / "config.json").write_text("{}")
+        with pytest.raises(RuntimeError), new_directory(tmp_path / "out"):  # two at once: the other draft stays
+            assert draft.exists()
+            raise RuntimeError
+    assert {path.name for path in tmp_path.iterdir()} == {"out", busy.name, *(path.name for path in others)}
+
+
 @pytest.mark.parametrize("problem", BAD_FILES)
 def test_bad_files(tmp_path: Path, problem: str) -> None:
     BAD_FILES[problem](tmp_path / "model.safetensors")

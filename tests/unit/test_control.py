@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from sala.llm import LLM
 from sala.protocol import Sampling
 from sala.text.control import ThinkBudget
 from sala.text.tokenizer import Tokenizer
+from sala.text.workers import SandboxTask
 
 pytest.importorskip("llguidance")
 
@@ -44,6 +47,37 @@ def test_json_schema(llm: LLM, seed: int) -> None:
 def test_regex(llm: LLM, seed: int) -> None:
     out = llm.generate("x", regex="[a-c]{3}-[0-9]+;", temperature=1.0, seed=seed, max_tokens=200)
     assert re.fullmatch("[a-c]{3}-[0-9]+;", out.text)
+
+
+def test_a_grammar_that_was_late_once_is_tried_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine may have been busy."""
+    llm.generate("x", regex="[xyz]{2}")
+    process = llm.inputs._grammars._worker._process
+    with monkeypatch.context() as patch:
+        for name in ("LOAD_SECONDS", "COMPILE_SECONDS"):
+            patch.setattr(f"sala.text.control.{name}", 0.1)
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(InputError, match=r"takes longer than 0\.1 s"):
+            llm.generate("x", regex="[xyz]{7}")
+    assert re.fullmatch("[xyz]{7}", llm.generate("x", regex="[xyz]{7}").text)
+
+
+def test_loading_a_tokenizer_takes_no_time_from_a_grammar(llm: LLM) -> None:
+    """A new process of the compiler loads it first, which takes longer than most grammars."""
+    compiler = llm.inputs._grammars
+    asked = []
+
+    class Spy:
+        def ask_all(self, *tasks: SandboxTask) -> dict[str, Any]:
+            asked.extend((task.name, task.seconds) for task in tasks)
+            return worker.ask_all(*tasks)
+
+    worker, compiler._worker = compiler._worker, Spy()
+    try:
+        llm.generate("x", regex="[xyz]{3}")
+    finally:
+        compiler._worker = worker
+    assert asked == [("tokenizer", 30.0), ("grammar", 2.0)]
 
 
 def test_lark_grammar(llm: LLM) -> None:
@@ -130,7 +164,12 @@ def test_loop_guard() -> None:
 
     assert runs([5] * 200) == "repetition"
     assert runs([1, 2, 3] * 60) == "repetition"
-    assert runs(list(range(40)) * 5) is None  # a period longer than a quarter of the limit
+    assert runs(list(range(40)) * 5) == "repetition"
+    assert runs(list(range(64)) * 4) == "repetition"
+    assert runs(list(range(65)) * 4) is None  # a period longer than the limit
+    assert runs(list(range(40)) * 2 + [7] + list(range(40)) * 2) is None  # less than three times
+    assert runs([7] * 30 + list(range(20)) * 3) is None  # too few tokens
+    assert runs(list(range(10)) * 6, 48) == "repetition"
     assert runs(list(range(300))) is None
     assert runs([5] * 50 + list(range(100))) is None
 

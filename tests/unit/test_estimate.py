@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sala.backends.memory import USABLE, estimate, weight_bytes
+from sala.backends.memory import USABLE, estimate, pooled_bytes, state_bytes, token_bytes, weight_bytes
 from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.packing import packed_specs, quantize
 from sala.checkpoint.random import RELEASED, TINY
@@ -17,6 +17,8 @@ from sala.checkpoint.writer import new_directory, write_weights
 from sala.cli import run
 from sala.cli.estimate import CONTEXTS, MEMORIES
 from sala.cli.models import describe
+from sala.config import SalaConfig
+from sala.llm import LLM
 from sala.quantization_config import Groups, QuantConfig
 from tests.foreign import fp8_case, write
 
@@ -105,6 +107,46 @@ def test_refusals(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert "use " in capsys.readouterr().err
 
 
+def test_what_vllm_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shape", "9b", "--engine", "vllm", "--ctx", "128K", "--chunk", "8192", "--memory", "80G"]
+    one = facts(capsys, *words)
+    assert (one["block_tokens"], one["block_bytes"]) == (2048, 8 * 2048 * 1088)
+    assert one["sequence"] == (64 + 6) * one["block_bytes"]
+    assert one["total"] == one["weights"] + one["activations"] + one["sequence"]
+    budget = 0.92 * 80 * GIB - one["weights"] - one["activations"]
+    assert one["sequences"] * one["sequence"] <= budget < (one["sequences"] + 1) * one["sequence"]
+    assert one["longest"] // 2048 * one["block_bytes"] <= budget
+    for split in (["--tp", "2"], ["--pp", "2"]):
+        half = facts(capsys, *words, *split, "--nodes", "2")
+        assert (half["weights"], half["sequence"]) == (one["weights"] // 2, one["sequence"] // 2)
+        assert half["sequences"] > 2 * one["sequences"]
+    text = show(capsys, *words, "--tp", "2", "--pp", "2", "--nodes", "2")
+    assert text.startswith("vllm on 2 machine(s) with 2 GPU(s) each; each GPU holds\n")
+    assert f"room for {facts(capsys, *words, '--tp', '2', '--pp', '2', '--nodes', '2')['sequences']:,} seq" in text
+
+
+def test_vllm_expands_what_sala_packs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = write_quantized(tmp_path / "m", 4, 64)
+    whole = facts(capsys, str(tmp_path / "m"), "--engine", "vllm")["weights"]
+    assert whole == 2 * count_parameters(expected_tensors(TINY)) > stored
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tp", "2"], None),
+        (["--nodes", "2"], "nodes is for other engines; add --engine vllm"),
+        (["--pp", "2"], "pp is for other engines; add --engine vllm"),
+        (["--engine", "vllm", "--nodes", "2"], "1 GPUs cannot be spread evenly: change --tp or --pp"),
+        (["--engine", "vllm", "--pp", "64"], "the model has 32 layers"),
+        (["--engine", "sglang"], "use vllm"),
+    ],
+)
+def test_gpus(capsys: pytest.CaptureFixture[str], words: list[str], said: str | None) -> None:
+    assert run(["estimate", "--shape", "9b", *words]) == (0 if said is None else 2)
+    assert said is None or said in capsys.readouterr().err
+
+
 def test_fp8_weights_count_as_what_they_become(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write(tmp_path / "fp8", fp8_case("tensor"))
     assert facts(capsys, str(tmp_path / "fp8"))["weights"] == count_parameters(expected_tensors(TINY)) * 4
@@ -127,3 +169,85 @@ def test_tensor_parallel(capsys: pytest.CaptureFixture[str]) -> None:
     assert "each of 2 GPUs" in show(capsys, "--shape", "9b", "--tp", "2")
     assert run(["estimate", "--shape", "9b", "--tp", "3"]) == 2
     assert "it must divide 32 heads" in capsys.readouterr().err
+
+
+def test_conversations_by_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    """What rests beside one that runs: by the arithmetic of the engine, for the 9B model on a GPU of 48 GB."""
+    words = ["--shape", "9b", "--ctx", "32K", "--memory", "48G", "--cache-ram", "64G", "--cache-disk", "1G"]
+    found = facts(capsys, *words)
+    copy = 512 * 64 * token_bytes(RELEASED, 2) + state_bytes(RELEASED)  # 512 pages
+    budget = (48 * GIB - found["weights"]) // 2
+    slots = budget // 4 // state_bytes(RELEASED)
+    pages = (budget - slots * state_bytes(RELEASED)) // (64 * token_bytes(RELEASED, 2))
+    assert found["conversations"] == {"device": pages // 512 - 1, "host": 64 * GIB // (copy + (16 << 10)), "disk": 3}
+    assert f"{pages // 512 - 1} on the device, {found['conversations']['host']} in host memory, 3 on disk" in show(
+        capsys, *words
+    )
+    assert facts(capsys, *words, "--snapshots", "3", "--batch", "2")["conversations"]["device"] == 11 - 2 * 3
+    assert facts(capsys, "--shape", "9b", "--ctx", "1M", "--memory", "20G")["conversations"] == {}
+
+
+def test_a_cache_holds_as_many_conversations_as_estimated(tiny: Path) -> None:
+    greedy = {"temperature": 0, "max_tokens": 2, "ignore_eos": True}
+    config = SalaConfig.load(tiny)
+    page = 64 * token_bytes(config, 4)
+    with LLM(tiny, device="cpu", ctx=256, cache_memory=12 * state_bytes(config) * 4 + 40 * page, max_batch=1) as llm:
+        count = llm.capacity.num_resting(200, 1)
+        assert 5 < count < 40
+        prompts = [[1 + number, *range(1, 190)] for number in range(count)]
+        talks = [[*prompt, *llm.generate(prompt, **greedy).token_ids, 5] for prompt in prompts]
+        assert all(llm.generate(talk, **greedy).usage.cached_tokens == 191 for talk in talks)
+
+
+def test_what_a_step_and_moving_a_conversation_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes by bandwidths: weights, states twice, and the keys and values that a token reads."""
+    words = ["--shape", "9b", "--ctx", "1M", "--bits", "4", "--batch", "2", "--bandwidth"]
+    found = facts(capsys, *words, "device=1000,host=50")
+    num_bytes = found["weights"] + 2 * found["states"] + 2 * found["step_bytes"]
+    assert found["step_s"] == [pytest.approx(num_bytes / 1e12)] * 2
+    moved = (found["pages"] + found["states"]) / 2
+    assert found["moving_s"] == {"host": pytest.approx(moved / 50e9)}
+    text = show(capsys, *words, "device=1000,host=50,disk=4")
+    assert "estimated from bandwidths alone (device 1,000 GB/s, host 50 GB/s, disk 4 GB/s), so at least" in text
+    assert "to disk, or back" in text
+    assert "to disk" not in show(capsys, *words, "device=1000,host=50")
+
+
+def test_what_a_step_costs_with_keys_and_values_on_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shape", "9b", "--ctx", "4M", "--bits", "4", "--bandwidth", "device=100,disk=1"]
+    (best, same), (_, worst) = (
+        facts(capsys, *words, *more)["step_s"] for more in ([], ["--kv-home", "disk", "--kv-home-size", "40G"])
+    )
+    assert best == same
+    selected = 96 * 64 * (token_bytes(RELEASED, 2) - pooled_bytes(RELEASED, 2))
+    assert worst - best == pytest.approx(selected * (1 / 1e9 - 1 / 100e9))
+    text = show(capsys, *words, "--kv-home", "disk", "--kv-home-size", "40G")
+    assert "if all of the selected blocks are read from disk" in text
+    assert "0 on the device with keys and values on disk" in text
+
+
+def test_bandwidths_of_this_machine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sala.cli.costs._FILE_BYTES", 1 << 20)
+    monkeypatch.setattr("sala.cli.costs._COPY_BYTES", 1 << 20)
+    found = facts(
+        capsys, "--shape", "9b", "--ctx", "4K", "--cache-dir", str(tmp_path / "new"), "--bandwidth", "measured"
+    )
+    assert set(found["bandwidths"]) == {"device", "host", "disk"}
+    assert all(speed > 0 for speed in found["bandwidths"].values())
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "given", ["device", "device=", "device=0", "device=-1", "device=inf", "gpu=1", "device=1,x", ""]
+)
+def test_bandwidths_that_are_none(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["estimate", "--shape", "9b", "--bandwidth", given]) != 0
+    assert "write GB/s as device=3350,host=50,disk=5, or measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", [["--table"], ["--macs"], ["--finetune", "lora"], ["--engine", "vllm"]])
+def test_bandwidths_are_for_one_context(other: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["estimate", "--shape", "9b", "--bandwidth", "device=1", *other]) != 0
+    assert "bandwidth is for one context; leave out" in capsys.readouterr().err

@@ -1,12 +1,16 @@
 """GGUF as a source: names, values, codes without loss, and the tokenizer."""
 
 import json
+import struct
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 
 from sala.checkpoint.gguf import GGUF
@@ -14,7 +18,8 @@ from sala.checkpoint.packing import dequantize
 from sala.checkpoint.random import _byte_alphabet
 from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import new_directory, write_text, write_weights
-from sala.errors import CheckpointError, MissingExtra, ModelNotFound
+from sala.errors import CheckpointError, MissingExtra, ModelNotFound, SalaError
+from sala.lab.train.halo.source import import_dense
 from sala.text.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -194,6 +199,75 @@ def test_a_dense_directory(file: Path, tmp_path: Path) -> None:
     ids = tokenizer.encode_chat([{"role": "user", "content": "<|im_end|>"}])
     assert ids.count(SPECIAL.index("<|im_end|>")) == 1
     tokenizer.close()
+
+
+def field(name: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+def gguf_bytes(fields: bytes = b"", num_fields: int = 0, tensors: bytes = b"", num_tensors: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_fields) + fields + tensors + bytes(4096)
+
+
+def tensor(name: str = "output_norm.weight", dims: tuple[int, ...] = (64,), kind: int = 0, offset: int = 0) -> bytes:
+    name_bytes = struct.pack("<Q", len(name)) + name.encode()
+    return name_bytes + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+ARRAY, STRING, U32, HUGE = 9, 8, 4, (1 << 64) - 1
+HOSTILE = {
+    "too many": gguf_bytes(num_fields=HUGE),
+    "tensors and 0 fields": gguf_bytes(num_tensors=1 << 40),
+    "cut off": gguf_bytes(field("x", STRING, struct.pack("<Q", HUGE)), 1),
+    "too long": gguf_bytes(field("x", ARRAY, struct.pack("<IQ", U32, 1 << 40)), 1),
+    "cut off, or too large": gguf_bytes(field("x", ARRAY, struct.pack("<IQ", STRING, 1 << 20)), 1),
+    "not of numbers": gguf_bytes(field("x", ARRAY, struct.pack("<IQ", ARRAY, 1) * 300), 1),
+    "unknown type": gguf_bytes(field("x", 99, b""), 1),
+    "'x' occurs twice": gguf_bytes(2 * field("x", U32, bytes(4)), 2),
+    "alignment is 0": gguf_bytes(field("general.alignment", U32, bytes(4)), 1),
+    "alignment is 2147483648": gguf_bytes(field("general.alignment", U32, struct.pack("<I", 1 << 31)), 1),
+    "alignment is a": gguf_bytes(field("general.alignment", STRING, struct.pack("<Q", 1) + b"a"), 1),
+    "beyond the end": gguf_bytes(tensors=tensor(offset=1 << 50), num_tensors=1),
+    "weight' ends beyond": gguf_bytes(tensors=tensor(dims=(1 << 62, 1 << 62)), num_tensors=1),
+    "overlaps": gguf_bytes(tensors=tensor() + tensor("output.weight", offset=32), num_tensors=2),
+    "weight' occurs twice": gguf_bytes(tensors=tensor() + tensor(offset=256), num_tensors=2),
+    "4,294,967,295 dimensions": gguf_bytes(tensors=tensor()[:26] + b"\xff" * 4, num_tensors=1),
+    "is empty": gguf_bytes(tensors=tensor(dims=(0, 64)), num_tensors=1),
+    "not made of blocks": gguf_bytes(tensors=tensor(dims=(40,), kind=2), num_tensors=1),
+    "999 is not": gguf_bytes(tensors=tensor(kind=999), num_tensors=1),
+}
+
+
+@pytest.mark.parametrize("problem", HOSTILE)
+def test_hostile_headers_are_refused_in_a_line(problem: str, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(HOSTILE[problem])
+    with pytest.raises(CheckpointError, match=problem) as caught:
+        GGUF(tmp_path / "m.gguf")
+    assert "\n" not in str(caught.value)
+
+
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_mutations_are_read_or_refused(
+    file: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whatever bytes of the header say: a model, or an error of ours."""
+    content = bytearray(file.read_bytes())
+    extremes = [(1 << bits) + by for bits in (0, 5, 31, 32, 40, 62, 63) for by in (-1, 0)]
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(4, 700) | st.integers(4, 8000))
+        change = st.sampled_from(extremes).map(lambda value: struct.pack("<Q", value)) | st.binary(max_size=8)
+        new = data.draw(change)[: data.draw(st.sampled_from([1, 4, 8]))]
+        content[at : at + data.draw(st.sampled_from([0, len(new)]))] = new
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content))) :]
+    place = tmp_path_factory.mktemp("mutated")
+    (place / "m.gguf").write_bytes(content)
+    with suppress(SalaError):
+        import_dense(place / "m.gguf", place / "out")
+        Tokenizer.load(place / "out").close()
 
 
 BAD: dict[str, dict[str, Any]] = {

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,7 +33,9 @@ EXAMPLES: dict[str, tuple[str, Any, str | None]] = {
     "X": ("0.25", 0.25, "much"),
     "COUNT": ("4K", "4K", "lots"),
     "PATH": ("/a/b", "/a/b", "~nobody-of-that-name/x"),
+    "[NAME=]PATH": ("a=/b", "a=/b", "a="),
     "KEY": ("secret-1", "secret-1", "two words"),
+    "NAME": ("a/b", "a/b", "two words"),
     "HOST": ("example.org", "example.org", "http://x"),
     "HOST:PORT": ("10.0.0.1:29500", "10.0.0.1:29500", "10.0.0.1"),
     "URL": ("https://example.org:81", "https://example.org:81", "ftp://x"),
@@ -46,7 +50,7 @@ def examples(row: Option) -> tuple[str, Any, str | None]:
     if row.kind.metavar == "TEXT":
         is_checked = row.kind.rule == "give printable text"
         return "some-text", "some-text", "bell\x07" if is_checked else None
-    if row.name == "packed":
+    if row.default is True:
         return "false", False, "perhaps"
     if row.name == "min_tokens":
         return "0.125K", "0.125K", "lots"
@@ -172,6 +176,7 @@ def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("SALA_PACKED", "1", True), ("SALA_METAL", "0", "off"), ("SALA_METAL", "1", "on"),
         ("SALA_METAL", "auto", "auto"),
         ("SALA_PREFILL", "exact", "auto"), ("SALA_PREFILL", "fp8", "fp8"), ("SALA_KV", "", "auto"),
+        ("SALA_STATE", "fp32", "auto"), ("SALA_STATE", "BF16", "bf16"),
     ],
 )  # fmt: skip
 def test_documented_values_of_variables(variable: str, value: str, meant: object) -> None:
@@ -192,6 +197,8 @@ HOSTILE = [True, float("nan"), float("inf"), 1.5, 10**5000, "9" * 400, "\0", [],
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.parametrize("name", ["max_batch", "num_draft", "draft_layers", "snapshots"])
 def test_hostile_values(name: str, value: object) -> None:
+    if value is None and name in ("max_batch", "snapshots"):  # their default
+        return
     with pytest.raises(InputError, match=name) as problem:
         Options(**{name: value})
     assert str(problem.value).isprintable()
@@ -207,22 +214,87 @@ def test_a_hostile_file(tmp_path: Path) -> None:
         assert str(problem.value).isprintable()
 
 
-def commands() -> Iterator[tuple[str, set[str]]]:
+def parameters() -> Iterator[tuple[str, Any]]:
+    """The name of every command with each of its parameters."""
     root: Any = typer.main.get_command(cli.app)
     for name in cli.COMMANDS:
         found = root.get_command(None, name)
         for part, one in getattr(found, "commands", {"": found}).items():
-            yield f"{name} {part}".strip(), {flag for each in one.params for flag in each.opts}
+            for each in one.params:
+                yield f"{name} {part}".strip(), each
+
+
+def commands() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for name, each in parameters():
+        found.setdefault(name, set()).update(each.opts)
+    return found
+
+
+TAKERS = {  # commands that take every option of a class; further ones take some
+    Options: {
+        "generate", "chat", "ask", "batch", "serve", "session save", "session load", "needle", "eval needle",
+        "eval ruler", "eval official", "eval reasoning", "eval lm", "eval sources", "bench serve", "draft eval",
+    },
+    Sampling: {"generate", "chat", "ask"},
+    Settings: {"serve"},
+    CommandOptions: set[str](),
+}  # fmt: skip
+ALSO = {  # options of some commands only
+    "hub_url": {"pull"}, "hub_hosts": {"pull"}, "models_dir": {"pull", "list", "rm"}, "url": {"ps"},
+    "sessions_dir": {"session save", "session load", "session ls", "session rm"}, "api_key": {"ps"},
+}  # fmt: skip
+
+
+def test_commands_take_every_row_of_the_table() -> None:
+    derived_flags: dict[tuple[str, str], set[str]] = {}  # commands by scope and flag
+    for name, each in parameters():
+        for flag in each.opts:
+            derived_flags.setdefault((each.rich_help_panel, flag), set()).add(name)
+    for cls, row in ROWS:
+        wanted = TAKERS[cls] | ALSO.get(row.name, set())
+        assert wanted, f"no command is named that takes {row.name}"
+        assert wanted <= derived_flags.get((row.scope, row.flag), set()), row.name
+    for row in table(FinetuneOptions).values():
+        assert row.name == "model" or "finetune" in derived_flags.get((row.scope, row.flag), set()), row.name
+
+
+def test_options_are_read_from_the_environment_in_one_place() -> None:
+    found = {}
+    for file in (ROOT / "sala").rglob("*.py"):
+        names = re.findall(r"""environ(?:\.get\(|\[)\s*["'](SALA_\w+)["']""", file.read_text(encoding="utf-8"))
+        if names:
+            found[file.relative_to(ROOT / "sala").as_posix()] = set(names)
+    assert found == {
+        "options/sources.py": {"SALA_MODELS_DIR"},  # where LLM looks for the names of models
+        "cli/flags.py": {"SALA_CONFIG"},  # which file the options are in
+        "plugins/vllm/dispatch.py": {"SALA_KERNELS"},  # in a process of vLLM, which knows no options of ours
+    }
+
+
+def test_what_is_only_an_argument_is_refused_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(cls, row) for cls in CLASSES for row in table(cls).values() if not row.is_flag]
+    assert [row.name for _, row in rows] == ["logit_bias", "config"]
+    for cls, row in rows:
+        file = tmp_path / "sala.toml"
+        file.write_text(f'{row.name} = "x"\n')
+        with pytest.raises(InputError, match=f"line 1: {row.name} is not an option"):
+            run_flags(cls, "--config", str(file))
+    monkeypatch.setenv("SALA_LOGIT_BIAS", "x")
+    assert run_flags(Sampling).logit_bias == {}
 
 
 def test_every_command_that_loads_a_model_has_the_options_of_loading() -> None:
-    found = dict(commands())
+    found = commands()
     names = ("generate", "chat", "batch", "serve", "needle", "perplexity", "session save", "session load")
     for name in (*names, *(f"eval {part}" for part in ("needle", "ruler", "reasoning", "lm"))):
         left_out = {"--ctx"} if name == "perplexity" else set()  # the lengths say it
         assert {row.flag for row in table(Options).values()} - left_out <= found[name], name
-    for name in ("bench latency", "bench throughput", "bench against", "quantize"):
-        assert {"--kv", "--prefill", "--kernels", "--threads", "--packed", "--metal"} <= found[name], name
+    running = {"--kv", "--state", "--prefill", "--kernels", "--threads", "--packed", "--metal", "--snapshots"}
+    for name in ("bench latency", "bench throughput", "bench against", "quantize", "draft train"):
+        assert running <= found[name], name
+    for name in ("train", "convert", "finetune"):
+        assert {"--device", "--kernels"} <= found[name], name
 
 
 def test_the_reference_pages_are_the_generated_ones() -> None:
@@ -272,3 +344,15 @@ def test_idle_threads_wait_passively(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     run_flags(Options)
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"  # the user's own choice
+
+
+def test_a_command_leaves_the_environment_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where models are kept is told to the code that loads them for the time of the command only."""
+    file = tmp_path / "sala.toml"
+    file.write_text(f'models_dir = "{tmp_path}"\n')
+    for before in (None, "/elsewhere"):
+        monkeypatch.delenv("SALA_MODELS_DIR", raising=False)
+        if before is not None:
+            monkeypatch.setenv("SALA_MODELS_DIR", before)
+        assert cli.run(["generate", "x", "-m", "no-such-model", "--config", str(file)]) != 0
+        assert os.environ.get("SALA_MODELS_DIR") == before

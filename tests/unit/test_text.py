@@ -1,7 +1,9 @@
 """Text: special tokens, templates, streams. What a stream shows in pieces is what the whole would show."""
 
 import json
+import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from sala.errors import CheckpointError, NoTokenizer, TemplateError
+from sala.errors import CheckpointError, ConfigError, NoTokenizer, TemplateError, TokenizerFailed
 from sala.text.answer import Detokenizer, ReasoningSplitter, StopFinder, ThinkFilter
-from sala.text.template import ChatTemplate
-from sala.text.tokenizer import Tokenizer
-from sala.text.tools import ToolCall, ToolSplitter
+from sala.text.tokenizer import MAX_TOKENIZER_BYTES, ChatTemplate, Tokenizer
 from tests.golden import DATA
-from tests.splitting import parse_calls, split_reasoning
+from tests.server.test_hostile_models import PANIC, spoil_tokenizer
+from tests.splitting import split_reasoning
 
 RELEASED_TEMPLATE = (DATA / "released" / "chat_template.jinja").read_text()
 CASES: dict[str, Any] = json.loads((DATA / "chat_template_cases.json").read_text())
@@ -128,6 +129,26 @@ def test_broken_tokenizer_files(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_hostile_tokenizer_files(tiny: Path, tmp_path: Path) -> None:
+    """Too large to be read, tokens that are added endlessly, a pattern at which the library panics."""
+    file = tmp_path / "tokenizer.json"
+    with file.open("wb") as handle:
+        handle.truncate(MAX_TOKENIZER_BYTES + 1)
+    with pytest.raises(ConfigError, match="larger than 256 MiB"):
+        Tokenizer.load(tmp_path)
+    definition = json.loads((tiny / "tokenizer.json").read_text())
+    names = [{**definition["added_tokens"][0], "id": 1000 + at, "content": "ab"} for at in range(1000)]
+    file.write_text(json.dumps({**definition, "added_tokens": [*definition["added_tokens"], *names]}))
+    assert len(Tokenizer.load(tmp_path).encode("ab" * 1000, parse_special=True)) <= 2001
+    spoil_tokenizer(tiny, tmp_path)
+    hostile = Tokenizer.load(tmp_path)
+    assert hostile.decode(hostile.encode("ordinary text", bos=False)) == "ordinary text"
+    many, with_ends = (partial(call, [PANIC]) for call in (hostile.encode_many, hostile.encode_with_ends))
+    for work in (partial(hostile.encode, PANIC), many, with_ends):
+        with pytest.raises(TokenizerFailed, match="download it again"):
+            work()
+
+
 # --- chat template
 
 
@@ -170,7 +191,7 @@ def test_the_way_to_python_is_closed(source: str) -> None:
 
 
 def test_endless_templates_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sala.text.template.SECONDS", 0.5)
+    monkeypatch.setattr("sala.text.tokenizer.RENDER_S", 0.5)
     source = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     began = time.monotonic()
     with pytest.raises(TemplateError, match="did not finish"):
@@ -180,6 +201,32 @@ def test_endless_templates_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TemplateError):
         template.render([], stuck=True)
     assert template.render([]) == "ok"  # the next one is served
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there is no SIGKILL")
+@pytest.mark.parametrize("num_kills", [1, 2])
+def test_a_task_whose_process_others_kill_gets_another_process_once(
+    monkeypatch: pytest.MonkeyPatch, num_kills: int
+) -> None:
+    template = ChatTemplate("ok", {}, {})
+    worker, kills = template._worker, [None] * num_kills
+    begin = worker._start
+
+    def start() -> Any:
+        process = begin()
+        if kills:
+            kills.pop()
+            process.kill()
+        return process
+
+    monkeypatch.setattr(worker, "_start", start)
+    if num_kills == 1:
+        assert template.render([]) == "ok"
+    else:
+        with pytest.raises(TemplateError, match="did not finish"):
+            template.render([])
+    assert not kills
+    assert template.render([]) == "ok"
 
 
 @pytest.mark.parametrize("source", ["{{ 'x' * 10**9 }}", "{{ ('x' * 10**7) * 10**3 }}"])
@@ -341,55 +388,3 @@ def test_think_filter() -> None:
     shown = "".join(think.next(char) for char in "<think>hm</think>\n\nj\u00e4🙂") + think.finish()
     assert shown == "jä🙂"
     assert ThinkFilter(no_think=False).next("<think>") == "<think>"
-
-
-# --- tools
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {
-                "properties": {
-                    "n": {"type": "integer"},
-                    "on": {"type": "boolean"},
-                    "o": {"type": "object"},
-                    "s": {"type": "string"},
-                }
-            },
-        },
-    }
-]
-CALLS = {
-    '<function name="f"><param name="n">3</param></function>': ("", [("f", {"n": 3})]),
-    'ok\n<function name="f"><param name="s">3</param><param name="on">True</param></function>': ("ok", [("f", {"s": "3", "on": True})]),  # noqa: E501
-    '<function name="f"><param name="s"><![CDATA[a<b&</function>\nc]]></param></function>!': ("!", [("f", {"s": "a<b&</function>\nc"})]),  # noqa: E501
-    '<function name="f"><param name="o">{"a": [1]}</param></function>\n<function name="g"></function>': ("", [("f", {"o": {"a": [1]}}), ("g", {})]),  # noqa: E501
-    '<function name="f"><param name="n">many</param></function>': ("", [("f", {"n": "many"})]),
-    '<function name="f"><param name="n">3': ('<function name="f"><param name="n">3', []),
-    "<function>x</function>": ("<function>x</function>", []),
-    '<function name="f">junk</function>': ('<function name="f">junk</function>', []),
-    "a <functional> style": ("a <functional> style", []),
-    "a < b": ("a < b", []),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("text", CALLS)
-def test_tool_calls_however_they_are_cut(text: str) -> None:
-    content, calls = parse_calls(text, TOOLS)
-    assert (content.strip(), [(call.name, call.arguments) for call in calls]) == CALLS[text]
-    assert len({call.id for call in calls}) == len(calls)
-    for size in (1, 3, 7):
-        splitter = ToolSplitter(TOOLS)
-        parts = [part for i in range(0, len(text), size) for part in splitter.push(text[i : i + size])]
-        parts += list(splitter.flush())
-        assert "".join(part for part in parts if isinstance(part, str)).strip() == CALLS[text][0]
-        assert [(p.name, p.arguments) for p in parts if isinstance(p, ToolCall)] == CALLS[text][1]
-
-
-def test_the_templates_own_calls_are_read_back() -> None:
-    case = CASES["tool_call_with_text"]
-    call = case["messages"][1]["tool_calls"][0]["function"]
-    _, calls = parse_calls(case["rendered"].split("assistant\n")[1].split("<|im_end|>")[0], case["tools"])
-    assert [(c.name, c.arguments) for c in calls] == [(call["name"], call["arguments"])]

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
 import sala
+from sala.lab.finetune.recall import RecallCallback
 from sala.text.tokenizer import Tokenizer
 
 sala.register()
@@ -15,8 +16,10 @@ model_path, data, output = sys.argv[1:4]
 model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 rows = load_dataset("json", data_files=f"{data}/preferences.jsonl", split="train")
 rows = rows.map(lambda row: {"prompt": row["messages"], "chosen": [row["chosen"]], "rejected": [row["rejected"]]})
+recall = RecallCallback([2048], 1)
 trainer = DPOTrainer(
     model=model,
+    callbacks=[recall],
     args=DPOConfig(
         output_dir=output,
         max_steps=12,
@@ -49,5 +52,6 @@ asked = Tokenizer.load(model_path).encode_chat(first["prompt"] + first["chosen"]
 assert encoded["prompt_ids"] + encoded["chosen_ids"] == asked
 
 trainer.train()
+assert recall.before[0].asked == recall.after[0].asked > 0
 trainer.save_model()
 trainer.save_state()

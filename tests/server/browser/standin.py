@@ -1,11 +1,14 @@
 """A server that speaks the API without a model: what it says depends on a word in the last message.
 
+Documents are read as the server reads them; a token is four characters.
+
 Run it by hand to look at the page: python -m tests.server.browser.standin
 """
 
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -16,7 +19,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from sala.server.documents import DocumentReader, describe
 from sala.server.http import page as web
+from sala.server.http.errors import ApiError
 
 KEY = "open-sesame"
 CONTEXT = 1_048_576
@@ -57,6 +62,18 @@ $$
 More in [this overview](https://example.org/rivers); `points` come from a survey that costs $5 to $6 per km.
 """
 
+NOTES = """\
+The rent is due in advance[^1], and the deposit is three rents[^law].
+
+[^1]: On the **third** working day.
+[^law]: At most; see $n \\times 900$.
+"""
+
+QUOTING = """\
+The contract says “The rent is **900 euros** a month”, and it ends with “Signed in *Bonn*”. \
+It also says “Dogs are welcome”.
+"""
+
 HOSTILE = """\
 <script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">
 
@@ -90,12 +107,33 @@ THOUGHT = (
 ) * 3
 
 
+class FakeTokenizer:
+    """Four characters are a token."""
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        if len(text) > 4 * max_tokens:
+            raise ApiError(400, "it is too long", code="document_too_long")
+
+    def encode_with_ends(self, texts: list[str]) -> list[tuple[list[int], list[int]]]:
+        return [([0] * -(-len(text) // 4), [*range(4, len(text), 4), len(text)]) for text in texts]
+
+
+class FakeLLM:
+    ctx = CONTEXT
+    tokenizer = FakeTokenizer()
+
+
 def create_standin(key: str | None = None) -> FastAPI:
     """An app with the real page and an invented API."""
     app = FastAPI()
+    app.state.reader = DocumentReader()
+    app.state.kept = {}
+    app.router.on_shutdown.append(app.state.reader.close)
+    add_documents(app)
     app.include_router(web.router)
     app.state.key = key
     app.state.requests = []
+    app.state.calls = []
     app.state.aborted = 0
 
     @app.get("/v1/models")
@@ -119,13 +157,32 @@ def create_standin(key: str | None = None) -> FastAPI:
         body = await request.json()
         return JSONResponse({"input_tokens": sum(_count(message["content"]) for message in body["messages"])})
 
+    @app.get("/v1/mcp/tools")
+    async def tools() -> Response:
+        function = {"name": "river_length", "description": "Looks it up.", "parameters": {"type": "object"}}
+        return JSONResponse({"data": [{"type": "function", "function": function, "server": "atlas"}]})
+
+    @app.post("/v1/mcp/call")
+    async def call(request: Request) -> Response:
+        body = await request.json()
+        app.state.calls.append(body)
+        await asyncio.sleep(60 if "Slow" in str(body) else 0)
+        return JSONResponse({"content": "<b>6,650</b> km", "is_error": False})
+
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         if not _is_known(request):
             return _error(401, "the API key is missing; send it as Authorization: Bearer KEY", "invalid_api_key")
         body = await request.json()
+        for message in body["messages"]:
+            if isinstance(message["content"], list):
+                message["content"] = "\n".join(part["text"] for part in message["content"])
         app.state.requests.append(body)
         last = body["messages"][-1]["content"]
+        if body.get("return_sources") and "unsupported" in last:
+            return _error(
+                400, "return_sources: this field is not supported", "unknown_parameter", param="return_sources"
+            )
         if "too long" in last:
             message = "the prompt has 1,200,000 tokens and the context holds 1,048,576"
             return _error(400, message, "context_length_exceeded")
@@ -136,13 +193,72 @@ def create_standin(key: str | None = None) -> FastAPI:
     return app
 
 
+def add_documents(app: FastAPI) -> None:
+    """Routes that read documents as the server does, and keep them in memory."""
+    kept: dict[str, Any] = app.state.kept
+
+    @app.post("/v1/documents")
+    async def read(request: Request) -> Response:
+        form = await request.form()
+        file = form["file"]
+        name, size = file.filename or "", file.size or 0
+        try:
+            found = await app.state.reader.read("", name, file.file)
+            described = describe(name, size, found, FakeLLM())  # type: ignore[arg-type]
+        except ApiError as error:
+            return JSONResponse(error.envelope(), error.status_code)
+        if form.get("keep") == "true":
+            described["id"] = f"file-{len(kept)}"
+            kept[described["id"]] = described
+        return JSONResponse(described)
+
+    @app.get("/v1/documents")
+    async def show() -> Response:
+        later = int(time.time()) + 30 * 86_400
+        names = ("id", "filename", "bytes", "tokens")
+        rows = [{**{name: one[name] for name in names}, "sections": 1, "expires_at": later} for one in kept.values()]
+        return JSONResponse({"object": "list", "data": rows})
+
+    @app.get("/v1/documents/{document_id}")
+    async def get(document_id: str) -> Response:
+        return JSONResponse(kept[document_id])
+
+    @app.post("/v1/documents/{document_id}/state")
+    async def state(document_id: str) -> Response:
+        asked = any("<document" in str(one["messages"]) for one in app.state.requests)
+        tokens = kept[document_id]["tokens"]
+        return JSONResponse({"tokens": tokens, "cached_tokens": tokens if asked else 0})
+
+    @app.delete("/v1/documents/{document_id}")
+    async def delete(document_id: str) -> Response:
+        del kept[document_id]
+        return JSONResponse({"id": document_id, "deleted": True})
+
+
+def find_sources(messages: list[dict[str, Any]], answer: str) -> dict[str, Any]:
+    """Return lines of the documents with a number in them, the longest first, and the quotes of an answer, checked."""
+    passages, quotes = [], []
+    for at, message in enumerate(messages):
+        for found in re.finditer(r"^(?!</?document|\[).*\d.*$", message["content"], re.MULTILINE):
+            place = {"message": at, "start": found.start(), "end": found.end(), "file": "a file", "place": "line 1"}
+            passages.append({"text": found[0], "weight": len(found[0]) / 100, "tokens": [0, 1], **place})
+    for found in re.finditer("“(.*?)”", answer):
+        text = found[1].replace("*", "")
+        hits = [(at, one["content"].find(text)) for at, one in enumerate(messages) if text in one["content"]]
+        place = {"message": hits[0][0], "start": hits[0][1], "end": hits[0][1] + len(text)} if hits else {}
+        quotes.append({"text": text, "answer": [*found.span(1)], "found": bool(hits), **place})
+    return {"passages": sorted(passages, key=lambda one: -one["weight"])[:6], "quotes": quotes}
+
+
 def _is_known(request: Request) -> bool:
     key = request.app.state.key
     return key is None or request.headers.get("authorization") == f"Bearer {key}"
 
 
-def _error(status: int, message: str, code: str, headers: dict[str, str] | None = None) -> Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+def _error(
+    status: int, message: str, code: str, headers: dict[str, str] | None = None, param: str | None = None
+) -> Response:
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
     return JSONResponse({"error": error}, status, headers)
 
 
@@ -161,6 +277,16 @@ async def _stream(app: FastAPI, body: dict[str, Any]) -> AsyncIterator[str]:
 
 async def _chunks(body: dict[str, Any]) -> AsyncIterator[str]:
     last = body["messages"][-1]["content"]
+    if "tool" in last and body.get("tools"):
+        river = "Slow" if "slow" in last else "Nile"
+        call = {"name": "river_length", "arguments": json.dumps({"river": river})}
+        calls = [
+            {"index": at, "id": f"c{len(body['messages'])}{at}", "type": "function", "function": call} for at in (0, 1)
+        ]
+        yield _event({"choices": [_choice({"tool_calls": calls})]})
+        yield _event({"choices": [_choice({}, "tool_calls")]})
+        yield "data: [DONE]\n\n"
+        return
     total = sum(_count(message["content"]) for message in body["messages"])
     cached = sum(_count(message["content"]) for message in body["messages"][:-1])
     async for progress in _reading(total, cached):
@@ -180,7 +306,8 @@ async def _chunks(body: dict[str, Any]) -> AsyncIterator[str]:
             return
         yield _event({"choices": [_choice({"content": piece})]})
         await asyncio.sleep(0.12 if "slow" in question else 0.012)
-    yield _event({"choices": [_choice({}, "length" if "limit" in question else "stop")]})
+    more = {"sources": find_sources(body["messages"], text)} if body.get("return_sources") else {}
+    yield _event({"choices": [{**_choice({}, "length" if "limit" in question else "stop"), **more}]})
     written = _count(text)
     usage = {
         "prompt_tokens": total,
@@ -207,6 +334,10 @@ def _answer_to(question: str) -> str:
         return HOSTILE
     if "slow" in question:
         return "One word after another, and another one, until somebody says that it is enough. " * 20
+    if "quote" in question:
+        return QUOTING
+    if "notes" in question:
+        return NOTES
     if "short" in question:
         return "Yes: all of it is kept."
     return MARKDOWN
@@ -217,7 +348,7 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[at : at + 9]
 
 
-def _choice(delta: dict[str, str], finish: str | None = None) -> dict[str, Any]:
+def _choice(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
     return {"index": 0, "delta": delta, "finish_reason": finish}
 
 

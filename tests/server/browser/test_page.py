@@ -3,11 +3,8 @@
 SALA_CHROMIUM names the browser, SALA_SCREENSHOTS a directory for pictures of every state.
 """
 
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,60 +15,7 @@ pytest.importorskip("uvicorn")
 from tests.server.browser.standin import KEY, create_standin, running  # noqa: E402
 
 expect = playwright.expect
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LONG_TEXT = b"All work and no play makes a long file. " * 50_000  # 2 MB
-
-
-def _find_browser() -> str | None:
-    return os.environ.get("SALA_CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    path = _find_browser()
-    with playwright.sync_playwright() as driver:
-        if path is None and not Path(driver.chromium.executable_path).exists():
-            pytest.skip("there is no Chromium")
-        browser = driver.chromium.launch(executable_path=path, args=[*FLAGS, "--disable-component-update"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[str, Any]]:
-    app = create_standin()
-    with running(app) as url:
-        yield url, app
-
-
-@pytest.fixture
-def page(browser: Any, server: tuple[str, Any]) -> Iterator[Any]:
-    """A fresh browser profile at the page; whatever the browser complains about fails the test."""
-    context = browser.new_context(viewport={"width": 1200, "height": 800}, color_scheme="light")
-    page = context.new_page()
-    complaints: list[str] = []
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda said: complaints.append(said.text) if "Content Security Policy" in said.text else None)
-    foreign: list[str] = []
-    page.on("request", lambda request: foreign.append(request.url) if not request.url.startswith(server[0]) else None)
-    page.goto(server[0])
-    expect(page.locator("#model-chip")).to_have_attribute("data-state", "loaded")
-    yield page
-    context.close()
-    assert complaints == []
-    assert [url for url in foreign if not url.startswith(("data:", "blob:"))] == []
-
-
-@pytest.fixture
-def shoot(tmp_path: Path) -> Callable[[Any, str], None]:
-    place = Path(os.environ.get("SALA_SCREENSHOTS", tmp_path))
-    place.mkdir(parents=True, exist_ok=True)
-
-    def shoot(page: Any, name: str) -> None:
-        page.screenshot(path=place / f"web-{name}.png")
-
-    return shoot
 
 
 def _send(page: Any, text: str) -> None:
@@ -158,7 +102,7 @@ def test_the_button_stops_too(page: Any) -> None:
 
 def test_a_long_file_is_read_with_a_bar(page: Any, server: tuple[str, Any], shoot: Callable[[Any, str], None]) -> None:
     _attach(page, "annual report.txt", LONG_TEXT)
-    expect(page.locator("#chips .chip-info")).to_have_text("2 MB · 500k tokens")
+    expect(page.locator("#chips .chip-info")).to_have_text("1 line · 500,013 tokens")
     _send(page, "Is all of it kept? A short answer will do.")
     bar = page.get_by_role("progressbar")
     expect(bar).to_be_visible()
@@ -173,7 +117,8 @@ def test_a_long_file_is_read_with_a_bar(page: Any, server: tuple[str, Any], shoo
     expect(page.locator(".message.user .chip-name")).to_have_text("annual report.txt")
     sent = server[1].state.requests[-1]["messages"][-1]["content"]
     assert LONG_TEXT.decode() in sent
-    assert sent.endswith("\n\nIs all of it kept? A short answer will do.")
+    assert sent.startswith('<document name="annual report.txt">\n')
+    assert sent.endswith("\n</document>\n\nIs all of it kept? A short answer will do.")
     assert server[1].state.requests[-1]["return_progress"] is True
     page.reload()
     _send(page, "Also the end? Be short.")
@@ -185,15 +130,14 @@ def test_a_long_file_is_read_with_a_bar(page: Any, server: tuple[str, Any], shoo
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("picture.png", b"\x89PNG\r\n\x1a\n\x00\x00\x00", "does not look like text"),
-        ("old.txt", "café".encode("latin-1"), "is not UTF-8 text"),
-        ("wide.txt", "wide".encode("utf-16"), "is UTF-16 text"),
-        ("nothing.txt", b"", "is empty"),
+        ("picture.png", b"\x89PNG\r\n\x1a\n\x00\x00\x00", "picture.png: it is an image"),
+        ("noise.bin", bytes(range(256)) * 8, "noise.bin: it is not text"),
+        ("nothing.txt", b"", "“nothing.txt” is empty"),
     ],
 )
 def test_other_files_are_refused_kindly(page: Any, name: str, content: bytes, words: str) -> None:
     _attach(page, name, content)
-    expect(page.locator(".toast")).to_contain_text(f"“{name}” {words}")
+    expect(page.locator(".toast")).to_contain_text(words)
     expect(page.locator("#chips .chip")).to_have_count(0)
 
 
@@ -356,6 +300,7 @@ def test_settings_are_sent_and_kept(page: Any, server: tuple[str, Any], shoot: C
     _send(page, "A short one")
     _wait(page)
     sent = server[1].state.requests[-1]
+    sent.pop("tools", None)  # if they have arrived by then
     assert sent.pop("messages")[0] == {"role": "system", "content": "Be brief."}
     assert sent == {
         "model": "smol-sala",
@@ -406,3 +351,50 @@ def test_a_narrow_screen(page: Any, shoot: Callable[[Any, str], None]) -> None:
     shoot(page, "drawer")
     page.keyboard.press("Escape")
     expect(page.locator("#sidebar")).not_to_be_visible()
+
+
+def test_tools_are_called_when_the_user_permits_it(
+    page: Any, server: tuple[str, Any], shoot: Callable[[Any, str], None]
+) -> None:
+    state = server[1].state
+    state.calls.clear()
+    _send(page, "Ask the tool, and be short.")
+    cards = page.locator(".call")
+    expect(cards).to_have_count(2)
+    expect(cards.first).to_contain_text("Call this tool?")
+    expect(cards.first.locator(".call-text")).to_contain_text('"river": "Nile"')
+    shoot(page, "tools")
+    page.locator("#composer-text").focus()
+    page.keyboard.press("Enter")
+    assert state.calls == []
+    cards.first.get_by_role("button", name="Call", exact=True).click()
+    expect(cards.first).to_have_attribute("data-state", "done")
+    cards.nth(1).get_by_role("button", name="Don’t call").click()
+    _wait(page)
+    assert state.calls == [{"name": "river_length", "arguments": {"river": "Nile"}}]
+    *_, asked, called, one, other = state.requests[-1]["messages"]
+    assert (asked["role"], called["role"], len(called["tool_calls"])) == ("user", "assistant", 2)
+    assert (one["content"], other["content"]) == ("<b>6,650</b> km", "The user did not permit this call.")
+    cards.first.locator("summary").click()
+    expect(cards.first.locator("details .call-text")).to_have_text("<b>6,650</b> km")
+    page.reload()
+    expect(page.locator(".call").nth(1)).to_contain_text("Not permitted")
+    expect(page.locator("#model-chip")).to_have_attribute("data-state", "loaded")
+
+    _send(page, "Ask the slow tool.")
+    page.locator(".call").nth(2).get_by_role("button", name="Always for this tool").click()
+    expect(page.locator(".call").nth(2)).to_have_attribute("data-state", "running")
+    page.keyboard.press("Escape")
+    expect(page.locator(".call").nth(3)).to_have_attribute("data-state", "cancelled")
+    _wait(page)
+    _send(page, "Ask the tool, and be short.")
+    _wait(page)
+    assert [one["arguments"]["river"] for one in state.calls] == ["Nile", "Slow", "Nile", "Nile"]
+
+    page.locator("#open-settings").click()
+    expect(page.locator("#tools-note")).to_have_text("river_length")
+    page.locator("#set-tools").uncheck()
+    page.keyboard.press("Escape")
+    _send(page, "Ask the tool, and be short.")
+    _wait(page)
+    assert "tools" not in state.requests[-1]

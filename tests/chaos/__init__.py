@@ -1,0 +1,1 @@
+"""Mixed load with faults against a real server: nothing is lost, nothing leaks, and no answer changes."""

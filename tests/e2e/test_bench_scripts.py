@@ -1,0 +1,59 @@
+"""Scripts in benchmarks/ that are meant for a GPU run through with a tiny model on a CPU."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu_serving.py"
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *arguments]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_every_part_of_gpu_serving_runs(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    out = run("--smoke", "--output", str(file), "first_token", "decode", "load", "prefill")
+    assert out.returncode == 0, out.stderr
+    found = json.loads(file.read_text())
+    assert set(found["first_token"]) == {"40", "512", "2048", "4096"}
+    assert len(found["decode"]) == 5
+    assert all(one["tokens"] > 0 and one["per_second"] > 0 for one in found["decode"].values())
+    assert {name: one["answers"] for name, one in found["load"].items()} == {
+        "64 of 2048/128": 4, "128 of 300/128": 8, "256 of 300/128": 16, "16 of 32768/256": 1,
+    }  # fmt: skip
+    assert set(found["prefill"]) == {"128K auto", "256K auto"}
+    assert "256 of 300/128, tok/s out" in out.stdout
+
+
+def test_the_start_is_measured_in_processes_of_its_own_and_other_parts_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    file.write_text(json.dumps({"decode": {"1 x 4K greedy": {"per_second": 200.0}}}))
+    out = run("--smoke", "--output", str(file), "start", SALA_KERNELS="off")
+    assert out.returncode == 0, out.stderr
+    found = json.loads(file.read_text())
+    assert found["start"]["fresh"]["num_lengths"] == 3
+    assert "stall_s" not in found["start"]["cached"]
+    assert 0 < found["start"]["cached"]["engine_s"] < found["start"]["cached"]["ready_s"]
+    assert found["decode"]["1 x 4K greedy"]["per_second"] == 200.0
+    assert "decode 1 x 4K greedy" in out.stdout
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"), [("everything", "use start, first_token"), ("--smoke", "--smoke needs --output")]
+)
+def test_unknown_parts_and_smoke_figures_among_real_ones_are_refused(
+    argument: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), argument])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert words in capsys.readouterr().err
