@@ -30,8 +30,8 @@ DEVICE = torch.device("cuda")
 BYTES, FLOPS = 4.3e12, 790e12
 
 
-def top(size: int, segments: int, num_warps: int) -> Config:
-    return Config({"SIZE": size, "SEGMENTS": segments}, num_warps)
+def top(size: int, segments: int, num_warps: int, part: int = 0) -> Config:
+    return Config({"SIZE": size, "SEGMENTS": segments, "SLICE": part}, num_warps)
 
 
 SCORE_CONFIGS = [
@@ -51,6 +51,8 @@ TOP_CONFIGS = {
         top(2048, 1024, 4),
         top(4096, 1024, 8),
         top(2048, 512, 4),
+        top(2048, 0, 4, 512),
+        top(1024, 0, 2, 1024),
     ],
 }
 
@@ -319,7 +321,8 @@ def time_decode_top() -> None:
     lengths = torch.tensor([1_000_000], device=DEVICE)
     out = torch.empty(1, GROUPS, SPARSE.num_selected, dtype=torch.int32, device=DEVICE)
     found = []
-    for config in (top(4096, 1024, 8), top(8192, 1024, 16), top(16384, 1024, 16)):
+    sliced = [top(2048, 0, 4, 512), top(1024, 0, 2, 1024), top(1024, 0, 1, 1024), top(512, 0, 1, 2048)]
+    for config in (top(4096, 1024, 8), top(8192, 1024, 16), top(16384, 1024, 16), *sliced):
         us = graphed(top_blocks.launch_top, scores, out, lengths, None, 1, SPARSE, config)
         found.append((us, tuple(config)))
     for us, name in sorted(found):

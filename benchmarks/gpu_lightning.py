@@ -1,6 +1,7 @@
 """Lightning attention and the fused passes on a GPU: checked against the references, then timed against their floors.
 
-    PYTHONPATH=. python benchmarks/gpu_lightning.py
+    PYTHONPATH=. python benchmarks/gpu_lightning.py          # everything
+    PYTHONPATH=. python benchmarks/gpu_lightning.py prefill  # prefill only, lightning and dense attention: 30 seconds
 
 Needs torch and triton; with flash-linear-attention in build/fla its kernels are timed in the same run. Shapes are those
 of the released 9B model: 32 heads of 128, hidden size 4096, MLP 16384.
@@ -11,14 +12,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sala.backends.torch.kernels import fused, lightning
+from sala.backends.torch.kernels import attention, fused, lightning
 from sala.backends.torch.kernels.launch import Config
+from sala.backends.torch.kernels.spans import PackedSpan, table_of
 from sala.backends.torch.ops import lightning as reference
 from sala.backends.torch.ops.dense import apply_rope, grow_queries, query_growth, rms_norm, rope_angles
 
@@ -76,6 +79,15 @@ def exact_prefill(
     return reference.lightning_prefill(q.float(), k.float(), v.float(), state, slopes, scale)
 
 
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, slopes: Tensor, scale: float, config: Config | None = None
+) -> tuple[Tensor, Tensor]:
+    """One span from position 0."""
+    states = state[None].clone()
+    table = table_of([PackedSpan(0, len(q))], q.device)
+    return lightning.lightning_prefill(q, k, v, states, table, slopes, scale, config), states[0]
+
+
 def check_prefill() -> None:
     cases = [(n, HEADS, DIM, torch.bfloat16) for n in (1, 63, 64, 65, 1000, 8191, 8192, 20003)]
     cases += [(n, 9, 64, torch.bfloat16) for n in (65, 1000)] + [(1000, 4, DIM, torch.float16)]
@@ -84,8 +96,8 @@ def check_prefill() -> None:
         q, k, v = projected(n, heads, dim, dtype)
         state = torch.randn(heads, dim, dim, device="cuda")
         slopes = reference.decay_slopes(heads, torch.device("cuda"))
-        output, after = lightning.lightning_prefill(q, k, v, state, slopes, dim**-0.5)
-        again = lightning.lightning_prefill(q, k, v, state, slopes, dim**-0.5)
+        output, after = prefill(q, k, v, state, slopes, dim**-0.5)
+        again = prefill(q, k, v, state, slopes, dim**-0.5)
         expected, state = exact_prefill(q, k, v, state, slopes, dim**-0.5)
         is_same = torch.equal(output, again[0]) and torch.equal(after, again[1])
         say(
@@ -102,7 +114,7 @@ def check_long_prefill() -> None:
     for n in (100_003, 1_000_003):
         q, k, v = projected(n, HEADS, DIM, torch.bfloat16)
         state = torch.zeros(HEADS, DIM, DIM, device="cuda")
-        output, after = lightning.lightning_prefill(q, k, v, state, slopes, SCALE)
+        output, after = prefill(q, k, v, state, slopes, SCALE)
         expected, state = exact_prefill(q[-7000:], k[-7000:], v[-7000:], state, slopes, SCALE)
         worst = max(distance(output[-500:, h], expected[-500:, h]) for h in range(HEADS))
         say(f"prefill {n}, last rows", worst, distance(after, state), bool(output.isfinite().all()))
@@ -186,14 +198,55 @@ def prefill_bytes(n: int) -> float:
     return 4.0 * n * HEADS * DIM * 2
 
 
-def time_prefill() -> None:
+def check_snapshots() -> None:
+    """8,448 tokens with snapshots against the same in pieces, alone and beside others: bit for bit."""
     slopes = reference.decay_slopes(HEADS, torch.device("cuda"))
-    state = torch.randn(HEADS, DIM, DIM, device="cuda")
-    for n in (1024, 4096, 8192, 32768, 131072, 1 << 20):
-        q, k, v = projected(n, HEADS, DIM, torch.bfloat16)
-        ms = milliseconds(lambda q=q, k=k, v=v: lightning.lightning_prefill(q, k, v, state, slopes, SCALE))
-        note = f"{PEERS[n] / ms:.2f}x fla as measured before" if n in PEERS else ""
-        print(line(f"prefill {n}", ms, prefill_bytes(n), note), flush=True)
+    q, k, v = projected(9000, HEADS, DIM, torch.bfloat16)
+    states = torch.randn(6, HEADS, DIM, DIM, device="cuda")
+    pieces, outputs, cuts = states.clone(), [], [0, 1000, 4224, 7777, 8448]
+    for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        table = table_of([PackedSpan(begin, end - begin, begin, 0)], "cuda")
+        outputs.append(lightning.lightning_prefill(q, k, v, pieces, table, slopes, SCALE)[begin:end])
+        pieces[2 + i] = pieces[0]
+    snapshots = [(length, 2 + i) for i, length in enumerate(cuts[1:])]
+    spans = [PackedSpan(8448, 500, 77, 1), PackedSpan(0, 8448, 0, 0, snapshots=snapshots)]
+    output = lightning.lightning_prefill(q, k, v, states, table_of(spans, "cuda"), slopes, SCALE, num_parallel=1)
+    same = torch.equal(output[:8448], torch.cat(outputs)), torch.equal(states[2:], pieces[2:])
+    say("snapshots", "bits agree" if all(same) else f"BITS DIFFER {same}")
+
+
+def time_prefill() -> None:
+    """Per layer, for several numbers of tokens and spans."""
+    slopes = reference.decay_slopes(HEADS, torch.device("cuda"))
+    states = torch.randn(64, HEADS, DIM, DIM, device="cuda")
+    for count, n in ((1, 512), (1, 1024), (1, 4096), (1, 8448), (27, 300), (16, 64), (1, 131072)):
+        q, k, v = projected(count * n, HEADS, DIM, torch.bfloat16)
+        spans = [PackedSpan(i * n, n, 0, i) for i in range(count)]
+        for num_parallel in (None, 4) if count > 1 else (None,):
+            table = table_of(spans, "cuda")
+            rows = (q, k, v, states, table, slopes, SCALE)
+            call = partial(lightning.lightning_prefill, *rows, num_parallel=num_parallel)
+            note = f"{PEERS[n] / milliseconds(call):.2f}x fla as measured before" if n in PEERS else ""
+            name = f"prefill {count} x {n}" + (f", {num_parallel} at a time" if num_parallel else "")
+            print(line(name, in_graph([call] * 5), prefill_bytes(count * n), note), flush=True)
+
+
+def time_dense() -> None:
+    """Dense attention from position 0: ours over pages against torch's own."""
+    for count, n in ((1, 512), (1, 1024), (1, 4096), (8, 512), (1, 8192)):
+        groups, block = 2, 64
+        q = projected(count * n, HEADS, DIM, torch.bfloat16)[0]
+        k, v = (torch.randn(groups, count * n // block, block, DIM, device="cuda").bfloat16() for _ in range(2))
+        tables = torch.randperm(count * n // block, device="cuda").int().view(count, -1)
+        table = table_of([PackedSpan(i * n, n, 0, i, n) for i in range(count)], "cuda")
+        output = torch.empty_like(q)
+        ours = in_graph([partial(attention.dense_prefill, q, k, v, tables, table, SCALE, output)] * 5)
+        order = tables.long().flatten()
+        fresh = [x[:, order].flatten(1, 2).unflatten(1, (count, n)).transpose(0, 1).contiguous() for x in (k, v)]
+        wide = q.unflatten(0, (count, n)).transpose(1, 2)
+        call = partial(F.scaled_dot_product_attention, wide, *fresh, is_causal=True, scale=SCALE, enable_gqa=True)
+        error, theirs = distance(output.unflatten(0, (count, n)).transpose(1, 2), call()), in_graph([call] * 5)
+        print(f"dense attention {count} x {n}: {ours:.3f} ms, SDPA {theirs:.3f} ms, error {error:.1e}", flush=True)
 
 
 def time_peers() -> None:
@@ -222,41 +275,27 @@ def time_peers() -> None:
 def tune_prefill() -> None:
     slopes = reference.decay_slopes(HEADS, torch.device("cuda"))
     state = torch.randn(HEADS, DIM, DIM, device="cuda")
-    tiles = ((128, 8, 3, True), (128, 8, 2, True), (128, 8, 4, True), (64, 4, 2, True), (64, 4, 3, True))
+    plain = ((32, 4, 3), (32, 4, 2), (32, 4, 4), (32, 8, 3), (16, 4, 3), (64, 4, 3), (64, 8, 3), (64, 8, 2))
+    tiles = [*((*tile, False) for tile in plain), (64, 8, 2, True), (32, 8, 2, True)]
     configs = [
-        Config({"CHUNK": 64, "COLUMNS": columns, "STAGES": stages, "TMA": has_tma}, num_warps)
-        for columns, num_warps, stages, has_tma in (*tiles, (128, 8, 3, False), (64, 4, 2, False))
+        Config({"CHUNK": 64, "COLUMNS": columns, "STAGES": stages, "SWAPPED": is_swapped}, num_warps)
+        for columns, num_warps, stages, is_swapped in tiles
     ]
-    for n, segments in ((8192, (512, 1024, 2048)), (131072, (4096, 8192, 16384))):
-        q, k, v = projected(n, HEADS, DIM, torch.bfloat16)
-        expected, _ = exact_prefill(q[:4096], k[:4096], v[:4096], state, slopes, SCALE)
+    q, k, v = projected(8448, HEADS, DIM, torch.bfloat16)
+    expected, _ = exact_prefill(q[:4096], k[:4096], v[:4096], state, slopes, SCALE)
+    for n, count in ((8448, 1), (300, 27), (512, 1)):
         results = []
+        table = table_of([PackedSpan(i * n, n, 0, i) for i in range(count)], "cuda")
+        states = state.repeat(count, 1, 1, 1)
         for config in configs:
-            for segment in segments if config is configs[0] else segments[1:2]:
-                try:
-                    results.append(one_config(q, k, v, state, slopes, expected, config, segment))
-                except Exception as error:
-                    print(f"{config} {segment}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-        for ms, error, config, segment in sorted(results, key=lambda result: result[0]):
-            name = f"tune {n} {tuple(config)} segment {segment}"
-            print(line(name, ms, prefill_bytes(n), f"error {error:.1e}"), flush=True)
-
-
-def one_config(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    slopes: Tensor,
-    expected: Tensor,
-    config: Config,
-    segment: int,
-) -> tuple[float, float, Config, int]:
-    def call() -> tuple[Tensor, Tensor]:
-        return lightning.lightning_prefill(q, k, v, state, slopes, SCALE, config, segment)
-
-    error = distance(call()[0][:4096], expected)
-    return milliseconds(call, 20), error, config, segment
+            try:
+                error = distance(prefill(q, k, v, state, slopes, SCALE, config)[0][:4096], expected)
+                call = partial(lightning.lightning_prefill, q, k, v, states, table, slopes, SCALE, config)
+                results.append((in_graph([call] * 5), error, config))
+            except Exception as problem:
+                print(f"{config}: {type(problem).__name__}: {str(problem)[:200]}", flush=True)
+        for ms, error, config in sorted(results, key=lambda result: result[0]):
+            print(line(f"tune {count} x {n} {tuple(config)[:2]}", ms, prefill_bytes(count * n), f"error {error:.1e}"))
 
 
 def time_steps() -> None:
@@ -338,17 +377,9 @@ def time_fused() -> None:
 def main() -> None:
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    parts = (
-        check_prefill,
-        check_long_prefill,
-        check_steps,
-        check_fused,
-        time_prefill,
-        time_steps,
-        time_fused,
-        tune_prefill,
-        time_peers,  # last: its own tuning may take long
-    )
+    short = (check_snapshots, time_prefill, time_dense, tune_prefill)
+    rest = (check_prefill, check_long_prefill, check_steps, check_fused, time_steps, time_fused)
+    parts = short if sys.argv[1:] == ["prefill"] else (*rest, *short, time_peers)  # last: its own tuning may take long
     for part in parts:
         began = time.perf_counter()
         try:

@@ -78,6 +78,7 @@ class Ours:
             for pool in (pages.k, pages.v, pages.k1, pages.k2):
                 pool.normal_()
         self.forward.graphs.clear()
+        self.forward.prefill_graphs.clear()
         self.forward.cache = None
 
     @torch.inference_mode()

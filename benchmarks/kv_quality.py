@@ -1,8 +1,9 @@
-"""What keys and values in FP8 cost: perplexity of long texts, and facts found in them, beside those kept as computed.
+"""What keys and values in FP8 and recurrent states in bf16 cost: perplexity of long texts, and facts found in them.
 
     python benchmarks/kv_quality.py TEXT ... -m MODEL -o benchmarks/kv_quality.json
 
-Every text is read as one context of --tokens, through the engine's pages; needles are those of `sala eval needle`.
+Every text is read as one context of --tokens, through the engine's pages, and its first --decode-tokens once more token
+by token, as decoding does, where a state in bf16 is rounded most often. Needles are those of `sala eval needle`.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from sala.lab.eval.tasks.prose import write_documents
 from sala.llm import LLM
 
 ROOM = 48  # tokens for an answer
+KINDS = {"auto": {}, "kv fp8": {"kv": "fp8"}, "state bf16": {"state": "bf16"}}
 
 
 def main() -> None:
@@ -26,30 +28,35 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--decode-tokens", type=int, default=2048)
     parser.add_argument("--needle-tokens", type=int, default=8192)
     parser.add_argument("--trials", type=int, default=20)
     options = parser.parse_args()
-    perplexities: dict[str, dict[str, float]] = {file.stem: {} for file in options.texts}
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in options.texts}
+    passes = {"perplexity": (options.tokens, None), "decode_perplexity": (options.decode_tokens, 1)}
+    results: dict[str, dict[str, dict[str, float]]] = {what: {name: {} for name in texts} for what in passes}
     found: dict[str, int] = {}
-    for kind in ("auto", "fp8"):
-        ctx = max(options.tokens, options.needle_tokens)
-        llm = LLM(options.model, device=options.device, dtype=options.dtype, kv=kind, ctx=ctx, max_batch=2)
-        for file in options.texts:
-            ids = llm.tokenizer.encode(file.read_text(encoding="utf-8"))[: options.tokens]
-            perplexities[file.stem][kind] = llm.perplexity(ids)
-            print(f"{file.stem}, {len(ids)} tokens, kv {kind}: {perplexities[file.stem][kind]:.4f}", flush=True)
+    for kind, extra in KINDS.items():
+        ctx = max(options.tokens, options.decode_tokens, options.needle_tokens)
+        llm = LLM(options.model, device=options.device, dtype=options.dtype, ctx=ctx, max_batch=2, **extra)
+        for what, (num_tokens, chunk) in passes.items():
+            for name, text in texts.items():
+                ids = llm.tokenizer.encode(text)[:num_tokens]
+                perplexity = results[what][name][kind] = llm.perplexity(ids, chunk=chunk)
+                print(f"{what} of {name}, {len(ids)} tokens, {kind}: {perplexity:.4f}", flush=True)
         if options.trials:
             found[kind] = count_found(llm, options.needle_tokens, options.trials)
-            print(f"{found[kind]} of {options.trials} needles at {options.needle_tokens} tokens, kv {kind}", flush=True)
+            print(f"{found[kind]} of {options.trials} needles at {options.needle_tokens} tokens, {kind}", flush=True)
         precision = llm.capacity.dtype
-    results = {
+    report = {
         "model": llm.path.name,
         "dtype": precision.partition(",")[0],
         "tokens": options.tokens,
-        "perplexity": {name: {**pair, "ratio": pair["fp8"] / pair["auto"]} for name, pair in perplexities.items()},
+        "decode_tokens": options.decode_tokens,
+        **results,
         "needles": {"tokens": options.needle_tokens, "trials": options.trials, "found": found},
     }
-    options.output.write_text(json.dumps(results, indent=2) + "\n")
+    options.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def count_found(llm: LLM, num_tokens: int, trials: int) -> int:

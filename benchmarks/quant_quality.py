@@ -2,9 +2,11 @@
 
     python benchmarks/quant_quality.py MODEL TEXT -o benchmarks/quant_quality.json --calibration FILE
 
-TEXT is measured on, and must have nothing in common with FILE. Every entry quantizes the model as the command does,
-a quantized one from its expanded weights, and compares it with the original on TEXT: perplexity, the divergence (KL)
-from the original, and how often the first choices agree. What is in the output already is not measured again.
+TEXT is measured on, and must have nothing in common with FILE. The entries of `DEFAULTS` are what the command does
+with one flag or none; for them, facts found in texts of two lengths are counted too. Every entry quantizes the model as
+the command does, a quantized one from its expanded weights, and compares it with the original on TEXT: perplexity, the
+divergence (KL) from the original, and how often the first choices agree. What is in the output already is not measured
+again.
 `fp8 products` is what `--prefill fp8` does to a prompt, by its definition: it needs triton, but no GPU.
 """
 
@@ -13,6 +15,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,15 +26,25 @@ from sala.backends.torch.batch import whole
 from sala.backends.torch.loader import load_model
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
+from sala.lab.quantize.check import check_cases, facts_found
 from sala.lab.quantize.pipeline import quantize_model
 from sala.lab.quantize.plan import QuantizeSettings
 from sala.lab.quantize.report import Head, compare, read_hidden
 from sala.lab.quantize.texts import CalibrationText, FileText, SampledText, cut
+from sala.lab.train.recall import RecallCase
 from sala.models.embedded import find_model
 
 CPU = torch.device("cpu")
 FP8 = "fp8 products"
+DEFAULTS = {
+    "8 bits": QuantizeSettings(8),
+    "4 bits, --method rtn": QuantizeSettings(4, method="rtn"),
+    "4 bits": QuantizeSettings(4, method="gptq"),
+    "4 bits, --method awq": QuantizeSettings(4, method="awq"),
+    "4 bits, --group-size 32": QuantizeSettings(4, 32, "gptq"),
+}
 Reading = tuple[Tensor, Head]  # hidden states, and what makes logits of them
+Facts = list[dict]  # found in texts of each length
 ALONE = ("*=whole",)  # then one kind of matrix in 4 bits
 KINDS = (
     "v_proj", "down_proj", "o_proj", "up_proj", "gate_proj", "q_proj", "k_proj", "z_proj", "o_gate", "embed_tokens",
@@ -42,7 +55,8 @@ def entries(num_layers: int, tokens: int) -> dict[str, tuple[QuantizeSettings, b
     """Name → settings, and whether the calibration is the model's own text."""
     last = f"layers.{num_layers - 1}.*"
     narrow = ("v_proj=4", f"{last}=4")  # without what the defaults keep inside of the layers
-    out = {
+    out = {name: (replace(settings, num_tokens=tokens), False) for name, settings in DEFAULTS.items()}
+    out |= {
         "8 bits, rtn": (QuantizeSettings(8), False),
         "4 bits, rtn": (QuantizeSettings(4, method="rtn", keep=narrow), False),
         "4 bits, gptq": (QuantizeSettings(4, method="gptq", keep=narrow, num_tokens=tokens), False),
@@ -76,22 +90,34 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=32768, help="to calibrate with")
     parser.add_argument("--measured", type=int, default=16384, help="tokens to measure on")
+    parser.add_argument("--texts", type=int, default=2, help="of each length, with eight facts each")
     parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
     options = parser.parse_args()
     path = find_model(options.model)
     tokens = cut(FileText(options.text, path).tokens[: options.measured], 1024)
     results: dict = json.loads(options.output.read_text()) if options.output.exists() else {}
-    results["settings"] = {"model": options.model, "measured": tokens.numel(), "calibrated": options.tokens}
+    results["settings"] = {
+        "model": path.name,
+        "measured": tokens.numel(),
+        "text": options.text.name,
+        "calibrated": options.tokens,
+        "calibration": options.calibration.name,
+    }
+    cases = check_cases(path, options.texts)
+    if "recall" not in results:
+        results["recall"] = [asdict(one) for one in facts_found(path, cases, CPU)]
+        options.output.write_text(json.dumps(results, indent=2) + "\n")
     original = read_hidden(path, tokens, CPU)
     num_layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
-    wanted: dict[str, Callable[[], tuple[Reading, float]]] = {FP8: lambda: (read_by_fp8(path, tokens), 0.0)}
+    wanted: dict[str, Callable[[], tuple[Reading, float, Facts]]] = {FP8: lambda: (read_by_fp8(path, tokens), 0.0, [])}
     for name, (settings, is_own) in entries(num_layers, options.tokens).items():
         text = SampledText(path, "cpu") if is_own else FileText(options.calibration, path)
-        wanted[name] = partial(read_quantized, path, settings, text, tokens)
+        own_cases = cases if name in DEFAULTS else []
+        wanted[name] = partial(read_quantized, path, settings, text, tokens, own_cases)
     for name, read in wanted.items():
         if name in results or not re.search(options.only, name):
             continue
-        (hidden, head), size = read()
+        (hidden, head), size, facts = read()
         pair = {"original": original[0], "quantized": hidden}, {"original": original[1], "quantized": head}
         found = compare(*pair, tokens)
         results["perplexity"] = found["original"]["perplexity"]
@@ -103,19 +129,22 @@ def main() -> None:
         }
         if size:
             results[name]["mib"] = round(size / 2**20, 1)
-        print(f"{name:45}", *(f"{key} {value:.4f}" for key, value in results[name].items()), flush=True)
+        if facts:
+            results[name]["recall"] = facts
+        print(f"{name:45}", *(f"{key} {value}" for key, value in results[name].items()), flush=True)
         options.output.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def read_quantized(
-    path: Path, settings: QuantizeSettings, text: CalibrationText, tokens: Tensor
-) -> tuple[Reading, float]:
-    """Hidden states and head of the model as `sala quantize` makes it, and its bytes."""
+    path: Path, settings: QuantizeSettings, text: CalibrationText, tokens: Tensor, cases: list[RecallCase]
+) -> tuple[Reading, float, Facts]:
+    """Hidden states and head of the model as `sala quantize` makes it, its bytes, and the facts that it finds."""
     with tempfile.TemporaryDirectory() as room:
         quantize_model(path, Path(room) / "out", settings, text, CPU, may_requantize=True)
         with Checkpoint(Path(room) / "out") as checkpoint:
             size = checkpoint.nbytes
-        return read_hidden(Path(room) / "out", tokens, CPU), size
+        facts = [asdict(one) for one in facts_found(Path(room) / "out", cases, CPU)]
+        return read_hidden(Path(room) / "out", tokens, CPU), size, facts
 
 
 @torch.inference_mode()

@@ -14,13 +14,15 @@ import numpy as np
 
 from sala.backends.torch.model import SparseMixer
 from sala.llm import LLM
+from sala.models.embedded import find_model
 
 NUM_TOKENS, FROM = 10_240, 6_144  # the choices of tokens from here on count
 GROUPS = (2, 4, 8)
 
 
 def main() -> None:
-    llm = LLM("smol-sala", device="cpu")
+    model = find_model("smol-sala")
+    llm = LLM(model, device="cpu")
     ids = llm.tokenizer.encode(Path(sys.argv[1]).read_text())[:NUM_TOKENS]
     selected: list[np.ndarray] = []
     choose = SparseMixer.select
@@ -35,7 +37,8 @@ def main() -> None:
     llm.generate(ids, max_tokens=1, temperature=0)
     shares = {group: [share for rows in selected for share in together(rows, group)] for group in GROUPS}
     found = {group: round(float(np.mean(values)), 3) for group, values in shares.items()}
-    out = {"text": Path(sys.argv[1]).name, "tokens": len(ids), "from": FROM, "together_over_alone": found}
+    text = Path(sys.argv[1]).name
+    out = {"model": model.name, "text": text, "tokens": len(ids), "from": FROM, "together_over_alone": found}
     Path(__file__).with_suffix(".json").write_text(json.dumps(out, indent=2) + "\n")
     print(out)
 
