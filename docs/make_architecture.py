@@ -14,14 +14,14 @@ LAYERS = {
     "Command line": ("cli",),
     "Lab": ("lab",),
     "Plug-ins": ("plugins",),
-    "Serving": ("server", "models"),
+    "Serving": ("server", "models", "documents"),
     "Core": ("", "options", "llm", "engine", "text", "backends", "checkpoint"),
 }
 INTRODUCTIONS = {
     "Command line": "Reads flags and files, prints results. Each command has a module and imports what it needs.",
     "Lab": "For researchers. Nothing below imports it.",
     "Plug-ins": "The model inside other engines and libraries.",
-    "Serving": "The HTTP server and the models it offers.",
+    "Serving": "The HTTP server, the models it offers, and the documents that people ask about.",
     "Core": "Everything that a token passes through.",
 }
 

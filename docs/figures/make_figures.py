@@ -23,14 +23,14 @@ def box(x: float, y: float, w: float, h: float, fill: str, radius: float = 3, ex
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" rx="{radius}" fill="{fill}" {extra}/>'
 
 
-def save(name: str, width: int, height: int, parts: list[str]) -> None:
+def save(file: Path, width: int, height: int, parts: list[str]) -> None:
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {FONT}>'
     body = [box(0, 0, width, height, PAPER, 6), *parts]
-    (HERE / name).write_text("\n".join([head, *body, "</svg>\n"]))
+    file.write_text("\n".join([head, *body, "</svg>\n"]))
 
 
-def layers() -> None:
+def layers(file: Path) -> None:
     """The order of the mixers, and what each kind keeps of the past."""
     parts = [text(24, 32, "32 layers of MiniCPM-SALA", 16, bold=True)]
     for index, mixer in enumerate(RELEASED.mixers):
@@ -50,10 +50,10 @@ def layers() -> None:
         text(500, 166, "24 lightning: a matrix per head that forgets slowly", 13),
         text(500, 184, f"keeps {state_bytes(RELEASED) // mib} MiB in all, however long the text is", 12, SOFT),
     ]
-    save("layers.svg", 864, 204, parts)
+    save(file, 864, 204, parts)
 
 
-def blocks() -> None:
+def blocks(file: Path) -> None:
     """What one query sees: the first block, the recent ones, and the best of the rest."""
     count, chosen = 48, {4, 11, 12, 19, 25, 30}
     parts = [text(24, 32, "What a query sees in a sparse layer", 16, bold=True)]
@@ -76,14 +76,14 @@ def blocks() -> None:
             "middle",
         ),
     ]
-    save("blocks.svg", 864, 158, parts)
+    save(file, 864, 158, parts)
 
 
-def token() -> None:
+def token(file: Path) -> None:
     """Life of a token: who hands what to whom."""
     steps = [
         ("cli", "prompt"),
-        ("text/template", "one line of text"),
+        ("text/workers", "one line of text"),
         ("text/tokenizer", "token ids"),
         ("engine", "which tokens run next"),
         ("protocol", "Plan of Rows"),
@@ -103,10 +103,53 @@ def token() -> None:
         if index % 4 < 3:
             parts.append(text(x + 195, y + 33, "→", 15, SOFT, "middle"))
     parts.append(text(864 / 2, 128, "↓ then back to the engine for the next token", 11, SOFT, "middle"))
-    save("life-of-a-token.svg", 864, 214, parts)
+    save(file, 864, 214, parts)
+
+
+def arrow(x: float, y1: float, y2: float, colour: str) -> str:
+    tip = 7 if y2 > y1 else -7
+    head = (
+        f'<path d="M{x - 5} {y2 - tip} L{x} {y2} L{x + 5} {y2 - tip}" fill="none" stroke="{colour}" stroke-width="2"/>'
+    )
+    return f'<path d="M{x} {y1} V{y2}" stroke="{colour}" stroke-width="2"/>' + head
+
+
+def tiers(file: Path) -> None:
+    """Device, host memory and disk: what moves down, and what comes up."""
+    state, page = state_bytes(RELEASED) >> 20, cache_bytes(RELEASED, 64, 2) >> 10
+    rows = (
+        (
+            "Device",
+            "--cache-memory",
+            [f"slots: states of {state} MiB", f"pages: 64 tokens, {page} KiB, shared"],
+            SPARSE,
+        ),
+        ("Host memory", "--cache-ram", ["a copy per snapshot:", "its pages and its state"], LIGHTNING),
+        (
+            "Disk",
+            "--cache-dir, --cache-disk",
+            ["a file per prefix of 256 tokens or more,", "found after a restart"],
+            SOFT,
+        ),
+    )
+    parts = [text(24, 32, "The tiers of the cache", 16, bold=True)]
+    for index, (name, options, colour, *lines) in enumerate(rows):
+        y = 52 + index * 112
+        parts += [box(24, y, 330, 64, colour, 6, 'fill-opacity="0.18"'), box(24, y, 6, 64, colour)]
+        parts += [text(44, y + 26, name, 14, bold=True), text(44, y + 46, options, 12, SOFT)]
+        parts += [text(376, y + 26 + 19 * number, line, 12) for number, line in enumerate(lines)]
+    for y, down, up in (
+        (118, "evicted: tips and branching points", "admitted: restored into the request's pages and slot"),
+        (230, "evicted; and each long prompt at its end", "read by a thread of its own; others go on"),
+    ):
+        parts += [arrow(60, y, y + 42, INK), text(74, y + 26, down, 12)]
+        parts += [arrow(376, y + 42, y, INK), text(390, y + 26, up, 12)]
+    save(file, 740, 360, parts)
+
+
+DRAWN = {"layers.svg": layers, "blocks.svg": blocks, "life-of-a-token.svg": token, "tiers.svg": tiers}
 
 
 if __name__ == "__main__":
-    layers()
-    blocks()
-    token()
+    for name, draw in DRAWN.items():
+        draw(HERE / name)

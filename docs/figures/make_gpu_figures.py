@@ -1,4 +1,4 @@
-"""Draws prefill and decode on a GPU from benchmarks/gpu_model.json: python docs/figures/make_gpu_figures.py"""
+"""Draws prefill and decode on a GPU from benchmarks/gpu_model.json, for `make figures`."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-HERE = Path(__file__).parent
-RESULTS = HERE.parents[1] / "benchmarks" / "gpu_model.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "gpu_model.json"
 INK, SOFT = "#24292f", "#6e7781"
 OURS, PEER = "#4a90c2", "#e8a33d"
 LOOK = {
@@ -70,15 +70,12 @@ def decode(axes: Axes, results: dict[str, Any]) -> None:
     by_length(axes, sorted({*ours, *peer}))
 
 
-def main() -> None:
+def draw() -> Figure:
+    """Return the figure of prefill and decode."""
     matplotlib.use("Agg")
     results = json.loads(RESULTS.read_text())
     with pyplot.rc_context(LOOK):
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
         prefill(left, results)
         decode(right, results)
-        figure.savefig(HERE / "gpu.png")
-
-
-if __name__ == "__main__":
-    main()
+    return figure

@@ -1,16 +1,17 @@
-"""Draws the figures of a real conversion, smol-sala, from its log: python docs/figures/make_halo_figures.py"""
+"""Draws the figures of a real conversion, smol-sala, from its log, for `make figures`."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-HERE = Path(__file__).parent
-RUN = HERE.parents[1] / "models" / "smol-sala" / "run"
+RUN = Path(__file__).parents[2] / "models" / "smol-sala" / "run"
 INK, SOFT = "#24292f", "#6e7781"
 SPARSE, LIGHTNING, ANSWER = "#e8a33d", "#4a90c2", "#8a6fc0"
 TOKENS = {"align": 64 * 512, "settle": 64 * 512, "distil": 32 * 1024, "distil-2": 32 * 1024}  # per step
@@ -35,7 +36,7 @@ def read(name: str) -> Any:
     return json.loads((RUN / name).read_text())
 
 
-def losses() -> None:
+def losses() -> Figure:
     """How each stage learns, over the tokens it read."""
     log = read("losses.json")
     figure, (first, second, third) = pyplot.subplots(
@@ -62,7 +63,7 @@ def losses() -> None:
         axes.set_xlim(left=0)
         axes.set_xlabel("million tokens")
         axes.grid(alpha=0.2)
-    save(figure, "halo-losses.png")
+    return figure
 
 
 def curve(
@@ -79,7 +80,7 @@ def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def layers() -> None:
+def layers() -> Figure:
     """What recall loses with each layer's attention, and which layers kept it."""
     found = read("layers.json")
     kept, table = set(found["kept"]), found["layers"]
@@ -105,16 +106,13 @@ def layers() -> None:
     lower.set_xlabel("layer")
     words = [Patch(color=SPARSE, label="keeps attention"), Patch(color=LIGHTNING, label="becomes lightning")]
     lower.legend(handles=words, loc="upper left", ncols=2, fontsize=9)
-    save(figure, "halo-layers.png")
+    return figure
 
 
-def save(figure: Any, name: str) -> None:
-    figure.savefig(HERE / name)
-    pyplot.close(figure)
-
-
-if __name__ == "__main__":
+def draw(figure: Callable[[], Figure]) -> Figure:
+    """Return a figure in the style of this page."""
     matplotlib.use("Agg")
-    pyplot.rcParams.update(LOOK)
-    losses()
-    layers()
+    with pyplot.rc_context(LOOK):
+        drawn = figure()
+        drawn.canvas.draw()
+    return drawn

@@ -1,19 +1,17 @@
-"""Draws how many sequences fit on GPUs, and prints the tables of the guide: python docs/figures/make_sizing.py
+"""Draws how many sequences fit on GPUs, and makes the tables of the guide, for `make figures`.
 
 All numbers are those of `sala estimate --shape 9b --chunk 8192 --tp N`, with 90% of the memory used.
 """
 
-from pathlib import Path
-
 import matplotlib
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from sala.backends.memory import USABLE, estimate
 from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.random import RELEASED
 
-HERE = Path(__file__).parent
 GIB = 1 << 30
 CHUNK = 8192
 CONTEXTS = [32 << 10, 128 << 10, 512 << 10, 1 << 20]
@@ -79,8 +77,14 @@ def draw(axes: Axes, memory: int) -> None:
     axes.set_xlabel("tokens of each sequence")
 
 
-def main() -> None:
-    matplotlib.rcParams.update(LOOK)
+def draw_all() -> Figure:
+    """Return the figure of the sequences that fit, by length and number of GPUs."""
+    matplotlib.use("Agg")
+    with pyplot.rc_context(LOOK):
+        return _draw_all()
+
+
+def _draw_all() -> Figure:
     figure, rows = pyplot.subplots(1, 3, figsize=(9.5, 3.1), sharey=True)
     for axes, (name, memory) in zip(rows, list(GPUS.items())[1:], strict=True):
         draw(axes, memory)
@@ -89,9 +93,5 @@ def main() -> None:
     rows[0].set_ylabel("sequences at a time, bf16")
     rows[-1].legend()
     figure.tight_layout()
-    figure.savefig(HERE / "sizing.png")
-    print("\n".join([*table_of_bytes(), "", *table_of_sequences()]))
-
-
-if __name__ == "__main__":
-    main()
+    figure.canvas.draw()
+    return figure

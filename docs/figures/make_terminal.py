@@ -1,4 +1,4 @@
-"""Record a real run of the command line as a picture: python docs/figures/make_terminal.py"""
+"""Record a real run of the command line as a picture, for `make figures`."""
 
 import os
 import re
@@ -11,7 +11,6 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
-HERE = Path(__file__).parent
 WIDTH = 100
 COMMANDS = [
     'sala generate "What is the capital of France?" --temperature 0',
@@ -20,7 +19,8 @@ COMMANDS = [
 ]
 
 
-def main() -> None:
+def record() -> str:
+    """Run the commands, and return the picture of what they print."""
     # the picture must work offline: no web fonts
     svg_format = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     console = Console(record=True, width=WIDTH, force_terminal=True, file=Path(os.devnull).open("w"))
@@ -38,8 +38,4 @@ def main() -> None:
             )
             for line in out.stdout.rstrip().splitlines():
                 console.print(Text.from_ansi(line.rstrip()))
-    (HERE / "terminal.svg").write_text(console.export_svg(title="sala", code_format=svg_format))
-
-
-if __name__ == "__main__":
-    main()
+    return console.export_svg(title="sala", code_format=svg_format)

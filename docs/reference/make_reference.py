@@ -61,7 +61,11 @@ def show_command(name: str) -> list[str]:
     for each in command.params:
         if each.name in {"help", "config", "show_config"} or each.rich_help_panel is not None:
             continue
-        names = ", ".join(sorted(each.opts, key=len)) if each.param_type_name == "option" else each.name.upper()
+        names = (
+            ", ".join(sorted(each.opts, key=len))
+            if each.param_type_name == "option"
+            else each.metavar or each.name.upper()
+        )
         names += "".join(f", {name}" for name in each.secondary_opts)
         value = f" {each.metavar}" if each.param_type_name == "option" and each.metavar else ""
         default = "" if each.default in (None, False, ()) or callable(each.default) else str(each.default)

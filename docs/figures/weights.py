@@ -1,0 +1,41 @@
+"""The weights of the embedded model that committed results are of.
+
+A result is of older weights if the version that it names is earlier than `SINCE`. Later versions have the same weights
+and other defaults of sampling, which greedy measurements do not use.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from docs.figures.results import ROOT
+
+MODEL = ROOT / "models" / "smol-sala"
+SINCE = "0.5"  # the first version with the weights of today
+DIGEST = "634ae916977cd4a6e635af71"  # of them: whoever changes the weights sets both
+NAMED = re.compile(r"smol-sala-(\d+(?:\.\d+)+)")
+
+
+def digest() -> str:
+    """Return a digest of all that the weights are made of, and of the configuration."""
+    origin = json.loads((MODEL / "base.json").read_text(encoding="utf-8"))
+    whole = hashlib.sha256(origin["member_sha256"].encode())
+    for file in [*sorted(MODEL.glob("overlay-*.safetensors")), MODEL / "config.json"]:
+        whole.update(file.read_bytes().replace(b"\r\n", b"\n") if file.suffix == ".json" else file.read_bytes())
+    return whole.hexdigest()[:24]
+
+
+def versions_in(results: Path) -> list[str]:
+    """Return the versions of the embedded model that results name."""
+    return sorted(set(NAMED.findall(results.read_text(encoding="utf-8"))), key=_order)
+
+
+def is_of_older_weights(results: Path) -> bool:
+    """Return whether there are no results, or results that are not of the weights of today."""
+    versions = versions_in(results) if results.is_file() else []
+    return not versions or any(_order(version) < _order(SINCE) for version in versions)
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
