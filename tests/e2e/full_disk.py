@@ -244,6 +244,7 @@ def test_models_on_a_disk_that_is_read_only(tiny: Path, caplog: pytest.LogCaptur
     app = create_app(Settings(model=str(tiny), device="cpu", models_dir=models, hub_url="http://127.0.0.1:1"))
     logging.getLogger("sala.server").propagate = True
     with TestClient(app, base_url="http://localhost") as client:
+        wait_for(lambda: client.get("/health").json()["status"] == "ok")  # while a model is loaded, none is deleted
         job = client.post("/v1/models/download", json={"repo_id": "org/model"}).json()["job"]
         refused = client.delete("/v1/models/kept")
         assert (refused.status_code, refused.json()["error"]["code"]) == (507, "not_writable"), refused.text

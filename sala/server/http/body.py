@@ -123,7 +123,7 @@ def _estimate(value: Any) -> int:
     return size
 
 
-def read_json(body: bytes) -> Any:
+def read_json(body: bytes | bytearray) -> Any:
     """Parse strict JSON. If a key occurs twice in an object, the last value counts. Raises ValueError."""
     excess = find_excess(body)
     if excess is not None:
@@ -134,7 +134,7 @@ def read_json(body: bytes) -> Any:
         raise ValueError(f"the body is not valid JSON: {str(error).partition(chr(10))[0][:200]}") from None
 
 
-def find_excess(data: bytes) -> str | None:
+def find_excess(data: bytes | bytearray) -> str | None:
     """Return what a JSON text has too much of, if anything; the contents of strings do not count.
 
     A text of many small values takes a hundred times its size in memory, and parsing it blocks the process. No step
@@ -151,7 +151,7 @@ def find_excess(data: bytes) -> str | None:
     return f"more than {MAX_JSON_DEPTH} levels" if is_too_deep(brackets) else None
 
 
-def leave_out_strings(data: bytes) -> Iterator[bytes]:
+def leave_out_strings(data: bytes | bytearray) -> Iterator[bytes]:
     """Yield a JSON text without its strings, in pieces."""
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # the remaining quotes begin or end a string

@@ -374,7 +374,7 @@ class StrictRoute(APIRoute):
                 # by name: browsers let a page of another origin send any other type without asking us first
                 if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                     raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
-                body, kind = await request.body(), cast(type[BaseModel], self.body_field.field_info.annotation)
+                body, kind = await read_body(request), cast(type[BaseModel], self.body_field.field_info.annotation)
                 if body:
                     is_large = len(body) >= LARGE or b"pattern" in body or b"\\u" in body  # patterns: see check_schema
                     pool: FairPool = request.app.state.body_pool
@@ -386,7 +386,16 @@ class StrictRoute(APIRoute):
         return strictly
 
 
-def parse(kind: type[BaseModel], body: bytes) -> BaseModel:
+async def read_body(request: Request) -> bytes | bytearray:
+    """Return the body, which grows as it arrives: joining megabytes at the end would hold up the event loop."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+    request._body = body  # type: ignore[assignment]  # for FastAPI, which asks whether there is one
+    return body
+
+
+def parse(kind: type[BaseModel], body: bytes | bytearray) -> BaseModel:
     """Return a body as an instance of a model, which FastAPI does not validate again. Raises ApiError."""
     try:
         data = read_json(body)
