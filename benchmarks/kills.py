@@ -40,7 +40,7 @@ def main() -> int:
         report = Path(directory) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS]
         command += ["-o", "junit_family=xunit1", f"--junit-xml={report}"]
-        environment = os.environ | {"SALA_KILLS": str(options.kills)}
+        environment = os.environ | {"SALA_TEST_KILLS": str(options.kills)}
         code = subprocess.run(command, cwd=HERE.parent, env=environment).returncode
         results = {"kills_of_each_kind": options.kills, "exit_code": code, **read(report)}
     options.output.write_text(json.dumps(results, indent=2) + "\n")

@@ -90,7 +90,7 @@ def main() -> None:
     expect.set_options(timeout=30_000)
     standin._answer_to = answer_to
     standin.find_sources = find_sources
-    path = os.environ.get("SALA_CHROMIUM") or next((found for name in NAMES if (found := shutil.which(name))), None)
+    path = os.environ.get("SALA_TEST_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     flags = ["--no-sandbox", "--disable-gpu", "--force-color-profile=srgb"]
     with standin.running(standin.create_standin()) as url, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=flags)

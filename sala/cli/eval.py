@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sala.cli import flags as s
+from sala.cli.eval_flags import MIN_LENGTH, Haystack, Lengths, OneAtATime
+from sala.cli.eval_sources import sources
 from sala.cli.official import Against, DataDirectory, EstimateOnly, Minutes, OfficialFlags, Plain, run_official
 from sala.cli.official import official as official_command
 from sala.cli.outputs import Run, check_new, output_file, plot_file, print_table
@@ -26,11 +28,7 @@ if TYPE_CHECKING:
 
 eval = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
-Lengths = Annotated[str, s.flag("Tokens of prompt and answer, e.g. 4K,32K,128K,1M.")]
 Trials = Annotated[int, s.flag("Cases per cell.", min=1)]
-Haystack = Annotated[Path | None, s.flag("Text to hide needles in; by default made-up prose.", metavar="FILE|DIR")]
-OneAtATime = Annotated[Options, s.Use(defaults={"max_batch": 1})]
-MIN_LENGTH = 256
 SPARE_CTX = 512  # tokens of a chat format around a text of the longest length
 MAX_NAME = 80  # characters of the task names in a file name
 VALUES = ("number", "word", "uuid", "mixed")
@@ -231,6 +229,9 @@ def lm(
     record = run.to_record(to_rows(results))
     record.versions["lm-eval"] = version("lm-eval")
     run.finish(record, f"{path.name}, {', '.join(names)}")
+
+
+eval.command("sources")(sources)
 
 
 @s.derived
@@ -494,6 +495,3 @@ def _print_tasks(cells: "list[ResultRow]", title: str) -> None:
 def _mean(cells: "list[ResultRow]", name: str) -> str:
     known = [cell[name] for cell in cells if cell[name] is not None]
     return f"{sum(known) / len(known):,.1f}" if known else "–"
-
-
-from sala.cli import eval_sources as _eval_sources  # noqa: E402, F401 - adds its command

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sala.cli import flags as s
-from sala.cli.eval import MIN_LENGTH, Haystack, Lengths, OneAtATime, eval
+from sala.cli.eval_flags import MIN_LENGTH, Haystack, Lengths, OneAtATime
 from sala.cli.outputs import check_new, output_file, print_table
 from sala.errors import InputError
 
@@ -18,7 +18,6 @@ Record = dict[str, Any]
 Rows = list[Record]
 
 
-@eval.command("sources")
 @s.derived
 def sources(
     *,

@@ -67,14 +67,16 @@ def resolve(options: Options | None, arguments: Mapping[str, Any]) -> Options:
 
 
 def from_environment(cls: type, environment: Mapping[str, str] | None = None) -> list[Given]:
-    """Return the options of a class among the variables; an empty variable counts as not set."""
-    if not getattr(cls, "has_variables", True):
-        return []
+    """Return the options of a class among the variables; an empty variable counts as not set.
+
+    A class may name those of its options that variables set.
+    """
     variables = os.environ if environment is None else environment
+    settable = getattr(cls, "variables", None)
     return [
         Given(row.name, row.parse(variables[row.variable]), row.variable)
         for row in table(cls).values()
-        if variables.get(row.variable, "").strip()
+        if (settable is None or row.name in settable) and variables.get(row.variable, "").strip()
     ]
 
 

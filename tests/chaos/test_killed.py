@@ -1,6 +1,6 @@
 """SIGKILL at random moments: nothing half written is ever visible, and everything goes on afterwards.
 
-A few kills of each kind in every run; `SALA_KILLS` sets how many. `benchmarks/kills.py` keeps what the kills met.
+A few kills of each kind in every run; `SALA_TEST_KILLS` sets how many. `benchmarks/kills.py` keeps what the kills met.
 """
 
 import json
@@ -31,7 +31,7 @@ from tests.chaos.server import free_port
 from tests.quant.prose import prose
 from tests.server.fake_hub import FakeHub, serve
 
-NUM_KILLS = int(os.environ.get("SALA_KILLS", "2"))
+NUM_KILLS = int(os.environ.get("SALA_TEST_KILLS", "2"))
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="there is no SIGKILL")
 Files = dict[str, bytes]
 

@@ -24,9 +24,9 @@ OF_VLLM = (
 )  # fmt: skip
 
 
-@pytest.mark.skipif("SALA_LLAMA_CPP" not in os.environ, reason="set SALA_LLAMA_CPP to a checkout of llama.cpp")
+@pytest.mark.skipif("SALA_TEST_LLAMA_CPP" not in os.environ, reason="SALA_TEST_LLAMA_CPP names no checkout")
 def test_llama_cpp(install: Callable[..., Environment], serve: Callable[..., str]) -> None:
-    tests = Path(os.environ["SALA_LLAMA_CPP"]).expanduser().resolve() / "tools" / "server" / "tests"
+    tests = Path(os.environ["SALA_TEST_LLAMA_CPP"]).expanduser().resolve() / "tools" / "server" / "tests"
     flags = ("--ctx", "2048", "--max-tokens", "64", "--temperature", "0", "--any-model")
     variables = {
         "SALA_ADDRESS": serve(*flags),
@@ -37,9 +37,9 @@ def test_llama_cpp(install: Callable[..., Environment], serve: Callable[..., str
     assert run(environment, "llama_cpp", tests, ["unit"], variables) >= 90
 
 
-@pytest.mark.skipif("SALA_VLLM" not in os.environ, reason="set SALA_VLLM to a checkout of vLLM")
+@pytest.mark.skipif("SALA_TEST_VLLM" not in os.environ, reason="SALA_TEST_VLLM names no checkout")
 def test_vllm(install: Callable[..., Environment], serve: Callable[..., str]) -> None:
-    checkout = Path(os.environ["SALA_VLLM"]).expanduser().resolve()
+    checkout = Path(os.environ["SALA_TEST_VLLM"]).expanduser().resolve()
     size = json.loads((DIRECTORY / "config.json").read_text())["vocab_size"]
     address = serve("--ctx", "4096", "--max-tokens", "256", "--temperature", "0", "--any-model")
     environment = install("anthropic", "jsonschema", "openai", "pytest", "pytest-asyncio", "regex", "requests")

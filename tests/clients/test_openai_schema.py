@@ -1,9 +1,9 @@
 """Answers validate against the document that OpenAI publishes of its interface; the fields of requests are all tried.
 
-The document is not a part of this project. SALA_OPENAI_SCHEMA names a file with it, as YAML or JSON:
+The document is not a part of this project. SALA_TEST_OPENAI_SCHEMA names a file with it, as YAML or JSON:
 
     curl -L https://raw.githubusercontent.com/openai/openai-openapi/HEAD/openapi.yaml -o openapi.yaml
-    SALA_OPENAI_SCHEMA=openapi.yaml python -m pytest tests/clients/test_openai_schema.py
+    SALA_TEST_OPENAI_SCHEMA=openapi.yaml python -m pytest tests/clients/test_openai_schema.py
 """
 
 import os
@@ -18,8 +18,8 @@ from jsonschema.exceptions import ValidationError, best_match
 from tests.server.openai_answers import ASKS, Answer, Ask, Kind, collect, fill
 from tests.server.openai_fields import FIELDS
 
-DOCUMENT = os.environ.get("SALA_OPENAI_SCHEMA", "")
-HOW = "SALA_OPENAI_SCHEMA names no file; get github.com/openai/openai-openapi, and give the path of its openapi.yaml"
+DOCUMENT = os.environ.get("SALA_TEST_OPENAI_SCHEMA", "")
+HOW = "set SALA_TEST_OPENAI_SCHEMA to the openapi.yaml of github.com/openai/openai-openapi"
 SCHEMAS = "#/components/schemas"
 BROKEN = {"object": "nothing", "type": "nothing", "error": {"message": "of no type"}}
 if not DOCUMENT:

@@ -1,7 +1,7 @@
 """A small SALA checkpoint in SGLang itself, without a GPU: greedy tokens must be those of our own engine.
 
 Every engine takes minutes to start: `SALA_TEST_ENGINES=1` asks for them. SGLang is that of the interpreter in
-`SALA_SGLANG_PYTHON`, with this package installed beside it; without one an environment is made (2.4 GB). SGLang's
+`SALA_TEST_SGLANG_PYTHON`, with this package installed beside it; without one an environment is made (2.4 GB). SGLang's
 own installation needs a GPU: here it comes without what it depends on, and with stubs of what it only imports. All
 attention is dense, for the sparse kernels are CUDA.
 """
@@ -58,7 +58,7 @@ PROMPTS = [random_prompt(length, length) for length in (2, 10, 63, 64, 100, 150,
 
 @pytest.fixture(scope="session")
 def sglang_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    given = os.environ.get("SALA_SGLANG_PYTHON")
+    given = os.environ.get("SALA_TEST_SGLANG_PYTHON")
     if given:
         return given
     folder = tmp_path_factory.mktemp("sglang")

@@ -1,6 +1,6 @@
 """transformers' own tests of causal models, on our class. On demand: they need a checkout of transformers.
 
-    SALA_TRANSFORMERS_SOURCE=path/to/transformers pytest tests/integrations/test_transformers_own.py
+    SALA_TEST_TRANSFORMERS_SOURCE=path/to/transformers pytest tests/integrations/test_transformers_own.py
 
 The checkout should be of the version that is installed. What cannot hold for a state that only goes forward is
 skipped by name, with the reason, as transformers' own recurrent models do.
@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-SOURCE = os.environ.get("SALA_TRANSFORMERS_SOURCE")
+SOURCE = os.environ.get("SALA_TEST_TRANSFORMERS_SOURCE")
 if SOURCE is None:
-    pytest.skip("set SALA_TRANSFORMERS_SOURCE to a checkout of transformers", allow_module_level=True)
+    pytest.skip("set SALA_TEST_TRANSFORMERS_SOURCE to a checkout of transformers", allow_module_level=True)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -1,8 +1,8 @@
 """A small SALA checkpoint in vLLM, without a GPU: greedy tokens must be those of our own engine.
 
 Every engine takes a minute or two to start: `SALA_TEST_ENGINES=1` asks for them. vLLM is that of the interpreter in
-`SALA_VLLM_PYTHON`, with this package installed beside it; without one an environment is made (3.5 GB), with the
-version in `SALA_VLLM_VERSION`.
+`SALA_TEST_VLLM_PYTHON`, with this package installed beside it; without one an environment is made (3.5 GB), with the
+version in `SALA_TEST_VLLM_VERSION`.
 """
 
 import json
@@ -36,7 +36,7 @@ PROGRAM = Path(__file__).parent / "programs" / "vllm_generate.py"
 START_S = 600
 NUM_TOKENS = 24
 # 0.27.0 is the oldest whose CPU build fits a torch that this project runs on; 0.25 and 0.26 need torch 2.11.
-VERSION = os.environ.get("SALA_VLLM_VERSION", "0.32.0")
+VERSION = os.environ.get("SALA_TEST_VLLM_VERSION", "0.32.0")
 # Dense below 256 tokens; both regimes agree on the first 96. vLLM's blocks have 128 tokens here.
 SHAPE = replace(
     TINY,
@@ -81,7 +81,7 @@ PROMPTS.append([*PROMPTS[7][:390], *random_prompt(30, 0)])
 
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    given = os.environ.get("SALA_VLLM_PYTHON")
+    given = os.environ.get("SALA_TEST_VLLM_PYTHON")
     if given:
         return given
     folder = tmp_path_factory.mktemp("vllm")

@@ -1,7 +1,7 @@
 """`sala serve --engine vllm|sglang` with the engines themselves, without a GPU: OpenAI's client gets our tokens.
 
 On demand, as tests/integrations/test_vllm_engine.py and test_sglang_engine.py are: `SALA_TEST_ENGINES=1`, with the
-interpreters in `SALA_VLLM_PYTHON` and `SALA_SGLANG_PYTHON`.
+interpreters in `SALA_TEST_VLLM_PYTHON` and `SALA_TEST_SGLANG_PYTHON`.
 """
 
 import os

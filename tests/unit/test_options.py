@@ -184,6 +184,18 @@ def test_documented_values_of_variables(variable: str, value: str, meant: object
     assert getattr(build(Options, [from_environment(Options, {variable: value})]), name) == meant
 
 
+@pytest.mark.parametrize("name", ["device", "dtype", "kernels"])
+def test_variables_that_every_command_reads_set_those_of_fine_tuning(name: str) -> None:
+    required = {"model": "m", "train": "t", "output": "o"}
+    good = {"device": "cuda:1", "dtype": "float32", "kernels": "off"}[name]
+    found = build(FinetuneOptions, [from_environment(FinetuneOptions, {f"SALA_{name.upper()}": good})], **required)
+    assert getattr(found, name) == good
+    if name != "device":  # whose devices are looked up later
+        with pytest.raises(InputError, match=f"SALA_{name.upper()}"):
+            build(FinetuneOptions, [from_environment(FinetuneOptions, {f"SALA_{name.upper()}": "bogus"})], **required)
+    assert from_environment(FinetuneOptions, {"SALA_SEED": "5", "SALA_MODEL": "x"}) == []
+
+
 def test_arguments_may_be_old_names_and_spellings() -> None:
     assert Options(num_snapshots=3).snapshots == 3  # type: ignore[call-arg]
     assert Options(kernels=False).kernels == "off"  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ Percent = Annotated[
 class FinetuneOptions:
     """How a model is fine-tuned. The state of an unfinished run is in `output`.run."""
 
-    has_variables: ClassVar = False
+    variables: ClassVar = frozenset({"device", "dtype", "kernels"})  # those of every command that loads a model
     has_relative_paths: ClassVar = True  # those of a TOML file are relative to its directory
 
     model: Text = _tune(REQUIRED, "Checkpoint directory, or the name of a local model.")

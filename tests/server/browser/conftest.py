@@ -13,7 +13,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def find_browser() -> str | None:
-    return os.environ.get("SALA_CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+    return os.environ.get("SALA_TEST_CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +76,7 @@ def page(open_page: Callable[..., Any], server: tuple[str, Any]) -> Any:
 
 @pytest.fixture
 def shoot(tmp_path: Path) -> Callable[[Any, str], None]:
-    place = Path(os.environ.get("SALA_SCREENSHOTS", tmp_path))
+    place = Path(os.environ.get("SALA_TEST_SCREENSHOTS", tmp_path))
     place.mkdir(parents=True, exist_ok=True)
 
     def shoot(page: Any, name: str) -> None:

@@ -1,6 +1,6 @@
 """The chat page in a real browser. Needs `pip install playwright` and a Chromium; skipped where either is missing.
 
-SALA_CHROMIUM names the browser, SALA_SCREENSHOTS a directory for pictures of every state.
+SALA_TEST_CHROMIUM names the browser, SALA_TEST_SCREENSHOTS a directory for pictures of every state.
 """
 
 import re
