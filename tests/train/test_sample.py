@@ -24,6 +24,7 @@ from sala.lab.train.documents import (
     weigh_dialogue,
 )
 from sala.lab.train.halo.sample import Marks, Opening, Writer, make_openings, write_samples
+from sala.lab.train.halo.slots import attend_masked, attend_pages, pick_attention
 from sala.lab.train.halo.source import import_dense
 from sala.lab.train.models import load_for_training
 from sala.lab.train.recipe import Prompts, SampleStage
@@ -261,3 +262,11 @@ def test_a_stage_writes(model: SalaModel, tokenizer: Tokenizer, tmp_path: Path) 
     assert 0 < len(written) <= 12
     assert written.is_text().any()
     assert heard[-1][0] <= heard[-1][1] == 12
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "wanted"),
+    [("cuda", "auto", attend_pages), ("cuda", "off", attend_masked), ("cpu", "auto", attend_masked)],
+)
+def test_without_kernels_the_reference_attends(device: str, kernels: str, wanted: object) -> None:
+    assert pick_attention(torch.device(device), kernels) is wanted

@@ -86,7 +86,7 @@ class Slots:
         self.generator = torch.Generator(device).manual_seed(seed)
         functions: Any = (_project, _recur, _finish_layer, _sample)
         self.project, self.recur, self.finish_layer, self.sample = (compiled(one, device.type) for one in functions)
-        self.attend: Callable[..., Tensor] = attend_pages if device.type == "cuda" else attend_masked
+        self.attend = pick_attention(device, model.kernels)
         self.graph: Any = None  # False if it cannot be captured
 
     @property
@@ -272,6 +272,10 @@ def _sample(logits: Tensor, temperature: Tensor, min_p: Tensor, noise: Tensor) -
     floor = scaled.amax(-1, keepdim=True) + min_p.clamp(min=math.exp(-80)).log()
     noisy = torch.where(is_greedy, scaled, scaled - noise.log())
     return noisy.masked_fill(scaled < floor, float("-inf")).argmax(-1)
+
+
+def pick_attention(device: torch.device, kernels: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    return attend_pages if device.type == "cuda" and kernels != "off" else attend_masked
 
 
 def attend_pages(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
