@@ -76,7 +76,7 @@ def options(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 failed, 2 asked wrongly, 130 interrupted."""
+    """Exit codes: 0 done, 1 failed, 2 usage error, 130 interrupted."""
     warnings.showwarning = _show_warning
     code = run(sys.argv[1:])
     if processes := sys.modules.get("sala.lab.train.processes"):  # the command has trained, perhaps as one of several

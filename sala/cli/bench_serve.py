@@ -39,7 +39,7 @@ Outputs = Annotated[str, s.flag("Tokens of an answer, likewise.", "--output", me
 Total = Annotated[
     int | None, s.flag(f"Requests of each load.  [default: 4 times those at a time, or {ARRIVALS_S} s of them]", min=1)
 ]
-Warmup = Annotated[int | None, s.flag("Requests before, which do not count.  [default: those at a time]", min=0)]
+Warmup = Annotated[int | None, s.flag("Warm-up requests, not measured.  [default: the concurrency]", min=0)]
 Repeats = Annotated[int, s.flag("Warm prompts of each length, with --lengths.", min=1)]
 LoadSeed = Annotated[int, s.flag("The same seed makes the same lengths and arrivals.")]
 Timeout = Annotated[float, s.flag("Seconds after which a request has failed.", min=0.1)]

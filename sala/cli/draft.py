@@ -31,13 +31,14 @@ def train(
         int | None, s.flag("Train an exit after so many layers, for --speculate layers.", "--exit", min=1)
     ] = None,
     row: Annotated[int, s.flag("Tokens of a row, and of the longest text.", min=64)] = 1024,
-    epochs: Annotated[float, s.flag("Times that everything is learned.", min=0)] = 2.0,
+    epochs: Annotated[float, s.flag("Passes over the data.", min=0)] = 2.0,
     batch: Annotated[int, s.flag("Rows of a step.", min=1)] = 4,
     lr: Annotated[float, s.flag("Learning rate.", min=0)] = 1e-3,
     chain: Annotated[int, s.flag("Drafts in a round that the head is trained for.", min=1, max=16)] = 4,
     max_tokens: Annotated[int, s.flag("Longest answer that the model writes.", "--max-tokens", "-n", min=1)] = 256,
     temperature: Annotated[
-        float | None, s.flag("Of the answers; by default 0, 0.3 and 0.7 in turn.", "--temperature", "-t", min=0)
+        float | None,
+        s.flag("Of the answers; default: 0, 0.3 and 0.7 in turn.", "--temperature", "-t", min=0),
     ] = None,
     window: Annotated[
         int | None, s.flag("Tokens that the head looks back at, beside the first ones; by default 2,048.", min=16)

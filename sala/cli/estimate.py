@@ -54,7 +54,7 @@ def estimate(
             "estimates what a step and moving a conversation cost."
         ),
     ] = None,
-    table: Annotated[bool, s.flag("Bits by contexts, and what 8 to 32 GB hold.", "--table")] = False,
+    table: Annotated[bool, s.flag("Memory by bits and context, and what fits into 8 to 32 GB.", "--table")] = False,
     macs: Annotated[bool, s.flag("What Macs of 8 to 128 GB hold, by bits.", "--macs")] = False,
     as_json: s.AsJson = False,
     options: Annotated[Options, s.Use(only=(*SIZES, *KINDS, *ATTENTION_FIELDS), defaults={"ctx": 131072})],

@@ -44,7 +44,7 @@ def generate(
     from sala.engine.stream import last_completion
 
     if raw and system:
-        raise InputError("system", "does not go with --raw", "write it into the text")
+        raise InputError("system", "cannot be used with --raw", "write it into the text")
     sampling = read_schema(sampling)
     text = _gather(words[0] if words else None, file or [])
     llm = s.load(options, verbose)

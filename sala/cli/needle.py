@@ -33,7 +33,7 @@ def needle(
     if not 0 <= depth <= 1:
         raise InputError("depth", f"is {depth:g}", "give a number from 0 (start) to 1 (end)")
     if haystack is not None and preset == "aurora":
-        raise InputError("haystack", "does not go with the preset aurora", "add --preset varied")
+        raise InputError("haystack", "cannot be used with the preset aurora", "add --preset varied")
     source = read_source(haystack) if haystack is not None else None
     most = options.ctx or SalaConfig.load(s.find_model(options.model)).max_position_embeddings
     check_lengths([context_len], most, "context-len")

@@ -24,7 +24,7 @@ DataDirectory = Annotated[
 Against = Annotated[str | None, s.flag("Dense model to ask the same through transformers.", metavar="DIR")]
 Plain = Annotated[bool, s.flag("Continue the text instead of the model's chat format.", "--plain")]
 EstimateOnly = Annotated[bool, s.flag("Only say how many tokens and how much time it takes.", "--estimate")]
-Minutes = Annotated[float | None, s.flag("Begin no case after so many minutes, for each model.", "--minutes")]
+Minutes = Annotated[float | None, s.flag("Start no new case after this many minutes per model.", "--minutes")]
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _Session:
                 *self.benchmark.make(self.request, lambda task, length: bar("making", next(done, total), total, task))
             ]
         if not self.questions:
-            raise InputError("lengths", "leave no case", "ask for other lengths, or give other data")
+            raise InputError("lengths", "match no case", "choose other lengths, or other data")
         self.run.learn(data=dict(self.request.data.used))
 
     def ask_ours(self, path: Path, verbose: bool) -> "list[ResultRow]":

@@ -138,7 +138,7 @@ class Run:
         return Log(self.log)
 
     def learn(self, **settings: Any) -> None:
-        """Add settings; raise InputError if the files belong to another run, as far as they tell."""
+        """Add settings; raise InputError if the files belong to another run, as far as can be determined."""
         self.settings |= settings
         if self.force:
             return

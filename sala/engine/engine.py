@@ -102,7 +102,7 @@ class Engine:
         self.check(request.prompt)
         sparse = self._attending(request.attention)
         if request.sampling.return_sources and not self.capacity.can_gather:
-            raise InputError("return_sources", "is not something that this backend can do", "use --backend torch")
+            raise InputError("return_sources", "is not supported by this backend", "use --backend torch")
         limit = self._executor.capacity.max_tokens
         seed = request.sampling.seed
         if seed is None:

@@ -25,9 +25,9 @@ Tools = Sequence[Mapping[str, Any]]
 
 MAX_ANSWERS = 128
 CHECK_EVERY = 16  # tokens between two checks for a loop
-NUM_REPEATS = 3  # how often a longer text must stand there to be a loop
+NUM_REPEATS = 3  # repetitions of a longer text that count as a loop
 NEAR_END = 1024  # tokens at the end of a prompt that are not of the last message
-MARGIN = 2  # tokens before a question that may be others before another one
+MARGIN = 2  # tokens before a question whose tokenization may change with the question
 COUNT_LIMIT = 8  # contexts: texts up to this length are encoded where only their tokens are counted
 
 

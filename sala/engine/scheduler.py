@@ -8,7 +8,7 @@ out, the youngest sequence is preempted and computed again later.
 
 When the batch is full, clients have equal shares of it, and so have the requests of one client: the next sequence is of
 the client, and then of the request, that has the fewest running. One that has two fewer than another takes its place
-from it. So a request with a thousand answers waits behind its own.
+from it. So a request with a thousand answers queues behind its own answers.
 
 Background requests (batches) come after all others, however early they arrived: another request that finds no room
 preempts them.

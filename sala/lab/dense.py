@@ -1,4 +1,4 @@
-"""Dense models of transformers, which ours are compared with: found, loaded, and told what is missing."""
+"""Locate and load the dense models of transformers that ours are compared with; report what is missing."""
 
 from pathlib import Path
 from typing import Any

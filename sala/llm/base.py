@@ -305,7 +305,7 @@ class BaseLLM(Generic[Events, Answer]):
         return self.scoring(ids, lambda logits, start: score_tokens(logits, ids[start + 1 :], top), chunk, index=index)
 
     def _submission(self, call: Call) -> Submission | Exception:
-        """Prepare one of many calls: a bad call is a bad answer, and no more than that."""
+        """Prepare one of many calls; an invalid call fails only its own answer."""
         try:
             return self.adapt(self.inputs.submit(call, is_streamed=False), call.adapter)
         except Exception as error:

@@ -130,20 +130,20 @@ class Options:
         None, "Bytes for the KV cache of all sequences, e.g. 8G.", ge=1, le=MOST, shown="half of what is free"
     )
     cache_ram: Count | None = _loading(
-        None, "Host memory for prefixes that leave a GPU, e.g. 32G.", ge=1, le=MOST, shown="none"
+        None, "Host memory for prefixes evicted from a GPU, e.g. 32G.", ge=1, le=MOST, shown="none"
     )
-    cache_dir: File | None = _loading(None, "Keep the cache of long prefixes here, across restarts.")
+    cache_dir: File | None = _loading(None, "Keep long cached prefixes in this directory, across restarts.")
     cache_disk: Count | None = _loading(
-        None, "Bytes in cache_dir at most.", ge=1, le=MOST, shown="a tenth of the free disk"
+        None, "Maximum bytes in cache_dir.", ge=1, le=MOST, shown="a tenth of the free disk"
     )
     max_batch: int | None = _loading(
-        None, "Sequences that run at a time.", ge=1, le=1 << 16, shown="by device and memory"
+        None, "Maximum sequences per step.", ge=1, le=1 << 16, shown="by device and memory"
     )
     snapshots: int | None = _loading(
-        None, "Cached prefixes at most; 0: none.", ge=0, le=1 << 16, shown="as many as fit into cache_memory"
+        None, "Maximum cached prefixes; 0 disables caching.", ge=0, le=1 << 16, shown="as many as fit into cache_memory"
     )
     prefill_chunk: Count | None = _loading(
-        None, "Prompt tokens computed in a step; it bounds memory.", ge=1, le=MOST, shown="by device"
+        None, "Maximum prompt tokens computed per step; bounds activation memory.", ge=1, le=MOST, shown="by device"
     )
     prefill_ms: int = _loading(
         100, "Milliseconds that prefill may add to a step while answers are generated (GPU).", ge=1, le=1 << 20
@@ -156,7 +156,7 @@ class Options:
         "Directory of a draft head (speculate = head, auto) or of a trained exit (layers).",
         shown="draft-head or draft-exit in the model's directory",
     )
-    num_draft: int = _loading(4, "Draft tokens at a time.", ge=1, le=64)
+    num_draft: int = _loading(4, "Maximum draft tokens per round.", ge=1, le=64)
     draft_layers: int = _loading(
         8, "Layers that draft, with speculate = layers; a trained exit has its own number.", ge=1, le=1 << 10
     )
@@ -221,27 +221,31 @@ class Sampling:
     top_p: TopP = _sampling(
         1.0, "Sample from the most probable tokens that make up this share.", shown="the model's, or 1"
     )
-    top_k: TopK = _sampling(0, "Sample from this many tokens at most; 0: no limit.", shown="the model's, or 0")
+    top_k: TopK = _sampling(0, "Sample from this many most probable tokens; 0: no limit.", shown="the model's, or 0")
     min_p: float = _sampling(
-        0.0, "Leave out tokens below this share of the most probable one.", ge=0.0, le=1.0, shown="the model's, or 0"
+        0.0,
+        "Exclude tokens below this share of the most probable one.",
+        ge=0.0,
+        le=1.0,
+        shown="the model's, or 0",
     )
     repetition_penalty: float = _sampling(
-        1.0, "Divide the scores of tokens that occurred.", gt=0.0, le=100.0, shown="the model's, or 1"
+        1.0, "Divide the scores of tokens that have occurred.", gt=0.0, le=100.0, shown="the model's, or 1"
     )
     presence_penalty: Penalty = _sampling(0.0, "Subtract this from the scores of tokens in the answer.")
-    frequency_penalty: Penalty = _sampling(0.0, "Subtract this for each time a token is in the answer.")
+    frequency_penalty: Penalty = _sampling(0.0, "Subtract this for every occurrence of a token in the answer.")
     seed: int | None = _sampling(None, "The same seed samples the same tokens.", ge=-_INT64, le=_INT64 - 1)
     stop: Stops = _sampling((), "End the answer before this text. Repeatable.")
-    max_tokens: MaxTokens = _sampling(256, "Length of the answer at most.", flags=("-n",))
-    min_tokens: Count = _sampling(0, "Length of the answer at least.", ge=0, le=_INT32)
+    max_tokens: MaxTokens = _sampling(256, "Maximum tokens of the answer.", flags=("-n",))
+    min_tokens: Count = _sampling(0, "Minimum tokens of the answer.", ge=0, le=_INT32)
     logit_bias: LogitBias = _sampling(dict, "Numbers added to the scores of tokens, by token id.", is_flag=False)
     logprobs: int | None = _sampling(None, "Report this many alternatives per token.", ge=0, le=MAX_LOGPROBS)
     return_sources: bool = _sampling(
-        False, "Tell which passages of the prompt the answer comes from.", flags=("--sources",)
+        False, "Report which passages of the prompt the answer comes from.", flags=("--sources",)
     )
     ignore_eos: bool = _sampling(False, "Continue past the end-of-sequence token.", off="--heed-eos")
-    think_budget: ThinkBudget | None = _sampling(None, "Tokens of reasoning at most, then the answer.")
-    loop_guard: LoopGuard = _sampling(0, "End an answer that repeats itself for so many tokens; 0: never.")
+    think_budget: ThinkBudget | None = _sampling(None, "Maximum tokens of reasoning before the answer.")
+    loop_guard: LoopGuard = _sampling(0, "End an answer that repeats itself for this many tokens; 0: never.")
     json_schema: Plain | None = _sampling(None, "JSON schema that the answer must follow.", flags=("--schema",))
     regex: Plain | None = _sampling(None, "Regular expression that the answer must match.")
     grammar: Plain | None = _sampling(None, "Grammar in Lark's syntax that the answer must follow.")

@@ -45,7 +45,7 @@ class Supported:
         return not _numbers(version) or _numbers(version, self.newest) > _numbers(self.newest)
 
     def installed(self) -> str | None:
-        """Return the installed version; None if no package tells."""
+        """Return the installed version; None if unknown."""
         for package in self.packages:
             try:
                 return metadata.version(package)

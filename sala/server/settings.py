@@ -51,68 +51,66 @@ class Settings(Options):
     master: schema.Endpoint | None = _where(None, "HOST:PORT of machine 0, where the machines meet.")
 
     api_key: schema.Secret | None = _keys(
-        None, "Key that every request must bring; a file or the environment hides it.", repr=False
+        None,
+        "Key that every request must send; a file or a variable hides it.",
+        repr=False,
     )
     admin_key: schema.Secret | None = _keys(
         None, "Key to download, load, unload and delete models.", shown="the API key", repr=False
     )
     api_key_file: schema.File | None = _keys(None, "File that holds the API key.")
     users_load: bool = _keys(
-        False, "Let keys that do not administer load models by naming them.", off="--only-admins-load"
+        False, "Let keys that are not admin keys load models by naming them.", off="--only-admins-load"
     )
     keys_file: schema.File | None = _keys(None, "File of named keys, one for each user; see `sala key`.")
 
     alias: schema.Names = _requests(
-        (), "Further names of the model, separated by commas.", flags=("--served-model-name", "--served-names")
+        (), "Additional names of the model, separated by commas.", flags=("--served-model-name", "--served-names")
     )
-    any_model: bool = _requests(
-        False, "Answer requests for models that do not exist with the default one.", off="--no-any-model"
-    )
+    any_model: bool = _requests(False, "Use the default model for unknown model names.", off="--no-any-model")
     response_store: schema.File | None = _requests(
         None, "Keep responses of the Responses API here, across restarts; by default in memory."
     )
     attention_per_request: bool = _requests(
         False,
-        "Let requests choose attention, dense_below and topk: what reads more takes longer.",
+        "Let requests choose attention, dense_below and topk; wider attention is slower.",
         off="--no-attention-per-request",
     )
-    max_queue: int = _requests(
-        1024, "Answers of one key that may wait; its next request gets 429, others do not.", ge=0, le=1 << 20
-    )
-    max_sequences: int = _requests(1024, "Answers that one request may ask for.", ge=1, le=1 << 20)
+    max_queue: int = _requests(1024, "Maximum queued answers per key; further requests get 429.", ge=0, le=1 << 20)
+    max_sequences: int = _requests(1024, "Maximum answers per request (n times prompts).", ge=1, le=1 << 20)
     max_key_sequences: int = _requests(
-        0, "Answers that one key may wait for at a time; more gets 429. 0: any number.", ge=0, le=1 << 20
+        0, "Maximum unfinished answers per key; further requests get 429. 0: no limit.", ge=0, le=1 << 20
     )
     max_key_tokens_per_minute: schema.Count = _requests(
         0,
-        "Tokens of prompts and answers that one key may use in a minute; more gets 429. 0: any number.",
+        "Prompt and answer tokens per key and minute; further requests get 429. 0: no limit.",
         ge=0,
         le=MOST,
     )
     max_key_requests_per_minute: int = _requests(
-        0, "Requests for answers that one key may send in a minute; more gets 429. 0: any number.", ge=0, le=1 << 30
+        0, "Requests for answers per key and minute; further ones get 429. 0: no limit.", ge=0, le=1 << 30
     )
     max_request_tokens: schema.Count = _requests(
-        0, "Tokens of prompts and answers together in one request; answers are cut. 0: any number.", ge=0, le=MOST
+        0, "Maximum tokens of a request, prompts and answers together; answers are cut. 0: no limit.", ge=0, le=MOST
     )
     max_request_s: float | None = _requests(
         None,
-        "Seconds from the arrival of a request after which its answers are cut; 0: never.",
+        "Seconds after which the answers of a request are cut; 0: never.",
         shown="3600 with keys_file, else 0",
         ge=0.0,
         le=1e7,
     )
-    max_tokens: MaxTokens = _requests(2048, "Length of an answer whose request does not say.", flags=("-n",))
+    max_tokens: MaxTokens = _requests(2048, "Default max_tokens of a request.", flags=("-n",))
     temperature: Temperature | None = _requests(
         None,
-        "For requests that do not say; 0 takes the most probable token.",
+        "Default temperature of a request; 0 takes the most probable token.",
         flags=("-t",),
         shown="the model's, or 0.7",
     )
-    top_p: TopP | None = _requests(None, "For requests that do not say.", shown="the model's, or 1")
-    top_k: TopK | None = _requests(None, "For requests that do not say; 0: no limit.", shown="the model's, or 0")
+    top_p: TopP | None = _requests(None, "Default top_p of a request.", shown="the model's, or 1")
+    top_k: TopK | None = _requests(None, "Default top_k of a request; 0: no limit.", shown="the model's, or 0")
     no_think: bool = _requests(False, "Leave the reasoning out of the answers.", off="--think")
-    think_budget: ThinkBudget | None = _requests(None, "Tokens of reasoning at most, then the answer.")
+    think_budget: ThinkBudget | None = _requests(None, "Maximum tokens of reasoning before the answer.")
     loop_guard: schema.LoopGuard | None = _requests(
         None, "End an answer that repeats itself for so many tokens; 0: never.", shown="the model's, or 512"
     )
@@ -120,46 +118,48 @@ class Settings(Options):
     warm_up: bool = _life(
         True, "Compile kernels and capture graphs before the first request, on a GPU.", off="--no-warm-up"
     )
-    idle_unload_s: float = _life(0.0, "Unload a model after so many idle seconds; 0: never.", ge=0.0, le=1e7)
-    drain_s: float = _life(30.0, "Seconds that running requests get to end at shutdown.", ge=0.0, le=86_400.0)
+    idle_unload_s: float = _life(0.0, "Unload a model after this many idle seconds; 0: never.", ge=0.0, le=1e7)
+    drain_s: float = _life(30.0, "Seconds that running requests have to finish at shutdown.", ge=0.0, le=86_400.0)
 
-    max_body: schema.Count = _limits(64 << 20, "Bytes of a request at most; more gets 413.", ge=1024, le=1 << 40)
-    max_responses: int = _limits(1000, "Stored responses at most; the oldest make room. 0: none.", ge=0, le=1 << 20)
-    max_response_bytes: schema.Count = _limits(256 << 20, "Bytes of stored responses at most.", ge=0, le=1 << 50)
+    max_body: schema.Count = _limits(
+        64 << 20, "Maximum bytes of a request body; larger ones get 413.", ge=1024, le=1 << 40
+    )
+    max_responses: int = _limits(1000, "Maximum stored responses; the oldest go first. 0: none.", ge=0, le=1 << 20)
+    max_response_bytes: schema.Count = _limits(256 << 20, "Maximum bytes of stored responses.", ge=0, le=1 << 50)
     header_deadline_s: Deadline = _limits(10.0, "Seconds in which the header of a request must arrive.")
     body_deadline_s: Deadline = _limits(60.0, "Seconds that a body may pause before it gets 408.")
-    max_connections: int = _limits(256, "Connections at a time; one more gets 503.", ge=1, le=1 << 16)
+    max_connections: int = _limits(256, "Maximum open connections; further ones get 503.", ge=1, le=1 << 16)
     max_per_address: int = _limits(
         0,
-        "Connections at a time from one address without a key; 0: half of them all, any number from this machine.",
+        "Maximum connections without a key per address; 0: half of max_connections; this machine: no limit.",
         ge=0,
         le=1 << 16,
     )
-    ping_s: Deadline = _limits(15.0, "Seconds between signs of life in a silent stream.")
+    ping_s: Deadline = _limits(15.0, "Seconds between keep-alive comments in a silent stream.")
 
     files_dir: schema.File = _files(
         sources.files_dir, "Directory of uploaded files and batches.", shown="in the user's data directory"
     )
-    max_files: int = _files(1000, "Files of a key at most; 0: no files and no batches.", ge=0, le=1 << 20)
-    files_disk: schema.Count = _files(4 << 30, "Bytes in the files of a key at most.", ge=0, le=1 << 50)
-    file_days: float = _files(30.0, "Days until a file expires whose upload does not say.", gt=0.0, le=3650.0)
-    max_batches: int = _files(16, "Unfinished batches of a key; one more gets 429.", ge=1, le=1 << 16)
-    batch_lines: schema.Count = _files(50_000, "Requests in a batch at most.", ge=1, le=1 << 30)
+    max_files: int = _files(1000, "Maximum files per key; 0: no files and no batches.", ge=0, le=1 << 20)
+    files_disk: schema.Count = _files(4 << 30, "Maximum bytes of files per key.", ge=0, le=1 << 50)
+    file_days: float = _files(30.0, "Default lifetime of an uploaded file in days.", gt=0.0, le=3650.0)
+    max_batches: int = _files(16, "Maximum unfinished batches per key; further ones get 429.", ge=1, le=1 << 16)
+    batch_lines: schema.Count = _files(50_000, "Maximum requests in a batch.", ge=1, le=1 << 30)
     batch_answers: int | None = _files(
-        None, "Answers of batches that are generated at a time.", shown="half of max_batch", ge=1, le=1 << 16
+        None, "Batch answers generated at the same time.", shown="half of max_batch", ge=1, le=1 << 16
     )
 
     cors_origins: schema.Origins = _access((), "Origins of web pages that may call this server.")
-    allowed_hosts: schema.Hosts = _access((), "Names by which clients may call this server.")
+    allowed_hosts: schema.Hosts = _access((), "Host names by which clients may call this server.")
     allow_remote_without_key: bool = _access(
         False,
-        "Listen beyond this machine without a key: anyone there can use it.",
+        "Listen beyond this machine without a key; anyone who reaches it can use it.",
         off="--refuse-remote-without-key",
     )
     mcp: schema.File | None = _access(None, "Offer the tools of the MCP servers in this JSON file.")
     mcp_timeout: float = _access(120.0, "Seconds that a tool of an MCP server may take.", gt=0.0, le=86_400.0)
     hub_url: schema.HubUrl = _access(
-        "https://huggingface.co", "Hub that models are downloaded from: an address, or modelscope."
+        "https://huggingface.co", "Hub that models are downloaded from: a URL, or modelscope."
     )
     hub_hosts: schema.Hosts = _access((), "Further hosts that the hub may redirect downloads to.")
     log_level: Annotated[Literal["debug", "info", "warning", "error"], spelling()] = _access(
@@ -174,7 +174,7 @@ class Settings(Options):
         if self.api_key_file is None:
             return
         if self.api_key is not None:
-            raise InputError("api_key", "is given, and api_key_file too", "keep one of them")
+            raise InputError("api_key", "cannot be combined with api_key_file", "keep one of them")
         object.__setattr__(self, "api_key", _read_key(self.api_key_file))
 
     @property

@@ -242,7 +242,7 @@ class Tokenizer:
         if attached:
             first = next((one for one in visible if one.get("role") == "user"), None)
             if first is None:
-                raise InputError("messages", "have none of the user, which documents belong to", "ask a question")
+                raise InputError("messages", "have no user message to attach the documents to", "ask a question")
             first["content"] = f"{holes[0][0]}{first.get('content') or ''}"
         stand_ins = {at: f"{self._nonce}{at}{self._nonce}" for at, one in enumerate(messages) if _is_spliced(one)}
         text = render(
@@ -283,7 +283,7 @@ class Tokenizer:
             answered = self._render(visible[: index + 1], **{**options, "add_generation_prompt": False})
             if not answered.startswith(asked):
                 raise TemplateError(
-                    f"the chat template does not go on from its own prompt in message {index + 1}",
+                    f"the chat template renders earlier turns differently at message {index + 1}",
                     "such a conversation cannot be trained on with this template",
                 )
             turns.append((asked, answered))

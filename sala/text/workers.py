@@ -1,7 +1,7 @@
 """Threads and processes that work for several owners in turn, and processes in which untrusted input is worked on.
 
-An owner is whoever asks: on a server, a key. However much one of them has waiting, the next turn is that of the owner
-who has the least in hand, and among equals of the one whose last turn is the longest ago.
+An owner is the client that sent the request: on a server, a key. The next turn goes to the owner with the fewest jobs
+running, however many it has waiting; ties go to the owner that was served longest ago.
 
 Chat templates, grammars and patterns of clients are tried in a `SandboxProcess`, which can be killed; a thread cannot.
 """
@@ -220,7 +220,7 @@ class FairPool:
 
 
 def _try(job: _Job) -> Callable[[], Any]:
-    """Do the work; return what tells its result, or its error."""
+    """Start the work; return a callback that delivers its result or raises its error."""
     try:
         return partial(job.future.set_result, job.work())
     except BaseException as error:

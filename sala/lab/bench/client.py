@@ -129,7 +129,7 @@ class Response(asyncio.Protocol):
         first, *lines = head.decode("latin-1").split("\r\n")
         words = first.split(" ")
         if len(words) < 2 or not words[1].isdigit():
-            raise ConnectionError("what answers does not speak HTTP")
+            raise ConnectionError("the server's reply is not HTTP")
         pairs = (line.partition(":") for line in lines)
         headers = {name.strip().lower(): value.strip().lower() for name, _, value in pairs}
         self._is_chunked = headers.get("transfer-encoding") == "chunked"

@@ -63,7 +63,7 @@ def measure_roofline(device: torch.device) -> Roofline:
         num_bytes = 2 * min(COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
         copy_ms = milliseconds(copying(num_bytes, device))
     except torch.OutOfMemoryError:
-        raise SalaError("the GPU has too little free memory", "end what else runs on it") from None
+        raise SalaError("the GPU has too little free memory", "stop other processes that use it") from None
     finally:
         release()
     return Roofline(2 * MATRIX**3 / product_ms * 1e3, num_bytes / copy_ms * 1e3)

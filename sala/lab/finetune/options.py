@@ -123,13 +123,13 @@ class FinetuneOptions:
 
     def __post_init__(self) -> None:
         if self.eval is not None and self.eval_share:
-            raise InputError("eval_share", "does not go with eval", "keep one of them")
+            raise InputError("eval_share", "cannot be combined with eval", "keep one of them")
         if self.bits == 7:
             raise InputError("bits", "is 7", "use 2, 3, 4, 5, 6 or 8")
         if self.keep_long and self.objective != "sft":
-            raise InputError("keep_long", f"does not go with {self.objective}", "leave it out")
+            raise InputError("keep_long", f"cannot be used with objective {self.objective}", "leave it out")
         if self.long_texts is not None and not self.long_share:
-            raise InputError("long_texts", "are given, and no long rows", "add --keep-long 10%")
+            raise InputError("long_texts", "are given without long rows", "add --keep-long 10%")
         read_lengths(self.recall_lengths)
         if self.restore_by != "plain" and not self.restore_qk:
             raise InputError("restore_by", "is given without restore_qk", "add --restore-qk")

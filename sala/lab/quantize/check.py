@@ -25,7 +25,7 @@ from sala.options.schema import length_label
 from sala.text.tokenizer import Tokenizer
 
 TEXTS = 2  # of each length, with eight facts each
-ROW = 1024  # tokens of which the perplexity is that of a context
+ROW = 1024  # context length for perplexity
 _PROSE = 64  # documents to measure on where there is no other text
 Note = Callable[[str, int, int], None]
 

@@ -152,7 +152,7 @@ class Metrics(Collector):
 
     @property
     def has_stuck_pool(self) -> bool:
-        """Whether jobs wait for threads that have not got on with anything for long."""
+        """Whether jobs wait for threads that have made no progress for too long."""
         return any(pool.age_s > MAX_SILENCE_S for pool in self._pools.values())
 
     def load(self) -> ServerLoad:

@@ -192,7 +192,7 @@ async def call(request: Request, model_id: str | None, work: Callable[[LLM], T])
 
 
 async def with_model(request: Request, model_id: str | None, work: Callable[[LoadedModel], Awaitable[T]]) -> T:
-    """Do something with a model. It begins again if another request has it unloaded before it counts as in use."""
+    """Do something with a model. Retries if another request unloads it before it counts as in use."""
     runtime: Runtime = request.app.state.runtime
     while True:
         model = await find_model(request, model_id)

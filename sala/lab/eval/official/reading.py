@@ -71,7 +71,7 @@ def _babilong_length(length: int) -> str:
 
 
 def _parts(target: str) -> list[str]:
-    """Return the labels of a target: a list of things has several, and a way of two letters, such as "n,w", is one."""
+    """Return the labels of a target: a list of things has several, and a two-step path such as "n,w" is one."""
     target = target.lower()
     return [part.strip() for part in target.split(",")] if len(target) > 3 else [target]
 

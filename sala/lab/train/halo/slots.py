@@ -274,7 +274,7 @@ def _sample(logits: Tensor, temperature: Tensor, min_p: Tensor, noise: Tensor) -
     return noisy.masked_fill(scaled < floor, float("-inf")).argmax(-1)
 
 
-def pick_attention(device: torch.device, kernels: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def pick_attention(device: torch.device, kernels: str) -> Callable[..., Tensor]:
     return attend_pages if device.type == "cuda" and kernels != "off" else attend_masked
 
 
