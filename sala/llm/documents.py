@@ -76,7 +76,7 @@ class PreparedQuestion:
 
 
 def _followed(passages: Sequence[Passage], sources: dict[str, Sources | None]) -> list[Passage]:
-    """Return the passages from which the summaries were written that these passages are of, heaviest first."""
+    """Map passages of summaries back to the passages that were summarised, heaviest first."""
     found: dict[tuple[Any, ...], Passage] = {}
     for passage in passages:
         known = sources.get(passage.file or "")
@@ -223,7 +223,7 @@ class Documents:
         on_progress: "OnProgress | None" = None,
         **settings: Any,
     ) -> DocumentAnswer:
-        """Answer a question. The next one computes the documents no more, as long as the cache holds them."""
+        """Answer a question. The next one reuses the documents as long as the cache holds them."""
         asked = self.prepare(question, self.llm.merge_sampling(sampling, settings), system, on_part, on_progress)
         return self._answer(asked, self.llm.answer(asked.call, on_progress))
 

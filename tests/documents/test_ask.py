@@ -171,7 +171,7 @@ def test_files_without_text_are_an_error_that_says_why(llm: LLM, tmp_path: Path)
 
 
 def test_an_attachment_needs_a_message_of_the_user(llm: LLM) -> None:
-    with pytest.raises(InputError, match="none of the user"):
+    with pytest.raises(InputError, match="no user message"):
         llm.tokenizer.encode_chat([{"role": "system", "content": "x"}], attached=Attachment([5]).ids)
 
 
