@@ -46,7 +46,7 @@ class HeadWeights:
 
 
 @dataclass(frozen=True)
-class Asked:
+class GatherRequest:
     """The positions of a plan whose attention is gathered: `rows` are their places in the batch."""
 
     rows: tuple[int, ...]
@@ -56,7 +56,7 @@ class Asked:
     spans: tuple[tuple[int, int], ...]  # row of the plan and number of positions, in order
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> "Asked | None":
+    def of(cls, rows: Sequence[Row]) -> "GatherRequest | None":
         """Return the sampled positions of the rows that want sources; None if there are none."""
         packed: list[int] = []
         positions: list[int] = []

@@ -166,7 +166,7 @@ def _describe(entry: "EncodedDocument") -> str:
 
 
 def _show_part(bar: ProgressBar, number: int, total: int, summary: str) -> None:
-    bar.print(s.tame(f"part {number} of {total}: {summary}"))
+    bar.print(s.escape_controls(f"part {number} of {total}: {summary}"))
 
 
 def attach(llm: "LLM", entries: "list[EncodedDocument]", left_out: "list[LeftOut]") -> "Attachment":

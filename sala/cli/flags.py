@@ -303,14 +303,14 @@ def note(text: str) -> None:
     print(safe, file=sys.stderr)
 
 
-def tame(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return text that a terminal shows and does not obey: control characters and changes of direction spelt out."""
     return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def write_out(text: str) -> None:
-    """Write a line to stdout that a model or a file may have worded: tame for a terminal, as it is for a pipe."""
-    print(tame(text) if sys.stdout.isatty() else text)
+    """Write a line to stdout that a model or a file may have worded, safe for a terminal, as it is for a pipe."""
+    print(escape_controls(text) if sys.stdout.isatty() else text)
 
 
 def read_text(name: str) -> str:

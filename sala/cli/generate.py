@@ -130,21 +130,21 @@ def show_answer(events: "Iterator[Event]", no_think: bool) -> "Completion | None
     from a model; a file gets the text as it is.
     """
     completion: Completion | None = None
-    tame = s.tame if sys.stdout.isatty() else str
+    escape_controls = s.escape_controls if sys.stdout.isatty() else str
     dim, plain = ("\033[2m", "\033[0m") if s.uses_colour(sys.stdout) else ("", "")
     is_thinking = False
     for event in events:
         delta = event.delta
         if delta.reasoning and not no_think:
-            sys.stdout.write(("" if is_thinking else f"{dim}<think>\n") + tame(delta.reasoning))
+            sys.stdout.write(("" if is_thinking else f"{dim}<think>\n") + escape_controls(delta.reasoning))
             is_thinking = True
         if (delta.text or delta.tool_call or event.completion) and is_thinking:
             sys.stdout.write(f"\n</think>{plain}\n\n")
             is_thinking = False
-        sys.stdout.write(tame(delta.text))
+        sys.stdout.write(escape_controls(delta.text))
         if delta.tool_call is not None:
             arguments = json.dumps(delta.tool_call.arguments, ensure_ascii=False)
-            sys.stdout.write(tame(f"[{delta.tool_call.name} {arguments}]"))
+            sys.stdout.write(escape_controls(f"[{delta.tool_call.name} {arguments}]"))
         sys.stdout.flush()
         completion = event.completion or completion
     return completion

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from sala.cli.flags import note, tame
+from sala.cli.flags import escape_controls, note
 
 if TYPE_CHECKING:
     from sala.lab.train.loop import Progress
@@ -76,7 +76,7 @@ class ProgressBar:
     def print(self, line: str) -> None:
         """Print a line above the bar."""
         if self._progress.live.is_started:
-            self._console.print(tame(line), markup=False)
+            self._console.print(escape_controls(line), markup=False)
         else:
             note(line)
 
@@ -165,7 +165,7 @@ class EvaluationProgress(ProgressBar):
 
 def _line(text: str) -> str:
     """Return text, such as the name of a file, as one line that the terminal does not obey."""
-    return tame(text.replace("\n", " "))
+    return escape_controls(text.replace("\n", " "))
 
 
 def duration(seconds: float) -> str:

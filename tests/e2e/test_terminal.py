@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from sala import cli
-from sala.cli.flags import CONTROLS, tame
+from sala.cli.flags import CONTROLS, escape_controls
 from sala.cli.outputs import print_facts, print_json, print_table
 from sala.cli.progress import ProgressBar
 
@@ -101,7 +101,7 @@ def test_names_in_tables_and_json_do_not_control_it_either(
         bar("reading", 1, 2, f"{bad}[bold]\n")
         bar.rename("reading", bad)
         (task,) = bar._progress.tasks
-        assert (task.description, task.fields["text"]) == (tame(bad), f"{tame(bad)}[bold] ")
+        assert (task.description, task.fields["text"]) == (escape_controls(bad), f"{escape_controls(bad)}[bold] ")
     assert json.loads(shown.splitlines()[-1]) == {"name": bad, "ü": "ü"}
     assert "ü" in shown
 

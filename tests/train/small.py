@@ -91,7 +91,7 @@ def learn(
     teacher: SalaModel | None = None,
 ) -> list[dict[str, float]]:
     stage = stage or small_stage()
-    has_selection_loss = stage.choice_weight > 0
+    has_selection_loss = stage.block_selection_weight > 0
     objective = (
         NextToken(model, has_selection_loss) if teacher is None else Distil(model, teacher, None, has_selection_loss)
     )

@@ -113,7 +113,7 @@ def test_an_objective_with_choices_adds_its_term_and_nothing_else(tmp_path: Path
 
 
 def test_a_run_with_choices_lowers_their_loss_and_goes_on_after_a_stop(tmp_path: Path) -> None:
-    stage = small_stage(is_sparse=True, choice_weight=20.0, steps=30, save_every=10, seq_len=96, lr=3e-3)
+    stage = small_stage(is_sparse=True, block_selection_weight=20.0, steps=30, save_every=10, seq_len=96, lr=3e-3)
     rows = partial(Mixture, [rows_of(1, 96)], [1.0], 3)
     whole = learn(small_model(tmp_path), tmp_path / "whole", stage, rows())
     assert whole[-1]["choice"] < 0.7 * whole[0]["choice"]

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from sala.backends.mlx.ops.sparse import block_shares
-from sala.backends.sources import Asked, GatheredBlocks, HeadWeights
+from sala.backends.sources import GatheredBlocks, GatherRequest, HeadWeights
 from sala.config import SalaConfig
 from sala.protocol import Plan
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 class Gather:
     """The attention of one step's sampled positions, by span and sparse layer: not computed until `results`."""
 
-    def __init__(self, asked: Asked, config: SalaConfig) -> None:
+    def __init__(self, asked: GatherRequest, config: SalaConfig) -> None:
         self.asked, self.config = asked, config
         self.layers: dict[int, list[tuple[mx.array, mx.array]]] = {index: [] for index, _ in asked.spans}
 
     @classmethod
     def of(cls, plan: Plan, config: SalaConfig) -> "Gather | None":
         """Return what gathers for a plan; None if no row wants sources."""
-        asked = Asked.of(plan.rows) if config.sparse_layers else None
+        asked = GatherRequest.of(plan.rows) if config.sparse_layers else None
         return None if asked is None else cls(asked, config)
 
     def add(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sala.backends.sources import Asked, GatheredBlocks, HeadWeights
+from sala.backends.sources import GatheredBlocks, GatherRequest, HeadWeights
 from sala.backends.torch.batch import Span
 from sala.backends.torch.cache import KVPages
 from sala.backends.torch.ops.sparse import block_shares, select_blocks
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Gather:
     """The attention of one step's sampled positions, by sparse layer: blocks [n, L, G, C] and shares [n, L, H, C]."""
 
-    def __init__(self, asked: Asked, config: SalaConfig) -> None:
+    def __init__(self, asked: GatherRequest, config: SalaConfig) -> None:
         self.asked, self.config = asked, config
         layers, count = len(config.sparse_layers), asked.num_blocks(config.sparse_config)
         shape = len(asked.rows), layers
@@ -34,7 +34,7 @@ class Gather:
     @classmethod
     def of(cls, plan: Plan, config: SalaConfig) -> "Gather | None":
         """Return what gathers for a plan; None if no row wants sources."""
-        asked = Asked.of(plan.rows) if config.sparse_layers else None
+        asked = GatherRequest.of(plan.rows) if config.sparse_layers else None
         return None if asked is None else cls(asked, config)
 
     def add(self, q: Tensor, spans: "Sequence[Span]", pages: KVPages, scale: float) -> None:

@@ -218,7 +218,7 @@ class LatentLearner:
     def _scales_of(self, batch: TrainingBatch) -> Tensor:
         queries = count_queries(*batch.tokens.shape)
         if queries not in self._scales:
-            scales = [1.0, 1.0, self.stage.choice_weight / queries]
+            scales = [1.0, 1.0, self.stage.block_selection_weight / queries]
             self._scales[queries] = torch.tensor(scales, device=self.device)
         return self._scales[queries]
 

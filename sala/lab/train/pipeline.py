@@ -199,7 +199,7 @@ def _train(run: RecipeRun, stage: TrainStage, directory: Path, start: Path) -> N
         for layer in student.model.layers
     ]
     _compile(run, [*student_layers, *teacher_layers], config)
-    has_selection_loss = stage.choice_weight > 0
+    has_selection_loss = stage.block_selection_weight > 0
     if has_selection_loss and stage.seq_len < (least := min_length(stage.sparse or config.sparse_config)):
         raise InputError("seq_len", f"is {stage.seq_len}, too short for block selection", f"give at least {least}")
     objective: Objective = NextToken(student, has_selection_loss)
@@ -242,7 +242,7 @@ def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
         student,
         teacher,
         stage.teacher_window,
-        stage.choice_weight > 0,
+        stage.block_selection_weight > 0,
         is_mixed=True,
         tile_rows=2048 if run.device.type == "cuda" else 128,
         cache_bytes=stage.cache_gb << 30,

@@ -212,7 +212,7 @@ class TrainStage(Learning):
     answer_weight: Number = 0.0  # extra weight of the answers in needle rows
     is_sparse: bool = False  # sparse attention from dense_len on; false: dense at every length
     sparse: SparseConfig | None = None  # another geometry during this stage, to train block selection on short rows
-    choice_weight: Number = 0.0  # weight of the block-selection loss
+    block_selection_weight: Number = 0.0  # weight of the block-selection loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,8 +367,12 @@ def _check_learning(stage: Learning, where: str) -> None:
         return
     if isinstance(stage, TrainStage) and stage.sparse is not None and not stage.is_sparse:
         raise ConfigError(f"{where}: sparse needs is_sparse", "set is_sparse = true")
-    if isinstance(stage, TrainStage) and stage.choice_weight and (not stage.is_sparse or stage.packing != "stream"):
-        raise ConfigError(f"{where}: choice_weight needs is_sparse = true and packing = 'stream'")
+    if (
+        isinstance(stage, TrainStage)
+        and stage.block_selection_weight
+        and (not stage.is_sparse or stage.packing != "stream")
+    ):
+        raise ConfigError(f"{where}: block_selection_weight needs is_sparse = true and packing = 'stream'")
     if stage.schedule == "exponential" and not (stage.lr and stage.final_lr):
         raise ConfigError(f"{where}: an exponential schedule cannot start or end at 0", "raise lr and final_lr")
 

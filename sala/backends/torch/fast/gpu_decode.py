@@ -261,7 +261,7 @@ class DecodeGraph:
         places = [place for place, _ in changes] + [rows.shared.spare] * spare
         return places + [page for _, page in changes] + [0] * spare
 
-    def settler(self, spans: Sequence[Span], indices: Sequence[int]) -> Callable[[Sequence[int]], None]:
+    def state_updater(self, spans: Sequence[Span], indices: Sequence[int]) -> Callable[[Sequence[int]], None]:
         """Return what advances the states of spans with drafts, once the numbers of accepted tokens are known."""
 
         def settle(num_accepted: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sala.backends.sources import Asked, HeadWeights
+from sala.backends.sources import GatherRequest, HeadWeights
 from sala.backends.torch.batch import Batch, Span, pack, take
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.fast.gpu_decode import DecodeGraph, DecodeSpans, GatheredRows, PageTables
@@ -259,7 +259,7 @@ class GpuForward:
                     sampled = slice(end - 1 - batch.spans[i].num_drafts, end)
                     batch.gather.put(i, blocks[sampled], shares[sampled])
         if any(span.num_drafts for span in spans):
-            batch.settle.append(graph.settler(spans, decode))
+            batch.settle.append(graph.state_updater(spans, decode))
         return hidden, count, graph.rows.features
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
@@ -273,7 +273,7 @@ class GpuForward:
         whole = pack(plan, self.device)
         for some in self.by_topk(whole.spans, decode):
             rows, spans = tuple(plan.rows[i] for i in some), [whole.spans[i] for i in some]
-            asked = Asked.of(rows)
+            asked = GatherRequest.of(rows)
             graph = self.graph_of(self.size_of(spans, 1, asked is not None), self.cache, None)
             graph.fill(spans, [row.tokens for row in rows], rows)
             graph.replay()
@@ -307,7 +307,9 @@ class GpuForward:
 
         return wait
 
-    def gathered_of(self, asked: Asked, plan: Plan, rows: GatheredRows) -> Callable[[], Sequence[Gathered | None]]:
+    def gathered_of(
+        self, asked: GatherRequest, plan: Plan, rows: GatheredRows
+    ) -> Callable[[], Sequence[Gathered | None]]:
         """Begin to copy what a decode step of these rows has gathered; return what waits for it."""
         copies = [to_host(part[: len(plan.rows)]) for part in (rows.blocks, rows.weighed)]
         index = list(asked.rows)
