@@ -1,5 +1,7 @@
 """`sala ask`: a question about files, directories and repositories; and what other commands share with it."""
 
+import glob
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
 MAX_SHOWN = 20  # files that a table lists, unless asked for all
 MAX_LISTED = 3  # files that are left out for the same reason
 PATIENCE = 1.0
+SUFFIXES = {  # by which a file is told from a question of one word
+    ".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".html", ".htm", ".xhtml", ".eml", ".mbox", ".zip", ".doc", ".ppt",
+    ".xls", ".odt", ".rtf", ".txt", ".md", ".rst", ".tex", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml", ".yml",
+    ".toml", ".ini", ".cfg", ".conf", ".log", ".sql", ".py", ".ipynb", ".js", ".ts", ".c", ".h", ".cpp", ".cc", ".cu",
+    ".rs", ".go", ".java", ".sh",
+}  # fmt: skip
 Keep = Annotated[bool, s.flag("Do not keep what was read on disk; the next run reads it again.", "--no-keep")]
 
 
@@ -46,7 +54,7 @@ def ask(
 ) -> None:
     sampling = read_schema(sampling)
     paths, question = _split(what, dry_run)
-    entries, left_out = read_entries(paths, options)
+    entries, left_out = read_entries(paths, options, "; the question comes last")
     show_entries(entries, left_out, is_whole=verbose or dry_run)
     if dry_run:
         _show_parts(entries, options.ctx)
@@ -82,11 +90,15 @@ def ask(
 
 
 def _split(what: list[str], dry_run: bool) -> tuple[list[str], str]:
-    """Return paths and question. Raises InputError where one of them is missing."""
-    if dry_run and (len(what) == 1 or _exists(what[-1])):
+    """Return paths and question. Raises InputError where one of them is missing, or the question is a misspelt path."""
+    last = what[-1]
+    if dry_run and (len(what) == 1 or _exists(last)):
         return what, ""
-    if _exists(what[-1]):
-        raise InputError("question", f"is missing: {what[-1][:60]} is a file", "write the question last, in quotes")
+    if _exists(last):
+        raise InputError("question", f"is missing: {last[:60]} is a file", "write the question last, in quotes")
+    if _looks_like_path(last):
+        remedy = "check the path; a question that looks like one needs a question mark at its end"
+        raise InputError(last[:200], "does not exist", remedy)
     if len(what) == 1:
         if sys.stdin.isatty():
             raise InputError("paths", "are missing", 'sala ask FILE "question"; - reads stdin')
@@ -95,20 +107,35 @@ def _split(what: list[str], dry_run: bool) -> tuple[list[str], str]:
 
 
 def _exists(text: str) -> bool:
+    """Return whether there is a file of that name, or one that a pattern matches."""
     try:
-        return text == "-" or Path(text).expanduser().exists()
-    except (OSError, ValueError):  # a question need not be a possible path
+        path = Path(text).expanduser()
+        matches = glob.iglob(str(path), recursive=True) if glob.has_magic(text) else ()  # noqa: PTH207 - it may be absolute
+        return text == "-" or path.exists() or any(matches)
+    except (OSError, ValueError, RuntimeError):  # a question need not be a possible path
         return False
 
 
-def read_entries(paths: Sequence[str | Path], options: Options) -> "tuple[list[EncodedDocument], list[LeftOut]]":
-    """Read files and count their tokens, before the model is loaded. Raises InputError if they hold no text."""
+def _looks_like_path(text: str) -> bool:
+    """Return whether a text is more likely the name of a file than a question."""
+    if text.endswith(("?", "\uff1f")) or any(map(str.isspace, text)):
+        return False
+    return Path(text).suffix.lower() in SUFFIXES or (text.isascii() and ("/" in text or os.sep in text))
+
+
+def read_entries(
+    paths: Sequence[str | Path], options: Options, hint: str = ""
+) -> "tuple[list[EncodedDocument], list[LeftOut]]":
+    """Read files and count their tokens, before the model is loaded. Raises InputError if they hold no text.
+
+    `hint` is added to the remedy for a path that does not exist.
+    """
     from sala.documents.packing import encode_documents
     from sala.documents.reader import STDIN, expand, read_documents
     from sala.models.embedded import find_base
     from sala.text.tokenizer import Tokenizer
 
-    expand([path for path in paths if path != STDIN])  # a misspelt name is told before the model is looked for
+    expand([path for path in paths if path != STDIN], hint)  # a misspelt name is told before the model is looked for
     place, _ = find_base(s.find_model(options.model), options.merged_adapter)
     with ProgressBar(patience=PATIENCE, is_kept=False, is_quiet=True) as bar:
         found = read_documents(paths, lambda done, total, name: bar("files", done, total, name[-60:]))

@@ -3,16 +3,15 @@
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from sala.documents.model import LeftOut, clean_name
+from sala.documents.repository import Repository, Rules, find_repository, names_path, rules_in
 
 MAX_FILES = 100_000
 MAX_DEPTH = 100
-MAX_IGNORE_BYTES = 1 << 20
 NEVER = {".git", ".hg", ".svn"}
 INSTALLED = {"node_modules", "__pycache__"}  # of no use to a reader, and large
 
@@ -37,43 +36,84 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 def find_files(directory: str, name: str) -> Found:
     """Return the files below a directory; `name` is what they are shown under.
 
-    In a Git repository, hidden files are found and ignored ones are not; elsewhere it is the other way round.
+    In a Git repository, hidden files are found, and files that Git ignores and does not track are not; elsewhere hidden
+    files are not found.
     """
     root = Path(directory).resolve()
-    repository = next((place for place in (root, *root.parents) if (place / ".git").exists()), None)
     found = Found()
-    rules = [] if repository is None else _rules_above(root, repository)
-    _walk(root, name, root, repository is not None, rules, 0, found)
+    repository = find_repository(root)
+    if repository is None:
+        _Search(root, found).walk(root, name)
+    else:
+        _search_repository(repository, root, root, name, found, 0)
     found.files.sort(key=lambda file: natural(file[0]))
     return found
 
 
-def _walk(
-    directory: Path, name: str, root: Path, is_repository: bool, rules: list[tuple[Path, Any]], depth: int, found: Found
+def _search_repository(
+    repository: Repository, directory: Path, root: Path, name: str, found: Found, depth: int
 ) -> None:
-    try:
-        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-    except OSError as error:
-        found.leave_out(name, f"it cannot be read: {error.strerror}")
-        return
-    if is_repository:
-        rules = [*rules, *_rules_in(directory)]
-    for entry in entries:
-        shown = f"{name}/{entry.name}"
-        if entry.name in NEVER or (entry.name.startswith(".") and not is_repository):
-            continue
+    search = _Search(root, found, repository)
+    search.walk(directory, name, repository.rules_above(directory), depth)
+    if search.ignored:
+        found.leave_out(f"{_count(search.ignored)} in {name}", "Git ignores them")
+    if repository.problem:
+        why = f"{repository.problem}; what Git tracks although it is to be ignored is not read"
+        found.leave_out(f"{name}/.git/index" if repository.root == directory else ".git/index", why)
+
+
+def _count(ignored: "Counter[str]") -> str:
+    """Return such as "1 file and 2 directories"."""
+    many = {"file": "files", "directory": "directories"}
+    return " and ".join(
+        f"{ignored[kind]:,} {kind if ignored[kind] == 1 else many[kind]}" for kind in many if ignored[kind]
+    )
+
+
+@dataclass(slots=True)
+class _Search:
+    """The search below a directory, in at most one repository; `ignored` counts what Git ignores in it."""
+
+    root: Path
+    found: Found
+    repository: Repository | None = None
+    ignored: "Counter[str]" = field(default_factory=Counter)
+
+    def walk(
+        self, directory: Path, name: str, rules: Rules | None = None, depth: int = 0, is_ignored: bool = False
+    ) -> None:
+        """Find files; in a directory that Git ignores only those that it tracks."""
+        try:
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        except OSError as error:
+            self.found.leave_out(name, f"it cannot be read: {error.strerror}")
+            return
+        if any(entry.name == ".git" for entry in entries) and not self._is_own(directory):
+            _search_repository(Repository(directory), directory, self.root, name, self.found, depth)
+            return
+        rules = [] if self.repository is None else [*(rules or ()), *rules_in(directory)]
+        for entry in entries:
+            if entry.name not in NEVER and not (entry.name.startswith(".") and self.repository is None):
+                self._visit(entry, f"{name}/{entry.name}", rules, depth, is_ignored)
+
+    def _is_own(self, directory: Path) -> bool:
+        return self.repository is not None and self.repository.root == directory
+
+    def _visit(self, entry: "os.DirEntry[str]", name: str, rules: Rules, depth: int, is_ignored: bool) -> None:
+        path, is_directory = Path(entry.path), entry.is_dir(follow_symlinks=False)
+        if self.repository is not None and (is_ignored or (rules and names_path(path, is_directory, rules))):
+            is_ignored = True
+            if not self.repository.tracks(path):
+                self.ignored["directory" if is_directory else "file"] += 1
+                return
         if entry.name in INSTALLED:
-            found.leave_out(shown, "it holds what was installed or compiled")
-            continue
-        is_directory = entry.is_dir(follow_symlinks=False)
-        if rules and _is_ignored(Path(entry.path), is_directory, rules):
-            continue
-        if is_directory and depth < MAX_DEPTH:
-            _walk(Path(entry.path), shown, root, is_repository, rules, depth + 1, found)
-        elif is_directory:
-            found.leave_out(shown, f"directories are nested more than {MAX_DEPTH} deep")
+            self.found.leave_out(name, "it holds what was installed or compiled")
+        elif not is_directory:
+            _take(entry, name, self.root, self.found)
+        elif depth < MAX_DEPTH:
+            self.walk(path, name, rules, depth + 1, is_ignored)
         else:
-            _take(entry, shown, root, found)
+            self.found.leave_out(name, f"directories are nested more than {MAX_DEPTH} deep")
 
 
 def _take(entry: "os.DirEntry[str]", name: str, root: Path, found: Found) -> None:
@@ -86,38 +126,3 @@ def _take(entry: "os.DirEntry[str]", name: str, root: Path, found: Found) -> Non
         raise ValueError(f"it holds more than {MAX_FILES:,} files")
     else:
         found.files.append((clean_name(name), entry.path))
-
-
-def _rules_above(root: Path, repository: Path) -> list[tuple[Path, Any]]:
-    """Return the rules of a repository that hold for a directory in it, from the outermost on."""
-    rules = list(_rules(repository / ".git" / "info" / "exclude", repository))
-    inner = root.relative_to(repository).parts
-    for depth in range(len(inner)):
-        rules += _rules_in(repository.joinpath(*inner[:depth]))
-    return rules
-
-
-def _rules_in(directory: Path) -> Iterator[tuple[Path, Any]]:
-    return _rules(directory / ".gitignore", directory)
-
-
-def _rules(file: Path, directory: Path) -> Iterator[tuple[Path, Any]]:
-    try:
-        if file.is_symlink() or not file.is_file() or file.stat().st_size > MAX_IGNORE_BYTES:
-            return  # Git does not follow such links either
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
-    from pathspec import GitIgnoreSpec
-
-    yield directory, GitIgnoreSpec.from_lines(lines)
-
-
-def _is_ignored(path: Path, is_directory: bool, rules: list[tuple[Path, Any]]) -> bool:
-    """Return whether Git ignores a path: the innermost rule that matches decides."""
-    for directory, spec in reversed(rules):
-        relative = path.relative_to(directory).as_posix() + ("/" if is_directory else "")
-        verdict = spec.check_file(relative).include
-        if verdict is not None:
-            return bool(verdict)
-    return False

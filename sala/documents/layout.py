@@ -4,22 +4,11 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from sala.documents.model import Document
+from sala.text.frames import CLOSING, mark, opening
 
-CLOSING = "</document>\n\n"
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def opening(name: str) -> str:
-    """Return the line that a document begins with."""
-    return f'<document name="{escape(name)}">\n'
-
-
-def mark(label: str) -> str:
-    """Return the line that a section begins with; empty for a document of one section without a label."""
-    return f"[{label}]\n" if label else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,29 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from sala.documents.layout import CLOSING, mark, opening
 from sala.documents.model import Document, Section
 from sala.errors import InputError
+from sala.text.frames import CLOSING, Place, mark, opening
 from sala.text.tokenizer import Tokenizer
 
 BLOCK = 1 << 15  # characters that are encoded together, about
 BATCH = 1 << 22  # characters that are encoded at a time
 KEPT_AT = (1 / 2, 3 / 4, 7 / 8)  # shares of the tokens near which a document's end is worth keeping
 OnTokens = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a token comes from. Without a number it belongs to the frame around the text."""
-
-    name: str
-    label: str
-    unit: str
-    number: int | None
-
-    def __str__(self) -> str:
-        line = "" if self.number is None else f"{self.unit} {self.number}"
-        return ", ".join(part for part in (self.name, self.label, line) if part)
 
 
 @dataclass(frozen=True, slots=True)

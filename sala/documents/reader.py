@@ -69,29 +69,47 @@ def read_file(worker: SandboxProcess, path: str | Path, name: str, max_s: float 
 
 def _find(worker: SandboxProcess, paths: Sequence[Path], copies: Files, found: DocumentSet) -> Files:
     """Return the files of all paths, each once, in the order of their names."""
-    given = list({path.resolve(): path for path in paths if not path.is_dir()}.values())
-    short = Counter(path.name for path in given)
-    files = [(clean_name(path.name if short[path.name] == 1 else path.as_posix()), str(path)) for path in given]
-    for directory in (path for path in paths if path.is_dir()):
-        try:
-            name = clean_name(directory.resolve().name)
-            reply = worker.ask("find", {"directory": str(directory), "name": name}, FIND_S)
-        except WorkerKilled:
-            reply = {"error": f"it takes more than {FIND_S:.0f} s to list"}
-        inside = reply.get("text", {})
-        if "missing" in inside:
-            raise MissingExtra(inside["missing"], "documents")
-        problem = reply.get("error") or inside.get("problem")
-        if problem:
-            raise InputError(str(directory), problem, "name a directory in it")
-        files += [(name, path) for name, path in inside["files"]]
-        found.left_out += [LeftOut(**one) for one in inside["left_out"]]
+    directories = _named([path for path in paths if path.is_dir()])
+    files = _named([path for path in paths if not path.is_dir()])
+    for name, directory in directories:
+        files += _list(worker, name, directory, found)
     once = {Path(path).resolve(): (name, path) for name, path in reversed(files)}
-    return sorted([*once.values(), *copies], key=lambda file: natural(file[0]))
+    names = Counter(name for name, _ in once.values())
+    told_apart = [
+        (name if names[name] == 1 else clean_name(Path(path).as_posix()), path) for name, path in once.values()
+    ]
+    return sorted([*told_apart, *copies], key=lambda file: natural(file[0]))
 
 
-def expand(paths: Sequence[str | Path]) -> list[Path]:
-    """Return paths with globs expanded. Raises InputError for one that does not exist."""
+def _named(paths: Sequence[Path]) -> Files:
+    """Return each path once, under its last part; as it was given where others have the same."""
+    once = {path.resolve(): path for path in reversed(paths)}
+    short = {real: real.name if real.is_dir() else path.name for real, path in reversed(once.items())}
+    number = Counter(short.values())
+    return [
+        (clean_name(name if number[name] == 1 else once[real].as_posix()), str(once[real]))
+        for real, name in short.items()
+    ]
+
+
+def _list(worker: SandboxProcess, name: str, directory: str, found: DocumentSet) -> Files:
+    """Return the files below a directory. Raises InputError where that takes too long."""
+    try:
+        reply = worker.ask("find", {"directory": directory, "name": name}, FIND_S)
+    except WorkerKilled:
+        reply = {"error": f"it takes more than {FIND_S:.0f} s to list"}
+    inside = reply.get("text", {})
+    if "missing" in inside:
+        raise MissingExtra(inside["missing"], "documents")
+    problem = reply.get("error") or inside.get("problem")
+    if problem:
+        raise InputError(directory, problem, "name a directory in it")
+    found.left_out += [LeftOut(**one) for one in inside["left_out"]]
+    return [(name, path) for name, path in inside["files"]]
+
+
+def expand(paths: Sequence[str | Path], hint: str = "") -> list[Path]:
+    """Return paths with globs expanded. Raises InputError for one that does not exist; `hint` ends its remedy."""
     found: list[Path] = []
     for path in map(str, paths):
         known = Path(path).expanduser()
@@ -102,8 +120,8 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
         names = glob.glob(str(known), recursive=True) if is_pattern else []  # noqa: PTH207 - it may be absolute
         matches = sorted(names, key=natural)
         if not matches:
-            remedy = "check the pattern" if is_pattern else "check the path; the question comes last"
-            raise InputError(path, "does not exist", remedy)
+            remedy = "check the pattern" if is_pattern else "check the path"
+            raise InputError(path, "does not exist", remedy + hint)
         found += map(Path, matches)
     return found
 

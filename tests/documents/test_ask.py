@@ -222,7 +222,36 @@ def test_what_is_missing_is_said_before_anything_is_loaded(folder: Path, capsys:
     assert "question is missing" in run(capsys, "ask", folder, *nowhere)[2]
     code, _, err = run(capsys, "ask", folder / "none.pdf", "What?", *nowhere)
     assert code == 2
-    assert "none.pdf does not exist; check the path" in err
+    assert "none.pdf does not exist; check the path; the question comes last" in err
+    code, _, err = run(capsys, "chat", "--docs", folder / "none.pdf", *nowhere)
+    assert code == 2
+    assert "none.pdf does not exist; check the path\n" in err  # a conversation has no last argument
+
+
+@pytest.mark.parametrize("last", ["typo.pdf", "TYPO.MD", "no/such", "./x", "*.docx", "no/**/*.md", "/no/such.file"])
+@pytest.mark.parametrize("more", [["--dry-run"], []])
+def test_a_misspelt_path_is_not_taken_for_the_question(
+    folder: Path, capsys: pytest.CaptureFixture[str], last: str, more: list[str]
+) -> None:
+    code, out, err = run(capsys, "ask", *more, folder, last, "-m", "no-such-model")
+    assert (code, out) == (2, "")
+    assert f"{last} does not exist; check the path" in err
+
+
+@pytest.mark.parametrize(
+    "last", ["Why?", "either/or?", "什么是Node.js？", "收入/支出", "Compare a.md and b.md", "[x]", "~u"]
+)
+def test_a_question_is_not_taken_for_a_path(folder: Path, capsys: pytest.CaptureFixture[str], last: str) -> None:
+    err = run(capsys, "ask", folder, last, "-m", "no-such-model")[2]
+    assert "no-such-model" in err
+    assert "check the path;" not in err
+
+
+def test_a_pattern_last_is_no_question(tiny: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pattern = f"{folder}/**/*3.txt"
+    code, _, err = run(capsys, "ask", "--dry-run", folder / "file1.txt", pattern, "-m", tiny)
+    assert (code, "  file1.txt" in err, "  file3.txt" in err) == (0, True, True)
+    assert "question is missing" in run(capsys, "ask", folder, pattern, "-m", "no-such-model")[2]
 
 
 def test_standard_input(

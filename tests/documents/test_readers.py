@@ -238,11 +238,16 @@ def test_a_repository_of_2000_files_is_read_as_git_sees_it(tmp_path: Path) -> No
         (tmp_path / name).write_text(f"text of {name}")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / ".git" / "info" / "exclude").write_text("file7.py\n")
-    command = ["git", "-C", str(tmp_path), "ls-files", "--others", "--exclude-standard"]
+    tracked = {"a.log", "build/out.txt", "part3/file143.py", "part4/file24.py", "part7/file7.py", "part8/file8.py"}
+    subprocess.run(["git", "-C", str(tmp_path), "add", "--force", *sorted(tracked)], check=True)
+    command = ["git", "-C", str(tmp_path), "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     found = read_documents([tmp_path])
     assert {one.name.partition("/")[2] for one in found.documents} == set(listed)
+    assert tracked < set(listed)
     assert len(listed) > 1800
+    ignored = 2000 + 7 + 2 - len(listed)  # seven with names of their own, two lists of rules
+    assert [str(one) for one in found.left_out] == [f"{ignored} files in {tmp_path.name}: left out: Git ignores them"]
     inner = read_documents([tmp_path / "part3"])
     assert {one.name for one in inner.documents} == {name for name in listed if name.startswith("part3/")}
 
@@ -253,6 +258,21 @@ def test_order_depends_on_names_alone(tmp_path: Path) -> None:
     paths = [tmp_path / "b.txt", str(tmp_path / "a*.txt"), tmp_path / "a9.txt"]
     names = [one.name for one in read_documents(paths).documents]
     assert names == [one.name for one in read_documents(paths[::-1]).documents] == ["a9.txt", "a10.txt", "b.txt"]
+
+
+def test_directories_with_the_same_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("x/docs/a.md", "y/docs/a.md", "y/docs/b.md", "y/more/c.md", "z/x/docs/a.md", "more.md"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(f"text of {name}")
+    names = [one.name for one in read_documents(["x/docs", "y/docs", "./y/docs/", "y/more", "more.md"]).documents]
+    assert names == ["more/c.md", "more.md", "x/docs/a.md", "y/docs/a.md", "y/docs/b.md"]
+    names = [one.name for one in read_documents(["x/docs", "x/docs/"]).documents]
+    assert names == ["docs/a.md"]
+    names = [one.name for one in read_documents(["x", "z/x"]).documents]
+    assert names == ["x/docs/a.md", "z/x/docs/a.md"]
+    names = [one.name for one in read_documents(["x/docs/a.md", "y/docs/a.md", "z/x"]).documents]
+    assert names == [f"{tmp_path.as_posix()}/z/x/docs/a.md", "x/docs/a.md", "y/docs/a.md"]
 
 
 def test_a_path_that_does_not_exist_is_an_error(tmp_path: Path) -> None:

@@ -4,19 +4,26 @@ import io
 import posixpath
 import re
 import zipfile
+from collections.abc import Set
 from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import unquote
 
 from sala.documents.model import Section, Unreadable
+from sala.documents.readers.formulas import Formula
 from sala.documents.readers.plain import decode
 
-HIDDEN = {"script", "style", "template", "noscript", "svg", "math", "head", "iframe", "object", "select"}
+HIDDEN = {
+    "script", "style", "template", "noscript", "svg", "head", "iframe", "object", "select", "annotation",
+    "annotation-xml",
+}  # fmt: skip
+IN_HEAD = {"title", "meta", "link", "base", "basefont", "script", "style", "noscript", "template"}
 BLOCKS = {
     "p", "div", "section", "article", "header", "footer", "main", "aside", "nav", "ul", "ol", "dl", "dt", "dd",
     "table", "blockquote", "figure", "figcaption", "form", "fieldset", "address", "hr", "details", "summary", "body",
 }  # fmt: skip
 HEADINGS = {f"h{level}": level for level in range(1, 7)}
+NOT_IN_FORMULAS = {*BLOCKS, *HEADINGS, "li", "tr", "td", "th", "pre", "br", "img"}
 CONTAINER = "META-INF/container.xml"
 CHARSET = re.compile(rb"""<(?:meta[^>]{0,200}?charset|\?xml[^>]{0,200}?encoding)\s*=\s*["']?([\w-]{2,40})""", re.I)
 DOCTYPE = re.compile(  # at the beginning, with declarations of XML, such as those of entities
@@ -25,27 +32,62 @@ DOCTYPE = re.compile(  # at the beginning, with declarations of XML, such as tho
 
 
 class TextParser(HTMLParser):
-    """Collects what a reader of the page sees. `title` is its title, `heading` its first heading."""
+    """Collects what a reader of the page sees. `title` is its title, `heading` its first heading.
 
-    def __init__(self) -> None:
+    Elements in `shown` are treated as if they had no meaning: those that are nowhere closed.
+    """
+
+    def __init__(self, shown: Set[str] = frozenset()) -> None:
         super().__init__(convert_charrefs=True)
         self.title = self.heading = ""
+        self._shown = shown
         self._pieces: list[str] = []
         self._hidden: list[str] = []  # open elements whose text is not shown
         self._num_pre = 0
         self._in_title = False
         self._open_heading: int | None = None  # where its text begins
         self._is_first_cell = True
+        self._formula: Formula | None = None
+        self._formula_text = ""  # of the last formula, where the page has it in one piece
+
+    @property
+    def unclosed(self) -> set[str]:
+        """The open elements because of which text is not shown."""
+        return {*self._hidden, *(["title"] if self._in_title else [])}
+
+    def set_cdata_mode(self, elem: str, **options: Any) -> None:
+        if elem not in self._shown:
+            super().set_cdata_mode(elem, **options)
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag in self._shown:
+            return
+        if tag == "body" or (self._hidden == ["head"] and tag not in IN_HEAD):
+            self._hidden = []  # the end of the head may be missing
         if tag == "title" and self._hidden in ([], ["head"]):
             self._in_title = True
-        if tag == "body":
-            self._hidden = []  # the end of the head may be missing
         if tag in HIDDEN:
             self._hidden.append(tag)
         if self._hidden:
             return
+        if tag in NOT_IN_FORMULAS:
+            self._formula = None  # its end may be missing
+        if self._formula is not None:
+            self._pieces.append(self._formula.start(tag))
+        elif tag == "math":
+            self._begin_formula(dict(attrs))
+        else:
+            self._begin(tag, attrs)
+
+    def _begin_formula(self, attributes: dict[str, str | None]) -> None:
+        self._formula_text = attributes.get("alttext") or ""
+        if self._formula_text:
+            self._pieces.append(self._formula_text)
+            self._hidden.append("math")
+        else:
+            self._formula = Formula()
+
+    def _begin(self, tag: str, attrs: Any) -> None:
         if tag in HEADINGS:
             self._break(2)
             self._pieces.append("#" * HEADINGS[tag] + " ")
@@ -62,7 +104,8 @@ class TextParser(HTMLParser):
             self._pieces.append("" if self._is_first_cell else " | ")
             self._is_first_cell = False
         elif tag == "img":
-            self._pieces.append(next((f" {value} " for name, value in attrs if name == "alt" and value), ""))
+            text = dict(attrs).get("alt") or ""
+            self._pieces.append(f" {text} " if text and text != self._formula_text else "")
         elif tag == "pre":
             self._break(2)
             self._num_pre += 1
@@ -72,14 +115,17 @@ class TextParser(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag == "title":
             self._in_title = False
-        if tag in HIDDEN:
-            if tag in self._hidden:
-                while self._hidden.pop() != tag:
-                    pass
+        if tag in self._hidden:
+            while self._hidden.pop() != tag:
+                pass
             return
-        if self._hidden:
+        if self._hidden or tag in HIDDEN:
             return
-        if tag in HEADINGS and self._open_heading is not None:
+        if tag == "math" or tag in NOT_IN_FORMULAS:
+            self._formula = None
+        if self._formula is not None:
+            self._pieces.append(self._formula.end(tag))
+        elif tag in HEADINGS and self._open_heading is not None:
             self.heading = self.heading or " ".join("".join(self._pieces[self._open_heading :]).split())
             self._open_heading = None
             self._break(2)
@@ -92,6 +138,11 @@ class TextParser(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._in_title:
             self.title = " ".join(f"{self.title} {data}".split())[:300]
+            return
+        if self._hidden == ["head"] and data.strip():
+            self._hidden = []
+        if self._formula is not None and not self._hidden:
+            self._pieces.append(data.strip(" \t\n"))
         elif not self._hidden:
             begins = not self._pieces or self._pieces[-1].endswith(("\n", "- ", "# "))
             text = data if self._num_pre else re.sub(r"\s+", " ", data)
@@ -115,11 +166,19 @@ def read_html(data: bytes) -> list[Section]:
 
 
 def parse_html(text: str) -> TextParser:
-    parser = TextParser()
+    """Parse a page. An element that hides its text and is not closed does not hide what follows, nor does a comment."""
     found = DOCTYPE.match(text)  # the entities that it declares are not expanded
-    parser.feed(text if found is None else found[1] + text[found.end() :])
-    parser.close()
-    return parser
+    text = text if found is None else found[1] + text[found.end() :]
+    end = max(text.rfind("-->"), text.rfind("--!>"), 0)  # comments that begin after it are not closed
+    text = text[:end] + text[end:].replace("<!--", "")
+    shown: frozenset[str] = frozenset()
+    while True:
+        parser = TextParser(shown)
+        parser.feed(text)
+        parser.close()
+        if not parser.unclosed - shown:
+            return parser
+        shown |= parser.unclosed
 
 
 def decode_markup(data: bytes) -> str:
