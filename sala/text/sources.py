@@ -13,7 +13,8 @@ from statistics import median
 from typing import Any, Protocol
 
 from sala.text.answer import MAX_HELD, REPLACEMENT
-from sala.text.quotes import find_quotes, pattern_of
+from sala.text.folding import FoldedText
+from sala.text.quotes import TooMuchWorkError, Work, find_quotes, look_up, split_quote
 from sala.text.tokenizer import Tokenizer
 
 RUN = 64  # tokens that are decoded together
@@ -132,6 +133,7 @@ class PromptText:
         self._join_characters()
         self._starts = list(accumulate(map(len, self._runs), initial=0))
         self._known: dict[int, list[int]] = {}
+        self._folded: dict[int, FoldedText] = {}  # by where a region starts
         self.text = "".join(self._runs)
         self.regions = list(self._find_regions(messages, attached, locate))
 
@@ -248,15 +250,32 @@ class PromptText:
         return {"message": region.message, "start": start + moved, "end": stop + moved}
 
     def find(self, text: str) -> dict[str, Any] | None:
-        """Return where a text stands in documents or messages, or None; white space and kinds of quotes don't count."""
-        pattern = pattern_of(text)
-        for region in sorted(self.regions, key=lambda region: region.locate is None) if pattern else ():
-            found = pattern.search(self.text, region.start, region.end) if pattern else None
+        """Return where a text stands in documents or messages, or None; see `text.folding` for what doesn't count."""
+        try:
+            return self.look_up(text, self.work())
+        except TooMuchWorkError:
+            return None
+
+    def look_up(self, text: str, work: Work) -> dict[str, Any] | None:
+        """Like `find`, in at most this much work; raises TooMuchWorkError."""
+        pieces = split_quote(text)
+        for region in sorted(self.regions, key=lambda region: region.locate is None) if pieces else ():
+            found = look_up(pieces, self._fold(region), work)
             if found is not None:
-                start, stop = found.span()
+                start, stop = (region.start + at for at in found)
                 tokens = (0, 0) if region.locate is None else (self.token_at(start), self.token_at(stop - 1))
                 return self._where(region, start, stop, *tokens)
         return None
+
+    def work(self) -> Work:
+        """Return what looking up the quotes of one answer may cost."""
+        return Work.for_text(len(self.text))
+
+    def _fold(self, region: Region) -> FoldedText:
+        """Return the text of a region as it is searched, made when the first quote is looked up there."""
+        if region.start not in self._folded:
+            self._folded[region.start] = FoldedText(self.text[region.start : region.end])
+        return self._folded[region.start]
 
 
 def place_of(places: Sequence[Place]) -> str | None:
@@ -280,7 +299,7 @@ def find_sources(prompt: PromptText | None, prompt_len: int, gathered: Any, answ
     `gathered` is a `protocol.Gathered`, or None where the model has no sparse layers. Without a tokenizer there is no
     `prompt`, and passages have no text.
     """
-    quotes = [] if prompt is None else [_looked_up(prompt, *found) for found in find_quotes(answer)]
+    quotes = [] if prompt is None else list(_look_up_all(prompt, answer))
     if gathered is None:
         return Sources([], quotes)
     weights = telling(gathered.by_block(), prompt_len, gathered.block_size, gathered.num_first)
@@ -293,9 +312,15 @@ def telling(weights: Sequence[float], prompt_len: int, block_size: int, num_firs
     return [weight if num_first <= block < end else 0.0 for block, weight in enumerate(weights)]
 
 
-def _looked_up(prompt: PromptText, text: str, start: int, end: int) -> Quote:
-    where = prompt.find(text)
-    return Quote(text, (start, end), where is not None, **(where or {}))
+def _look_up_all(prompt: PromptText, answer: str) -> Iterator[Quote]:
+    """Yield the quotes of an answer; those that would take too long are left out."""
+    work = prompt.work()
+    for text, start, end in find_quotes(answer):
+        try:
+            where = prompt.look_up(text, work)
+        except TooMuchWorkError:
+            return
+        yield Quote(text, (start, end), where is not None, **(where or {}))
 
 
 def find_passages(prompt: PromptText | None, weights: Sequence[float], block_size: int) -> list[Passage]:

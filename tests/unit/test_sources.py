@@ -7,7 +7,8 @@ import pytest
 
 from sala.documents.model import Document, Section
 from sala.documents.packing import encode_documents, pack
-from sala.text.quotes import find_quotes, pattern_of
+from sala.text.folding import FoldedText
+from sala.text.quotes import Work
 from sala.text.sources import PromptText, find_passages, find_sources, telling
 from sala.text.tokenizer import Tokenizer
 
@@ -157,39 +158,35 @@ def test_quotes_are_looked_up_in_documents_first(documents: tuple[PromptText, ra
     assert as_json["quotes"][1] == {"text": "the owl is made of gold", "answer": second.answer, "found": False}
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ('He said "good morning all" twice.', ["good morning all"]),
-        ("„Guten Tag allerseits“, sagte er.", ["Guten Tag allerseits"]),
-        ("Il dit « bonjour à tous ».", ["bonjour à tous"]),
-        ("她说“今天天气很好”。", ["今天天气很好"]),
-        ("彼は「今日は暑いです」と言った。", ["今日は暑いです"]),
-        ("‘two words’ and it's John's", ["two words"]),
-        ('a so-called "expert" and "4711"', ["4711"]),
-        ('`"in code"` and ```\n"in a fence"\n```', []),
-        ("> a block quote\n> of two lines\n\nand text", ["a block quote\nof two lines"]),
-        ('five 5" pipes and 6" pipes here', []),
-        ('one "that is cut', []),
-    ],
-)
-def test_quotations_of_several_languages(answer: str, expected: list[str]) -> None:
-    found = list(find_quotes(answer))
-    assert [text for text, _, _ in found] == expected
+def test_a_place_is_one_in_the_text_as_it_was_given(tokenizer: Tokenizer) -> None:
+    content = "It is so:  the **first** agree-\nment of the ﬁrm, the Cafe\u0301 No.\u00a05, ends in May. What?"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+    prompt = PromptText(tokenizer, tokenizer.encode_chat(messages), messages)
+    (quote,) = find_sources(prompt, 10, None, "“The first agreement of the firm, the Café No. 5,”").quotes
+    assert quote.found
+    assert content[quote.start : quote.end] == "the **first** agree-\nment of the ﬁrm, the Cafe\u0301 No.\u00a05"
 
 
-def test_quotes_match_whatever_the_signs() -> None:
-    text = "He wrote: ‘It’s  the\nbest—by far—of all “great” books’ in 1873, and then he left the room."
-    for quote in (
-        'It\'s the best-by far-of all "great" books.',
-        "He wrote … and then he left",
-        "It’s the best [...] of all «great» books",
-    ):
-        pattern = pattern_of(quote)
-        assert pattern is not None
-        assert pattern.search(text), quote
-    for quote in ("it is the best", "best books"):
-        pattern = pattern_of(quote)
-        assert pattern is not None
-        assert not pattern.search(text), quote
-    assert pattern_of("…") is None
+def test_text_is_folded_once_and_for_quotes_only(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    folded = []
+    monkeypatch.setattr("sala.text.sources.FoldedText", lambda text: folded.append(text) or FoldedText(text))
+    prompt = PromptText(tokenizer, tokenizer.encode_chat(MESSAGES), MESSAGES)
+    assert find_sources(prompt, 10, None, "No quote.").quotes == []
+    assert not folded
+    quotes = find_sources(
+        prompt, 10, None, "“Line 7 says something”, “Line 8 says something”, “Line 8 says a thing”"
+    ).quotes
+    assert [quote.found for quote in quotes] == [True, True, False]
+    assert [text.strip() for text in folded] == [message["content"].strip() for message in MESSAGES]
+
+
+def test_quotes_that_take_too_long_are_left_out(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not said of them that they are not in the text."""
+    prompt = PromptText(tokenizer, tokenizer.encode_chat(MESSAGES), MESSAGES)
+    monkeypatch.setattr(PromptText, "work", lambda self: Work(4 * Work.TEXT + 3 * len(self.text)))
+    answer = " ".join(f"“gold {number} and silver”" for number in range(9))
+    sources = find_sources(prompt, 10, None, answer)
+    assert 0 < len(sources.quotes) < 9
+    assert prompt.find("Line 7 says something") is not None
+    monkeypatch.setattr(PromptText, "work", lambda self: Work(10))
+    assert prompt.find("Line 7 says something") is None
