@@ -18,10 +18,10 @@ from pathlib import Path
 
 from sala import cli
 from sala.lab.eval.official.benchmarks import BENCHMARKS
-from sala.lab.eval.official.case import Writer
+from sala.lab.eval.official.case import QuestionWriter
 from sala.lab.eval.official.data import Data
 from sala.lab.eval.official.plan import Volume, arrange
-from sala.lab.eval.official.request import Request
+from sala.lab.eval.official.request import BenchmarkRequest
 from sala.lab.report.record import Record
 from sala.models.embedded import find_model
 from sala.text.tokenizer import Tokenizer
@@ -55,8 +55,8 @@ def run(name: str, more: tuple[str, ...], data: Path, work: Path) -> list[dict[s
 
 def count(tokenizer: Tokenizer, length: int) -> dict[str, int]:
     """Return the tokens asked for and to be read of twenty questions about two graphs."""
-    request = Request(MADE, {length: 10}, tokenizer, Data())
-    writer = Writer(tokenizer)
+    request = BenchmarkRequest(MADE, {length: 10}, tokenizer, Data())
+    writer = QuestionWriter(tokenizer)
     questions = BENCHMARKS["graphwalks"].make(request, lambda *_: None)
     volume = Volume.of(arrange([*map(writer.prepare, questions)]))
     return {"length": length, "cases": volume.num_cases, "asked": volume.asked, "read": volume.read}

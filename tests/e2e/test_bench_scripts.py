@@ -1,5 +1,8 @@
 """Scripts in benchmarks/ that are meant for a GPU run through with a tiny model on a CPU."""
 
+import ast
+import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -17,6 +20,18 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     command = [sys.executable, str(SCRIPT), *arguments]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_every_script_finds_what_it_imports_from_the_package() -> None:
+    files = [file for name in ("benchmarks", "docs", "models") for file in sorted((ROOT / name).rglob("*.py"))]
+    assert len(files) > 40
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "sala":
+                module = importlib.import_module(node.module or "")
+                for one in node.names:
+                    has = hasattr(module, one.name) or importlib.util.find_spec(f"{node.module}.{one.name}")
+                    assert has, f"{file}, line {node.lineno}: {one.name}"
 
 
 def test_every_part_of_gpu_serving_runs(tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ LENGTHS = {
     "niah_multivalue vt cwe fwe qa_1 qa_2",
     8192: "niah_single_1 niah_single_2 niah_multikey_3 niah_multivalue vt fwe qa_1",
 }
+CASES = [(task, length, 0) for length, tasks in LENGTHS.items() for task in tasks.split()]
+# numbers of words that take more tokens as the list grows, and all documents at once
+CASES += [("cwe", 3000, 0), ("cwe", 3500, 7), ("cwe", 16384, 1), ("vt", 4096, 3), ("niah_multikey_2", 4096, 5)]
+CASES += [("qa_1", 32768, 2), ("qa_2", 16384, 0)]
 FUNCTIONS = {
     "vt": "get_vt_dataset",
     "cwe": "get_cw_dataset",
@@ -121,9 +125,9 @@ class _Prompts(ast.NodeTransformer):
 
 
 def lm_eval_cases(
-    task: str, length: int, tokenizer: Path, prompts: Mapping[str, str], num_cases: int = NUM_CASES
+    task: str, length: int, tokenizer: Path, prompts: Mapping[str, str], num_cases: int = NUM_CASES, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Return the first cases of a task as lm-eval makes them for its default seeds."""
+    """Return the first cases of a task as lm-eval makes them for a seed."""
     _stand_in_for_the_network()
     name = MODULES.get(task, "niah_utils")
     wording = tuple(prompts.items())
@@ -131,8 +135,8 @@ def lm_eval_cases(
         module = _needle_module(part, wording, num_cases)
         sys.modules[module.__name__] = module
     module = _module(name, wording, num_cases)  # a new one for every task: it has generators of its own
-    random.seed(0)
-    np.random.seed(1234)
+    random.seed(seed)
+    np.random.seed(seed or 1234)
     made = getattr(module, FUNCTIONS.get(task, task))(max_seq_lengths=[length], tokenizer=str(tokenizer))
     return [dict(row) for row in made["test"]]
 
@@ -169,13 +173,11 @@ def _stand_in_for_the_network() -> None:
 
 def main() -> None:
     prompts, found = json.loads(PROMPTS.read_text("utf-8")), {}
-    for length, tasks in LENGTHS.items():
-        for task in tasks.split():
-            rows = lm_eval_cases(task, length, TOKENIZER, prompts)[:NUM_CASES]
-            found[f"{task} {length}"] = [
-                digest(row["input"], row["outputs"], row["gen_prefix"], row["length"]) for row in rows
-            ]
-            print(task, length, found[f"{task} {length}"], flush=True)
+    for task, length, seed in CASES:
+        rows = lm_eval_cases(task, length, TOKENIZER, prompts, NUM_CASES, seed)[:NUM_CASES]
+        digests = [digest(row["input"], row["outputs"], row["gen_prefix"], row["length"]) for row in rows]
+        found[f"{task} {length} {seed}"] = digests
+        print(task, length, seed, digests, flush=True)
     EXPECTED.write_text(json.dumps(found, indent=1) + "\n")
 
 

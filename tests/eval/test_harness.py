@@ -306,6 +306,12 @@ def test_rows() -> None:
     assert (second["value"], second["stderr"], second["is_group"]) == (None, 0.25, True)
 
 
+def test_lengths_that_were_not_asked_for_are_left_out() -> None:
+    scores = {"alias": "niah_single_1", "4096,none": -1, "1024,none": 0.5, "1024_stderr,none": "N/A"}
+    (row,) = to_rows({"results": {"niah_single_1": scores}})
+    assert (row["metric"], row["value"]) == ("1024", 0.5)
+
+
 def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.setitem(sys.modules, "lm_eval", None)

@@ -57,6 +57,17 @@ def greedy(path: Path, ids: np.ndarray[Any, Any]) -> list[int]:
     return tokens[len(ids) :]
 
 
+def test_models_with_other_weights_have_other_fingerprints(dense: Path, tmp_path: Path) -> None:
+    """Answers of the one would be reported as those of the other: both directories have the same name."""
+    write_dense_model(tmp_path / "dense", "qwen3")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    model.model.norm.weight.data[0] += 1
+    model.save_pretrained(tmp_path / "dense")
+    one, two = TransformersModel(dense, "cpu"), TransformersModel(tmp_path / "dense", "cpu")
+    assert one.fingerprint == TransformersModel(dense, "cpu").fingerprint != two.fingerprint
+    assert one.name == two.name
+
+
 def test_what_prompts_share_is_kept_and_changes_no_token(dense: Path) -> None:
     model = TransformersModel(dense, "cpu")
     asked = [

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 
 from sala.errors import InputError, MissingExtra
 from sala.lab.eval.official import prompts, texts
+from sala.lab.eval.official import ruler as ruler_module
 from sala.lab.eval.official.ruler import NEEDLES, TASKS, Ruler, RulerCase
 from sala.lab.eval.official.scores import contains_all, contains_any
-from sala.lab.eval.official.texts import READERS, Essays, QuestionDocuments, WordPairs
+from sala.lab.eval.official.texts import READERS, Essays, WordPairs
 from sala.lab.eval.tasks.prose import write_documents
 from sala.text.tokenizer import Tokenizer
 from tests.eval.lm_eval_ruler import EXPECTED, PROMPTS, TOKENIZER, digest, hotpotqa, lm_eval_cases, squad
@@ -36,8 +38,9 @@ def ruler(tokenizer: Tokenizer) -> Ruler:
 @pytest.mark.parametrize("name", CASES)
 def test_the_cases_are_those_of_lm_eval(name: str, ruler: Ruler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "has_punkt", lambda: False)
-    task, length = name.split()
-    made = islice(ruler.cases(task, int(length)), len(CASES[name]))
+    task, length, seed = name.split()
+    seeded = Ruler(ruler._count, WORDING, ruler.essays, ruler.documents, int(seed))
+    made = islice(seeded.cases(task, int(length)), len(CASES[name]))
     assert [digest(one.input, one.outputs, one.opening, one.length) for one in made] == CASES[name]
 
 
@@ -115,10 +118,32 @@ def test_essays_are_repeated_where_they_end() -> None:
     assert " ".join(essays.sentences(3)) == "One two three."
 
 
-def test_documents_that_all_fit() -> None:
-    data = QuestionDocuments(["a", "b"], [texts.DocumentQuestion("?", ("x",), (0,))])
-    assert data.choose(data.questions[0], 10, __import__("random").Random(0)) == ["a", "b"]
-    assert data.texts == ["a", "b"]
+@pytest.mark.parametrize(
+    ("task", "length", "seed"), [("cwe", 3000, 0), ("cwe", 16384, 1), ("vt", 16384, 0), ("niah_single_2", 16384, 2)]
+)
+def test_texts_that_are_not_encoded_would_not_have_reached_the_limit(
+    task: str, length: int, seed: int, ruler: Ruler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a token per digit, as many models have, tokens per character rise while a numbered list grows."""
+    counted: list[int] = []
+
+    def count(text: str) -> int:
+        counted.append(len(text))
+        return len(re.findall(r"\d|\w+|\W", text))
+
+    monkeypatch.setattr(texts, "has_punkt", lambda: False)
+    seeded = Ruler(count, WORDING, ruler.essays, ruler.documents, seed)
+    found = [*islice(seeded.cases(task, length), 2)]
+    num_counted = len(counted)
+    monkeypatch.setattr(ruler_module, "LONG", sys.maxsize)
+    assert [*islice(seeded.cases(task, length), 2)] == found
+    assert num_counted < len(counted) - num_counted or task == "cwe"
+
+
+def test_the_documents_of_a_task_stay_as_they_are(ruler: Ruler) -> None:
+    before = [*ruler.documents("squad").texts]
+    assert len([*islice(ruler.cases("qa_1", 32768), 2)]) == 2  # all documents fit, and are shuffled
+    assert ruler.documents("squad").texts == before
 
 
 def test_prompts_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

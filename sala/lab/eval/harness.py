@@ -8,6 +8,8 @@ from typing import Any
 from sala.errors import InputError, MissingExtra, SalaError
 from sala.llm import LLM
 
+UNASKED = -1  # lm-eval's score of a RULER task at a length that was not asked for
+
 
 @cache
 def adapter() -> Any:
@@ -77,7 +79,7 @@ def to_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         better = (results.get("higher_is_better") or {}).get(task) or {}
         for name, value in found.items():
             metric, _, chain = name.partition(",")
-            if not chain or metric.endswith("_stderr"):
+            if not chain or metric.endswith("_stderr") or (metric.isdigit() and value == UNASKED):
                 continue
             error = found.get(f"{metric}_stderr,{chain}")
             rows.append(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from sala.checkpoint.reader import Checkpoint
 from sala.engine.requests import Call
 from sala.lab.eval.official.case import Prepared
 from sala.lab.eval.tasks.case import count_shared
@@ -81,9 +82,11 @@ class TransformersModel:
         from sala.lab.dense import load_dense
 
         self._torch = torch
-        self.name, self.fingerprint = path.name, f"transformers {path.name}"
         self.tokenizer = Tokenizer.load(path)
         self._model = load_dense(path, pick_device(device), "auto")
+        with Checkpoint(path) as checkpoint:
+            self.fingerprint = f"transformers {checkpoint.fingerprint()[:16]} {self._model.dtype}"
+        self.name = path.name
         config, generation = self._model.config, self._model.generation_config
         self.max_tokens = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
         self._stops = {*_as_list(config.eos_token_id), *_as_list(generation.eos_token_id)}

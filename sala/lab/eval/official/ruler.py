@@ -24,7 +24,10 @@ Count = Callable[[str], int]  # the tokens of a text, with those that the tokeni
 SHUFFLE_SEED = 42
 NUMPY_SEED = 1234  # of lm-eval, if none is given
 SHORT = 4096  # tokens below which units are smaller
-MARGIN = 1.06  # by how much the tokens per character may differ between texts of a task
+LONG = 20_000  # characters below which every text is encoded
+DRIFT = 1.03  # by how much the tokens of texts of equal length may differ
+FILLER_DRIFT = 1.003  # the same where all but a few needles is the same text
+GROWTH = 2.0  # by how much the tokens per character of what is added may exceed those of the text so far
 DEPTHS = [int(one) for one in np.round(np.linspace(0, 100, num=40))]
 
 
@@ -90,7 +93,8 @@ class Ruler:
         Raise InputError if `num_tokens` are too few.
         """
         rng = random.Random(self._seed)  # noqa: S311 - lm-eval's generator
-        fit = Fit(self._count, num_tokens)
+        is_filler = task == "vt" or (task in NEEDLES and NEEDLES[task].haystack != "needle")
+        fit = Fit(self._count, num_tokens, FILLER_DRIFT if is_filler else DRIFT)
         if task in NEEDLES:
             return _needles(self, NEEDLES[task], rng, fit)
         if task in QUESTIONS:
@@ -102,19 +106,29 @@ class Ruler:
 
 
 class Fit:
-    """Says whether texts fit. A text that is far too short to reach the limit is not encoded."""
+    """Says whether growing texts of one task fit. A text that is surely too short to reach the limit is not encoded.
 
-    def __init__(self, count: Count, num_tokens: int) -> None:
-        self.count, self.num_tokens = count, num_tokens
-        self._per_char = 0.0
+    The last text that was encoded bounds the tokens of the next ones: what they have in addition may have GROWTH times
+    as many tokens per character. So about as many texts are encoded as the distance to the limit can be halved.
+    """
 
-    def lower_bound(self, text: str, more: int) -> int:
-        """Return the tokens of a text, exactly if they and `more` could reach the limit; else fewer than that."""
-        if self._per_char and len(text) * self._per_char * MARGIN + more < self.num_tokens:
-            return int(len(text) * self._per_char)
-        found = self.count(text)
-        self._per_char = max(self._per_char, found / max(1, len(text)))
-        return found
+    def __init__(self, count: Count, num_tokens: int, drift: float = DRIFT) -> None:
+        self.count, self.num_tokens, self._drift = count, num_tokens, drift
+        self._chars, self._tokens = 0, 0
+
+    def is_short(self, num_chars: int, more: int) -> bool:
+        """Return whether a text of so many characters, and `more` tokens, are surely below the limit."""
+        if not self._chars or num_chars <= LONG:
+            return False
+        added = max(0, num_chars - self._chars) * self._tokens / self._chars
+        return self._tokens * self._drift + added * GROWTH + more < self.num_tokens
+
+    def estimate(self, text: str, more: int) -> int:
+        """Return the tokens of a text; none if they and `more` are surely below the limit."""
+        if self.is_short(len(text), more):
+            return 0
+        self._chars, self._tokens = len(text), self.count(text)
+        return self._tokens
 
     def too_short(self, task: str) -> InputError:
         message = f"are too short for {task}: {self.num_tokens:,} tokens"
@@ -142,8 +156,12 @@ class NeedleText:
     def needle(self, key: str, value: str) -> str:
         return self.prompts["needle"].format(type_needle_v=self.spec.values, key=key, value=value)
 
-    def write(self, num_units: int) -> tuple[str, list[str], str]:
-        """Return a question with its text, the answers, and the keys that are asked for."""
+    def num_chars(self, num_units: int) -> int:
+        """Return about how many characters a text has; none where it is quick to write."""
+        return self.essays.num_chars(num_units) if self.essays is not None else 0
+
+    def draw(self, num_units: int) -> "DrawnNeedles":
+        """Take the random numbers of a text."""
         spec, keys, values, needles = self.spec, list[str](), list[list[str]](), list[str]()
         for _ in range(spec.num_keys):
             keys.append(self.token(spec.keys))
@@ -152,9 +170,15 @@ class NeedleText:
                 values[-1].append(self.token(spec.values))
                 needles.append(self.needle(keys[-1], values[-1][-1]))
         random.Random(SHUFFLE_SEED).shuffle(needles)  # noqa: S311
-        text = self._hide(needles, num_units)
+        lines, places = self._draw_places(needles, num_units)
         asked = self.rng.sample(range(spec.num_keys), spec.num_queries)
-        names = [keys[at] for at in asked]
+        return DrawnNeedles(keys, values, needles, lines, places, asked)
+
+    def write(self, num_units: int, drawn: "DrawnNeedles") -> tuple[str, list[str], str]:
+        """Return a question with its text, the answers, and the keys that are asked for."""
+        spec = self.spec
+        text = self._hide(drawn, num_units)
+        names = [drawn.keys[at] for at in drawn.asked]
         query = names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
         template, kind = self.prompts["niah"], spec.values
         if spec.has_one_answer:
@@ -162,25 +186,42 @@ class NeedleText:
                 template = template.replace(plural, single)
             kind = kind[:-1]
         question = template.format(type_needle_v=kind, context=text, query=query)
-        return question, [value for at in asked for value in values[at]], query
+        return question, [value for at in drawn.asked for value in drawn.values[at]], query
 
-    def _hide(self, needles: list[str], num_units: int) -> str:
+    def _draw_places(self, needles: list[str], num_units: int) -> tuple[list[str], list[int]]:
+        """Return the lines that needles are hidden among, and their places; of essays none, and depths."""
         if self.essays is not None:
-            sentences = self.essays.sentences(num_units)
-            depths = self.rng.sample(DEPTHS, len(needles))
-            places = sorted(int(len(sentences) * (depth / 100)) for depth in depths)
-            parts = []
-            for begin, end, needle in zip([0, *places], places, needles, strict=False):
-                parts += [" ".join(sentences[begin:end]), needle]
-            return " ".join([*parts, " ".join(sentences[places[-1] :])])
+            return [], self.rng.sample(DEPTHS, len(needles))
         if self.spec.haystack == "repeat":
             lines = [self.prompts["noise"]] * num_units
         else:
             lines = [self.needle(self.token(self.spec.keys), self.token(self.spec.values)) for _ in range(num_units)]
-        places = sorted(self.rng.sample(range(num_units), len(needles)), reverse=True)
-        for place, needle in zip(places, needles, strict=True):
+        return lines, sorted(self.rng.sample(range(num_units), len(needles)), reverse=True)
+
+    def _hide(self, drawn: "DrawnNeedles", num_units: int) -> str:
+        if self.essays is not None:
+            sentences = self.essays.sentences(num_units)
+            places = sorted(int(len(sentences) * (depth / 100)) for depth in drawn.places)
+            parts = []
+            for begin, end, needle in zip([0, *places], places, drawn.needles, strict=False):
+                parts += [" ".join(sentences[begin:end]), needle]
+            return " ".join([*parts, " ".join(sentences[places[-1] :])])
+        lines = [*drawn.lines]
+        for place, needle in zip(drawn.places, drawn.needles, strict=True):
             lines.insert(place, needle)
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class DrawnNeedles:
+    """The random parts of a text: keys with their values, needles in order, and where they are hidden."""
+
+    keys: list[str]
+    values: list[list[str]]
+    needles: list[str]
+    lines: list[str]
+    places: list[int]
+    asked: list[int]
 
 
 @cache
@@ -195,8 +236,12 @@ def _needles(ruler: Ruler, spec: NeedleTask, rng: random.Random, fit: Fit) -> It
     num_needles = spec.num_keys * spec.num_values
     num_units, total = max(step, num_needles), 0
     while total + room < fit.num_tokens:
-        text, answers, _ = haystack.write(num_units)
-        total = fit.lower_bound(" ".join([text, *answers]), room)
+        drawn = haystack.draw(num_units)
+        if fit.is_short(haystack.num_chars(num_units), room):
+            num_units += step
+            continue
+        text, answers, _ = haystack.write(num_units, drawn)
+        total = fit.estimate(" ".join([text, *answers]), room)
         if total + room > fit.num_tokens:
             num_units -= step
             break
@@ -207,7 +252,7 @@ def _needles(ruler: Ruler, spec: NeedleTask, rng: random.Random, fit: Fit) -> It
     for index in count_from():
         for units in range(num_units, 0, -step):
             try:
-                text, answers, query = haystack.write(units)
+                text, answers, query = haystack.write(units, haystack.draw(units))
             except ValueError:  # fewer units than needles
                 continue
             length = fit.count(text) + room
@@ -238,6 +283,17 @@ def _chains(ruler: Ruler, rng: random.Random, numbers: np.random.RandomState, fi
         yield RulerCase(index, text[:end], tuple(variables), text[end:].strip(), length)
 
 
+@dataclass(frozen=True)
+class DrawnChain:
+    """The random parts of a text: variables, their value, the assignments, and the lines they are hidden among."""
+
+    names: list[str]
+    value: str
+    chain: list[str]
+    lines: list[str]
+    places: list[int]
+
+
 class ChainWriter:
     ROOM = 30  # tokens of an answer
     HOPS = 4
@@ -248,8 +304,8 @@ class ChainWriter:
     def name(self, size: int) -> str:
         return "".join(self.rng.choices(string.ascii_uppercase, k=size))
 
-    def write(self, num_lines: int, is_example: bool) -> tuple[str, list[str]]:
-        """Return a question with its text, and the variables that hold the value."""
+    def draw(self, num_lines: int, is_example: bool) -> "DrawnChain":
+        """Take the random numbers of a text."""
         names = [self.name(3 if is_example else 5) for _ in range(self.HOPS + 1)]
         while len(set(names)) <= self.HOPS:
             names.append(self.name(3 if is_example else 5))
@@ -264,18 +320,27 @@ class ChainWriter:
             if len(lines) <= len(chain):
                 chain = chain[: len(lines) - 1]
         places = sorted(self.rng.sample(range(len(lines)), len(chain)))
-        for shift, (place, link) in enumerate(zip(places, chain, strict=True)):
+        return DrawnChain(names, value, chain, lines, places)
+
+    def write(self, drawn: "DrawnChain") -> tuple[str, list[str]]:
+        """Return a question with its text, and the variables that hold the value."""
+        lines = [*drawn.lines]
+        for shift, (place, link) in enumerate(zip(drawn.places, drawn.chain, strict=True)):
             lines.insert(place + shift, link)
         text = " ".join(lines).replace(". \n", ".\n")
         template = self.prompts["vt"] + self.prompts["vt_opening"]
-        return template.format(context=text, query=value, num_v=self.HOPS + 1), names
+        return template.format(context=text, query=drawn.value, num_v=self.HOPS + 1), drawn.names
 
     def most(self, fit: Fit, step: int, taken: int, is_example: bool) -> int:
         """Return how many lines of noise fit beside `taken` tokens of an example."""
         num_lines, total, more = step, 0, self.ROOM + taken
         while total + more < fit.num_tokens:
-            text, names = self.write(num_lines, is_example)
-            total = fit.lower_bound(f"{text} {names}", more)
+            drawn = self.draw(num_lines, is_example)
+            if fit.is_short(num_lines * (len(self.prompts["noise"]) + 1), more):
+                num_lines += step
+                continue
+            text, names = self.write(drawn)
+            total = fit.estimate(f"{text} {names}", more)
             if total + more > fit.num_tokens:
                 num_lines -= step
                 break
@@ -285,7 +350,7 @@ class ChainWriter:
     def make(self, num_lines: int, fit: Fit, step: int, taken: int, is_example: bool) -> tuple[str, list[str], int]:
         """Return a question that fits, its variables and its length."""
         while num_lines > 0:
-            text, names = self.write(num_lines, is_example)
+            text, names = self.write(self.draw(num_lines, is_example))
             length = fit.count(text) + self.ROOM + taken
             if length <= fit.num_tokens:
                 return text, names, length
@@ -327,7 +392,7 @@ def _common(ruler: Ruler, rng: random.Random, fit: Fit) -> Iterator[RulerCase]:
     num_words, total = step, 0
     while total + room < fit.num_tokens:
         example, text, answer = pair(num_words)
-        total = fit.lower_bound(f"{example}\n{text} {numbered(answer)}", room)
+        total = fit.estimate(f"{example}\n{text} {numbered(answer)}", room)
         if total + room > fit.num_tokens:
             num_words -= step
             break
@@ -393,17 +458,19 @@ def _frequent(ruler: Ruler, rng: random.Random, fit: Fit) -> Iterator[RulerCase]
 
 def _questions(ruler: Ruler, data: QuestionDocuments, rng: random.Random, fit: Fit) -> Iterator[RulerCase]:
     room, step = 32, 10
+    documents = [*data.texts]
 
     def write(number: int, num_docs: int) -> str:
         question = data.questions[number]
-        chosen = data.choose(question, num_docs, rng)
+        # where all documents fit, lm-eval shuffles its own list, so the next text begins with that order
+        chosen = documents if num_docs >= len(documents) else data.choose(documents, question, num_docs, rng)
         random.Random(SHUFFLE_SEED).shuffle(chosen)  # noqa: S311
         numbered = [ruler.prompts["qa_document"].format(i=at, document=text) for at, text in enumerate(chosen, 1)]
         return ruler.prompts["qa"].format(context="\n\n".join(numbered), query=question.text)
 
     num_docs, total = step, 0
     while total + room < fit.num_tokens:
-        total = fit.lower_bound(f"{write(0, num_docs)} {[*data.questions[0].answers]}", room)
+        total = fit.estimate(f"{write(0, num_docs)} {[*data.questions[0].answers]}", room)
         if total + room > fit.num_tokens:
             num_docs -= step
             break

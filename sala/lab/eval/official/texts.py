@@ -63,7 +63,13 @@ class Essays:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._words = re.sub(r"\s+", " ", " ".join(texts)).split(" ")
+        self._ends = [*accumulate(len(word) + 1 for word in self._words)]
         self.sentences = lru_cache(CACHED_CUTS)(self._sentences)
+
+    def num_chars(self, num_words: int) -> int:
+        """Return how many characters so many words have."""
+        rounds, rest = divmod(num_words, len(self._words))
+        return rounds * self._ends[-1] + (self._ends[rest - 1] if rest else 0)
 
     def _sentences(self, num_words: int) -> list[str]:
         """Return the first words as sentences."""
@@ -110,19 +116,18 @@ class QuestionDocuments:
     texts: list[str]
     questions: list[DocumentQuestion]
 
-    def choose(self, question: DocumentQuestion, num_docs: int, rng: random.Random) -> list[str]:
-        """Return the documents of a question and others, so many in all."""
+    @staticmethod
+    def choose(documents: Sequence[str], question: DocumentQuestion, num_docs: int, rng: random.Random) -> list[str]:
+        """Return the documents of a question and others, so many in all; fewer than there are."""
         needed, related = [*question.needed], [*question.related]
-        if num_docs >= len(self.texts):
-            return list(self.texts)
         missing = max(0, num_docs - len(needed))
         if missing > len(related):
             known = {*needed, *related}
-            others = [at for at in range(len(self.texts)) if at not in known]
+            others = [at for at in range(len(documents)) if at not in known]
             chosen = needed + related + rng.sample(others, missing - len(related))
         else:
             chosen = needed + rng.sample(related, missing)
-        return [self.texts[at] for at in chosen]
+        return [documents[at] for at in chosen]
 
 
 def squad(data: Any) -> QuestionDocuments:
