@@ -1,8 +1,10 @@
 """The process that finds and reads files: they are hostile, and it may be killed at any time.
 
 It holds no secrets, writes no files and starts no processes. Memory is limited for the process, time for each task.
+What else it could do is refused by the system where that can: see `confinement`.
 """
 
+import contextlib
 import logging
 import os
 import sys
@@ -54,12 +56,17 @@ def main() -> None:
     sys.dont_write_bytecode = True
     from sala.text import sandbox
 
+    sys.modules["numpy"] = None  # type: ignore[assignment] # openpyxl does without; its import starts threads
     warnings.simplefilter("ignore")
     logging.disable()
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print is not a reply
     os.dup2(1, 2)
     sandbox.limit_resources(MEMORY_BYTES, RLIMIT_FSIZE=0, RLIMIT_CORE=0, RLIMIT_NPROC=0)
+    with contextlib.suppress(ImportError, AttributeError, OSError):  # where Python or its C library lacks what it needs
+        from sala.documents.confinement import confine
+
+        confine()
     sandbox.serve(requests, replies, {"find": find, "read": read})
 
 

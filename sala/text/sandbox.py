@@ -1,4 +1,4 @@
-"""The process for work on untrusted input that may not end: renders chat templates, tries grammars and patterns.
+"""The process for work on untrusted input that may not end: renders chat templates, tries grammars.
 
 Requests on stdin, replies on stdout; the first line reports that it is ready, each message is one line of JSON. The
 process holds no secrets of the user and can be killed at any time.
@@ -6,7 +6,6 @@ process holds no secrets of the user and can be killed at any time.
 
 import functools
 import json
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -78,15 +77,8 @@ def _load_tokenizer(file: str, vocab_size: int, stop_ids: tuple[int, ...]) -> An
     return LLTokenizer(file, n_vocab=vocab_size, eos_token=list(stop_ids) or None)
 
 
-def try_patterns(patterns: list[str]) -> str:
-    """Compile regular expressions."""
-    for pattern in patterns:
-        re.compile(pattern)
-    return ""
-
-
 Tasks = dict[str, Callable[..., Any]]
-TASKS: Tasks = {"render": render, "tokenizer": load_tokenizer, "grammar": try_grammar, "patterns": try_patterns}
+TASKS: Tasks = {"render": render, "tokenizer": load_tokenizer, "grammar": try_grammar}
 
 
 def answer(request: dict[str, Any], tasks: Tasks = TASKS) -> dict[str, Any]:
@@ -114,7 +106,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, tasks: Tasks = TASKS) -> None:
 
 
 def limit_resources(memory_bytes: int, **others: int) -> None:
-    """Limit memory, and other resources by their names, where the system allows it; the time limit holds everywhere."""
+    """Limit memory and other resources, for good, where the system allows it; time is limited anyway."""
     try:
         import resource
     except ImportError:  # Windows has none
@@ -123,7 +115,8 @@ def limit_resources(memory_bytes: int, **others: int) -> None:
         try:
             kind = getattr(resource, name)
             _, hard = resource.getrlimit(kind)
-            resource.setrlimit(kind, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+            limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(kind, (limit, limit))
         except (AttributeError, ValueError, OSError):  # macOS does not limit memory
             continue
 
