@@ -1,5 +1,8 @@
 """Quotations are found in an answer, and looked up in a text whatever its spelling, in bounded time."""
 
+import random
+import re
+
 import pytest
 
 from sala.text.folding import FoldedText
@@ -139,6 +142,18 @@ def test_pieces_of_a_quote_may_be_anywhere_within_reach() -> None:
         assert find(text, "the a … the owl") == text[text.rindex("the a ") :]
     text = f"one two{far} two one three{far} one b two c three d four"
     assert find(text, "one … two … three … four") == text[text.rindex("one") :]
+
+
+def test_pieces_are_found_where_a_plain_search_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sala.text.quotes.MAX_GAP", 6)
+    chance = random.Random(5)
+    for _ in range(1000):
+        text = " ".join(chance.choices("abcd", k=chance.randint(3, 40)))
+        pieces = [" ".join(chance.choices("abcd", k=chance.randint(1, 2))) for _ in range(chance.randint(1, 4))]
+        plain = re.compile(".{0,6}".join(pieces))
+        found = find(text, " … ".join(pieces))
+        assert (found is None) == (plain.search(text) is None), (text, pieces)
+        assert found is None or plain.fullmatch(found), (text, pieces)
 
 
 @pytest.mark.parametrize(
