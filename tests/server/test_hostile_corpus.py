@@ -1,11 +1,13 @@
 """Bodies that used to stop the server for everyone, sent by one user beside another who is answered.
 
-The server has two keys: anna's requests do harm, ben reads a stream. /health and ben must not wait, and no callback of
-the event loop may take long: in CPU time of its thread, which does not depend on what else the machine does.
+The server has two keys: anna's requests, and those without a key, do harm; ben reads a stream. /health and ben must not
+wait, and no callback of the event loop may take long: in CPU time of its thread, which does not depend on what else
+the machine does.
 """
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -290,6 +292,16 @@ def send(server: Server, path: str, data: bytes | None, statuses: list[int], sec
                     break
 
 
+def send_chunks(server: Server, name: str | None, count: int, statuses: list[int]) -> None:
+    """Send a body in chunks of one byte, with or without a key, and read the status."""
+    address = httpx2.URL(server.url)
+    key = f"authorization: Bearer {server.keys[name]}\r\n" if name else ""
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{key}"
+    with socket.create_connection((address.host, address.port), timeout=60) as one:
+        one.sendall(f"{head}transfer-encoding: chunked\r\n\r\n".encode() + b"1\r\nx\r\n" * count + b"0\r\n\r\n")
+        statuses.append(int(one.recv(65536).split()[1]))
+
+
 def memory(process: psutil.Process) -> int:
     """Bytes of the server and of its workers."""
     total = 0
@@ -308,6 +320,13 @@ def test_nobody_else_notices(server: Server, name: str) -> None:
     count = 2 if name.startswith("two ") else 1
     seconds = LONG_S if name == "a thousand answers" else 60.0
     check(server, [partial(send, server, path, data, seconds=seconds)] * count)
+
+
+@pytest.mark.parametrize(("num_clients", "count"), [(1, 30_000), (8, 20_000)])
+@pytest.mark.parametrize(("name", "status"), [("anna", 400), (None, 401)])
+def test_nobody_notices_chunks(server: Server, name: str | None, status: int, num_clients: int, count: int) -> None:
+    statuses = check(server, [partial(send_chunks, server, name, count)] * num_clients)
+    assert statuses == [status] * num_clients
 
 
 def test_many_senders_at_once(server: Server) -> None:
@@ -360,8 +379,8 @@ def find_routes(server: Server, methods: set[str]) -> list[str]:
     return [re.sub(r"{[^}]*}", "x", path) for path, found in schema["paths"].items() if set(found) & methods]
 
 
-def check(server: Server, sending: Sequence[Callable[[list[int]], None]]) -> None:
-    """Send at the same time; every status is an answer, nobody else waits, and all is as before in the end."""
+def check(server: Server, sending: Sequence[Callable[[list[int]], None]]) -> list[int]:
+    """Send at the same time; return the statuses: all are answers, nobody else waits, all is as before in the end."""
     process = server.process
     threads, before = process.num_threads(), memory(process)
     gaps: list[float] = []
@@ -388,3 +407,4 @@ def check(server: Server, sending: Sequence[Callable[[list[int]], None]]) -> Non
     while process.num_threads() > threads + 4 or memory(process) > before + SLACK:
         assert time.monotonic() < deadline, (process.num_threads(), threads, memory(process) >> 20, before >> 20)
         time.sleep(0.05)
+    return statuses

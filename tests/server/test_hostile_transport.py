@@ -11,10 +11,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import h11
 import psutil
 import pytest
 
 from sala.server.app import create_app
+from sala.server.http.parser import NUM_EVENTS, Parser
+from sala.server.http.security import MAX_HEADER_BYTES
 from sala.server.settings import Settings
 from tests.server.live import Live, is_closed, read_answer, request, serving, wait_until
 
@@ -57,6 +60,11 @@ def answers(live: Live) -> bool:
 def head(path: str, *lines: str) -> bytes:
     first = (f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json")
     return "\r\n".join([*first, *lines, "", ""]).encode()
+
+
+def single_bytes(body: bytes) -> bytes:
+    """The body in chunks of one byte, without the end."""
+    return b"".join(b"1\r\n%c\r\n" % byte for byte in body)
 
 
 def read_all(one: socket.socket, within: float = 20.0) -> bytes:
@@ -195,8 +203,74 @@ def test_single_bytes_as_chunks_are_a_body(live: Live) -> None:
     body = json.dumps(SHORT).ljust(3000).encode()
     with live.connect() as one:
         one.sendall(head(CHAT, "transfer-encoding: chunked"))
-        one.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        one.sendall(single_bytes(body) + b"0\r\n\r\n")
         assert read_answer(one).status == 200
+
+
+def test_what_follows_a_body_in_small_chunks_is_answered(live: Live) -> None:
+    body = json.dumps(SHORT).ljust(3000).encode()
+    whole = head(CHAT, "transfer-encoding: chunked") + single_bytes(body) + b"0\r\nx: y\r\n\r\n"
+    with live.connect() as one:
+        one.sendall(whole + whole + request("GET", "/health/live", connection="close"))
+        assert read_all(one).count(b"HTTP/1.1 200 ") == 3
+
+
+def test_the_rest_of_a_refused_body_is_not_parsed(keyed: Live) -> None:
+    """What follows the many chunks is no chunk: whoever parsed it would answer it."""
+    with keyed.connect() as one:
+        one.sendall(head(CHAT, "transfer-encoding: chunked") + single_bytes(b"x" * 5000) + b"broken\r\n")
+        data = read_all(one)
+    assert data.startswith(b"HTTP/1.1 401 ")
+    assert data.count(b"HTTP/1.1 ") == 1
+
+
+def test_after_large_chunks_that_are_refused_the_connection_is_kept(live: Live) -> None:
+    with live.connect() as one:
+        for _ in range(2):
+            one.sendall(head("/nowhere", "transfer-encoding: chunked"))
+            one.sendall((b"4000\r\n" + b"x" * 16 * KIB + b"\r\n") * 40 + b"0\r\n\r\n")
+            assert read_answer(one).status == 404
+        one.sendall(request("GET", "/health/live"))
+        assert read_answer(one).status == 200
+
+
+def test_few_events_are_parsed_at_a_time() -> None:
+    parser = Parser(MAX_HEADER_BYTES)
+    parser.receive_data(head(CHAT, "transfer-encoding: chunked") + single_bytes(b"x" * 5000) + b"0\r\n\r\n")
+    counts: list[int] = []
+    while parser.is_cut or not counts:
+        parser.allow()
+        counts.append(sum(1 for _ in iter(parser.next_event, h11.NEED_DATA)))
+    assert max(counts) <= NUM_EVENTS
+    assert sum(counts) == 1 + 5000 + 1
+
+
+def test_a_body_with_a_length_is_one_event_for_each_read() -> None:
+    parser = Parser(MAX_HEADER_BYTES)
+    parser.receive_data(head(CHAT, f"content-length: {900 * KIB}") + b"x" * 200 * KIB)
+    events = list(iter(parser.next_event, h11.NEED_DATA))
+    for _ in range(3):
+        parser.receive_data(b"x" * 200 * KIB)
+        events += iter(parser.next_event, h11.NEED_DATA)
+    assert [type(event) for event in events] == [h11.Request] + [h11.Data] * 5
+    parser.receive_data(b"x" * 100 * KIB + request("GET", "/"))
+    assert [type(event) for event in iter(parser.next_event, h11.PAUSED)] == [h11.Data, h11.EndOfMessage]
+    assert parser.has_more
+
+
+@pytest.mark.parametrize("count", [100, 102, 10_000])
+def test_lines_of_a_header_are_counted_before_they_are_parsed(count: int) -> None:
+    lines = b"GET / HTTP/1.1\r\nhost: a\r\n" + b"a:\r\n" * (count - 1)
+    parser = Parser(MAX_HEADER_BYTES)
+    for piece in (lines, b"\r\n" + b"\n" * 1000):
+        parser.receive_data(piece)
+        if count > 100:
+            with pytest.raises(h11.RemoteProtocolError, match="too many lines in a header"):
+                parser.next_event()
+            return
+        event = parser.next_event()
+    assert isinstance(event, h11.Request)
+    assert len(event.headers) == count
 
 
 @pytest.mark.parametrize(
@@ -239,6 +313,13 @@ def test_lines_without_end_after_a_body_are_refused(live: Live, line: bytes) -> 
             pass
         assert is_closed(one, 5)
     assert answers(live)
+
+
+def test_many_lines_after_a_body_are_refused(live: Live) -> None:
+    with live.connect() as one:
+        one.sendall(head(CHAT, "transfer-encoding: chunked") + b"2\r\n{}\r\n0\r\n" + b"a:\r\n" * 8000 + b"\r\n")
+        assert read_answer(one).status == 400
+        assert is_closed(one, 5)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/tokenize", "/v1/models/load", "/v1/models/download"])

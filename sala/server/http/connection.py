@@ -10,7 +10,8 @@ disconnected first, then an idle one, last an idle one that has shown a key. If 
 has more than its share, a few more connections are accepted, but only for a request with a key or for /health; not
 where one of several keys has half of all connections already.
 
-Requests that a client sends without waiting for responses (pipelining) take turns with those of other connections.
+Requests that a client sends without waiting for responses (pipelining), and bodies in many small chunks, take turns
+with those of other connections. What is left of such a body when the response has been sent is discarded.
 """
 
 import asyncio
@@ -25,12 +26,14 @@ from typing import Any
 import h11
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sala.errors import SalaError
 from sala.server.http.errors import ApiError
 from sala.server.http.keys import Key
-from sala.server.http.security import find_key
+from sala.server.http.parser import Parser
+from sala.server.http.security import MAX_HEADER_BYTES, find_key, header_too_large
 from sala.server.settings import Settings, is_loopback
 
 log = logging.getLogger("sala.server")
@@ -42,9 +45,9 @@ EXTRA_HEADER_S = 2.0  # in which such a request must arrive
 
 
 class Turns:
-    """Begins one pipelined request in each round of the event loop.
+    """Lets one connection go on in each round of the event loop: with its next request, or with the next chunks.
 
-    Otherwise the clients that pipeline would fill every round with a request each, and all others would wait for them.
+    Otherwise the clients that send much at once would fill every round, and all others would wait for them.
     """
 
     def __init__(self) -> None:
@@ -53,18 +56,32 @@ class Turns:
     def add(self, connection: "Connection") -> None:
         self._waiting.append(connection)
         if len(self._waiting) == 1:
-            connection.loop.call_soon(self._begin)
+            connection.loop.call_soon(self._go_on)
 
-    def _begin(self) -> None:
+    def _go_on(self) -> None:
         connection = self._waiting.popleft()
         if self._waiting:
-            connection.loop.call_soon(self._begin)
-        connection.begin_next()
+            connection.loop.call_soon(self._go_on)
+        connection.go_on()
+
+
+class Flow(FlowControl):
+    """Lets nobody resume reading while the connection waits for its turn: what it has read is to be parsed first."""
+
+    is_held = False
+
+    def resume_reading(self) -> None:
+        if not self.is_held:
+            super().resume_reading()
 
 
 class Connection(H11Protocol):
+    conn: Parser
+    flow: Flow
+
     def __init__(self, *arguments: Any, settings: Settings, turns: Turns, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self.conn = Parser(MAX_HEADER_BYTES)
         self.settings = settings
         self.turns = turns
         self.since = self.loop.time()
@@ -73,7 +90,7 @@ class Connection(H11Protocol):
         self.is_extra = False  # beyond the limit of connections
         self.key: Key | None = None  # the last valid one that a request has shown
         self._has_responded = False  # just now
-        self._is_queued = False  # the next request is here and waits for its turn
+        self._is_queued = False  # the next request, or more of a body, is here and waits for its turn
         self._wait: str | None = None
         self._wait_since = 0.0
         self._paused_at: float | None = None  # since then the client has not read what was sent
@@ -84,6 +101,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         has_room = len(self.connections) < self.settings.max_connections or self._make_room()
         super().connection_made(transport)
+        self.flow = Flow(transport)
         self.is_extra = not has_room or self._is_over_share()
         if not self.is_extra or self._find_extra_place():
             self._watch()
@@ -100,12 +118,16 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         if self._is_queued:
             return
-        if self._has_responded and self.conn.trailing_data[0]:
-            self._is_queued = True
-            self.flow.pause_reading()
-            self.turns.add(self)
+        if self._has_responded and self.conn.has_more:
+            self._queue()
             return
+        self.conn.allow()
         super().handle_events()
+        if self.conn.is_cut and not self.is_refused:
+            if self._find_wait() == "rest":
+                self._linger()
+            else:
+                self._queue()
         if self.is_refused or self.is_idle:
             return
         self.key = find_key(Request(dict(self.cycle.scope)), self.settings) or self.key
@@ -134,11 +156,13 @@ class Connection(H11Protocol):
         self._has_responded = True
         super().on_response_complete()  # which handles the next request if it is here
         self._has_responded = False
+        if self._is_queued and self._find_wait() == "rest":
+            self._linger()
         self._watch()
 
-    def begin_next(self) -> None:
-        """Handle the next request, which is here already: its turn has come."""
-        self._is_queued = False
+    def go_on(self) -> None:
+        """Handle the next request, or more of a body, which is here already: its turn has come."""
+        self._is_queued = self.flow.is_held = False
         if not (self.is_refused or self.transport.is_closing()):
             self.flow.resume_reading()
             self.handle_events()
@@ -147,7 +171,8 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         # h11's exception, which is being handled by our caller, knows a better status than 400
         status = getattr(sys.exception(), "error_status_hint", 400)
-        self.refuse(ApiError(status, "this is not a valid HTTP request", code="bad_request"))
+        invalid = ApiError(status, "this is not a valid HTTP request", code="bad_request")
+        self.refuse(header_too_large() if status == 431 else invalid)
 
     def shutdown(self) -> None:
         if self.is_refused:
@@ -169,8 +194,6 @@ class Connection(H11Protocol):
         """Send an error and close the connection, leaving the client some time to read it."""
         is_asked = self.cycle is not None and not self.cycle.response_complete
         self.is_refused = True
-        self._cancel("wait", "stall")
-        self._unset_keepalive_if_required()
         if is_asked:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -181,10 +204,29 @@ class Connection(H11Protocol):
         lines = [f"HTTP/1.1 {error.status_code} {http.HTTPStatus(error.status_code).phrase}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self.transport.write("\r\n".join([*lines, "connection: close", "", ""]).encode() + body)
-        if self.transport.can_write_eof():
+        self._linger()
+
+    def _linger(self) -> None:
+        """End the connection after a response; until the client has had time to read it, discard what it sends."""
+        self.is_refused = True
+        self._cancel("wait", "stall")
+        self._unset_keepalive_if_required()
+        self.conn.discard()
+        try:
             self.transport.write_eof()
+        except OSError:  # the client is gone
+            self.transport.abort()
+            return
+        self.flow.is_held = False
         self.flow.resume_reading()
         self._timers["wait"] = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _queue(self) -> None:
+        """Wait for a turn to handle what has been received, and receive nothing meanwhile."""
+        self._is_queued = True
+        self.flow.pause_reading()
+        self.flow.is_held = True
+        self.turns.add(self)
 
     @property
     def is_stalled(self) -> bool:

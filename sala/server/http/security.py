@@ -336,14 +336,18 @@ def too_large(max_body: int) -> ApiError:
     return ApiError(413, message, code="body_too_large")
 
 
+def header_too_large() -> ApiError:
+    message = f"the header has more than {MAX_HEADER_BYTES:,} bytes or {MAX_HEADERS} lines"
+    return ApiError(431, message, code="header_too_large")
+
+
 def check_headers(scope: Scope, max_body: int) -> ApiError | None:
     """Return the reason to refuse a request by its headers, if there is one."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
     size += sum(len(name) + len(value) + 4 for name, value in headers)
     if size > MAX_HEADER_BYTES or len(headers) > MAX_HEADERS:
-        message = f"the header has more than {MAX_HEADER_BYTES:,} bytes or {MAX_HEADERS} lines"
-        return ApiError(431, message, code="header_too_large")
+        return header_too_large()
     lengths = [value.strip() for name, value in headers if name == b"content-length"]
     if lengths and any(name == b"transfer-encoding" for name, _ in headers):
         message = "Content-Length and Transfer-Encoding exclude each other"
