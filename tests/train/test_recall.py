@@ -128,6 +128,9 @@ def test_a_loss_is_told() -> None:
     after = [Recall(2048, 8, 8, 0.1), Recall(8192, 8, 16, 0.9), Recall(32768, 0, 8, 9.0)]
     assert has_fallen(before, after) == [8192]
     assert has_fallen(before, [Recall(8192, 9, 16, 0.9)]) == []
+    assert has_fallen([Recall(8192, 8, 8, 0.1)], [Recall(8192, 7, 8, 0.15)]) == []  # by chance
+    assert has_fallen([Recall(8192, 8, 8, 0.1)], [Recall(8192, 7, 8, 0.3)]) == [8192]
+    assert has_fallen([Recall(8192, 8, 8, 0.1)], [Recall(8192, 5, 8, 0.1)]) == [8192]
     assert describe(before[:2], after) == "8 → 8 of 8 at 2K, 10 → 8 of 16 at 8K"
 
 
@@ -170,6 +173,12 @@ def test_how_long_rows_are(room: Path, tmp_path: Path) -> None:
     assert row_length(options, config, 10_000_000, lambda length: False) == 4096  # as long as other rows
     assert row_length(options, config, 20_000, lambda length: True) == 4096
     assert row_length(options, config, 100, lambda length: True) == 1024
+    default = replace(options, keep_long=None)
+    assert row_length(default, config, 10_000_000, lambda length: True) == 16384
+    assert row_length(default, config, 20_000, lambda length: True) is None  # attention would be dense
+    assert row_length(replace(default, long_texts=tmp_path), config, 20_000, lambda length: True) == 4096
+    always = replace(config, sparse_config=replace(config.sparse_config, dense_len=1 << 20))
+    assert row_length(default, always, 20_000, lambda length: True) == 4096
     assert row_length(replace(options, keep_long_length=777), config, 100, lambda length: False) == 777
 
 

@@ -24,21 +24,25 @@ EXCESS = 3  # the rows of a small run may take so many times their share, so tha
 _TRIES = 8
 
 
-def row_length(options: FinetuneOptions, config: SalaConfig, num_tokens: int, fits: Callable[[int], bool]) -> int:
-    """Return the tokens of a long row.
+def row_length(
+    options: FinetuneOptions, config: SalaConfig, num_tokens: int, fits: Callable[[int], bool]
+) -> int | None:
+    """Return the tokens of a long row; None if there are to be none.
 
     By default twice the length from which attention is sparse, halved until one row is at most three times the share,
-    and fits into memory; rows as long as the examples' own always do.
+    and fits into memory; rows as long as the examples' own always do. Rows in which attention is dense teach nothing
+    about the selection of blocks: they are made only if long rows were asked for.
     """
     if options.keep_long_length is not None:
         return options.keep_long_length
-    known = config.trained_length or config.max_position_embeddings
+    known, dense = config.trained_length or config.max_position_embeddings, config.sparse_config.dense_len
     length = min(2 * max(config.sparse_config.dense_len, LEAST), known)
     while length > LEAST and (
         length > EXCESS * options.long_share * num_tokens or (length > options.max_length and not fits(length))
     ):
         length //= 2
-    return max(length, min(LEAST, known))
+    is_wanted = options.keep_long is not None or options.long_texts is not None
+    return max(length, min(LEAST, known)) if is_wanted or length > dense or dense >= known else None
 
 
 def long_rows(options: FinetuneOptions, path: Path, end: int, num_tokens: int, length: int) -> list[Example]:

@@ -47,8 +47,9 @@ def finetune(options: FinetuneOptions, callbacks: FinetuneCallbacks | None = Non
     device = pick_device(options.device)
     is_sft = options.objective == "sft"
     rows, held_rows = (make_rows(examples, options) if is_sft else examples for examples in (train, held))
-    kept = _long_rows(options, path, config, device, train) if is_sft and options.long_share else []
-    lines = [_describe_data(options, train, rows, held), *filter(None, [_describe_kept(kept)])]
+    wants_long = bool(is_sft and options.long_share)
+    kept = _long_rows(options, path, config, device, train) if wants_long else []
+    lines = [_describe_data(options, train, rows, held), *([_describe_kept(kept, config)] if wants_long else [])]
     for line in (*lines, *training.describe_memory(options, config, device, max(map(len, kept), default=0))):
         callbacks.message(line)
     rows += [(row,) for row in kept]
@@ -102,13 +103,20 @@ def _long_rows(
         return training.estimate_for(options, config, device, length).total / num_processes() <= free
 
     ends = [*config.eos_token_id, *sorted(read_stop_ids(path, config))]
-    return long_rows(options, path, ends[0], num_tokens, row_length(options, config, num_tokens, fits))
+    length = row_length(options, config, num_tokens, fits)
+    return [] if length is None else long_rows(options, path, ends[0], num_tokens, length)
 
 
-def _describe_kept(kept: list[Example]) -> str:
-    return (
-        f"{len(kept):,} long rows of {max(map(len, kept)):,} tokens to keep what is found in long texts" if kept else ""
-    )
+def _describe_kept(kept: list[Example], config: SalaConfig) -> str:
+    dense = config.sparse_config.dense_len
+    if not kept:
+        return (
+            f"no long rows: one of more than {dense:,} tokens, in which attention is sparse, is too much for this run "
+            f"or for memory; --keep-long-length {2 * dense} adds it all the same"
+        )
+    longest = max(map(len, kept))
+    note = "" if longest > dense else f"; attention is dense in them (sparse from {dense:,} tokens on)"
+    return f"{len(kept):,} long rows of {longest:,} tokens to keep what is found in long texts{note}"
 
 
 def _describe_data(options: FinetuneOptions, train: list[Any], rows: list[Any], held: list[Any]) -> str:

@@ -28,7 +28,9 @@ FACTS = 8  # in each text, of different wordings
 SHORTEST = 2048  # tokens; facts and questions leave little text in fewer
 NUM_DOCUMENTS = 512  # of the built-in prose
 SEED = 29
-FALL = 0.1  # a larger relative loss of facts is worth a warning
+FALL = 0.1  # a larger relative loss of facts is worth a warning,
+FEW = 3  # unless fewer facts than this are lost
+LOSS_RISE = 0.1  # and the mean loss of their tokens has risen by no more
 _RESERVED = 1 << 20  # indices of cases that no training uses
 Logits = Callable[[Tensor, Tensor], Tensor]  # tokens [n], places [k] → logits [k, vocab] at these places
 
@@ -181,9 +183,18 @@ def affordable(num_tokens: float, longest: int, share: float, most: int = 8, fir
 
 
 def has_fallen(before: Sequence[Recall], after: Sequence[Recall]) -> list[int]:
-    """Return the lengths at which more than a tenth of the facts that were found are lost."""
-    was = {one.length: one for one in before}
-    return [one.length for one in after if one.found < (1 - FALL) * was[one.length].found]
+    """Return the lengths at which more than a tenth of the facts that were found are lost, and not by chance.
+
+    One fact of eight comes and goes by chance. The loss of the tokens moves before the counts do, so few lost facts
+    count only if it has risen as well.
+    """
+
+    def is_worse(was: Recall, now: Recall) -> bool:
+        lost = was.found - now.found
+        return lost > FALL * was.found and (lost >= FEW or now.loss > was.loss + LOSS_RISE)
+
+    old = {one.length: one for one in before}
+    return [one.length for one in after if is_worse(old[one.length], one)]
 
 
 def describe(before: Sequence[Recall], after: Sequence[Recall] = ()) -> str:
