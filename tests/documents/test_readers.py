@@ -210,12 +210,23 @@ def test_rows_keep_their_numbers(found: DocumentSet) -> None:
     assert [(section.unit, section.numbers) for section in document.sections] == [("row", [1, 2, 90])]
 
 
-def test_a_pdf_of_500_pages(tmp_path: Path) -> None:
-    (tmp_path / "long.pdf").write_bytes(files.pdf([f"page with number {number}" for number in range(1, 501)]))
-    (document,) = read_documents([tmp_path / "long.pdf"]).documents
-    assert document.name == "long.pdf"
-    assert [section.label for section in document.sections] == [f"page {number}" for number in range(1, 501)]
-    assert document.sections[416].text == "page with number 417"
+def test_a_pdf_of_500_dense_pages(tmp_path: Path) -> None:
+    """Half a million characters, of which no page leaves anything in memory but its text."""
+    line = "page {0}, line {1}: the rent is {2} euros a month, and may be raised once in {0} years"
+    pages = ["\n".join(line.format(page, at, page * at) for at in range(1, 14)) for page in range(1, 501)]
+    (tmp_path / "long.pdf").write_bytes(files.pdf(pages))
+    worker = reader.SandboxProcess(program=reader.CHILD)
+    try:
+        (document,) = reader.read_file(worker, tmp_path / "long.pdf", "long.pdf").documents
+        assert worker._process is not None
+        lines = Path(f"/proc/{worker._process.pid}/status").read_text().splitlines()
+    finally:
+        worker.close()
+    assert [(section.label, section.text) for section in document.sections] == [
+        (f"page {number}", text) for number, text in enumerate(pages, 1)
+    ]
+    (most,) = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
+    assert most << 10 < MOST_OWN
 
 
 def test_a_repository_of_2000_files_is_read_as_git_sees_it(tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
-"""The recipes for long documents: every command and program of the page runs as printed, on small files."""
+"""The recipes for long documents: every command and program of the page runs as printed, on small files.
+
+And the example of the page before it, whose table is what the command prints.
+"""
 
 import io
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -89,3 +93,13 @@ def test_the_page_runs(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert findings.strip().startswith("[")
     answers = [json.loads(line) for line in (work / "answers.jsonl").read_text().splitlines()]
     assert {answer["custom_id"] for answer in answers} == {"one.pdf", "two.pdf"}
+
+
+def test_the_tokens_of_the_example_are_those_of_the_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (PAGE.parent / "documents.md").read_text(encoding="utf-8")
+    ((command, table),) = re.findall(r"^\$ (sala ask .*)\n(tokens  file\n(?:.+\n)+? .*in all\n)", page, re.M)
+    monkeypatch.chdir(PAGE.parents[2])
+    assert sala.cli.run([*shlex.split(command)[1:], "--dry-run"]) == 0
+    assert capsys.readouterr().err == table
