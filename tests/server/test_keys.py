@@ -3,6 +3,7 @@
 import json
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from sala.engine.stream import Event
 from sala.errors import InputError, SalaError
 from sala.llm import LLM
 from sala.protocol import Sampling
-from sala.server.http.keys import KeyFile
+from sala.server.http.keys import KeyFile, KeyRing
 from sala.server.serving import serve
 from sala.server.settings import Settings, check_listening
 from tests.server.conftest import Puppet, Server, wait_for
@@ -77,6 +78,51 @@ def test_the_file_holds_no_key(file: KeyFile) -> None:
     file.path.write_text("{}")
     with pytest.raises(SalaError, match="is not a file of keys"):
         KeyFile(file.path).read()
+
+
+def test_whoever_changes_the_file_keeps_the_changes_of_others(file: KeyFile) -> None:
+    """Each with an object of its own, as other processes do it."""
+    for number in range(4):
+        file.add(f"old{number}")
+
+    def change(number: int) -> str:
+        KeyFile(file.path).revoke(f"old{number}")
+        return KeyFile(file.path).add(f"new{number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        printed = [*pool.map(change, range(4))]
+    assert sorted(key.name for key in file.read().values()) == [f"new{number}" for number in range(4)]
+    ring = KeyRing(None, None, file.path)
+    assert [found and found.name for found in (ring.find([key.encode()]) for key in printed)] == [
+        f"new{number}" for number in range(4)
+    ]
+
+
+def test_a_damaged_file_is_logged_once_and_not_for_each_request(
+    file: KeyFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = file.add("anna").encode()
+    text = file.path.read_text()
+    ring = KeyRing(None, None, file.path)
+
+    def log_of_requests() -> list[str]:
+        caplog.clear()
+        found = [ring.find([key]) for _ in range(20)] + [ring.find_owner("x") for _ in range(20)]
+        assert not any(found)
+        return [record.message for record in caplog.records]
+
+    for damaged in ("damaged", "damaged in another way"):
+        file.path.write_text(damaged)
+        assert log_of_requests() == [f"{file.path} is not a file of keys; make one with: sala key add NAME"]
+        assert log_of_requests() == []
+    file.path.unlink()
+    assert [line.partition("keys.json ")[2] for line in log_of_requests()] == [
+        "cannot be read: No such file or directory; see: sala key"
+    ]
+    file.path.write_text(text)
+    assert ring.find([key]) is not None
+    file.path.write_text("damaged")
+    assert len(log_of_requests()) == 1
 
 
 def test_users_do_not_see_what_others_have_cached(make_server: Callable[..., Server], file: KeyFile) -> None:

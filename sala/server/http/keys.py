@@ -1,7 +1,7 @@
 """API keys: one or two from the settings, any number from a file that `sala key` maintains.
 
 The file holds digests only. It is read again when it changes, so that a key can be added or revoked while the server
-runs. Keys have 256 random bits, so a plain SHA-256 cannot be searched.
+runs; those who change it take turns. Keys have 256 random bits, so a plain SHA-256 cannot be searched.
 """
 
 import functools
@@ -11,7 +11,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,6 +24,7 @@ from sala.errors import InputError, SalaError
 _log = logging.getLogger("sala.server")
 PREFIX = "sala-"
 MAX_FILE_BYTES = 1 << 20
+LOCK_S = 10.0  # longest wait for another program that changes the file
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Role = Literal["user", "admin"]
 
@@ -54,8 +56,8 @@ class KeyFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._version: tuple[int, int, int] | None = None
-        self._keys: dict[str, Key] = {}
+        self._keys: dict[str, Key] | None = {}  # None: that version is damaged
+        self.version: tuple[int, int, int] | None = None  # that was read last; None: there is none, or it is unreadable
 
     def read(self) -> dict[str, Key]:
         """Return the keys by digest, read again if the file has changed. Raises SalaError for a damaged file."""
@@ -63,26 +65,26 @@ class KeyFile:
             try:
                 stat = self.path.stat()
                 version = stat.st_mtime_ns, stat.st_size, stat.st_ino
-                if version != self._version:
-                    self._keys = {key.digest: key for key in self._load(stat.st_size)}
-                    self._version = version
+                if version != self.version:
+                    self._keys = self._load(stat.st_size)
+                    self.version = version
             except OSError as error:
+                self.version = None
                 raise SalaError(f"the keys in {self.path} cannot be read: {error.strerror}", "see: sala key") from None
+            if self._keys is None:
+                raise SalaError(f"{self.path} is not a file of keys", "make one with: sala key add NAME")
             return self._keys
 
-    def _load(self, size: int) -> list[Key]:
+    def _load(self, size: int) -> dict[str, Key] | None:
         try:
             if size > MAX_FILE_BYTES:
-                raise ValueError
-            return _Keys.model_validate_json(self.path.read_bytes()).keys
+                return None
+            return {key.digest: key for key in _Keys.model_validate_json(self.path.read_bytes()).keys}
         except ValueError:
-            raise SalaError(f"{self.path} is not a file of keys", "make one with: sala key add NAME") from None
+            return None
 
     def add(self, name: str, role: Role = "user", salt: str = "", **limits: int) -> str:
         """Add a key and return it; it cannot be read from the file. Raises InputError if the name is taken."""
-        keys = [*self.read().values()] if self.path.exists() else []
-        if any(key.name == name for key in keys):
-            raise InputError("NAME", f"{name!r} has a key already", f"revoke it first: sala key revoke {name}")
         text = PREFIX + secrets.token_urlsafe(32)
         try:
             key = Key(
@@ -95,18 +97,38 @@ class KeyFile:
             )
         except ValidationError:
             raise InputError("NAME", f"{name!r} is not valid", "use letters, digits, '.', '_' and '-'") from None
-        self._write([*keys, key])
+        with self._changing():
+            keys = [*self.read().values()] if self.path.exists() else []
+            if any(key.name == name for key in keys):
+                raise InputError("NAME", f"{name!r} has a key already", f"revoke it first: sala key revoke {name}")
+            self._write([*keys, key])
         return text
 
     def revoke(self, name: str) -> None:
         """Remove a key. Raises InputError if there is none of that name."""
-        keys = [*self.read().values()]
-        if all(key.name != name for key in keys):
-            raise InputError("NAME", f"{name!r} has no key", "sala key list shows those that have one")
-        self._write([key for key in keys if key.name != name])
+        with self._changing():
+            keys = [*self.read().values()]
+            if all(key.name != name for key in keys):
+                raise InputError("NAME", f"{name!r} has no key", "sala key list shows those that have one")
+            self._write([key for key in keys if key.name != name])
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Keep every other thread and process from changing the file inside the block."""
+        from filelock import FileLock, Timeout
+
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), timeout=LOCK_S, mode=0o600)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise SalaError(f"another program is changing {self.path}", "try again when it has ended") from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _write(self, keys: Iterable[Key]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path, _Keys(keys=list(keys)).model_dump_json(indent=1) + "\n")
         self.path.chmod(0o600)
 
@@ -129,6 +151,7 @@ class KeyRing:
             for name, text in given.items()
             if text is not None
         ]
+        self._logged: object = None  # the problem of the file that was logged last, until it is readable again
 
     def find(self, given: Iterable[bytes]) -> Key | None:
         """Return the first of the given keys that is valid. While the file cannot be read, its keys are not."""
@@ -146,10 +169,17 @@ class KeyRing:
         return next((key for key in keys if key.owner == owner), None)
 
     def _known(self) -> dict[str, Key]:
+        if self._file is None:
+            return {}
         try:
-            return {} if self._file is None else self._file.read()
+            keys = self._file.read()
+            self._logged = None
+            return keys
         except SalaError as error:
-            _log.error("%s", error)
+            problem = str(error), self._file.version
+            if problem != self._logged:  # once for each version of the file, not for each request
+                _log.error("%s", error)
+            self._logged = problem
             return {}
 
 
