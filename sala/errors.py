@@ -211,6 +211,14 @@ class ShareFull(QueueFull):
         SalaError.__init__(self, message, "send this when they have arrived")
 
 
+class ScoringTooSlow(SalaError):
+    """Prompts were not scored within the time that a request may take: a part of their scores is of no use."""
+
+    def __init__(self, seconds: float) -> None:
+        problem = f"the prompts were not scored within the {seconds:g} s that a request may take (max_request_s)"
+        super().__init__(problem, "send fewer or shorter prompts at a time")
+
+
 class SlowReader(SalaError):
     """A stream was not read fast enough: its request has been cancelled."""
 

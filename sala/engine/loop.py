@@ -1,7 +1,7 @@
 """What the engine thread does: take orders, step the engine, turn tokens into events, hand them over, once per step.
 
-Only `engine.service` uses this module. Between steps the thread scores prompts a chunk at a time and runs tasks that
-need the engine for themselves. An error that belongs to one request ends that request.
+Only `engine.service` uses this module. Between steps the thread scores prompts, a chunk at a time, of clients in turn,
+and runs tasks that need the engine for themselves. An error that belongs to one request ends that request.
 """
 
 import logging
@@ -11,7 +11,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from typing import Any
 from sala.engine.engine import Engine, Update
 from sala.engine.requests import PromptScoring, Submission
 from sala.engine.stream import AnswerState, Completion, PromptProgress, PromptScores, StreamItem, Usage
-from sala.errors import CacheTooSmall, EngineClosed, EngineDead, InputError, SalaError
+from sala.errors import CacheTooSmall, EngineClosed, EngineDead, InputError, SalaError, ScoringTooSlow
 
 _numbers = count(1)
 IDLE_S = 1.0  # longest sleep of an idle engine thread, so that its heartbeat stays recent
@@ -94,6 +94,7 @@ class RequestHandle:
         self.left: dict[int, AnswerState] = {}
         self.scores: deque[PromptScoring] = deque()
         self.scoring: Generator[None] | None = None  # of the first of `scores`
+        self.turn = 0  # the last time that a prompt of it was scored, or that it arrived
         self.events: list[StreamItem] = []
         self.completions: list[Completion] = []
         self.first_token_at: float | None = None
@@ -144,6 +145,37 @@ class RequestHandle:
         return Usage(prompt, sampled, cached)
 
 
+class Turns:
+    """Whose prompts are scored next: clients take turns, a chunk each, and the requests of a client, a prompt each.
+
+    A client has at most one prompt in progress, and one in the background: a prompt that is scored keeps its memory.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._last: dict[tuple[bool, str], int] = {}  # turns of the clients that have prompts to score
+
+    def arrive(self, handle: RequestHandle) -> None:
+        """Let a new request wait behind all others."""
+        handle.turn = next(self._numbers)
+
+    def order(self, handles: Iterable[RequestHandle]) -> list[RequestHandle]:
+        """Return the next request of each client that has prompts to score, in turn, and last of all the background."""
+        first: dict[tuple[bool, str], RequestHandle] = {}
+        for handle in sorted((one for one in handles if one.scores), key=lambda one: (one.scoring is None, one.turn)):
+            first.setdefault(_client(handle), handle)
+        self._last = {client: self._last.get(client, handle.turn) for client, handle in first.items()}
+        return [first[client] for client in sorted(first, key=lambda one: (one[0], self._last[one]))]
+
+    def took(self, handle: RequestHandle) -> None:
+        """Note that a chunk is being scored."""
+        handle.turn = self._last[_client(handle)] = next(self._numbers)
+
+
+def _client(handle: RequestHandle) -> tuple[bool, str]:
+    return handle.is_background, handle.scores[0].owner
+
+
 @dataclass(frozen=True)
 class EngineTask:
     """Something to run on the engine thread between two steps."""
@@ -173,9 +205,10 @@ class EngineLoop:
         self.on_step: Callable[[], None] | None = None
         self.beat = time.monotonic()
         self.is_stopping = False
-        self.max_request_s = 0.0  # after which answers are cut; 0: never
+        self.max_request_s = 0.0  # after which requests are cut; 0: never
         self.failure: SalaError | None = None  # why the loop has ended
         self._active: list[RequestHandle] = []
+        self._turns = Turns()
         self._owners: dict[int, tuple[RequestHandle, AnswerState]] = {}  # by the id of the sequence
 
     def start(self) -> threading.Thread:
@@ -192,7 +225,7 @@ class EngineLoop:
             while self._active and not self.is_stopping:
                 for handle in [handle for handle in self._active if handle.is_cancelled]:
                     self._finish(handle, "cancelled")
-                self._cut_late_answers()
+                self._cut_late_requests()
                 if self._active:
                     self._step()
                 self._take_orders()
@@ -206,12 +239,15 @@ class EngineLoop:
             self._end(dead)
         return False
 
-    def _cut_late_answers(self) -> None:
+    def _cut_late_requests(self) -> None:
+        """Cut the answers of requests that have had their time. Scores are whole or an error: half of them misleads."""
         began = time.monotonic() - self.max_request_s
-        for handle in self._active if self.max_request_s else ():
+        for handle in list(self._active) if self.max_request_s else ():
             if handle.accepted_at < began and not handle.is_background:  # which waits for all others
                 for state in handle.left.values():
                     self.engine.cancel(state.sequence, "length")
+                if handle.scores:
+                    self._fail(handle, ScoringTooSlow(self.max_request_s))
 
     def reject_orders(self) -> None:
         """Fail the orders that arrived after the loop had ended."""
@@ -234,6 +270,7 @@ class EngineLoop:
                 order.run()
             elif isinstance(order, RequestHandle):
                 order.scores = deque(order.submission.scores)
+                self._turns.arrive(order)
                 self._active.append(order)
                 if not order.scores:
                     self._submit(order)
@@ -286,25 +323,33 @@ class EngineLoop:
                 self.engine.cancel(update.sequence, "stop")
 
     def _score(self) -> bool:
-        """Score a chunk of the first prompt that asks for it. Return whether any request got further."""
-        handle = next((handle for handle in self._active if handle.scores), None)
-        if handle is None:
-            return False
-        try:
-            handle.scoring = handle.scoring or self._score_prompt(handle, handle.scores[0])
-            if next(handle.scoring, "done"):
+        """Score a chunk of the prompt whose turn it is. Return whether any request got further."""
+        refused: list[tuple[RequestHandle, InputError]] = []
+        for handle in self._turns.order(self._active):
+            try:
+                self._score_chunk(handle)
+            except InputError as error:  # there is no space beside what runs: try again later
                 handle.scoring = None
-                handle.scores.popleft()
-                if not handle.scores:
-                    self._submit(handle)
-        except InputError as error:
-            handle.scoring = None
-            if self.engine.scheduler.running:  # there is no space beside them: try again later
-                return False
-            self._fail(handle, error)
-        except Exception as error:
-            self._fail(handle, error)
+                refused.append((handle, error))
+                continue
+            except Exception as error:
+                self._fail(handle, error)
+            return True
+        if not refused or self.engine.scheduler.running:
+            return False
+        self._fail(*refused[0])
         return True
+
+    def _score_chunk(self, handle: RequestHandle) -> None:
+        """Score a chunk of a request. Raises InputError if there is no space to begin a prompt."""
+        handle.scoring = handle.scoring or self._score_prompt(handle, handle.scores[0])
+        is_done = next(handle.scoring, "done")
+        self._turns.took(handle)
+        if is_done:
+            handle.scoring = None
+            handle.scores.popleft()
+            if not handle.scores:
+                self._submit(handle)
 
     def _score_prompt(self, handle: RequestHandle, scoring: PromptScoring) -> Generator[None]:
         """Score one prompt, pausing between its chunks."""

@@ -108,6 +108,7 @@ class PromptScoring:
     chunk: int
     prompt_len: int | None = None  # tokens from here on are computed one by one, as if decoded
     adapter: str = ""  # fingerprint
+    owner: str = ""  # the client, which takes turns with others
 
 
 class TokenLimit(Protocol):
@@ -180,6 +181,8 @@ class Submission:
     def belong_to(self, client: Client) -> None:
         for state in (state for group in self.groups for state in group):
             state.request.owner, state.request.salt = client.owner, client.salt + state.request.salt
+        for scoring in self.scores:
+            scoring.owner = client.owner
 
     def use_adapter(self, fingerprint: str) -> None:
         """Let an adapter compute everything. What it computes is of no use to requests of others."""

@@ -212,7 +212,7 @@ class EngineService:
         self._loop.observer, self._loop.log, self._loop.on_step = observer, log, on_step
 
     def limit_time(self, seconds: float) -> None:
-        """Cut the answers to a request after so many seconds; 0: never."""
+        """Cut a request after so many seconds: answers end, scores that are missing are an error. 0: never."""
         self._loop.max_request_s = seconds
 
     def start(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import stat
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ from sala.engine.requests import Call
 from sala.engine.stream import Event
 from sala.errors import InputError, SalaError
 from sala.llm import LLM
-from sala.protocol import Sampling
+from sala.protocol import Row, Sampling
 from sala.server.http.keys import KeyFile, KeyRing
 from sala.server.serving import serve
 from sala.server.settings import Settings, check_listening
@@ -183,6 +184,38 @@ def test_an_answer_is_cut_in_time(make_server: Callable[..., Server]) -> None:
     assert [choice["finish_reason"] for choice in choices] == ["length", "length"]
     assert all(choice["message"]["content"] for choice in choices)
     assert server.post(CHAT, {**body, "max_tokens": 2}).status_code == 200
+
+
+def test_scores_are_cut_in_time(make_server: Callable[..., Server]) -> None:
+    """Half of them would mislead, so that they are an error; of a stream too."""
+    server = make_server(max_request_s=0.3)
+    long = {"prompt": ["x" * 1900] * 128, "max_tokens": 0, "echo": True, "logprobs": 0}
+    refused = server.post(COMPLETIONS, long)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "time_limit")
+    assert "send fewer or shorter prompts at a time" in refused.json()["error"]["message"]
+    assert '"code":"time_limit"' in server.post(COMPLETIONS, {**long, "stream": True}).text
+
+
+def test_scores_of_one_key_wait_behind_its_own(
+    make_server: Callable[..., Server], file: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anna, ben = file.add("anna"), file.add("ben")
+    server = make_server(keys_file=file.path)
+    score = {"prompt": "hello world", "max_tokens": 0, "echo": True, "logprobs": 0}
+    endless = {**score, "prompt": ["x" * 400] * 128, "stream": True}
+    chunks, logits = list[Row](), server.llm.engine.executor.logits
+
+    def score_slowly(row: Row) -> Any:
+        time.sleep(0.02)
+        chunks.append(row)
+        return logits(row)
+
+    monkeypatch.setattr(server.llm.engine.executor, "logits", score_slowly)
+    with server.client() as client, client.stream("POST", COMPLETIONS, json=endless, headers=header(anna)):
+        wait_for(lambda: chunks)
+        assert ask(server, ben, score).status_code == 200
+        assert len(chunks) < 200  # of 257
+    server.wait_idle(20)
 
 
 def test_answers_end_where_users_share_a_server(make_server: Callable[..., Server], file: KeyFile) -> None:

@@ -114,6 +114,7 @@ _KNOWN: dict[type[BaseException], tuple[int, str, str | None]] = {
     causes.EngineClosed: (503, "shutting_down", "the server is shutting down"),
     causes.EngineDead: (500, "engine_dead", "the engine has stopped; restart the server"),
     causes.CacheTooSmall: (400, "cache_too_small", None),
+    causes.ScoringTooSlow: (400, "time_limit", None),
     causes.ModelBroken: (500, "model_broken", "the model computed values that are not numbers; it may be damaged"),
     causes.TokenizerFailed: (500, "tokenizer_failed", "the model's tokenizer fails on this text; it may be damaged"),
     causes.MissingExtra: (400, "not_available", None),
