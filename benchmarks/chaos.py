@@ -6,8 +6,9 @@ Clients with several keys ask in all APIs (long prompts, streams, tools, schemas
 load and switch models, while workers are killed, the disk is full or read-only and the clock jumps; at the end the
 server is ended by SIGTERM, SIGKILL and the loss of its device, and started again. Every answer is compared with the one
 of the quiet server, and twelve times everything is counted while all clients pause.
-Results go to chaos.json beside this file; the exit code is 1 if anything was wrong. Where user namespaces are
-available, the disk is a real one of 64 MB.
+Results go to chaos.json beside this file; the exit code is 1 if anything was wrong, or if memory, open files or threads
+(outside pools, which fill) of the server were beyond ± 5 % at the counts, and by more than one; for --smoke only if
+anything was wrong. Where user namespaces are available, the disk is a real one of 64 MB.
 """
 
 import argparse
@@ -21,10 +22,10 @@ HERE = Path(__file__).parent
 NUM_COUNTS = 12
 sys.path.insert(0, str(HERE.parent))
 
-from tests.chaos.run import Plan, chaos  # noqa: E402
+from tests.chaos.run import Plan, chaos, find_unsteady  # noqa: E402
 from tests.chaos.server import own_namespace  # noqa: E402
 
-SMOKE = Plan(load_s=4, pause_s=0.1, fault_s=0.4, hold_s=0.4, rest_s=0.3, counts_at=(4.0,), num_ends=1)
+SMOKE = Plan(load_s=4, pause_s=0.1, fault_s=0.4, hold_s=0.4, rest_s=0.3, counts_at=(2.0, 4.0), num_ends=1)
 
 
 def main() -> None:
@@ -46,8 +47,13 @@ def main() -> None:
             shutil.copyfile(Path(directory) / "server.log", options.log)
     options.output.write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps(results, indent=2))
+    problems = []
     if results["wrong"]:
-        sys.exit(f"{len(results['wrong'])} answers or counts are wrong; see `wrong` in {options.output}")
+        problems.append(f"{len(results['wrong'])} answers or counts are wrong; see `wrong` in {options.output}")
+    if unsteady := [] if options.smoke else find_unsteady(results["counts"]):
+        problems.append(f"not within ± 5 %: {', '.join(unsteady)}; see `counts` in {options.output}")
+    if problems:
+        sys.exit("\n".join(problems))
 
 
 if __name__ == "__main__":

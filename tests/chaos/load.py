@@ -21,6 +21,7 @@ RETRY_S = 0.2
 MAX_TRIES = 600
 TIMEOUT_S = 300  # where other programs run, a request may take long
 IN_FLIGHT_S = 0.5  # a request that was sent so long before SIGTERM has reached the server
+MAX_IDLE = 8  # connections that are kept for later
 MAX_WRONG = 20  # that are kept
 BUSY = "answering requests"  # another model is; the words are the same in all APIs
 NOT_LOADED = "model_not_loaded"
@@ -63,7 +64,7 @@ class Load:
 
     def connect(self) -> None:
         """Forget all connections: the server is another one."""
-        limits = httpx2.Limits(max_connections=64, max_keepalive_connections=8)
+        limits = httpx2.Limits(max_connections=64, max_keepalive_connections=MAX_IDLE)
         self._client = httpx2.AsyncClient(base_url=self.url, timeout=TIMEOUT_S, trust_env=False, limits=limits)
 
     async def disconnect(self) -> None:

@@ -17,8 +17,11 @@ from typing import Any
 
 from sala import __version__
 from sala.checkpoint.random import TINY, write_random
+from sala.engine.service import NUM_PREPARERS
+from sala.server.app import NUM_PARSERS
+from sala.server.http.encoding import NUM_ENCODERS
 from sala.server.http.keys import KeyFile
-from tests.chaos.load import SECOND, Load
+from tests.chaos.load import MAX_IDLE, SECOND, Load
 from tests.chaos.server import HurtServer, small_disk
 from tests.server.fake_hub import FakeHub, serve
 
@@ -32,6 +35,16 @@ HITS = "sala_prefix_hit_tokens_total"
 HEAP = ("in_use_mb", "kept_free_mb")  # of malloc, where it tells
 MEMORY = ("rss_mb", "allocated_mb", "python_blocks", "worker_rss_mb")
 COUNTED = (*MEMORY, "open_files", "threads", "processes")
+STEADY = ("rss_mb", "allocated_mb", "open_files", "threads")  # of the server itself: workers are killed and begin anew
+MOST_SPREAD = 0.05
+POOLS = {  # threads that begin when they are first needed, and how many there may be
+    "AnyIO": 40,
+    "asyncio": min(32, (os.cpu_count() or 1) + 4),
+    "bodies": NUM_PARSERS,
+    "encode": NUM_ENCODERS,
+    "prepare": NUM_PREPARERS,
+}
+SLACK = 4  # threads or files of a kind that may come and go; what is lost with every request is many more
 
 
 @dataclass(frozen=True)
@@ -219,6 +232,46 @@ def spread(counts: list[dict[str, Any]]) -> dict[str, float]:
         middle = (min(values) + max(values)) / 2 or 1
         shares[name] = round((max(values) - middle) / middle, 4)
     return shares
+
+
+def find_unsteady(counts: list[dict[str, Any]]) -> list[str]:
+    """Return what did not stay under load: memory, threads or open files beyond ± 5 % and ± 1 of their middle."""
+    counts = [count for count in counts if "at" not in count]
+    found = [text for count in counts for text in find_overfull(count)]
+    for name in STEADY:
+        values = [own_threads(count) if name == "threads" else count[name] for count in counts]
+        least, most = min(values), max(values)
+        middle = (least + most) / 2
+        if most - middle > max(1, MOST_SPREAD * middle):
+            found.append(f"{name} from {least:g} to {most:g} (± {(most - middle) / middle:.1%})")
+    return found
+
+
+def find_lost(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
+    """Return of which threads and open files there are more at the last of two counts than there may be.
+
+    The server may not have noticed yet that the clients have closed their idle connections.
+    """
+    found = find_overfull(last)
+    if own_threads(last) > own_threads(first) + SLACK:
+        found.append(f"threads: {own_threads(first)}, then {own_threads(last)}")
+    for kind, number in last["files_by_kind"].items():
+        before = first["files_by_kind"].get(kind, 0)
+        if number > before + (MAX_IDLE if kind.startswith("socket:") else SLACK):
+            found.append(f"{kind}: {before}, then {number}")
+    return found
+
+
+def own_threads(count: dict[str, Any]) -> int:
+    """Return how many threads there are outside pools, which fill only as they are needed."""
+    pooled = sum(number for name, number in count["threads_by_name"].items() if name in POOLS)
+    return int(count["threads"]) - pooled
+
+
+def find_overfull(count: dict[str, Any]) -> list[str]:
+    """Return the pools that have more threads than they may have."""
+    names = count["threads_by_name"].items()
+    return [f"{number} threads {name}" for name, number in names if number > POOLS.get(name, number)]
 
 
 def chaos(directory: Path, plan: Plan) -> dict[str, Any]:
