@@ -23,6 +23,8 @@ def integrity(engine: Engine) -> list[str]:
         found.append("pages are pinned that no sequence has, or the other way round")
     if hybrid.pages.num_pinned != len(pinned):
         found.append(f"{hybrid.pages.num_pinned} pages count as pinned, {len(pinned)} are")
+    if hybrid._running != {sequence for sequence in engine.scheduler if sequence.slot is not None}:
+        found.append("sequences count as running that have no slot, or the other way round")
     held: dict[str, Counter[int]] = {}
     for snapshot in hybrid.prefix:
         held.setdefault(snapshot.owner, Counter()).update(snapshot.pages)

@@ -6,17 +6,16 @@ the pages of those tokens. Snapshots are found in a radix tree, by comparing tok
 """
 
 import heapq
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Generic
 
 from sala.config import Regime, SparseConfig
+from sala.engine.prefixes import Client, Node, P, Prefix, PrefixStatistics, Snapshot, first_to_evict, rank_clients
 from sala.engine.scheduler import TOKEN_BYTES, SequenceState
 from sala.protocol import Executor
 
-TIP_WORTH = 8  # uses of every snapshot for which the tip of a conversation may go unused before inner ones outlive it
-SHARE_WORTH = 64  # the same for a client within its fair share, before those of clients beyond theirs outlive it
 MAX_GHOSTS, GHOST_BYTES = 10_000, 16 << 20  # evicted prefixes that are remembered, to tell why a prompt missed
 
 
@@ -75,63 +74,13 @@ class Pool:
         return self.size - self.num_pinned - sum(not self._pins[number] for number in keep)
 
 
-@dataclass(eq=False, slots=True)
-class Node:
-    """A node of a radix tree: `label` are tokens that follow its parent's, `size` the bytes of all that lead here."""
-
-    label: bytes
-    size: int
-    parent: "Node | None"
-    prefixes: "list[Any]" = field(default_factory=list)  # that end here, one per regime
-    children: "dict[bytes, Node]" = field(default_factory=dict)  # by their first token
-    num_next: int = 0  # nodes below with prefixes, and none with prefixes between
-
-    @property
-    def above(self) -> "Node | None":
-        """The nearest node towards the root with prefixes."""
-        node = self.parent
-        while node is not None and not node.prefixes:
-            node = node.parent
-        return node
-
-
-@dataclass(eq=False, slots=True)
-class Prefix:
-    """The first `length` tokens of something that was computed. `owner` is the client it was computed for."""
-
-    length: int
-    regime: Regime
-    salt: str
-    owner: str
-    used: int = field(init=False, default=0)  # clock of the last use
-    node: Node = field(init=False)
-
-    @property
-    def tokens(self) -> bytes:
-        labels, node = [], self.node
-        while node.parent is not None:
-            labels.append(node.label)
-            node = node.parent
-        return b"".join(reversed(labels))
-
-
-@dataclass(eq=False, slots=True)
-class Snapshot(Prefix):
-    """The state after `length` tokens: their pages and a slot."""
-
-    pages: tuple[int, ...]
-    slot: int
-
-
-P = TypeVar("P", bound=Prefix)
-
-
 class PrefixCache(Generic[P]):
     """Prefixes by their tokens, in a radix tree for each salt, and the order in which they are evicted.
 
     Prefixes that only one other continues go first: these are earlier turns of a conversation whose tip is cached.
-    Where conversations branch off, and their tips, stay. In each group the least recently used one is the first. All of
-    this begins with the clients that hold more than their share. The caller keeps track of what prefixes hold.
+    Where conversations branch off, also if only one of them is still cached, and their tips, stay. In each group the
+    least recently used one is the first. All of this begins with the clients that hold more than their share. The
+    caller keeps track of what prefixes hold.
     """
 
     def __init__(self, sparse: SparseConfig) -> None:
@@ -139,7 +88,7 @@ class PrefixCache(Generic[P]):
         self._roots: dict[str, Node] = {}
         self._prefixes: dict[P, None] = {}  # in the order in which they were added
         self._clock = 0
-        self.owners: Counter[str] = Counter()  # number of prefixes
+        self.clients: dict[str, Client] = {}  # that have prefixes here
         self.nbytes = 0  # of all labels
 
     def __len__(self) -> int:
@@ -180,11 +129,11 @@ class PrefixCache(Generic[P]):
         node = prefix.node = self._node_of(prefix.salt, tokens, prefix.length * TOKEN_BYTES)
         if not node.prefixes:
             node.num_next = sum(1 for _ in _next(node))
-            if (above := node.above) is not None:
-                above.num_next += 1 - node.num_next
+            _continue(_above(node), 1 - node.num_next)
         node.prefixes.append(prefix)
+        _continue(node, 0)
         self._prefixes[prefix] = None
-        self.owners[prefix.owner] += 1
+        self.clients.setdefault(prefix.owner, Client()).num_prefixes += 1
         self.touch(prefix)
 
     def _node_of(self, salt: str, tokens: bytes | bytearray, size: int) -> Node:
@@ -202,17 +151,21 @@ class PrefixCache(Generic[P]):
 
     def touch(self, prefix: P) -> None:
         self._clock += 1
-        prefix.used = self._clock
+        client = self.clients[prefix.owner]
+        client.num_uses += 1
+        client.used_at = time.monotonic()
+        prefix.used, prefix.turn = self._clock, client.num_uses
 
     def remove(self, prefix: P) -> None:
         del self._prefixes[prefix]
-        self.owners[prefix.owner] -= 1
-        if not self.owners[prefix.owner]:
-            del self.owners[prefix.owner]
+        client = self.clients[prefix.owner]
+        client.num_prefixes -= 1
+        if not client.num_prefixes:
+            del self.clients[prefix.owner]
         node = prefix.node
         node.prefixes.remove(prefix)
-        if not node.prefixes and (above := node.above) is not None:
-            above.num_next += node.num_next - 1
+        if not node.prefixes:
+            _continue(_above(node), node.num_next - 1)
         while node.parent is not None and not node.prefixes and not node.children:
             self.nbytes -= len(node.label)
             del node.parent.children[node.label[:TOKEN_BYTES]]
@@ -224,22 +177,41 @@ class PrefixCache(Generic[P]):
         elif not node.prefixes and not node.children:
             del self._roots[prefix.salt]
 
-    def beyond_share(self, held: Callable[[str], int], size: int) -> set[str]:
-        """Return the owners of whom each holds more than an equal share of `size`."""
-        return {owner for owner in self.owners if held(owner) * len(self.owners) > size}
+    def branches(self, tokens: bytes | bytearray, length: int, regime: Regime, salt: str) -> list[P]:
+        """Return the prefixes of the first `length` tokens at which conversations branch off."""
+        nodes = self._path(salt, tokens, length * TOKEN_BYTES)
+        found = [prefix for node in nodes for prefix in node.prefixes if prefix.is_branch]
+        return [prefix for prefix in found if self.agrees(prefix.length, prefix.regime, regime)]
+
+    def rank(self, held: Callable[[str], int], size: int, asking: str = "", num_asked: int = 0) -> dict[str, int]:
+        """Return the owners from whom to evict first: idle ones, then who has more than an equal share of `size`."""
+        return rank_clients(self.clients, held, size, asking, num_asked)
 
     def first(
-        self, beyond: Collection[str] = (), keep: Collection[P] = (), is_wanted: Callable[[P], bool] = lambda _: True
+        self,
+        ranks: Mapping[str, int] | None = None,
+        keep: Collection[P] = (),
+        is_wanted: Callable[[P], bool] = lambda _: True,
     ) -> P | None:
-        """Return the prefix to evict first, if `is_wanted` and not in `keep`; `beyond` are owners above their share."""
-        number = len(self._prefixes)
-
-        def worth(prefix: P) -> int:
-            tip = 0 if prefix.node.num_next == 1 else TIP_WORTH * number
-            return prefix.used + tip + (0 if prefix.owner in beyond else SHARE_WORTH * number)
-
+        """Return the prefix to evict first, by the ranks of owners, if `is_wanted` and not in `keep`."""
         loose = (one for one in self._prefixes if one not in keep and is_wanted(one))
-        return min(loose, key=worth, default=None)
+        return first_to_evict(loose, self.clients, ranks or {})
+
+
+def _above(node: Node) -> Node | None:
+    """Return the nearest node towards the root with prefixes."""
+    above = node.parent
+    while above is not None and not above.prefixes:
+        above = above.parent
+    return above
+
+
+def _continue(node: Node | None, count: int) -> None:
+    """Record that so many more prefixes continue those of a node; if there are several, conversations branch off."""
+    if node is not None:
+        node.num_next += count
+        for prefix in node.prefixes if node.num_next > 1 else ():
+            prefix.is_branch = True
 
 
 def _next(node: Node) -> Iterator[Node]:
@@ -274,14 +246,6 @@ def _split(node: Node, size: int) -> Node:
     return middle
 
 
-class PrefixStatistics:
-    """Tokens of prompts found by tier, and the others by cause. Whether another salt has them must not be told here."""
-
-    def __init__(self) -> None:
-        self.hit, self.missed = Counter(device=0, host=0, disk=0), Counter(new=0, evicted=0, regime=0)
-        self.num_evicted = 0
-
-
 class Hybrid:
     """Keeps track of the executor's pages (KV cache) and slots (recurrent states).
 
@@ -302,15 +266,16 @@ class Hybrid:
         self.statistics = PrefixStatistics()
         self.unstored: set[Snapshot] = set()  # whose states a step is about to store: not to be evicted
         self._held: dict[str, Counter[int]] = {}  # pages of snapshots by owner
+        self._running: set[SequenceState] = set()  # that have a slot and pages
 
     def admit(self, sequence: SequenceState) -> bool:
         """Give a sequence a slot, pages, and the longest cached prefix. Return False if they do not fit."""
         needed = self._num_pages(len(sequence.tokens))
         cached = self.prefix.find(sequence.token_bytes, sequence.regime, sequence.request.salt)
         shared = cached.length // self._page_size if cached else 0
-        if cached is not None and not self._make_room(needed - shared, 1, cached):
+        if cached is not None and not self._make_room(sequence.owner, needed - shared, 1, cached):
             cached, shared = None, 0  # there is one page too few to keep the snapshot beside its copy: begin anew
-        if cached is None and not self._make_room(needed, 1):
+        if cached is None and not self._make_room(sequence.owner, needed, 1):
             return False
         slot = self._take(sequence, needed - shared)
         try:
@@ -328,6 +293,7 @@ class Hybrid:
     def _take(self, sequence: SequenceState, num_pages: int) -> int:
         sequence.slot, sequence.pages = self.slots.take(1)[0], self.pages.take(num_pages)
         self.pages.pin(sequence.pages)
+        self._running.add(sequence)
         return sequence.slot
 
     def _continue_from(self, snapshot: Snapshot, shared: int, sequence: SequenceState) -> None:
@@ -358,7 +324,7 @@ class Hybrid:
     def extend(self, sequence: SequenceState, num_tokens: int) -> bool:
         """Give a sequence pages for `num_tokens` tokens in all. Return False if there are too few."""
         missing = max(0, self._num_pages(num_tokens) - len(sequence.pages))
-        if not self._make_room(missing, 0):
+        if not self._make_room(sequence.owner, missing, 0):
             return False
         pages = self.pages.take(missing)
         self.pages.pin(pages)
@@ -377,6 +343,7 @@ class Hybrid:
     def release(self, sequence: SequenceState) -> None:
         """Release everything a sequence holds; what it computed is lost unless a snapshot has it."""
         self._cut(sequence, 0)
+        self._running.discard(sequence)
         if sequence.slot is not None:
             self.slots.release([sequence.slot])
             sequence.slot = None
@@ -397,7 +364,7 @@ class Hybrid:
 
     def reserve(self, sequence: SequenceState, length: int) -> Snapshot | None:
         """Add an `unstored` snapshot, whose state the caller stores; None if it is known or has no space."""
-        if self._is_known(sequence, length) or not self._make_space(1):
+        if self._is_known(sequence, length) or not self._make_space(sequence.owner, 1):
             return None
         pages = tuple(sequence.pages[: self._num_pages(length)])
         self.pages.share(pages)
@@ -408,10 +375,11 @@ class Hybrid:
     def donate(self, sequence: SequenceState) -> None:
         """Turn the slot and pages of a finished sequence into a snapshot, without a copy."""
         is_whole = sequence.slot is not None and 0 < sequence.num_computed <= len(sequence.tokens)
-        if not is_whole or self._is_known(sequence, sequence.num_computed) or not self._make_space(0):
+        if not is_whole or self._is_known(sequence, sequence.num_computed) or not self._make_space(sequence.owner, 0):
             self.release(sequence)
             return
         assert sequence.slot is not None
+        self._running.discard(sequence)
         self._cut(sequence, self._num_pages(sequence.num_computed))
         self.pages.unpin(sequence.pages)
         self._add(sequence, sequence.num_computed, tuple(sequence.pages), sequence.slot)
@@ -420,7 +388,7 @@ class Hybrid:
     def insert(self, tokens: bytes, regime: Regime, salt: str, owner: str = "") -> Snapshot | None:
         """Add a snapshot whose pages and slot the caller fills; None if it does not fit."""
         length = len(tokens) // TOKEN_BYTES
-        if not self._make_space(0) or not self._make_room(self._num_pages(length), 1):
+        if not self._make_space(owner, 0) or not self._make_room(owner, self._num_pages(length), 1):
             return None
         pages, slot = tuple(self.pages.take(self._num_pages(length))), self.slots.take(1)[0]
         return self._keep(Snapshot(length, regime, salt, owner, pages, slot), tokens)
@@ -444,7 +412,7 @@ class Hybrid:
             held[page] -= 1
             if not held[page]:
                 del held[page]
-        if snapshot.owner not in self.prefix.owners:
+        if snapshot.owner not in self.prefix.clients:
             del self._held[snapshot.owner]
         self.pages.release(snapshot.pages)
         self.slots.release([snapshot.slot])
@@ -469,15 +437,15 @@ class Hybrid:
             self.ghosts.remove(next(iter(self.ghosts)))
         self.forget(snapshot)
 
-    def _make_space(self, num_slots: int) -> bool:
+    def _make_space(self, owner: str, num_slots: int) -> bool:
         """Evict snapshots until one more may be kept and there are free slots. Return False if that fails."""
         while len(self.prefix) >= self._max_snapshots or self.slots.num_free < num_slots:
-            if (first := self.prefix.first(self._beyond_slots(), self.unstored)) is None:
+            if (first := self.prefix.first(self._rank_by_slots(owner), self.unstored)) is None:
                 return False
             self._evict(first)
         return True
 
-    def _make_room(self, num_pages: int, num_slots: int, keep: Snapshot | None = None) -> bool:
+    def _make_room(self, owner: str, num_pages: int, num_slots: int, keep: Snapshot | None = None) -> bool:
         """Evict snapshots other than `keep`, but none if evicting all of them would not be enough."""
         if self.pages.num_free >= num_pages and self.slots.num_free >= num_slots:
             return True
@@ -486,15 +454,32 @@ class Hybrid:
         if self.slots.num_free + len(self.prefix) - len(kept) < num_slots or evictable < num_pages:
             return False
         while self.slots.num_free < num_slots:
-            self._evict(self.prefix.first(self._beyond_slots(), kept))
-        while self.pages.num_free < num_pages:
-            beyond = self.prefix.beyond_share(lambda owner: len(self._held[owner]), self.pages.size)
-            frees = self.prefix.first(beyond, kept, lambda one: self.pages.num_owners(one.pages[-1]) == 1)
-            self._evict(frees or self.prefix.first(beyond, kept))
+            self._evict(self.prefix.first(self._rank_by_slots(owner), kept))
+        if self.pages.num_free < num_pages:
+            self._free_pages(owner, num_pages, kept)
         return True
 
-    def _beyond_slots(self) -> set[str]:
-        return self.prefix.beyond_share(self.prefix.owners.__getitem__, min(self.slots.size, self._max_snapshots))
+    def _free_pages(self, owner: str, num_pages: int, kept: Collection[Snapshot]) -> None:
+        """Evict snapshots until so many pages are free."""
+        running: Counter[str] = Counter()
+        for one in self._running:
+            running[one.owner] += sum(page not in self._held.get(one.owner, ()) for page in one.pages)
+
+        def taken(owner: str) -> int:
+            return len(self._held.get(owner, ())) + running[owner]
+
+        while self.pages.num_free < num_pages:
+            ranks = self.prefix.rank(taken, self.pages.size, owner, num_pages)
+            frees = self.prefix.first(ranks, kept, lambda one: self.pages.num_owners(one.pages[-1]) == 1)
+            self._evict(frees or self.prefix.first(ranks, kept))
+
+    def _rank_by_slots(self, owner: str) -> dict[str, int]:
+        """Return from whom to evict first if `owner` needs a slot, of which those that run have some too."""
+        taken = Counter({name: client.num_prefixes for name, client in self.prefix.clients.items()})
+        if len(self.prefix) >= self._max_snapshots:
+            return self.prefix.rank(taken.__getitem__, self._max_snapshots, owner, 1)
+        taken.update(one.owner for one in self._running)
+        return self.prefix.rank(taken.__getitem__, self.slots.size, owner, 1)
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sala.config import SparseConfig
-from sala.engine.cache import Hybrid, Snapshot
+from sala.engine.cache import Hybrid
 from sala.engine.draft import Draft, open_speculation
+from sala.engine.prefixes import Snapshot
 from sala.engine.scheduler import Request, Scheduler, SequenceState, Work, as_bytes
 from sala.engine.tiers import TieredHybrid
 from sala.errors import ContextTooLong, InputError
@@ -356,7 +357,8 @@ class Engine:
         if not self.capacity.can_split or start >= last:
             return ()
         wanted = sorted({at for at in (*sequence.boundaries, last) if start < at <= min(end, last)})
-        found = [self.hybrid.reserve(sequence, at) for at in wanted[-MAX_SNAPSHOTS:]]
+        wanted.sort(key=lambda at: (at == last or at in sequence.request.kept, at))  # the least wanted first
+        found = [self.hybrid.reserve(sequence, at) for at in sorted(wanted[-MAX_SNAPSHOTS:])]
         flight.snapshots += (snapshot for snapshot in found if snapshot is not None)
         return tuple((snapshot.length, snapshot.slot) for snapshot in found if snapshot is not None)
 

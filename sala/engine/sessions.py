@@ -22,7 +22,8 @@ from typing import NamedTuple
 from sala.checkpoint.reader import read_file_header, read_tensors
 from sala.checkpoint.writer import publish, write_file
 from sala.config import Regime, SparseConfig
-from sala.engine.cache import Hybrid, Prefix, Snapshot
+from sala.engine.cache import Hybrid
+from sala.engine.prefixes import Prefix, Snapshot
 from sala.engine.scheduler import TOKEN_BYTES
 from sala.engine.worker import READ, Worker
 from sala.errors import CheckpointError, InputError, SalaError, explain_write_error, free_disk_bytes, writing
@@ -32,7 +33,7 @@ FORMAT = "sala-session-1"
 SUFFIX = ".sala"
 MIN_TOKENS = 256  # of the disk tier: shorter prefixes are computed faster than loaded
 MAX_PENDING = 1 << 30  # bytes that wait to be written; more are not accepted
-DISK_SHARE = 10  # a directory without a limit of its own takes at most one part in so many of what is free
+DISK_SHARE = 10  # a directory without a limit of its own takes one part in so many of what is free or its own
 RETRY_S = 60.0  # after a write has failed
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _AUTOMATIC = re.compile(r"auto-([0-9a-f]{32})")
@@ -253,6 +254,7 @@ class DiskFile:
     key: str | None
     used: float
     is_inner: bool = False  # a longer prefix of the same conversation is or will be written
+    is_branch: bool = False  # conversations branch off here: never inner
 
 
 class DiskTier:
@@ -274,7 +276,7 @@ class DiskTier:
         self._worker = Worker("sala-cache")
         self._scan()
         if max_bytes is None:
-            max_bytes = self._used() + (free_disk_bytes(store.directory) or 0) // DISK_SHARE
+            max_bytes = (self._used() + (free_disk_bytes(store.directory) or 0)) // DISK_SHARE
         self._max_bytes = max_bytes
 
     @property
@@ -313,7 +315,14 @@ class DiskTier:
 
         self._worker.do(job, READ)
 
-    def write(self, prefix: Prefix, tokens: bytes, dump: Callable[[], Blobs], is_inner: bool = False) -> bool:
+    def write(
+        self,
+        prefix: Prefix,
+        tokens: bytes,
+        dump: Callable[[], Blobs],
+        is_inner: bool = False,
+        is_branch: bool = False,
+    ) -> bool:
         """Write a prefix, unless it is known; `dump` copies its tensors. Return False if it will not be on disk."""
         if prefix.length < MIN_TOKENS or time.monotonic() < self._paused_until:
             return False
@@ -322,7 +331,7 @@ class DiskTier:
             known, pending = self._known.get(key), self._pending
             marks = {(one.entry.num_tokens, one.entry.regime) for one in self._known.values()}
         if known is not None:
-            self._worker.do(lambda: self._touch(known))
+            self._worker.do(lambda: self._touch(known, is_branch))
             return True
         if pending > MAX_PENDING:
             return False
@@ -336,7 +345,8 @@ class DiskTier:
         with self._lock:
             self._pending += size
         facts = (tokens, prefix.regime, prefix.salt)
-        self._worker.do(lambda: self._save(key, blobs, older, is_inner, *facts))
+        kind = (is_inner and not is_branch, is_branch)
+        self._worker.do(lambda: self._save(key, blobs, older, kind, *facts))
         return True
 
     def flush(self) -> None:
@@ -348,7 +358,14 @@ class DiskTier:
     # on the worker's thread
 
     def _save(
-        self, key: str, blobs: Blobs, older: list[str], is_inner: bool, tokens: bytes, regime: Regime, salt: str
+        self,
+        key: str,
+        blobs: Blobs,
+        older: list[str],
+        kind: tuple[bool, bool],
+        tokens: bytes,
+        regime: Regime,
+        salt: str,
     ) -> None:
         size = sum(blob.data.nbytes for blob in blobs.values())
         try:
@@ -362,10 +379,10 @@ class DiskTier:
             entry = self._store.entry(path)
             with self._lock:
                 if entry is not None:
-                    self._files[name] = self._known[key] = DiskFile(entry, key, time.time(), is_inner)
+                    self._files[name] = self._known[key] = DiskFile(entry, key, time.time(), *kind)
                 for one in older:
                     if one in self._known:
-                        self._known[one].is_inner = True
+                        self._known[one].is_inner = not self._known[one].is_branch
             self._paused_until = 0.0
             self._make_room(0)  # a file is a little larger than its tensors, and others write here too
         except FileExistsError:
@@ -429,8 +446,10 @@ class DiskTier:
                 entry.path.unlink(missing_ok=True)
                 self._store.refused.discard(entry.path)
 
-    def _touch(self, file: DiskFile) -> None:
+    def _touch(self, file: DiskFile, is_branch: bool = False) -> None:
         file.used = time.time()
+        if is_branch:
+            file.is_branch, file.is_inner = True, False
         try:
             os.utime(file.entry.path)
         except FileNotFoundError:

@@ -2,8 +2,8 @@
 
 A snapshot that is evicted from the device moves to host memory (`--cache-ram`), and from there to disk (`--cache-dir`).
 Snapshots that another one continues are dropped instead: their conversation is still cached. The prefix of a long
-prompt is also written to disk as soon as its request has finished, so that a restart finds it. A request for which a
-lower tier has more than the device gets that copy restored into its own pages and slot.
+prompt, and what it shares with others, is also written to disk as soon as its request has finished, so that a restart
+finds it. A request for which a lower tier has more than the device gets that copy restored into its own pages and slot.
 
 Bytes are copied out on the engine's thread; files are read and written by a thread of their own, while others go on.
 Nothing here ever fails a request: what cannot be moved is computed again.
@@ -20,9 +20,10 @@ from typing import NamedTuple
 from weakref import WeakMethod
 
 from sala.config import Regime, SparseConfig
-from sala.engine.cache import Hybrid, Prefix, PrefixCache, Snapshot
+from sala.engine.cache import Hybrid, PrefixCache
+from sala.engine.prefixes import Prefix, Snapshot
 from sala.engine.scheduler import SequenceState
-from sala.engine.sessions import MAX_PENDING, Blobs, DiskTier, TierUse
+from sala.engine.sessions import MAX_PENDING, MIN_TOKENS, Blobs, DiskTier, TierUse
 from sala.protocol import Blob, Executor
 
 SMALLEST_BLOCK = 64 << 20  # of host memory, unless there is less
@@ -65,9 +66,10 @@ class HostTier:
         tokens = snapshot.tokens
         known = self.prefix.has(tokens, snapshot.length, snapshot.regime, snapshot.salt)
         if known is not None:
+            known.is_branch |= snapshot.is_branch
             self.prefix.touch(known)
             return True
-        start = self._take(nbytes, keep)
+        start = self._take(snapshot.owner, nbytes, keep)
         if start is None:
             return False
         try:
@@ -78,7 +80,9 @@ class HostTier:
             self._give(start, nbytes)
             raise
         facts = (snapshot.length, snapshot.regime, snapshot.salt, snapshot.owner)
-        self.prefix.add(HostCopy(*facts, start, nbytes, blobs), tokens)
+        copy = HostCopy(*facts, start, nbytes, blobs)
+        copy.is_branch = snapshot.is_branch
+        self.prefix.add(copy, tokens)
         self._held[snapshot.owner] += nbytes
         return True
 
@@ -91,18 +95,18 @@ class HostTier:
         for copy in list(self.prefix):
             self.remove(copy)
 
-    def _take(self, nbytes: int, keep: HostCopy | None) -> int | None:
-        """Return where a region of so many bytes begins; evict copies until there is one."""
+    def _take(self, owner: str, nbytes: int, keep: HostCopy | None) -> int | None:
+        """Return where a region of so many bytes for an owner begins; evict copies until there is one."""
         while nbytes <= self._largest:
             for index, (start, end) in enumerate(self._free):
                 if end - start >= nbytes:
                     self._free[index : index + 1] = [(start + nbytes, end)] if end - start > nbytes else []
                     return start
-            beyond = self.prefix.beyond_share(lambda owner: self._held[owner], self._size)
-            first = self.prefix.first(beyond, () if keep is None else (keep,))
+            ranks = self.prefix.rank(self._held.__getitem__, self._size, owner, nbytes)
+            first = self.prefix.first(ranks, () if keep is None else (keep,))
             if first is None:
                 return None
-            if first.node.num_next != 1 and (on_evict := self._on_evict()) is not None:
+            if not first.is_inner and (on_evict := self._on_evict()) is not None:
                 on_evict(first)
             self.remove(first)
         return None
@@ -210,7 +214,7 @@ class TieredHybrid(Hybrid):
             return super().admit(sequence)
         self._in_use = found.copy  # space for the sequence may push others down, but not this one out
         try:
-            if not self._make_room(self._num_pages(len(sequence.tokens)), 1):
+            if not self._make_room(sequence.owner, self._num_pages(len(sequence.tokens)), 1):
                 return False
             is_restored = self._restore(sequence, found)
         finally:
@@ -262,7 +266,8 @@ class TieredHybrid(Hybrid):
     def finished(self, sequence: SequenceState) -> None:
         """Write the prompt but its last token to disk: the next turn, or the same question again, begins with it.
 
-        Of a prompt with documents only these are written: the next question is another one.
+        Of a prompt with documents only these are written: the next question is another one. What other conversations
+        begin with too is written as well: where some branched off already, and where the request says that they may.
         """
         if self.disk is None or sequence.error is not None or self.is_paused:
             return
@@ -270,14 +275,21 @@ class TieredHybrid(Hybrid):
         lengths = sequence.request.kept or (sequence.prompt_len - 1,)
         if sum(map(self._executor.capacity.copy_bytes, lengths)) > MAX_PENDING:
             lengths = lengths[-1:]
-        for length in lengths:
+        shared = self.prefix.branches(tokens, lengths[-1], sequence.regime, salt)
+        shared_lengths = {snapshot.length for snapshot in shared} | self._new_boundaries(sequence, lengths[-1])
+        for length in sorted({*lengths, *shared_lengths}):
             snapshot = self.prefix.has(tokens, length, sequence.regime, salt)
             if snapshot is not None and snapshot not in self.unstored:
                 self._write(snapshot, partial(self._dump, snapshot), is_inner=length < lengths[-1])
 
+    def _new_boundaries(self, sequence: SequenceState, end: int) -> set[int]:
+        """Return the boundaries before `end` that were far from cached: of later turns, little of them is new."""
+        least = (sequence.num_cached or 0) + MIN_TOKENS
+        return {length for length in sequence.request.boundaries if least <= length < end}
+
     def _evict(self, snapshot: Snapshot | None) -> None:
         assert snapshot is not None
-        if snapshot.node.num_next != 1 and not self.is_paused:
+        if not snapshot.is_inner and not self.is_paused:
             self._push(snapshot)
         super()._evict(snapshot)
 
@@ -304,7 +316,7 @@ class TieredHybrid(Hybrid):
     def _write(self, prefix: Prefix, dump: Callable[[], Blobs], is_inner: bool = False) -> None:
         if self.disk is not None:
             try:
-                self.disk.write(prefix, prefix.tokens, dump, is_inner)
+                self.disk.write(prefix, prefix.tokens, dump, is_inner, prefix.is_branch)
             except Exception as error:
                 self._warn(f"a prefix of {prefix.length:,} tokens is not written: {error or type(error).__name__}")
 

@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sala.config import Regime, SparseConfig
-from sala.engine.cache import Prefix, PrefixCache
+from sala.engine import prefixes
+from sala.engine.cache import PrefixCache
 from sala.engine.engine import Engine
+from sala.engine.prefixes import Prefix
 from sala.engine.scheduler import Request, as_bytes
 from sala.protocol import Options, Sampling
 from tests.engine.fake import FakeExecutor
@@ -32,6 +34,7 @@ def test_the_tree_finds_what_a_linear_search_finds(seed: int) -> None:
     rng = random.Random(seed)
     cache: PrefixCache[Prefix] = PrefixCache(CACHED)
     tokens: dict[Prefix, bytes] = {}
+    branches: set[Prefix] = set()
     for _ in range(60):
         ids = as_bytes([rng.randrange(2) for _ in range(rng.randint(1, 20))])
         salt, regime = rng.choice(["", "s"]), rng.choice([*REGIMES])
@@ -57,7 +60,9 @@ def test_the_tree_finds_what_a_linear_search_finds(seed: int) -> None:
         for one in cache:
             assert one.tokens == tokens[one]
             assert one.node.num_next == next_below(cache, tokens, one)
-        assert sum(cache.owners.values()) == len(cache)
+        branches |= {one for one in cache if one.node.num_next > 1}
+        assert {one for one in cache if one.is_branch} == branches.intersection(cache)
+        assert sum(one.num_prefixes for one in cache.clients.values()) == len(cache)
     for one in list(cache):
         cache.remove(one)
     assert (cache._roots, cache.nbytes) == ({}, 0)
@@ -101,14 +106,38 @@ def test_one_client_does_not_push_out_the_others() -> None:
     rng = random.Random(3)
     modest = [prompt(rng, 40) for _ in range(4)]
     converse(engine, modest, 1, owner="modest")
-    for _ in range(40):
+    for _ in range(600):
         converse(engine, [prompt(rng, 40)], 1, owner="greedy")
+    assert [engine.num_cached([*talk, 1]) for talk in modest] == [43] * 4
     assert converse(engine, modest, 2, owner="modest") > 0
     found = [engine.submit(Request([*talk, 1], SHORT, owner="modest")) for talk in modest]
     finish(engine, *found)
     assert all(sequence.num_cached for sequence in found)
     hit = engine.hybrid.statistics.hit
     assert (hit["device"], engine.hybrid.statistics.missed["regime"]) == (sum(hit.values()), 0)
+
+
+def test_a_client_that_was_idle_for_long_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(FakeExecutor(num_pages=300, num_slots=16), SPARSE, Options(max_batch=1))
+    rng = random.Random(3)
+    talks = [prompt(rng, 40) for _ in range(4)]
+    converse(engine, talks, 1, owner="idle")
+    monkeypatch.setattr(prefixes, "IDLE_S", -1.0)
+    for _ in range(8):
+        converse(engine, [prompt(rng, 40)], 1, owner="busy")
+    assert [engine.num_cached([*talk, 1]) for talk in talks] == [0] * 4
+
+
+def test_pages_in_use_count_as_a_part_of_the_share() -> None:
+    """A long request pushes out what its own client has cached, and not the conversations of another."""
+    engine = Engine(FakeExecutor(num_pages=40, num_slots=16, ctx=600), SPARSE, Options(max_batch=1))
+    rng = random.Random(5)
+    modest, greedy = ([prompt(rng, 40) for _ in range(4)] for _ in range(2))
+    converse(engine, modest, 1, owner="modest")
+    converse(engine, greedy, 1, owner="greedy")
+    converse(engine, [prompt(rng, 400)], 1, owner="greedy")
+    assert [engine.num_cached([*talk, 1]) for talk in modest] == [43] * 4
+    assert 0 in [engine.num_cached([*talk, 1]) for talk in greedy]
 
 
 def test_misses_by_cause() -> None:

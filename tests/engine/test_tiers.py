@@ -19,7 +19,7 @@ import sala.engine.sessions as sessions
 import sala.engine.tiers as tiers
 from sala.config import Regime
 from sala.engine.engine import Engine
-from sala.engine.scheduler import Request, SequenceState
+from sala.engine.scheduler import Request, SequenceState, as_bytes
 from sala.engine.sessions import DiskTier, SessionEntry, SessionStore
 from sala.engine.tiers import TieredHybrid
 from sala.llm import LLM
@@ -199,6 +199,55 @@ def test_conversations_go_down_and_come_up_again(tier: str, tmp_path: Path, monk
     assert eng.tiers.uses[tier].prefixes >= 12
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_where_conversations_branch_off_goes_down_too(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the conversations left before it, one after another, and a longer prefix was written after it."""
+    monkeypatch.setattr(sessions, "MIN_TOKENS", 1)
+    executor = FakeExecutor(num_pages=100, num_slots=9, ctx=400)
+    eng = tiered(executor, host=1 << 20) if tier == "host" else tiered(executor, directory=tmp_path)
+    rng = random.Random(1)
+    document = prompt(rng, 60)
+    finish(eng, eng.submit(Request(document, SHORT)))
+    for _ in range(4):
+        finish(eng, eng.submit(Request([*document, *prompt(rng, 20)], SHORT)))
+    for _ in range(20):
+        finish(eng, eng.submit(Request(prompt(rng, 40), SHORT)))
+    assert eng.hybrid.prefix.find(as_bytes([*document, 1]), SPARSE.regime(61), "") is None
+    assert eng.tiers is not None
+    if eng.tiers.disk is not None:
+        eng.tiers.disk.flush()
+        assert [file.is_inner for file in eng.tiers.disk._known.values() if file.entry.num_tokens == 59] == [False]
+    sequence = eng.submit(Request([*document, *prompt(rng, 20)], SHORT))
+    finish(eng, sequence)
+    assert (sequence.num_cached, eng.hybrid.statistics.hit[tier]) == (59, 59)
+
+
+@pytest.mark.parametrize("num_questions", [1, 3])
+def test_a_restart_finds_what_questions_have_in_common(
+    num_questions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system prompt that the requests mark as a boundary, or at whose end they were seen to branch off."""
+    monkeypatch.setattr(sessions, "MIN_TOKENS", 32)
+    monkeypatch.setattr(tiers, "MIN_TOKENS", 32 if num_questions == 1 else 1000)
+    rng = random.Random(1)
+    system = prompt(rng, 70)
+
+    def ask(count: int) -> int:
+        eng = tiered(FakeExecutor(), directory=tmp_path)
+        for _ in range(count):
+            sequence = eng.submit(Request([*system, *prompt(rng, 20)], SHORT, boundaries=(70,)))
+            finish(eng, sequence)
+        assert eng.tiers is not None
+        assert eng.tiers.disk is not None
+        eng.tiers.disk.close()
+        return sequence.num_cached or 0
+
+    assert ask(num_questions) == (70 if num_questions > 1 else 0)
+    assert ask(1) == 70
+
+
 def test_others_go_on_while_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MIN_TOKENS", 1)
     first = tiered(FakeExecutor(), directory=tmp_path)
@@ -296,6 +345,27 @@ def test_a_disk_cache_without_a_limit_takes_a_tenth_of_what_is_free(tmp_path: Pa
     disk = DiskTier(SessionStore(tmp_path, "model", ignore), SPARSE, None)
     assert disk.use.size == pytest.approx(shutil.disk_usage(tmp_path).free / 10, rel=0.2)
     disk.close()
+
+
+def test_a_disk_cache_without_a_limit_does_not_grow_with_every_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MIN_TOKENS", 1)
+    total = 30_000  # of a disk that holds nothing else
+    monkeypatch.setattr(
+        sessions, "free_disk_bytes", lambda place: total - sum(file.stat().st_size for file in place.iterdir())
+    )
+    rng, limits = random.Random(8), []
+    for _ in range(3):
+        eng = tiered(FakeExecutor(), directory=tmp_path)
+        assert eng.tiers is not None
+        assert eng.tiers.disk is not None
+        limits.append(eng.tiers.disk.use.size)
+        for _ in range(6):
+            finish(eng, eng.submit(Request(prompt(rng, 100), GREEDY)))
+        eng.tiers.disk.close()
+        assert eng.tiers.disk.use.used > total / 20
+    assert limits == [total // 10] * 3
 
 
 def test_servers_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
