@@ -10,10 +10,12 @@ from sala.errors import InputError
 from sala.protocol import Capacity, Options
 from sala.quantization_config import LINEARS
 
-RUNTIME_BYTES = 21 << 20  # workspaces of the libraries, measured on a CPU: the same at every length
+RUNTIME_BYTES = 21 << 20  # workspaces of the libraries, measured on a CPU, and what the first slots take beside states
+TILE_BYTES = 8 << 20  # of a tile of queries that select blocks
 EDGE_BITS = 8  # at least, of embedding and head
 USABLE = 0.9  # of a machine's memory; the rest is left to the system
 STATE_ELEMENT_BYTES = {"auto": 4, "bf16": 2}  # by the option `state`
+LEAST_SLOTS = 2  # one sequence, and the snapshot that it leaves
 MAX_SLOTS = 4096  # by default: a bound for the tables with a row per slot, which only tiny models reach
 _CACHE_SHARE = 0.5  # of the free memory, when no budget is given
 _STATE_SHARE = 4  # states get at most one part in so many of the budget, pages the rest
@@ -117,7 +119,7 @@ def estimate(
     num_snapshots: int = 1,
     chunk: int = 256,
     element_bytes: int = 2,
-    tile_bytes: int = 8 << 20,
+    tile_bytes: int = TILE_BYTES,
     stored_bytes: int | None = None,
     group_size: int = 64,
     num_ranks: int = 1,
@@ -130,7 +132,7 @@ def estimate(
     `stored_bytes` are the weights of a checkpoint that is already quantized; `kv_bytes` the size of an element of keys
     and values, if they are rounded; `state_element_bytes` that of the states. With `num_ranks` devices (tensor
     parallelism) the result is per device: heads are divided, a kv head is never cut, and activations count as if they
-    were whole.
+    were whole. `share_memory` gives a context whatever fits here, with one sequence and as many snapshots.
     """
     weights = weight_bytes(config, num_parameters, bits, element_bytes, group_size)
     weights = stored_bytes if stored_bytes is not None and bits is None else weights
@@ -193,41 +195,55 @@ def share_memory(
     most_batch: int = 8,
     overheads: tuple[int, int] = (0, 0),
     offload: Offload | None = None,
+    tile_bytes: int = TILE_BYTES,
 ) -> Capacity:
     """Return the capacity within the budget, at least for one sequence; `dtype` and `kv_bytes` are of keys and values.
 
-    `most_batch` sequences run at a time if the options do not say how many, or fewer if their states do not fit. All
-    other states that fit are for snapshots, unless the options say how many. A slot and a token take
-    `overheads` bytes beside the state, and the keys and values. Raises InputError if the budget or the context do not
-    fit.
+    What a step needs beside the cache is left free, as `estimate` counts it. `most_batch` sequences run at a time if
+    the options do not say how many, or fewer if their states do not fit. All other states that fit are for snapshots,
+    unless the options say how many; there are fewer if the context that the options ask for leaves no more room. A slot
+    and a token take `overheads` bytes beside the state, and the keys and values. Raises InputError if the budget or the
+    context do not fit.
     """
     page_size = config.sparse_config.block_size
     of_slot, of_token = overheads
     page_bytes = page_size * max(1, token_bytes(config, element_bytes, kv_bytes) + of_token)
     own_bytes = page_bytes if offload is None else page_size * max(1, pooled_bytes(config, element_bytes) + of_token)
     slot_bytes = max(1, state_bytes(config, STATE_ELEMENT_BYTES[options.state]) + of_slot)
-    budget = int(free * _CACHE_SHARE) if options.cache_memory is None else options.cache_memory
-    least = 2 * slot_bytes + own_bytes
-    if budget < least or budget > free:
+    chunk = options.prefill_chunk or chunk
+    longest = options.ctx or config.max_position_embeddings
+    least_slots = max(LEAST_SLOTS, 1 + (options.snapshots or 0))
+    step = activation_bytes(config, chunk, longest, element_bytes, tile_bytes)
+    step += max(0, RUNTIME_BYTES - least_slots * of_slot)
+    room = max(0, free - step)
+    budget = min(int(free * _CACHE_SHARE), room) if options.cache_memory is None else options.cache_memory
+    least = LEAST_SLOTS * slot_bytes + own_bytes
+    if budget < least or budget > room:
         raise InputError(
             "cache_memory",
             f"is {budget / 2**20:,.0f} MiB",
-            f"it must hold one sequence ({least / 2**20:,.1f} MiB) and fit in the {free / 2**30:.1f} GiB that are free",
+            f"it must hold one sequence ({least / 2**20:,.1f} MiB) and fit in the {room / 2**30:.1f} GiB that are free "
+            f"beside what a step needs ({step / 2**20:,.0f} MiB)",
         )
     most = MAX_SLOTS if options.snapshots is None else (options.max_batch or most_batch) + options.snapshots
-    num_slots = max(2, min(most, budget // _STATE_SHARE // slot_bytes))
+    num_slots = max(LEAST_SLOTS, min(most, budget // _STATE_SHARE // slot_bytes))
+    ctx, num_pages, num_slots = _share_pages(
+        config,
+        options,
+        (own_bytes, page_bytes - own_bytes),
+        (budget, room if options.cache_memory is None else budget),
+        (num_slots, min(num_slots, least_slots), slot_bytes),
+        offload,
+    )
     for_snapshots = num_slots // 2 if options.snapshots is None else min(options.snapshots, num_slots // 2)
     max_batch = options.max_batch or max(1, min(most_batch, num_slots - for_snapshots))
-    ctx, num_pages = _share_pages(
-        config, options, (own_bytes, page_bytes - own_bytes), (budget, free), num_slots * slot_bytes, offload
-    )
     ctx_pages = -(-ctx // page_size)
     num_pages = min(num_pages, ctx_pages * (num_slots if options.snapshots is None else max_batch + options.snapshots))
     return Capacity(
         num_pages,
         page_size,
         num_slots,
-        options.prefill_chunk or chunk,
+        chunk,
         ctx,
         dtype,
         max_batch,
@@ -238,36 +254,40 @@ def share_memory(
 
 
 def _share_pages(
-    config: SalaConfig, options: Options, sizes: tuple[int, int], memory: tuple[int, int], taken: int,
+    config: SalaConfig, options: Options, sizes: tuple[int, int], memory: tuple[int, int], slots: tuple[int, int, int],
     offload: Offload | None,
-) -> tuple[int, int]:  # fmt: skip
-    """Return the longest sequence and the number of pages.
+) -> tuple[int, int, int]:  # fmt: skip
+    """Return the longest sequence, the number of pages, and that of slots.
 
-    `sizes` are the bytes of a page on the device and offloaded, `memory` the budget and what is free, `taken` the bytes
-    of states.
+    `sizes` are the bytes of a page on the device and offloaded, `memory` the budget and what may be used if a context
+    asks for it, `slots` how many there are to be, how many there must be, and the bytes of each.
     """
-    (own, away), (budget, free), page_size = sizes, memory, config.sparse_config.block_size
+    (own, away), (budget, most), (num_slots, least, slot) = sizes, memory, slots
+    page_size = config.sparse_config.block_size
     beyond = 0 if offload is None else _offload_budget(options, offload)
-    num_pages = (budget - taken) // own if offload is None else min((budget - taken) // own, beyond // away)
+    num_pages = max(0, budget - num_slots * slot) // own
+    if offload is not None:
+        num_pages = min(num_pages, beyond // away)
     if options.ctx is None:
-        return min(config.max_position_embeddings, num_pages * page_size), num_pages
+        return min(config.max_position_embeddings, num_pages * page_size), num_pages, num_slots
     if options.ctx < 1:
         raise InputError("ctx", f"is {options.ctx}", "it must be at least 1")
     pages = -(-options.ctx // page_size)
     if pages <= num_pages:
-        return options.ctx, num_pages
-    # Requested explicitly: half of what is free is only a default.
-    most = free if options.cache_memory is None else budget
-    limit = 0 if offload is None else offload.free if options.kv_home_size is None else beyond
-    if taken + pages * own <= most and (offload is None or pages * away <= limit):
-        return options.ctx, pages
-    room = f"{budget / 2**30:.2f} GiB" + (
-        "" if offload is None else f" and the {beyond / 2**30:.2f} GiB {offload.place}"
-    )
+        return options.ctx, num_pages, num_slots
+    # Requested explicitly: half of what is free, and a quarter of it for states, are only defaults.
+    fitting = max(0, most - least * slot) // own
+    place = ""
+    if offload is not None:
+        limit = offload.free if options.kv_home_size is None else beyond
+        fitting = min(fitting, limit // away)
+        place = f" and the {limit / 2**30:.2f} GiB {offload.place}"
+    if pages <= fitting:
+        return options.ctx, pages, min(num_slots, (most - pages * own) // slot)
     raise InputError(
         "ctx",
         f"is {options.ctx:,}, which needs {pages * (own + (away if offload else 0)) / 2**30:.2f} GiB of pages",
-        f"{num_pages * page_size:,} tokens fit in the budget of {room}",
+        f"{fitting * page_size:,} tokens fit in the budget of {most / 2**30:.2f} GiB{place}",
     )
 
 

@@ -87,7 +87,7 @@ def estimate(
         "element_bytes": mem.ELEMENT_BYTES[config.dtype], "stored_bytes": stored, "num_ranks": tp,
         "kv_bytes": 1 if options.kv == "fp8" else None,
         "state_element_bytes": mem.STATE_ELEMENT_BYTES[options.state],
-        "num_snapshots": 1 if options.snapshots is None else options.snapshots,
+        "num_snapshots": max(1 if options.snapshots is None else options.snapshots, mem.LEAST_SLOTS - batch),
         "is_offloaded": options.kv_home == "disk",
     }  # fmt: skip
     if engine is not None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sala.config import SalaConfig
+from sala.errors import InputError
 from sala.llm import LLM
 from tests.golden import DATA, checkpoint
 from tests.integrity import integrity
@@ -232,6 +233,19 @@ def test_a_poisoned_cache_harms_nobody() -> None:
         got = poisoned.generate(prompt[:length], **GREEDY, logprobs=1)
         assert got.token_ids == plain(MODEL, prompt[:length])
         assert all(np.isfinite(sampled.logprob) for sampled in got.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("head", "use --speculate lookup or layers"),
+        ("auto", "leave it out"),
+        ("layers", "MLX has no exits; leave it out"),
+    ],
+)
+def test_a_draft_head_that_would_never_be_read_is_refused(mode: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        llm(speculate=mode, draft_head=tmp_path)
 
 
 @pytest.mark.parametrize("fault", ["advance", "snapshot"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sala.backends.memory import pooled_bytes, state_bytes, token_bytes
+from sala.backends.memory import RUNTIME_BYTES, TILE_BYTES, activation_bytes, pooled_bytes, state_bytes, token_bytes
 from sala.backends.torch.page_file import PageFile
 from sala.errors import DiskFull, InputError
 from sala.llm import LLM
@@ -106,9 +106,10 @@ def test_files_without_reserved_space(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_context_beyond_the_memory_goes_to_disk(monkeypatch: pytest.MonkeyPatch, on_disk: Any) -> None:
-    config = on_disk().config
+    config, chunk = on_disk().config, on_disk().capacity.prefill_chunk
+    step = RUNTIME_BYTES + activation_bytes(config, chunk, 1 << 16, 4, TILE_BYTES)
     own = state_bytes(config) * 40 + 2 * pooled_bytes(config, 4) * (1 << 16)
-    monkeypatch.setattr("sala.backends.torch.executor.free_bytes", lambda _: own)
+    monkeypatch.setattr("sala.backends.torch.executor.free_bytes", lambda _: own + step)
     auto = {"kv_home": "auto", "ctx": 1 << 16, "max_batch": 1, "snapshots": 1, "kv_home_size": None}
     assert on_disk(**auto).capacity.offload == "on disk"
     assert on_disk(**auto | {"ctx": 512}).capacity.offload == ""

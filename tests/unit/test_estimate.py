@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sala.backends.memory import USABLE, estimate, pooled_bytes, state_bytes, token_bytes, weight_bytes
+from sala.backends.memory import (
+    STATE_ELEMENT_BYTES,
+    USABLE,
+    estimate,
+    longest,
+    pooled_bytes,
+    share_memory,
+    state_bytes,
+    token_bytes,
+    weight_bytes,
+)
 from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.packing import packed_specs, quantize
 from sala.checkpoint.random import RELEASED, TINY
@@ -18,7 +28,9 @@ from sala.cli import run
 from sala.cli.estimate import CONTEXTS, MEMORIES
 from sala.cli.models import describe
 from sala.config import SalaConfig
+from sala.errors import InputError
 from sala.llm import LLM
+from sala.protocol import Capacity, Options
 from sala.quantization_config import Groups, QuantConfig
 from tests.foreign import fp8_case, write
 
@@ -185,6 +197,34 @@ def test_conversations_by_tier(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert facts(capsys, *words, "--snapshots", "3", "--batch", "2")["conversations"]["device"] == 11 - 2 * 3
     assert facts(capsys, "--shape", "9b", "--ctx", "1M", "--memory", "20G")["conversations"] == {}
+
+
+@pytest.mark.parametrize("chunk", [2048, 8448])
+@pytest.mark.parametrize("given", [{}, {"snapshots": 4}, {"kv": "auto", "state": "bf16"}, {"snapshots": 0}])
+def test_the_engine_admits_the_longest_context_of_the_estimate(chunk: int, given: dict[str, Any]) -> None:
+    """And no longer one; what a step needs stays free. A card of 12 GB with the 9B model in 4 bits."""
+    options = Options(**{"kv": "fp8", **given})
+    parameters, memory = count_parameters(expected_tensors(RELEASED)), int(10.8 * GIB)
+    sizes: dict[str, Any] = {
+        "num_snapshots": options.snapshots or 1,
+        "kv_bytes": 1 if options.kv == "fp8" else 2,
+        "state_element_bytes": STATE_ELEMENT_BYTES[options.state],
+    }
+    most = longest(RELEASED, parameters, memory, bits=4, chunk=chunk, **sizes)
+    needed = estimate(RELEASED, parameters, most, bits=4, chunk=chunk, **sizes)
+    free, overheads = memory - needed.weights, (9 * RELEASED.vocab_size, 0)
+
+    def share(ctx: int) -> Capacity:
+        wanted = replace(options, ctx=ctx)
+        return share_memory(RELEASED, wanted, "bf16", 2, chunk, free, sizes["kv_bytes"], 128, overheads)
+
+    capacity = share(most)
+    taken = capacity.num_pages * capacity.page_bytes + capacity.num_slots * capacity.slot_bytes
+    assert capacity.max_tokens == most
+    assert taken + needed.activations + needed.runtime <= free + capacity.num_slots * overheads[0]
+    with pytest.raises(InputError, match=f"{most:,} tokens fit"):
+        share(most + 64)
+    assert share(32 << 10).num_slots >= capacity.num_slots
 
 
 def test_a_cache_holds_as_many_conversations_as_estimated(tiny: Path) -> None:

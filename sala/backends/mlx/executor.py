@@ -24,6 +24,7 @@ from sala.backends.mlx.loader import load_model, pick_device, pick_dtype
 from sala.backends.mlx.model import SalaModel
 from sala.backends.mlx.ops import REFERENCE, Ops
 from sala.backends.mlx.ops.lightning import lightning_fold
+from sala.backends.mlx.ops.sparse import TILE_BYTES
 from sala.backends.mlx.sampler import Samples, sample_all
 from sala.backends.rows import CachedTensor, cached_tensors, check_blobs, guess_tokens, keep_agreed, places_of
 from sala.backends.sources import HeadWeights
@@ -266,13 +267,25 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
     if options.kv_home not in ("auto", "device"):
         problem = f"is {options.kv_home}, and on a Mac all memory is the GPU's too"
         raise InputError("kv_home", problem, "leave it out and raise cache_memory, or use --backend torch --device cpu")
+    _check_drafting(checkpoint, options)
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config)
     with mx.stream(device):
         model = load_model(checkpoint, config, dtype)
-    chunk = _PREFILL_CHUNK[device.type]
-    capacity = share_memory(config, options, _NAMES[dtype], dtype.size, chunk, free_bytes(device))
+    chunk, tile = _PREFILL_CHUNK[device.type], TILE_BYTES["gpu" if device.type == mx.gpu else "cpu"]
+    capacity = share_memory(config, options, _NAMES[dtype], dtype.size, chunk, free_bytes(device), tile_bytes=tile)
     return MlxExecutor(model, capacity, device, dtype, select_ops(options.kernels, options.metal))
+
+
+def _check_drafting(checkpoint: Checkpoint, options: Options) -> None:
+    """Raise InputError for a draft head or an exit that somebody chose: they would never be read."""
+    if options.speculate == "head":
+        remedy = "use --speculate lookup or layers, or --backend torch"
+        raise InputError("speculate", "is head, and MLX has no draft heads", remedy)
+    chosen = options.draft_head
+    if options.speculate in ("layers", "auto") and chosen is not None and chosen.parent != checkpoint.path:
+        kind = "exits" if options.speculate == "layers" else "draft heads"
+        raise InputError("draft_head", f"is {chosen}, and MLX has no {kind}", "leave it out, or use --backend torch")
 
 
 def set_limits(device: mx.Device) -> dict[str, int]:
