@@ -12,7 +12,7 @@ from PIL.PngImagePlugin import PngInfo
 ROOT = Path(__file__).parents[2]
 KEY = "drawn-from"
 COLOURS = 128  # of the palette
-DPI = 150  # for a page on a screen; `sala report --plot` writes 300 for print
+DPI = 150  # for a page on a screen; `--plot` of `sala eval` writes 300 for print
 
 
 def digest(files: Iterable[str], values: str = "") -> str:

@@ -1,6 +1,8 @@
 """Records → a page: everything is on it, nothing of it is executed, and what is broken is named."""
 
 import json
+import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from sala.cli.eval import report
 from sala.errors import InputError
 from sala.lab.report.charts import HeatMap, Lines, Series, plot, to_svg
 from sala.lab.report.kinds import KINDS
+from sala.lab.report.official import side_by_side
 from sala.lab.report.page import RunFile, read_runs, to_page
 from sala.lab.report.record import KINDS as RECORDED
 from sala.lab.report.record import Record
@@ -307,6 +310,30 @@ def test_published_scores_stand_beside_measured_ones(tmp_path: Path) -> None:
     assert [one.name for one in curve.series] == ["ours", "dense", "MiniCPM-SALA (published)", "Qwen3-8B (published)"]
     assert curve.series[0].bounds[0] == pytest.approx((35.0, 35.0), abs=0.1)
     assert curve.series[2].points[1] == (131072, 89.37)
+    (table,) = side_by_side([run.record for run in runs])
+    assert table.headings[:3] == ["model", "64K", "128K"]
+    lines = {line[0]: line[1:3] for line in table.lines}
+    assert lines["ours"] == lines["dense"] == ["50 n=4", "50 n=4"]
+    assert lines["MiniCPM-SALA (published)"][1] == "89.4"
+    assert re.search(r"<td class=.left.>ours</td><td>50 n=4</td>", page)
+
+
+def test_runs_of_one_model_are_told_apart(tmp_path: Path) -> None:
+    two = [Record.load(_official(tmp_path / f"{seed}.json", seed=seed)) for seed in (0, 5)]
+    names = ["ours (seed 0)", "dense (seed 0)", "ours (seed 5)", "dense (seed 5)"]
+    assert [line[0] for line in side_by_side(two)[0].lines][:4] == names
+    charts = KINDS["official"].charts(two)
+    assert [chart.title for chart in charts if isinstance(chart, HeatMap)] == names
+    same = [Record.load(tmp_path / "0.json")] * 2
+    assert [line[0] for line in side_by_side(same)[0].lines][:2] == ["ours (run 1)", "dense (run 1)"]
+
+
+def test_a_single_case_is_not_a_rate(tmp_path: Path) -> None:
+    record = Record.load(_official(tmp_path / "a.json"))
+    rows = [row | {"trials": 1, "score": 1.0} for row in record.results]
+    (*_, heat, _) = KINDS["official"].charts([replace(record, results=rows)])
+    assert isinstance(heat, HeatMap)
+    assert heat.texts[0] == ["1 of 1", "1 of 1"]
 
 
 @pytest.mark.parametrize(("mean", "settings"), [("mean of 2 of 13", {}), ("all", {"haystack": "prose"})])

@@ -201,7 +201,7 @@ def _save(charts: Sequence[Chart], kind: str, title: str = "", has_titles: bool 
         for at, chart in enumerate(charts, 1):
             axes = figure.add_subplot(num_rows, num_columns, at)
             chart.plot_on(axes)
-            if has_titles and not (title and isinstance(chart, HeatMap)):
+            if has_titles and not (title and len(charts) == 1):
                 axes.set_title(chart.title)
         if title:
             figure.suptitle(title, fontsize=9)

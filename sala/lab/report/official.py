@@ -2,7 +2,9 @@
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -50,12 +52,65 @@ def _benchmark(run: Record) -> str:
 def plot_official(runs: Sequence[Record]) -> list[Chart]:
     """Return for each benchmark the scores by length of all models, and for each model a map of its tasks."""
     charts: list[Chart] = []
+    for name, rows, others in _benchmarks(runs):
+        charts += _curves(name, rows, others)
+        charts += [_map(model, rows) for model in _models(rows)]
+    return charts
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """All models on one task, or on the mean of all: a line for each, a column for each length."""
+
+    title: str
+    headings: list[str]
+    lines: list[list[str]]
+
+
+def side_by_side(runs: Sequence[Record]) -> list[SideBySide]:
+    """Return a table for each curve of a benchmark: ours, other measured models, and published scores."""
+    tables = []
+    for name, rows, others in _benchmarks(runs):
+        for task in _curve_tasks(rows):
+            cells: dict[str, dict[float, str]] = {}
+            for row in (one for one in rows if one["task"] == task):
+                cells.setdefault(row["model"], {})[row["length"]] = _cell(row)
+            for row in (one for one in others if one["task"] == task):
+                cells.setdefault(_published_name(row["model"]), {})[row["length"]] = f"{100 * row['score']:.1f}"
+            lengths = sorted({length for line in cells.values() for length in line})
+            lines = [[model, *(line.get(length, "–") for length in lengths)] for model, line in cells.items()]
+            headings = ["model", *(length_label(round(length)) for length in lengths)]
+            tables.append(SideBySide(name if task == ALL else f"{name}, {task}", headings, lines))
+    return tables
+
+
+def _benchmarks(runs: Sequence[Record]) -> Iterator[tuple[str, list[ResultRow], list[ResultRow]]]:
+    """Yield each benchmark with the rows of all runs, and the published ones that are comparable."""
     for name in dict.fromkeys(_benchmark(run) for run in runs):
         own = [run for run in runs if _benchmark(run) == name]
-        rows = [row for run in own for row in run.results]
-        charts += _curves(name, rows, [] if any(run.settings.get("haystack") for run in own) else published(name)[0])
-        charts += [_map(model, rows) for model in dict.fromkeys(row["model"] for row in rows)]
-    return charts
+        rows = [row for run in _apart(own) for row in run]
+        yield name, rows, [] if any(run.settings.get("haystack") for run in own) else published(name)[0]
+
+
+def _curve_tasks(rows: Sequence[ResultRow]) -> list[str]:
+    """Return the means if there are any, else all tasks."""
+    means = dict.fromkeys(row["task"] for row in rows if row["task"] == ALL or row.get("metric") == MEAN)
+    return list(means or dict.fromkeys(row["task"] for row in rows))
+
+
+def _published_name(model: str) -> str:
+    return f"{model} (published)"
+
+
+def _apart(runs: Sequence[Record]) -> list[list[ResultRow]]:
+    """Return the rows of runs; models that occur in several of them are told apart by seed, or else by number."""
+    counts = Counter(model for run in runs for model in dict.fromkeys(_models(run.results)))
+    seeds = [run.settings.get("seed") for run in runs]
+    words = [f"run {at}" if len(set(seeds)) < len(runs) else f"seed {seed}" for at, seed in enumerate(seeds, 1)]
+    return [
+        [row | {"model": f"{row['model']} ({word})"} if counts[row["model"]] > 1 else row for row in run.results]
+        for run, word in zip(runs, words, strict=True)
+    ]
 
 
 def _curves(name: str, rows: Sequence[ResultRow], others: Sequence[ResultRow]) -> list[Chart]:
@@ -63,13 +118,12 @@ def _curves(name: str, rows: Sequence[ResultRow], others: Sequence[ResultRow]) -
 
     Published scores stand only beside scores of the same: a mean of some tasks is not that of all.
     """
-    means = dict.fromkeys(row["task"] for row in rows if row["task"] == ALL or row.get("metric") == MEAN)
     charts: list[Chart] = []
-    for task in means or dict.fromkeys(row["task"] for row in rows):
+    for task in _curve_tasks(rows):
         series = [_series(model, task, rows, False) for model in _models(rows)]
         chosen = [row for row in others if row["task"] == task]
         series += [
-            _series(f"{model} (published)", None, [r for r in chosen if r["model"] == model], True)
+            _series(_published_name(model), None, [r for r in chosen if r["model"] == model], True)
             for model in _models(chosen)
         ]
         title = name if task == ALL else f"{name}, {task}"
@@ -95,9 +149,11 @@ def _bounds(row: ResultRow) -> tuple[float, float]:
 
 
 def _cell(row: ResultRow | None) -> str:
-    """Return a score, and of how many cases it is where that is known."""
+    """Return a score, and of how many cases it is where that is known; of a single case, what it scored."""
     if row is None:
         return ""
+    if row.get("trials") == 1:
+        return f"{row['score']:.2g} of 1"
     return f"{100 * row['score']:.0f}" + (f" n={row['trials']:.0f}" if row.get("trials") else "")
 
 

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from sala.errors import InputError
 from sala.lab.report.charts import to_svg
 from sala.lab.report.kinds import KINDS, RecordKind, heading, is_number, minute
-from sala.lab.report.official import from_lm_eval, is_lm_eval, published_records
+from sala.lab.report.official import from_lm_eval, is_lm_eval, published_records, side_by_side
 from sala.lab.report.record import Record, broken, read_json
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -96,12 +96,13 @@ def to_page(runs: Sequence[RunFile], title: str = "Evaluation", today: str = "",
     for name, kind in KINDS.items():
         chosen = [run for run in runs if run.record.kind == name]
         charts = kind.charts([run.record for run in chosen]) if has_charts and chosen else []
+        tables = side_by_side([run.record for run in chosen]) if name == "official" else []
         if name == "official":
             chosen += [
                 RunFile(Path("published.toml"), one) for one in published_records([run.record for run in chosen])
             ]
         if chosen:
-            sections.append((name, kind, charts, chosen))
+            sections.append((name, kind, charts, tables, chosen))
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {
         "base64": lambda data: base64.b64encode(data).decode(),
