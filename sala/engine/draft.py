@@ -9,28 +9,84 @@ With `lookup` and `layers` every sequence gets the same number of drafts, until 
 by what a step costs with so many rows.
 """
 
-from collections.abc import Sequence
+import secrets
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from sala.engine.scheduler import TOKEN_BYTES, SequenceState, Work
 
 LONGEST, SHORTEST = 4, 2  # tokens that must match before a draft is made
+SIZES = range(LONGEST, SHORTEST - 1, -1)
+SECRET = secrets.randbits(62)  # part of all hashes, so that nobody can write prompts whose runs collide
+MOST_RUNS = 1 << 14  # that an index is extended by in a step: a long text is scanned until it has caught up
 PROBE_STEPS = 4  # plain steps at first, to measure what they cost
 TRIAL_ROUNDS = 12  # rounds before drafts may be switched off
 LEAST_GAIN = 1.03  # times as fast as a plain step a round must be expected to be
 PROBE_AFTER, PROBE_AT_MOST = 16, 256  # tokens without drafts before a sequence tries one again
 
 
+class Ngrams:
+    """Where each run of SHORTEST to LONGEST tokens of a text ended last: hash tables that grow with the text.
+
+    A table has the last place by the hash of a run, and by place the one before with the same hash.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0  # of the text, whose runs are known
+        self._mask = 0
+        self._last: dict[int, array[int]] = {}  # by the length of a run
+        self._before: dict[int, array[int]] = {}
+
+    def extend(self, tokens: Sequence[int], end: int) -> None:
+        """Add the runs that end within the first `end` tokens, or some of them if there are very many."""
+        if len(tokens) > self._mask:
+            self._mask, self.num_tokens = (1 << max(8, len(tokens).bit_length())) - 1, 0
+            self._last = {size: array("i", [-1]) * (self._mask + 1) for size in SIZES}
+            self._before = {size: array("i", [-1]) * (size - 1) for size in SIZES}
+        end = min(end, self.num_tokens + MOST_RUNS)
+        for size in SIZES:
+            last, add, mask = self._last[size], self._before[size].append, self._mask
+            start = max(self.num_tokens, size - 1)
+            for at, number in enumerate(_hashes(tokens, size, start, end), start):
+                slot = number & mask
+                add(last[slot])
+                last[slot] = at
+        self.num_tokens = max(self.num_tokens, end)
+
+    def find(self, tokens: Sequence[int]) -> int | None:
+        """Return after how many tokens the longest run at the end of an indexed text ended before."""
+        for size in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
+            run, (number,) = tokens[-size:], _hashes(tokens, size, len(tokens) - 1, len(tokens))
+            at = self._last[size][number & self._mask]
+            while at >= 0:
+                if tokens[at + 1 - size : at + 1] == run:
+                    return at + 1
+                at = self._before[size][at]
+        return None
+
+
+def _hashes(tokens: Sequence[int], size: int, start: int, end: int) -> Iterator[int]:
+    """Return the hashes of the runs of `size` tokens whose last tokens are those from `start` to `end`."""
+    return map(hash, zip(repeat(SECRET), *(tokens[start - back : end - back] for back in range(size))))
+
+
 def lookup(sequence: SequenceState, count: int) -> tuple[int, ...]:
     """Return the tokens that followed the last earlier occurrence of the sequence's end; the longest match wins."""
-    tokens, text = sequence.tokens, sequence.token_bytes
-    for size in range(LONGEST, SHORTEST - 1, -1):
-        if len(tokens) <= size:
-            continue
-        at = _last_before_end(text, size)
+    tokens, ngrams = sequence.tokens, drafts_of(sequence).ngrams
+    ngrams.extend(tokens, len(tokens) - 1)
+    at = ngrams.find(tokens) if ngrams.num_tokens == len(tokens) - 1 else scan(sequence)
+    return () if at is None else tuple(tokens[at : at + count])
+
+
+def scan(sequence: SequenceState) -> int | None:
+    """Return what `Ngrams.find` would, without an index."""
+    for size in range(min(LONGEST, len(sequence.tokens) - 1), SHORTEST - 1, -1):
+        at = _last_before_end(sequence.token_bytes, size)
         if at is not None:
-            return tuple(tokens[at + size : at + size + count])
-    return ()
+            return at + size
+    return None
 
 
 def _last_before_end(text: bytearray, size: int) -> int | None:
@@ -76,6 +132,7 @@ class Speculation:
 
     def __init__(self, mode: str, num_draft: int, draft_layers: int, is_measured: bool = True) -> None:
         self.mode = mode
+        self.sources: tuple[str, ...] = (mode,)
         self.num_draft = num_draft
         self.draft_layers = draft_layers
         self.rounds = self.drafted = self.accepted = 0
@@ -105,6 +162,12 @@ class Speculation:
             return [Draft(self.mode, count) if count else Draft() for count in counts]
         found = [lookup(one, count) if count else () for one, count in zip(sequences, counts, strict=True)]
         return [Draft("lookup", len(tokens), tokens) for tokens in found]
+
+    def read(self, work: Sequence[Work]) -> None:
+        """Prepare to look up in prompts while a chunk of them is computed."""
+        if "lookup" in self.sources:
+            for sequence in (item.sequence for item in work if item.num_tokens > 1):
+                drafts_of(sequence).ngrams.extend(sequence.tokens, len(sequence.tokens) - 1)
 
     def drafting_took(self, seconds: float, depth: int) -> None:
         """Record that the executor has drafted so many tokens for each sequence."""
@@ -186,9 +249,18 @@ class StepCost:
 class SequenceDrafts:
     """What is known of the drafts of one sequence."""
 
+    ngrams: Ngrams = field(default_factory=Ngrams)
     acceptance: dict[str, Acceptance] = field(default_factory=dict)  # by source
     probe_after: int = PROBE_AFTER
     num_plain: int = 0  # steps without drafts since the last one that had some
+
+
+def drafts_of(sequence: SequenceState) -> SequenceDrafts:
+    """Return what is known of the drafts of a sequence, which carries it."""
+    if sequence.drafts is None:
+        sequence.drafts = SequenceDrafts()
+    assert isinstance(sequence.drafts, SequenceDrafts)
+    return sequence.drafts
 
 
 class AdaptiveSpeculation(Speculation):
@@ -217,7 +289,7 @@ class AdaptiveSpeculation(Speculation):
         if self._is_measured:
             options = self._affordable(sequences, options)
         for sequence, draft in zip(sequences, options, strict=True):
-            known = self._known(sequence)
+            known = drafts_of(sequence)
             known.num_plain = 0 if draft.count else known.num_plain + 1
         return options
 
@@ -256,7 +328,7 @@ class AdaptiveSpeculation(Speculation):
 
     def _probe(self, sequence: SequenceState) -> int:
         """Return 1 where drafts have not been tried for long, ever more rarely if they stay useless."""
-        known = self._known(sequence)
+        known = drafts_of(sequence)
         if known.num_plain < known.probe_after:
             return 0
         known.probe_after = min(PROBE_AT_MOST, 2 * known.probe_after)
@@ -271,7 +343,7 @@ class AdaptiveSpeculation(Speculation):
         super().count(item, accepted)
         if item.source in self._overall:
             self._rate(item.sequence, item.source)  # so that the sequence has an average of its own
-            for known in (self._overall[item.source], self._known(item.sequence).acceptance[item.source]):
+            for known in (self._overall[item.source], drafts_of(item.sequence).acceptance[item.source]):
                 known.add(len(item.drafts), accepted)
 
     def measure(self, tokens: int, seconds: float, work: Sequence[Work]) -> None:
@@ -279,17 +351,11 @@ class AdaptiveSpeculation(Speculation):
         self._drafting_s = 0.0
         self._num_plain += not any(item.drafts for item in work)
 
-    def _known(self, sequence: SequenceState) -> SequenceDrafts:
-        if sequence.drafts is None:
-            sequence.drafts = SequenceDrafts()
-        assert isinstance(sequence.drafts, SequenceDrafts)
-        return sequence.drafts
-
     def _rate(self, sequence: SequenceState, source: str) -> float:
         """Return how often a sequence's drafts are accepted; a new one begins with the average of all."""
         if not source:
             return 0.0
-        acceptance = self._known(sequence).acceptance
+        acceptance = drafts_of(sequence).acceptance
         if source not in acceptance:
             acceptance[source] = Acceptance(self._overall[source].rate, 4)
         return acceptance[source].rate

@@ -203,6 +203,7 @@ class Engine:
             with self._isolating(failures, flight):
                 flight.work = self._with_drafts(work)
                 self._launch(flight)
+                self.speculation.read(flight.work)
         self._flight = flight if work and not failures else None
         updates = self._finish(last) if last is not None else []
         if self._flight is not None and not self._is_ahead:
@@ -233,7 +234,7 @@ class Engine:
         seconds = now - max(flight.began, self._recorded_at)
         self._recorded_at = now
         self.scheduler.measure(sum(item.num_tokens for item in flight.work if item.num_tokens > 1), seconds)
-        if self._can_draft and all(update.sampled for update in updates):
+        if self._can_draft and all(item.num_tokens == 1 for item in flight.work):  # not the last chunk of a prompt
             num_tokens = sum(len(update.sampled) for update in updates)
             self.speculation.measure(num_tokens, seconds, flight.work)
         return [update for update in updates if update.sampled or update.sequence.is_finished]

@@ -3,11 +3,17 @@
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sala.config import Regime
+from sala.engine import draft
 from sala.engine.draft import AdaptiveSpeculation, StepCost
+from sala.engine.engine import Engine
 from sala.engine.scheduler import Request, SequenceState, Work
-from sala.protocol import Sampling
+from sala.protocol import Options, Sampling
+from tests.engine.fake import FakeExecutor
+from tests.engine.test_engine import SPARSE, finish
 
 STEP_S, ROW_S = 0.010, 0.001  # of a step, and of each of its rows
 
@@ -66,6 +72,41 @@ def best_gain(chance: float, row_s: float = ROW_S, depth_s: float = 0.001) -> fl
         tokens = sum(chance**depth for depth in range(count + 1))
         gains.append(tokens * plain / (plain + count * (row_s + depth_s)))
     return max(gains)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 6), st.sampled_from([3, 50, 1 << 14]))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_the_index_finds_what_a_scan_of_the_text_finds(seed: int, num_tokens: int, most: int) -> None:
+    """Token by token, after prompts of all lengths; also while the index has not caught up with the text."""
+    rng = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft, "MOST_RUNS", most)
+        one = sequence([rng.randrange(num_tokens) for _ in range(rng.choice([1, 2, 4, 30, 300]))])
+        for _ in range(60):
+            at = draft.scan(one)
+            assert draft.lookup(one, 4) == (() if at is None else tuple(one.tokens[at : at + 4]))
+            one.append(rng.choice(one.tokens) if rng.random() < 0.2 else rng.randrange(num_tokens))
+
+
+def test_a_text_is_looked_up_without_scanning_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, rng = sequence([*range(1000)]), random.Random(3)
+    monkeypatch.setattr(draft, "scan", None)
+    for _ in range(50):
+        one.append(rng.choice(one.tokens))
+        draft.lookup(one, 4)
+
+
+def test_only_decode_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last chunk of a prompt samples a token too, where it need not end with the prompt's last token but one."""
+    monkeypatch.setattr(FakeExecutor, "is_ahead", True)
+    engine = Engine(FakeExecutor(num_pages=100, chunk=600), SPARSE, Options(speculate="lookup", snapshots=0))
+    measured: list[int] = []
+    monkeypatch.setattr(
+        engine.speculation, "measure", lambda tokens, seconds, work: measured.append(work[0].num_tokens)
+    )
+    finish(engine, engine.submit(Request([3] * 500, Sampling(temperature=0, max_tokens=6, ignore_eos=True))))
+    assert measured
+    assert set(measured) == {1}
 
 
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
