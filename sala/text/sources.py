@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from sala.text.answer import MAX_HELD, REPLACEMENT
 from sala.text.folding import FoldedText
+from sala.text.frames import FramedDocument, Place, find_documents
 from sala.text.quotes import TooMuchWorkError, Work, find_quotes, look_up, split_quote
 from sala.text.tokenizer import Tokenizer
 
@@ -28,19 +29,6 @@ GAP = re.compile(r"\s+")
 MAX_MARKS = 4  # characters that end a sentence
 
 
-class Place(Protocol):
-    """Where a token of a document comes from, see `documents.packing`; without a number it is part of the frame."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def unit(self) -> str: ...
-    @property
-    def number(self) -> int | None: ...
-
-
 Locate = Callable[[int], Place | None]
 
 
@@ -50,7 +38,7 @@ class Passage:
 
     - weight: its share of all weight that was gathered
     - tokens: of the prompt, from the first to the one after the last
-    - message, start, end: the message in which it stands and the characters of its text, if it is one of its own
+    - message, start, end: the message in which it stands and the characters of its text, if they were given as text
     - file, place: of a document, e.g. "page 3, lines 10-14"
     """
 
@@ -97,7 +85,10 @@ def _quote_as_json(quote: Quote) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Characters of the prompt that are the text of a message from `offset` on, or documents (`locate`)."""
+    """Characters of the prompt: the text of a message from `offset` on, with `documents`, or attached ones (`locate`).
+
+    The characters of `documents` are those of the region.
+    """
 
     start: int
     end: int
@@ -105,6 +96,20 @@ class Region:
     offset: int = 0
     first_token: int = 0
     locate: Locate | None = None
+    documents: tuple[FramedDocument, ...] = field(default=(), compare=False)
+
+    @property
+    def has_documents(self) -> bool:
+        return self.locate is not None or bool(self.documents)
+
+    def document_at(self, char: int) -> FramedDocument | None:
+        at = bisect_right(self.documents, char, key=lambda one: one.start) - 1
+        return self.documents[at] if at >= 0 and char < self.documents[at].end else None
+
+    def place(self, text: str, char: int) -> Place | None:
+        """Return where a character of the region's text comes from, if it is of a document."""
+        document = self.document_at(char)
+        return None if document is None else document.place(text, char)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +152,13 @@ class PromptText:
         run = bisect_right(self._firsts, token) - 1
         rest = token - self._firsts[run]
         return self._starts[run] + (self._places(run)[rest] if rest else 0)
+
+    def document_ends(self, most: int) -> list[int]:
+        """Return after how many tokens documents in messages end: of all, or of `most` that lie evenly in the text."""
+        ends = [region.start + one.end for region in self.regions for one in region.documents]
+        if len(ends) > most:
+            ends = [ends[max(0, bisect_right(ends, ends[-1] * part // most) - 1)] for part in range(1, most + 1)]
+        return sorted({self.token_at(end) for end in ends})
 
     def token_at(self, char: int) -> int:
         """Return the token that a character belongs to."""
@@ -197,7 +209,7 @@ class PromptText:
                 start, offset = self.text.find(bare, at), len(content) - len(content.lstrip())
             if bare and start >= 0:
                 at = start + len(content if not offset and self.text.startswith(content, start) else bare)
-                yield Region(start, at, index, offset)
+                yield Region(start, at, index, offset, documents=tuple(find_documents(self.text[start:at])))
         if not messages:
             yield Region(0, len(self.text), None)
 
@@ -209,7 +221,10 @@ class PromptText:
             return None
         region = self.regions[at]
         if region.locate is None:
-            return Owner(region, None)
+            document = region.document_at(char - region.start)
+            if document is None:
+                return Owner(region, None)
+            return Owner(region, document.name) if document.section_at(char - region.start) is not None else None
         place = region.locate(token - region.first_token)
         return None if place is None else Owner(region, place.name)
 
@@ -241,13 +256,13 @@ class PromptText:
         """Return message, characters, file and place of a piece of a region."""
         if region.locate is not None:
             places = [region.locate(token - region.first_token) for token in (first, last)]
-            known = [place for place in places if place is not None]
-            file = known[0].name if known else None
-            return {"message": region.message, "file": file, "place": place_of(known)}
+            return {"message": region.message, **_file_and_place(places)}
         if region.message is None:
             return {}
         moved = region.offset - region.start
-        return {"message": region.message, "start": start + moved, "end": stop + moved}
+        where = {"message": region.message, "start": start + moved, "end": stop + moved}
+        text = self.text[region.start : region.end]
+        return where | _file_and_place([region.place(text, at - region.start) for at in (start, max(start, stop - 1))])
 
     def find(self, text: str) -> dict[str, Any] | None:
         """Return where a text stands in documents or messages, or None; see `text.folding` for what doesn't count."""
@@ -259,7 +274,7 @@ class PromptText:
     def look_up(self, text: str, work: Work) -> dict[str, Any] | None:
         """Like `find`, in at most this much work; raises TooMuchWorkError."""
         pieces = split_quote(text)
-        for region in sorted(self.regions, key=lambda region: region.locate is None) if pieces else ():
+        for region in sorted(self.regions, key=lambda region: not region.has_documents) if pieces else ():
             found = look_up(pieces, self._fold(region), work)
             if found is not None:
                 start, stop = (region.start + at for at in found)
@@ -276,6 +291,12 @@ class PromptText:
         if region.start not in self._folded:
             self._folded[region.start] = FoldedText(self.text[region.start : region.end])
         return self._folded[region.start]
+
+
+def _file_and_place(places: Sequence[Place | None]) -> dict[str, str | None]:
+    """Return the file and the place of a passage by the places of its ends; nothing where these are of no document."""
+    known = [place for place in places if place is not None]
+    return {"file": known[0].name, "place": place_of(known)} if known else {}
 
 
 def place_of(places: Sequence[Place]) -> str | None:

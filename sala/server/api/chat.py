@@ -35,7 +35,7 @@ class TextPart(History, remedy=conversation.TEXT_ONLY):
     cache_control: Any = Field(
         None,
         description="In the last message: what ends here begins further prompts too, such as documents before a "
-        "question. It is kept in the cache as it is, also on disk.",
+        "question. It is kept in the cache as it is, also on disk, and so are the ends of documents in it.",
     )
 
     @model_validator(mode="before")
@@ -191,8 +191,8 @@ class ChatRequest(
     return_sources: bool | None = Field(
         None,
         description="Tell where the answer comes from: each choice gets `sources`, the passages of the prompt that the "
-        "model attended to, heaviest first, and the quotes of the answer with their places; in a stream, in the last "
-        "chunk of the choice.",
+        "model attended to, heaviest first, with file and place in documents from `/v1/documents`, and the quotes of "
+        "the answer with their places; in a stream, in the last chunk of the choice.",
     )
     modalities: list[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
     audio: None = Field(None, description="Not supported.")
