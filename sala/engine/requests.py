@@ -17,6 +17,7 @@ from sala.options import Attention
 from sala.protocol import Control, Sampling, Verdict
 from sala.text.answer import CLOSE, OPEN, Answer, Detokenizer, Structured
 from sala.text.control import GrammarCompiler, ThinkBudget
+from sala.text.frames import CLOSING
 from sala.text.sources import Locate, PromptText
 from sala.text.tokenizer import Message, Tokenizer, check_messages, check_tools
 
@@ -27,7 +28,8 @@ MAX_ANSWERS = 128
 CHECK_EVERY = 16  # tokens between two checks for a loop
 NUM_REPEATS = 3  # repetitions of a longer text that count as a loop
 NEAR_END = 1024  # tokens at the end of a prompt that are not of the last message
-MARGIN = 2  # tokens before a question whose tokenization may change with the question
+MARGIN = 2  # tokens before a question or the next document whose tokenization may change with these
+MAX_ENDS = 6  # of documents, after which a prefix is kept
 COUNT_LIMIT = 8  # contexts: texts up to this length are encoded where only their tokens are counted
 
 
@@ -250,6 +252,11 @@ class InputProcessor:
             raise NoTokenizer(self._where)
         return self._tokenizer
 
+    def jobs_waiting(self) -> dict[str, int]:
+        """Return how many tasks wait for the processes that render templates and compile grammars."""
+        templates = 0 if self._tokenizer is None else self._tokenizer.num_waiting
+        return {"templates": templates, "grammars": self._grammars.num_waiting}
+
     def close(self) -> None:
         """Stop the processes that render templates and compile grammars."""
         self._grammars.close()
@@ -280,9 +287,9 @@ class InputProcessor:
         self._check(ids, call.attention)
         self._check_sampling(call.sampling)
         attached = _attached(call.attachment, ids)
-        start, lengths = (0, ()) if attached is None or not call.attachment else (attached.start, call.attachment.kept)
-        kept = tuple(start + length for length in lengths) or self._before(call.question, ids)
         prompt = self._prompt_text(call, ids, attached) if call.sampling.return_sources else None
+        start, lengths = (0, ()) if attached is None or not call.attachment else (attached.start, call.attachment.kept)
+        kept = tuple(start + length for length in lengths) or self._before(call, ids, prompt)
         boundaries = (*call.boundaries, *kept, self._last_message(call, ids))
         beginning = self._beginning(call, ids, is_chat)
         answers = []
@@ -381,8 +388,19 @@ class InputProcessor:
             controls.append(self._grammars.compile(sampling, self.tokenizer if is_open else None, beginning.text))
         return tuple(controls), forced
 
-    def _before(self, question: str, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return after how many tokens a question begins, or nothing if it is not found near the end of a prompt.
+    def _before(self, call: Call, ids: Sequence[int], prompt: PromptText | None) -> tuple[int, ...]:
+        """Return after how many tokens documents end and the question after them begins; empty without a question."""
+        length = self._length_before(call.question, ids)
+        if not length:
+            return ()
+        ends: list[int] = []
+        if any(CLOSING.strip() in (message.get("content") or "") for message in call.messages or ()):
+            prompt = prompt or PromptText(self.tokenizer, ids, call.messages or ())
+            ends = [end - MARGIN for end in prompt.document_ends(MAX_ENDS) if MARGIN < end < length]
+        return tuple(sorted({*ends, length}))
+
+    def _length_before(self, question: str, ids: Sequence[int]) -> int:
+        """Return after how many tokens a question begins, or 0 if it is not found near the end of a prompt.
 
         It is a few tokens less: the last ones may be others before another question.
         """
@@ -394,12 +412,11 @@ class InputProcessor:
             if at > 0:
                 counts = range(1, size + 1)
                 found = bisect_left(counts, len(text) - at, key=lambda count: len(self._tail(ids, count)))
-                length = len(ids) - counts[found] - MARGIN
-                return (length,) if length > 0 else ()
+                return max(0, len(ids) - counts[found] - MARGIN)
             if size >= most:
                 break
             size *= 2
-        return ()
+        return 0
 
     def _tail(self, ids: Sequence[int], count: int) -> str:
         return self.tokenizer.decode(ids[-count:], skip_special=False)

@@ -9,10 +9,13 @@ import json
 import shutil
 import tempfile
 import threading
+import time
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +26,7 @@ from sala.errors import ContextTooLong, QueueFull
 from sala.llm import LLM
 from sala.server.files import MAX_NAME, FileStore, StoredFile
 from sala.server.http.errors import ApiError
+from sala.text.sources import PromptText
 from sala.text.workers import SandboxProcess
 
 PURPOSE = "document"
@@ -40,9 +44,21 @@ class DocumentReader:
     def __init__(self) -> None:
         self._workers = [SandboxProcess(program=CHILD) for _ in range(NUM_READERS)]
         self._idle = list(self._workers)
+        self._began: dict[SandboxProcess, float] = {}  # when each that is at work began with its file
         self._pool = ThreadPoolExecutor(NUM_READERS, "sala-documents")
         self._turns: dict[str, asyncio.Lock] = {}  # by owner
         self._waiting: Counter[str] = Counter()  # by owner, with the one that is being read
+
+    @property
+    def num_waiting(self) -> int:
+        """How many uploads wait to be read."""
+        return max(0, self._waiting.total() - len(self._began))
+
+    @property
+    def age_s(self) -> float:
+        """How many seconds ago the reading of a file should have ended that has not."""
+        now = time.monotonic()
+        return max((now - began - MAX_S for began in list(self._began.values())), default=0.0)
 
     async def read(self, owner: str, name: str, source: BinaryIO) -> DocumentSet:
         """Return the documents in a file. Raises QueueFull.
@@ -67,10 +83,12 @@ class DocumentReader:
 
     def _read(self, name: str, copy: Any) -> DocumentSet:
         worker = self._idle.pop()
+        self._began[worker] = time.monotonic()
         try:
             with copy:
                 return read_file(worker, copy.name, name, MAX_S)
         finally:
+            del self._began[worker]
             self._idle.append(worker)
 
     def close(self) -> None:
@@ -127,7 +145,7 @@ class KeptDocuments:
 
     def __init__(self, files: FileStore) -> None:
         self.files = files
-        self._ids: OrderedDict[tuple[str, ...], array[int]] = OrderedDict()  # prompts, the last used one last
+        self._prompts: OrderedDict[tuple[str, ...], Prompt] = OrderedDict()  # the last used one last
         self._lock = threading.Lock()
 
     def add(self, owner: str, described: dict[str, Any]) -> dict[str, Any]:
@@ -164,20 +182,41 @@ class KeptDocuments:
             raise ApiError(404, "the document was deleted", param="document_id", code="document_not_found") from None
         return {**kept, **self.show(file)}
 
-    def prompt(self, file: StoredFile, system: str, llm: LLM) -> "array[int]":
-        """Return the tokens of a conversation that begins with a document."""
-        key = (file.id, llm.tokenizer.fingerprint, system)
+    def prompt(self, files: Sequence[StoredFile], system: str, llm: LLM) -> "Prompt":
+        """Return the tokens of a conversation that begins with documents."""
+        key = (llm.tokenizer.fingerprint, system, *(file.id for file in files))
         with self._lock:
-            ids = self._ids.pop(key, None)
-        if ids is None:
-            text = "".join(one["text"] for one in self.read(file)["documents"])
-            opening = [{"role": "system", "content": system}] if system else []
-            ids = array("I", llm.encode_chat([*opening, {"role": "user", "content": text}]))
+            prompt = self._prompts.pop(key, None)
+        if prompt is None:
+            texts = ["".join(one["text"] for one in self.read(file)["documents"]) for file in files]
+            prompt = _encode(texts, system, llm)
         with self._lock:
-            self._ids[key] = ids
-            while sum(map(len, self._ids.values())) > MAX_REMEMBERED and len(self._ids) > 1:
-                self._ids.popitem(last=False)
-        return ids
+            self._prompts[key] = prompt
+            while sum(len(one.ids) for one in self._prompts.values()) > MAX_REMEMBERED and len(self._prompts) > 1:
+                self._prompts.popitem(last=False)
+        return prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The tokens of a conversation that begins with documents, and at which of them each document begins and ends."""
+
+    ids: "array[int]"
+    spans: list[tuple[int, int]]
+
+    def count_cached(self, cached: int) -> list[tuple[int, int]]:
+        """Return the tokens of each document, and how many of them are among the first `cached` of the prompt."""
+        return [(end - start, min(max(0, cached - start), end - start)) for start, end in self.spans]
+
+
+def _encode(texts: Sequence[str], system: str, llm: LLM) -> Prompt:
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = [*opening, {"role": "user", "content": "".join(texts)}]
+    ids = array("I", llm.encode_chat(messages))
+    prompt = PromptText(llm.tokenizer, ids, messages)
+    begin = next((region.start for region in prompt.regions if region.message == len(messages) - 1), 0)
+    bounds = [prompt.token_at(begin + length) for length in accumulate(map(len, texts), initial=0)]
+    return Prompt(ids, list(pairwise(bounds)))
 
 
 def dump_text(value: Any) -> bytes:

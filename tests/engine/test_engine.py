@@ -149,6 +149,16 @@ def test_prefixes_are_reused_wherever_they_end() -> None:
     assert reused > total / 8  # cuts are random: most fall between two snapshots
 
 
+def test_what_is_to_be_kept_is_stored_before_other_boundaries() -> None:
+    eng = engine(FakeExecutor(num_pages=100, num_slots=30, chunk=600))
+    tokens = prompt(random.Random(8), 300)
+    kept = (140, 180)
+    finish(eng, eng.submit(Request(tokens, GREEDY, boundaries=(*range(190, 300, 9), *kept), kept=kept)))
+    for length in kept:
+        assert eng.num_cached([*tokens[:length], *[7] * 100]) == length
+    assert eng.num_cached(tokens) == 299
+
+
 def test_regimes_do_not_mix() -> None:
     eng = engine(FakeExecutor(num_pages=100))
     base = prompt(random.Random(5), 120)  # dense: below 128 tokens

@@ -48,6 +48,7 @@ USER = {
     "POST /completions",
     "POST /detokenize",
     "POST /documents",
+    "POST /documents/state",
     "POST /documents/{document_id}/state",
     "POST /files",
     "POST /messages",

@@ -157,6 +157,92 @@ def test_read_state(make_server: Callable[..., Server], tmp_path: Path) -> None:
     wait_for(lambda: again.post(path, {}).json()["cached_tokens"] == after["cached_tokens"])
 
 
+def ask_about(server: Server, *documents: Any, question: str = "Why is that so?", **more: Any) -> Any:
+    """Return the answer to a question about documents, sent as the chat page sends it."""
+    text = "".join(one["text"] for document in documents for one in document["documents"])
+    parts = [
+        {"type": "text", "text": text[:-1], "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": question},
+    ]
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 2, "temperature": 0, **more}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    server.wait_idle()
+    return answer.json()
+
+
+def shares(server: Server, *documents: Any) -> list[str]:
+    """Return how much of each document a conversation with these documents finds in the cache, as the page says it."""
+    answer = server.post("/v1/documents/state", {"documents": [one["id"] for one in documents]}).json()
+    for one, state in zip(documents, answer["data"], strict=True):
+        assert (state["id"], abs(state["tokens"] - one["tokens"]) <= 1) == (one["id"], True)
+    missing = [one["tokens"] - one["cached_tokens"] for one in answer["data"]]
+    return [
+        "read" if left <= 4 else "new" if not one["cached_tokens"] else "part"
+        for left, one in zip(missing, answer["data"], strict=True)
+    ]
+
+
+def test_read_state_of_several_documents(make_server: Callable[..., Server], tmp_path: Path) -> None:
+    """What was asked about together is read in that order; a changed document leaves those before it read."""
+    server = make_server(cache_dir=tmp_path / "cache")
+    texts = {name: "".join(f"{name} line {number}\n" for number in range(20)) for name in ("alpha", "beta", "gamma")}
+    alpha, beta, gamma = (
+        upload(server, f"{name}.txt", text.encode(), keep="true").json() for name, text in texts.items()
+    )
+    assert shares(server, alpha, beta) == ["new", "new"]
+    ask_about(server, alpha, beta)
+    assert shares(server, alpha, beta) == ["read", "read"]
+    assert shares(server, alpha, beta, gamma) == ["read", "read", "new"]
+    assert shares(server, alpha, gamma) == ["read", "new"]
+    assert shares(server, alpha) == ["read"]
+    assert shares(server, beta) == ["new"]
+    assert shares(server, beta, alpha) == ["new", "new"]
+    state = server.post(f"/v1/documents/{alpha['id']}/state", {}).json()
+    assert state["tokens"] - state["cached_tokens"] < 32  # what the template puts after it
+    expected = server.post("/v1/documents/state", {"documents": [alpha["id"], gamma["id"]]}).json()["cached_tokens"]
+    usage = ask_about(server, alpha, gamma)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == expected >= alpha["tokens"] - 4
+    server.stop()
+    again = make_server(cache_dir=tmp_path / "cache")
+    wait_for(lambda: shares(again, alpha, gamma) == ["read", "read"])
+    assert [shares(again, alpha, beta), shares(again, alpha), shares(again, beta)] == [["read"] * 2, ["read"], ["new"]]
+
+
+def test_ends_of_many_documents(server: Server) -> None:
+    """Not all of them are kept, but some on the way."""
+    many = [upload(server, f"many{number}.txt", b"some text " * 4, keep="true").json() for number in range(9)]
+    ask_about(server, *many)
+    assert shares(server, *many) == ["read"] * 9
+    read = [shares(server, *many[:count]).count("read") for count in range(1, 10)]
+    assert all(count - 2 <= found <= count for count, found in enumerate(read, 1)), read
+
+
+@pytest.mark.parametrize(
+    ("documents", "status"), [([], 400), (["nothing"], 404), (["x"] * 257, 400), (None, 400), ("x", 400)]
+)
+def test_states_of_what_is_not_there(server: Server, documents: Any, status: int) -> None:
+    assert server.post("/v1/documents/state", {"documents": documents}).status_code == status
+
+
+def test_sources_have_file_and_place(server: Server) -> None:
+    """For any client: its documents may be a part of the message, or stand in the same text as the question."""
+    lines = [f"The owl has seen {number * 7} trains." for number in range(1, 13)]
+    found = [upload(server, "contract.pdf", PDF).json(), upload(server, "owls.txt", "\n".join(lines).encode()).json()]
+    content = "".join(one["text"] for document in found for one in document["documents"])
+    sources = ask_about(server, *found, return_sources=True)["choices"][0]["sources"]["passages"]
+    whole = {"messages": [{"role": "user", "content": f"{content}Why is that so?"}], "max_tokens": 2, "temperature": 0}
+    answer = server.post("/v1/chat/completions", {**whole, "return_sources": True}).json()
+    assert answer["choices"][0]["sources"]["passages"] == sources
+    assert sources
+    for passage in sources:
+        assert content[passage["start"] : passage["end"]] == passage["text"]
+        assert passage["file"] in ("contract.pdf", "owls.txt")
+        first, last = re.fullmatch(r"(?:page 1, )?lines? (\d+)(?:-(\d+))?.*", passage["place"]).groups()
+        if passage["file"] == "owls.txt":
+            assert passage["text"] == "\n".join(lines[int(first) - 1 : int(last or first)])
+
+
 @pytest.mark.parametrize("content", ["Why?", [{"type": "text", "text": "Why?", "cache_control": {}}]])
 def test_a_mark_without_a_question_does_nothing(server: Server, content: Any) -> None:
     answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], "max_tokens": 1})

@@ -7,19 +7,21 @@ import asyncio
 from functools import partial
 from typing import Annotated, Any
 
+from annotated_types import MaxLen, MinLen
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
 
 from sala.server.api.batches import MAX_FIELD, MAX_FIELDS, After, page
 from sala.server.api.routes import MAX_NAME, call, respond, until_gone
-from sala.server.documents import DocumentReader, KeptDocuments, describe, dump_text
+from sala.server.documents import DocumentReader, KeptDocuments, Prompt, describe, dump_text
 from sala.server.files import StoredFile
 from sala.server.http import errors
-from sala.server.http.body import Strict
+from sala.server.http.body import FIRST_ONLY, Strict
 from sala.server.http.errors import ALWAYS, ApiError
 from sala.server.http.security import StrictRoute, client_of, find_key, find_owner
 
+MAX_DOCUMENTS = 256  # of a prompt
 UPLOAD = {
     "requestBody": {
         "required": True,
@@ -45,6 +47,12 @@ Id = Annotated[str, Path(max_length=256)]
 class StateRequest(Strict):
     model: str | None = Field(None, description="The model that is asked; by default the server's default model.")
     system: str = Field("", max_length=1 << 20, description="The system prompt before the document.")
+
+
+class StatesRequest(StateRequest):
+    documents: Annotated[list[Annotated[str, MaxLen(256)]], MinLen(1), MaxLen(MAX_DOCUMENTS), FIRST_ONLY] = Field(
+        description="Ids, in the order in which the prompt has the documents."
+    )
 
 
 class OwnedDocuments:
@@ -145,14 +153,38 @@ async def get_document(store: Store, file: Found) -> Response:
 )
 async def get_state(body: StateRequest, store: Store, file: Found, request: Request) -> Any:
     """How much of a prompt that begins with this document need not be computed again."""
-    ids, model = await call(request, body.model, lambda llm: store.documents.prompt(file, body.system, llm))
+    prompt, cached = await _find_cached(body, store, [file], request)
+    return {"id": file.id, "object": "document.state", "tokens": len(prompt.ids), "cached_tokens": cached}
+
+
+@router.post(
+    "/documents/state",
+    tags=["documents"],
+    summary="Tell what of several documents the cache holds",
+    responses=ALWAYS | errors.describe(404, answer="DocumentStates"),
+)
+async def get_states(body: StatesRequest, store: Store, request: Request) -> Any:
+    """How much of a prompt that begins with these documents, in this order, need not be computed again."""
+    files = [store.documents.find(store.owner, one) for one in body.documents]
+    prompt, cached = await _find_cached(body, store, files, request)
+    data = [
+        {"id": file.id, "object": "document.state", "tokens": tokens, "cached_tokens": known}
+        for file, (tokens, known) in zip(files, prompt.count_cached(cached), strict=True)
+    ]
+    return {"object": "document.states", "tokens": len(prompt.ids), "cached_tokens": cached, "data": data}
+
+
+async def _find_cached(
+    body: StateRequest, store: OwnedDocuments, files: list[StoredFile], request: Request
+) -> tuple[Prompt, int]:
+    """Return a prompt that begins with documents, and how many of its tokens the cache holds for this client."""
+    prompt, model = await call(request, body.model, lambda llm: store.documents.prompt(files, body.system, llm))
     key, settings = find_key(request, request.app.state.settings), request.app.state.settings
     salt = client_of("" if key is None else key.owner, settings, key.salt if key else "").salt
     if model.adapter is not None:
         salt = model.llm.adapters[model.adapter].fingerprint + salt
-    work = model.service.execute(model.llm.engine.num_cached, ids, salt)
-    cached = await until_gone(request, asyncio.wait_for(asyncio.wrap_future(work), None))
-    return {"id": file.id, "object": "document.state", "tokens": len(ids), "cached_tokens": cached}
+    work = model.service.execute(model.llm.engine.num_cached, prompt.ids, salt)
+    return prompt, await until_gone(request, asyncio.wait_for(asyncio.wrap_future(work), None))
 
 
 @router.delete(

@@ -47,10 +47,10 @@ export const listDocuments = async () => (await readJson(await call("v1/document
 export const getDocument = async (id) => readJson(await call(`v1/documents/${encodeURIComponent(id)}`));
 export const deleteDocument = async (id) => readJson(await call(`v1/documents/${encodeURIComponent(id)}`, { method: "DELETE" }));
 
-// How many tokens of a prompt that begins with a kept document the cache of the server holds.
-export async function documentState(id, model, system) {
-  const body = { system, ...(model ? { model } : {}) };
-  return readJson(await call(`v1/documents/${encodeURIComponent(id)}/state`, { body }));
+// How many tokens of each of these kept documents the cache of the server holds, in a prompt that begins with them.
+export async function documentStates(ids, model, system) {
+  const body = { documents: ids, system: system.trim() ? system : "", ...(model ? { model } : {}) };
+  return (await readJson(await call("v1/documents/state", { body }))).data;
 }
 
 // Yields the chunks of an answer. A server or engine that gathers no sources is asked again without them.

@@ -6,7 +6,7 @@ import { add, pathTo, turn, versionsOf } from "./branches.js";
 import { Composer, suggestion } from "./composer.js";
 import { announce, byId, fillIcons, toast } from "./dom.js";
 import { Documents } from "./documents.js";
-import { remember } from "./files.js";
+import { inOrder, remember } from "./files.js";
 import { titleOf } from "./format.js";
 import { Frame } from "./frame.js";
 import { Library } from "./library.js";
@@ -52,7 +52,10 @@ class App {
       files: () => [...this.chat.messages.flatMap((message) => message.files ?? []), ...this.composer.attachments],
       viewOf: (message) => this.views.find((view) => view.message === message),
     });
-    this.library = new Library(this.settings, { onUse: (attachment) => this.composer.add(attachment) });
+    this.library = new Library(this.settings, {
+      findAttached: () => this.chat.messages[0]?.files ?? inOrder(this.composer.attachments),
+      onUse: (attachment) => this.composer.add(attachment),
+    });
     this.menu = new Menu({
       store,
       current: () => this.chat,

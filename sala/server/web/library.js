@@ -1,13 +1,17 @@
 // Documents that the server keeps for this key: listed with what of them is still read, used again, deleted.
 
-import { deleteDocument, documentState, getDocument, listDocuments } from "./api.js";
+import { deleteDocument, documentStates, getDocument, listDocuments } from "./api.js";
 import { byId, iconButton, make, toast } from "./dom.js";
 import { attachmentOf } from "./files.js";
 import { formatCount, formatSize } from "./format.js";
 
+const LEFT = 4; // tokens at the end of a document that are read again with what follows
+
 export class Library {
-  constructor(settings, { onUse }) {
+  // `findAttached` returns the files that the conversation begins with, in order.
+  constructor(settings, { findAttached, onUse }) {
     this.settings = settings;
+    this.findAttached = findAttached;
     this.onUse = onUse;
     this.dialog = byId("library");
     this.list = byId("library-list");
@@ -39,9 +43,19 @@ export class Library {
     }
     const rows = documents.map((one) => this.#row(one));
     this.list.replaceChildren(...rows.map(({ root }) => root));
-    for (const { document, state } of rows) {
-      if (!this.dialog.open) return;
-      await this.#showState(document, state);
+    await this.#showStates(new Map(rows.map(({ document, state }) => [document.id, state])));
+  }
+
+  // Documents that are attached are read in their order; of any other it matters whether a conversation may begin with it.
+  async #showStates(states) {
+    const attached = this.findAttached();
+    const known = attached.findIndex((file) => !states.has(file.keptId));
+    const first = attached.slice(0, known < 0 ? undefined : known).map((file) => file.keptId);
+    const later = new Set(attached.slice(first.length).map((file) => file.keptId));
+    const others = [...states.keys()].filter((id) => !first.includes(id) && !later.has(id));
+    for (const id of later) states.get(id)?.replaceChildren(); // what stands before it is not on the server
+    for (const ids of [first, ...others.map((id) => [id])]) {
+      if (ids.length && this.dialog.open) await this.#showState(ids, states);
     }
   }
 
@@ -55,15 +69,18 @@ export class Library {
     return { document, state, root: make("div", { className: "library-row", attributes: { role: "listitem" } }, use, remove) };
   }
 
-  async #showState(document, state) {
+  async #showState(ids, states) {
     try {
-      const { tokens, cached_tokens: cached } = await documentState(document.id, this.settings.modelId, this.settings.values.system);
-      const share = tokens ? cached / tokens : 0;
-      state.textContent = share >= 0.9 ? "read" : share > 0 ? `${Math.floor(share * 100)}% read` : "not read yet";
-      state.title = `The cache holds ${formatCount(cached)} of ${formatCount(tokens)} tokens`;
-      state.classList.toggle("is-read", share > 0);
+      for (const one of await documentStates(ids, this.settings.modelId, this.settings.values.system)) {
+        const { id, tokens, cached_tokens: cached } = one;
+        const state = states.get(id);
+        const isRead = tokens - cached <= Math.max(LEFT, tokens / 10);
+        state.textContent = isRead ? "read" : cached > 0 ? `${Math.floor((100 * cached) / tokens)}% read` : "not read yet";
+        state.title = `The cache holds ${formatCount(cached)} of ${formatCount(tokens)} tokens${ids.length > 1 ? ", in the order in which the documents are attached" : " if a conversation begins with this document"}`;
+        state.classList.toggle("is-read", cached > 0);
+      }
     } catch {
-      state.textContent = "";
+      for (const id of ids) states.get(id).textContent = "";
     }
   }
 

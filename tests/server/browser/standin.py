@@ -223,11 +223,12 @@ def add_documents(app: FastAPI) -> None:
     async def get(document_id: str) -> Response:
         return JSONResponse(kept[document_id])
 
-    @app.post("/v1/documents/{document_id}/state")
-    async def state(document_id: str) -> Response:
+    @app.post("/v1/documents/state")
+    async def states(request: Request) -> Response:
         asked = any("<document" in str(one["messages"]) for one in app.state.requests)
-        tokens = kept[document_id]["tokens"]
-        return JSONResponse({"tokens": tokens, "cached_tokens": tokens if asked else 0})
+        ids = (await request.json())["documents"]
+        rows = [{"id": one, "tokens": kept[one]["tokens"]} for one in ids]
+        return JSONResponse({"data": [{**row, "cached_tokens": row["tokens"] if asked else 0} for row in rows]})
 
     @app.delete("/v1/documents/{document_id}")
     async def delete(document_id: str) -> Response:
