@@ -62,10 +62,20 @@ def train(
     s.wait_passively(options.threads)
     try:
         with training_bar() as bar:
-            job.run(bar)
+            report = job.run(bar)
     except BadData as error:
         s.note(error.message)
         raise InputError("data", f"has {len(error.problems):,} bad records", error.remedy) from None
+    if report:
+        print_table(
+            "how often each draft of a chain is the model's own choice, in texts that were not learned",
+            ["kind", "up to", "tokens", "agreed, by position"],
+            [
+                [one.kind, f"{one.length:,}", f"{one.asked[0]:,}", " ".join(f"{rate:.0%}" for rate in one.rates)]
+                for one in report
+            ],
+            (True,),
+        )
     mode = "auto" if exit_layers is None else "layers"
     s.note(f"try it: sala chat -m {options.model or 'smol-sala'} --speculate {mode} --draft-head {output}")
 

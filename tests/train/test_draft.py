@@ -1,6 +1,7 @@
 """Training draft heads: the loss follows the chain of drafts as the engine makes them, and a head learns."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,17 @@ from sala.checkpoint.draft_exit import read_config as read_exit
 from sala.checkpoint.draft_head import DraftHeadConfig, read_config
 from sala.config import SalaConfig
 from sala.errors import InputError
+from sala.lab.draft import evaluate
+from sala.lab.draft import train as draft
 from sala.lab.draft.answers import PromptRecord, Written, frequent_tokens, read_prompts, write_answers
 from sala.lab.draft.objective import DraftObjective
 from sala.lab.draft.train import AnswerRows, DraftTraining, new_head
 from sala.lab.finetune.dialogues import BadData
 from sala.lab.train.loop import OutOfTime
 from sala.lab.train.models import load_for_training
+from sala.lab.train.steps import collate
 from sala.llm import LLM
-from sala.protocol import Plan, Row, Sampling
+from sala.protocol import Options, Plan, Row, Sampling
 from tests.command import sala
 from tests.golden import checkpoint
 
@@ -173,12 +177,60 @@ def test_the_vocabulary_has_the_most_frequent_tokens() -> None:
     assert PromptRecord((1,), True, "").is_answered
 
 
+def test_the_report_is_split_by_kind_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against counting chains one by one: a draft counts where all before it in its chain were right."""
+    monkeypatch.setattr(draft, "LENGTHS", (8, 32))
+    rng, num_steps = np.random.default_rng(4), 3
+    kinds = [*"ab" * 200]
+    made: list[Any] = []
+    rows = AnswerRows([Written(tuple(rng.integers(9, size=37).tolist()), 5, kind) for kind in kinds], 50, 0, True)
+
+    class Objective:
+        num_steps = 3
+
+        def guesses(self, tokens: torch.Tensor, lengths: list[int]) -> Any:
+            made.append([rng.random(len(tokens)) < 0.7 for _ in range(num_steps)])
+            return [tokens + torch.from_numpy(~right) for right in made[-1]], tokens
+
+    report = draft.agreement(Objective(), rows, torch.device("cpu"))  # type: ignore[arg-type]
+    want: dict[tuple[str, int], Any] = {}
+    for number, right in enumerate(made):
+        starts = np.flatnonzero(collate([rows(number)], "documents").main.numpy() > 0)
+        groups = rows.groups(number)
+        for start in starts:
+            asked, agreed = want.setdefault(groups[start], np.zeros((2, num_steps), np.int64))
+            for step in range(min(num_steps, 50 - start)):
+                asked[step] += 1
+                if not right[step][start + step]:
+                    break
+                agreed[step] += 1
+    assert set(want) == {("a", 8), ("a", 32), ("b", 8), ("b", 32)}
+    assert {(one.kind, one.length): (*one.asked, *one.agreed) for one in report} == {
+        group: (*asked, *agreed) for group, (asked, agreed) in want.items()
+    }
+    assert draft.total(report)["agreed 1"] == pytest.approx(0.7, abs=0.15)
+
+
+@pytest.mark.parametrize("mode", ["lookup", "auto"])
+def test_an_evaluation_learns_from_all_questions(mode: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed is one run of drafting, as in a server: `auto` does not begin anew with every question."""
+    opened: list[bool] = []
+    wrapped = evaluate.open_speculation
+    monkeypatch.setattr(evaluate, "open_speculation", lambda *some: opened.append(some[3]) or wrapped(*some))
+    options = Options(model=str(tiny), device="cpu", ctx=512, speculate=mode)
+    record = evaluate.evaluate(options, {"chat": ["Hello", "Hello there"]}, [16, 32], 4, lambda *_: None)
+    assert record["equal answers"]
+    assert sorted(opened) == [False] * 4 + [True]
+
+
 def test_the_commands(tiny: Path, tmp_path: Path) -> None:
     options = ["--row", "64", "--epochs", "1", "--max-tokens", "16", "--vocabulary", "64", "--window", "32"]
     trained = sala(
         "draft", "train", "-m", str(tiny), "--data", str(data(tmp_path)), "-o", str(tmp_path / "head"), *options
     )
     assert trained.returncode == 0, trained.stderr
+    assert "in texts that were not learned" in trained.stdout
+    assert re.search(r"^ *(chat|text) +256 +\d+ +\d+% \d+% \d+% \d+%$", trained.stdout, re.MULTILINE), trained.stdout
     sizes = ["--lengths", "64", "--prompts", "1", "--max-tokens", "12", "--num-draft", "2"]
     without = sala("draft", "eval", "-m", str(tiny), *sizes, "-o", str(tmp_path / "none.json"))
     assert "has no draft head" in without.stderr

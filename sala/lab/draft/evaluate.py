@@ -68,12 +68,13 @@ def evaluate(
         has_head = llm.engine.capacity.can_draft
         mode = options.speculate if options.speculate != "auto" else "head" if has_head else "lookup"
         drafting = options.num_draft, options.draft_layers
+        as_used = open_speculation(options.speculate, *drafting, True, has_head)  # learns from all questions
         for question, (want, plain_s) in zip(asked, answers, strict=True):
             row = rows.setdefault((question.kind, question.length), _new_row(options.num_draft))
             llm.engine.speculation = open_speculation(mode, *drafting, False, has_head)
             got, _ = _timed(llm, question, settings)
             counted = llm.engine.speculation
-            llm.engine.speculation = open_speculation(options.speculate, *drafting, True, has_head)
+            llm.engine.speculation = as_used
             timed, seconds = _timed(llm, question, settings)
             is_equal = is_equal and got == want == timed
             row["rounds"] += counted.rounds

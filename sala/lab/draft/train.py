@@ -24,7 +24,7 @@ from sala.lab.draft.answers import Written, as_stream, frequent_tokens, read_ans
 from sala.lab.draft.exit_objective import ExitObjective
 from sala.lab.draft.objective import DraftObjective
 from sala.lab.train.accelerated import Accelerated
-from sala.lab.train.data import TrainingRow
+from sala.lab.train.data import Array, TrainingRow
 from sala.lab.train.loop import train
 from sala.lab.train.models import load_for_training
 from sala.lab.train.processes import barrier, destroy_process, init_process, is_main_process
@@ -37,6 +37,7 @@ from sala.protocol import Sampling
 
 ANSWERS, VOCABULARY = "answers.jsonl", "tokens.npy"
 HELD_OUT = 16  # one row in so many is not learned
+LENGTHS = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)  # by which the report is split
 MODEL_DTYPES = {"cuda": torch.bfloat16}
 DraftConfig = DraftHeadConfig | DraftExitConfig
 
@@ -66,8 +67,11 @@ class DraftTraining:
     exit_layers: int | None = None
     loading: Options = field(default_factory=Options)  # of the model that answers; `kernels` trains too
 
-    def run(self, note: Note) -> DraftConfig:
-        """Train to the end. Raises OutOfTime when the minutes are over; run it again to go on."""
+    def run(self, note: Note) -> "list[Agreement]":
+        """Train to the end; return how often the drafts for held-out rows are the model's own choice.
+
+        Raises OutOfTime when the minutes are over; run it again to go on.
+        """
         deadline = None if self.minutes is None else time.monotonic() + 60 * self.minutes
         check_new(self.output)
         if not (self.model / "config.json").is_file():
@@ -87,15 +91,18 @@ class DraftTraining:
         held = AnswerRows(rows, self.row, self.seed, is_held_out=True)
         own = note if is_main_process() else lambda *_: None
         parts = [StepPart(make, stage.batch_rows, self.row)]
-        train(
-            learner, stage, parts, self.work / "draft", lambda news: own("draft", news), deadline,
-            lambda is_last: agreement(objective, held, device) if is_last else {},
-        )  # fmt: skip
+        report: list[Agreement] = []
+
+        def probe(is_last: bool) -> dict[str, float]:
+            report.extend(agreement(objective, held, device) if is_last else ())
+            return total(report) if is_last else {}
+
+        train(learner, stage, parts, self.work / "draft", lambda news: own("draft", news), deadline, probe)
         if is_main_process():
             self._write(config, learner.tensors())
         barrier()
         destroy_process()
-        return config
+        return report
 
     def _config(self, model: SalaConfig) -> DraftConfig:
         if self.exit_layers is None:
@@ -187,7 +194,7 @@ class AnswerRows:
     """Rows of packed answers in a seeded order that changes with every epoch; some are held out."""
 
     def __init__(self, rows: Sequence[Written], length: int, seed: int, is_held_out: bool) -> None:
-        self.stream, self.length, self.seed = as_stream(rows), length, seed
+        self.stream, self.length, self.seed, self.kinds = as_stream(rows), length, seed, [row.kind for row in rows]
         count = len(self.stream.tokens) // length
         if count < 2:
             remedy = f"give more data, or shorter rows: --row {max(64, len(self.stream.tokens) // 8)}"
@@ -196,27 +203,63 @@ class AnswerRows:
         self.numbers = [number for number in range(count) if (number in held) == is_held_out]
 
     def __call__(self, number: int) -> TrainingRow:
+        return self.stream.row(self._place(number), self.length)
+
+    def groups(self, number: int) -> list[tuple[str, int]]:
+        """Return the kind of text of each token of a row, and a bound for how many tokens of the text are before it."""
+        first = self._place(number) * self.length
+        places = np.arange(first, first + self.length)
+        texts = np.searchsorted(self.stream.ends, places, "right")
+        before = places - np.concatenate([[0], self.stream.ends])[texts]
+        bounds = [LENGTHS[index] for index in np.searchsorted(LENGTHS[:-1], before)]
+        return list(zip((self.kinds[text] for text in texts), bounds, strict=True))
+
+    def _place(self, number: int) -> int:
         epoch, place = divmod(number, len(self.numbers))
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.numbers))
-        return self.stream.row(self.numbers[order[place]], self.length)
+        return self.numbers[int(order[place])]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Of the drafts of a chain, first, second, …: how many there were, and how many are the model's own choice."""
+
+    kind: str  # of the text
+    length: int  # at most so many tokens of the text before them
+    asked: Array
+    agreed: Array
+
+    @property
+    def rates(self) -> list[float]:
+        """The share of each draft, where those before it in its chain are the model's own choice too."""
+        return [round(float(rate), 4) for rate in self.agreed / np.maximum(self.asked, 1)]
 
 
 @torch.no_grad()
 def agreement(
     objective: DraftObjective | ExitObjective, rows: AnswerRows, device: torch.device, most: int = 16
-) -> dict[str, float]:
-    """Return how often each draft of a chain is the model's own choice, where those before it were."""
-    agreed, asked = np.zeros(objective.num_steps), np.zeros(objective.num_steps)
+) -> list[Agreement]:
+    """Return how often drafts are the model's own choice in held-out rows, by kind of text and length."""
+    found: dict[tuple[str, int], Agreement] = {}
     for number in range(min(most, len(rows.numbers))):
         batch = collate([rows(number)], "documents").to(device)
         tokens, lengths = batch.tokens.flatten(), list(batch.lengths or [batch.tokens.shape[1]])
         guesses, wanted = objective.guesses(tokens, lengths)
-        is_alive = batch.main > 0
-        for step, found in enumerate(guesses):
-            asked[step] += int(is_alive.sum())
-            is_alive = is_alive & (found == wanted)
-            agreed[step] += int(is_alive.sum())
-            is_alive = is_alive.roll(1)  # the next draft of this chain is one position further
+        is_alive, groups = (batch.main > 0).cpu().numpy(), rows.groups(number)
+        for step, guess in enumerate(guesses):
+            is_right = is_alive & (guess == wanted).cpu().numpy()
+            for group in sorted({groups[at] for at in np.flatnonzero(is_alive)}):
+                one = found.setdefault(group, Agreement(*group, *np.zeros((2, objective.num_steps), np.int64)))
+                is_own = np.asarray([own == group for own in groups])
+                one.asked[step] += int((is_alive & is_own).sum())
+                one.agreed[step] += int((is_right & is_own).sum())
+            is_alive = np.roll(is_right, 1)  # the next draft of this chain is one position further
             is_alive[0] = False
-    rates = agreed / np.maximum(asked, 1)
-    return {f"agreed {step}": round(float(rate), 4) for step, rate in enumerate(rates, 1)}
+            groups = [groups[-1], *groups[:-1]]
+    return [found[group] for group in sorted(found)]
+
+
+def total(report: Sequence[Agreement]) -> dict[str, float]:
+    """Return the shares of all texts together, by the names of metrics."""
+    asked, agreed = (sum((getattr(one, name) for one in report), np.zeros(1)) for name in ("asked", "agreed"))
+    return {f"agreed {step}": rate for step, rate in enumerate(Agreement("", 0, asked, agreed).rates, 1)}
