@@ -211,6 +211,10 @@ def test_an_answer_can_be_sent_back(server: Server, say: Callable[[str], None]) 
     ask(server, input=[{"role": "user", "content": "hello"}, *answer["output"], result], tools=[WEATHER])
 
 
+LONG = "x" * 4097
+CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -246,6 +250,21 @@ def test_an_answer_can_be_sent_back(server: Server, say: Callable[[str], None]) 
         ({"stop": ""}, "stop"),
         ({"top_k": -2}, "top_k"),
         ({"colour": "red"}, "colour"),
+        ({"tools": [{**WEATHER, "description": "x" * (1 << 20) + "x"}]}, "tools[0].description"),
+        ({"tools": [{"type": "custom", "name": "f", "description": "x" * (1 << 21)}]}, "tools[0].description"),
+        (
+            {"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar", "definition": "x" * (1 << 21)}}]},
+            "tools[0].format.definition",
+        ),
+        ({"tools": [WEATHER, {"type": "web_search" + "x" * 64}]}, "tools[1].type"),
+        ({"input": [{**CALLED, "call_id": LONG}]}, "input[0].call_id"),
+        ({"input": [{**CALLED, "name": LONG}]}, "input[0].name"),
+        ({"input": [{**CALLED, "namespace": LONG}]}, "input[0].namespace"),
+        ({"input": [{"type": "custom_tool_call", "call_id": LONG, "name": "f", "input": ""}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": LONG, "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "local_shell_call_output", "id": LONG, "output": "x"}]}, "input[0].id"),
+        ({"input": [{"role": "assistant", "content": "x", "status": LONG}]}, "input[0].status"),
+        ({"include": [LONG]}, "include[0]"),
         ({"metadata": {"a": 1}}, "metadata.a"),
     ],
 )

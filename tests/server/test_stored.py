@@ -4,18 +4,26 @@ import json
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import openai
 import pytest
+from openai.types.responses import ResponseItem
+from pydantic import TypeAdapter
 
 from sala.errors import InputError, SalaError
+from sala.server.api import records
+from sala.server.api.items import keep_items
+from sala.server.api.records import ItemList, NotStored
 from sala.server.api.responses import ResponseRequest, check_self_contained
-from sala.server.api.store import KeptInput, NotStored, ResponseStore
+from sala.server.api.store import ResponseStore
+from sala.server.http.keys import owner_of
 from tests.server.conftest import Puppet, Server, wait_for
 
 BASE: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}
-NONE = KeptInput.of([])
+NONE = ItemList.of([])
 ONE, TWO = "1" * 24, "2" * 24
 
 
@@ -257,36 +265,167 @@ def response(number: int, previous: str | None = None, text: str = "") -> dict[s
 
 def test_the_store_is_bounded(tmp_path: Path) -> None:
     for directory in (None, tmp_path / "room"):
-        store = ResponseStore(directory, 2000, 3)
+        store = ResponseStore(directory, 3000, 3)
         ids = [response(number)["id"] for number in range(6)]
         store.add("me", response(0), NONE)
         store.add("me", response(1, ids[0]), NONE)
         store.add("me", response(2), NONE)
-        assert [item["id"] for item in store.items_before("me", ids[1], 2000)] == ["msg_0", "msg_1"]
+        chain, num_bytes = store.find_chain("me", ids[1], 2000)
+        assert (chain, 400 < num_bytes < 2000) == (ids[:2], True)
+        items = [item for each in store.find_lists("me", chain) for some in each.parse() for item in some]
+        assert [item["id"] for item in items] == ["msg_0", "msg_1"]
         store.add("me", response(3), NONE)  # the one that was used longest ago makes room: not the conversation
         with pytest.raises(NotStored):
-            store.get("me", ids[2])
-        with pytest.raises(InputError, match="more than 200 bytes"):
-            store.items_before("me", ids[1], 200)
-        assert [*store.find_items("me", {"msg_0", "msg_3", "msg_9"})] == ["msg_0", "msg_3"]
-        assert store.find_items("you", {"msg_0"}) == {}
-        assert store.add("me", response(4, text="x" * 1800), NONE)
+            store.read_response("me", ids[2])
+        with pytest.raises(InputError, match="more than 400 bytes"):
+            store.find_chain("me", ids[1], 400)
+        assert [*store.find_items("me", {"msg_0", "msg_3", "msg_9"}, 3000)] == ["msg_0", "msg_3"]
+        assert store.find_items("you", {"msg_0"}, 3000) == {}
+        assert store.add("me", response(4, text="x" * 2600), NONE)
         with pytest.raises(NotStored):
-            store.get("me", ids[3])
-        assert not store.add("me", response(5, text="x" * 2000), NONE)
+            store.read_response("me", ids[3])
+        assert not store.add("me", response(5, text="x" * 3000), NONE)
         store.close()
         if directory is not None:
             assert [file.name for file in directory.iterdir()] == [f"{ids[4]}.me.json"]
-            again = ResponseStore(directory, 2000, 3)
-            assert [*again.find_items("me", ["msg_4"])] == ["msg_4"]
+            again = ResponseStore(directory, 3000, 3)
+            assert [*again.find_items("me", ["msg_4"], 3000)] == ["msg_4"]
             (directory / f"{ids[4]}.me.json").write_text(json.dumps([1]))
             with pytest.raises(NotStored):
-                again.get("me", ids[4])
+                again.read_response("me", ids[4])
             assert not [*directory.iterdir()]
             again.close()
     (tmp_path / "file").write_text("x")
     with pytest.raises(SalaError, match="--response-store"):
         ResponseStore(tmp_path / "file", 2000, 3)
+
+
+def test_what_is_large_is_not_parsed_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a response, or single ones of its items, parses none of the others."""
+    large = {**response(0, text="x" * 100_000), "background": True, "tools": ["y" * 100_000]}
+    items = [{"id": f'in "{number}"\n', "numbers": [*range(20_000)]} for number in range(20)]
+    for directory in (None, tmp_path / "room"):
+        store = ResponseStore(directory, 1 << 24, 3)
+        store.add("me", large, ItemList.of(items))
+        if directory is not None:
+            store.close()
+            store = ResponseStore(directory, 1 << 24, 3)
+        parsed: list[int] = []
+        spy = SimpleNamespace(loads=lambda data, sizes=parsed: (sizes.append(len(data)), json.loads(data))[1])
+        monkeypatch.setattr(records, "json", spy)
+        assert json.loads(b"".join(store.read_response("me", large["id"]))) == large
+        assert store.is_background("me", large["id"])
+        _, source = store.find_input("me", large["id"])
+        assert [json.loads(item) for item in source.read(7, 9)] == items[7:9]
+        found = store.find_items("me", {"msg_0", items[3]["id"], "msg_1"}, 1 << 24)
+        with pytest.raises(InputError, match="more than 9 bytes"):
+            store.find_items("me", {"msg_0"}, 9)
+        assert {number: json.loads(item) for number, item in found.items()} == {
+            "msg_0": large["output"][0],
+            items[3]["id"]: items[3],
+        }
+        assert sum(parsed) < 5000
+        assert [item for some in source.parse() for item in some] == items
+        assert sum(parsed) > 2_000_000
+        store.close()
+
+
+OLD = f"resp_{7:032x}"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_responses_of_older_versions_can_be_read(
+    make_server: Callable[..., Server], tmp_path: Path, is_known: bool
+) -> None:
+    """And are written as those of this version; what cannot be read of them is an error of the request."""
+    fields = ResponseRequest.model_validate({"input": "old"})
+    (item,) = keep_items(fields.items)
+    items = [{"type": "web_search_call", "id": "ws_1", "status": "completed", "results": ["y"] * 100}, item]
+    if not is_known:
+        items += [{"type": "function_call", "id": "fc_1", "call_id": "c" * 5000, "name": "f", "arguments": "{}"}]
+    kept = {"id": OLD, "previous_response_id": None, "background": False, "status": "completed", "output": []}
+    file = tmp_path / f"{OLD}.{owner_of('')}.json"
+    file.write_text(json.dumps({"response": kept, "input": items}, separators=(",", ":")))
+    server = make_server(response_store=tmp_path, files_dir=tmp_path / "files")
+    with server.client() as client:
+        assert client.get(f"/v1/responses/{OLD}").json() == kept
+        assert client.get(f"/v1/responses/{OLD}/input_items?order=asc").json()["data"] == items
+        answer = client.post("/v1/responses", json={**BASE, "input": "new", "previous_response_id": OLD})
+        assert answer.status_code == (200 if is_known else 400), answer.text
+        reference = [{"type": "item_reference", "id": item["id"]}]
+        assert client.post("/v1/responses", json={**BASE, "input": reference}).status_code == 200
+    wait_for(lambda: file.read_bytes().startswith(b'{"sizes":['))
+    written = json.loads(file.read_bytes())
+    assert (written["response"], written["input"]) == (kept, items)
+
+
+def test_what_openai_s_servers_ran_is_kept_without_results() -> None:
+    """Such items and tools may be megabytes of what the model does not see."""
+    large: Any = ["y" * 10_000] * 10
+    items = [
+        {"type": "web_search_call", "id": "ws_1", "action": {"type": "search", "query": "q", "sources": large}},
+        {"type": "web_search_call", "id": large, "status": large, "action": {"type": "search", "query": "q" * 5000}},
+        {"type": "image_generation_call", "id": "ig_1", "status": "completed", "result": large[0]},
+        {"type": "tool_search_call", "execution": "server", "call_id": "c", "arguments": {"a": large}},
+        {"type": "tool_search_output", "execution": "server", "call_id": large, "tools": large},
+        {"type": "message", "role": "user", "content": "x", "id": large, "other": large},
+    ]
+    tools = [{"type": "web_search", "filters": {"a": large}}, {"type": "function", "name": "f"}]
+    body = ResponseRequest.model_validate({"input": items, "tools": tools, "client_metadata": {"a": large}})
+    assert sum(len(one.model_dump_json()) for one in [*body.items, *(body.tools or ())]) < 3000
+    kept = [*keep_items(body.items)]
+    TypeAdapter(list[ResponseItem]).validate_python(kept)
+    assert kept[0] == {**items[0], "status": "completed", "action": {"type": "search", "query": "q"}}
+    assert [one["type"] for one in kept] == [one["type"] for one in items]
+    assert (kept[2]["id"], kept[3]["call_id"], "call_id" in kept[4]) == ("ig_1", "c", False)
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_bodies_of_responses_in_the_background_count_until_they_end(
+    make_server: Callable[..., Server], is_followed: bool
+) -> None:
+    """So does what they follow. There is room left for requests whose clients wait."""
+    server = make_server(max_body="64K")
+    text = "x" * (48 << 10)
+    large = {**BASE, "input": [{"role": "assistant", "content": text}, {"role": "user", "content": "x"}]}
+    large["truncation"] = "auto"
+    job: dict[str, Any] = {**large, "background": True, "max_output_tokens": 1500, "ignore_eos": True}
+    with server.client() as client:
+        if is_followed:
+            stored = client.post("/v1/responses", json=large).json()["id"]
+            job |= {"input": "x", "previous_response_id": stored}
+        engine = server.llm.engine
+        engine._executor = puppet = Puppet(engine._executor)
+        puppet.delay_s = 0.05
+
+        def start() -> httpx2.Response:
+            return client.post("/v1/responses", json=job)
+
+        jobs = [start() for _ in range(2)]
+        assert [one.status_code for one in jobs] == [200, 200]
+        late = start()
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "bodies_too_large")
+        assert int(late.headers["retry-after"]) > 0
+        assert client.post("/v1/responses", json=large).status_code == 200
+        client.post(f"/v1/responses/{jobs[0].json()['id']}/cancel")
+        jobs.append(start())
+        assert jobs[-1].status_code == 200
+        assert start().status_code == 503
+        for one in jobs:
+            client.delete(f"/v1/responses/{one.json()['id']}")
+        assert start().status_code == 200
+
+
+def test_what_references_stand_for_has_a_limit(make_server: Callable[..., Server]) -> None:
+    server = make_server(max_body="64K")
+    item = {"role": "assistant", "content": "x" * (40 << 10), "id": "msg_large"}
+    large = {**BASE, "input": [item, {"role": "user", "content": "x"}], "truncation": "auto"}
+    assert server.post("/v1/responses", large).status_code == 200
+    reference = {"type": "item_reference", "id": "msg_large"}
+    once = server.post("/v1/responses", {**large, "input": [reference, {"role": "user", "content": "x"}]})
+    assert once.status_code == 200
+    twice = server.post("/v1/responses", {**large, "input": [reference, reference, {"role": "user", "content": "x"}]})
+    assert (twice.status_code, twice.json()["error"]["param"]) == (400, "input[1]")
 
 
 def test_nothing_is_stored_if_the_server_must_not(make_server: Callable[..., Server]) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 from sala.engine.service import Stream
 from sala.server.api.answers import TURN, Chunk
+from sala.server.api.records import ItemList
 from sala.server.api.responses import ResponseReply
-from sala.server.api.store import KeptInput, ResponseStore
+from sala.server.api.store import ResponseStore
 from sala.server.http.body import dump
 from sala.server.http.encoding import split
 from sala.server.http.errors import ApiError, from_exception
+from sala.server.http.security import HeldBytes
 from sala.server.settings import Settings
 from sala.text.workers import MonitoredPool
 
@@ -83,12 +85,16 @@ class Events:
 
 @dataclass(eq=False)
 class BackgroundJob:
-    """A response that is being generated in the background; with `events` if it is streamed."""
+    """A response that is being generated in the background; with `events` if it is streamed.
+
+    `held` are the bytes of its request. They count until it has ended.
+    """
 
     owner: str
     reply: ResponseReply
     stream: Stream
-    items: KeptInput
+    items: ItemList
+    held: HeldBytes
     events: Events | None = None
     task: "asyncio.Task[None] | None" = None
     is_cancelled: bool = False
@@ -132,6 +138,7 @@ class Responses:
         if job.events is not None:
             self.logs[job.owner, job.reply.id] = job.events
         job.task = asyncio.create_task(self._run(job))
+        job.task.add_done_callback(lambda _: job.held.release())
 
     async def cancel(self, job: BackgroundJob) -> None:
         job.is_cancelled = True

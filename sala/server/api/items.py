@@ -1,7 +1,7 @@
 """The items of OpenAI's Responses API: what clients send, as messages for the template and as objects to be kept."""
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
@@ -9,20 +9,26 @@ from pydantic import Field, Tag, TypeAdapter, model_validator
 
 from sala.server.api import conversation
 from sala.server.api.response_tools import (
+    MAX_ID,
     CallItems,
     CustomCallItem,
     FunctionCallItem,
     HostedCallItem,
     Item,
     ShellCallItem,
+    ShortText,
 )
 from sala.server.http.body import FIRST_ONLY, History, TextOr, discriminate, join, union
 
-MAX_ID = 128
 PREFIXES = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco", "local_shell_call": "lsh", "local_shell_call_output": "lsho", "reasoning": "rs",
 }  # fmt: skip
+NO_RESULT: dict[str, dict[str, Any]] = {  # what OpenAI's types demand of items whose results are dropped
+    "image_generation_call": {"result": None},
+    "tool_search_call": {"arguments": {}},
+    "tool_search_output": {"tools": []},
+}
 
 
 class ContentPart(History, remedy=conversation.TEXT_ONLY):
@@ -40,7 +46,7 @@ TextOrParts = Annotated[TextOr[ContentPart], union("a string or a list of text p
 
 class MessageItem(Item):
     type: Literal["message"] = "message"
-    status: str | None = None
+    status: ShortText | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: TextOrParts
 
@@ -49,7 +55,7 @@ class CallOutput(Item):
     """The result of a tool call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: str
+    call_id: ShortText
     output: TextOrParts
 
 
@@ -57,8 +63,8 @@ class ShellOutput(Item):
     """The result of a command; `id` or `call_id` is that of the call."""
 
     type: Literal["local_shell_call_output"]
-    id: str | None = None
-    call_id: str | None = None
+    id: ShortText | None = None
+    call_id: ShortText | None = None
     output: str
 
 
@@ -114,9 +120,9 @@ def read_items(kept: Sequence[dict[str, Any]]) -> list[Any]:
     return _ITEMS.validate_python(kept)
 
 
-def keep_items(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return items of an input as objects that have ids."""
-    return [_keep(item) for item in items]
+def keep_items(items: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Yield items of an input as objects that have ids."""
+    return map(_keep, items)
 
 
 def _keep(item: Any) -> dict[str, Any]:
@@ -129,6 +135,8 @@ def _keep(item: Any) -> dict[str, Any]:
     elif isinstance(item, ReasoningItem):
         content = [{"type": "reasoning_text", "text": part.text} for part in item.content or ()]
         kept |= {"summary": [], "content": content}
+    elif isinstance(item, HostedCallItem):
+        kept |= NO_RESULT.get(item.type, {})
     elif isinstance(item, ShellCallItem):
         kept["action"] |= {"type": "exec", "env": {}}
     return kept

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import MaxLen
-from pydantic import BaseModel, ConfigDict, Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 
 from sala.server.api import conversation
-from sala.server.api.conversation import MAX_TOOLS, CalledName, Parameters, ToolName
+from sala.server.api.conversation import MAX_NAME, MAX_TOOLS, CalledName, Description, Parameters, ToolName
 from sala.server.http.body import FIRST_ONLY, History, Strict, discriminate, problem
 from sala.text.tools import ToolCall
 
+MAX_ID = 128
 SHELL = "local_shell"
 HOSTED = ("web_search", "image_generation", "tool_search")  # beginnings: some have versions
 NOT_OFFERED = "only tools of type function, custom, namespace and local_shell can be offered; leave the others out"
@@ -35,7 +36,7 @@ PREFIXES = {"function": "fc", "custom": "ctc", SHELL: "lsh"}
 class FunctionTool(Strict, ignored=UNUSED, remedy=NOT_OFFERED):
     type: Literal["function"]
     name: ToolName
-    description: str | None = None
+    description: Description | None = None
     parameters: Parameters | None = None
     strict: bool | None = Field(None, description=conversation.STRICT)
 
@@ -43,7 +44,7 @@ class FunctionTool(Strict, ignored=UNUSED, remedy=NOT_OFFERED):
 class CustomFormat(Strict):
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
-    definition: str | None = None
+    definition: Description | None = None
 
 
 class CustomTool(Strict, ignored=UNUSED):
@@ -51,7 +52,7 @@ class CustomTool(Strict, ignored=UNUSED):
 
     type: Literal["custom"]
     name: ToolName
-    description: str | None = None
+    description: Description | None = None
     format: CustomFormat | None = None
 
 
@@ -83,11 +84,10 @@ class NamespaceTool(Strict, ignored={"description"}):
     tools: Annotated[list[NamedTool], MaxLen(MAX_TOOLS), FIRST_ONLY]
 
 
-class HostedTool(BaseModel):
-    """A tool of OpenAI's servers: accepted beside tools that can be called, and never called."""
+class HostedTool(History):
+    """A tool of OpenAI's servers: accepted beside tools that can be called, without its options, and never called."""
 
-    model_config = ConfigDict(extra="allow")
-    type: str
+    type: str = Field(max_length=64)
 
 
 ResponseTool = Annotated[
@@ -227,19 +227,28 @@ class CallItem:
 # --------------------------------------------------------------------------------------------- calls that are sent back
 
 
+def _keep_short(value: Any) -> Any:
+    return value if isinstance(value, str) and len(value) <= MAX_NAME else None
+
+
+Mark = Annotated[Any, BeforeValidator(_keep_short)]  # what is used if it is a short text, and dropped otherwise
+ShortText = Annotated[str, MaxLen(MAX_NAME)]
+ItemName = Annotated[CalledName, MaxLen(MAX_NAME)]
+
+
 class Item(History):
     """An item, perhaps of an earlier answer: the marks of those are not used when they are sent back."""
 
-    id: Any = None
+    id: Mark = None
 
 
 class FunctionCallItem(Item):
     """A tool call of an earlier answer."""
 
     type: Literal["function_call"]
-    call_id: str
-    name: CalledName
-    namespace: str | None = None
+    call_id: ShortText
+    name: ItemName
+    namespace: ShortText | None = None
     arguments: str = Field(description="A JSON object, as a string. It may break off where an answer was cut.")
 
     def as_call(self) -> dict[str, Any]:
@@ -251,9 +260,9 @@ class CustomCallItem(Item):
     """A call of a custom tool in an earlier answer."""
 
     type: Literal["custom_tool_call"]
-    call_id: str
-    name: CalledName
-    namespace: str | None = None
+    call_id: ShortText
+    name: ItemName
+    namespace: ShortText | None = None
     input: str
 
     def as_call(self) -> dict[str, Any]:
@@ -270,18 +279,37 @@ class ShellCallItem(Item):
     """A command of an earlier answer."""
 
     type: Literal["local_shell_call"]
-    call_id: str
+    call_id: ShortText
     action: ShellAction
 
     def as_call(self) -> dict[str, Any]:
         return conversation.as_call(self.call_id, SHELL, self.action.model_dump(exclude_none=True))
 
 
-class HostedCallItem(BaseModel):
-    """A call that OpenAI's servers ran for an earlier answer: not shown to the model, which cannot make such calls."""
+def _keep_object(value: Any) -> Any:
+    return value if isinstance(value, dict) else None
 
-    model_config = ConfigDict(extra="allow")
+
+class HostedAction(History):
+    """What a search on the web looked for."""
+
+    type: Mark = None
+    query: Mark = None
+    url: Mark = None
+    pattern: Mark = None
+
+
+class HostedCallItem(Item):
+    """A call that OpenAI's servers ran for an earlier answer: not shown to the model, which cannot make such calls.
+
+    Its results may be megabytes. They are dropped, as the model does not see them.
+    """
+
     type: Literal["web_search_call", "image_generation_call", "tool_search_call", "tool_search_output"]
+    status: Mark = None
+    call_id: Mark = None
+    execution: Mark = None
+    action: Annotated[HostedAction | None, BeforeValidator(_keep_object)] = None
 
 
 CallItems = FunctionCallItem | CustomCallItem | ShellCallItem

@@ -30,8 +30,8 @@ from sala.server.api.conversation import (
     WithTools,
     WordOr,
 )
-from sala.server.api.items import MAX_ID, Input, MessageItem
-from sala.server.api.response_tools import CallItem, Offer, ResponseTool, dump_tool, offers
+from sala.server.api.items import Input, MessageItem
+from sala.server.api.response_tools import MAX_ID, CallItem, Offer, ResponseTool, ShortText, dump_tool, offers
 from sala.server.api.truncation import truncate
 from sala.server.http.body import FIRST_ONLY, PIECE, LazyList, Strict, problem
 from sala.server.http.errors import ApiError
@@ -121,7 +121,7 @@ class ResponseRequest(
     metadata: dict[Annotated[str, MaxLen(64)], Annotated[str, MaxLen(512)]] | None = Field(
         None, max_length=16, description="Returned unchanged."
     )
-    include: list[str] | None = Field(
+    include: list[ShortText] | None = Field(
         None, max_length=16, description=f"`{LOGPROBS}` returns log-probabilities; other values are not used."
     )
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Alternatives for every token.")
@@ -229,6 +229,10 @@ class ResponseReply(BlockReply[ResponseRequest]):
         if self.history is None:
             check_self_contained(self.body)
         return read_response(self.body, self.history or (), self.llm, self.settings)
+
+    def forget_input(self) -> None:
+        """Free what is not needed once the request has been prepared."""
+        self.history, self.body.input = (), ""
 
     def whole(self) -> dict[str, Any]:
         usage = self.progress.result.usage

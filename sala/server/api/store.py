@@ -13,19 +13,18 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sala.errors import InputError, SalaError, explain_write_error
-from sala.server.http.body import pieces
+from sala.server.api.records import ItemList, ItemSource, NotStored, Record
+from sala.text.workers import MonitoredPool
 
 _FILE = re.compile(r"(resp_[0-9a-f]{32})\.([0-9a-z]{1,64})\.json")
 _DRAFT = ".draft"
-Kept = dict[str, Any]
 _log = logging.getLogger("sala.server")
 
 
@@ -34,25 +33,9 @@ class _Entry:
     owner: str
     size: int
     file: Path | None
-    data: bytes | None = None  # None: in its file
+    record: Record | None = None  # None: in its file
     item_ids: frozenset[str] | None = None  # None: not known yet
     is_dropped: bool = False
-
-
-@dataclass(frozen=True)
-class KeptInput:
-    """The items of an input as JSON, and their ids."""
-
-    data: bytes
-    ids: frozenset[str]
-
-    @classmethod
-    def of(cls, items: Sequence[Any]) -> "KeptInput":
-        return cls(b"".join(pieces(items)), _ids(items))
-
-
-class NotStored(Exception):
-    """There is no response with this id."""
 
 
 class ResponseStore:
@@ -64,45 +47,41 @@ class ResponseStore:
         self._num_bytes = 0
         self._lock = threading.Lock()
         self._directory = directory
-        self._writer: ThreadPoolExecutor | None = None
+        self.writer = MonitoredPool(1, "sala-responses")
         if directory is not None:
             self._open(directory)
 
-    def add(self, owner: str, response: dict[str, Any], items: KeptInput) -> bool:
+    def add(self, owner: str, response: dict[str, Any], items: ItemList) -> bool:
         """Store a response and the items of its input; return whether there is room for it."""
-        data = b"".join([b'{"response":', *pieces(response), b',"input":', items.data, b"}"])
-        if len(data) > self._max_bytes or not self._max_responses:
+        record = Record.of(response, items)
+        if record.num_bytes > self._max_bytes or not self._max_responses:
             return False
-        ids = items.ids | _ids(response["output"])
+        ids = frozenset((*items.ids, *(item["id"] for item in response["output"])))
         file = None if self._directory is None else self._directory / f"{response['id']}.{owner}.json"
-        entry = _Entry(owner, len(data), file, data, ids)
+        entry = _Entry(owner, record.num_bytes, file, record, ids)
         with self._lock:
             self._forget(response["id"])
             self._entries[response["id"]] = entry
             self._num_bytes += entry.size
             self._make_room()
-        if self._writer is not None and file is not None:
-            self._writer.submit(self._write, file, entry)
+        if file is not None:
+            self.writer.submit(self._write, file, entry, record)
         return True
 
-    def get(self, owner: str, response_id: str) -> Kept:
-        """Return a response and the items of its input. Raises NotStored."""
-        with self._lock:
-            entry = self._entries.get(response_id)
-            if entry is None or entry.owner != owner:
-                raise NotStored
-            self._entries.move_to_end(response_id)
-            data = entry.data
-        try:
-            if data is None and entry.file is not None:
-                data = entry.file.read_bytes()
-            kept: Kept = json.loads(data or b"")
-            entry.item_ids = _ids(_items(kept))
-        except (OSError, ValueError, KeyError, TypeError):  # somebody has removed or damaged the file
-            with self._lock:
-                self._forget(response_id)
-            raise NotStored from None
-        return kept
+    def read_response(self, owner: str, response_id: str) -> list[bytes]:
+        """Return a response as JSON, in blocks. Raises NotStored."""
+        with self._reading(owner, response_id) as record:
+            return record.read_response()
+
+    def is_background(self, owner: str, response_id: str) -> bool:
+        """Return whether a response was made in the background. Raises NotStored."""
+        with self._reading(owner, response_id) as record:
+            return bool(record.read_fact("background"))
+
+    def find_input(self, owner: str, response_id: str) -> tuple[str | None, ItemSource]:
+        """Return which response a response follows, and the items of its own input. Raises NotStored."""
+        with self._reading(owner, response_id) as record:
+            return record.read_fact("previous_response_id"), record.read_lists()[0]
 
     def delete(self, owner: str, response_id: str) -> None:
         """Raises NotStored."""
@@ -112,36 +91,59 @@ class ResponseStore:
                 raise NotStored
             self._forget(response_id)
 
-    def items_before(self, owner: str, response_id: str | None, max_bytes: int) -> list[Any]:
-        """Return the items of a conversation up to a response and its output. Raises NotStored, and InputError."""
-        chain: list[Kept] = []
+    def find_chain(self, owner: str, response_id: str | None, max_bytes: int) -> tuple[list[str], int]:
+        """Return the ids of a response and of those that it follows, the first one first, and how many bytes they have.
+
+        Raises NotStored, and InputError if these are too many.
+        """
+        chain: list[str] = []
         num_bytes = 0
         while response_id is not None:
-            chain.append(self.get(owner, response_id))
-            num_bytes += self._size(response_id)
-            if num_bytes > max_bytes:  # as if all of it had been sent
-                raise InputError("previous_response_id", f"follows more than {max_bytes:,} bytes", "raise max_body")
-            response_id = chain[-1]["response"]["previous_response_id"]
-        return [item for kept in reversed(chain) for item in _items(kept)]
+            with self._reading(owner, response_id) as record:
+                num_bytes += record.num_bytes
+                if num_bytes > max_bytes:  # as if all of it had been sent
+                    raise InputError("previous_response_id", f"follows more than {max_bytes:,} bytes", "raise max_body")
+                chain.append(response_id)
+                response_id = record.read_fact("previous_response_id")
+        return chain[::-1], num_bytes
 
-    def find_items(self, owner: str, wanted: Collection[str]) -> dict[str, Any]:
-        """Return items of any stored inputs and outputs by their ids, as far as there are some."""
+    def find_lists(self, owner: str, chain: Collection[str]) -> list[ItemSource]:
+        """Return the inputs and outputs of some responses. Raises NotStored."""
+        found: list[ItemSource] = []
+        for response_id in chain:
+            with self._reading(owner, response_id) as record:
+                found += record.read_lists()
+        return found
+
+    def find_items(self, owner: str, wanted: Collection[str], max_bytes: int) -> dict[str, bytes]:
+        """Return items of any stored inputs and outputs as JSON by their ids, as far as there are some.
+
+        Raises InputError if they are too large.
+        """
         with self._lock:
             mine = [(number, entry) for number, entry in reversed(self._entries.items()) if entry.owner == owner]
-        found: dict[str, Any] = {}
+        found: dict[str, bytes] = {}
+        missing = {*wanted}
         for number, entry in mine:
-            missing = {*wanted} - found.keys()
             if not missing:
                 break
-            if entry.item_ids is None or missing & entry.item_ids:
+            if entry.item_ids is None or not missing.isdisjoint(entry.item_ids):
                 with suppress(NotStored):
-                    found |= {item["id"]: item for item in _items(self.get(owner, number)) if item["id"] in missing}
+                    found |= self._cut_items(owner, number, entry, missing)
+                    missing -= found.keys()
+            if sum(map(len, found.values())) > max_bytes:  # as if all of it had been sent
+                raise InputError("input", f"refers to more than {max_bytes:,} bytes", "raise max_body")
         return found
+
+    def _cut_items(self, owner: str, response_id: str, entry: _Entry, wanted: Collection[str]) -> dict[str, bytes]:
+        with self._reading(owner, response_id) as record:
+            lists = record.read_lists()
+            entry.item_ids = frozenset(number for each in lists for number in each.ids)
+            return {number: item for each in lists for number, item in each.find(wanted)}
 
     def close(self) -> None:
         """Wait until all files are written."""
-        if self._writer is not None:
-            self._writer.shutdown()
+        self.writer.shutdown()
 
     def _open(self, directory: Path) -> None:
         try:
@@ -158,12 +160,42 @@ class ResponseStore:
             self._entries[match[1]] = _Entry(match[2], facts.st_size, file)
             self._num_bytes += facts.st_size
         self._make_room()
-        self._writer = ThreadPoolExecutor(1, "sala-responses")
 
-    def _size(self, response_id: str) -> int:
+    @contextmanager
+    def _reading(self, owner: str, response_id: str) -> Iterator[Record]:
+        """Yield a response, which counts as used. Raises NotStored, and forgets it if its file is gone or damaged."""
         with self._lock:
             entry = self._entries.get(response_id)
-            return 0 if entry is None else entry.size
+            if entry is None or entry.owner != owner:
+                raise NotStored
+            self._entries.move_to_end(response_id)
+            record = entry.record
+        try:
+            if record is None and entry.file is not None:
+                record = Record.open(entry.file) or self._convert(owner, response_id, entry.file)
+            if record is None:
+                raise NotStored
+            yield record
+        except NotStored:
+            with self._lock:
+                if self._entries.get(response_id) is entry:
+                    self._forget(response_id)
+            raise
+
+    def _convert(self, owner: str, response_id: str, file: Path) -> Record:
+        """Return the record in a file that tells no sizes, as older versions wrote it; write it anew.
+
+        Raises NotStored.
+        """
+        try:
+            kept = json.loads(file.read_bytes())
+            response, items = kept["response"], ItemList.of(kept["input"])
+            record = Record.of(response, items)
+        except (OSError, ValueError, KeyError, TypeError):
+            raise NotStored from None
+        if response.get("id") == response_id:
+            self.add(owner, response, items)
+        return record
 
     def _make_room(self) -> None:
         while self._num_bytes > self._max_bytes or len(self._entries) > self._max_responses:
@@ -179,13 +211,13 @@ class ResponseStore:
             with suppress(OSError):
                 entry.file.unlink(missing_ok=True)
 
-    def _write(self, path: Path, entry: _Entry) -> None:
+    def _write(self, path: Path, entry: _Entry, record: Record) -> None:
         """Write a file under another name first, so that it is there as a whole or not at all."""
         draft = path.with_name(f".{path.name}{_DRAFT}")
         try:
             draft.unlink(missing_ok=True)
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(entry.data or b"")
+                record.write(file)
                 file.flush()
                 os.fsync(file.fileno())
             with self._lock:
@@ -193,17 +225,9 @@ class ResponseStore:
                     draft.unlink()
                 else:
                     draft.replace(path)
-                    entry.data = None
+                    entry.record = None
         except OSError as error:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
-            explained = explain_write_error(error, path, len(entry.data or b""))
+            explained = explain_write_error(error, path, entry.size)
             _log.error("a response stays in memory: %s", explained or error)
-
-
-def _items(kept: Kept) -> list[Any]:
-    return [*kept["input"], *kept["response"]["output"]]
-
-
-def _ids(items: Sequence[Any]) -> frozenset[str]:
-    return frozenset(item["id"] for item in items)

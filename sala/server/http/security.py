@@ -40,6 +40,8 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS = 100
 MAX_BODIES = 4  # bodies of the maximum size that may be in memory at once
+MAX_IN_BACKGROUND = 2  # of them, for answers that are made when their requests have ended
+HELD = "sala.held"  # in the scope of a request: its HeldBytes
 LARGE = 1 << 16  # bytes from which a body is parsed in a thread, so as not to block the event loop
 TRIM_FROM = 1 << 20  # bytes of a body and of the answer to it
 TRIM_S = 0.5  # after a large request has ended: what refers to its body is gone then
@@ -240,6 +242,46 @@ class BodyTooLarge(Exception):
     """Stops the reading of a body; the client gets the refusal whatever the application does with this exception."""
 
 
+class HeldBytes:
+    """The bytes that one request holds in memory, among those of all; counted until everyone has released them."""
+
+    def __init__(self, limits: "RequestLimits") -> None:
+        self._limits = limits
+        self._num_bytes = 0
+        self._num_holders = 1
+        self._is_in_background = False
+
+    def add(self, num_bytes: int) -> ApiError | None:
+        """Count bytes that are read for this request; return the reason to refuse it if all of them are too many."""
+        self._num_bytes += num_bytes
+        self._limits.held += num_bytes
+        if self._limits.held <= MAX_BODIES * self._limits.max_body:
+            return None
+        return too_many_held("the server is reading too many large requests at once")
+
+    def hold_in_background(self) -> None:
+        """Go on counting after the request has ended, until one more `release`. Raises ApiError if those that are in
+        the background already hold too much: what is left is for requests whose clients wait.
+        """
+        limits = self._limits
+        if limits.held_in_background + self._num_bytes > MAX_IN_BACKGROUND * limits.max_body:
+            raise too_many_held("too many large requests are being answered in the background")
+        limits.held_in_background += self._num_bytes
+        self._num_holders += 1
+        self._is_in_background = True
+
+    def release(self) -> None:
+        self._num_holders -= 1
+        if not self._num_holders:
+            self._limits.held -= self._num_bytes
+            self._limits.held_in_background -= self._num_bytes * self._is_in_background
+
+
+def too_many_held(problem: str) -> ApiError:
+    message = f"{problem}; send this one again later"
+    return ApiError(503, message, "server_error", code="bodies_too_large", retry_s=1)
+
+
 class RequestLimits:
     """Middleware: refuse requests that are too large, ambiguous or compressed, if possible before reading the body.
 
@@ -251,7 +293,8 @@ class RequestLimits:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self.app = app
         self.max_body = settings.max_body
-        self.held = 0  # bytes of the bodies of all requests that have not ended
+        self.held = 0  # bytes of the bodies of all requests that have not ended, or whose answers are still made
+        self.held_in_background = 0  # of them, bytes for answers that are made in the background
         self.will_trim = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -265,6 +308,7 @@ class RequestLimits:
         """Run the application and count the bytes of the body as they arrive, until the request has ended."""
         num_bytes, num_sent, is_started = 0, 0, False
         refusal: ApiError | None = None
+        held = scope[HELD] = HeldBytes(self)
 
         async def count() -> Message:
             nonlocal num_bytes, refusal
@@ -272,8 +316,8 @@ class RequestLimits:
             if message["type"] == "http.request":
                 arrived = len(message.get("body", b""))
                 num_bytes += arrived
-                self.held += arrived
-                refusal = self._find_excess(num_bytes)
+                excess = held.add(arrived)
+                refusal = too_large(self.max_body) if num_bytes > self.max_body else excess
                 if refusal is not None:
                     raise BodyTooLarge
             return message
@@ -294,7 +338,7 @@ class RequestLimits:
                 _log.error("a request failed: %s", type(error).__name__, exc_info=error)
                 refusal = from_exception(error)
         finally:
-            self.held -= num_bytes
+            held.release()
             if num_bytes + num_sent > TRIM_FROM and not self.will_trim:
                 self.will_trim = True
                 asyncio.get_running_loop().call_later(TRIM_S, self._trim_memory)
@@ -304,15 +348,6 @@ class RequestLimits:
     def _trim_memory(self) -> None:
         self.will_trim = False
         asyncio.get_running_loop().run_in_executor(None, trim_memory)
-
-    def _find_excess(self, num_bytes: int) -> ApiError | None:
-        """Return the reason to refuse a body of which so many bytes have arrived, if there is one."""
-        if num_bytes > self.max_body:
-            return too_large(self.max_body)
-        if self.held > MAX_BODIES * self.max_body:
-            message = "the server is reading too many large requests at once; send this one again later"
-            return ApiError(503, message, "server_error", code="bodies_too_large", retry_s=1)
-        return None
 
 
 def trim_memory() -> None:
