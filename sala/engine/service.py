@@ -45,11 +45,10 @@ from sala.engine.engine import Engine
 from sala.engine.loop import EngineLoop, EngineTask, RequestHandle, RequestStatistics
 from sala.engine.requests import Client, Submission
 from sala.engine.sessions import TierUse
-from sala.engine.stream import WAIT_S, Completion, Event, Inbox, StreamItem, call_soon
+from sala.engine.stream import WAIT_S, Completion, Event, Inbox, StreamItem, call_soon, weigh
 from sala.errors import EngineClosed, EngineDead, QueueFull, ShareFull, SlowReader
 from sala.text.workers import FairPool
 
-EVENT_BYTES = 64  # what an event weighs besides its text
 CLOSE_S = 60.0  # longest wait for the step in progress when a service is closed
 EXIT_S = 10.0  # the same when the interpreter exits
 NUM_PREPARERS = 4
@@ -156,7 +155,7 @@ class Stream:
     def _take(self) -> StreamItem | None:
         item = self._inbox.take()
         if item is not None:
-            self._num_out += _weight(item)
+            self._num_out += weigh(item)
         elif self._error is not None:
             raise self._error
         return item
@@ -166,7 +165,7 @@ class Stream:
         if self._is_over:
             return
         self._inbox.put(*items)
-        self._num_in += sum(_weight(item) for item in items)
+        self._num_in += sum(weigh(item) for item in items)
         if self._max_pending is not None and self._num_in - self._num_out > self._max_pending:
             self._inbox.clear()
             self.handle.is_cancelled = True
@@ -177,13 +176,6 @@ class Stream:
         self._is_over = is_over or error is not None
         if self._is_over:
             self._inbox.notify()
-
-
-def _weight(item: StreamItem) -> int:
-    if not isinstance(item, Event) or item.completion is not None:
-        return 0  # there are few of them
-    num_rivals = sum(len(sampled.top_logprobs) for sampled in item.sampled)
-    return EVENT_BYTES * (1 + num_rivals) + len(item.delta.text) + len(item.delta.reasoning)
 
 
 class EngineService:
@@ -269,6 +261,11 @@ class EngineService:
         lower = {} if self.engine.tiers is None else self.engine.tiers.uses
         tiers = {"device": TierUse(len(hybrid.prefix), used, size), **lower}
         return PrefixUse(dict(counts.hit), dict(counts.missed), counts.num_evicted, tiers)
+
+    def jobs_waiting(self) -> dict[str, int]:
+        """Return how many requests wait for a thread that prepares them, and how many prompts to be scored."""
+        scores = sum(len(handle.scores) - (handle.scoring is not None) for handle in list(self._handles))
+        return {"prepare": self._pool.num_waiting, "scores": max(0, scores)}
 
     def submit(self, submission: Submission, is_background: bool = False) -> Stream:
         """Queue a request and return its stream. Raises QueueFull, EngineClosed and EngineDead.

@@ -18,6 +18,7 @@ from sala.text.answer import Answer, Delta
 from sala.text.sources import PromptText, Sources, find_sources
 from sala.text.tools import ToolCall
 
+EVENT_BYTES = 64  # what an event weighs besides its text
 WAIT_S = 1.0  # longest uninterruptible wait of a synchronous reader
 T = TypeVar("T")
 
@@ -125,6 +126,14 @@ class PromptScores:
 
 
 StreamItem = Event | PromptProgress | PromptScores
+
+
+def weigh(item: StreamItem) -> int:
+    """Return about how many bytes an item takes until it is read."""
+    if not isinstance(item, Event) or item.completion is not None:
+        return 0  # there are few of them
+    num_rivals = sum(len(sampled.top_logprobs) for sampled in item.sampled)
+    return EVENT_BYTES * (1 + num_rivals) + len(item.delta.text) + len(item.delta.reasoning)
 
 
 class Inbox(Generic[T]):

@@ -59,8 +59,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.pool = MonitoredPool(NUM_ENCODERS, "encode")
     app.state.threads = MonitoredPool(None, "asyncio")
     app.state.body_pool = FairPool(NUM_PARSERS, MAX_PARSERS, "sala-bodies")
-    pools = {"encode": app.state.pool, "bodies": app.state.body_pool, "threads": app.state.threads}
-    app.state.metrics = monitoring.Metrics(pools)
+    app.state.metrics = monitoring.Metrics()
     app.state.rates = {}  # meters by owner
     app.state.library = Library(settings.models_dir)
     app.state.downloads = Downloads(app.state.library, settings.hub_url, settings.hub_hosts)
@@ -70,6 +69,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.documents = KeptDocuments(app.state.batches.files)
     app.state.responses = Responses.open(settings, app.state.pool)
     app.state.tool_servers = tools.ToolServers(settings)
+    watch_pools(app)
     keyed, errors = [Depends(need_key)], GUARDED | describe(401)
     for router in (
         routes.router, stored.router, models.router, batch_routes.router, document_routes.router, tools.router,
@@ -82,6 +82,21 @@ def create_app(settings: Settings) -> FastAPI:
     add_handlers(app)
     add_guards(app, settings)
     return app
+
+
+def watch_pools(app: FastAPI) -> None:
+    """Let health checks and metrics see all that jobs wait for."""
+    state = app.state
+    runtime: Runtime = state.runtime
+    pools: dict[str, monitoring.Pool] = {
+        "encode": state.pool,
+        "bodies": state.body_pool,
+        "threads": state.threads,
+        "documents": state.document_reader,
+        "batches": state.batches.writer,
+        "responses": state.responses.store.writer,
+    }
+    state.metrics.watch_pools(pools, runtime.jobs_waiting)
 
 
 def add_guards(app: FastAPI, settings: Settings) -> None:

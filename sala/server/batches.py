@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from sala.server.http.rates import Rates
 from sala.server.http.security import client_of, find_rates
 from sala.server.runtime import RETRY_S, Runtime
 from sala.server.settings import Settings
+from sala.text.workers import MonitoredPool
 
 WINDOW_S = 24 * 3600
 SWEEP_S = 60.0
@@ -101,13 +101,13 @@ class Batches:
         self._batches: dict[str, BatchJob] = {}
         self._feeds: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._writer = ThreadPoolExecutor(1, "sala-batches")  # one thread, so that lines are written one by one
+        self.writer = MonitoredPool(1, "sala-batches")  # one thread, so that lines are written one by one
         self._opening = asyncio.Lock()
         self._is_open = False
 
     async def do(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run something that touches files of batches."""
-        return await asyncio.get_running_loop().run_in_executor(self._writer, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.writer, work, *arguments)
 
     async def open(self) -> None:
         """Take possession of the directory and go on with unfinished batches. Raises ApiError."""
@@ -147,7 +147,7 @@ class Batches:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._writer.shutdown)
+        await asyncio.to_thread(self.writer.shutdown)
         self.files.close()
 
     async def create(

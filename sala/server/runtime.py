@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,6 +115,13 @@ class Runtime:
     @property
     def is_loading(self) -> bool:
         return bool(self._tasks)
+
+    def jobs_waiting(self) -> dict[str, int]:
+        """Return how many jobs wait for the models that are loaded, by what they wait for."""
+        total = Counter(dict.fromkeys(("prepare", "templates", "grammars", "scores"), 0))
+        for model in list(self.loaded.values()):
+            total.update(model.service.jobs_waiting() | model.llm.inputs.jobs_waiting())
+        return dict(total)
 
     def _find_default(self) -> str:
         """Return the id of the model that answers when none is named; a directory is registered in the library."""

@@ -180,6 +180,11 @@ class GrammarCompiler:
         if matcher.is_stopped():
             raise InputError("messages", "end with an answer that is complete", "leave the last one out")
 
+    @property
+    def num_waiting(self) -> int:
+        """How many grammars wait for the process that compiles."""
+        return self._worker.num_waiting
+
     def close(self) -> None:
         """Stop the process that compiles, if it runs."""
         self._worker.close()

@@ -116,6 +116,10 @@ class ChatTemplate:
             text = text.replace(secret, plain)
         return "".join(char for char in text if not "\ue000" <= char <= "\uf8ff")
 
+    @property
+    def num_waiting(self) -> int:
+        return self._worker.num_waiting
+
     def close(self) -> None:
         self._worker.close()
 
@@ -328,6 +332,11 @@ class Tokenizer:
         if not found or hole in after:
             raise TemplateError("the chat template does not print the last message as it is", "end with a question")
         return before
+
+    @property
+    def num_waiting(self) -> int:
+        """How many conversations wait to be rendered."""
+        return 0 if self._template is None else self._template.num_waiting
 
     def close(self) -> None:
         """Stop the process that renders templates, if it runs."""

@@ -1,18 +1,23 @@
 """Health: up is not enough, the engine must move; and the pages that need no key say nothing."""
 
+import asyncio
+import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from sala.documents.reader import DocumentSet
+from sala.server import documents
 from sala.server.admin import monitoring
 from sala.server.admin.monitoring import Metrics
 from sala.server.settings import Settings
 from sala.text.control import _pattern_worker, check_patterns, num_compiling
 from sala.text.workers import MonitoredPool
-from tests.server.conftest import wait_for
+from tests.server.conftest import Puppet, Server, wait_for
 from tests.server.live import FakeRuntime, make_app
 
 
@@ -111,6 +116,57 @@ def test_threads_that_are_stuck(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -
     assert all(job.result(10) for job in jobs)
     assert ask(app)["health"] == (200, "ok")
     pool.shutdown()
+
+
+def test_a_document_that_is_read_for_ever(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may take as long as the process that reads it is given, and no longer."""
+    reader, go = documents.DocumentReader(), threading.Event()
+    monkeypatch.setattr(documents, "read_file", lambda *_: (go.wait(20), DocumentSet())[1])
+    app.state.metrics = Metrics({"documents": reader})
+
+    async def upload() -> Any:
+        return await asyncio.gather(*(reader.read("me", "x.txt", io.BytesIO(b"x")) for _ in range(3)))
+
+    with ThreadPoolExecutor(1) as other:
+        try:
+            reading = other.submit(asyncio.run, upload())
+            wait_for(lambda: reader.num_waiting == 2)
+            monkeypatch.setattr(monitoring, "MAX_SILENCE_S", 0.0)
+            assert ask(app)["health"] == (200, "ok")
+            monkeypatch.setattr(documents, "MAX_S", 0.0)
+            assert ask(app)["health"] == (503, "unhealthy")
+        finally:
+            go.set()
+        assert len(reading.result(10)) == 3
+    assert ask(app)["health"] == (200, "ok")
+    reader.close()
+
+
+def test_everything_that_jobs_wait_for_is_told(server: Server, puppet: Puppet, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, logits = threading.Event(), puppet.logits
+    monkeypatch.setattr(puppet, "logits", lambda row: (go.wait(20), logits(row))[1], raising=False)
+    client = TestClient(server.app, base_url="http://localhost")
+
+    def waiting(name: str) -> int:
+        return int(client.get("/health").json()["load"]["jobs_waiting"][name])
+
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    schema = {"name": "x", "schema": {"enum": ["this test alone"]}}
+    grammar = {**chat, "response_format": {"type": "json_schema", "json_schema": schema}}
+    names = ("encode", "bodies", "threads", "documents", "batches", "responses")
+    assert [waiting(name) for name in names] == [0] * 6
+    with ThreadPoolExecutor(4) as others:
+        with server.llm.tokenizer._template._worker._turn:
+            sent = [others.submit(server.post, "/v1/chat/completions", chat) for _ in range(3)]
+            wait_for(lambda: (waiting("templates"), waiting("prepare")) == (2, 1))
+        with server.llm.inputs._grammars._worker._turn:
+            sent.append(others.submit(server.post, "/v1/chat/completions", grammar))
+            wait_for(lambda: waiting("grammars") == 1)
+        scored = {"prompt": ["one", "two", "three"], "max_tokens": 0, "echo": True, "logprobs": 0}
+        sent.append(others.submit(server.post, "/v1/completions", scored))
+        wait_for(lambda: waiting("scores") == 2)
+        go.set()
+        assert [one.result(20).status_code for one in sent] == [200] * 5
 
 
 def test_draining(app: FastAPI) -> None:

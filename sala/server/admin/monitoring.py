@@ -9,8 +9,8 @@ reason, so that the sums add up.
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Protocol
 
 import psutil
 from fastapi import APIRouter, Request, Response
@@ -25,7 +25,6 @@ from sala.engine.service import PrefixUse
 from sala.server.http.security import find_key
 from sala.server.runtime import Runtime
 from sala.text.control import num_compiling
-from sala.text.workers import FairPool, MonitoredPool
 
 health_router = APIRouter(tags=["health"])
 metrics_router = APIRouter(tags=["metrics"])
@@ -59,7 +58,7 @@ class ServerLoad(BaseModel):
     """What else the server is busy with, for those who have a key or need none."""
 
     event_loop_lag_s: float = Field(description="Longest delay of the event loop in the last minute.")
-    jobs_waiting: dict[str, int] = Field(description="Jobs that wait for a thread, by pool.")
+    jobs_waiting: dict[str, int] = Field(description="Jobs that wait for a thread or a process, by pool.")
     compilations: int = Field(description="Grammars and patterns of schemas that are compiled, or wait for that.")
 
 
@@ -126,18 +125,34 @@ def _answer(response: Response, state: State, healthy: set[str]) -> Health:
     return Health(status=state)
 
 
+class Pool(Protocol):
+    """Threads or processes, jobs that wait for them, and for how long they have not got on although they should."""
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def age_s(self) -> float: ...
+
+
 class Metrics(Collector):
     """The metrics of one server: what its engines have counted, the state of its models, and its process."""
 
-    def __init__(self, pools: Mapping[str, MonitoredPool | FairPool] | None = None) -> None:
+    def __init__(self, pools: Mapping[str, Pool] | None = None) -> None:
         """`pools` are the server's threads, by name."""
         self.statistics = RequestStatistics()
-        self._pools = pools or {}
+        self._pools = {**(pools or {})}
+        self._count_others: Callable[[], Mapping[str, int]] = dict
         self._runtime: Runtime | None = None
         self._process = psutil.Process()
         self._lags: deque[tuple[float, float]] = deque()  # when it was measured, and seconds
         self.registry = CollectorRegistry()
         self.registry.register(self)
+
+    def watch_pools(self, pools: Mapping[str, Pool], count_others: Callable[[], Mapping[str, int]]) -> None:
+        """Watch more pools; `count_others` returns how many jobs wait in queues that are watched elsewhere, by name."""
+        self._pools.update(pools)
+        self._count_others = count_others
 
     async def watch_loop(self) -> None:
         """Measure how late the event loop is, forever."""
@@ -158,7 +173,7 @@ class Metrics(Collector):
     def load(self) -> ServerLoad:
         return ServerLoad(
             event_loop_lag_s=max((seconds for _, seconds in list(self._lags)), default=0.0),
-            jobs_waiting={name: pool.num_waiting for name, pool in self._pools.items()},
+            jobs_waiting={name: pool.num_waiting for name, pool in self._pools.items()} | {**self._count_others()},
             compilations=num_compiling(),
         )
 
@@ -188,7 +203,7 @@ class Metrics(Collector):
         yield _histogram("sala_inter_token_seconds", between, counted.inter_token_s)
         load, words = self.load(), "Longest delay of the event loop in the last minute."
         yield GaugeMetricFamily("sala_event_loop_lag_seconds", words, value=load.event_loop_lag_s)
-        jobs = GaugeMetricFamily("sala_jobs_waiting", "Jobs that wait for a thread, by pool.", labels=["pool"])
+        jobs = GaugeMetricFamily("sala_jobs_waiting", "Jobs that wait, by pool.", labels=["pool"])
         for pool, count in load.jobs_waiting.items():
             jobs.add_metric([pool], count)
         yield jobs
