@@ -4,6 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
+from docs.figures.provenance import DPI
 from sala.lab.report.kinds import plot_record
 from sala.lab.report.record import Record
 
@@ -19,5 +20,5 @@ def draw(name: str, title: str) -> bytes:
         settings = {key: value for key, value in data.items() if key not in ("kind", "results")}
         record = Record(data["kind"], "", settings, data["results"])
     with tempfile.TemporaryDirectory() as room:
-        plot_record(record, Path(room) / "picture.png", title)
+        plot_record(record, Path(room) / "picture.png", title, DPI)
         return (Path(room) / "picture.png").read_bytes()

@@ -6,10 +6,12 @@ and other defaults of sampling, which greedy measurements do not use.
 
 import hashlib
 import json
+import lzma
 import re
 from pathlib import Path
 
 from docs.figures.results import ROOT
+from sala.checkpoint.overlay import overlay_files
 
 MODEL = ROOT / "models" / "smol-sala"
 SINCE = "0.5"  # the first version with the weights of today
@@ -21,8 +23,9 @@ def digest() -> str:
     """Return a digest of all that the weights are made of, and of the configuration."""
     origin = json.loads((MODEL / "base.json").read_text(encoding="utf-8"))
     whole = hashlib.sha256(origin["member_sha256"].encode())
-    for file in [*sorted(MODEL.glob("overlay-*.safetensors")), MODEL / "config.json"]:
-        whole.update(file.read_bytes().replace(b"\r\n", b"\n") if file.suffix == ".json" else file.read_bytes())
+    for file in overlay_files(MODEL):
+        whole.update(lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes())
+    whole.update((MODEL / "config.json").read_bytes().replace(b"\r\n", b"\n"))
     return whole.hexdigest()[:24]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.arrays import Floats, as_bytes
-from sala.checkpoint.overlay import CHANGE_GROUPS, GATES, Base, OverlayPacking, base_matrix
+from sala.checkpoint.overlay import CHANGE_GROUPS, GATES, Base, OverlayPacking, base_matrix, overlay_files
 from sala.checkpoint.packing import PACKED_PARTS, Packed, packed_specs, quantize
 from sala.checkpoint.writer import Spec, plan_shards, write_file
 from sala.config import SalaConfig
@@ -40,7 +40,7 @@ def pack(model: SalaModel, teacher: SalaModel, out: Path, packing: OverlayPackin
     """Write overlay and config.json into `out` and return the overlay's size in MB."""
     modules, norms, quantization = pack_overlay(model.config, _arrays(model), Teacher(_arrays(teacher)), packing)
     out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob("overlay-*.safetensors"):
+    for old in overlay_files(out):
         old.unlink()
     write_overlay(out, modules, norms)
     config = replace(model.config, dtype="float32", quantization=quantization).to_dict()

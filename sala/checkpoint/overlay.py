@@ -10,6 +10,8 @@ Norms are stored plain. A matrix for which the overlay holds nothing is the base
 stores the mixers as whole matrices; both forms can be read.
 """
 
+import lzma
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,14 +53,32 @@ class Base(Protocol):
     def read_packed(self, name: str) -> Packed | None: ...
 
 
+def overlay_files(directory: Path) -> list[Path]:
+    """Return the files of an overlay, which may be compressed."""
+    return sorted(
+        file for file in directory.glob("overlay-*") if file.name.endswith((".safetensors", ".safetensors.xz"))
+    )
+
+
+def _decompress(file: Path, room: Path) -> Path:
+    plain = room / file.stem
+    try:
+        plain.write_bytes(lzma.decompress(file.read_bytes()))
+    except (lzma.LZMAError, EOFError):
+        raise CheckpointError(f"{file} is damaged", "install the package again") from None
+    return plain
+
+
 def read_overlay(directory: Path, quantization: QuantConfig) -> tuple[dict[str, Packed], dict[str, Floats]]:
     """Return packed matrices by module and plain tensors by name; `quantization` is the overlay's own."""
-    files = sorted(directory.glob("overlay-*.safetensors"))
+    files = overlay_files(directory)
     if not files:
         raise CheckpointError(f"{directory} holds no overlay", "install the package again")
     raw: dict[str, RawTensor] = {}
-    for file in files:
-        raw |= read_tensors(file, read_file_header(file)[1])
+    with tempfile.TemporaryDirectory() as room:
+        for file in files:
+            plain = _decompress(file, Path(room)) if file.suffix == ".xz" else file
+            raw |= read_tensors(plain, read_file_header(plain)[1])
     modules = {}
     for module in [name.removesuffix(".scales") for name in raw if name.endswith(".scales")]:
         is_thin = module.endswith((".up", ".down"))

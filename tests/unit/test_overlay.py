@@ -1,5 +1,6 @@
 """Base and overlay together: what is new is there, what is not is the base's, changes are added."""
 
+import lzma
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from sala.checkpoint.names import expected_tensors
-from sala.checkpoint.overlay import CHANGE_GROUPS, assemble, read_overlay, widen
+from sala.checkpoint.overlay import CHANGE_GROUPS, assemble, overlay_files, read_overlay, widen
 from sala.checkpoint.packing import Packed, dequantize, quantize
 from sala.checkpoint.random import TINY
 from sala.checkpoint.reader import Checkpoint
@@ -33,6 +34,12 @@ class FakeBase:
         return quantize(self.tensors[name], 8, 32, "F16") if name == "model.embed_tokens.weight" else None
 
 
+def test_a_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / "overlay-1.safetensors.xz").write_bytes(lzma.compress(b"x" * 100)[:-9])
+    with pytest.raises(CheckpointError, match=r"overlay-1\.safetensors\.xz is damaged; install the package again"):
+        read_overlay(tmp_path, GROUPS)
+
+
 def test_assembled(tmp_path: Path) -> None:
     base = FakeBase()
     mixer = RNG.standard_normal((128, 128)).astype(np.float32)
@@ -41,7 +48,10 @@ def test_assembled(tmp_path: Path) -> None:
     modules = {"model.layers.1.self_attn.q_proj": quantize(mixer, 5, 32, "F16")}
     modules |= dict(pack.changes({"model.layers.0.mlp.up_proj": (up, down)}))
     pack.write_overlay(tmp_path, modules, {"model.norm.weight": norm}, file_bytes=8_000)
-    assert len(list(tmp_path.glob("overlay-*.safetensors"))) > 1
+    last = overlay_files(tmp_path)[-1]
+    assert len(overlay_files(tmp_path)) > 1
+    last.with_name(f"{last.name}.xz").write_bytes(lzma.compress(last.read_bytes()))
+    last.unlink()
     config = assemble(tmp_path, replace(TINY, quantization=GROUPS), base, tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with Checkpoint(tmp_path) as checkpoint:

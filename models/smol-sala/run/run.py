@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from sala.backends.torch.model import SalaModel
-from sala.checkpoint.overlay import OverlayPacking, assemble
+from sala.checkpoint.overlay import OverlayPacking, assemble, overlay_files
 from sala.checkpoint.writer import copy_companions
 from sala.config import SalaConfig, SparseConfig
 from sala.lab.train.data import TrainingRow
@@ -104,7 +104,7 @@ def gather(carried: Path, work: Path) -> None:
         (place / "base.gguf").write_bytes(lzma.decompress((place / "base.gguf.xz").read_bytes()))
         import_dense(place / "base.gguf", work / "teacher")
     copy_companions(work / "teacher", work / "start")
-    for file in [*MODEL.glob("overlay-*.safetensors"), MODEL / "config.json"]:
+    for file in [*overlay_files(MODEL), MODEL / "config.json"]:
         shutil.copy(file, work / "start" / file.name)
     found = (f"{file.relative_to(work)} {file.stat().st_size:,}" for file in work.rglob("*") if file.is_file())
     say("gathered: " + ", ".join(sorted(found)))
@@ -214,7 +214,7 @@ def pack(work: Path, out: Path, recipe: Recipe) -> None:
     tensors = {name: value.detach().numpy() for name, value in model.named_parameters()}
     modules, norms, quantization = pack_overlay(model.config, tensors, TeacherBase.of(teacher), packing)
     out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob("overlay-*.safetensors"):
+    for old in overlay_files(out):
         old.unlink()
     write_overlay(out, modules, norms)
     config = replace(model.config, dtype="float32", quantization=quantization).to_dict()

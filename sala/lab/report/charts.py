@@ -172,10 +172,10 @@ def check_plot(file: Path) -> None:
     need_matplotlib()
 
 
-def plot(charts: Sequence[Chart], file: Path, title: str = "") -> None:
+def plot(charts: Sequence[Chart], file: Path, title: str = "", dpi: int = DPI) -> None:
     """Draw the charts side by side into a file; its suffix selects the format."""
     kind = file.suffix.removeprefix(".")
-    write_atomically(file, _save(charts, kind, title=title, dpi=DPI))
+    write_atomically(file, _save(charts, kind, title=title, dpi=dpi))
 
 
 def to_svg(chart: Chart) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from sala.checkpoint.writer import write_atomically
 from sala.errors import MissingExtra
-from sala.lab.report.charts import Bars, Chart, HeatMap, Lines, Series, plot
+from sala.lab.report.charts import DPI, Bars, Chart, HeatMap, Lines, Series, plot
 from sala.lab.report.official import plot_official
 from sala.lab.report.record import KIND_TABLES, Record, ResultRow
 from sala.lab.report.statistics import interval, ratio_text
@@ -280,9 +280,9 @@ PLOTS: dict[str, Callable[[Sequence[Record]], list[Chart]]] = {
 KINDS = {name: RecordKind(name, table) for name, table in KIND_TABLES.items()}
 
 
-def plot_record(record: Record, file: Path, title: str) -> None:
+def plot_record(record: Record, file: Path, title: str, dpi: int = DPI) -> None:
     """Draw the charts of one run into a file; its suffix selects the format."""
-    plot(KINDS[record.kind].charts([record]), file, title)
+    plot(KINDS[record.kind].charts([record]), file, title, dpi)
 
 
 def table_of(record: Record) -> tuple[list[str], list[list[str]], list[bool]]:

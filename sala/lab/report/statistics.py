@@ -11,9 +11,10 @@ def ratio_text(share: float, trials: int) -> str:
 
 
 def interval(share: float, trials: int) -> tuple[float, float]:
-    """Return the 95% Wilson interval of a share of so many trials.
+    """Return the 95% Wilson interval of a share of so many trials that are independent of each other.
 
-    For the mean of scores between 0 and 1 it is never too narrow: their variance is at most that of right and wrong.
+    Scores between 0 and 1 vary at most as much as right and wrong, so for their mean it is rather too wide. It is too
+    narrow where trials depend on each other, such as several questions about one text.
     """
     z = 1.96
     middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sala.backends.torch.model import SalaModel
-from sala.checkpoint.overlay import GATES, OverlayPacking, base_matrix, read_overlay
+from sala.checkpoint.overlay import GATES, OverlayPacking, base_matrix, overlay_files, read_overlay
 from sala.checkpoint.packing import dequantize
 from sala.config import SalaConfig
 from sala.errors import CheckpointError
@@ -38,7 +38,7 @@ class TeacherBase:
 
 def load_student(start: Path, teacher: SalaModel, base: TeacherBase, rank: int, seed: int) -> SalaModel:
     """Return a hybrid with the MLPs as changes of the teacher's, from an overlay or from an ordinary checkpoint."""
-    if any(start.glob("overlay-*.safetensors")):
+    if overlay_files(start):
         return load_overlay(start, teacher, base, rank, seed)
     model = load_for_training(start, teacher.lm_head.weight.device, kernels=teacher.kernels)
     add_low_rank(model, teacher, rank, seed)
