@@ -210,7 +210,7 @@ def _against_mlx(
     run.learn(subject=f"{path.name}, {bits} bits, MLX", device=options.device, new_tokens=new_tokens)
     with run.resumable():
         s.note(f"ours: {run.settings['subject']}")
-        opened = cache(lambda: Ours(path, options, counts[-1] + new_tokens))
+        opened = cache(lambda: Ours(path, options, [count + new_tokens for count in counts]))
         measure = _logged(run, "ours", lambda count: opened().measure(count, new_tokens))
         ours = _measure_all(counts, measure, length_label)
         if opened.cache_info().currsize:  # one model in memory at a time

@@ -148,6 +148,36 @@ class TestWithTransformers:
         assert found.num_tokens == 64
         assert min(found.first_token_s, found.prefill_per_second, found.decode_per_second, found.peak_bytes) > 0
 
+    def test_a_length_that_does_not_fit_is_left_out(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        """It is refused before anything is allocated, and the lengths before it are kept."""
+        from sala.backends.torch import executor
+        from sala.lab.bench import measure
+
+        dense, figures = self.open(), tmp_path / "figures.json"
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "free_bytes", lambda _: 0)
+            patch.setattr(work, "_run", None)  # would fail if anything were run
+            with pytest.raises(SalaError, match="20,000 tokens take 0"):
+                work.measure_dense(dense, 20000, 3)
+        needed = work.running_bytes(work.RANDOM["tiny-random"], 60 + 3, 4)
+        asked = []
+
+        def free_bytes(_: object) -> int:
+            asked.append(1)
+            return needed * 2
+
+        monkeypatch.setattr(measure, "free_memory", free_bytes)
+        monkeypatch.setattr(measure, "check_memory", lambda *_: None)
+        base = ["bench", "against", "tiny-random", "--random", "tiny", "-n", "3", "--device", "cpu"]
+        assert run([*base, "--dtype", "float32", "--lengths", "16,60,600", "--json", str(figures)]) == 0
+        assert "600 and above left out: 600 tokens take" in capsys.readouterr().err
+        assert [row["dense_decode_per_second"] is not None for row in json.loads(figures.read_text())["results"]] == [
+            True, True, False,
+        ]  # fmt: skip
+        assert len(asked) == 3
+
     def test_a_directory(self, tmp_path: Path) -> None:
         import torch
 
@@ -252,6 +282,25 @@ class TestOnMlx:
         base = ["bench", "against", str(dense), "-m", str(tiny), "--backend", "mlx", "--device", "cpu"]
         assert run([*base, "--lengths", "16"]) == 1
         assert "the weights take" in capsys.readouterr().err
+
+    def test_lengths_that_do_not_fit_are_left_out(
+        self, tiny: Path, dense: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+        tmp_path: Path,
+    ) -> None:  # fmt: skip
+        """Ours is opened for the longest that fits; the dense model is asked for each length."""
+        from sala.lab.bench import dense_mlx
+
+        monkeypatch.setattr(dense_mlx, "_own_bytes", lambda _, num_tokens: num_tokens * (1 << 60) // 300)
+        monkeypatch.setattr(dense_mlx, "_dense_bytes", lambda _, num_tokens: num_tokens * (1 << 60) // 100)
+        monkeypatch.setattr(dense_mlx, "_free", lambda _: 1 << 60)
+        figures = tmp_path / "figures.json"
+        base = ["bench", "against", str(dense), "-m", str(tiny), "--backend", "mlx", "--device", "cpu", "-n", "3"]
+        assert run([*base, "--lengths", "16,96,400", "--json", str(figures)]) == 0
+        assert capsys.readouterr().err.count("and above left out: ") == 2
+        rows = json.loads(figures.read_text())["results"]
+        assert [(row["num_tokens"], row["dense_decode_per_second"] is not None) for row in rows] == [
+            (16, True), (96, False),
+        ]  # fmt: skip
 
     def test_what_is_refused(self, tiny: Path, dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
         mlx = ["--backend", "mlx", "--device", "cpu", "--lengths", "16"]

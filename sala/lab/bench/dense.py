@@ -100,28 +100,31 @@ def check_dense(source: str, options: Options, num_tokens: int, bits: int = 16) 
     """
     if bits not in BITS:
         raise InputError("bits", f"is {bits}", "use 16, 8 or 4")
-    device = pick_device(options.device)
+    device, size = pick_device(options.device), pick_dtype(options.dtype, RELEASED).itemsize
     if source in RANDOM:
-        shape, size = RANDOM[source], pick_dtype(options.dtype, RELEASED).itemsize
-        cache = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * size
-        bench.check_memory(source, count_parameters(shape) * size, num_tokens * cache, device)
+        weights, running = count_parameters(RANDOM[source]) * size, running_bytes(RANDOM[source], num_tokens, size)
+        bench.check_memory(source, weights, running, device)
         return
     path = _find(source)
     stored, table = (
         sum(file.stat().st_size for file in path.glob("*.safetensors")),
         read_json_object(path / "config.json"),
     )
-    size = pick_dtype(options.dtype, RELEASED).itemsize
     kept = ELEMENT_BYTES.get(str(table.get("dtype") or table.get("torch_dtype")), size)
-    bench.check_memory(path.name, stored * size // kept, num_tokens * cache_bytes_of(table, size), device)
+    bench.check_memory(path.name, stored * size // kept, running_bytes(table, num_tokens, size), device)
 
 
-def cache_bytes_of(table: Mapping[str, Any], element_bytes: int) -> int:
-    """Return the bytes of keys and values for a token of a dense model, by its config.json; 0 if it does not say."""
+def running_bytes(table: Mapping[str, Any], num_tokens: int, element_bytes: int, chunk: int | None = None) -> int:
+    """Return the bytes of keys, values and activations of a dense model, by its config.json; 0 if it does not say.
+
+    `chunk` tokens of the prompt, or all of them, are read at a time.
+    """
     try:
-        heads = table.get("num_key_value_heads") or table["num_attention_heads"]
-        dim = table.get("head_dim") or table["hidden_size"] // table["num_attention_heads"]
-        return int(2 * table["num_hidden_layers"] * heads * dim * element_bytes)
+        hidden, heads = table["hidden_size"], table["num_attention_heads"]
+        groups, dim = table.get("num_key_value_heads") or heads, table.get("head_dim") or hidden // heads
+        cached = 2 * table["num_hidden_layers"] * groups * dim
+        active = 4 * hidden + max(3 * table["intermediate_size"], 4 * heads * dim)  # of a layer, and the residual
+        return int(element_bytes * (num_tokens * cached + min(num_tokens, chunk or num_tokens) * active))
     except (KeyError, TypeError):
         return 0
 
@@ -140,7 +143,9 @@ def count_parameters(shape: dict[str, int]) -> int:
 
 
 def measure_dense(dense: DenseModel, num_tokens: int, new_tokens: int) -> Latency:
-    """Measure one request alone, after a warm-up."""
+    """Measure one request alone, after a warm-up. Raise SalaError, before anything is run, if it does not fit."""
+    table, size = dense.model.config.get_text_config().to_dict(), next(dense.model.parameters()).dtype.itemsize
+    bench.need_room(num_tokens, running_bytes(table, num_tokens + new_tokens, size), bench.free_memory(dense.device))
     vocab_size = dense.model.config.vocab_size
     warm_tokens = num_tokens if dense.device.type == "cuda" else min(num_tokens, 512)
     try:

@@ -4,7 +4,7 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -12,19 +12,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sala.backends.memory import estimate
+from sala.backends.memory import USABLE, estimate
 from sala.checkpoint.dtypes import ELEMENT_BYTES
 from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig, read_json_object
 from sala.engine.requests import Call
 from sala.errors import InputError, MissingExtra, SalaError
-from sala.lab.bench.dense import GROUP_SIZE, cache_bytes_of
-from sala.lab.bench.measure import WARM_TOKENS, Latency, need_memory
+from sala.lab.bench.dense import GROUP_SIZE, running_bytes
+from sala.lab.bench.measure import WARM_TOKENS, Latency, need_memory, need_room
 from sala.llm import LLM
 from sala.protocol import Options, Sampling
 
 WARM_PROMPT = 64  # tokens
+PREFILL = 2048  # tokens that mlx-lm reads at a time
 
 
 def need_mlx_lm() -> None:
@@ -37,32 +38,45 @@ def need_mlx_lm() -> None:
 
 def check_fit(ours: Path, theirs: Path, options: Options, num_tokens: int) -> None:
     """Raise SalaError before anything is loaded if memory does not hold one of the models with `num_tokens`."""
-    config = SalaConfig.load(ours)
     with Checkpoint(ours) as checkpoint:
         weights = checkpoint.nbytes
-    needed = estimate(config, count_parameters(expected_tensors(config)), num_tokens, 1, num_snapshots=0)
-    _check(ours.name, weights, needed.total - needed.weights, options)
+    need_memory(ours.name, weights, _own_bytes(ours, num_tokens), _free(options))
     stored, table = (
         sum(file.stat().st_size for file in theirs.glob("*.safetensors")),
         read_json_object(theirs / "config.json"),
     )
-    size = ELEMENT_BYTES.get(str(table.get("dtype") or table.get("torch_dtype")), 2)
     # mlx-lm quantizes what it has loaded: the plain weights are in memory once, however few bits are wanted
-    _check(theirs.name, stored, cache_bytes_of(table, size) * num_tokens, options)
+    need_memory(theirs.name, stored, _dense_bytes(table, num_tokens), _free(options))
 
 
-def _check(name: str, weights: int, rest: int, options: Options) -> None:
+def _own_bytes(path: Path, num_tokens: int) -> int:
+    """Return what ours needs for so many tokens beside the weights."""
+    config = SalaConfig.load(path)
+    needed = estimate(config, count_parameters(expected_tensors(config)), num_tokens, 1, num_snapshots=0)
+    return needed.total - needed.weights
+
+
+def _dense_bytes(table: Mapping[str, Any], num_tokens: int) -> int:
+    size = ELEMENT_BYTES.get(str(table.get("dtype") or table.get("torch_dtype")), 2)
+    return running_bytes(table, num_tokens, size, PREFILL)
+
+
+def _free(options: Options) -> int:
     from sala.backends.mlx.executor import free_bytes
     from sala.backends.mlx.loader import pick_device
 
-    need_memory(name, weights, rest, free_bytes(pick_device(options.device)))
+    return free_bytes(pick_device(options.device))
 
 
 class Ours:
-    """Our model on MLX, for prompts of up to `longest` tokens."""
+    """Our model on MLX, for the longest of these lengths, answers included, that memory holds."""
 
-    def __init__(self, path: Path, options: Options, longest: int) -> None:
-        own = replace(options, backend="mlx", ctx=longest, max_batch=1, snapshots=options.snapshots or 0)
+    def __init__(self, path: Path, options: Options, lengths: Sequence[int]) -> None:
+        self._path, self._options = path, options
+        with Checkpoint(path) as checkpoint:
+            room = USABLE * _free(options) - checkpoint.nbytes
+        self._longest = max((one for one in lengths if _own_bytes(path, one) <= room), default=min(lengths))
+        own = replace(options, backend="mlx", ctx=self._longest, max_batch=1, snapshots=options.snapshots or 0)
         self._llm = LLM(path, options=own)
         self._answer(WARM_PROMPT, WARM_TOKENS)
 
@@ -71,6 +85,12 @@ class Ours:
         return self._llm.answer(Call(None, sampling, prompt=_prompt(num_tokens, self._llm.config.vocab_size)))
 
     def measure(self, num_tokens: int, new_tokens: int) -> Latency:
+        """Raise SalaError if memory does not hold so many tokens."""
+        if num_tokens + new_tokens > self._longest:
+            need_room(num_tokens, _own_bytes(self._path, num_tokens + new_tokens), _free(self._options))
+            raise SalaError(
+                f"{num_tokens:,} tokens did not fit when the model was loaded", "free some memory, and run it again"
+            )
         return _measure(num_tokens, partial(self._time, num_tokens, new_tokens))
 
     def _time(self, num_tokens: int, new_tokens: int) -> tuple[float, int, float]:
@@ -91,7 +111,7 @@ class Theirs:
 
         from sala.backends.mlx.loader import pick_device
 
-        self._device = pick_device(options.device)
+        self._device, self._options = pick_device(options.device), options
         try:
             with mx.stream(self._device):
                 self._model, table = load_model(path)
@@ -112,7 +132,7 @@ class Theirs:
                 nn: Any = import_module("mlx.nn")
                 nn.quantize(self._model, group_size=GROUP_SIZE, bits=bits, class_predicate=can_be_packed)
                 mx.eval(self._model.parameters())
-        self._vocab_size = int(table["vocab_size"])
+        self._table, self._vocab_size = table, int(table["vocab_size"])
         self._run(WARM_PROMPT, WARM_TOKENS)
 
     def measure(self, num_tokens: int, new_tokens: int) -> Latency:
@@ -122,6 +142,8 @@ class Theirs:
         import mlx.core as mx
         from mlx_lm.generate import generate_step
 
+        mx.clear_cache()  # what shorter prompts have left is free
+        need_room(num_tokens, _dense_bytes(self._table, num_tokens + new_tokens), _free(self._options))
         with mx.stream(self._device):
             began = time.perf_counter()
             prompt = mx.array(_prompt(num_tokens, self._vocab_size))

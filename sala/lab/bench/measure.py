@@ -135,6 +135,16 @@ def need_memory(name: str, weights: int, rest: int, free: int) -> None:
         )
 
 
+def need_room(num_tokens: int, needed: int, free: int) -> None:
+    """Raise SalaError if free memory, less a reserve, does not hold what a loaded model needs for so many tokens."""
+    if needed > USABLE * free:
+        raise SalaError(
+            f"{num_tokens:,} tokens take {needed / 2**30:.2f} GiB beside the weights; {free / 2**30:.2f} GiB are free, "
+            f"of which {USABLE:.0%} may be used",
+            "free some memory, or take shorter prompts",
+        )
+
+
 def free_memory(device: torch.device) -> int:
     """Return the free bytes of the device; on a CPU no more than the container may still use."""
     free = executor.free_bytes(device)
