@@ -261,7 +261,7 @@ class _Session:
         """Write the record, print the scores, and say how much was read."""
         from sala.lab.eval.official.run import summarise
 
-        cells = summarise(rows, self.benchmark.metric, self.benchmark.tasks)
+        cells = summarise(rows, self.benchmark.metric, self.benchmark.whole)
         record = self.run.to_record(cells)
         asked = sum(row["prompt_tokens"] for row in rows)
         read = asked - sum(row["cached_tokens"] for row in rows)

@@ -54,7 +54,7 @@ def read(question: Question) -> str:
         return f"Xy12FACT: it is {fact}."
     if question.task in ("short", "medium", "long"):
         return f"The correct answer is ({fact[-1].upper()})"
-    return f"{fact}"
+    return f"The answer is: {fact}" if question.task == "code_debug" else fact
 
 
 @pytest.mark.parametrize(
@@ -94,19 +94,16 @@ def test_metrics() -> None:
     assert scores.continues("Qabcd", "Q", "abcd") == 0
     assert scores.word_f1(["the old mill"], "An old boat.") == 0.5
     assert scores.word_f1(["红船"], "红", is_chinese=True) == pytest.approx(2 / 3)
-    assert scores.letter("B", "A or B") == 1
-    assert scores.letter("B", "b") == 1
     assert scores.choice("C", "**The correct answer is (C)**") == 1
     assert scores.choice("C", "C. because of A") == 1
     assert scores.choice("C", "A") == scores.choice("C", "") == 0
     assert scores.first_number("12", "no. 12, or 13") == 1
     assert scores.first_number("12", "none") == 0
     assert scores.first_value("1.50", "it is 1.5") == 1
-    assert scores.last_word("-7", "it returns -7.") == 1
+    assert scores.last_number("-7", "it returns `-7`.") == scores.last_number("7", "07") == 1
+    assert scores.last_number("7", "**7**") == scores.last_number("7", "7 it is") == scores.last_number("7", "") == 0
     assert scores.has_word("ab", '{"ab"}') == 1
     assert scores.has_word("ab", "abc") == 0
-    assert scores.letter("B", "mill is wrong", name="mill") == 1
-    assert scores.letter("B", "the mill", name="mill") == 0
     assert scores.long_answer([["x", "y"], ["z"]], "a y") == 0.5
     assert scores.long_answer([["Rome, Italy"]], "It was in Rome [1], Italy [23].") == 1
     answers = [[name] for name in ("Oslo", "Bergen", "Moss", "Bodø", "Voss", "Hamar")]
@@ -159,6 +156,28 @@ def test_texts_go_to_the_smallest_length_that_holds_them(directory: Path) -> Non
     questions = ask("infinitebench", directory, "passkey", lengths={100: 9, 200: 9, 1024: 1})
     assert [one.length for one in questions] == [1024]
     assert ask("infinitebench", directory, "passkey", lengths={100: 9}) == []
+
+
+def test_choices_of_infinitebench_are_told_as_its_authors_tell_them(directory: Path) -> None:
+    """As `compute_scores.py` has it, by every branch of its rules."""
+    (book,) = (one for one in ask("infinitebench", directory, "longbook_choice_eng") if one.answers == ("v",))
+    right = ["B. A boat", "B", "Boats, not A", "v", "I say the answer is: B or A", "the answer is v!", "So B, not A."]
+    wrong = ["", "A. B", "As I say: B", "b", "it is v", "the answer is:B", "the answer is A, option is B", "AB, B"]
+    assert [book.score(text) for text in right + wrong] == [1] * len(right) + [0] * len(wrong)
+    (code,) = (one for one in ask("infinitebench", directory, "code_debug") if one.answers == ("v",))
+    right = ["B.", "B: v", "The answer is: B", "The error is: `v`", "my answer: Option B", "**It is: v"]
+    wrong = ["", "B", "v", "B is wrong", "A. The answer is:", "The answer is: A. My answer: B", "The answer is B"]
+    assert [code.score(text) for text in right + wrong] == [1] * len(right) + [0] * len(wrong)
+    assert scores.has_name("ANN", "That is Ann, of course.") == 1
+    assert scores.has_name("ANN", "Anna") == 0  # a word, not a part of one
+
+
+def test_the_mean_of_a_benchmark_that_is_not_here_as_a_whole_says_so() -> None:
+    row = {"model": "m", "prefill_s": 1.0, "prefill_n": 5, "prompt_tokens": 10, "cached_tokens": 4, "score": 1}
+    for name, mean in (("infinitebench", "mean of 11 of 12"), ("helmet", "mean of 6 of 21"), ("ruler", "all")):
+        benchmark = BENCHMARKS[name]
+        rows = [{**row, "task": task, "length": 65536, "is_exact": True} for task in benchmark.tasks]
+        assert summarise(rows, whole=benchmark.whole)[-1]["task"] == mean
 
 
 def prepared(*prompts: list[int], task: str = "t") -> list[Prepared]:

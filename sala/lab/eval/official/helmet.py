@@ -17,6 +17,10 @@ from sala.lab.eval.official.templates import TaskPrompt, find_prompt, first, tem
 
 CITED = ("asqa", "qampari")
 TASKS = ("json_kv", "niah_mk_2", "niah_mk_3", "niah_mv", *CITED)
+LACKING = (
+    "nq", "triviaqa", "hotpotqa", "popqa", "msmarco", "narrativeqa", "infbench_qa", "infbench_choice", "infbench_sum",
+    "multi_lexsum", "trec_coarse", "trec_fine", "banking77", "clinc150", "nlu",
+)  # fmt: skip
 ARCHIVE = "data.tar.gz"
 URL = f"https://huggingface.co/datasets/princeton-nlp/HELMET/resolve/main/{ARCHIVE}"
 RULER = {"niah_mk_2": "niah_multikey_2", "niah_mk_3": "niah_multikey_3", "niah_mv": "niah_multivalue"}

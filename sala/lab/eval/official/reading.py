@@ -96,37 +96,33 @@ def _rouge(answers: Sequence[str], text: str) -> float:
     return max(float(scorer.score(answer, text)["rougeLsum"].fmeasure) for answer in answers)
 
 
-def _letter(row: Row, letters: str) -> Score:
-    """Return the score of a choice; the data give the answer as the text of an option or as its letter."""
+def _choice(row: Row) -> tuple[str, str]:
+    """Return the letter and the name of the right option; the data name the option, its letter, or both."""
     answers, options = first(row["answer"]), first(row.get("options") or [])
-    at = next((options.index(one) for one in answers if one in options), None)
-    if at is None:
-        return partial(scores.letter, answers[0], letters=letters)
-    return partial(scores.letter, letters[at], letters=letters, name=options[at])
+    if answers[0] in options:
+        return chr(ord("A") + options.index(answers[0])), answers[0]
+    return answers[-1], answers[0]
 
 
 def _first(score: Callable[[str, str], float]) -> Callable[[Row], Score]:
     return lambda row: partial(score, first(row["answer"])[0].strip())
 
 
-# by the name that the data have: the name in lm-eval, and how an answer is scored
+# by the name that the data have: the name in lm-eval, and how an answer is scored; math_calc is not in lm-eval
 INFINITEBENCH: dict[str, tuple[str, Callable[[Row], Score]]] = {
     "passkey": ("passkey", _first(scores.first_number)),
     "kv_retrieval": ("kv_retrieval", _first(scores.has_word)),
     "number_string": ("number_string", _first(scores.first_number)),
-    "code_run": ("code_run", _first(scores.last_word)),
-    "code_debug": ("code_debug", lambda row: _letter(row, "ABCDEFGHIJ")),
+    "code_run": ("code_run", _first(scores.last_number)),
+    "code_debug": ("code_debug", lambda row: partial(scores.tells_choice, *_choice(row))),
     "math_find": ("math_find", _first(scores.first_value)),
-    "longdialogue_qa_eng": (
-        "longdialogue_qa_en",
-        lambda row: partial(scores.contains_any, first(row["answer"])),
-    ),
+    "longdialogue_qa_eng": ("longdialogue_qa_en", _first(scores.has_name)),
     "longbook_qa_eng": ("longbook_qa_en", lambda row: partial(scores.word_f1, first(row["answer"]))),
     "longbook_qa_chn": (
         "longbook_qa_chn",
         lambda row: partial(scores.word_f1, first(row["answer"]), is_chinese=True),
     ),
-    "longbook_choice_eng": ("longbook_choice_en", lambda row: _letter(row, "ABCD")),
+    "longbook_choice_eng": ("longbook_choice_en", lambda row: partial(scores.begins_with_choice, _choice(row))),
     "longbook_sum_eng": ("longbook_sum_en", lambda row: partial(_rouge, first(row["answer"]))),
 }
 

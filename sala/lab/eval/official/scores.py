@@ -1,11 +1,17 @@
-"""The metrics of the benchmarks, as their authors define them. Each returns a share from 0 to 1."""
+"""The metrics of the benchmarks, as their authors define them. Each returns a share from 0 to 1.
+
+Those of InfiniteBench follow its compute_scores.py, which is stricter in some tasks than the copy in lm-eval.
+"""
 
 import re
+import string
 from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
 CONTROLS = re.compile(r"[\x00-\x1f]")
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def contains_all(answers: Sequence[str], text: str) -> float:
@@ -51,27 +57,14 @@ def word_f1(answers: Sequence[str], text: str, is_chinese: bool = False) -> floa
 
 
 def _units(text: str, is_chinese: bool) -> list[str]:
-    kept = "".join(char for char in text.lower() if char.isalnum() or char.isspace() or char == "_")
     if is_chinese:
-        return [char for char in kept if not char.isspace()]
-    return [word for word in kept.split() if word not in ("a", "an", "the")]
+        return [char for char in text.lower() if char.isalnum()]
+    return ARTICLES.sub(" ", text.lower().translate(WITHOUT_PUNCTUATION)).split()
 
 
 def _f1(wanted: Counter[str], given: Counter[str]) -> float:
     common = (wanted & given).total()
     return 2 * common / (wanted.total() + given.total()) if common else 0.0
-
-
-def letter(wanted: str, text: str, letters: str = "ABCD", name: str | None = None) -> float:
-    """Return 1 if the last single letter that the text names is the right one.
-
-    Without a letter, the text may begin with the right one or with the `name` of the right option.
-    """
-    named = re.findall(rf"\b[{letters}]\b", text)
-    if named:
-        return float(named[-1] == wanted)
-    text = text.strip()
-    return float(text[:1].upper() == wanted or (name is not None and text.startswith(name)))
 
 
 def choice(wanted: str, text: str) -> float:
@@ -91,20 +84,66 @@ def first_number(wanted: str, text: str) -> float:
 
 
 def first_value(wanted: str, text: str) -> float:
-    """Return 1 if the first number, whole or decimal, has the right value."""
-    found = re.search(r"-?\d+\.\d+|-?\d+", text)
+    """Return 1 if the first number, whole or decimal and without its sign, has the right value (math_find)."""
+    found = re.search(r"\d+\.\d+|\d+", text)
     return float(found is not None and float(found[0]) == float(wanted))
 
 
-def last_word(wanted: str, text: str) -> float:
-    """Return 1 if the text ends with the right word or number."""
-    words = text.translate(str.maketrans("", "", ".,`'\"*")).split()
-    return float(bool(words) and words[-1] == wanted)
+def last_number(wanted: str, text: str) -> float:
+    """Return 1 if the last word, without marks such as ` and :, is the right whole number (code_run)."""
+    words = re.sub(r"[.`'\":]", " ", text).split()
+    try:
+        return float(bool(words) and int(words[-1]) == int(wanted))
+    except ValueError:
+        return 0.0
 
 
 def has_word(wanted: str, text: str) -> float:
-    """Return 1 if the right word is among the words of the text, which punctuation separates."""
+    """Return 1 if the right word is among the words of the text, which punctuation separates (kv_retrieval)."""
     return float(wanted in re.split(r"[\s:\"'.,?!{}]+", text))
+
+
+def has_name(wanted: str, text: str) -> float:
+    """Return 1 if the right name is among the words of the text in capitals, as scripts have it (longdialogue)."""
+    return has_word(wanted, text.upper())
+
+
+def begins_with_choice(wanted: Sequence[str], text: str) -> float:
+    """Return 1 if the answer is the right letter or option, both in `wanted` (longbook_choice).
+
+    A first letter from A to D is the answer, of whatever word. Without one the answer is what follows "answer is" and
+    the like, and without that the first word of these letters.
+    """
+    text = text.strip()
+    if text and text[0] in "ABCD":
+        return float(text[0] in wanted)
+    if text in wanted:
+        return 1.0
+    text = re.sub(r" {2,}", " ", re.sub(r"[\n\"'.,?!{}]", " ", text))
+    rest = _behind(("answer is:", "answer:", "answer is", "option is"), text)
+    if rest is not None:
+        return float(rest.startswith(tuple(wanted)))
+    letters = (word for word in text.split() if word in "ABCD")
+    return float(next(letters, "") in wanted)
+
+
+def tells_choice(letter: str, name: str, text: str) -> float:
+    """Return 1 if the answer begins with the right letter and a mark, or tells letter or name (code_debug).
+
+    It tells what follows "answer is:" and the like. A letter alone counts for nothing.
+    """
+    text = text.strip()
+    if text[:2] in (f"{letter}.", f"{letter}:"):
+        return 1.0
+    text = re.sub(r" {2,}", " ", re.sub(r"[\n`'\"\-*]|[Oo]ption", " ", text))
+    rest = _behind(("answer is:", "is:", "answer:"), text)
+    return float(rest is not None and rest.startswith((letter, name)))
+
+
+def _behind(phrases: Sequence[str], text: str) -> str | None:
+    """Return what the first of the phrases that occurs has behind it and one more character; None without any."""
+    found = next((phrase for phrase in phrases if phrase in text), None)
+    return None if found is None else text.partition(found)[2][1:]
 
 
 CITATION = re.compile(r" ?\[\d+\]?")
