@@ -41,6 +41,7 @@ MAX_CONFIG_BYTES = 16 << 20
 MAX_RUNNING = 2
 MAX_WAITING = 32
 MAX_FINISHED = 100
+Match = Callable[[str, Sequence[str], str | None], str | None]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@=-]{0,249}", re.ASCII)
 
 
@@ -107,27 +108,36 @@ class Library:
 
     def find(self, name: str) -> Entry | None:
         """Return a model by its id, its repository, an alias, or a bare name in any case that no other model has."""
-        name = self.aliases.get(name, name)
-        return self.find_exactly(name) or self._find_among(match_name, name)
+        name = self.resolve(name)
+        return self.find_exactly(name) or self._find_among(match_name, name, self.default_id)
 
     def find_served(self, name: str) -> Entry | None:
-        """Return the model that answers to a name: as `find`, or the one MiniCPM-SALA if just that is asked for."""
-        return self.find(name) or self._find_among(match_family, name)
+        """Return the model that answers to a name: as `find`, or the one MiniCPM-SALA if just that is asked for.
+
+        It is the default model, unless that is the embedded one, which is much smaller.
+        """
+        default = None if self.default_id == EMBEDDED else self.default_id
+        return self.find(name) or self._find_among(match_family, name, default)
+
+    def resolve(self, name: str) -> str:
+        """Return the id that an alias means, in any case; anything else as it is."""
+        folded = {alias.casefold(): model_id for alias, model_id in self.aliases.items()}
+        return self.aliases.get(name) or folded.get(name.casefold(), name)
 
     def find_adapter(self, name: str) -> str | None:
         """Return the adapter that NAME or MODEL:NAME asks for; None if it is not one of the default model."""
         root, _, adapter = name.rpartition(":")
         if adapter not in self.adapters:
             return None
-        model_id = self.aliases.get(root, root)
+        model_id = self.resolve(root)
         if model_id in ("", self.default_id):
             return adapter
         entry = self.find_served(model_id)
         return adapter if entry is not None and entry.id == self.default_id else None
 
-    def _find_among(self, match: Callable[[str, Sequence[str], str | None], str | None], name: str) -> Entry | None:
+    def _find_among(self, match: Match, name: str, default: str | None) -> Entry | None:
         entries = {entry.id: entry for entry in self.list()}
-        found = match(name, [*entries], self.default_id)
+        found = match(name, [*entries], default)
         return None if found is None else entries[found]
 
     def find_exactly(self, model_id: str) -> Entry | None:

@@ -19,10 +19,13 @@ def match_name(name: str, ids: Sequence[str], default: str | None = None) -> str
 
 
 def match_family(name: str, ids: Sequence[str], default: str | None = None) -> str | None:
-    """Return the id of the MiniCPM-SALA among `ids` if `name` asks for one without saying which."""
+    """Return the id of a MiniCPM-SALA among `ids` if `name` asks for one without saying which.
+
+    That is `default`, whatever it is called, or the only one whose name says that it is such a model.
+    """
     if not _FAMILY.fullmatch(name.casefold()):
         return None
-    return _choose([each for each in ids if _MEMBER.match(_forms(each)[1])], default)
+    return default if default in ids else _choose([each for each in ids if _MEMBER.match(_forms(each)[1])], None)
 
 
 def _choose(found: Sequence[str], default: str | None) -> str | None:

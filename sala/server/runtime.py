@@ -142,7 +142,7 @@ class Runtime:
         if adapter is not None:
             model = await self.get(self.default_id, is_background, find_loads)
             return replace(model, id=f"{model.id}:{adapter}", adapter=adapter)
-        model_id = self.library.aliases.get(name, name) if name else self.default_id
+        model_id = self.library.resolve(name) if name else self.default_id
         unused_s = UNUSED_S if is_background else 0.0
         found = self.loaded.get(model_id) or await self._find_loaded(model_id)
         if found is None and (loads := find_loads()) != "any":

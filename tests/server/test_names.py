@@ -43,6 +43,7 @@ def test_a_family_means_the_default_or_the_only_member() -> None:
     assert match_family("minicpm-sala-9b", IDS) is None
     assert match_family("minicpm-sala-9b", IDS, IDS[1]) == IDS[1]
     assert match_family("minicpm-sala-9b", IDS[2:]) == IDS[2]
+    assert match_family("minicpm-sala-9b", [*IDS, "model"], "model") == "model"
     assert match_family("minicpm-sala-9b", ["smol-sala", "MiniCPM-SALAD"]) is None
     assert match_family("minicpm-sala-9b-4bit", IDS[2:]) is None
 
@@ -68,7 +69,7 @@ def test_aliases_answer_and_are_listed(make_server: Callable[..., Server], tiny:
     shutil.copytree(tiny, tmp_path / "models" / "moxin-org--MiniCPM4-SALA-9B-8bit-mlx")
     shutil.copytree(tiny, tmp_path / "MiniCPM-SALA-8bit")
     server = make_server(tmp_path / "MiniCPM-SALA-8bit", alias="gpt-4o,claude-sonnet-4-5")
-    for name in ("gpt-4o", "minicpm-sala-8bit", "minicpm-sala-9b", "MiniCPM-SALA"):
+    for name in ("gpt-4o", "GPT-4o", "minicpm-sala-8bit", "minicpm-sala-9b", "MiniCPM-SALA"):
         answer = ask(server, name)
         assert (answer.status_code, answer.json()["model"]) == (200, name), answer.text
     assert set(server.app.state.runtime.loaded) == {"MiniCPM-SALA-8bit"}
@@ -81,6 +82,7 @@ def test_aliases_answer_and_are_listed(make_server: Callable[..., Server], tiny:
         assert cards["gpt-4o"] == {**cards["MiniCPM-SALA-8bit"], "id": "gpt-4o"}
         assert {card["root"] for card in cards.values()} == set(cards) - {"gpt-4o", "claude-sonnet-4-5"}
         assert client.get("/v1/models/gpt-4o").json() == cards["gpt-4o"]
+        assert client.get("/v1/models/GPT-4O").json() == {**cards["gpt-4o"], "id": "GPT-4O"}
         assert client.delete("/v1/models/gpt-4o").json()["error"]["code"] == "model_loaded"
         assert client.delete("/v1/models/minicpm-sala-9b").status_code == 404  # says too little to delete by
         deleted = client.delete("/v1/models/MiniCPM4-SALA-9B-8bit-mlx").json()

@@ -205,10 +205,13 @@ def curl(server: Server, line: str) -> Any:
     return response.json()
 
 
-def test_calls(make_server: Callable[..., Server], place: Path, tiny: Path) -> None:
+@pytest.mark.parametrize("path", ["models/MiniCPM-SALA-8bit", "model", "weights/checkpoint-20"])
+def test_calls(make_server: Callable[..., Server], place: Path, tiny: Path, path: str) -> None:
+    """The name that the documents print means the model that is served, wherever it lies."""
+    shutil.copytree(tiny, place / path, dirs_exist_ok=True)
     files = {file.name: file.read_bytes() for file in tiny.iterdir()}
     with serve(FakeHub(files, repo_id="moxin-org/MiniCPM4-SALA-9B-8bit-mlx")) as hub:
-        server = make_server(place / "models" / "MiniCPM-SALA-8bit", no_think=True, hub_url=hub.url)
+        server = make_server(place / path, no_think=True, hub_url=hub.url)
         answer = curl(server, CURL_CHAT)
         assert (answer["object"], answer["model"]) == ("chat.completion", "minicpm-sala-9b")
         assert answer["choices"][0]["message"]["role"] == "assistant"

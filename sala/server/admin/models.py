@@ -57,7 +57,7 @@ class State:
 
     async def find(self, model_id: str) -> tuple[Entry | None, LoadedModel | None]:
         """Return a model in the library and among those that are loaded; these may come from elsewhere."""
-        model_id = self.library.aliases.get(model_id, model_id)
+        model_id = self.library.resolve(model_id)
         entry = await asyncio.to_thread(self.library.find_served, model_id)
         return entry, self.runtime.loaded.get(model_id) if entry is None else self.find_loaded(entry)
 
@@ -177,7 +177,7 @@ async def get_model(state: AppState, model_id: ModelId, is_admin: IsAdmin) -> An
     card = _card(entry, model, is_admin)
     if adapter is not None:
         return _adapted(card, adapter)
-    return {**card, "id": model_id} if model_id in state.library.aliases else card
+    return {**card, "id": model_id} if state.library.resolve(model_id) != model_id else card
 
 
 @router.delete("/models/{model_id:path}", summary="Delete a model", **admin("Deleted", 404, 409, 507))
