@@ -358,7 +358,8 @@ class InputProcessor:
             raise InputError("stop", "needs a tokenizer, and the checkpoint has none", "leave it out")
         for token in sampling.logit_bias:
             if token >= self._vocab_size:
-                raise InputError("logit_bias", f"names token {token}", f"ids go to {self._vocab_size - 1}")
+                remedy = f"use ids below {self._vocab_size}, the size of the vocabulary"
+                raise InputError("logit_bias", f"names token {token}", remedy)
 
     def _beginning(self, call: Call, ids: Sequence[int], is_chat: bool) -> Beginning:
         if not call.continue_final or not call.messages:

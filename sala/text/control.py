@@ -1,10 +1,9 @@
 """Controls of an answer: a grammar to follow, a budget for reasoning."""
 
 import json
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,13 @@ from typing import Any
 from sala.errors import InputError, MissingExtra
 from sala.protocol import Sampling, Verdict
 from sala.text.answer import CLOSE, OPEN, Detokenizer
+from sala.text.schemas import explaining, spell_patterns
 from sala.text.tokenizer import Tokenizer
 from sala.text.workers import SandboxProcess, SandboxTask, WorkerKilled
 
 COMPILE_SECONDS = 2.0
 LOAD_SECONDS = 30.0  # for a new process to load the tokenizer, on a busy machine
 MAX_GRAMMAR_BYTES = 256 << 10
-PLAIN = re.compile(
-    r"(?:[^\\(\x80-\U0010ffff]|\\[^uUxN]|\((?!\?))*"
-)  # what compiles quickly: no large classes, no flags
-MAX_PLAIN = 256  # of them, and characters of each, that are compiled here
 MAX_KEPT = 64  # grammars that are kept compiled; even a short one takes tens of kilobytes
 MAX_KEPT_BYTES = 1 << 20  # of their texts
 # White space between the parts of JSON, as people write it. Without a bound a weak model may sample spaces for ever.
@@ -108,8 +104,10 @@ class Grammar:
         return Verdict(finish="stop") if self._matcher.is_stopped() else None
 
     def _problem(self) -> InputError:
-        message = f"cannot be followed: {_first_line(self._matcher.get_error())}"
-        return InputError(self._field, message, "make it simpler")
+        reason = _first_line(self._matcher.get_error())
+        if "NoExtensionBias" in reason:
+            return InputError(self._field, "cannot be followed: no text fits all that it demands", "check it")
+        return InputError(self._field, f"cannot be followed: {reason}", "make it simpler")
 
 
 def _first_line(error: object) -> str:
@@ -196,6 +194,8 @@ class GrammarCompiler:
             limits = {"tokenizer": str(self._file), "vocab_size": self._vocab_size, "stop_ids": self._stop_ids}
             load = SandboxTask("tokenizer", limits, LOAD_SECONDS)  # beside the time of the grammar
             reply = self._worker.ask_all(load, SandboxTask("grammar", {"grammar": grammar, **limits}, COMPILE_SECONDS))
+        except InputError:
+            raise
         except (ValueError, RecursionError) as error:
             raise InputError(field, f"is not understood: {_first_line(error)}", "check it") from None
         if "error" in reply:
@@ -218,26 +218,14 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         if field == "json_schema":
-            json.loads(text)
-            return str(LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE}))
+            with explaining(field):
+                schema = json.dumps(spell_patterns(json.loads(text)))
+            return str(LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE}))
         return str(LLMatcher.grammar_from_regex(text) if field == "regex" else LLMatcher.grammar_from_lark(text))
 
 
-def check_patterns(patterns: Collection[str]) -> bool:
-    """Return whether all are valid regular expressions; those that take long to compile are not."""
-    are_many = len(patterns) > MAX_PLAIN
-    hard = [one for one in patterns if are_many or len(one) > MAX_PLAIN or not PLAIN.fullmatch(one)]
-    try:
-        for pattern in set(patterns) - set(hard):
-            re.compile(pattern)
-        with _compiling():
-            return not hard or "error" not in _pattern_worker.ask("patterns", {"patterns": hard}, COMPILE_SECONDS)
-    except (WorkerKilled, re.error, RecursionError, OverflowError):
-        return False
-
-
 def num_compiling() -> int:
-    """Return how many grammars, and patterns of schemas, are being compiled now or wait for that."""
+    """Return how many grammars are being compiled now or wait for that."""
     return len(_live)
 
 
@@ -252,4 +240,3 @@ def _compiling() -> Iterator[None]:
 
 
 _live: set[object] = set()
-_pattern_worker = SandboxProcess()

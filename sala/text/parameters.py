@@ -1,12 +1,14 @@
 """What the parameters of a tool may be, by its JSON schema: which there are, their types, and what they refer to."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 MAX_FORMS = 16  # of the arguments of one tool
 MAX_STEPS = 256  # of references and alternatives that are followed for one parameter
+NOT_ENFORCED = ("not", "if", "dependentRequired", "dependentSchemas", "dependencies")  # by any grammar of calls
 Kinds = frozenset[str]
 TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
@@ -62,21 +64,48 @@ class Reader:
 
 @dataclass(frozen=True)
 class Form:
-    """One form that the arguments of a call may have: the schemas of its parameters, and which of them it needs.
+    """One form that the arguments of a call may have.
 
-    Unless it `is_exact`, arguments of this form may break the schema of the tool.
+    - properties: the schemas of its parameters
+    - required: which of them it needs
+    - others: the schema of parameters with other names; None if there need not be any
+    - naming: the schema of these names
+    - least, most: how many parameters there must and may be
+    - unenforced: what else the schema demands
     """
 
     properties: Mapping[str, Any]
     required: tuple[str, ...] = ()
-    is_exact: bool = True
+    others: Any = None
+    naming: Any = True
+    least: int = 0
+    most: int | None = None
+    unenforced: tuple[str, ...] = ()
+
+    def find(self, name: str) -> Any:
+        """Return the schema of a parameter; None if there is no such one."""
+        return self.properties.get(name, None if self.others is False else self.others)
 
     def with_all_of(self, other: "Form") -> "Form":
         """Return the form of arguments that fit both."""
         shared = self.properties.keys() & other.properties.keys()
         both = {name: {"allOf": [self.properties[name], other.properties[name]]} for name in shared}
-        names = dict.fromkeys((*self.required, *other.required))
-        return Form({**self.properties, **other.properties, **both}, (*names,), self.is_exact and other.is_exact)
+        limits = {self.most, other.most} - {None}
+        return Form(
+            properties={**self.properties, **other.properties, **both},
+            required=(*dict.fromkeys((*self.required, *other.required)),),
+            others=_both(self.others, other.others, None),
+            naming=_both(self.naming, other.naming, True),
+            least=max(self.least, other.least),
+            most=min((limit for limit in limits if limit is not None), default=None),
+            unenforced=self.unenforced + other.unenforced,
+        )
+
+
+def _both(first: Any, second: Any, neutral: Any) -> Any:
+    if first is neutral or second is neutral:
+        return second if first is neutral else first
+    return False if False in (first, second) else {"allOf": [first, second]}
 
 
 def read_forms(parameters: Any) -> list[Form]:
@@ -89,17 +118,23 @@ def read_forms(parameters: Any) -> list[Form]:
 
 def find_kinds(name: str, parameters: Any) -> Kinds:
     """Return the JSON types that a parameter may have, in any form of the arguments."""
-    found = [form.properties[name] for form in read_forms(parameters) if name in form.properties]
-    return frozenset().union(*(Reader(parameters).kinds(schema) for schema in found)) if found else KINDS
+    found = [Reader(parameters).kinds(schema) for schema in _find_schemas(name, parameters)]
+    return frozenset().union(*found) if found else KINDS
 
 
 def find_settled(name: str, parameters: Any) -> Kinds | None:
     """Return the JSON types that a parameter may have whatever the others are; None if they depend on those."""
-    forms = [form for form in read_forms(parameters) if name in form.properties]
-    found = {Reader(parameters).kinds(form.properties[name]) for form in forms}
+    found = {Reader(parameters).kinds(schema) for schema in _find_schemas(name, parameters)}
     if len(found) > 1 and not all("string" in kinds for kinds in found):
         return None
     return find_kinds(name, parameters)
+
+
+def _find_schemas(name: str, parameters: Any) -> list[Any]:
+    """Return the schemas that a parameter has in the forms that know its name or, if none does, that permit it."""
+    forms = read_forms(parameters)
+    known = [form.properties[name] for form in forms if name in form.properties]
+    return known or [form.others for form in forms if form.others not in (None, False)]
 
 
 def convert(raw: Mapping[str, str], parameters: Any) -> dict[str, Any]:
@@ -109,11 +144,12 @@ def convert(raw: Mapping[str, str], parameters: Any) -> dict[str, Any]:
     """
     forms = read_forms(parameters)
     for form in forms if len(forms) > 1 else ():
-        kinds = {name: Reader(parameters).kinds(schema) for name, schema in form.properties.items()}
-        if not set(form.required) <= raw.keys() <= kinds.keys():
+        schemas = {name: form.find(name) for name in raw}
+        if not set(form.required) <= raw.keys() or None in schemas.values():
             continue
+        kinds = {name: Reader(parameters).kinds(schema) for name, schema in schemas.items()}
         arguments = {name: as_typed(text, kinds[name]) for name, text in raw.items()}
-        if all(_fits(value, kinds[name], form.properties[name]) for name, value in arguments.items()):
+        if all(_fits(value, kinds[name], schemas[name]) for name, value in arguments.items()):
             return arguments
     return {name: as_typed(text, find_kinds(name, parameters)) for name, text in raw.items()}
 
@@ -143,23 +179,51 @@ def _fits(value: Any, kinds: Kinds, schema: Any) -> bool:
 
 def _forms(schema: Any, reader: Reader) -> list[Form]:
     if not reader.enter(schema):
-        return [Form({}, is_exact=schema is True)]
+        return [Form({}, unenforced=() if schema is True else ("parts that cannot be read",))]
     properties, required = schema.get("properties"), schema.get("required")
     names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-    found = [Form(properties if isinstance(properties, Mapping) else {}, (*names,))]
+    properties = properties if isinstance(properties, Mapping) else {}
+    found = [replace(_read_others(schema, properties), properties=properties, required=(*names,))]
     groups = [[reader.resolve(schema["$ref"])]] if "$ref" in schema else []
     groups += [[one] for one in schema["allOf"]] if isinstance(schema.get("allOf"), list) else []
     groups += [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
     for group in groups:
         others = [form for one in group if "object" in reader.kinds(one) for form in _forms(one, reader)]
         if len(others) > 1 and group is schema.get("oneOf"):  # they might fit several
-            others = [replace(form, is_exact=False) for form in others]
+            others = [replace(form, unenforced=(*form.unenforced, "'oneOf'")) for form in others]
         if len(found) * len(others) > MAX_FORMS:
             return [_weakest(found + others)]
         found = [form.with_all_of(other) for form in found for other in others or [Form({})]]
     return found
 
 
+def _read_others(schema: Mapping[str, Any], properties: Mapping[str, Any]) -> Form:
+    """Return what a schema says about parameters that it does not list, about their number, and what is not enforced.
+
+    Where it lists some, there need not be others unless it says what they look like.
+    """
+    counts = (schema.get(key) for key in ("minProperties", "maxProperties"))
+    least, most = (count if isinstance(count, int) and count >= 0 else None for count in counts)
+    unenforced = [repr(key) for key in NOT_ENFORCED if key in schema]
+    naming, others = schema.get("propertyNames", True), schema.get("additionalProperties", True if least else None)
+    others = others if (isinstance(others, Mapping) and others) or not properties else None
+    patterns = schema.get("patternProperties")
+    if isinstance(patterns, Mapping) and patterns:
+        pattern, others = next(iter(patterns.items()))
+        naming, others = _both(naming, {"pattern": pattern}, True), others if len(patterns) == 1 else False
+        if any(_may_match(pattern, name) for pattern in patterns for name in properties):
+            unenforced.append("'patternProperties'")
+    if properties and "propertyNames" in schema:
+        unenforced.append("'propertyNames'")
+    return Form({}, (), True if others == {} else others, naming, least or 0, most, (*unenforced,))
+
+
+def _may_match(pattern: str, name: str) -> bool:
+    """Return whether a pattern may occur in a name, by what it begins with: to search for it may take very long."""
+    begins = re.match(r"\^((?:[\w-](?![?*+{]))*)", pattern)
+    return begins is None or "|" in pattern or name.startswith(begins[1])
+
+
 def _weakest(forms: Iterable[Form]) -> Form:
     """Return a form that has the parameters of all, and needs none."""
-    return Form({name: True for form in forms for name in form.properties}, is_exact=False)
+    return Form({name: True for form in forms for name in form.properties}, unenforced=("so many alternatives",))

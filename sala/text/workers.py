@@ -3,7 +3,7 @@
 An owner is the client that sent the request: on a server, a key. The next turn goes to the owner with the fewest jobs
 running, however many it has waiting; ties go to the owner that was served longest ago.
 
-Chat templates, grammars and patterns of clients are tried in a `SandboxProcess`, which can be killed; a thread cannot.
+Chat templates and grammars of clients are tried in a `SandboxProcess`, which can be killed; a thread cannot.
 """
 
 import asyncio

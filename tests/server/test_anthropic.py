@@ -184,6 +184,17 @@ def test_stop_sequences(server: Server, say: Callable[[str], None], stops: list[
     assert nameless(build(stream(server, max_tokens=100, stop_sequences=stops))) == nameless(answer)
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [(None, {}), ("", {}), ([1], {"arguments": "[1]"}), (3, {"arguments": "3"})]
+)
+def test_inputs_of_the_past_that_are_no_objects(given: Any, meant: Any) -> None:
+    said = {"role": "assistant", "content": [{**USE, "input": given}]}
+    told = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "1"}]}
+    body = anthropic.MessagesRequest.model_validate({**BASE, "messages": [*BASE["messages"], said, told]})
+    calls = [message["tool_calls"] for message in anthropic.as_messages(body) if "tool_calls" in message]
+    assert calls[0][0]["function"]["arguments"] == meant
+
+
 def test_a_conversation(server: Server) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "weather?", "cache_control": {"type": "ephemeral"}}]},

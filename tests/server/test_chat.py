@@ -1,11 +1,14 @@
 """Chats over HTTP: what may be asked, what comes back, whole and in pieces."""
 
+import itertools
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from sala.server.api.chat import ChatRequest, as_messages
 from tests.server.conftest import Puppet, Server, join_calls, read_events
 
 URL = "/v1/chat/completions"
@@ -250,11 +253,57 @@ def test_tools_or_a_schema(server: Server) -> None:
         {"type": "function", "function": {"name": "a b"}},
         {"type": "function", "function": {"name": "x" * 200}},
         {"type": "function", "function": {"name": "x", "parameters": []}},
-        {"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": {"pattern": "["}}}}},
     ],
 )
 def test_bad_tools(server: Server, tool: Any) -> None:
     assert refused(server, tools=[tool])["param"].startswith("tools[0]")
+
+
+def with_pattern(pattern: str, **more: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters, **more}}
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"^\p{L}+$", r"^(?<year>\d{4})$", r"^[\p{L}\d _-]+$", r"^\u{1F600}$", "^[^]*$", r"^\cJ$", "^[[a]&&b]$"]
+)
+def test_patterns_are_ecmascript(server: Server, pattern: str, recwarn: pytest.WarningsRecorder) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": pattern}}}
+    ask(server, response_format=form, max_tokens=4)
+    for choice, is_strict in itertools.product(("auto", "required"), (False, True)):
+        ask(server, tools=[with_pattern(pattern, strict=is_strict)], tool_choice=choice, max_tokens=4)
+    assert [one for one in recwarn if issubclass(one.category, FutureWarning)] == []
+
+
+def test_bad_patterns_matter_where_they_are_enforced(server: Server) -> None:
+    for pattern in ("[", r"(a)\1"):
+        ask(server, tools=[with_pattern(pattern)], max_tokens=4)
+        error = refused(server, tools=[with_pattern(pattern, strict=True)])
+        assert error["param"] == "tools"
+        assert f"the strict function 'f' has the pattern {pattern!r}" in error["message"]
+    error = refused(server, tools=[with_pattern("[")], tool_choice="required")
+    assert "not a valid regular expression" in error["message"]
+
+
+def test_what_nothing_fits_is_told_in_the_words_of_the_client(server: Server) -> None:
+    """Also where it turns out only while a stream is written."""
+    tool = with_pattern("^[]$")
+    errors = [e["error"] for e in stream(server, tools=[tool], tool_choice="required", max_tokens=80) if "error" in e]
+    words = "the grammar of tools cannot be followed: no text fits all that it demands; check it"
+    assert [(error["param"], error["message"]) for error in errors] == [("tools", words)]
+    for values in (["a]]>b<c"], ["a]]>b<c", "x"]):
+        tool["function"]["parameters"]["properties"]["a"] = {"enum": values}
+        call = ask(server, tools=[tool], tool_choice="required", max_tokens=200)["choices"][0]["message"]["tool_calls"]
+        assert len(values) == 1 or json.loads(call[0]["function"]["arguments"]) == {"a": "x"}
+
+
+def test_anchors_in_groups_are_enforced(server: Server) -> None:
+    """Not only where they enclose the whole pattern, and whether or not the tool is strict."""
+    for seed, is_strict in itertools.product(range(4), (False, True)):
+        tool = with_pattern("^(qx.?$|zy$)", strict=is_strict)
+        answer = ask(server, tools=[tool], tool_choice="required", seed=seed, max_tokens=120)["choices"][0]
+        value = json.loads(answer["message"]["tool_calls"][0]["function"]["arguments"])["a"]
+        assert re.match("(qx.?|zy)$", value), value
 
 
 def test_bad_tool_choices(server: Server) -> None:
@@ -289,14 +338,15 @@ def test_what_no_grammar_can_enforce(server: Server) -> None:
     assert set(json.loads(answer)) <= {1, 2}
     form["json_schema"] = {**form["json_schema"], "strict": True}
     assert "uniqueItems" in refused(server, response_format=form)["message"]
-    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "minProperties": 1}
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "not": {"required": ["y"]}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     call = ask(server, tools=[tool], tool_choice="required", max_tokens=200)["choices"][0]["message"]["tool_calls"][0]
     assert set(json.loads(call["function"]["arguments"])["x"]) <= {1, 2}
     strict = {"type": "function", "function": {**tool["function"], "strict": True}}
     for choice in ("required", "auto"):
         error = refused(server, tools=[strict], tool_choice=choice)
-        assert (error["param"], "'minProperties'" in error["message"]) == ("tools", True)
+        words = "the grammar of tools cannot be enforced: the strict function 'f' has 'not'; leave that out, or strict"
+        assert (error["param"], error["message"]) == ("tools", words)
 
 
 @pytest.mark.parametrize(
@@ -485,6 +535,9 @@ def test_bad_fields_are_named(server: Server, fields: dict[str, Any], param: str
 
 
 def test_all_keys_that_are_no_tokens_are_named(server: Server) -> None:
+    message = refused(server, logit_bias={"7": 1, "300": 20})["message"]
+    assert "token 300" in message
+    assert "260" in message, "the size of the vocabulary"
     message = refused(server, logit_bias={"bad1": 50, "7": 1, "bad2": 20})["message"]
     assert "logit_bias" in message
     assert "'bad1', 'bad2'" in message
@@ -524,6 +577,39 @@ def test_refusals_and_reasoning_of_the_past_are_read(server: Server) -> None:
     refusal = {"type": "refusal", "refusal": "I will not."}
     assert count(refusal="I will not.") == count(content=[refusal]) == count(content="I will not.")
     assert count(content="a", reasoning="hm") == count(content="a", reasoning_content="hm")
+
+
+def past(**message: Any) -> dict[str, Any]:
+    """Return an earlier answer as templates get it."""
+    body = ChatRequest.model_validate({"messages": [{"role": "assistant", **message}]})
+    return as_messages(body.messages)[0]
+
+
+def test_reasoning_of_the_past_may_come_in_parts() -> None:
+    meant = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    for kind in ({"type": "thinking", "thinking": "hm"}, {"type": "reasoning", "text": "hm"}):
+        parts = [kind, {"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}]
+        assert past(content=parts) == past(content="a", reasoning="hm") == meant
+    thoughts = [{"type": "text", "text": "h"}, {"type": "thinking", "thinking": [{"text": "m"}]}]
+    assert past(content="a", reasoning_content=thoughts) == {**meant, "reasoning_content": "h\nm"}
+    assert past(content="a", audio={"id": "audio_1"}, reasoning_content=None) == {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("function", "meant"),
+    [
+        ({"arguments": {"a": 1}}, {"a": 1}),
+        ({"arguments": None}, {}),
+        ({}, {}),
+        ({"arguments": [1]}, {"arguments": "[1]"}),
+        ({"arguments": 3}, {"arguments": "3"}),
+    ],
+)
+def test_calls_of_the_past_are_read_whatever_they_hold(function: dict[str, Any], meant: dict[str, Any]) -> None:
+    call = {"id": None, "type": None, "function": {"name": "f", **function}}
+    assert past(tool_calls=[call])["tool_calls"] == [
+        {"id": "", "type": "function", "function": {"name": "f", "arguments": meant}}
+    ]
 
 
 def test_values_that_turn_sampling_off(server: Server) -> None:

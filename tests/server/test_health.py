@@ -4,6 +4,7 @@ import asyncio
 import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from sala.documents.reader import DocumentSet
+from sala.errors import InputError
+from sala.options import Sampling
 from sala.server import documents
 from sala.server.admin import monitoring
 from sala.server.admin.monitoring import Metrics
 from sala.server.settings import Settings
-from sala.text.control import _pattern_worker, check_patterns, num_compiling
+from sala.text.control import GrammarCompiler, num_compiling
 from sala.text.workers import MonitoredPool
 from tests.server.conftest import Puppet, Server, wait_for
 from tests.server.live import FakeRuntime, make_app
@@ -78,7 +81,9 @@ def test_stuck_engine(app: FastAPI) -> None:
     assert ask(app)["health"] == (503, "unhealthy")
 
 
-def test_what_the_server_is_busy_with_is_for_those_with_a_key(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_server_is_busy_with_is_for_those_with_a_key(
+    app: FastAPI, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool, go = MonitoredPool(1, "test"), threading.Event()
     app.state.metrics = Metrics({"test": pool})
     jobs = [pool.submit(go.wait) for _ in range(3)]
@@ -87,8 +92,9 @@ def test_what_the_server_is_busy_with_is_for_those_with_a_key(app: FastAPI, monk
     assert caller.get("/health", headers={"authorization": "Bearer wrong"}).json() == {"status": "ok"}
     try:
         with ThreadPoolExecutor(1) as other:
-            monkeypatch.setattr(_pattern_worker, "ask", lambda *_: {"error": go.wait()})
-            hard = other.submit(check_patterns, ["(?i)a"])
+            compiler = GrammarCompiler(tiny / "tokenizer.json", 512, frozenset())
+            monkeypatch.setattr(compiler._worker, "ask_all", lambda *_: {"error": str(go.wait())})
+            hard = other.submit(compiler.compile, Sampling(regex="(?i)a"))
             wait_for(lambda: num_compiling() == 1)
             load = caller.get("/health", headers={"authorization": "Bearer k"}).json()["load"]
             assert load == {"event_loop_lag_s": 0.0, "jobs_waiting": {"test": 2}, "compilations": 1}
@@ -96,7 +102,8 @@ def test_what_the_server_is_busy_with_is_for_those_with_a_key(app: FastAPI, monk
             assert 'sala_jobs_waiting{pool="test"} 2.0' in text
             assert "sala_compilations 1.0" in text
             go.set()
-            assert hard.result(10) is False
+            with pytest.raises(InputError, match="not understood"):
+                hard.result(10)
     finally:
         go.set()
     assert all(job.result(10) for job in jobs)

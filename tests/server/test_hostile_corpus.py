@@ -99,6 +99,20 @@ CORPUS: dict[str, tuple[str, Callable[[], Any]]] = {
         RESPONSES,
         lambda: {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": pattern(CLASSES)}]},
     ),
+    "classes in a call that is demanded": (
+        CHAT,
+        lambda: chat(tools=[tool(pattern(CLASSES))], tool_choice="required"),
+    ),
+    "classes in a strict tool": (CHAT, lambda: chat(tools=[tool(pattern(CLASSES), strict=True)])),
+    "a long pattern": (CHAT, lambda: chat(tools=[tool(pattern(r"\S" * 1_000_000))], tool_choice="required")),
+    "many long patterns": (
+        CHAT,
+        lambda: chat(tools=[tool({"anyOf": [pattern("(^a|b$)?" * 2_000)] * 400})], tool_choice="required"),
+    ),
+    "patterns as long as they may be": (
+        CHAT,
+        lambda: chat(tools=[tool({"anyOf": [pattern("(^a|b$)?" * 2_000)] * 8})], tool_choice="required"),
+    ),
     "classes, to be counted": ("/v1/tokenize", lambda: {"messages": HELLO, "tools": [tool(pattern(CLASSES))]}),
     "many patterns": (
         CHAT,
@@ -332,7 +346,8 @@ def test_nobody_notices_chunks(server: Server, name: str | None, status: int, nu
 def test_many_senders_at_once(server: Server) -> None:
     """Eight grammars that never compile, as many patterns, and large answers, all at the same time."""
     grammars = [with_schema({"allOf": ENDLESS["allOf"][number:]}) for number in range(2, 10)]
-    patterns = [chat(tools=[tool(pattern(f"{CLASSES}{number}"))]) for number in range(8)]
+    hard = [[tool(pattern(f"{CLASSES}{number}"))] for number in range(8)]
+    patterns = [chat(tools=tools, tool_choice="required") for tools in hard]
     answers = [chat(**SCORED, n=4) | {"max_tokens": 100}] * 4
     bodies = [json.dumps(body).encode() for body in (*grammars, *patterns, *answers)]
     check(server, [partial(send, server, CHAT, data) for data in bodies])

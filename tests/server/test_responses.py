@@ -164,7 +164,9 @@ def test_json_answers(server: Server) -> None:
     form = {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}
     answer = ask(server, max_output_tokens=400, temperature=100, text={"format": form})
     assert isinstance(json.loads(texts(answer))["a"], bool)
-    assert answer["text"]["format"]["schema"] == SCHEMA
+    assert answer["text"]["format"] == form
+    answer = ask(server, max_output_tokens=4, text={"format": {**form, "strict": False}})
+    assert answer["text"]["format"]["strict"] is False
     assert ask(server, text={"format": {"type": "json_object"}})["output"][0]["content"][0]["text"].startswith("{")
     form = {"type": "json_schema", "schema": {"type": "array", "uniqueItems": True}}
     assert texts(ask(server, text={"format": form}, max_output_tokens=8)).startswith("[")

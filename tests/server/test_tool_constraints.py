@@ -1,9 +1,12 @@
 """Every forced call fits its schema, whatever the schema demands: random tokens among those that the grammar allows."""
 
+import contextlib
 import itertools
 import json
+import os
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +23,38 @@ from sala.text.tool_grammar import call_grammar, strict_grammar
 from tests.splitting import parse_calls
 
 END = 259
+IS_FULL = bool(os.environ.get("SALA_TEST_FULL"))
 PATTERNS = (
     r"^[A-Z]{3}$", r"^\d{2}-\w+$", "[aeiou]{2}", "^(red|green|blue)$", "^a|z$", "(?:^x$)|(?:^yy$)", r"^/[a-z]+/\d$",
     r"^\$[0-9]{1,3}\.[0-9]{2}$", "^[^<>]{2,5}$", "^<[a-z]>$", r"\d$", "^[]x]+$", "x{2}",
+    "^(qx|zy$)", "(^a|b)c$", "^(?:(^a|x)b)?[0-9]$", "(a$|^b){1,2}", "^(ab?)*(c|$)", "[^a]*?(^|b)c",
 )  # fmt: skip
+ECMASCRIPT = {  # patterns that Python reads otherwise, or not at all, and what they mean in its words
+    r"^(?<year>\d{4})$": r"^[0-9]{4}$",
+    "^[^]{2,4}$": r"^[\s\S]{2,4}\Z",
+    "^[[a]&&b]$": r"^[a\[]&&b\]$",
+    r"^\cA\/[\w-]\W$": r"^\x01/[0-9A-Za-z_-][^0-9A-Za-z_]$",
+    r"^\u{e9}\uD83D\uDE00?$": "^é😀?$",
+    r"^{[^\x00-\u{ff}]}$": r"^\{[^\x00-\xff]\}$",
+    r"^[\p{L}_]+$": r"^[^\W\d]+$",
+    "^x.y$": "^x[^\n\r\u2028\u2029]y$",
+}
 CHECKED = ("date", "email", "ipv4", "ipv6", "uuid")  # formats that jsonschema checks without further packages
 CHECKER = jsonschema.FormatChecker(CHECKED)
+
+
+def check_pattern(_: Any, pattern: str, value: Any, __: Any) -> Iterator[jsonschema.ValidationError]:
+    if isinstance(value, str) and not re.search(ECMASCRIPT.get(pattern, pattern), value):
+        yield jsonschema.ValidationError(f"{value!r} does not match {pattern}")
+
+
+Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"pattern": check_pattern})
 
 
 def make_string(dice: random.Random) -> dict[str, Any]:
     kind = dice.randrange(8)
     if kind == 0:
-        return {"type": "string", "pattern": dice.choice(PATTERNS)}
+        return {"type": "string", "pattern": dice.choice([*PATTERNS, *ECMASCRIPT])}
     if kind == 1:
         return {"type": "string", "format": dice.choice(sorted(FORMATS))}
     if kind == 2:
@@ -71,8 +94,8 @@ def make_object(dice: random.Random, depth: int) -> dict[str, Any]:
 
 
 def make_parameters(dice: random.Random) -> dict[str, Any]:
-    """Return a schema of arguments: as it is, behind a reference, in parts, or with alternatives."""
-    kind, first, second = dice.randrange(6), make_object(dice, 0), make_object(dice, 0)
+    """Return a schema of arguments: as it is, behind a reference, in parts, with alternatives, or with any names."""
+    kind, first, second = dice.randrange(9), make_object(dice, 0), make_object(dice, 0)
     defs = {"code": {"type": "string", "pattern": "^[A-Z]{2}$"}}
     if kind == 0:
         return {"$ref": "#/$defs/first", "$defs": {**defs, "first": first}}
@@ -87,6 +110,19 @@ def make_parameters(dice: random.Random) -> dict[str, Any]:
     if kind == 3:
         first["properties"]["far"] = {"$ref": "#/properties/p0"}
         first["required"].append("far")
+    if kind == 4:
+        num_required, num = len(first["required"]), len(first["properties"])
+        first["minProperties"], first["maxProperties"] = dice.randint(0, num), dice.randint(max(1, num_required), 4)
+        first["minProperties"] = min(first["minProperties"], first["maxProperties"])
+    if kind == 5:
+        names = dice.choice(["^x-", "[aeiou]$", "^(a|b$)"])
+        others = {"patternProperties": {names: make_value(dice)}, "additionalProperties": False}
+        return {"type": "object", **others, "minProperties": dice.randrange(2), "maxProperties": 3, "$defs": defs}
+    if kind == 6:
+        first["additionalProperties"], first["minProperties"] = (
+            make_value(dice),
+            dice.randrange(len(first["properties"]) + 2),
+        )
     return {**first, "$defs": defs}
 
 
@@ -116,18 +152,19 @@ def compiler(tiny: Path) -> GrammarCompiler:
 
 def test_every_forced_call_fits_its_schema(compiler: GrammarCompiler, tiny: Path) -> None:
     assert Tokenizer.load(tiny).encode("az<", bos=False) == [*b"az<"]
-    dice, ended = random.Random(7), 0
-    for _ in range(200):
-        schema = make_parameters(dice)
+    dice, ended, both = random.Random(7), 0, (None, ())
+    for number in range(400 if IS_FULL else 200):
+        if number % 2 == 0 or not IS_FULL:  # otherwise each in both ways
+            schema = make_parameters(dice)
         tool = {"name": "f", "parameters": schema}
-        grammar = compiler.compile(Sampling(grammar=call_grammar([tool], True)))
+        grammar = compiler.compile(Sampling(grammar=call_grammar([tool], True, strict=both[number % 2])))
         text = write(grammar, dice, 300)
         if text is None:
             continue
         ended += 1
         rest, calls = parse_calls(text, [{"type": "function", "function": tool}])
         assert (rest, len(calls)) == ("", 1), text
-        jsonschema.Draft202012Validator(schema, format_checker=CHECKER).validate(calls[0].arguments)
+        Validator(schema, format_checker=CHECKER).validate(calls[0].arguments)
     assert ended > 150
 
 
@@ -142,7 +179,10 @@ UNENFORCED = {  # parameters, and arguments that fit what is left of them
     "look-around": ({"properties": {"x": LOOKING}, "required": ["x"]}, {"x": "any"}),
     "look-around inside": ({"properties": {"x": {"type": "array", "items": LOOKING}}}, {"x": ["any"]}),
     "word": ({"properties": {"x": {"type": "string", "pattern": r"\bfoo\b", "maxLength": 3}}}, {"x": "bar"}),
-    "anchor inside": ({"properties": {"x": {"type": "string", "pattern": "^(a$|b)"}}}, {"x": "any"}),
+    "value": ({"properties": {"x": {"enum": ["a]]>b<c"]}}, "required": ["x"]}, {"x": "any"}),
+    "number": ({"additionalProperties": INTEGER, "minProperties": 2}, {"x": 1, "y": 2}),
+    "names of any": ({"properties": {"xy": INTEGER}, "patternProperties": {"^x": {"minimum": 3}}}, {"xy": 1}),
+    "far not": ({"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"x": INTEGER}, "not": {}}}}, {"x": 1}),
     "unique": ({"properties": {"x": {"type": "array", "items": INTEGER, "uniqueItems": True}}}, {"x": [1, 1]}),
     "names": ({"properties": {"x": {"type": "object", "propertyNames": {"pattern": "a"}}}}, {"x": {"b": 1}}),
     "oneOf": ({"properties": {"x": {"oneOf": [INTEGER, {"type": "number"}]}}}, {"x": 1}),
@@ -177,6 +217,37 @@ def test_what_permits_everything_is_passed_over(compiler: GrammarCompiler) -> No
     parameters = {"properties": {"x": record, "no": False}, "required": ["x"], "x-guidance": {"lenient": "yes"}}
     grammar = compiler.compile(Sampling(grammar=call_grammar([{"name": "f", "parameters": parameters}], True)))
     feed(grammar, '<function name="f"><param name="x"><![CDATA[{"a":"b"}]]></param></function>')
+
+
+@pytest.mark.parametrize("strict", [None, ()])
+def test_parameters_with_any_names(compiler: GrammarCompiler, strict: Any) -> None:
+    """Where a schema says what they look like, they may be written, and must be if it demands some."""
+    call = '<function name="f">{}</function>'
+    texts = {
+        "": call.format(""),
+        "b": call.format('<param name="b">2</param>'),
+        "x-1": call.format('<param name="x-1">-3</param><param name="x-2">4</param>'),
+        "word": call.format('<param name="x-1">word</param>'),
+    }
+    expected: dict[str, tuple[dict[str, Any], set[str]]] = {
+        "integers": ({"additionalProperties": INTEGER}, {"", "b", "x-1"}),
+        "some": ({"additionalProperties": INTEGER, "minProperties": 1}, {"b", "x-1"}),
+        "text": ({"additionalProperties": True}, {"", "b", "x-1", "word"}),
+        "names": ({"patternProperties": {"^x-": INTEGER}, "minProperties": 1}, {"x-1"}),
+        "one": ({"propertyNames": {"maxLength": 1}, "additionalProperties": INTEGER, "minProperties": 1}, {"b"}),
+        "listed": ({"properties": {"a": {}, "b": {}}, "minProperties": 1}, {"b"}),
+        "none": ({"properties": {}, "additionalProperties": False}, {""}),
+    }
+    for parameters, fitting in expected.values():
+        tool = {"name": "f", "parameters": {"type": "object", **parameters}}
+        grammar_text, found = call_grammar([tool], True, strict=strict), set()
+        for name, text in texts.items():
+            with contextlib.suppress(AssertionError):
+                feed(compiler.compile(Sampling(grammar=grammar_text)), text)
+                found.add(name)
+        assert found == fitting, parameters
+    tool = {"name": "f", "parameters": {"additionalProperties": INTEGER}}
+    assert parse_calls(texts["x-1"], [tool])[1][0].arguments == {"x-1": -3, "x-2": 4}
 
 
 def test_strict_calls_fit_their_schema(compiler: GrammarCompiler) -> None:
@@ -236,8 +307,43 @@ def test_formats(compiler: GrammarCompiler, name: str) -> None:
 def test_patterns_are_searched_for(pattern: str) -> None:
     whole = re.compile(match_whole(pattern))
     plain = "a b ab ABC xABC 12-a aab bred red za x yy /a/1 $1.00 a$ <a> <a>x ]x axxb |a | |ac bc ^ a1 1a"
-    for text in ("", *plain.split()):
+    for text in ("", *plain.split(), "qx", "qxa", "zy", "zya", "ac", "c", "abc", "ababc", "ab1", "b1", "ba"):
         assert bool(whole.fullmatch(text)) == bool(re.search(pattern, text)), text
+
+
+@pytest.mark.parametrize("pattern", [one for one in ECMASCRIPT if r"\p" not in one])
+def test_patterns_are_read_as_ecmascript(pattern: str) -> None:
+    whole, meant = re.compile(match_whole(pattern)), re.compile(ECMASCRIPT[pattern])
+    texts = [
+        "2026",
+        "٢٠٢٦",
+        "a\nb",
+        "a",
+        "[&&b]",
+        "a&&b]",
+        "b",
+        "\x01/-!",
+        "\x01/é!",
+        "é",
+        "é😀",
+        "{ā}",
+        "{é}",
+        "x\ry",
+        "xzy",
+    ]
+    assert [bool(whole.fullmatch(text)) for text in texts] == [bool(meant.search(text)) for text in texts]
+    assert any(meant.search(text) for text in texts)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["[", "(a", "a)", "*", "a**", "[b-a]", "a{2,1}", "\\", r"\u{110000}", "(" * 99 + ")" * 99]
+)
+def test_invalid_patterns(pattern: str) -> None:
+    tool = {"name": "f", "parameters": {"properties": {"x": {"type": "string", "pattern": pattern}}}}
+    inside = {"name": "f", "parameters": {"properties": {"x": {"type": "array", "items": {"pattern": pattern}}}}}
+    for one, strict in itertools.product((tool, inside), (None, ())):
+        with pytest.raises(InputError, match=r"function 'f' has the pattern .* not a valid regular expression"):
+            call_grammar([one], True, strict=strict)
 
 
 def test_text_in_cdata(compiler: GrammarCompiler) -> None:

@@ -6,12 +6,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sala.text.control import check_patterns
 from sala.text.workers import FairLock, FairPool, FairQueue, SandboxProcess
 from tests.server.conftest import wait_for
 
@@ -238,8 +238,8 @@ def test_a_lock_that_is_not_waited_for_any_more_goes_on(monkeypatch: pytest.Monk
         pass
 
 
-def test_patterns_of_one_key_wait_behind_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that tries patterns goes round the keys, and nobody is refused for what others have tried."""
+def test_templates_of_one_key_wait_behind_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process for untrusted input goes round the keys, and nobody is refused for what others have tried."""
     worker, begin = SandboxProcess(), threading.Event()
     order: list[str] = []
     exchange = worker._exchange
@@ -250,25 +250,28 @@ def test_patterns_of_one_key_wait_behind_its_own(monkeypatch: pytest.MonkeyPatch
         return exchange(request, seconds)
 
     monkeypatch.setattr(worker, "_exchange", watch)
-    monkeypatch.setattr("sala.text.control._pattern_worker", worker)
-    found: list[bool] = []
-    tasks = [("anna", f"(?i)anna{number}") for number in range(4)] + [("ben", "(?i)ben")]
+    found: list[str] = []
+    tasks = [("anna", f"anna{number}") for number in range(4)] + [("ben", "ben")]
+
+    def render(text: str) -> None:
+        found.append(worker.ask("render", {"source": text, "variables": {}, "limit": 99}, 60.0)["text"])
+
     try:
         served(
-            [(owner, lambda text=text: found.append(check_patterns({text}))) for owner, text in tasks],  # type: ignore[misc]
+            [(owner, partial(render, text)) for owner, text in tasks],
             begin,
             lambda: worker.num_waiting,
         )
     finally:
         worker.close()
     assert order == ["anna", "ben", "anna", "anna", "anna"]
-    assert found == [True] * 5
+    assert sorted(found) == sorted(text for _, text in tasks)
 
 
 def test_waiting_is_counted() -> None:
     worker = SandboxProcess()
     with worker._turn:
-        thread = threading.Thread(target=worker.ask, args=("patterns", {"patterns": ["x"]}, 60.0))
+        thread = threading.Thread(target=worker.ask, args=("render", {"source": "x", "variables": {}, "limit": 9}, 60))
         thread.start()
         wait_for(lambda: worker.num_waiting == 1)
     thread.join()

@@ -227,12 +227,18 @@ def naming(fields: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except (InputError, ContextTooLong) as error:
-        raise _named(from_exception(error), fields) from None
+        raise explain(error, fields) from None
 
 
-def _named(error: ApiError, fields: Mapping[str, str]) -> ApiError:
-    error.param = fields.get(error.param or "prompt", error.param)
-    return error
+def explain(error: BaseException, fields: Mapping[str, str]) -> ApiError:
+    """Return what a client may know about an error; fields have the names that the client knows."""
+    found = from_exception(error)
+    if isinstance(error, InputError | ContextTooLong):
+        name = fields.get(found.param or "prompt", found.param)
+        if found.param == "grammar" != name:  # which the client has not written
+            found.message = found.message.replace("grammar", f"the grammar of {name}", 1)
+        found.param = name
+    return found
 
 
 def build_sampling(model: Sampling, settings: Settings, values: Mapping[str, Any]) -> Sampling:

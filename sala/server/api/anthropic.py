@@ -48,9 +48,7 @@ class ToolUse(History):
     type: Literal["tool_use"]
     id: str
     name: CalledName
-    input: Annotated[
-        Annotated[dict[str, Any], Tag("~dict")] | Annotated[str, Tag("~str")], union("an object, or one as a string")
-    ] = Field(description="A string is read like the `arguments` of chats: it may break off where an answer was cut.")
+    input: Any = Field(None, description="An object. Anything else is read like the `arguments` of chats.")
 
 
 TextOrBlocks = Annotated[TextOr[TextBlock], union("a string or a list of text blocks")]
@@ -257,8 +255,7 @@ def _as_turn(blocks: Sequence[ContentBlock]) -> dict[str, Any]:
 
 
 def _as_call(block: ToolUse) -> dict[str, Any]:
-    given = conversation.read_arguments(block.input) if isinstance(block.input, str) else block.input
-    return conversation.as_call(block.id, block.name, given)
+    return conversation.as_call(block.id, block.name, conversation.read_arguments(block.input))
 
 
 def _as_inputs(role: str, blocks: Sequence[ContentBlock]) -> Iterator[dict[str, Any]]:

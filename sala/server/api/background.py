@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sala.engine.service import Stream
-from sala.server.api.answers import TURN, Chunk
+from sala.server.api.answers import TURN, Chunk, explain
 from sala.server.api.records import ItemList
 from sala.server.api.responses import ResponseReply
 from sala.server.api.store import ResponseStore
 from sala.server.http.body import dump
 from sala.server.http.encoding import split
-from sala.server.http.errors import ApiError, from_exception
+from sala.server.http.errors import ApiError
 from sala.server.http.security import HeldBytes
 from sala.server.settings import Settings
 from sala.text.workers import MonitoredPool
@@ -167,7 +167,7 @@ class Responses:
             else:
                 await self._record(job, job.events)
         except Exception as error:
-            await self._fail(job, from_exception(error))
+            await self._fail(job, explain(error, job.reply.fields))
         finally:
             job.stream.close()
             self.jobs.pop(job.reply.id, None)

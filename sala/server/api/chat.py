@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import MaxLen, MinLen
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 
 from sala.engine.requests import InputProcessor, Submission
 from sala.engine.stream import Event, PromptProgress, StreamItem
@@ -23,9 +23,11 @@ from sala.server.api.conversation import (
     Tools,
     WithTools,
     WordOr,
+    read_arguments,
+    read_reasoning,
     read_refusal,
 )
-from sala.server.http.body import FIRST_ONLY, History, Strict, TextOr, join, problem, union, unless
+from sala.server.http.body import FIRST_ONLY, History, Strict, TextOr, discriminate, join, problem, union, unless
 from sala.text.tools import CallPiece, ToolCall
 
 
@@ -44,17 +46,39 @@ class TextPart(History, remedy=conversation.TEXT_ONLY):
         return read_refusal(data)
 
 
-Content = Annotated[TextOr[TextPart], union("a string or a list of text parts")]
+class ThoughtPart(History):
+    """The reasoning of an earlier answer. Redacted reasoning is not used."""
+
+    type: Literal["thinking", "redacted_thinking", "reasoning"]
+    text: str | None = None
+    thinking: str | list[Any] | None = None
+
+
+def _part_kind(value: Any) -> str:
+    """Return the tag of a part; an unknown type is validated, and refused, as text."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "~thought" if kind in ("thinking", "redacted_thinking", "reasoning") else "~text"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("~text")] | Annotated[ThoughtPart, Tag("~thought")], discriminate(_part_kind, "a part")
+]
+Content = Annotated[TextOr[Part], union("a string or a list of text parts")]
+Reasoning = Annotated[TextOr[Any], union("a string or a list of parts")]
 
 
 class FunctionCall(History):
     name: CalledName
-    arguments: str = Field(description="A JSON object, as a string. It may break off where an answer was cut.")
+    arguments: Any = Field(
+        None,
+        description="A JSON object, as a string or as it is. A string may break off where an answer was cut; anything "
+        "else becomes an argument of its own.",
+    )
 
 
 class ToolCallInput(History):
-    id: str = ""
-    type: Literal["function"] = "function"
+    id: str | None = None
+    type: Literal["function", None] = None
     function: FunctionCall
 
 
@@ -72,12 +96,30 @@ class Message(History, rules=BY_ROLE):
     content: Content | None = None
     name: str | None = Field(None, max_length=MAX_NAME, description="Accepted and not used.")
     refusal: str | None = Field(None, description="Of an earlier answer that has no content.")
-    reasoning_content: str | None = Field(None, description="The reasoning of an earlier answer.")
-    reasoning: str | None = Field(None, description="Another name of `reasoning_content`.")
+    reasoning_content: Reasoning | None = Field(None, description="The reasoning of an earlier answer.")
+    reasoning: Reasoning | None = Field(None, description="Another name of `reasoning_content`.")
     tool_calls: list[ToolCallInput] | None = Field(None, max_length=conversation.MAX_TOOLS)
     tool_call_id: str | None = Field(None, max_length=MAX_NAME)
-    audio: None = None
+    audio: Any = Field(None, description="Of an earlier answer. Accepted and not used.")
     function_call: FunctionCall | None = Field(None, description="The only call, in OpenAI's older form.")
+
+    @property
+    def parts(self) -> list[TextPart]:
+        """The parts of the content, without reasoning."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part for part in parts if isinstance(part, TextPart)]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list) and self.content:
+            return join(self.parts)
+        return str(self.content or self.refusal or "")
+
+    @property
+    def thoughts(self) -> str:
+        parts = self.content if isinstance(self.content, list) else []
+        inside = [part.thinking or part.text for part in parts if isinstance(part, ThoughtPart)]
+        return read_reasoning(self.reasoning_content or self.reasoning or inside)
 
     @property
     def calls(self) -> list[ToolCallInput]:
@@ -237,7 +279,7 @@ def read_chat(body: ChatRequest) -> ChatInput:
 
 def _question(message: Message) -> str:
     """Return the text of a message after its last part with `cache_control`; empty if there is none."""
-    parts = message.content if isinstance(message.content, list) else []
+    parts = message.parts
     marked = max((at for at, part in enumerate(parts) if part.cache_control is not None), default=len(parts))
     return join(parts[marked + 1 :])
 
@@ -258,13 +300,13 @@ def as_messages(messages: list[Message]) -> list[dict[str, Any]]:
     for message in messages:
         role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
         calls = [
-            conversation.as_call(call.id, call.function.name, conversation.read_arguments(call.function.arguments))
+            conversation.as_call(call.id or "", call.function.name, read_arguments(call.function.arguments))
             for call in message.calls
         ]
-        reasoning = message.reasoning_content or message.reasoning or None
-        more = {"reasoning_content": reasoning, "tool_calls": calls or None, "tool_call_id": message.tool_call_id}
+        thoughts = message.thoughts or None
+        more = {"reasoning_content": thoughts, "tool_calls": calls or None, "tool_call_id": message.tool_call_id}
         given = {name: value for name, value in more.items() if value is not None}
-        out.append({"role": role, "content": join(message.content or message.refusal or ""), **given})
+        out.append({"role": role, "content": message.text, **given})
     return out
 
 

@@ -26,7 +26,6 @@ from sala.server.api.answers import AnswerProgress, B, Chunk, Reply
 from sala.server.http.body import FIRST_ONLY, Strict, discriminate, problem, union
 from sala.server.settings import Settings
 from sala.text.answer import CLOSE, OPEN
-from sala.text.control import check_patterns
 from sala.text.schemas import as_lenient, simplify
 from sala.text.tool_grammar import call_grammar, strict_grammar
 from sala.text.tools import ToolCall
@@ -44,22 +43,14 @@ Change = Literal["begin", "grow", "end"]
 
 
 def check_schema(schema: Any) -> Any:
-    """Return a JSON schema unchanged; raise if it is too large or holds an invalid regular expression."""
-    waiting, num_values, patterns = [schema], 0, set()
+    """Return a JSON schema unchanged; raise if it is too large."""
+    waiting, num_values = [schema], 0
     while waiting:
         one = waiting.pop()
         num_values += 1
         if num_values > MAX_SCHEMA_VALUES:
             raise problem(f"holds more than {MAX_SCHEMA_VALUES:,} values")
-        if isinstance(one, list):
-            waiting += one
-        if not isinstance(one, dict):
-            continue
-        waiting += one.values()
-        if isinstance(one.get("pattern"), str):
-            patterns.add(one["pattern"])
-    if patterns and not check_patterns(patterns):
-        raise problem("holds a pattern that is not a valid regular expression, or too large a one")
+        waiting += one if isinstance(one, list) else one.values() if isinstance(one, dict) else ()
     return schema
 
 
@@ -280,12 +271,15 @@ class ChatInput:
             raise InputError(field, f"{verb} a number that is not finite") from None
 
 
-def read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call of the past.
+def read_arguments(given: Any) -> dict[str, Any]:
+    """Return the arguments of a call of the past, which are an object, or one as a string.
 
     An answer may be cut in a call. Of arguments that break off, the part that is there counts; libraries send those
     that they could not read as a JSON string. What is no object becomes an argument of its own.
     """
+    if isinstance(given, dict):
+        return given
+    text = given if isinstance(given, str) else json.dumps(given)
     for _ in range(2):
         if sum(map(text.count, ",[{")) > MAX_ARGUMENT_VALUES:
             break
@@ -307,7 +301,7 @@ def answer_schema(kind: str, schema: Mapping[str, Any] | None, is_strict: bool) 
         return None
     if kind == "json_object" or schema is None:
         return {"type": "object"}
-    return simplify(schema, is_strict=True) if is_strict else as_lenient(schema)
+    return simplify(schema, True, "json_schema") if is_strict else as_lenient(schema)
 
 
 def as_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
@@ -318,6 +312,15 @@ def as_tool(name: str, description: str | None, parameters: Any) -> dict[str, An
 
 def as_call(number: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def read_reasoning(given: Any) -> str:
+    """Return the reasoning of an earlier answer, which is a text, a part with one, or a list of such."""
+    if isinstance(given, dict):
+        return read_reasoning(next((given[key] for key in ("text", "thinking", "content") if given.get(key)), None))
+    if isinstance(given, list):
+        return "\n".join(filter(None, map(read_reasoning, given)))
+    return given if isinstance(given, str) else ""
 
 
 @dataclass

@@ -375,7 +375,7 @@ class ResponseReply(BlockReply[ResponseRequest]):
         form = self.body.text.format if self.body.text else None
         if form is None or form.type != "json_schema":
             return {"type": "text" if form is None else form.type}
-        return {"type": form.type, "name": form.name or "schema", "schema": form.schema_, "strict": True}
+        return {"type": form.type, "name": form.name or "schema", "schema": form.schema_, "strict": bool(form.strict)}
 
 
 def _item_id(block: AnswerBlock) -> str:

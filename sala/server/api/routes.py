@@ -21,7 +21,7 @@ from sala.engine.requests import COUNT_LIMIT, Client
 from sala.engine.service import Stream
 from sala.errors import EngineClosed, InputError, SlowReader
 from sala.llm import LLM
-from sala.server.api.answers import MAX_MODEL_NAME, TURN, AnswerRequest, B, Reply, naming
+from sala.server.api.answers import MAX_MODEL_NAME, TURN, AnswerRequest, B, Reply, explain, naming
 from sala.server.api.anthropic import CountRequest, MessageReply, MessagesRequest
 from sala.server.api.anthropic import read_conversation as read_messages
 from sala.server.api.chat import ChatReply, ChatRequest, ChatTool, Message, as_messages, read_chat
@@ -29,7 +29,7 @@ from sala.server.api.completions import CompletionReply, CompletionRequest, Toke
 from sala.server.api.conversation import ChatInput, Tools
 from sala.server.http.body import Strict, problem
 from sala.server.http.encoding import BlocksResponse, encode
-from sala.server.http.errors import ALWAYS, from_exception, refer
+from sala.server.http.errors import ALWAYS, refer
 from sala.server.http.rates import Rates
 from sala.server.http.security import StrictRoute, admit_client, find_client, is_admin
 from sala.server.runtime import LoadedModel, Loads, Runtime
@@ -302,7 +302,7 @@ async def send_events(stream: Stream, reply: Reply[Any], ping_s: float, pool: Mo
     except SlowReader:
         return
     except Exception as error:
-        for block in await reply.encode(reply.failed(from_exception(error)), pool):
+        for block in await reply.encode(reply.failed(explain(error, reply.fields)), pool):
             yield block
 
 
