@@ -1,14 +1,15 @@
 """Write every figure and every table of results in the documentation from committed results.
 
-    make figures                                  what is out of date, and what was measured with an older smol-sala
+    make figures                                  what is out of date, and what was measured with an older smol-sala,
+                                                  or in part
     python -m docs.figures.make_all               figures and tables alone
-    python -m docs.figures.make_all --measure     first measure what older weights of smol-sala have measured
+    python -m docs.figures.make_all --measure     first measure what was measured with older weights, or in part
     python -m docs.figures.make_all --measure ruler_smol.json --minutes 60
                                                   measure this again; repeated, it goes on where it was stopped
     python -m docs.figures.make_all --all         draw all figures anew
 
-`FIGURES` names the files that a figure is drawn from, `MEASURED` the command behind results that a CPU measures in
-reasonable time. Results of GPUs are committed as they were measured.
+`FIGURES` names the files that a figure is drawn from, `MEASURED` in `measured.py` the command behind results that a CPU
+measures in reasonable time. Results of GPUs are committed as they were measured.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from docs.figures import (
     make_terminal,
     tables,
 )
+from docs.figures.measured import MEASURED, differences
 from docs.figures.provenance import ROOT, digest, mark_svg, read_digest, save_png
 from docs.figures.weights import is_of_older_weights
 
@@ -114,28 +116,6 @@ SCREENSHOTS = (
     "web-sources-narrow.png",
 )  # fmt: skip
 
-# Results that a CPU measures, in minutes or hours, and the commands that measure them. A command that was stopped goes
-# on where it was if it is repeated in the same directory.
-GPL = "/usr/share/common-licenses/GPL-3"
-SCRIPT = "python {root}/benchmarks/"
-RULER = "niah_single_1,niah_single_2,niah_single_3,niah_multikey_1,niah_multikey_2,niah_multikey_3,niah_multiquery,"
-RULER += "niah_multivalue,vt,cwe,fwe"  # all but qa_1 and qa_2, whose documents are downloaded
-MEASURED: dict[str, tuple[str, ...]] = {
-    "finetune_recall.json": (SCRIPT + "finetune_recall.py -o {name}",),
-    "needle_smol.json": ("sala eval needle -m smol-sala --lengths 1k,2k,4k,8k,16k,32k --trials 1 -o {name}",),
-    "official_smol.json": (SCRIPT + "official_smol.py -o {name}",),
-    "quant_recall.json": (
-        "sh -c 'head -c 20000 " + GPL + " > gpl-3.txt; cat {root}/docs/guides/*.md | head -c 60000 > guides.txt'",
-        SCRIPT + "quant_quality.py smol-sala gpl-3.txt -o {name} --calibration guides.txt --tokens 2048 --measured 2048"
-        " --texts 4 --only '^(8 bits|4 bits|4 bits, --.*)$'",
-    ),
-    "ruler_smol.json": (
-        "python {root}/models/smol-sala/teacher.py SmolLM2-135M-Instruct",
-        "sala eval official ruler -m smol-sala --against SmolLM2-135M-Instruct --tasks " + RULER + " --haystack prose"
-        " --lengths 4K,8K,16K,32K --limit 4,4,2,1 -o {name}",
-    ),
-}
-
 
 def measure(names: Sequence[str], minutes: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
     """Measure again; the results of a run that did not end within so many minutes are not taken over yet."""
@@ -171,9 +151,9 @@ def has_ended(process: subprocess.Popen[bytes], seconds: float | None) -> bool:
     return True
 
 
-def of_older_weights() -> list[str]:
-    """Return the names of what was measured with older weights of the embedded model."""
-    return [name for name in MEASURED if is_of_older_weights(ROOT / "benchmarks" / name)]
+def to_measure() -> list[str]:
+    """Return the names of what was measured with older weights of the embedded model, or with other settings."""
+    return [name for name in MEASURED if is_of_older_weights(ROOT / "benchmarks" / name) or differences(name)]
 
 
 def outdated() -> Iterator[str]:
@@ -188,7 +168,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="draw all figures anew")
     options = parser.parse_args()
     if options.measure is not None:
-        measure(options.measure or of_older_weights(), options.minutes)
+        measure(options.measure or to_measure(), options.minutes)
     for name in list(FIGURES if options.all else outdated()):
         print(f"drawing {name}", flush=True)
         FIGURES[name].write(HERE / name)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.figures import estimates, gpu_tables, make_sizing
+from docs.figures.measured import remark
 from docs.figures.results import RESULTS, ROOT, lines, read, read_model
 from sala.lab.report.record import Record
 from sala.lab.report.statistics import interval
@@ -101,7 +102,7 @@ def quantization() -> list[str]:
             name = ", ".join(part if not part.startswith("--") else f"`{part}`" for part in name.split(", "))
             cells = [name, f"{entry['ratio']:.3f}x", f"{entry['kl']:.3f}", f"{100 * entry['agreement']:.0f}%"]
             rows.append([*cells, f"{entry['mib']:.0f}", *_counts(entry["recall"])])
-    return lines(head, rows)
+    return [*lines(head, rows), *remark("quant_recall.json")]
 
 
 def finetuning() -> list[str]:
@@ -123,7 +124,7 @@ def finetuning() -> list[str]:
         [name, *(cell for row in rows for cell in (f"{row['found']} of {row['asked']}", f"{row['loss']:.2f}"))]
         for name, rows in shown
     ]
-    return lines(head, rows)
+    return [*lines(head, rows), *remark("finetune_recall.json")]
 
 
 def everyday() -> list[str]:
@@ -170,7 +171,8 @@ def ruler() -> list[str]:
         counts = [f"{row[name]:,}" for name in ("trials", "asked", "read")]
         score = f"{100 * row['score']:.0f} ({100 * low:.0f}–{100 * high:.0f})"
         rows.append([row["model"], row["task"], length_label(row["length"]), score, *counts])
-    return lines(["model", "task", "tokens", "score (95% interval)", "cases", "asked for", "read"], rows)
+    head = ["model", "task", "tokens", "score (95% interval)", "cases", "asked for", "read"]
+    return [*lines(head, rows), *remark("ruler_smol.json")]
 
 
 def benchmarks() -> list[str]:

@@ -6,12 +6,14 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from time import sleep
+from typing import Any
 
 import pytest
 
-from docs.figures import make_all, tables, weights
+from docs.figures import make_all, measured, tables, weights
 from docs.figures.make_all import FIGURES, HERE, MEASURED, ROOT, SCREENSHOTS
 from docs.figures.provenance import digest, mark_svg, read_digest, save_png
+from docs.figures.results import read
 
 PAGES = tables.pages()
 IMAGE = re.compile(r"(?:!\[[^\]]*\]\(|src=\")([^)\"\s]+\.(?:png|svg|pdf))")
@@ -154,6 +156,35 @@ def test_results_name_a_version_and_pages_tell_an_older_one(file: Path) -> None:
             assert re.search(rf"(smol-sala|[Vv]ersion) {re.escape(version)}\b", paragraph), (
                 f"these are results of version {version}: say so, or measure again: make figures"
             )
+
+
+def test_results_that_were_measured_in_part_are_listed_and_said() -> None:
+    """Whoever commits a result with fewer cases than its command asks for says why, below its table."""
+    partial = {name for name in MEASURED if measured.differences(name)}
+    assert partial == set(measured.PARTIAL), "measure it as MEASURED says, or list it with the reason"
+    assert partial <= set(make_all.to_measure())
+    pages = [page.read_text(encoding="utf-8") for page in PAGES]
+    for name in partial:
+        (said,) = filter(None, measured.remark(name))
+        assert any(said in page and f"benchmarks/{name}" in page for page in pages), "call remark() in its table"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("needle_smol.json", lambda data: data["settings"].update(lengths=[1000, 2000]), "2 of 6 lengths"),
+        ("needle_smol.json", lambda data: data["results"].pop(), "29 of 30 cases"),
+        ("official_smol.json", lambda data: data["runs"].pop("mrcr"), "8 of 9 runs"),
+        ("finetune_recall.json", lambda data: data["options"].update(rank=8), "other options"),
+        ("quant_recall.json", lambda data: data["settings"].update(measured=1024), "1024 of 2048 tokens to measure"),
+        ("ruler_smol.json", lambda data: data["settings"].update(haystack="essays"), "other haystack"),
+    ],
+)
+def test_other_settings_are_noticed(name: str, change: Callable[[Any], Any], words: str) -> None:
+    data = read(name)
+    assert words not in measured.differences(name, data)
+    change(data)
+    assert words in measured.differences(name, data)
 
 
 def test_results_of_other_weights_are_noticed(tmp_path: Path) -> None:
