@@ -68,6 +68,7 @@ class Row:
     adapter: str = ""  # fingerprint of the adapter by which the row is computed; empty: the model alone
     wants_sources: bool = False  # gather which blocks the sampled positions attend to
     topk: int | None = None  # blocks that a query selects, beside the most recent ones; None: as the model says
+    is_followed: bool = True  # by the draft head, if there is one: its drafts may be wanted later
 
     @property
     def end(self) -> int:

@@ -6,7 +6,8 @@ draft, so the output is the same as without them.
 
 With `lookup` and `layers` every sequence gets the same number of drafts, until they turn out to be slower.
 `AdaptiveSpeculation` (`head` and `auto`) decides for each sequence and step: by how often its drafts were accepted, and
-by what a step costs with so many rows.
+by what a step costs with so many rows. A draft head has to follow what the model computes, which costs a little in
+every step: where its drafts are not worth their cost it stays behind, and follows again shortly before another try.
 """
 
 import secrets
@@ -25,6 +26,7 @@ PROBE_STEPS = 4  # plain steps at first, to measure what they cost
 TRIAL_ROUNDS = 12  # rounds before drafts may be switched off
 LEAST_GAIN = 1.03  # times as fast as a plain step a round must be expected to be
 PROBE_AFTER, PROBE_AT_MOST = 16, 256  # tokens without drafts before a sequence tries one again
+LEAVE_AFTER, CATCH_UP = 2, 4  # steps whose drafts were too dear before the head stays behind; it follows before a try
 
 
 class Ngrams:
@@ -169,6 +171,10 @@ class Speculation:
             for sequence in (item.sequence for item in work if item.num_tokens > 1):
                 drafts_of(sequence).ngrams.extend(sequence.tokens, len(sequence.tokens) - 1)
 
+    def follows(self, item: Work) -> bool:
+        """Return whether a draft head is to follow what a step computes for a sequence."""
+        return True
+
     def drafting_took(self, seconds: float, depth: int) -> None:
         """Record that the executor has drafted so many tokens for each sequence."""
 
@@ -253,6 +259,7 @@ class SequenceDrafts:
     acceptance: dict[str, Acceptance] = field(default_factory=dict)  # by source
     probe_after: int = PROBE_AFTER
     num_plain: int = 0  # steps without drafts since the last one that had some
+    num_too_dear: int = 0  # steps since the head drafted in which its drafts were not worth their cost
 
 
 def drafts_of(sequence: SequenceState) -> SequenceDrafts:
@@ -275,11 +282,15 @@ class AdaptiveSpeculation(Speculation):
         self._cost = StepCost()
         self._depth_s = 0.0  # seconds of drafting one token for each sequence
         self._drafting_s = 0.0  # of the step that is being planned
-        self._num_plain = 0
+        self._following_s: float | None = None  # seconds that it takes the head to follow a step
+        self._num_plain = self._num_bare = 0  # steps without drafts; those that no head has followed either
 
     @property
     def is_on(self) -> bool:
-        return bool(self.sources) and (not self._is_measured or self._num_plain >= PROBE_STEPS)
+        is_known = self._num_plain >= PROBE_STEPS * (
+            2 if "head" in self.sources else 1
+        )  # without the head, and with it
+        return bool(self.sources) and (is_known or not self._is_measured)
 
     def plan(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
         """Say what each sequence gets: those drafts that are expected to bring the most tokens per second."""
@@ -287,11 +298,23 @@ class AdaptiveSpeculation(Speculation):
             self._best(sequence, min(limit, self.num_draft)) for sequence, limit in zip(sequences, limits, strict=True)
         ]
         if self._is_measured:
-            options = self._affordable(sequences, options)
+            most, options = options, self._affordable(sequences, options)
+            for sequence, wanted, draft in zip(sequences, most, options, strict=True):
+                if wanted.source == "head":
+                    known = drafts_of(sequence)
+                    known.num_too_dear = 0 if draft.count else known.num_too_dear + 1
         for sequence, draft in zip(sequences, options, strict=True):
             known = drafts_of(sequence)
             known.num_plain = 0 if draft.count else known.num_plain + 1
         return options
+
+    def follows(self, item: Work) -> bool:
+        if not self._is_measured or "head" not in self.sources or item.num_tokens > 1:
+            return True
+        if self._num_bare < PROBE_STEPS:  # to measure what a step costs without the head
+            return False
+        known = drafts_of(item.sequence)
+        return known.num_too_dear < LEAVE_AFTER or known.num_plain >= known.probe_after - CATCH_UP
 
     def _best(self, sequence: SequenceState, limit: int) -> Draft:
         """Return the most drafts that a sequence may get, from the source that is accepted most often."""
@@ -319,6 +342,7 @@ class AdaptiveSpeculation(Speculation):
             if most[index].source == "head":
                 deepest = max(deepest, depth)
             seconds = self._cost.seconds(len(most) + num_drafts) + deepest * self._depth_s
+            seconds += (self._following_s or 0.0) if deepest else 0.0
             if tokens / seconds > best_rate and tokens / seconds > LEAST_GAIN * plain:
                 best, best_rate = list(counts), tokens / seconds
         return [
@@ -347,9 +371,17 @@ class AdaptiveSpeculation(Speculation):
                 known.add(len(item.drafts), accepted)
 
     def measure(self, tokens: int, seconds: float, work: Sequence[Work]) -> None:
-        self._cost.add(sum(1 + len(item.drafts) for item in work), max(1e-9, seconds - self._drafting_s))
+        rows, seconds = sum(1 + len(item.drafts) for item in work), seconds - self._drafting_s
         self._drafting_s = 0.0
-        self._num_plain += not any(item.drafts for item in work)
+        is_plain = not any(item.drafts for item in work)
+        is_followed = "head" in self.sources and any(self.follows(item) for item in work)
+        if is_followed and is_plain and self._cost.is_known:
+            more = min(seconds - self._cost.seconds(rows), self._cost.seconds(rows))
+            before = more if self._following_s is None else self._following_s
+            self._following_s = max(0.0, 0.8 * before + 0.2 * more)
+        self._cost.add(rows, max(1e-9, seconds - ((self._following_s or 0.0) if is_followed else 0.0)))
+        self._num_plain += is_plain
+        self._num_bare += not is_followed
 
     def _rate(self, sequence: SequenceState, source: str) -> float:
         """Return how often a sequence's drafts are accepted; a new one begins with the average of all."""

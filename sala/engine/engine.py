@@ -350,6 +350,7 @@ class Engine:
             snapshots=() if flight is None else self._snapshots(sequence, start, end, flight),
             adapter=sequence.request.adapter,
             wants_sources=is_sampling and sampling.return_sources,
+            is_followed=self.speculation.follows(item),
         )
 
     def _snapshots(self, sequence: SequenceState, start: int, end: int, flight: Flight) -> tuple[tuple[int, int], ...]:

@@ -73,6 +73,26 @@ def test_answers_are_those_of_plain_decoding(model: str, mode: str, temperature:
     assert integrity(llm.engine) == []
 
 
+@pytest.mark.parametrize("mode", ["head", "auto"])
+def test_a_useless_head_stays_behind(mode: str, heads: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It follows few of the steps without drafts; the answers are the same, also where it begins again."""
+    llm = LLM(checkpoint("block16"), device=DEVICE, ctx=1024, speculate=mode, draft_head=heads["block16"], num_draft=3)
+    speculation, clock = llm.engine.speculation, iter(range(1 << 30))
+    monkeypatch.setattr("sala.engine.engine.time.perf_counter", lambda: float(next(clock)))  # drafting costs a step
+    executor = llm.engine.executor
+    assert isinstance(executor, TorchExecutor)
+    assert executor.drafter is not None
+    follow, followed = executor.drafter.follow, list[int]()
+    monkeypatch.setattr(executor.drafter, "follow", lambda *some: followed.append(some[0].lengths[0]) or follow(*some))
+    prompt = [random.Random(8).randrange(256) for _ in range(90)]
+    got = llm.generate(prompt, **{**GREEDY, "max_tokens": 150}).token_ids
+    assert got == plain("block16", prompt, max_tokens=150)
+    assert speculation.rounds > 0
+    assert 0 < followed.count(1) < 60
+    longer = prompt + got + [1, 2, 3]
+    assert llm.generate(longer, **GREEDY).token_ids == plain("block16", longer)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=6, deadline=None, derandomize=True)

@@ -150,7 +150,8 @@ class TorchExecutor:
     def _run(self, plan: Plan) -> Result:
         wants_sources = any(row.wants_sources for row in plan.rows)
         gather = Gather.of(plan, self.model.config) if wants_sources else None
-        features = None if self.drafter is None else self.drafter.features()
+        is_followed = self.drafter is not None and any(row.is_followed for row in plan.rows)
+        features = self.drafter.features() if self.drafter is not None and is_followed else None
         batch = pack(plan, self.device, self.ops, gather, features)
         wanted = batch.sampled_rows(plan)
         hidden = self.forward(batch, self.cache, wanted=wanted)
