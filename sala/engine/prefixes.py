@@ -109,4 +109,4 @@ def rank_clients(
     sharing = {name for name, client in clients.items() if client.used_at >= since} | {asking}
     wanted = {name: held(name) + (num_asked if name == asking else 0) for name in sharing}
     beyond = {name: BEYOND for name in sharing if wanted[name] * len(sharing) > size}
-    return {name: IDLE for name in clients.keys() - sharing} | beyond
+    return dict.fromkeys(clients.keys() - sharing, IDLE) | beyond
