@@ -1,4 +1,4 @@
-"""`sala eval` and `perplexity`: quality by context length; `sala report`: all runs as one page."""
+"""`sala eval` and `perplexity`: quality by context length."""
 
 import hashlib
 import json
@@ -17,8 +17,8 @@ from sala.cli.eval_flags import MIN_LENGTH, Haystack, Lengths, OneAtATime
 from sala.cli.eval_sources import sources
 from sala.cli.official import Against, DataDirectory, EstimateOnly, Minutes, OfficialFlags, Plain, run_official
 from sala.cli.official import official as official_command
-from sala.cli.outputs import Run, check_new, output_file, plot_file, print_table
-from sala.errors import InputError, MissingExtra
+from sala.cli.outputs import Run, output_file, plot_file, print_table
+from sala.errors import InputError
 from sala.options import Options
 
 if TYPE_CHECKING:
@@ -277,31 +277,6 @@ def perplexity(
         with run.resumable(), ProgressBar() as bar:
             results = list(work.measure(llm, text, chosen, stride, run.open_log(), bar))
     run.finish(run.to_record(results), f"{path.name} on {file.name}")
-
-
-def report(
-    runs: Annotated[list[Path], s.argument("Records of runs (JSON), or directories of them.")],
-    output: Annotated[Path, s.flag("Page to write.", "--output", "-o", metavar="FILE.html")] = Path("report.html"),
-    title: Annotated[str, s.flag("Title of the page.")] = "Evaluation",
-    force: Annotated[bool, s.flag("Replace an existing page.", "--force")] = False,
-) -> None:
-    from sala.checkpoint.writer import write_atomically
-    from sala.lab.report.charts import need_matplotlib
-    from sala.lab.report.page import read_runs, to_page
-    from sala.lab.report.record import today
-
-    file = output_file(output, "report.html", ".html")
-    if not force:
-        check_new(file, "choose another name, or --force")
-    found = read_runs([path.expanduser() for path in runs])
-    has_charts = True
-    try:
-        need_matplotlib()
-    except MissingExtra as error:
-        has_charts = False
-        s.note(f"there will be no charts: {error}")
-    write_atomically(file, to_page(found, title, today()[:10], has_charts))
-    s.note(f"wrote {file}: {len(found)} run{'s' if len(found) > 1 else ''}")
 
 
 class _Evaluation(Run):

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sala.cli.eval import report
+from sala.cli.report import report
 from sala.errors import InputError
 from sala.lab.report.charts import HeatMap, Lines, Series, plot, to_svg
 from sala.lab.report.kinds import KINDS
@@ -273,6 +273,32 @@ def test_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, [*arguments, "--force"]).exit_code == 0
     wrong = CliRunner().invoke(app, [str(record), "-o", str(tmp_path / "page.json")])
     assert "does not end in .html" in str(wrong.exception)
+
+
+def test_charts_as_files(tmp_path: Path) -> None:
+    """A picture for each kind of run that has charts, with the kind in its name if there are several."""
+    app, room = typer.Typer(), tmp_path / "out"
+    app.command()(report)
+    room.mkdir()
+    one, other, plain = (str(write(tmp_path, kind)) for kind in ("latency", "needle", "harness"))
+    base = ["-o", str(room / "page.html"), "--plot"]
+
+    def refused(*arguments: str) -> str:
+        found = CliRunner().invoke(app, [*arguments])
+        assert isinstance(found.exception, InputError)
+        return str(found.exception)
+
+    assert "does not end in .png, .pdf, .svg" in refused(one, *base, str(room / "a.jpg"))
+    assert "its directory does not exist" in refused(one, *base, str(room / "none" / "a.svg"))
+    assert not [*room.iterdir()]  # all is checked before anything is written
+    found = CliRunner().invoke(app, [one, plain, *base, str(room / "a.svg")])
+    assert found.exit_code == 0, found.output
+    assert "<svg" in (room / "a.svg").read_text()
+    assert "a.svg exists already" in refused(one, "-o", str(room / "other.html"), "--plot", str(room / "a.svg"))
+    assert CliRunner().invoke(app, [one, plain, other, *base, str(room / "a.svg"), "--force"]).exit_code == 0
+    assert {file.name for file in room.iterdir()} == {"page.html", "a.svg", "a-latency.svg", "a-needle.svg"}
+    assert CliRunner().invoke(app, [one, *base, str(room), "--force"]).exit_code == 0
+    assert (room / "page.png").read_bytes().startswith(b"\x89PNG")  # a directory: named after the page
 
 
 def test_a_record_of_bench(tmp_path: Path) -> None:

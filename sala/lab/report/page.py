@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
 from sala.errors import InputError
-from sala.lab.report.charts import to_svg
+from sala.lab.report.charts import Chart, to_svg
 from sala.lab.report.kinds import KINDS, RecordKind, heading, is_number, minute
-from sala.lab.report.official import from_lm_eval, is_lm_eval, published_records, side_by_side
+from sala.lab.report.official import SideBySide, from_lm_eval, is_lm_eval, published_records, side_by_side
 from sala.lab.report.record import Record, broken, read_json
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -90,8 +90,18 @@ def _picture(file: Path, name: Any) -> tuple[str, bytes] | None:
     return name, data
 
 
-def to_page(runs: Sequence[RunFile], title: str = "Evaluation", today: str = "", has_charts: bool = True) -> str:
-    """Return the whole page; charts need matplotlib."""
+class Section(NamedTuple):
+    """All runs of a kind, the charts that they share, and tables of them side by side."""
+
+    name: str
+    kind: RecordKind
+    charts: list[Chart]
+    tables: list[SideBySide]
+    runs: list[RunFile]
+
+
+def sections_of(runs: Sequence[RunFile], has_charts: bool = True) -> list[Section]:
+    """Return the sections of the page; charts need matplotlib."""
     sections = []
     for name, kind in KINDS.items():
         chosen = [run for run in runs if run.record.kind == name]
@@ -102,7 +112,12 @@ def to_page(runs: Sequence[RunFile], title: str = "Evaluation", today: str = "",
                 RunFile(Path("published.toml"), one) for one in published_records([run.record for run in chosen])
             ]
         if chosen:
-            sections.append((name, kind, charts, tables, chosen))
+            sections.append(Section(name, kind, charts, tables, chosen))
+    return sections
+
+
+def to_page(runs: Sequence[RunFile], title: str = "Evaluation", today: str = "", has_charts: bool = True) -> str:
+    """Return the whole page; charts need matplotlib."""
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {
         "base64": lambda data: base64.b64encode(data).decode(),
@@ -115,7 +130,7 @@ def to_page(runs: Sequence[RunFile], title: str = "Evaluation", today: str = "",
         title=title,
         style=(files(__package__) / "page.css").read_text(encoding="utf-8"),
         overview=[(KINDS[run.record.kind], run.record) for run in runs],
-        sections=sections,
+        sections=sections_of(runs, has_charts),
         max_open=MAX_OPEN,
         today=today,
     )
