@@ -203,7 +203,8 @@ class Engine:
             with self._isolating(failures, flight):
                 flight.work = self._with_drafts(work)
                 self._launch(flight)
-                self.speculation.read(flight.work)
+                if self._can_draft:
+                    self.speculation.read(flight.work)
         self._flight = flight if work and not failures else None
         updates = self._finish(last) if last is not None else []
         if self._flight is not None and not self._is_ahead:
@@ -350,7 +351,7 @@ class Engine:
             snapshots=() if flight is None else self._snapshots(sequence, start, end, flight),
             adapter=sequence.request.adapter,
             wants_sources=is_sampling and sampling.return_sources,
-            is_followed=self.speculation.follows(item),
+            is_followed=not self._can_draft or self.speculation.follows(item),
         )
 
     def _snapshots(self, sequence: SequenceState, start: int, end: int, flight: Flight) -> tuple[tuple[int, int], ...]:
