@@ -31,6 +31,7 @@ class Capacity:
     can_split: bool = False  # prefill: any chunks give the same bits, and a row stores states on the way (`snapshots`)
     can_draft: bool = False  # has a draft head
     can_gather: bool = False  # tells what sampled positions attend to (`wants_sources`)
+    has_warm_up: bool = False  # compiles kernels for sizes that it meets the first time
     offload: str = ""  # where keys and values lie, if not in the device's memory: "on disk"
 
     def pages_of(self, num_tokens: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sala.config import SparseConfig
 from sala.engine.cache import Hybrid
-from sala.engine.draft import Draft, open_speculation
+from sala.engine.draft import Draft, Speculation, open_speculation
 from sala.engine.prefixes import Snapshot
 from sala.engine.scheduler import Request, Scheduler, SequenceState, Work, as_bytes
 from sala.engine.tiers import TieredHybrid
@@ -159,10 +159,11 @@ class Engine:
                 self.tiers.finished(sequence)
 
     def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
-        """Prepare for requests of every kind, so that none of them waits for a compiler. For an idle engine only."""
+        """Prepare for requests of usual kinds, so that none of them waits for a compiler. For an idle engine only."""
         assert self.is_idle
         limit = self.capacity.max_tokens
-        lengths = sorted({min(length, limit - 2) for length in WARM_LENGTHS}) if self._is_ahead and limit > 2 else []
+        has_lengths = self.capacity.has_warm_up and limit > 2
+        lengths = sorted({min(length, limit - 2) for length in WARM_LENGTHS}) if has_lengths else []
         total = len(lengths)
 
         def report(done: int, count: int) -> None:
@@ -173,12 +174,14 @@ class Engine:
         if self.tiers is not None:
             self.tiers.is_paused = True
         self._executor.warm_up(report)
+        speculation, self.speculation = self.speculation, Speculation("off", 0, 0)  # not judged by steps that compile
         for left, length in zip(range(len(lengths) - 1, -1, -1), lengths, strict=True):
             for _ in range(2):  # the second time from a snapshot
                 self.submit(Request([0] * length, Sampling(max_tokens=2, ignore_eos=True), salt="warm-up"))
                 while not self.is_idle:
                     self.step()
             on_progress(total - left, total)
+        self.speculation = speculation
         self.forget()
         if self.tiers is not None:
             self.tiers.is_paused = False

@@ -98,7 +98,7 @@ class AsyncLLM(base.BaseLLM[AsyncIterator[Event], Coroutine[Any, Any, Completion
         return await asyncio.wrap_future(self.service.execute(self._load, store, name))
 
     async def warm_up(self, on_progress: base.OnProgress | None = None) -> None:
-        """Compile kernels and capture graphs for all kinds of requests now; without a GPU there is nothing to do."""
+        """Compile kernels and capture graphs for the usual requests now; without a GPU there is nothing to do."""
         await asyncio.wrap_future(self._warm_up(on_progress))
 
     async def reset(self) -> None:

@@ -430,7 +430,7 @@ class LLM(BaseLLM[Iterator[Event], Completion]):
         return self.service.execute(self._load, store, name).result()
 
     def warm_up(self, on_progress: OnProgress | None = None) -> None:
-        """Compile kernels and capture graphs for all kinds of requests now; without a GPU there is nothing to do."""
+        """Compile kernels and capture graphs for the usual requests now; without a GPU there is nothing to do."""
         self._warm_up(on_progress).result()
 
     def reset(self) -> None:

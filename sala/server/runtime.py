@@ -83,7 +83,7 @@ def warm_up(llm: LLM) -> None:
     except BaseException:
         llm.close()
         raise
-    if llm.capacity.can_run_ahead:
+    if llm.capacity.has_warm_up:
         _log.info("warmed up in %.1f s", time.monotonic() - began)
 
 

@@ -116,7 +116,7 @@ class Settings(Options):
     )
 
     warm_up: bool = _life(
-        True, "Compile kernels and capture graphs before the first request, on a GPU.", off="--no-warm-up"
+        True, "On a GPU, compile kernels and capture the usual graphs before the first request.", off="--no-warm-up"
     )
     idle_unload_s: float = _life(0.0, "Unload a model after this many idle seconds; 0: never.", ge=0.0, le=1e7)
     drain_s: float = _life(30.0, "Seconds that running requests have to finish at shutdown.", ge=0.0, le=86_400.0)

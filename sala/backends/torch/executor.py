@@ -78,6 +78,7 @@ class TorchExecutor:
         self.fused = select_forward(model, device, capacity.max_tokens, options)
         self.ahead: AheadForward | None = None
         self.adapters = AdapterSet(model, adapters, device) if adapters else None
+        self.capacity = replace(self.capacity, has_warm_up=isinstance(self.fused, AheadForward))
         if head is not None and isinstance(self.fused, AheadForward):
             self.fused.feature_layers = head.config.feature_layers
         # Rows with an adapter are sampled on the host, and so are those that a draft head follows.
@@ -98,7 +99,7 @@ class TorchExecutor:
         """Run plans by a forward that samples on the device."""
         self.fused = self.ahead = fused
         fused.use(self.cache, self.capacity.num_slots)
-        self.capacity = replace(self.capacity, can_run_ahead=True, can_split=True)
+        self.capacity = replace(self.capacity, can_run_ahead=True, can_split=True, has_warm_up=True)
 
     def forward(
         self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
@@ -124,8 +125,8 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
-        if self.ahead is not None:
-            self.ahead.warm_up(self.capacity.max_batch, self._max_count, on_progress)
+        if isinstance(self.fused, AheadForward):
+            self.fused.warm_up(self.cache, self.capacity.max_batch, self._max_count, on_progress)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Callable[[], Result]:

@@ -66,8 +66,14 @@ class AheadForward(FusedForward, Protocol):
         """Begin to run a plan without drafts and return what waits for the result."""
         ...
 
-    def warm_up(self, max_batch: int, max_count: int, on_progress: Callable[[int, int], None]) -> None:
-        """Capture all graphs that steps of up to `max_batch` sequences with `max_count` tokens each may need."""
+    def warm_up(
+        self, cache: HybridCache, max_batch: int, max_count: int, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """Compile and capture what steps of up to `max_batch` sequences with `max_count` tokens each usually need.
+
+        Not captured are graphs that tell sources, select another number of blocks than the model does, or attend
+        densely in a long context, and those of drafts in more rows than one product takes.
+        """
         ...
 
     def weigh_heads(self, weights: HeadWeights) -> None:

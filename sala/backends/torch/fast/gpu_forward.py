@@ -15,6 +15,8 @@ mix, so that results are batch-invariant: all prefill spans together (`run_prefi
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -40,7 +42,7 @@ from sala.backends.torch.fast.gpu_prefill import (
 from sala.backends.torch.fast.gpu_sampling import DeviceSampler, SampledRows, to_host
 from sala.backends.torch.fast.gpu_weights import weight_of
 from sala.backends.torch.gather import Gather
-from sala.backends.torch.kernels import linear, triton_kernels
+from sala.backends.torch.kernels import block_selection, linear, triton_kernels
 from sala.backends.torch.kernels.packed_weight import PackedWeight
 from sala.backends.torch.kernels.spans import MAX_SPANS
 from sala.backends.torch.linears import AffineEmbedding
@@ -51,6 +53,7 @@ from sala.protocol import Gathered, Plan, Result
 MAX_DECODE_TOKENS = 16  # of a span: a sampled token and its drafts; longer spans and those of prompts are prefill
 MAX_SAMPLED_ROWS = 256  # up to here logits are computed in batch-invariant pieces
 MOST_TOPKS = 4  # numbers of blocks that requests choose for which there are graphs; others run without
+MOST_COMPILERS = 8  # threads of a warm-up
 CONTEXTS = (8192, 65536)  # tokens: a decode step has as many programs as its longest sequence could need
 
 
@@ -320,10 +323,35 @@ class GpuForward:
 
         return wait
 
-    def warm_up(self, max_batch: int, max_count: int, on_progress: Callable[[int, int], None]) -> None:
-        """Capture the graphs of all sizes of a step; the largest first, so that the others reuse its memory."""
-        assert self.cache is not None
-        began, cache, block = time.perf_counter(), self.cache, self.config.sparse_config.block_size
+    def warm_up(
+        self, cache: HybridCache, max_batch: int, max_count: int, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """Compile what grows with the context, up to the longest, and capture the graphs of all sizes of a step."""
+        began, config = time.perf_counter(), self.config
+        shape = (config.sparse_config, config.num_key_value_heads, self.max_blocks, self.device)
+        calls = block_selection.compile_calls(*shape) if config.sparse_layers else []
+        captures = self.captures(cache, max_batch, max_count) if self.has_graphs else []
+        total = len(calls) + len(captures)
+        with ThreadPoolExecutor(MOST_COMPILERS) as pool:
+            for done, _ in enumerate(pool.map(self._call, calls), 1):
+                on_progress(done, total)
+        for done, capture in enumerate(captures, len(calls) + 1):
+            capture()
+            on_progress(done, total)
+        kind = "packed" if isinstance(self.head, PackedWeight) else str(self.head.dtype)[6:]
+        model = f"{config.num_hidden_layers} layers of {config.hidden_size}, {kind}, up to {max_batch} sequences"
+        if self.has_graphs:
+            facts = {"model": model, "gpu": torch.cuda.get_device_name(self.device)}
+            triton_kernels.note_warm_up(facts | {"seconds": time.perf_counter() - began})
+
+    def _call(self, work: Callable[[], None]) -> None:
+        """Do work of a warm-up in a thread of its own; which GPU is in use, each thread says for itself."""
+        with nullcontext() if self.device.type == "cpu" else torch.cuda.device(self.device):
+            work()
+
+    def captures(self, cache: HybridCache, max_batch: int, max_count: int) -> list[Callable[[], Any]]:
+        """Return what captures the graphs; the largest first, so that the others reuse its memory."""
+        block = self.config.sparse_config.block_size
         sizes, counts = (
             [1 << i for i in reversed(range(_bucket(most).bit_length()))] for most in (max_batch, max_count)
         )
@@ -337,15 +365,7 @@ class GpuForward:
         ]
         prefill = [num_rows for num_rows in reversed(self.graph_rows) if num_rows not in self.prefill_graphs]
         work: list[Callable[[], Any]] = [partial(self.capture_prefill, num_rows, cache) for num_rows in prefill]
-        work += [partial(self.graph_of, size, cache, None) for size in decode]
-        for done, capture in enumerate(work if self.has_graphs else (), 1):
-            capture()
-            on_progress(done, len(work))
-        config, kind = self.config, "packed" if isinstance(self.head, PackedWeight) else str(self.head.dtype)[6:]
-        model = f"{config.num_hidden_layers} layers of {config.hidden_size}, {kind}, up to {max_batch} sequences"
-        if self.has_graphs:
-            facts = {"model": model, "gpu": torch.cuda.get_device_name(self.device), "torch": torch.__version__}
-            triton_kernels.note_warm_up(facts | {"seconds": time.perf_counter() - began})
+        return work + [partial(self.graph_of, size, cache, None) for size in decode]
 
     def forget(self, slot: int) -> None:
         assert self.sampler is not None

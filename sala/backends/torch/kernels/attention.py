@@ -22,6 +22,7 @@ LOG2_E = 1.4426950408889634
 UNION_BYTES = 256 << 20  # for the lists of blocks; longer inputs are split into several launches
 UNION_PROGRAMS = 1024
 UNION_CHUNK = 1024
+UNION_SELECTED = 128  # ids loaded at a time, at least: one kernel also where few blocks exist yet
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_selected", "start", "num_tiles", "max_entries", "row_size"])
@@ -301,7 +302,8 @@ def block_union(
     seen = torch.zeros(programs, triton.cdiv(num_blocks, 128) * 128, dtype=torch.uint8, device=selected.device)
     tensors = (selected.contiguous(), table, entries, counts, seen)
     sizes = (num_tokens, num_selected, start, num_tiles, max_entries, seen.shape[1])
-    tile = {"SELECTED": triton.next_power_of_2(num_selected), "TOKENS": tokens, "CHUNK": UNION_CHUNK}
+    width = max(triton.next_power_of_2(num_selected), UNION_SELECTED)
+    tile = {"SELECTED": width, "TOKENS": tokens, "CHUNK": UNION_CHUNK}
     union_kernel[(programs,)](*tensors, *sizes, GROUPS=groups, BLOCK=block, **tile, num_warps=4, num_stages=1)
     return entries, counts
 

@@ -3,6 +3,9 @@
 `block_scores.py` scores the blocks, `top_blocks.py` picks the best of every query.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -14,10 +17,11 @@ from sala.backends.torch.kernels.block_scores import (
     supports,
 )
 from sala.backends.torch.kernels.launch import aligned_rows, shared_memory
-from sala.backends.torch.kernels.top_blocks import every_block, launch_top
+from sala.backends.torch.kernels.pdl import MAX_ROWS
+from sala.backends.torch.kernels.top_blocks import distinct_sizes, every_block, launch_top
 from sala.config import SparseConfig
 
-__all__ = ["select_decode", "select_prefill", "select_rows", "supports"]
+__all__ = ["compile_calls", "select_decode", "select_prefill", "select_rows", "supports"]
 
 
 def select_prefill(
@@ -69,3 +73,25 @@ def select_decode(
     scores = decode_scores(aligned_rows(q), pages_k1, pages_k2, tables, lengths, flags, sparse, scale, max_blocks)
     launch_top(scores, selected, lengths, flags, 1, sparse)
     return selected
+
+
+def compile_calls(sparse: SparseConfig, groups: int, max_blocks: int, device: torch.device) -> list[Callable[[], None]]:
+    """Return calls, each of which compiles one variant that prompts of up to `max_blocks` blocks may need.
+
+    Variants grow with the context; those of prompts, and those of their last rows, differ. Calls may run side by side.
+    """
+    if max_blocks <= sparse.num_selected:
+        return []
+    sizes = distinct_sizes(sparse, groups, max_blocks)
+    launches = [(*size, False) for size in sizes] + [(*size, True) for size in sizes if size[0] <= MAX_ROWS]
+    return [partial(_select_nothing, n, width, groups, sparse, device, kind) for n, width, kind in launches]
+
+
+def _select_nothing(
+    n: int, width: int, groups: int, sparse: SparseConfig, device: torch.device, is_decode: bool
+) -> None:
+    """Select as in `select_rows` or `select_decode`, but for rows of padding, whose scores are not read."""
+    positions = torch.full((n,), 0 if is_decode else -1, dtype=torch.int32, device=device)
+    selected = torch.empty(n, groups, sparse.num_selected, dtype=torch.int32, device=device)
+    scores = torch.empty(1, device=device).expand(n, groups, width)
+    launch_top(scores, selected, positions, positions if is_decode else None, int(is_decode), sparse)

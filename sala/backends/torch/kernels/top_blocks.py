@@ -17,9 +17,10 @@ from torch import Tensor
 
 from sala.backends.rows import TIE_ULPS
 from sala.backends.torch.kernels.launch import Config
-from sala.backends.torch.kernels.pdl import pdl_options, pdl_wait
+from sala.backends.torch.kernels.pdl import MAX_ROWS, pdl_options, pdl_wait
 from sala.config import SparseConfig
 
+MIN_SIZE = 256  # scores loaded at a time
 MIN_SLICED = 4096  # blocks of a row; longer rows are cut into slices, unless there are many of them
 MIN_SLICE = 512  # blocks of a slice
 MAX_SLICED_ROWS = 256
@@ -280,7 +281,7 @@ def top_config(width: int, num_rows: int, sparse: SparseConfig) -> Config:
     Short rows are held in registers, long ones streamed, or cut into slices if there are few: then more programs than
     rows run at once. Slices grow with the width, so that the best of all of them are about as many as a slice has.
     """
-    size = max(triton.next_power_of_2(width), 256)
+    size = max(triton.next_power_of_2(width), MIN_SIZE)
     if size <= 2048:
         return Config({"SIZE": size, "SEGMENTS": 0}, _num_warps(size))
     if num_rows > MAX_SLICED_ROWS:
@@ -291,6 +292,21 @@ def top_config(width: int, num_rows: int, sparse: SparseConfig) -> Config:
     while (size := triton.next_power_of_2(triton.cdiv(width, part) * _num_slots(sparse))) > 2 * part:
         part *= 2
     return Config({"SIZE": size, "SEGMENTS": 0, "SLICE": part}, _num_warps(size))
+
+
+def distinct_sizes(sparse: SparseConfig, groups: int, max_blocks: int) -> list[tuple[int, int]]:
+    """Return numbers of queries and widths, up to `max_blocks`, that launch every variant of the kernels there is.
+
+    What `top_config` chooses, and how a kernel is launched, changes at multiples of MIN_SIZE blocks only, and where
+    there are more than a few queries.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for n in (1, MAX_SLICED_ROWS // groups + 1, MAX_ROWS + 1):
+        for width in range(MIN_SIZE, max_blocks + MIN_SIZE, MIN_SIZE):
+            config = top_config(width, n * groups, sparse)
+            constants = top_constants(sparse, groups, sparse.num_selected, width, config)
+            found.setdefault(str((n <= MAX_ROWS, constants, config)), (n, width))
+    return list(found.values())
 
 
 def _num_slots(sparse: SparseConfig) -> int:

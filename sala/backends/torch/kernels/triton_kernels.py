@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sala import __version__
 from sala.errors import install_command
 
 LEAST = (8, 0)  # the first with asynchronous copies and bf16 tensor cores
@@ -39,8 +40,16 @@ def _warm_up_directory() -> Path:
     return Path(knobs.cache.dir) / "sala-warm-up"
 
 
+def _versions() -> dict[str, str]:
+    """Return the versions with which kernels were compiled; others compile them anew."""
+    import triton
+
+    return {"sala": __version__, "torch": torch.__version__, "triton": triton.__version__}
+
+
 def note_warm_up(facts: dict[str, Any]) -> None:
     """Leave a note that the kernels of a model are compiled; one that cannot be written is not missed."""
+    facts = facts | _versions()
     key = {name: value for name, value in facts.items() if name != "seconds"}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     try:
@@ -51,7 +60,7 @@ def note_warm_up(facts: dict[str, Any]) -> None:
 
 
 def warm_ups() -> list[dict[str, Any]]:
-    """Return the notes of earlier warm-ups on this machine."""
+    """Return the notes of earlier warm-ups on this machine by the versions that are installed now."""
     if importlib.util.find_spec("triton") is None:
         return []
     found = []
@@ -60,4 +69,4 @@ def warm_ups() -> list[dict[str, Any]]:
             found.append(json.loads(path.read_text()))
         except (OSError, ValueError):
             continue
-    return found
+    return [facts for facts in found if isinstance(facts, dict) and facts.items() >= _versions().items()]
