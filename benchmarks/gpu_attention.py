@@ -1,11 +1,10 @@
 """Attention kernels on a GPU: right at ugly sizes, and how fast at the released shapes against floors and peers.
 
-PYTHONPATH=. python benchmarks/gpu_attention.py
+PYTHONPATH=. python benchmarks/gpu_attention.py [PART …]     writes benchmarks/gpu_attention.txt, or --output FILE
 """
 
 import math
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
+from benchmarks.outputs import measure_text
 from sala.backends.torch.cases.attention import random_selection as random_blocks
 from sala.backends.torch.kernels import attention, decode_attention
 from sala.backends.torch.kernels.attention import block_union, prefill
@@ -294,24 +294,10 @@ def time_decode() -> None:
         )
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    parts = (
-        check_prefill,
-        check_tiles,
-        check_decode,
-        time_decode,
-        time_dense_prefill,
-        time_sparse_prefill,
-    )
-    for part in (p for p in parts if not sys.argv[1:] or p.__name__ in sys.argv[1:]):
-        print(f"\n== {part.__name__}", flush=True)
-        try:
-            part()
-            torch.cuda.synchronize()
-        except Exception:
-            traceback.print_exc()
+def main() -> int:
+    parts = (check_prefill, check_tiles, check_decode, time_decode, time_dense_prefill, time_sparse_prefill)
+    return measure_text(__doc__, __file__, parts)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

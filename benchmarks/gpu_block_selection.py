@@ -1,12 +1,13 @@
 """Pooling and choice of blocks on a GPU: right at ugly sizes, and how far from the floor at the 9B shapes.
 
-    PYTHONPATH=. python benchmarks/gpu_block_selection.py
+    PYTHONPATH=. python benchmarks/gpu_block_selection.py [PART …]
+
+writes benchmarks/gpu_block_selection.txt, or --output FILE; parts alone are only printed.
 
 Floors: bytes at 4.3 TB/s or FLOPs at 790 TFLOP/s. Peers: the reference ops where they fit, torch.topk.
 """
 
-import time
-import traceback
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.outputs import measure_text
 from sala.backends.torch.cache import KVPages
 from sala.backends.torch.kernels import block_scores, block_selection, pooling, top_blocks
 from sala.backends.torch.kernels.block_scores import ScoreConfig
@@ -71,18 +73,6 @@ def graphed(call: Callable[..., object], *args: Any, count: int = 20) -> float:
         for _ in range(count):
             call(*args)
     return timed(graph.replay) / count * 1e3
-
-
-def part(run: Callable[[], None]) -> None:
-    begin = time.time()
-    print(f"\n== {run.__name__}", flush=True)
-    try:
-        run()
-        torch.cuda.synchronize()
-    except Exception:
-        traceback.print_exc()
-    torch.cuda.empty_cache()
-    print(f"   ({time.time() - begin:.1f} s)", flush=True)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -343,18 +333,14 @@ def time_append() -> None:
         print(f"append {tokens} tokens of {rows} rows at {start}: {us:.1f} us in a graph, floor {floor:.2f} us")
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    print(torch.cuda.get_device_name(), torch.__version__, triton.__version__)
+def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
-    begin = time.time()
-    for run in (
+    parts = (
         check_top, check_scores, check_append, check_prefill,
         time_scores, time_top, time_prefill, time_decode, time_decode_top, time_append,
-    ):  # fmt: skip
-        part(run)
-    print(f"\nall in {time.time() - begin:.0f} s")
+    )  # fmt: skip
+    return measure_text(__doc__, __file__, parts)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,8 @@
 """Fine-tuning on one GPU: full, LoRA and QLoRA with the 9B shapes and random weights, by row length.
 
-    PYTHONPATH=. python benchmarks/gpu_finetune.py [PART …]     writes into benchmarks/gpu_finetune.json
+    PYTHONPATH=. python benchmarks/gpu_finetune.py [PART …]
+
+writes into benchmarks/gpu_finetune.json, or --output FILE.
 
 A part is METHOD-LENGTH, e.g. full-4K or qlora-64K; without any, all of METHODS at LENGTHS. Every part runs the Trainer
 of `sala finetune` on rows of random tokens that are all learnt: a few updates to warm up (kernels are compiled and
@@ -28,6 +30,7 @@ import transformers
 from torch import nn
 from transformers import TrainerCallback
 
+from benchmarks.outputs import VARIABLE, stamp
 from sala.backends.torch.fast.training import simple_gla
 from sala.backends.torch.linears import AffineWeight
 from sala.backends.torch.loader import random_model
@@ -182,7 +185,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--candidates", type=int)
     parser.add_argument("--output", type=Path, default=HERE / "gpu_finetune.json")
+    parser.add_argument("--commit", help=f"what is measured, where there is no git; or set {VARIABLE}")
     given = parser.parse_args()
+    given.output.parent.mkdir(parents=True, exist_ok=True)
     config = TINY if given.tiny else RELEASED
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if given.candidates:
@@ -209,7 +214,7 @@ def main() -> None:
         except Exception as error:
             traceback.print_exc()
             results[part] = {"error": f"{type(error).__name__}: {error}"[:500]}
-        results[part]["wall_seconds"] = time.perf_counter() - began
+        results[part] |= {"wall_seconds": time.perf_counter() - began, "run": stamp(given.commit)}
         print(part, json.dumps({k: v for k, v in results[part].items() if k != "estimate"}), flush=True)
         given.output.write_text(json.dumps(results, indent=1) + "\n")
         clear()

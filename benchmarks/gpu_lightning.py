@@ -1,7 +1,9 @@
 """Lightning attention and the fused passes on a GPU: checked against the references, then timed against their floors.
 
-    PYTHONPATH=. python benchmarks/gpu_lightning.py          # everything
-    PYTHONPATH=. python benchmarks/gpu_lightning.py prefill  # prefill only, lightning and dense attention: 30 seconds
+    PYTHONPATH=. python benchmarks/gpu_lightning.py [PART …]
+
+writes benchmarks/gpu_lightning.txt, or --output FILE; parts alone are only printed. Those of prefill, lightning and
+dense attention, take 30 seconds: check_snapshots time_prefill time_dense tune_prefill.
 
 Needs torch and triton; with flash-linear-attention in build/fla its kernels are timed in the same run. Shapes are those
 of the released 9B model: 32 heads of 128, hidden size 4096, MLP 16384.
@@ -9,7 +11,6 @@ of the released 9B model: 32 heads of 128, hidden size 4096, MLP 16384.
 
 import itertools
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.outputs import measure_text
 from sala.backends.torch.kernels import attention, fused, lightning
 from sala.backends.torch.kernels.launch import Config
 from sala.backends.torch.kernels.spans import PackedSpan, table_of
@@ -374,21 +376,14 @@ def time_fused() -> None:
                 traceback.print_exc()
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    short = (check_snapshots, time_prefill, time_dense, tune_prefill)
-    rest = (check_prefill, check_long_prefill, check_steps, check_fused, time_steps, time_fused)
-    parts = short if sys.argv[1:] == ["prefill"] else (*rest, *short, time_peers)  # last: its own tuning may take long
-    for part in parts:
-        began = time.perf_counter()
-        try:
-            part()
-        except Exception:
-            traceback.print_exc()
-        torch.cuda.empty_cache()
-        print(f"-- {part.__name__}: {time.perf_counter() - began:.1f} s", flush=True)
+def main() -> int:
+    parts = (
+        check_prefill, check_long_prefill, check_steps, check_fused, time_steps, time_fused,
+        check_snapshots, time_prefill, time_dense, tune_prefill,
+        time_peers,  # last: its own tuning may take long
+    )  # fmt: skip
+    return measure_text(__doc__, __file__, parts)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,6 +2,8 @@
 
     PYTHONPATH=. python benchmarks/gpu_linear.py [PART …]
 
+writes benchmarks/gpu_linear.txt, or --output FILE; parts alone are only printed.
+
 Shapes are those of the released 9B model. Weights are rotated past the L2 cache, calls follow each other in a CUDA
 graph, as they do in a decode step. Chains are a product and the passes around it, up to the next product's input.
 """
@@ -10,7 +12,6 @@ import itertools
 import math
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.testing import do_bench
 
+from benchmarks.outputs import measure_text
 from sala.backends.torch.kernels import fused, linear
 from sala.backends.torch.kernels.launch import Config, shared_memory
 
@@ -520,40 +522,20 @@ def check_pdl() -> None:
     print(f"kernels with pdl in a graph give the same bits: {all(same)} ({sum(same)} of {len(same)})")
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    parts = (
-        check_products,
-        check_silu,
-        check_rows,
-        check_norm,
-        check_tall,
-        check_pdl,
-        time_o,
-        time_down,
-        time_qkvz,
-        time_gate_up,
-        time_lm_head,
-        time_silu,
-        time_norm,
-        chain_o,
-        chain_down,
-        chain_mlp,
-    )
-    for part in (p for p in parts if not sys.argv[1:] or p.__name__ in sys.argv[1:]):
-        print(f"\n== {part.__name__}", flush=True)
-        began = time.perf_counter()
-        try:
-            part()
-            torch.cuda.synchronize()
-        except Exception:
-            traceback.print_exc()
-        print(f"  ({time.perf_counter() - began:.1f} s)", flush=True)
-        attempt("empty_cache", torch.cuda.empty_cache)
+def print_fastest() -> None:
     print("\n== the fastest")
     for line in LINES:
         print(line)
 
 
+def main() -> int:
+    parts = (
+        check_products, check_silu, check_rows, check_norm, check_tall, check_pdl,
+        time_o, time_down, time_qkvz, time_gate_up, time_lm_head, time_silu, time_norm,
+        chain_o, chain_down, chain_mlp,
+    )  # fmt: skip
+    return measure_text(__doc__, __file__, parts, print_fastest)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """The whole model on a GPU, full 9B shapes with random weights, against Qwen3-8B in transformers in the same run.
 
-    PYTHONPATH=. python benchmarks/gpu_model.py PART …     writes into benchmarks/gpu_model.json
+    PYTHONPATH=. python benchmarks/gpu_model.py [PART …]     writes into benchmarks/gpu_model.json, or --output FILE
 
 Parts: check (kernels against the definition, 4 layers), decode (one CUDA graph per step, by context and batch),
 prefill (by length and by size of a chunk, ours and the peer's), peer (Qwen3-8B's shapes decoding in a CUDA graph),
@@ -10,11 +10,9 @@ call, ours in chunks; both have run before they are timed.
 """
 
 import gc
-import json
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.outputs import load, make_parser, parse, run_parts, save, stamp
 from sala.backends.torch.batch import pack
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.fast.gpu_forward import GpuForward
@@ -107,6 +106,7 @@ class Ours:
         per_row = -(-(context + 1) // 64)
         rows = tuple(row(1, context, range(i * per_row, (i + 1) * per_row), i, 0) for i in range(batch))
         plan = pack(Plan(tuple(replace(r, sparse_from=0 if context >= 8192 else 1 << 30) for r in rows)), DEVICE)
+        self.size = self.forward.size_of(plan.spans, 1)  # of the graph
 
         @torch.inference_mode()
         def once() -> Any:
@@ -150,7 +150,7 @@ def decode() -> None:
         taken = seconds(once, 20)
         out[f"{batch} x {context}"] = {"ms": taken * 1e3, "tokens_per_second": batch / taken}
         print(f"decode batch {batch:2} at {context:8,}: {taken * 1e3:6.2f} ms, {batch / taken:7.1f} tok/s", flush=True)
-        graph = ours.forward.graphs.get((batch, 1))
+        graph = ours.forward.graphs.get(ours.size)
         if graph is not None:
             print(f"   the graph alone: {seconds(graph.replay, 20) * 1e3:6.2f} ms", flush=True)
     RESULTS["decode"] = out
@@ -265,16 +265,17 @@ def peer() -> None:
     RESULTS["peer"] = out
 
 
-def qwen() -> Any:
+def qwen(device: torch.device = DEVICE, **changes: int) -> Any:
+    """Return a dense model of Qwen3-8B's shapes, or of others, with random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=1 << 20, tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )  # fmt: skip
+    shapes = {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 1 << 20,
+    }  # fmt: skip
+    config = Qwen3Config(**shapes | changes, tie_word_embeddings=False, attn_implementation="sdpa")
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device(DEVICE):
+    with torch.device(device):
         model = Qwen3ForCausalLM(config).eval()
     torch.set_default_dtype(torch.float32)
     return model
@@ -327,22 +328,19 @@ PARTS = {
 }
 
 
-def main() -> None:
+def main() -> int:
     file = HERE / "gpu_model.json"
-    if file.exists():
-        RESULTS.update(json.loads(file.read_text()))
-    for name in sys.argv[1:] or PARTS:
-        began = time.perf_counter()
-        try:
-            PARTS[name]()
-        except Exception:
-            traceback.print_exc()
-        gc.collect()
-        torch.cuda.empty_cache()
-        print(f"== {name}: {time.perf_counter() - began:.0f} s", flush=True)
-        RESULTS["device"] = torch.cuda.get_device_name()
-        file.write_text(json.dumps(RESULTS, indent=2) + "\n")
+    given = parse(make_parser(__doc__, file, list(PARTS)), list(PARTS))
+    RESULTS.update(load(given.output))
+    RESULTS["device"] = torch.cuda.get_device_name()
+
+    def keep(name: str, is_good: bool) -> None:
+        if is_good:
+            RESULTS.setdefault("runs", {})[name] = stamp(given.commit)
+        save(given.output, RESULTS)
+
+    return run_parts(PARTS, given.parts, keep)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

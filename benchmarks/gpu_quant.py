@@ -1,6 +1,6 @@
 """Packed matrices and FP8 on a GPU: right, how fast against the memory's floor, and what a whole model gains.
 
-    PYTHONPATH=. python benchmarks/gpu_quant.py PART …     writes into benchmarks/gpu_quant.json
+    PYTHONPATH=. python benchmarks/gpu_quant.py [PART …]     writes into benchmarks/gpu_quant.json, or --output FILE
 
 Parts: check (bf16 and fp16 against dequantized weights, at the shapes of the released 9B model), tune4 and tune8 (all
 configurations by shape and rows), tiles (other heights of a tile for few rows: bits and speed), decode (a random 9B
@@ -11,11 +11,9 @@ a CUDA graph, as they do in a decode step.
 
 import gc
 import itertools
-import json
 import math
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +28,7 @@ from torch import Tensor, nn
 from triton.testing import do_bench
 
 from benchmarks.gpu_model import CHUNK, REST_S, Ours, seconds
+from benchmarks.outputs import load, make_parser, parse, run_parts, save, stamp
 from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.kernels import fp8, fused, linear, packed
 from sala.backends.torch.kernels.launch import Config, shared_memory
@@ -502,23 +501,20 @@ PARTS: dict[str, Callable[[], None]] = {
 }
 
 
-def main() -> None:
+def main() -> int:
     file = HERE / "gpu_quant.json"
-    if file.exists():
-        RESULTS.update(json.loads(file.read_text()))
-    print(torch.cuda.get_device_name(), f"{shared_memory(DEVICE) >> 10} KiB of shared memory", flush=True)
-    for name in sys.argv[1:] or PARTS:
-        began = time.perf_counter()
-        try:
-            PARTS[name]()
-        except Exception:
-            traceback.print_exc()
-        gc.collect()
-        torch.cuda.empty_cache()
-        print(f"== {name}: {time.perf_counter() - began:.0f} s", flush=True)
-        RESULTS["device"] = torch.cuda.get_device_name()
-        file.write_text(json.dumps(RESULTS, indent=2) + "\n")
+    given = parse(make_parser(__doc__, file, list(PARTS)), list(PARTS))
+    RESULTS.update(load(given.output))
+    RESULTS["device"] = torch.cuda.get_device_name()
+    print(RESULTS["device"], f"{shared_memory(DEVICE) >> 10} KiB of shared memory", flush=True)
+
+    def keep(name: str, is_good: bool) -> None:
+        if is_good:
+            RESULTS.setdefault("runs", {})[name] = stamp(given.commit)
+        save(given.output, RESULTS)
+
+    return run_parts(PARTS, given.parts, keep)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

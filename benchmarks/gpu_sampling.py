@@ -1,16 +1,18 @@
 """Sampling on a GPU: microseconds of a captured graph by rows and settings, and how many tokens differ from sampler.py.
 
-    PYTHONPATH=. python benchmarks/gpu_sampling.py
+    PYTHONPATH=. python benchmarks/gpu_sampling.py     writes benchmarks/gpu_sampling.txt, or --output FILE
 
 The budget is 40 us: a decode step of the 9B model takes 4.8 ms for one sequence and 6.1 for 32.
 """
 
+import sys
 from dataclasses import replace
 from functools import partial
 
 import torch
 import triton
 
+from benchmarks.outputs import measure_text
 from sala.backends.torch import sampler
 from sala.backends.torch.kernels import sampling
 from sala.protocol import Row, Sampling
@@ -47,7 +49,8 @@ def measure(num_rows: int, settings: Sampling, scale: float) -> tuple[float, int
     return 1000 * float(triton.testing.do_bench_cudagraph(call, rep=50, return_mode="median")), num_different
 
 
-def main() -> None:
+def settings() -> None:
+    """All settings, over peaked and flat logits."""
     for sharpness, scale in SHARPNESS.items():
         for name, settings in SETTINGS.items():
             found = [(rows, *measure(rows, settings, scale)) for rows in (1, 8, 32, 128)]
@@ -55,5 +58,9 @@ def main() -> None:
             print(f"{sharpness}, {name}: {times}", flush=True)
 
 
+def main() -> int:
+    return measure_text(__doc__, __file__, [settings])
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,13 +1,21 @@
 """Serving on a GPU through the engine, without HTTP: full 9B shapes with random weights, default settings.
 
-    PYTHONPATH=. python benchmarks/gpu_serving.py [PART …]     writes benchmarks/gpu_serving.json after each case
-    PYTHONPATH=. python benchmarks/gpu_serving.py --smoke      a tiny model on a CPU, to test the script itself
+    PYTHONPATH=. python benchmarks/gpu_serving.py [PART …]     writes benchmarks/gpu_serving.json, or --output FILE
+    PYTHONPATH=. python benchmarks/gpu_serving.py --smoke --output FILE      a tiny model on a CPU: tests the script
 
-Parts, each of one to two minutes: start (from the start of a process until the engine has answered, without and with
-compiled kernels on disk; after the former, the longest stall of prompts with lengths not seen before), first_token (by
-length, warm), decode (greedy and sampled), load (closed loop), prefill (128K and 256K, in bf16 and with FP8 products),
-quantized (decode with 8 and 4 bits), long (a prompt of a million tokens, and decode behind it).
-`SALA_*` variables set options, e.g. SALA_MAX_BATCH=64. Results of earlier runs are kept, case by case.
+Parts, each of one to two minutes, start of up to four: start (from the start of a process until the engine has
+answered, without and with compiled kernels on disk; after the former, the longest stalls of requests of kinds and
+lengths not seen before), first_token (by length), decode (greedy and sampled), load (closed loop), quantized (decode
+with 4 and 8 bits), prefill (128K and 256K, in bf16 and with FP8 products), peer256 (256K, ours and a dense model of
+Qwen3-8B's shapes in transformers, in one run), long (a prompt of a million tokens, and decode behind it).
+
+All of them take more than ten minutes. Where a command may not, use two; the second finds the kernels of the first:
+
+    PYTHONPATH=. python benchmarks/gpu_serving.py --output FILE start first_token decode load
+    PYTHONPATH=. python benchmarks/gpu_serving.py --output FILE quantized prefill peer256 long
+
+`SALA_*` variables set options, e.g. SALA_MAX_BATCH=64. Results are written after each case, with the commit
+(`--commit`, BENCH_COMMIT or git) and the date; those of earlier runs are kept, case by case.
 """
 
 import argparse
@@ -15,33 +23,38 @@ import gc
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import torch
 
+from benchmarks.outputs import load as load_results
+from benchmarks.outputs import make_parser, parse, run_parts, save, stamp
 from sala.backends.torch.executor import TorchExecutor, free_bytes, plan_capacity
 from sala.backends.torch.loader import random_model
 from sala.checkpoint.random import RELEASED, TINY
-from sala.engine.engine import Engine
+from sala.engine.engine import WARM_LENGTHS, Engine
 from sala.engine.scheduler import Request
 from sala.lab.bench.meters import PowerMeter, Timeline, summarize
 from sala.options.sources import resolve
-from sala.protocol import Options, Sampling
+from sala.protocol import Options, Sampling, Verdict
 
 FILE = Path(__file__).with_suffix(".json")
+KERNELS = platformdirs.user_cache_path("sala") / "bench-kernels"  # what `start` has compiled, for all later parts
 LIMIT_S = 110.0  # of a part: cases that would begin later are left out
+CHILD_S = 250.0  # for a start and its stalls; then the process is ended
 NUM_WARM = 8  # tokens of each sequence before decoding is timed
 NUM_STEPS = 100  # decode steps that are timed
 REPEATS = 5
@@ -64,14 +77,17 @@ LOADS = (  # name, requests at a time, requests, tokens in, tokens out
 PREFILLS = (("128K", 131072), ("256K", 262144))
 LONGEST = 1 << 20
 QUANTIZED = {  # bits, and what keeps 8 of them
-    "8 bits": (8, ()),
-    "4 bits": (4, ("lm_head",)),
     "4 bits, default file": (4, ("lm_head", "v_proj", "layers.31.")),
+    "4 bits": (4, ("lm_head",)),
+    "8 bits": (8, ()),
 }
+PENALISED = replace(SAMPLED, repetition_penalty=1.1, frequency_penalty=0.2)
+LONG_LENGTHS = (20003, 40009, 70001, 140009)  # of lone prompts whose stalls are measured; more blocks, other kernels
+NUM_NEIGHBOURS = 3
 SHOWN = (  # label, path in the results, factor, bound, whether it is a lower one, vLLM 0.25.1 with a dense 8B model
     ("start to ready, kernels on disk, s", ("start", "cached", "ready_s"), 1, 20, False, None),
     ("start to ready, nothing on disk, s", ("start", "fresh", "ready_s"), 1, 75, False, 75),
-    ("longest stall, prompts of 1 to 4,096 tokens, s", ("start", "fresh", "stall_s"), 1, 0.1, False, None),
+    ("longest stall of a request of a new kind or length, s", ("start", "fresh", "stall_s"), 1, 0.1, False, None),
     ("first token, 40 tokens, ms", ("first_token", "40", "warm_s"), 1e3, 12, False, 14.5),
     ("first token, 512 tokens, ms", ("first_token", "512", "warm_s"), 1e3, 17, False, 16.3),
     ("first token, 2,048 tokens, ms", ("first_token", "2048", "warm_s"), 1e3, 56, False, 52),
@@ -94,6 +110,8 @@ SHOWN = (  # label, path in the results, factor, bound, whether it is a lower on
     ("decode, default 4-bit file, tok/s", ("quantized", "4 bits, default file", "per_second"), 1, 430, True, None),
     ("decode, all 4 bits, tok/s", ("quantized", "4 bits", "per_second"), 1, 480, True, None),
     ("decode, 8 bits, tok/s", ("quantized", "8 bits", "per_second"), 1, 325, True, None),
+    ("prefill 256K, times as fast as the dense peer", ("peer256", "256K", "ratio"), 1, None, True, None),
+    ("the same with FP8 products", ("peer256", "256K", "ratio_fp8"), 1, None, True, None),
     ("1M tokens, bf16, s", ("long", "1M auto", "seconds"), 1, 39, False, None),
     ("1M tokens, FP8 products, s", ("long", "1M fp8", "seconds"), 1, 28, False, None),
 )
@@ -105,6 +123,7 @@ class Bench:
 
     is_smoke: bool
     file: Path
+    commit: str | None = None
     results: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
 
@@ -113,6 +132,7 @@ class Bench:
         self.device = torch.device("cpu" if self.is_smoke else "cuda")
         self.dtype = torch.float32 if self.is_smoke else torch.bfloat16
         self.options: Options = resolve(None, {"ctx": 1024, "max_batch": 4} if self.is_smoke else {})
+        self.kernels = self.file.parent / "kernels" if self.is_smoke else KERNELS
         self._model: Any = None
         self._default: Engine | None = None
         self._executor: TorchExecutor | None = None
@@ -180,30 +200,37 @@ class Bench:
 
     def keep(self, part: str, case: str, result: dict[str, Any]) -> None:
         """Print a result and write all of them."""
-        self.results.setdefault(part, {})[case] = result
         name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
-        self.results["machine"] = {"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+        run = {**stamp(self.commit), "device": name, "torch": torch.__version__}
+        self.results.setdefault(part, {})[case] = {**result, "run": run}
         shown = ", ".join(f"{key} {value:.4g}" for key, value in result.items() if isinstance(value, int | float))
         print(f"[{time.perf_counter() - self.began:6.1f} s] {part}, {case}: {shown or result}", flush=True)
-        self.file.write_text(json.dumps(self.results, indent=1) + "\n")
+        save(self.file, self.results)
 
 
 def drive(
     engine: Engine, prompts: Sequence[list[int]], sampling: Sampling, at_a_time: int
 ) -> tuple[float, list[Timeline]]:
     """Answer all prompts, so many at a time. Return the seconds and what came when; only updates count as tokens."""
-    queue, alive, done = deque(prompts), {}, []
+    return drive_requests(engine, [Request(prompt, sampling) for prompt in prompts], at_a_time)
+
+
+def drive_requests(
+    engine: Engine, requests: Sequence[Request], at_a_time: int, is_tidy: bool = True
+) -> tuple[float, list[Timeline]]:
+    """`drive` requests of all kinds; if `is_tidy`, until nothing else runs either. Timelines are in order of ends."""
+    queue, alive, done = deque(requests), {}, []
     began = time.perf_counter()
     while queue or alive:
         while queue and len(alive) < at_a_time:
-            prompt = queue.popleft()
-            timeline = Timeline(time.perf_counter(), num_input=len(prompt))
-            alive[engine.submit(Request(prompt, sampling)).id] = timeline
+            request = queue.popleft()
+            timeline = Timeline(time.perf_counter(), num_input=len(request.prompt))
+            alive[engine.submit(request).id] = timeline
         updates = engine.step()
         now = time.perf_counter()
         for update in updates:
             timeline = alive.get(update.sequence.id)
-            if timeline is None:  # the late update of a sequence that has finished
+            if timeline is None:  # the late update of a sequence that has finished, or of a neighbour
                 continue
             if update.sampled:
                 timeline.events.append(now)
@@ -213,7 +240,7 @@ def drive(
                     raise update.sequence.error
                 done.append(alive.pop(update.sequence.id))
     seconds = time.perf_counter() - began
-    while not engine.is_idle:
+    while is_tidy and not engine.is_idle:
         engine.step()
     return seconds, done
 
@@ -231,15 +258,26 @@ def start(bench: Bench) -> None:
     """Start twice in processes of their own: with an empty directory of compiled kernels, and with what that left."""
     bench.close()
     bench.release(is_model=True)
-    with tempfile.TemporaryDirectory(prefix="kernels-") as directory:
-        for case in ("fresh", "cached"):
-            caches = {"TRITON_CACHE_DIR": f"{directory}/triton", "XDG_CACHE_HOME": f"{directory}/cache"}
-            command = [sys.executable, __file__, "--child", case, *(["--smoke"] if bench.is_smoke else [])]
-            began = time.time()
-            child = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
-            found = json.loads(child.stdout.splitlines()[-1])
+    shutil.rmtree(bench.kernels, ignore_errors=True)
+    for case in ("fresh", "cached"):
+        caches = {"TRITON_CACHE_DIR": f"{bench.kernels}/triton", "XDG_CACHE_HOME": f"{bench.kernels}/cache"}
+        options = ["--smoke"] if bench.is_smoke else []
+        command = [sys.executable, __file__, *options, "--output", str(bench.file), "--child", case]
+        began, error = time.time(), None
+        try:
+            output = subprocess.run(
+                command, env={**os.environ, **caches}, stdout=subprocess.PIPE, check=True, timeout=CHILD_S
+            ).stdout
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as ended:  # what it has printed counts
+            output, error = ended.stdout or b"", ended
+        found: dict[str, Any] = {}
+        for line in output.decode().splitlines():
+            found |= json.loads(line) if line.startswith("{") else {}
+        if "ready_at" in found:
             ready = {"ready_s": found.pop("ready_at") - began, "engine_s": found.pop("engine_s")}
             bench.keep("start", case, {**ready, **found})
+        if error is not None:
+            raise error
 
 
 def run_child(bench: Bench, case: str) -> None:
@@ -247,32 +285,122 @@ def run_child(bench: Bench, case: str) -> None:
     bench.model  # noqa: B018 - the weights are made now; a server would load them
     began = time.perf_counter()
     first_token_s(bench, bench.engine, 16)
-    found = {"ready_at": time.time(), "engine_s": time.perf_counter() - began}
-    print(json.dumps({**found, **(measure_stalls(bench) if case == "fresh" else {})}))
+    print(json.dumps({"ready_at": time.time(), "engine_s": time.perf_counter() - began}), flush=True)
+    if case == "fresh":
+        print(json.dumps(measure_stalls(bench)), flush=True)
+
+
+class HalfOfAll:
+    """A constraint in place of a grammar's: every other token is allowed."""
+
+    allows_drafts = False
+
+    def __init__(self, vocab_size: int) -> None:
+        self._mask = bytes([0x55] * -(-vocab_size // 8))
+
+    def mask(self) -> bytes:
+        return self._mask
+
+    def observe(self, token: int) -> Verdict | None:
+        return None
+
+
+def longest_wait_s(timeline: Timeline) -> float:
+    return max(timeline.first_token_s, *timeline.gaps, 0.0)
+
+
+def stall_alone(bench: Bench, length: int, sampling: Sampling = GREEDY, is_masked: bool = False) -> float:
+    """Return by how much the first request of a length and kind, which runs alone, waited longer than the second."""
+    waits = []
+    for [prompt] in (bench.prompts(1, length) for _ in range(2)):
+        controls = (HalfOfAll(bench.config.vocab_size),) if is_masked else ()
+        request = Request(prompt, replace(sampling, max_tokens=4), controls=controls)
+        waits.append(longest_wait_s(drive_requests(bench.engine, [request], 1)[1][0]))
+    return waits[0] - waits[1]
+
+
+def stall_in_conversation(bench: Bench, length: int) -> float:
+    """`stall_alone` of the second turn of a conversation whose first one is cached."""
+    waits = []
+    for [prompt] in (bench.prompts(1, length) for _ in range(2)):
+        first = bench.engine.submit(Request(prompt, replace(GREEDY, max_tokens=8)))
+        while not bench.engine.is_idle:
+            bench.engine.step()
+        [question] = bench.prompts(1, 1 + length % 50)
+        request = Request([*first.tokens, *question], replace(GREEDY, max_tokens=4))
+        waits.append(longest_wait_s(drive_requests(bench.engine, [request], 1)[1][0]))
+    return waits[0] - waits[1]
+
+
+def stall_beside(bench: Bench, length: int) -> float:
+    """`stall_alone` while neighbours decode; they wait as long as the prompt takes, both times."""
+    waits = []
+    for _ in range(2):
+        *others, prompt = (bench.prompts(1, size)[0] for size in (*[64] * NUM_NEIGHBOURS, length))
+        endless = replace(SAMPLED, max_tokens=512)
+        neighbours = [bench.engine.submit(Request(other, endless)) for other in others]
+        while any(len(one.sampled) < 2 and not one.is_finished for one in neighbours):
+            bench.engine.step()
+        request = Request(prompt, replace(GREEDY, max_tokens=4))
+        waits.append(longest_wait_s(drive_requests(bench.engine, [request], 1, is_tidy=False)[1][0]))
+        for one in neighbours:
+            bench.engine.cancel(one)
+        while not bench.engine.is_idle:
+            bench.engine.step()
+    return waits[0] - waits[1]
+
+
+def stall_cases(bench: Bench) -> list[tuple[str, int, Callable[[], float]]]:
+    """Return kinds of requests with lengths that the warm-up has not computed, in an order that mixes them."""
+    generator = random.Random(0)
+    new = [length for length in range(1, 4097) if length not in WARM_LENGTHS]
+    lone = [*new[:130:3], *generator.sample(new[130:], 40), *LONG_LENGTHS]
+    some = {kind: generator.sample(new, 8) for kind in ("sampled", "penalised", "masked", "follow-up", "beside others")}
+    if bench.is_smoke:
+        lone, some = [7, 8, 9], {kind: [11] for kind in some}
+    kinds: dict[str, Callable[[int], float]] = {
+        "sampled": partial(stall_alone, bench, sampling=SAMPLED),
+        "penalised": partial(stall_alone, bench, sampling=PENALISED),
+        "masked": partial(stall_alone, bench, is_masked=True),
+        "follow-up": partial(stall_in_conversation, bench),
+        "beside others": partial(stall_beside, bench),
+    }
+    cases: list[tuple[str, int, Callable[[], float]]] = [
+        ("alone", one, partial(stall_alone, bench, one)) for one in lone
+    ]
+    cases += [(kind, one, partial(work, one)) for kind, work in kinds.items() for one in some[kind]]
+    return generator.sample(cases, len(cases))
 
 
 def measure_stalls(bench: Bench) -> dict[str, Any]:
-    """Return by how much the first prompt of a length waited longer than the second one, at worst."""
-    generator = random.Random(0)
-    lengths = [*range(1, 131, 3), *generator.sample(range(131, 4096), 60), 1024, 2048, 4096]
-    lengths = [7, 8, 9] if bench.is_smoke else generator.sample(lengths, len(lengths))
-    bench.began, stalls = time.perf_counter(), {}
-    for length in lengths:
+    """Return by how much the first request of a kind and length waited longer than the second one, at worst."""
+    bench.began, found = time.perf_counter(), {}
+    for kind, length, work in stall_cases(bench):
         if bench.is_late():
             break
-        first, second = (first_token_s(bench, bench.engine, length) for _ in range(2))
-        stalls[length] = first - second
-    worst = sorted(stalls, key=lambda length: -stalls[length])[:5]
-    by_length = {str(length): stalls[length] for length in worst}
-    return {"stall_s": stalls[worst[0]], "num_lengths": len(stalls), "worst": by_length}
+        found.setdefault(kind, {})[str(length)] = work()
+    by_kind = {}
+    for kind, stalls in sorted(found.items()):
+        worst = sorted(stalls, key=lambda length: -stalls[length])[:5]
+        longest = {length: stalls[length] for length in worst}
+        by_kind[kind] = {"stall_s": stalls[worst[0]], "num_lengths": len(stalls), "worst": longest}
+    stall_s = max(one["stall_s"] for one in by_kind.values())
+    return {"stall_s": stall_s, "num_lengths": len(found.get("alone", ())), "kinds": by_kind}
+
+
+def cold_length(length: int) -> int:
+    """Return a length near by that the warm-up has not computed."""
+    return next(near for near in range(length - 3, 0, -1) if near not in WARM_LENGTHS)
 
 
 def first_token(bench: Bench) -> None:
+    """First a length that neither the warm-up nor a request had, then the length itself."""
     for length in LENGTHS:
-        num_tokens = bench.small(length)
-        first = first_token_s(bench, bench.engine, num_tokens)
-        warm = [first_token_s(bench, bench.engine, num_tokens) for _ in range(REPEATS)]
-        result = {"first_s": first, "warm_s": statistics.median(warm), "worst_s": max(warm)}
+        num_tokens = bench.small(length, least=8)
+        cold = cold_length(num_tokens)
+        first = first_token_s(bench, bench.engine, cold)
+        warm = [first_token_s(bench, bench.engine, num_tokens) for _ in range(1 + REPEATS)][1:]
+        result = {"first_s": first, "cold_length": cold, "warm_s": statistics.median(warm), "worst_s": max(warm)}
         bench.keep("first_token", str(length), result)
 
 
@@ -338,7 +466,7 @@ def prefill(bench: Bench) -> None:
         if bench.is_smoke and kind == "fp8":  # needs a GPU
             continue
         ctx = bench.small(PREFILLS[-1][1], 1024) + 64
-        with bench.other_engine(prefill=kind, ctx=ctx) as engine:
+        with bench.other_engine(prefill=kind, ctx=ctx, max_batch=2) as engine:
             for name, length in PREFILLS:
                 num_tokens = bench.small(length, 1024)
                 first_token_s(bench, engine, num_tokens)
@@ -368,10 +496,11 @@ def quantized(bench: Bench) -> None:
 def long(bench: Bench) -> None:
     """A million tokens until the first token, then decode, against decode behind 4K tokens in the same engine."""
     steps, length = bench.small(NUM_STEPS, 10), bench.small(LONGEST, 4096)
+    sizes = (bench.small(4096), length)
     sampling = replace(GREEDY, max_tokens=NUM_WARM + 2 * steps)
     for kind in ("auto",) if bench.is_smoke else ("auto", "fp8"):
         with bench.other_engine(prefill=kind, ctx=length + 512, max_batch=2) as engine:
-            short, deep = ([Request(prompt, sampling)] for size in (4096, length) for prompt in bench.prompts(1, size))
+            short, deep = ([Request(prompt, sampling)] for size in sizes for prompt in bench.prompts(1, size))
             if kind == "auto":
                 bench.keep("long", "decode at 4K", time_decode(engine, short, steps))
             began = time.perf_counter()
@@ -381,9 +510,37 @@ def long(bench: Bench) -> None:
     bench.release(is_model=True)
 
 
+def peer256(bench: Bench) -> None:
+    """256K tokens until the first one, in bf16 and with FP8 products, and by a dense model of Qwen3-8B's shapes."""
+    from benchmarks.gpu_model import REST_S, qwen
+
+    name, length = "256K", bench.small(262144, 1024)
+    result: dict[str, Any] = {}
+    for kind in ("auto",) if bench.is_smoke else ("auto", "fp8"):
+        with bench.other_engine(prefill=kind, ctx=length + 64, max_batch=2) as engine:
+            first_token_s(bench, engine, bench.small(32768, 1024))
+            time.sleep(0 if bench.is_smoke else REST_S)
+            result["seconds" if kind == "auto" else "seconds_fp8"] = first_token_s(bench, engine, length)
+        bench.keep("peer256", name, result)
+    bench.release(is_model=True)
+    tiny = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
+    peer = qwen(bench.device, **tiny if bench.is_smoke else {})
+    with torch.inference_mode():
+        for size in (bench.small(32768, 1024), length):  # the first one warms up
+            ids = torch.randint(0, 500, (1, size), device=bench.device)
+            time.sleep(0 if bench.is_smoke else REST_S)
+            began = time.perf_counter()
+            peer(ids, logits_to_keep=1).logits.argmax().item()
+            result["peer_seconds"] = time.perf_counter() - began
+    del peer
+    bench.release()
+    ratios = {key.replace("seconds", "ratio"): result["peer_seconds"] / result[key] for key in list(result)[:-1]}
+    bench.keep("peer256", name, {**result, **ratios})
+
+
 PARTS: dict[str, Callable[[Bench], None]] = {
-    "start": start, "first_token": first_token, "decode": decode, "load": load, "prefill": prefill,
-    "quantized": quantized, "long": long,
+    "start": start, "first_token": first_token, "decode": decode, "load": load, "quantized": quantized,
+    "prefill": prefill, "peer256": peer256, "long": long,
 }  # fmt: skip
 
 
@@ -404,34 +561,40 @@ def print_table(results: dict[str, Any]) -> None:
         print(f"{label:52}" + "".join(f"{cell:>10}" for cell in cells) + ("" if is_met else "  missed"))
 
 
+def adopt(results: dict[str, Any]) -> dict[str, Any]:
+    """Give every result of an older file, which had one date for all, what is known about its run."""
+    if machine := results.pop("machine", None):
+        for cases in results.values():
+            for result in cases.values():
+                result.setdefault("run", {"commit": "unknown", **machine})
+    return results
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; by default all")
+    parser = make_parser(__doc__, FILE, list(PARTS))
     parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU")
-    parser.add_argument("--output", type=Path, default=FILE, metavar="FILE.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if unknown := sorted(set(given.parts) - PARTS.keys()):
-        parser.error(f"{unknown[0]} is not a part; use {', '.join(PARTS)}")
-    if given.smoke and given.output == FILE and given.child is None:
+    given = parse(parser, list(PARTS))
+    if given.smoke and given.output == FILE:
         parser.error("--smoke needs --output: its figures mean nothing")
-    bench = Bench(given.smoke, given.output)
+    bench = Bench(given.smoke, given.output, given.commit)
     if given.child is not None:
         run_child(bench, given.child)
         return 0
-    if given.output.exists():
-        bench.results = json.loads(given.output.read_text())
-    failed = False
-    for part in given.parts or PARTS:
+    os.environ.setdefault("TRITON_CACHE_DIR", f"{bench.kernels}/triton")
+    bench.results = adopt(load_results(given.output))
+
+    def run(part: str) -> None:
         bench.began = time.perf_counter()
-        try:
-            PARTS[part](bench)
-        except Exception:  # the other parts can still be measured
-            traceback.print_exc()
-            failed = True
+        PARTS[part](bench)
+
+    def clear(part: str, is_good: bool) -> None:
+        if not is_good:
             bench.close()
+
+    status = run_parts({part: partial(run, part) for part in PARTS}, given.parts, clear)
     print_table(bench.results)
-    return int(failed)
+    return status
 
 
 if __name__ == "__main__":

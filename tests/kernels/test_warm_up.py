@@ -15,7 +15,7 @@ from sala.backends.torch.batch import pack
 from sala.backends.torch.executor import TorchExecutor
 from sala.backends.torch.fast import gpu_decode, gpu_prefill
 from sala.backends.torch.fast.gpu_forward import GpuForward
-from sala.backends.torch.kernels import block_scores, pdl, triton_kernels
+from sala.backends.torch.kernels import block_scores, pdl, top_blocks, triton_kernels
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.lora import Adapter, Change
 from sala.checkpoint.random import RELEASED
@@ -122,6 +122,22 @@ def test_no_length_of_a_prompt_asks_for_a_new_kernel(recorder: Recorder, monkeyp
                 for is_sparse in (True,) if end >= SPARSE.dense_len else (False, True):
                     new = recorder.new(lambda: read(engine, start, end - start, is_last, is_sparse))  # noqa: B023
                     assert not new, (end, count, is_last, is_sparse)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_sizes_that_launch_every_variant(groups: int) -> None:
+    """Those of any width and number of queries are among them."""
+
+    def constants(n: int, width: int) -> tuple[Any, ...]:
+        config = top_blocks.top_config(width, n * groups, SPARSE)
+        chosen = top_blocks.top_constants(SPARSE, groups, SPARSE.num_selected, width, config)
+        return n <= pdl.MAX_ROWS, config.options.items(), tuple(chosen.items())
+
+    known = [constants(*size) for size in top_blocks.distinct_sizes(SPARSE, groups, LONGEST // SPARSE.block_size)]
+    for width in (*range(1, 16385, 61), *(1 << at for at in range(15)), *((1 << at) + 1 for at in range(14))):
+        for n in (1, 31, 32, 33, 128, 129, 256, 257, 8448):
+            assert constants(n, width) in known, (n, width)
+    assert len(known) <= 16
 
 
 @pytest.mark.parametrize("kind", ["ahead", "adapters", "drafts"])

@@ -335,6 +335,8 @@ class GpuForward:
         with ThreadPoolExecutor(MOST_COMPILERS) as pool:
             for done, _ in enumerate(pool.map(self._call, calls), 1):
                 on_progress(done, total)
+        for call in calls:  # threads that compile the same kernel first may each have kept what they compiled
+            call()
         for done, capture in enumerate(captures, len(calls) + 1):
             capture()
             on_progress(done, total)
