@@ -123,7 +123,7 @@ def running_bytes(table: Mapping[str, Any], num_tokens: int, element_bytes: int,
         hidden, heads = table["hidden_size"], table["num_attention_heads"]
         groups, dim = table.get("num_key_value_heads") or heads, table.get("head_dim") or hidden // heads
         cached = 2 * table["num_hidden_layers"] * groups * dim
-        active = 4 * hidden + max(3 * table["intermediate_size"], 4 * heads * dim)  # of a layer, and the residual
+        active = 8 * hidden + max(3 * table["intermediate_size"], 4 * heads * dim)  # of a layer, and what norms copy
         return int(element_bytes * (num_tokens * cached + min(num_tokens, chunk or num_tokens) * active))
     except (KeyError, TypeError):
         return 0
