@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,14 +42,15 @@ import torch
 
 from benchmarks.outputs import load as load_results
 from benchmarks.outputs import make_parser, parse, run_parts, save, stamp
+from benchmarks.stalls import GREEDY, SAMPLED, drive, measure_stalls
 from sala.backends.torch.executor import TorchExecutor, free_bytes, plan_capacity
 from sala.backends.torch.loader import random_model
 from sala.checkpoint.random import RELEASED, TINY
 from sala.engine.engine import WARM_LENGTHS, Engine
 from sala.engine.scheduler import Request
-from sala.lab.bench.meters import PowerMeter, Timeline, summarize
+from sala.lab.bench.meters import PowerMeter, summarize
 from sala.options.sources import resolve
-from sala.protocol import Options, Sampling, Verdict
+from sala.protocol import Options
 
 FILE = Path(__file__).with_suffix(".json")
 KERNELS = platformdirs.user_cache_path("sala") / "bench-kernels"  # what `start` has compiled, for all later parts
@@ -59,8 +60,6 @@ NUM_WARM = 8  # tokens of each sequence before decoding is timed
 NUM_STEPS = 100  # decode steps that are timed
 REPEATS = 5
 LENGTHS = (40, 512, 2048, 4096)
-GREEDY = Sampling(temperature=0, ignore_eos=True, seed=0)
-SAMPLED = replace(GREEDY, temperature=0.7, top_p=0.95, top_k=50)
 DECODES = (
     ("1 x 4K greedy", 1, 4096, GREEDY),
     ("1 x 4K sampled", 1, 4096, SAMPLED),
@@ -81,9 +80,6 @@ QUANTIZED = {  # bits, and what keeps 8 of them
     "4 bits": (4, ("lm_head",)),
     "8 bits": (8, ()),
 }
-PENALISED = replace(SAMPLED, repetition_penalty=1.1, frequency_penalty=0.2)
-LONG_LENGTHS = (20003, 40009, 70001, 140009)  # of lone prompts whose stalls are measured; more blocks, other kernels
-NUM_NEIGHBOURS = 3
 SHOWN = (  # label, path in the results, factor, bound, whether it is a lower one, vLLM 0.25.1 with a dense 8B model
     ("start to ready, kernels on disk, s", ("start", "cached", "ready_s"), 1, 20, False, None),
     ("start to ready, nothing on disk, s", ("start", "fresh", "ready_s"), 1, 75, False, 75),
@@ -208,43 +204,6 @@ class Bench:
         save(self.file, self.results)
 
 
-def drive(
-    engine: Engine, prompts: Sequence[list[int]], sampling: Sampling, at_a_time: int
-) -> tuple[float, list[Timeline]]:
-    """Answer all prompts, so many at a time. Return the seconds and what came when; only updates count as tokens."""
-    return drive_requests(engine, [Request(prompt, sampling) for prompt in prompts], at_a_time)
-
-
-def drive_requests(
-    engine: Engine, requests: Sequence[Request], at_a_time: int, is_tidy: bool = True
-) -> tuple[float, list[Timeline]]:
-    """`drive` requests of all kinds; if `is_tidy`, until nothing else runs either. Timelines are in order of ends."""
-    queue, alive, done = deque(requests), {}, []
-    began = time.perf_counter()
-    while queue or alive:
-        while queue and len(alive) < at_a_time:
-            request = queue.popleft()
-            timeline = Timeline(time.perf_counter(), num_input=len(request.prompt))
-            alive[engine.submit(request).id] = timeline
-        updates = engine.step()
-        now = time.perf_counter()
-        for update in updates:
-            timeline = alive.get(update.sequence.id)
-            if timeline is None:  # the late update of a sequence that has finished, or of a neighbour
-                continue
-            if update.sampled:
-                timeline.events.append(now)
-                timeline.num_output += len(update.sampled)
-            if update.sequence.is_finished:
-                if update.sequence.error is not None:
-                    raise update.sequence.error
-                done.append(alive.pop(update.sequence.id))
-    seconds = time.perf_counter() - began
-    while is_tidy and not engine.is_idle:
-        engine.step()
-    return seconds, done
-
-
 def first_token_s(bench: Bench, engine: Engine, length: int) -> float:
     """Return the seconds from the request to the first token of a prompt that runs alone."""
     _, [timeline] = drive(engine, bench.prompts(1, length), replace(GREEDY, max_tokens=2), 1)
@@ -288,104 +247,6 @@ def run_child(bench: Bench, case: str) -> None:
     print(json.dumps({"ready_at": time.time(), "engine_s": time.perf_counter() - began}), flush=True)
     if case == "fresh":
         print(json.dumps(measure_stalls(bench)), flush=True)
-
-
-class HalfOfAll:
-    """A constraint in place of a grammar's: every other token is allowed."""
-
-    allows_drafts = False
-
-    def __init__(self, vocab_size: int) -> None:
-        self._mask = bytes([0x55] * -(-vocab_size // 8))
-
-    def mask(self) -> bytes:
-        return self._mask
-
-    def observe(self, token: int) -> Verdict | None:
-        return None
-
-
-def longest_wait_s(timeline: Timeline) -> float:
-    return max(timeline.first_token_s, *timeline.gaps, 0.0)
-
-
-def stall_alone(bench: Bench, length: int, sampling: Sampling = GREEDY, is_masked: bool = False) -> float:
-    """Return by how much the first request of a length and kind, which runs alone, waited longer than the second."""
-    waits = []
-    for [prompt] in (bench.prompts(1, length) for _ in range(2)):
-        controls = (HalfOfAll(bench.config.vocab_size),) if is_masked else ()
-        request = Request(prompt, replace(sampling, max_tokens=4), controls=controls)
-        waits.append(longest_wait_s(drive_requests(bench.engine, [request], 1)[1][0]))
-    return waits[0] - waits[1]
-
-
-def stall_in_conversation(bench: Bench, length: int) -> float:
-    """`stall_alone` of the second turn of a conversation whose first one is cached."""
-    waits = []
-    for [prompt] in (bench.prompts(1, length) for _ in range(2)):
-        first = bench.engine.submit(Request(prompt, replace(GREEDY, max_tokens=8)))
-        while not bench.engine.is_idle:
-            bench.engine.step()
-        [question] = bench.prompts(1, 1 + length % 50)
-        request = Request([*first.tokens, *question], replace(GREEDY, max_tokens=4))
-        waits.append(longest_wait_s(drive_requests(bench.engine, [request], 1)[1][0]))
-    return waits[0] - waits[1]
-
-
-def stall_beside(bench: Bench, length: int) -> float:
-    """`stall_alone` while neighbours decode; they wait as long as the prompt takes, both times."""
-    waits = []
-    for _ in range(2):
-        *others, prompt = (bench.prompts(1, size)[0] for size in (*[64] * NUM_NEIGHBOURS, length))
-        endless = replace(SAMPLED, max_tokens=512)
-        neighbours = [bench.engine.submit(Request(other, endless)) for other in others]
-        while any(len(one.sampled) < 2 and not one.is_finished for one in neighbours):
-            bench.engine.step()
-        request = Request(prompt, replace(GREEDY, max_tokens=4))
-        waits.append(longest_wait_s(drive_requests(bench.engine, [request], 1, is_tidy=False)[1][0]))
-        for one in neighbours:
-            bench.engine.cancel(one)
-        while not bench.engine.is_idle:
-            bench.engine.step()
-    return waits[0] - waits[1]
-
-
-def stall_cases(bench: Bench) -> list[tuple[str, int, Callable[[], float]]]:
-    """Return kinds of requests with lengths that the warm-up has not computed, in an order that mixes them."""
-    generator = random.Random(0)
-    new = [length for length in range(1, 4097) if length not in WARM_LENGTHS]
-    lone = [*new[:130:3], *generator.sample(new[130:], 40), *LONG_LENGTHS]
-    some = {kind: generator.sample(new, 8) for kind in ("sampled", "penalised", "masked", "follow-up", "beside others")}
-    if bench.is_smoke:
-        lone, some = [7, 8, 9], {kind: [11] for kind in some}
-    kinds: dict[str, Callable[[int], float]] = {
-        "sampled": partial(stall_alone, bench, sampling=SAMPLED),
-        "penalised": partial(stall_alone, bench, sampling=PENALISED),
-        "masked": partial(stall_alone, bench, is_masked=True),
-        "follow-up": partial(stall_in_conversation, bench),
-        "beside others": partial(stall_beside, bench),
-    }
-    cases: list[tuple[str, int, Callable[[], float]]] = [
-        ("alone", one, partial(stall_alone, bench, one)) for one in lone
-    ]
-    cases += [(kind, one, partial(work, one)) for kind, work in kinds.items() for one in some[kind]]
-    return generator.sample(cases, len(cases))
-
-
-def measure_stalls(bench: Bench) -> dict[str, Any]:
-    """Return by how much the first request of a kind and length waited longer than the second one, at worst."""
-    bench.began, found = time.perf_counter(), {}
-    for kind, length, work in stall_cases(bench):
-        if bench.is_late():
-            break
-        found.setdefault(kind, {})[str(length)] = work()
-    by_kind = {}
-    for kind, stalls in sorted(found.items()):
-        worst = sorted(stalls, key=lambda length: -stalls[length])[:5]
-        longest = {length: stalls[length] for length in worst}
-        by_kind[kind] = {"stall_s": stalls[worst[0]], "num_lengths": len(stalls), "worst": longest}
-    stall_s = max(one["stall_s"] for one in by_kind.values())
-    return {"stall_s": stall_s, "num_lengths": len(found.get("alone", ())), "kinds": by_kind}
 
 
 def cold_length(length: int) -> int:
