@@ -1,6 +1,7 @@
 """The prefix cache: the longest prefix is found, tips of conversations stay, and shares are fair."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -129,15 +130,20 @@ def test_a_client_that_was_idle_for_long_has_no_share(monkeypatch: pytest.Monkey
 
 
 def test_pages_in_use_count_as_a_part_of_the_share() -> None:
-    """A long request pushes out what its own client has cached, and not the conversations of another."""
-    engine = Engine(FakeExecutor(num_pages=40, num_slots=16, ctx=600), SPARSE, Options(max_batch=1))
+    """Beside a long answer of its own, a client has little room for what is cached, and others keep theirs."""
+    engine = Engine(FakeExecutor(num_pages=40, num_slots=20, ctx=600), SPARSE, Options(max_batch=2))
     rng = random.Random(5)
-    modest, greedy = ([prompt(rng, 40) for _ in range(4)] for _ in range(2))
+    modest = [prompt(rng, 40) for _ in range(4)]
     converse(engine, modest, 1, owner="modest")
-    converse(engine, greedy, 1, owner="greedy")
-    converse(engine, [prompt(rng, 400)], 1, owner="greedy")
-    assert [engine.num_cached([*talk, 1]) for talk in modest] == [43] * 4
-    assert 0 in [engine.num_cached([*talk, 1]) for talk in greedy]
+    for _ in range(20):  # the other three become old
+        finish(engine, engine.submit(Request(modest[0], SHORT, owner="modest")))
+    long = engine.submit(Request(prompt(rng, 30), replace(SHORT, max_tokens=400), owner="greedy"))
+    while len(long.tokens) < 330:
+        engine.step()
+    for _ in range(10):
+        converse(engine, [prompt(rng, 40)], 1, owner="greedy")
+        assert [engine.num_cached([*talk, 1]) for talk in modest[1:]] == [43] * 3
+    assert not long.is_finished
 
 
 def test_misses_by_cause() -> None:
