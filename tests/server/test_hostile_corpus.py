@@ -346,8 +346,7 @@ def test_nobody_notices_chunks(server: Server, name: str | None, status: int, nu
 def test_many_senders_at_once(server: Server) -> None:
     """Eight grammars that never compile, as many patterns, and large answers, all at the same time."""
     grammars = [with_schema({"allOf": ENDLESS["allOf"][number:]}) for number in range(2, 10)]
-    hard = [[tool(pattern(f"{CLASSES}{number}"))] for number in range(8)]
-    patterns = [chat(tools=tools, tool_choice="required") for tools in hard]
+    patterns = [chat(tools=[tool(pattern(f"{CLASSES}{number}"))]) for number in range(8)]
     answers = [chat(**SCORED, n=4) | {"max_tokens": 100}] * 4
     bodies = [json.dumps(body).encode() for body in (*grammars, *patterns, *answers)]
     check(server, [partial(send, server, CHAT, data) for data in bodies])

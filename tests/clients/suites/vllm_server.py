@@ -36,7 +36,6 @@ LEFT_OUT = {
     "an answer under way is called queued there": ("test_stateful.py::test_background$",),
     "wording of vLLM": (
         "test_chat.py::test_long_seed",
-        "test_chat_logit_bias_validation.py::test_chat_logit_bias_invalid$",
         "test_stateful.py::test_(store|background_error|cancel_completed)$",
     ),
     "the last chunk has no text and the content of a call is null, as OpenAI's": (
