@@ -9,7 +9,7 @@ from sala.cli.outputs import check_new, check_writable, output_file
 from sala.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from sala.lab.report.page import Section
+    from sala.lab.report.page import ReportSection
 
 
 def report(
@@ -53,7 +53,7 @@ def report(
     s.note(f"wrote {names}: {len(found)} run{'s' if len(found) > 1 else ''}")
 
 
-def _pictures(sections: "Sequence[Section]", plot: Path) -> "Iterator[tuple[Path, Section]]":
+def _pictures(sections: "Sequence[ReportSection]", plot: Path) -> "Iterator[tuple[Path, ReportSection]]":
     """Yield a file for each section with charts; if there are several, the section's name is part of the file's."""
     shown = [section for section in sections if section.charts]
     for section in shown:

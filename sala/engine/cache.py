@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Generic
 
 from sala.config import Regime, SparseConfig
-from sala.engine.prefixes import Client, Node, P, Prefix, PrefixStatistics, Snapshot, first_to_evict, rank_clients
+from sala.engine.prefixes import ClientUse, Node, P, Prefix, PrefixStatistics, Snapshot, first_to_evict, rank_clients
 from sala.engine.scheduler import TOKEN_BYTES, SequenceState
 from sala.protocol import Executor
 
@@ -88,7 +88,7 @@ class PrefixCache(Generic[P]):
         self._roots: dict[str, Node] = {}
         self._prefixes: dict[P, None] = {}  # in the order in which they were added
         self._clock = 0
-        self.clients: dict[str, Client] = {}  # that have prefixes here
+        self.clients: dict[str, ClientUse] = {}  # that have prefixes here
         self.nbytes = 0  # of all labels
 
     def __len__(self) -> int:
@@ -133,7 +133,7 @@ class PrefixCache(Generic[P]):
         node.prefixes.append(prefix)
         _continue(node, 0)
         self._prefixes[prefix] = None
-        self.clients.setdefault(prefix.owner, Client()).num_prefixes += 1
+        self.clients.setdefault(prefix.owner, ClientUse()).num_prefixes += 1
         self.touch(prefix)
 
     def _node_of(self, salt: str, tokens: bytes | bytearray, size: int) -> Node:

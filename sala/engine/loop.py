@@ -145,7 +145,7 @@ class RequestHandle:
         return Usage(prompt, sampled, cached)
 
 
-class Turns:
+class ScoringTurns:
     """Whose prompts are scored next: clients take turns, a chunk each, and the requests of a client, a prompt each.
 
     A client has at most one prompt in progress, and one in the background: a prompt that is scored keeps its memory.
@@ -208,7 +208,7 @@ class EngineLoop:
         self.max_request_s = 0.0  # after which requests are cut; 0: never
         self.failure: SalaError | None = None  # why the loop has ended
         self._active: list[RequestHandle] = []
-        self._turns = Turns()
+        self._turns = ScoringTurns()
         self._owners: dict[int, tuple[RequestHandle, AnswerState]] = {}  # by the id of the sequence
 
     def start(self) -> threading.Thread:

@@ -71,7 +71,7 @@ class PrefixStatistics:
 
 
 @dataclass(slots=True)
-class Client:
+class ClientUse:
     """What a client has in a tier, and when it used that."""
 
     num_prefixes: int = 0
@@ -83,7 +83,7 @@ P = TypeVar("P", bound=Prefix)
 IDLE, BEYOND, WITHIN = range(3)  # clients, in the order in which their prefixes are evicted
 
 
-def first_to_evict(prefixes: Iterable[P], clients: Mapping[str, Client], ranks: Mapping[str, int]) -> P | None:
+def first_to_evict(prefixes: Iterable[P], clients: Mapping[str, ClientUse], ranks: Mapping[str, int]) -> P | None:
     """Return which prefix to evict first: of the clients that rank first, or else of one that is WITHIN its share.
 
     Inner ones go before others of the same age, the oldest before younger ones. Age is counted in uses by the same
@@ -99,7 +99,7 @@ def first_to_evict(prefixes: Iterable[P], clients: Mapping[str, Client], ranks: 
 
 
 def rank_clients(
-    clients: Mapping[str, Client], held: Callable[[str], int], size: int, asking: str = "", num_asked: int = 0
+    clients: Mapping[str, ClientUse], held: Callable[[str], int], size: int, asking: str = "", num_asked: int = 0
 ) -> dict[str, int]:
     """Return the clients that are IDLE, and those that are BEYOND an equal share of `size` among all others.
 

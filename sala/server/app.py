@@ -88,7 +88,7 @@ def watch_pools(app: FastAPI) -> None:
     """Let health checks and metrics see all that jobs wait for."""
     state = app.state
     runtime: Runtime = state.runtime
-    pools: dict[str, monitoring.Pool] = {
+    pools: dict[str, monitoring.JobQueue] = {
         "encode": state.pool,
         "bodies": state.body_pool,
         "threads": state.threads,

@@ -145,7 +145,7 @@ class KeptDocuments:
 
     def __init__(self, files: FileStore) -> None:
         self.files = files
-        self._prompts: OrderedDict[tuple[str, ...], Prompt] = OrderedDict()  # the last used one last
+        self._prompts: OrderedDict[tuple[str, ...], DocumentPrompt] = OrderedDict()  # the last used one last
         self._lock = threading.Lock()
 
     def add(self, owner: str, described: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class KeptDocuments:
             raise ApiError(404, "the document was deleted", param="document_id", code="document_not_found") from None
         return {**kept, **self.show(file)}
 
-    def prompt(self, files: Sequence[StoredFile], system: str, llm: LLM) -> "Prompt":
+    def prompt(self, files: Sequence[StoredFile], system: str, llm: LLM) -> "DocumentPrompt":
         """Return the tokens of a conversation that begins with documents."""
         key = (llm.tokenizer.fingerprint, system, *(file.id for file in files))
         with self._lock:
@@ -198,7 +198,7 @@ class KeptDocuments:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class DocumentPrompt:
     """The tokens of a conversation that begins with documents, and at which of them each document begins and ends."""
 
     ids: "array[int]"
@@ -209,14 +209,14 @@ class Prompt:
         return [(end - start, min(max(0, cached - start), end - start)) for start, end in self.spans]
 
 
-def _encode(texts: Sequence[str], system: str, llm: LLM) -> Prompt:
+def _encode(texts: Sequence[str], system: str, llm: LLM) -> DocumentPrompt:
     opening = [{"role": "system", "content": system}] if system else []
     messages = [*opening, {"role": "user", "content": "".join(texts)}]
     ids = array("I", llm.encode_chat(messages))
     prompt = PromptText(llm.tokenizer, ids, messages)
     begin = next((region.start for region in prompt.regions if region.message == len(messages) - 1), 0)
     bounds = [prompt.token_at(begin + length) for length in accumulate(map(len, texts), initial=0)]
-    return Prompt(ids, list(pairwise(bounds)))
+    return DocumentPrompt(ids, list(pairwise(bounds)))
 
 
 def dump_text(value: Any) -> bytes:

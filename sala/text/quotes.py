@@ -47,7 +47,7 @@ class TooMuchWorkError(Exception):
 
 
 @dataclass(slots=True)
-class Work:
+class SearchBudget:
     """What looking up the quotes of one answer may still cost, in characters that are searched."""
 
     left: int
@@ -56,7 +56,7 @@ class Work:
     HYPHEN = 100  # a hyphen or an end of a line in it
 
     @classmethod
-    def for_text(cls, length: int) -> "Work":
+    def for_text(cls, length: int) -> "SearchBudget":
         return cls(2**26 + 128 * length)
 
     def spend(self, amount: int) -> None:
@@ -119,14 +119,14 @@ class Piece:
         first, rest = self.text[0], self.text[1:]
         return {self.text, *(other + rest for other in (first.upper(), first.lower()) if len(other) == 1)}
 
-    def fits(self, text: FoldedText, start: int, work: Work) -> bool:
+    def fits(self, text: FoldedText, start: int, work: SearchBudget) -> bool:
         """Return whether the piece is what stands at a place where its letters are: whole words, the same hyphens."""
-        work.spend(Work.PLACE)
+        work.spend(SearchBudget.PLACE)
         end = start + len(self)
         for cut, may_cut in zip(text.cuts(start, end), self.may_cut, strict=True):
             if cut == "number" or (cut and not may_cut):
                 return False
-        work.spend(Work.HYPHEN * text.num_changes(start, end))
+        work.spend(SearchBudget.HYPHEN * text.num_changes(start, end))
         inside, at_ends = text.hyphens(start, end)
         own, own_at_ends = self.hyphens
         return inside <= own | own_at_ends and own <= inside | at_ends
@@ -158,8 +158,8 @@ class _Search:
     Everything moves from left to right only, so that the text is read once for each piece.
     """
 
-    def __init__(self, text: FoldedText, piece: Piece, before: "_Search | None", work: Work) -> None:
-        work.spend(Work.TEXT)
+    def __init__(self, text: FoldedText, piece: Piece, before: "_Search | None", work: SearchBudget) -> None:
+        work.spend(SearchBudget.TEXT)
         self.piece = piece
         self.start = -1
         self._text, self._before, self._work = text, before, work
@@ -197,7 +197,7 @@ class _Search:
         return self._next[variant]
 
 
-def look_up(pieces: list[Piece], text: FoldedText, work: Work) -> tuple[int, int] | None:
+def look_up(pieces: list[Piece], text: FoldedText, work: SearchBudget) -> tuple[int, int] | None:
     """Return where a quote stands in a text as it was given, or None. Raises TooMuchWorkError."""
     searches: list[_Search] = []
     for piece in pieces:

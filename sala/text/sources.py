@@ -15,7 +15,7 @@ from typing import Any
 from sala.text.answer import MAX_HELD, REPLACEMENT
 from sala.text.folding import FoldedText
 from sala.text.frames import FramedDocument, Place, find_documents
-from sala.text.quotes import TooMuchWorkError, Work, find_quotes, look_up, split_quote
+from sala.text.quotes import SearchBudget, TooMuchWorkError, find_quotes, look_up, split_quote
 from sala.text.tokenizer import Tokenizer
 
 RUN = 64  # tokens that are decoded together
@@ -271,7 +271,7 @@ class PromptText:
         except TooMuchWorkError:
             return None
 
-    def look_up(self, text: str, work: Work) -> dict[str, Any] | None:
+    def look_up(self, text: str, work: SearchBudget) -> dict[str, Any] | None:
         """Like `find`, in at most this much work; raises TooMuchWorkError."""
         pieces = split_quote(text)
         for region in sorted(self.regions, key=lambda region: not region.has_documents) if pieces else ():
@@ -282,9 +282,9 @@ class PromptText:
                 return self._where(region, start, stop, *tokens)
         return None
 
-    def work(self) -> Work:
+    def work(self) -> SearchBudget:
         """Return what looking up the quotes of one answer may cost."""
-        return Work.for_text(len(self.text))
+        return SearchBudget.for_text(len(self.text))
 
     def _fold(self, region: Region) -> FoldedText:
         """Return the text of a region as it is searched, made when the first quote is looked up there."""

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from sala.server.app import create_app
-from sala.server.http.parser import NUM_EVENTS, Parser
+from sala.server.http.connection import NUM_EVENTS, Parser
 from sala.server.http.security import MAX_HEADER_BYTES
 from sala.server.settings import Settings
 from tests.server.live import Live, is_closed, read_answer, request, serving, wait_until

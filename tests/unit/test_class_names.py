@@ -28,8 +28,6 @@ TWINS: dict[str, tuple[str, ...]] = {
     "SparseMixer": (f"{MLX}model", f"{TORCH}model", f"{VLLM}sparse"),
     # the same choice in two interfaces of OpenAI, which write it in different shapes
     "AllowedTools": ("server/api/chat", "server/api/responses"),
-    # the text layer may not import documents, and declares what it needs of a place
-    "Place": ("documents/packing", "text/sources"),
 }
 
 

@@ -9,8 +9,8 @@ from sala.text.folding import FoldedText
 from sala.text.quotes import (
     MAX_PIECES,
     MAX_QUOTES,
+    SearchBudget,
     TooMuchWorkError,
-    Work,
     find_quotes,
     look_up,
     split_quote,
@@ -19,7 +19,7 @@ from sala.text.quotes import (
 
 def find(text: str, quote: str) -> str | None:
     """Return what of a text is the quote."""
-    found = look_up(split_quote(quote), FoldedText(text), Work.for_text(len(text)))
+    found = look_up(split_quote(quote), FoldedText(text), SearchBudget.for_text(len(text)))
     return None if found is None else text[slice(*found)]
 
 
@@ -171,7 +171,7 @@ def test_pieces_are_found_where_a_plain_search_finds_them(monkeypatch: pytest.Mo
     ],
 )
 def test_work_is_in_proportion_to_the_text(text: str, quote: str) -> None:
-    pieces, work = split_quote(quote), Work.for_text(len(text))
+    pieces, work = split_quote(quote), SearchBudget.for_text(len(text))
     assert pieces
     before, folded = work.left, FoldedText(text)
     assert len(folded.text) <= len(text)
@@ -180,4 +180,4 @@ def test_work_is_in_proportion_to_the_text(text: str, quote: str) -> None:
     except TooMuchWorkError:
         assert work.left < 0
     else:
-        assert before - work.left <= len(pieces) * (2 * len(text) + Work.TEXT + 100 * Work.PLACE)
+        assert before - work.left <= len(pieces) * (2 * len(text) + SearchBudget.TEXT + 100 * SearchBudget.PLACE)

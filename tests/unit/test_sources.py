@@ -8,7 +8,7 @@ import pytest
 from sala.documents.model import Document, Section
 from sala.documents.packing import encode_documents, pack
 from sala.text.folding import FoldedText
-from sala.text.quotes import Work
+from sala.text.quotes import SearchBudget
 from sala.text.sources import PromptText, find_passages, find_sources, telling
 from sala.text.tokenizer import Tokenizer
 
@@ -183,10 +183,10 @@ def test_text_is_folded_once_and_for_quotes_only(tokenizer: Tokenizer, monkeypat
 def test_quotes_that_take_too_long_are_left_out(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not said of them that they are not in the text."""
     prompt = PromptText(tokenizer, tokenizer.encode_chat(MESSAGES), MESSAGES)
-    monkeypatch.setattr(PromptText, "work", lambda self: Work(4 * Work.TEXT + 3 * len(self.text)))
+    monkeypatch.setattr(PromptText, "work", lambda self: SearchBudget(4 * SearchBudget.TEXT + 3 * len(self.text)))
     answer = " ".join(f"“gold {number} and silver”" for number in range(9))
     sources = find_sources(prompt, 10, None, answer)
     assert 0 < len(sources.quotes) < 9
     assert prompt.find("Line 7 says something") is not None
-    monkeypatch.setattr(PromptText, "work", lambda self: Work(10))
+    monkeypatch.setattr(PromptText, "work", lambda self: SearchBudget(10))
     assert prompt.find("Line 7 says something") is None

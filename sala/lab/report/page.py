@@ -90,7 +90,7 @@ def _picture(file: Path, name: Any) -> tuple[str, bytes] | None:
     return name, data
 
 
-class Section(NamedTuple):
+class ReportSection(NamedTuple):
     """All runs of a kind, the charts that they share, and tables of them side by side."""
 
     name: str
@@ -100,7 +100,7 @@ class Section(NamedTuple):
     runs: list[RunFile]
 
 
-def sections_of(runs: Sequence[RunFile], has_charts: bool = True) -> list[Section]:
+def sections_of(runs: Sequence[RunFile], has_charts: bool = True) -> list[ReportSection]:
     """Return the sections of the page; charts need matplotlib."""
     sections = []
     for name, kind in KINDS.items():
@@ -112,7 +112,7 @@ def sections_of(runs: Sequence[RunFile], has_charts: bool = True) -> list[Sectio
                 RunFile(Path("published.toml"), one) for one in published_records([run.record for run in chosen])
             ]
         if chosen:
-            sections.append(Section(name, kind, charts, tables, chosen))
+            sections.append(ReportSection(name, kind, charts, tables, chosen))
     return sections
 
 

@@ -125,7 +125,7 @@ def _answer(response: Response, state: State, healthy: set[str]) -> Health:
     return Health(status=state)
 
 
-class Pool(Protocol):
+class JobQueue(Protocol):
     """Threads or processes, jobs that wait for them, and for how long they have not got on although they should."""
 
     @property
@@ -138,7 +138,7 @@ class Pool(Protocol):
 class Metrics(Collector):
     """The metrics of one server: what its engines have counted, the state of its models, and its process."""
 
-    def __init__(self, pools: Mapping[str, Pool] | None = None) -> None:
+    def __init__(self, pools: Mapping[str, JobQueue] | None = None) -> None:
         """`pools` are the server's threads, by name."""
         self.statistics = RequestStatistics()
         self._pools = {**(pools or {})}
@@ -149,7 +149,7 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
-    def watch_pools(self, pools: Mapping[str, Pool], count_others: Callable[[], Mapping[str, int]]) -> None:
+    def watch_pools(self, pools: Mapping[str, JobQueue], count_others: Callable[[], Mapping[str, int]]) -> None:
         """Watch more pools; `count_others` returns how many jobs wait in queues that are watched elsewhere, by name."""
         self._pools.update(pools)
         self._count_others = count_others

@@ -14,7 +14,7 @@ from starlette.datastructures import FormData, UploadFile
 
 from sala.server.api.batches import MAX_FIELD, MAX_FIELDS, After, page
 from sala.server.api.routes import MAX_NAME, call, respond, until_gone
-from sala.server.documents import DocumentReader, KeptDocuments, Prompt, describe, dump_text
+from sala.server.documents import DocumentPrompt, DocumentReader, KeptDocuments, describe, dump_text
 from sala.server.files import StoredFile
 from sala.server.http import errors
 from sala.server.http.body import FIRST_ONLY, Strict
@@ -176,7 +176,7 @@ async def get_states(body: StatesRequest, store: Store, request: Request) -> Any
 
 async def _find_cached(
     body: StateRequest, store: OwnedDocuments, files: list[StoredFile], request: Request
-) -> tuple[Prompt, int]:
+) -> tuple[DocumentPrompt, int]:
     """Return a prompt that begins with documents, and how many of its tokens the cache holds for this client."""
     prompt, model = await call(request, body.model, lambda llm: store.documents.prompt(files, body.system, llm))
     key, settings = find_key(request, request.app.state.settings), request.app.state.settings

@@ -92,7 +92,7 @@ class ItemList:
 
 
 @dataclass(frozen=True)
-class Record:
+class StoredRecord:
     """A stored response with the items of its input: in memory as `parts`, otherwise in a file.
 
     What reads it raises NotStored if the file is gone or damaged.
@@ -103,7 +103,7 @@ class Record:
     file: Path | None = None
 
     @classmethod
-    def of(cls, response: dict[str, Any], items: ItemList) -> "Record":
+    def of(cls, response: dict[str, Any], items: ItemList) -> "StoredRecord":
         output = ItemList.of(response["output"])
         facts = {"background": response.get("background"), "previous_response_id": response["previous_response_id"]}
         rest = {name: value for name, value in response.items() if name != "output"}
@@ -114,7 +114,7 @@ class Record:
         return cls(tuple(map(len, parts)), parts)
 
     @classmethod
-    def open(cls, file: Path) -> "Record | None":
+    def open(cls, file: Path) -> "StoredRecord | None":
         """Return what is in a file; None if it does not begin with the sizes of parts."""
         try:
             with file.open("rb") as source:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sala.errors import InputError, SalaError, explain_write_error
-from sala.server.api.records import ItemList, ItemSource, NotStored, Record
+from sala.server.api.records import ItemList, ItemSource, NotStored, StoredRecord
 from sala.text.workers import MonitoredPool
 
 _FILE = re.compile(r"(resp_[0-9a-f]{32})\.([0-9a-z]{1,64})\.json")
@@ -33,7 +33,7 @@ class _Entry:
     owner: str
     size: int
     file: Path | None
-    record: Record | None = None  # None: in its file
+    record: StoredRecord | None = None  # None: in its file
     item_ids: frozenset[str] | None = None  # None: not known yet
     is_dropped: bool = False
 
@@ -53,7 +53,7 @@ class ResponseStore:
 
     def add(self, owner: str, response: dict[str, Any], items: ItemList) -> bool:
         """Store a response and the items of its input; return whether there is room for it."""
-        record = Record.of(response, items)
+        record = StoredRecord.of(response, items)
         if record.num_bytes > self._max_bytes or not self._max_responses:
             return False
         ids = frozenset((*items.ids, *(item["id"] for item in response["output"])))
@@ -162,7 +162,7 @@ class ResponseStore:
         self._make_room()
 
     @contextmanager
-    def _reading(self, owner: str, response_id: str) -> Iterator[Record]:
+    def _reading(self, owner: str, response_id: str) -> Iterator[StoredRecord]:
         """Yield a response, which counts as used. Raises NotStored, and forgets it if its file is gone or damaged."""
         with self._lock:
             entry = self._entries.get(response_id)
@@ -172,7 +172,7 @@ class ResponseStore:
             record = entry.record
         try:
             if record is None and entry.file is not None:
-                record = Record.open(entry.file) or self._convert(owner, response_id, entry.file)
+                record = StoredRecord.open(entry.file) or self._convert(owner, response_id, entry.file)
             if record is None:
                 raise NotStored
             yield record
@@ -182,7 +182,7 @@ class ResponseStore:
                     self._forget(response_id)
             raise
 
-    def _convert(self, owner: str, response_id: str, file: Path) -> Record:
+    def _convert(self, owner: str, response_id: str, file: Path) -> StoredRecord:
         """Return the record in a file that tells no sizes, as older versions wrote it; write it anew.
 
         Raises NotStored.
@@ -190,7 +190,7 @@ class ResponseStore:
         try:
             kept = json.loads(file.read_bytes())
             response, items = kept["response"], ItemList.of(kept["input"])
-            record = Record.of(response, items)
+            record = StoredRecord.of(response, items)
         except (OSError, ValueError, KeyError, TypeError):
             raise NotStored from None
         if response.get("id") == response_id:
@@ -211,7 +211,7 @@ class ResponseStore:
             with suppress(OSError):
                 entry.file.unlink(missing_ok=True)
 
-    def _write(self, path: Path, entry: _Entry, record: Record) -> None:
+    def _write(self, path: Path, entry: _Entry, record: StoredRecord) -> None:
         """Write a file under another name first, so that it is there as a whole or not at all."""
         draft = path.with_name(f".{path.name}{_DRAFT}")
         try:
