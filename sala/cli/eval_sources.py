@@ -1,4 +1,4 @@
-"""`sala eval sources`: whether the passages that are told as sources are those that answer the question."""
+"""`sala eval sources`: whether the passages reported as sources are those that answer the question."""
 
 import hashlib
 import json
