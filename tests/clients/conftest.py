@@ -5,6 +5,7 @@ were not. `SALA_TEST_CLIENTS=1` adds the others, and what cannot be installed fa
 environments for the next time, and 0 leaves all of them out.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -12,9 +13,10 @@ import sys
 import time
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import NoReturn
 
@@ -55,6 +57,14 @@ class Environment:
         )
         assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
         return ended.stdout
+
+    def versions(self, packages: Iterable[str]) -> dict[str, str]:
+        """The installed versions of packages from PyPI or npm."""
+        if (modules := self.folder / "node_modules").is_dir():
+            return {name: json.loads((modules / name / "package.json").read_text())["version"] for name in packages}
+        paths = [str(path) for path in self.folder.glob("lib/python*/site-packages")]
+        names = [name.partition("[")[0] for name in packages]
+        return {name: next(iter(distributions(name=name, path=paths))).version for name in names}
 
 
 @pytest.fixture(scope="session")

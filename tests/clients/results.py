@@ -4,8 +4,11 @@ The tables of docs/guides/clients.md are made from it. Only what is run on deman
 """
 
 import json
+import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,18 @@ def record(section: str, name: str, entry: dict[str, Any]) -> None:
         found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
         found.setdefault(section, {})[name] = dated
         RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def recorded(client: str, versions: dict[str, str]) -> Iterator[None]:
+    """Write down whether a client passes, if it was demanded."""
+    outcome = "failed"
+    try:
+        yield
+        outcome = "passed"
+    finally:
+        if os.environ.get("SALA_TEST_CLIENTS", "") not in ("", "0"):
+            record("clients", client, {"versions": versions, "outcome": outcome})
 
 
 def commit_of(checkout: Path) -> str:

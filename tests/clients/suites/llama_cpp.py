@@ -134,7 +134,7 @@ def make_request(
         answer.body = _answered(server, answer.body, path)
     if path in NATIVE and answer.status_code == 200:
         with_tokens = data.get("return_tokens")
-        answer.body |= _filled(server, answer.body) | ({} if with_tokens else {"tokens": []})
+        answer.body |= _filled(server, answer.body, headers) | ({} if with_tokens else {"tokens": []})
     if server.debug and answer.status_code == 200:
         answer.body["__verbose"] = {"prompt": _prompt(server, data["messages"], answer.body)}
     return answer
@@ -146,7 +146,7 @@ def make_stream_request(
     try:
         sent = stream(server, method, *_asked(server, path, data), headers)
         events = (_answered(server, event, path) for event in sent)
-        yield from _native(server, data, events) if path in NATIVE else events
+        yield from _native(server, data, events, headers) if path in NATIVE else events
     except utils.ServerError as error:
         raise utils.ServerError(error.code, _answered(server, error.body, path)) from None
 
@@ -196,31 +196,31 @@ def _answered(server: utils.ServerProcess, answer: Json, path: str) -> Json:
     return answer
 
 
-def _filled(server: utils.ServerProcess, answer: Json) -> Json:
+def _filled(server: utils.ServerProcess, answer: Json, headers: Any) -> Json:
     """What only llama.cpp says with a completion; the tokens are those of the text."""
     text = answer["content"]
-    tokens = request(server, "POST", "/tokenize", {"content": text}).body["tokens"]
+    tokens = request(server, "POST", "/tokenize", {"content": text}, headers).body["tokens"]
     timings = answer.get("timings", {})
     if "prompt_n" in timings:
         timings["prompt_n"] = Count(timings["prompt_n"])
     return {"tokens": tokens, "truncated": False, "has_new_line": "\n" in text, "timings": timings}
 
 
-def _native(server: utils.ServerProcess, data: Json, events: Iterator[Json]) -> Iterator[Json]:
+def _native(server: utils.ServerProcess, data: Json, events: Iterator[Json], headers: Any) -> Iterator[Json]:
     """The events of a completion as llama.cpp sends them: the last one holds the timings."""
     ended: Json = {}
     reason = None
     for event in events:
         reason = event["choices"][0]["finish_reason"] if event["choices"] else reason
         if reason is None:
-            yield {**event, **_filled(server, event), "stop": False}
+            yield {**event, **_filled(server, event, headers), "stop": False}
         else:
             ended = {**ended, **event}
     settings = {"n_predict": min(data["n_predict"], server.n_predict), "seed": server.seed}
     settings |= dict.fromkeys(("adaptive_target", "adaptive_decay"))
     yield {
         **ended,
-        **_filled(server, ended),
+        **_filled(server, ended, headers),
         "stop": True,
         "stop_type": STOPPED.get(reason),
         "generation_settings": settings,
