@@ -349,6 +349,25 @@ def random_requests() -> list[str]:
     return lines([f"schemathesis {found['version']}", ""], [[name, f"{count:,}"] for name, count in counts.items()])
 
 
+def foreign_suites() -> list[str]:
+    """How many tests of other projects carry over, and pass."""
+    rows = [
+        [name, found["commit"][:7], *(f"{found[count]}" for count in ("collected", "run", "passed")), found["date"]]
+        for name, found in sorted(read("foreign_suites.json")["suites"].items())
+    ]
+    return lines(["suite", "commit", "cases", "carry over", "pass", "run on"], rows)
+
+
+def left_out() -> list[str]:
+    """Why the other tests of other projects are left out."""
+    rows = [
+        [name.partition(":")[0], reason, str(count)]
+        for name, found in sorted(read("foreign_suites.json")["suites"].items())
+        for reason, count in sorted(found["left_out"].items(), key=lambda item: -item[1])
+    ]
+    return lines(["suite", "left out", "cases"], rows)
+
+
 def engine() -> list[str]:
     """What batches, prefixes, files and drafts gain on a CPU."""
     found = read("engine_cpu.json")
@@ -375,7 +394,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "engine-cpu": engine,
     "everyday": everyday,
     "finetuning": finetuning,
+    "foreign-suites": foreign_suites,
     "kv-home": kv_home,
+    "left-out": left_out,
     "perplexity": typed_perplexity,
     "quantization": quantization,
     "quantization-methods": quantization_methods,
