@@ -349,6 +349,16 @@ def random_requests() -> list[str]:
     return lines([f"schemathesis {found['version']}", ""], [[name, f"{count:,}"] for name, count in counts.items()])
 
 
+def clients() -> list[str]:
+    """Versions of the clients that were tried, and whether their programs passed."""
+    rows = [
+        [f"`{name}`", ", ".join(f"{package} {version}" for package, version in sorted(found["versions"].items())),
+         found["outcome"], found["date"]]
+        for name, found in sorted(read("foreign_suites.json")["clients"].items())
+    ]  # fmt: skip
+    return lines(["program", "packages", "outcome", "run on"], rows)
+
+
 def foreign_suites() -> list[str]:
     """How many tests of other projects carry over, and pass."""
     rows = [
@@ -389,6 +399,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "random_requests": random_requests,
     "benchmarks": benchmarks,
     "cache-kinds": kinds_of_cache,
+    "clients": clients,
     "conversations": conversations,
     "cpu-bits": cpu_bits,
     "engine-cpu": engine,
