@@ -31,6 +31,8 @@ def report(
         plot = plot.expanduser()
         plot = plot / file.with_suffix(".png").name if plot.is_dir() else plot
         charts.check_plot(plot)
+    if not force:
+        check_new(file, "choose another name, or --force")
     found = read_runs([path.expanduser() for path in runs])
     has_charts = True
     try:

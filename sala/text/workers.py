@@ -384,8 +384,10 @@ class SandboxProcess:
         if process is None:
             return
         process.kill()
-        with contextlib.suppress(OSError):  # the pipe of a killed process may be broken
+        # the pipe of a killed process may be broken, or closed by the garbage collector before this object is
+        with contextlib.suppress(OSError, ValueError):
             process.communicate()
+        process.wait()
 
     def __del__(self) -> None:
         self.close()

@@ -1,14 +1,15 @@
 """Whole checkpoints: what is written loads and computes what its weights say; runs go on; what cannot be is refused."""
 
+import itertools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from sala.checkpoint.reader import Checkpoint
 from sala.checkpoint.writer import new_directory, write_weights
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError, NoTokenizer
-from sala.lab.quantize.draft import open_draft
+from sala.lab.quantize.draft import open_draft, remove
 from sala.lab.quantize.pipeline import draft_of, quantize_model
 from sala.lab.quantize.plan import QuantizeSettings, count_bits, plan_modules
 from sala.lab.quantize.texts import FileText, SampledText
@@ -183,20 +184,33 @@ def test_a_killed_run_goes_on(tiny: Path, text: Path, tmp_path: Path, method: st
         assert stages[0] == ("quantizing", 2 if moment == "layer" else 1, 4)
 
 
+@pytest.mark.parametrize("num_removed", [0, 1, 2, 3, 4, 5])
 def test_a_run_that_is_killed_when_its_model_is_there(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_removed: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only its work directory is left, which the same command removes; that of another run stays."""
+    """Only its work directory is left, or a part of it, which the same command removes; that of another run stays."""
     from sala.lab.quantize import pipeline
+
+    calls, unlink = itertools.count(), Path.unlink
+
+    def die(path: Path) -> None:
+        if next(calls) >= num_removed:
+            raise KeyboardInterrupt
+        unlink(path)
 
     settings, target, other = QuantizeSettings(4, method="rtn"), tmp_path / "out", tmp_path / "other"
     other.mkdir()
     draft_of(other).mkdir()
     (draft_of(other) / "job.json").write_text('{"fingerprint": "x"}')
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
+        patch.setattr(pipeline, "remove", lambda _: None)
         quantize_model(tiny, target, settings)
-    assert draft_of(target).is_dir()
+        left = len([*draft_of(target).iterdir()])
+        patch.setattr(Path, "unlink", die)
+        with pytest.raises(KeyboardInterrupt) if num_removed < left else nullcontext():
+            remove(draft_of(target))
+    assert left > 3
+    assert draft_of(target).is_dir() is (num_removed < left)
     before = content(target)
     for path in (target, other):
         with pytest.raises(CheckpointError, match="exists already"):
@@ -353,7 +367,6 @@ def test_the_plan() -> None:
 MEMORY = """
 import sys, threading, time
 from pathlib import Path
-from types import SimpleNamespace
 import torch
 from sala.lab.quantize.pipeline import quantize_model
 from sala.lab.quantize.plan import QuantizeSettings

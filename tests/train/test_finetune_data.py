@@ -100,7 +100,7 @@ def test_answers_that_are_shown_otherwise_later_are_learnt_one_by_one(tiny: Path
 
 def test_a_template_that_contradicts_its_own_prompt_is_refused(tiny: Path) -> None:
     odd = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
-    with pytest.raises(TemplateError, match="its own prompt in message 3"):
+    with pytest.raises(TemplateError, match="differently at message 3"):
         with_template(tiny, odd).encode_answers(TALK)
 
 

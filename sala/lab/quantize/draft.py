@@ -20,7 +20,7 @@ from sala.checkpoint.reader import RawTensor, TensorInfo, read_file_header, read
 from sala.checkpoint.writer import Spec, replacing, write_atomically, write_file
 from sala.errors import CheckpointError
 
-_JOB, _PUBLISHED = "job.json", "published"
+_JOB, _PUBLISHED, _LOCK = "job.json", "published", ".lock"
 Arrays = dict[str, tuple[Spec, Any]]  # tensor → dtype and shape, and its bytes
 
 
@@ -70,7 +70,7 @@ def open_draft(directory: Path, fingerprint: str) -> Iterator[tuple[WorkDirector
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
         raise CheckpointError(f"{directory} is not a directory", "move it away")
     directory.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(directory / ".lock", timeout=0)
+    lock = FileLock(directory / _LOCK, timeout=0)
     try:
         lock.acquire()
     except Timeout:
@@ -88,13 +88,23 @@ def open_draft(directory: Path, fingerprint: str) -> Iterator[tuple[WorkDirector
 
 def remove_published(directory: Path) -> None:
     """Remove the work directory of a run that was killed after its model had been published."""
-    if not directory.is_symlink() and (directory / _PUBLISHED).is_file():
-        shutil.rmtree(directory, ignore_errors=True)
+    if directory.is_symlink() or not directory.is_dir():
+        return
+    if (directory / _PUBLISHED).is_file() or all(file.name == _LOCK for file in directory.iterdir()):
+        remove(directory)
+
+
+def remove(directory: Path) -> None:
+    """Remove a work directory; what says that it may be removed goes last, so that a kill leaves nothing for ever."""
+    for file in sorted(directory.iterdir(), key=lambda file: (_PUBLISHED, _LOCK).count(file.name)):
+        with contextlib.suppress(OSError):
+            file.unlink()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _clear(directory: Path) -> None:
     """Remove the files of another job; raise if the directory holds anything else."""
-    files = [file for file in directory.iterdir() if file.name != ".lock"]
+    files = [file for file in directory.iterdir() if file.name != _LOCK]
     if files and not any(file.name == _JOB or file.name.startswith(f".{_JOB}.") for file in files):
         raise CheckpointError(f"{directory} holds something else", "move it away")
     for file in sorted(files, key=lambda file: file.name == _JOB):  # what identifies a work directory goes last

@@ -5,7 +5,6 @@ Memory holds one layer in fp32, the activations of the calibration text, and the
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from sala.checkpoint.writer import Spec, check_new, copy_companions, new_directo
 from sala.config import SalaConfig
 from sala.errors import CheckpointError, InputError
 from sala.lab.quantize.awq import SiteStatistics, fold_scales, summarise_site
-from sala.lab.quantize.draft import Arrays, WorkDirectory, open_draft, remove_published
+from sala.lab.quantize.draft import Arrays, WorkDirectory, open_draft, remove, remove_published
 from sala.lab.quantize.gptq import InputStatistics, round_columns, sum_hessian
 from sala.lab.quantize.layers import Chunks, Site, forget_module, read_layer, sites_of, walk, weight_of
 from sala.lab.quantize.plan import QuantizeSettings, plan_modules
@@ -66,7 +65,7 @@ def quantize_model(
                 _check_finite(checkpoint, note)
             job.run(draft)
             _publish(job, draft, target)
-        shutil.rmtree(draft.directory, ignore_errors=True)
+        remove(draft.directory)
 
 
 def draft_of(target: Path) -> Path:
