@@ -90,7 +90,8 @@ BAD: list[tuple[str, bytes]] = [
     (RESPONSES, b'{"input": 5}'),
     (MESSAGES, b'{"messages": ' + DEEP.encode() + b"}"),
     (CHAT, json.dumps({"messages": user("x"), "tools": [{"type": "function", "function": {"name": "f", "parameters": {
-        "type": "object", "properties": {"a": {"type": "string", "pattern": "(" * 50}}}}}]}).encode()),
+        "type": "object", "properties": {"a": {"type": "string", "pattern": "(" * 50}}}}}],
+        "tool_choice": "required"}).encode()),
     (CHAT, json.dumps({"messages": user("x"), "response_format": {"type": "json_schema", "json_schema": {
         "name": "x", "schema": {"$ref": "#"}}}}).encode()),
     (CHAT, json.dumps({"messages": [{"role": "tool", "content": [{"type": "image_url"}]}]}).encode()),

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import openai
 import pytest
 
+from sala.backends.torch.executor import TorchExecutor
+from sala.protocol import Plan
 from sala.server.http import rates
 from sala.server.http.errors import ApiError
 from sala.server.http.keys import KeyFile, owner_of
@@ -94,7 +97,12 @@ def test_what_counts(keyed: Keyed) -> None:
     assert keyed.used == 0
 
 
-def test_a_cancelled_stream_counts_what_was_generated(keyed: Keyed) -> None:
+def test_a_cancelled_stream_counts_what_was_generated(keyed: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_slowly(executor: TorchExecutor, plan: Plan, run: Callable[..., Any] = TorchExecutor.run) -> Any:
+        time.sleep(0.005)  # the stream is cancelled long before it ends
+        return run(executor, plan)
+
+    monkeypatch.setattr(TorchExecutor, "run", run_slowly)
     statistics = keyed.server.app.state.metrics.statistics
     body = {"prompt": "abc", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 2}
     headers = {"Authorization": f"Bearer {keyed.keys['anna']}"}
