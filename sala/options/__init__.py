@@ -146,7 +146,10 @@ class Options:
         None, "Maximum prompt tokens computed per step; bounds activation memory.", ge=1, le=MOST, shown="by device"
     )
     prefill_ms: int = _loading(
-        100, "Milliseconds that prefill may add to a step while answers are generated (GPU).", ge=1, le=1 << 20
+        100,
+        "Target in milliseconds for what prefill adds to a step while others decode (GPU).",
+        ge=1,
+        le=1 << 20,
     )
     speculate: Speculate = _loading(
         "off", "Source of draft tokens: off, lookup (the text so far), layers, head (a draft head), or auto."
