@@ -157,6 +157,31 @@ def test_the_kernel_against_the_reference(bits: int, group_size: int, dtype: str
     assert linear(x.view(1, *x.shape)).shape == (1, len(x), shape[0])
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("shape", [(1, 128), (33, 640), (2100, 2048)])
+def test_products_of_prompts_in_onednn(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
+    """Where MKL is slow: the same sums, alike for any number of rows, and with gradients."""
+    rng = np.random.default_rng(0)
+    linear = AffineLinear(to_torch(quantize(rng.standard_normal(shape).astype(np.float32), 8, 64, "F16")))
+    x = torch.from_numpy(rng.standard_normal((3 * DECODE_ROWS + 1, shape[1])).astype(np.float32))
+    wanted = F.linear(x.double(), linear.packed.rows(slice(None)).double())
+    calls = []
+    plain = F.linear
+    monkeypatch.setattr(F, "linear", lambda *arguments: calls.append(0) or plain(*arguments))
+    monkeypatch.setattr(native, "has_slow_mkl", lambda: True)
+    with torch.inference_mode():
+        found = linear(x)
+        assert ((found - wanted).abs().amax(0) <= 1e-5 * wanted.abs().amax(0)).all()
+        for rows in (DECODE_ROWS + 1, 2 * DECODE_ROWS, 3 * DECODE_ROWS):
+            assert torch.equal(linear(x[:rows]), found[:rows])
+    assert not calls
+    learns = x.clone().requires_grad_()
+    linear(learns).sum().backward()
+    assert calls
+    assert learns.grad is not None
+    torch.testing.assert_close(learns.grad[0], linear.packed.rows(slice(None)).sum(0), rtol=1e-4, atol=1e-3)
+
+
 def test_refusals(pair: tuple[Path, Path]) -> None:
     config = SalaConfig.load(pair[0])
     module = "model.layers.0.mlp.up_proj"

@@ -158,6 +158,13 @@ def multiplies_in(dtype: str) -> bool:
 
 
 @functools.cache
+def has_slow_mkl() -> bool:
+    """Return whether MKL leaves the processor's AVX-512 unused: on AMD's it multiplies fp32 matrices with AVX2."""
+    words = _processor().split()
+    return "AMD" in words and "avx512f" in words
+
+
+@functools.cache
 def _find() -> tuple[Path | None, str]:
     """Return the library, if there is one, and where it comes from or why there is none."""
     compilers = [path for name in _COMPILERS if (path := shutil.which(name))]
