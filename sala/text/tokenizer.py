@@ -12,6 +12,7 @@ be stopped.
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from sala.config import own_file, read_json_object, read_small_file
 from sala.errors import CheckpointError, ContextTooLong, InputError, NoTokenizer, TemplateError, TokenizerFailed
+from sala.text.tool_prompt import write_tools
 from sala.text.workers import SandboxProcess, WorkerKilled
 
 MAX_TOKENIZER_BYTES = 256 << 20
@@ -72,10 +74,14 @@ def _surviving() -> Iterator[None]:
 
 
 class ChatTemplate:
-    """A chat template; `marks` maps special tokens in its source to secret spellings ."""
+    """A chat template; `marks` maps special tokens in its source to secret spellings.
+
+    If it does not mention tools, the messages describe them.
+    """
 
     def __init__(self, source: str, names: Mapping[str, str | None], marks: Mapping[str, str]) -> None:
         self._marks = marks
+        self._knows_tools = re.search(r"\btools\b", source) is not None
         for plain, secret in sorted(marks.items(), key=lambda item: -len(item[0])):
             source = source.replace(plain, secret)
         self._source = source
@@ -90,14 +96,12 @@ class ChatTemplate:
         **extra: Any,
     ) -> str:
         """Render a conversation. `extra` reaches the template as variables; it cannot override the other arguments."""
-        variables = {
-            **extra,
-            **self._names,
-            "messages": list(messages),
-            "tools": list(tools) if tools else None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        variables: dict[str, Any] = {**extra, **self._names, "add_generation_prompt": add_generation_prompt}
         try:
+            if self._knows_tools:
+                variables |= {"messages": list(messages), "tools": list(tools) if tools else None}
+            else:
+                variables |= {"messages": write_tools(messages, tools), "tools": None}
             arguments = {"source": self._source, "variables": variables, "limit": MAX_RENDERED_BYTES}
             reply = self._worker.ask("render", arguments, RENDER_S, RENDER_S_PER_MIB)
         except (TypeError, ValueError, RecursionError) as error:
