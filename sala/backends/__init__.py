@@ -1,6 +1,8 @@
 """The table of backends. Each module offers `open_executor(checkpoint, config, options)`."""
 
+import os
 import platform
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -62,8 +64,21 @@ def open_executor(
         remedy = "merge one: --adapter PATH without a name, or use --backend torch"
         raise InputError("adapter", f"has a name, and {name} cannot use adapters by request", remedy)
     more = [adapters] if adapters else []
+    if "torch" not in sys.modules:
+        wait_passively(options.threads)
     executor: Executor = _module(BACKENDS[name]).open_executor(checkpoint, config, options, *more)
     return executor
+
+
+def wait_passively(threads: int | None) -> None:
+    """Let idle CPU threads sleep instead of spin; they would take the core of another process.
+
+    OpenMP reads these variables when it is loaded, that is, before torch is imported; what the user has set stays.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 def _module(name: str) -> Any:

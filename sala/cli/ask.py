@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -120,7 +121,8 @@ def _looks_like_path(text: str) -> bool:
     """Return whether a text is more likely the name of a file than a question."""
     if text.endswith(("?", "\uff1f")) or any(map(str.isspace, text)):
         return False
-    return Path(text).suffix.lower() in SUFFIXES or (text.isascii() and ("/" in text or os.sep in text))
+    has_suffix = Path(text).suffix.lower() in SUFFIXES or re.fullmatch(r"[\w.-]*\w\.[A-Za-z0-9]{1,5}", text)
+    return bool(has_suffix) or (text.isascii() and ("/" in text or os.sep in text))
 
 
 def read_entries(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin,
 
 import typer
 
+from sala.backends import wait_passively
 from sala.errors import InputError, SalaError
 from sala.options import LOOP_GUARD, CommandOptions, Options, Sampling, sources
 from sala.options.schema import SWITCH, Option, read_count, table
@@ -84,7 +85,7 @@ class GivenNames(frozenset[str]):
     """Parameters of this type receive the names of the options that were set, by whichever source."""
 
 
-Answering = Annotated[Sampling, Use(defaults={"loop_guard": LOOP_GUARD})]
+Answering = Annotated[Sampling, Use(defaults={"max_tokens": 1024, "loop_guard": LOOP_GUARD})]
 Loading = Annotated[Options, Use()]
 
 
@@ -273,7 +274,8 @@ def load(options: Options, verbose: bool = False, **changes: Any) -> "LLM":
     from sala.llm import LLM
 
     try:
-        llm = LLM(path, options=options, **changes)
+        with _patience(f"loading {path.name} …"):
+            llm = LLM(path, options=options, **changes)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
             raise
@@ -286,15 +288,19 @@ def load(options: Options, verbose: bool = False, **changes: Any) -> "LLM":
     return llm
 
 
-def wait_passively(threads: int | None) -> None:
-    """Let idle CPU threads sleep instead of spin; they would take the core of another process.
+@contextmanager
+def _patience(text: str, seconds: float = 2.0) -> Iterator[None]:
+    """Say on a terminal what a user waits for, if it takes long."""
+    import threading
 
-    OpenMP reads these variables when it is loaded, that is, before torch is imported; what the user has set stays.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("KMP_BLOCKTIME", "0")
-    if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+    timer = threading.Timer(seconds, note, [text])
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def note(text: str) -> None:

@@ -152,11 +152,12 @@ def show_answer(events: "Iterator[Event]", no_think: bool) -> "Completion | None
 
 def statistics(completion: "Completion", seconds: float) -> str:
     usage, timings = completion.usage, completion.timings
+    reason = "length: -n allows more" if completion.finish_reason == "length" else completion.finish_reason
     cached = f" ({usage.cached_tokens:,} cached)" if usage.cached_tokens else ""
     return (
         f"[prompt {usage.prompt_tokens:,} tokens{cached}, {timings.prompt_per_second:,.1f} tok/s"
         f" | answer {usage.completion_tokens:,} tokens, {timings.predicted_per_second:,.1f} tok/s"
-        f" | total {seconds:.2f} s | {completion.finish_reason}]"
+        f" | total {seconds:.2f} s | {reason}]"
     )
 
 

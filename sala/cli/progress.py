@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sala.lab.train.loop import Progress
 
 PLAIN_SECONDS = 20.0  # between lines when the output is not a terminal
+TEXT_WIDTH = 66  # characters beside the bar: task, per cent, tokens, speed, time left
 PATIENCE = 2.0  # seconds before a prefill deserves a bar
 
 OnProgress = Callable[[int, int], None]
@@ -33,7 +34,7 @@ class ProgressBar:
         self.is_shown = sys.stderr.isatty()
         self._progress = Progress(
             TextColumn("{task.description:>10}", markup=False),
-            BarColumn(),
+            BarColumn(min(40, max(5, self._console.width - TEXT_WIDTH))),
             TaskProgressColumn(),
             TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(),

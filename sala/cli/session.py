@@ -11,7 +11,7 @@ from sala.cli import flags as s
 from sala.cli.generate import read_schema, show_answer, statistics
 from sala.cli.progress import prefill_bar
 from sala.errors import InputError
-from sala.options import CommandOptions, Sampling
+from sala.options import CommandOptions
 
 if TYPE_CHECKING:
     from sala.engine.sessions import SessionStore
@@ -65,7 +65,7 @@ def load(
     prompt: Annotated[str, s.argument("What to ask about the text.")],
     no_think: s.NoThink = False,
     where: Where,
-    sampling: Sampling,
+    sampling: s.Answering,
     options: s.Loading,
 ) -> None:
     """Ask about a text that was read before: only the question is computed."""

@@ -153,6 +153,8 @@ def read_text(file: Path, max_bytes: int | None = None) -> str:
     try:
         with file.open("rb") as stream:
             data = stream.read(-1 if max_bytes is None else max_bytes + 1)
+    except IsADirectoryError:
+        raise InputError(str(file), "cannot be read: it is a directory", "read directories with `sala ask`") from None
     except OSError as error:
         raise InputError(str(file), f"cannot be read: {error.strerror}", "check the path and its permissions") from None
     if max_bytes is not None and len(data) > max_bytes:
@@ -164,7 +166,8 @@ def decode(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(name, f"is not UTF-8 text (byte {error.start})", "check that it is the right file") from None
+        remedy = "check that it is the right file; `sala ask` reads PDF, Office files and other encodings"
+        raise InputError(name, f"is not UTF-8 text (byte {error.start})", remedy) from None
 
 
 def _find_line(text: str, key: str) -> str:

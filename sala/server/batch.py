@@ -123,7 +123,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     try:
         request = read_json(text)
     except ValueError as error:
-        raise InputError("line", str(error)) from None
+        raise InputError("this line", str(error).removeprefix("the body ")) from None
     if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
         raise InputError("custom_id", "is missing", "every line needs a string of its own")
     return request
@@ -132,7 +132,8 @@ def _parse(text: bytes) -> dict[str, Any]:
 def _check(request: dict[str, Any], routes: Collection[str]) -> None:
     url = request.get("url")
     if request.get("method", "POST") != "POST" or url not in routes:
-        raise InputError("url", f"is {str(url)[:100]!r}", "known here: POST " + ", ".join(routes))
+        problem = "is missing" if url is None else f"is {str(url)[:100]!r}"
+        raise InputError("url", problem, "known here: POST " + ", ".join(routes))
     if not isinstance(request.get("body"), dict):
         raise InputError("body", "is missing", "it holds the request")
 

@@ -1,6 +1,7 @@
 """Controls of an answer: a grammar to follow, a budget for reasoning."""
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -111,7 +112,10 @@ class Grammar:
 
 
 def _first_line(error: object) -> str:
-    return str(error).partition("\n")[0][:200]
+    """Return the reason of an error in one line: the first one, and the last if the first ends with a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    first = re.sub(r"^\w+Error: ", "", lines[0])
+    return (f"{first} {lines[-1]}" if first.endswith(":") else first)[:200].rstrip(":")
 
 
 class GrammarCompiler:
