@@ -44,14 +44,13 @@ def products() -> dict[str, dict[str, float]]:
     return found
 
 
-def prefill() -> dict[str, float]:
-    llm, chosen, seconds = LLM("smol-sala", ctx=4096, threads=1), native.has_slow_mkl, {}
+def prefill(llm: LLM) -> dict[str, float]:
+    chosen, seconds = native.has_slow_mkl, {}
     for name, is_slow in (("onednn", True), ("mkl", False)):
         native.has_slow_mkl = lambda is_slow=is_slow: is_slow  # type: ignore[assignment]
         prompts = torch.randint(5, 40_000, (ROUNDS + 1, TOKENS)).tolist()  # no two share a prefix
         seconds[name] = least(lambda p=prompts: llm.generate(p.pop(), max_tokens=1), time.process_time)
     native.has_slow_mkl = chosen
-    llm.close()
     return {f"{name}_s": value for name, value in seconds.items()} | {"ratio": seconds["onednn"] / seconds["mkl"]}
 
 
@@ -59,13 +58,15 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    llm = LLM("smol-sala", ctx=4096, threads=1)
     results = {
+        "model": llm.path.name,
         "processor": processor.partition(":")[2].strip(),
         "is_used": native.has_slow_mkl(),
         "torch": torch.__version__,
         "rows": ROWS,
         "products": products(),
-        "prefill of 2,048 tokens, smol-sala": prefill(),
+        "prefill of 2,048 tokens": prefill(llm),
     }
     Path(__file__).with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps(results, indent=2))
