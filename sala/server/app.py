@@ -81,7 +81,14 @@ def create_app(settings: Settings) -> FastAPI:
         app.include_router(router, responses=GUARDED)
     add_handlers(app)
     add_guards(app, settings)
+    build_routes(app)
     return app
+
+
+def build_routes(app: FastAPI) -> None:
+    """Let FastAPI build all routes now; it would do so on the event loop when they are first asked for."""
+    for route in app.routes:
+        route.matches({"type": "http", "method": "GET", "path": "", "headers": []})
 
 
 def watch_pools(app: FastAPI) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -235,11 +236,18 @@ def spread(counts: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def find_unsteady(counts: list[dict[str, Any]]) -> list[str]:
-    """Return what did not stay under load: memory, threads or open files beyond ± 5 % and ± 1 of their middle."""
+    """Return what did not stay under load: memory, threads or open files beyond ± 5 % and ± 1 of their middle.
+
+    Pages of libraries and weights that the system has dropped count as if they were still in memory: it drops and
+    reads them as it likes. What a server maps anew and keeps counts in addition.
+    """
     counts = [count for count in counts if "at" not in count]
     found = [text for count in counts for text in find_overfull(count)]
+    files = accumulate((count["rss_mb"] - count["allocated_mb"] for count in counts), max)
+    resident = [count["allocated_mb"] + most for count, most in zip(counts, files, strict=True)]
     for name in STEADY:
-        values = [own_threads(count) if name == "threads" else count[name] for count in counts]
+        values = resident if name == "rss_mb" else [count[name] for count in counts]
+        values = [own_threads(count) for count in counts] if name == "threads" else values
         least, most = min(values), max(values)
         middle = (least + most) / 2
         if most - middle > max(1, MOST_SPREAD * middle):

@@ -17,6 +17,7 @@ from sala.options import Sampling
 from sala.server import documents
 from sala.server.admin import monitoring
 from sala.server.admin.monitoring import Metrics
+from sala.server.app import create_app
 from sala.server.settings import Settings
 from sala.text.control import GrammarCompiler, num_compiling
 from sala.text.workers import MonitoredPool
@@ -202,3 +203,12 @@ def test_the_schema_needs_the_key(app: FastAPI) -> None:
     assert caller.get("/openapi.json").status_code == 401
     schema = caller.get("/openapi.json", headers={"X-Api-Key": "k"}).json()
     assert "/health" in schema["paths"]
+
+
+def test_routes_are_built_before_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FastAPI would build those of a router when it is first asked for one, on the event loop."""
+    app = create_app(Settings(models_dir=tmp_path))
+    monkeypatch.setattr("fastapi.routing.get_dependant", lambda **_: pytest.fail("a route is built"))
+    caller = TestClient(app, base_url="http://localhost")
+    assert caller.get("/health/live").status_code == 200
+    assert caller.get("/v1/nowhere").status_code == 404

@@ -19,6 +19,7 @@ from sala.server.api.completions import CompletionRequest
 from sala.server.api.responses import ResponseRequest
 from sala.server.api.routes import TokenizeRequest
 from sala.server.http import body as limits
+from sala.server.http import large_json
 from sala.server.http.body import MAX_JSON_BRANCHES, MAX_JSON_VALUES, find_excess
 from sala.server.http.security import LARGE
 from tests.integrity import integrity
@@ -297,7 +298,7 @@ def test_excess_is_found_wherever_the_text_is_cut(monkeypatch: pytest.MonkeyPatc
     rng = random.Random(0)
     found = set()
     for number in range(3000):
-        monkeypatch.setattr(limits, "BLOCK", rng.choice([1, 2, 3, 7, 100]))
+        monkeypatch.setattr(large_json, "BLOCK", rng.choice([1, 2, 3, 7, 100]))
         text = nested(rng, 0) if number % 2 else tangled(rng)
         depth, num_branches, num_values = read_slowly(text)
         excess = find_excess(text.encode())

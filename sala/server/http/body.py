@@ -6,17 +6,19 @@ has finished. A `LazyList` makes its items only then, so that they are never all
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Annotated, Any, ClassVar, Generic, TypeVar, get_args
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from sala.server.http import large_json
+
 MAX_JSON_DEPTH = 64
 MAX_WHOLE = 1 << 53  # a float beyond it may have lost digits
 MAX_JSON_BRANCHES = 1 << 17  # objects and lists
 MAX_JSON_VALUES = 1 << 22  # enough for a list of the token ids of the longest context
-BLOCK = 1 << 20
 PIECE = 1 << 14  # about the bytes that one call of `dump` encodes
 OVERHEAD = 6  # about the bytes of a value besides its text
 T = TypeVar("T")
@@ -125,13 +127,15 @@ def _estimate(value: Any) -> int:
 
 def read_json(body: bytes | bytearray) -> Any:
     """Parse strict JSON. If a key occurs twice in an object, the last value counts. Raises ValueError."""
-    excess = find_excess(body)
-    if excess is not None:
-        raise ValueError(f"the body holds {excess}; send less at a time")
-    try:
-        return pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="keys")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the body is not valid JSON: {str(error).partition(chr(10))[0][:200]}") from None
+    is_long = len(body) > large_json.LONG
+    with large_json.one_at_a_time if is_long else nullcontext():
+        excess = find_excess(body)
+        if excess is not None:
+            raise ValueError(f"the body holds {excess}; send less at a time")
+        try:
+            return large_json.parse(body) if is_long else pydantic_core.from_json(body, **large_json.STRICT)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the body is not valid JSON: {str(error).partition(chr(10))[0][:200]}") from None
 
 
 def find_excess(data: bytes | bytearray) -> str | None:
@@ -153,11 +157,9 @@ def find_excess(data: bytes | bytearray) -> str | None:
 
 def leave_out_strings(data: bytes | bytearray) -> Iterator[bytes]:
     """Yield a JSON text without its strings, in pieces."""
-    if b"\\" in data:
-        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # the remaining quotes begin or end a string
     is_inside = False
-    for at in range(0, len(data), BLOCK):
-        pieces = data[at : at + BLOCK].split(b'"')
+    for block in large_json.split(data, large_json.BLOCK):
+        pieces = large_json.leave_out_escapes(block).split(b'"')
         yield b"".join(pieces[is_inside::2])
         is_inside ^= len(pieces) % 2 == 0
 
