@@ -2,7 +2,7 @@
 
 The server has two keys: anna's requests, and those without a key, do harm; ben reads a stream. /health and ben must not
 wait, and no callback of the event loop may take long: in CPU time of its thread, which does not depend on what else
-the machine does.
+the machine does. Of the waits is left out how long other programs kept the processors from the server and this process.
 """
 
 import json
@@ -24,11 +24,14 @@ import psutil
 import pytest
 
 from sala.server.http.keys import KeyFile
+from tests.withheld import Withheld
 
+Span = tuple[float, float]  # when something began and ended
 HELLO = [{"role": "user", "content": "x"}]
 CHAT, MESSAGES, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"
 HEALTH_S = 0.5  # within which /health answers meanwhile
 GAP_S = 1.0  # the longest pause of the neighbour's stream
+MOST_WITHHELD = 0.75  # of a wait that other programs may be to blame for
 BACK_S = 10.0  # within which threads and memory are back
 LOOP_S = 0.05  # CPU time that a callback of the event loop may take
 SLACK = 64 << 20  # bytes of memory that may stay: caches, and what the allocator keeps
@@ -267,7 +270,7 @@ def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 
 @contextmanager
-def neighbour(server: Server, gaps: list[float]) -> Iterator[None]:
+def neighbour(server: Server, gaps: list[Span]) -> Iterator[None]:
     """A stream that is read meanwhile; its pauses are added to `gaps`."""
     is_over = threading.Event()
 
@@ -280,7 +283,7 @@ def neighbour(server: Server, gaps: list[float]) -> Iterator[None]:
                     last = time.monotonic()
                     for _ in answer.iter_lines():
                         now = time.monotonic()
-                        gaps.append(now - last)
+                        gaps.append((last, now))
                         last = now
                         if is_over.is_set():
                             break
@@ -404,6 +407,12 @@ def find_routes(server: Server, methods: set[str]) -> list[str]:
     return [re.sub(r"{[^}]*}", "x", path) for path, found in schema["paths"].items() if set(found) & methods]
 
 
+def longest(spans: list[Span], withheld: Withheld) -> float:
+    """Return the longest of them, without what other programs withheld: so much of it at most, lest it hide all."""
+    lengths = ((end - begin, withheld.seconds(begin, end)) for begin, end in spans)
+    return max(length - min(others, MOST_WITHHELD * length) for length, others in lengths)
+
+
 def check(
     server: Server, sending: Sequence[Callable[[list[int]], None]], refusals: Set[int] = frozenset()
 ) -> list[int]:
@@ -413,8 +422,9 @@ def check(
     """
     process = server.process
     threads, before = process.num_threads(), memory(process)
-    gaps: list[float] = []
-    waits: list[float] = []
+    gaps: list[Span] = []
+    waits: list[Span] = []
+    withheld = Withheld(process.pid)
     statuses: list[int] = []
     server.slow.clear()
     with neighbour(server, gaps), httpx2.Client(base_url=server.url, timeout=30, trust_env=False) as client:
@@ -424,15 +434,17 @@ def check(
         for sender in senders:
             sender.start()
         while any(sender.is_alive() for sender in senders):
+            withheld.look()
             began = time.monotonic()
             assert client.get("/health").status_code == 200
-            waits.append(time.monotonic() - began)
+            waits.append((began, time.monotonic()))
             time.sleep(0.02)
+    withheld.look()
     assert len(statuses) == len(sending)
     assert max({*statuses} - refusals, default=0) < 500
     assert server.slow == []
-    assert max(waits) < HEALTH_S
-    assert max(gaps) < GAP_S
+    assert longest(waits, withheld) < HEALTH_S
+    assert longest(gaps, withheld) < GAP_S
     deadline = time.monotonic() + BACK_S
     while process.num_threads() > threads + 4 or memory(process) > before + SLACK:
         assert time.monotonic() < deadline, (process.num_threads(), threads, memory(process) >> 20, before >> 20)

@@ -64,7 +64,7 @@ class _Texts:
 
     def add(self, piece: bytes | bytearray) -> bytes:
         """Decode a piece of a text and return its mark. Raises ValueError."""
-        self._pieces.append(pydantic_core.from_json(b'"%b"' % piece))
+        self._pieces.append(pydantic_core.from_json(b'"' + piece + b'"'))
         return f"{self._mark}{len(self._pieces) - 1:08x}".encode()
 
     def put_back(self, value: Any) -> Any:
