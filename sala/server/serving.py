@@ -27,7 +27,7 @@ import uvicorn
 from sala.errors import SalaError
 from sala.server.http.connection import NUM_EXTRA, Connection, Front, Turns
 from sala.server.http.keys import KeyFile
-from sala.server.http.security import MAX_HEADER_BYTES, limit_arenas
+from sala.server.http.security import MAX_HEADER_BYTES, limit_arenas, trim_memory
 from sala.server.settings import Settings, check_listening
 
 Note = Callable[[str], None]
@@ -41,6 +41,7 @@ TICKS = 2  # of uvicorn, ten a second, between two looks at the engines
 COLLECT_S = 5.0  # between two collections of garbage, at least
 YOUNG = 10_000  # new objects between two collections among the youngest
 NEVER = 1 << 30
+IDLE_S = 1.0  # without requests, after which freed memory is returned
 QUIET_S = 10.0  # between messages about connections that could not be accepted
 
 log = logging.getLogger("sala.server")
@@ -173,6 +174,7 @@ class Server(uvicorn.Server):
         self._has_loaded = False
         self._quiet_until = 0.0
         self._garbage = GarbageCollector()
+        self._memory = IdleMemory()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
@@ -217,6 +219,7 @@ class Server(uvicorn.Server):
             self._check_engine()
             if self.is_process:
                 self._garbage.tick(self.front.state.runtime)
+                self._memory.tick(self.front.state.runtime, self.front.state.metrics.statistics.num_accepted)
         if self._deadline is not None and not self.should_exit:
             if time.monotonic() >= self._deadline:
                 self._cut_off()
@@ -290,6 +293,26 @@ class GarbageCollector:
         if is_new:
             gc.freeze()
         self._due = time.monotonic() + max(COLLECT_S, 100 * (time.thread_time() - began))
+
+
+class IdleMemory:
+    """Returns freed memory to the system once all requests have ended: glibc would keep what they took."""
+
+    def __init__(self) -> None:
+        self._num_returned = 0  # of requests, by the time memory was last returned
+        self._idle_since: float | None = None
+        self._running: asyncio.Future[None] | None = None
+
+    def tick(self, runtime: Any, num_accepted: int) -> None:
+        """Return it in a thread, if there have been requests and none has come for a moment."""
+        is_busy = any(model.service.num_requests for model in list(runtime.loaded.values()))
+        if is_busy or num_accepted == self._num_returned:
+            self._idle_since = None
+            return
+        self._idle_since = self._idle_since or time.monotonic()
+        if time.monotonic() - self._idle_since >= IDLE_S:
+            self._num_returned = num_accepted
+            self._running = asyncio.get_running_loop().run_in_executor(None, trim_memory)
 
 
 def has_died(state: Any) -> bool:

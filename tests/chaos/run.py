@@ -22,6 +22,7 @@ from sala.engine.service import NUM_PREPARERS
 from sala.server.app import NUM_PARSERS
 from sala.server.http.encoding import NUM_ENCODERS
 from sala.server.http.keys import KeyFile
+from sala.server.serving import IDLE_S
 from tests.chaos.load import MAX_IDLE, SECOND, Load
 from tests.chaos.server import HurtServer, small_disk
 from tests.server.fake_hub import FakeHub, serve
@@ -177,8 +178,8 @@ class Run:
         for case in self.load.cases:  # so that the same workers run at every count
             await self.load.compare(case, "admin")
         await self.load.disconnect()
-        await asyncio.sleep(0.5)  # for the server to notice
         numbers = await self._settle()
+        await asyncio.sleep(IDLE_S + 1.0)  # for the server to notice, and to return what it has freed
         accepted = numbers["sala_requests_accepted_total"]
         ended = sum(value for key, value in numbers.items() if key.startswith(ENDED + "{"))
         checked = await asyncio.to_thread(self.server.ask, "check")

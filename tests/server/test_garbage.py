@@ -1,4 +1,7 @@
-"""Cyclic garbage: collected in a thread; what libraries and models consist of is exempt as long as it is used."""
+"""Cyclic garbage is collected in a thread, freed memory returned when nobody asks for anything.
+
+What libraries and models consist of is exempt from collections as long as it is used.
+"""
 
 import asyncio
 import gc
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from sala.server import serving
-from sala.server.serving import GarbageCollector
+from sala.server.serving import GarbageCollector, IdleMemory
 
 
 class Cycle:
@@ -79,3 +82,37 @@ def test_collecting_takes_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatc
     collector = GarbageCollector()
     collector._collect(is_new=False)
     assert collector._due == 1050.0
+
+
+def test_memory_is_returned_once_after_the_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[str] = []
+    monkeypatch.setattr(serving, "trim_memory", lambda: returned.append(threading.current_thread().name))
+    service = SimpleNamespace(num_requests=0)
+    runtime = SimpleNamespace(loaded={"a": SimpleNamespace(service=service)})
+
+    async def live() -> None:
+        memory, now = IdleMemory(), 100.0
+
+        async def count(num_requests: int, num_accepted: int, seconds: float) -> int:
+            nonlocal now
+            now += seconds
+            service.num_requests = num_requests
+            memory.tick(runtime, num_accepted)
+            if memory._running is not None:
+                await memory._running
+            return len(returned)
+
+        monkeypatch.setattr(serving, "time", SimpleNamespace(monotonic=lambda: now))
+        assert await count(0, 0, 5.0) == 0  # there was no request
+        assert await count(1, 1, 5.0) == 0
+        assert await count(0, 1, 0.0) == 0
+        assert await count(0, 1, 0.5) == 0
+        assert await count(1, 2, 0.6) == 0  # another one
+        assert await count(0, 2, 5.0) == 0
+        assert await count(0, 2, 1.0) == 1
+        assert await count(0, 2, 5.0) == 1
+        assert await count(0, 3, 5.0) == 1  # one that has come and gone meanwhile
+        assert await count(0, 3, 5.0) == 2
+
+    asyncio.run(live())
+    assert threading.main_thread().name not in returned
