@@ -98,10 +98,9 @@ class ChatTemplate:
         """Render a conversation. `extra` reaches the template as variables; it cannot override the other arguments."""
         variables: dict[str, Any] = {**extra, **self._names, "add_generation_prompt": add_generation_prompt}
         try:
-            if self._knows_tools:
-                variables |= {"messages": list(messages), "tools": list(tools) if tools else None}
-            else:
-                variables |= {"messages": write_tools(messages, tools), "tools": None}
+            if not self._knows_tools and (tools or any(map(_is_about_tools, messages))):
+                messages, tools = write_tools(messages, tools), None
+            variables |= {"messages": list(messages), "tools": list(tools) if tools else None}
             arguments = {"source": self._source, "variables": variables, "limit": MAX_RENDERED_BYTES}
             reply = self._worker.ask("render", arguments, RENDER_S, RENDER_S_PER_MIB)
         except (TypeError, ValueError, RecursionError) as error:
@@ -395,6 +394,10 @@ def _content(token: object) -> str | None:
 
 def _is_spliced(message: Mapping[str, Any]) -> bool:
     return bool(message.get("token_ids")) and message.get("role") == "assistant" and not message.get("tool_calls")
+
+
+def _is_about_tools(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls")) or message.get("role") == "tool"
 
 
 def _visible(message: Mapping[str, Any]) -> dict[str, Any]:

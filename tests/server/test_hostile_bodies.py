@@ -104,7 +104,7 @@ def test_no_body_breaks_the_other_routes(client: httpx2.Client, path: str, body:
         '{"\\u0000": "\\u0000\\u001b"}',
         '{"a": NaN, "b": -Infinity, "c": 1e999}',
         '{"a": ' + "[" * 900 + "]" * 900 + "}",
-        '{"a": 1' + "0" * 4000 + "}",
+        '{"a": 1' + "0" * 1500 + "}",
     ],
     ids=lambda text: text[:16],
 )
