@@ -301,37 +301,6 @@ def test_the_probe_measures_the_mean_at_both_ends_and_between(
     assert [entry["step"] for entry in log if "probe_s" in entry] == [0, 3, 6]
 
 
-def test_known_rows_need_no_teacher(overlay: Path, teacher: SalaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    student, _ = learner(overlay, teacher)
-    objective = Distil(student, teacher, is_mixed=True, tile_rows=16, cache_bytes=6 * 20 * 64 * 4)  # six rows
-    batches = [rows_of(seed) for seed in (1, 2, 3)]
-    wanted = [loss_of(objective, prepare(batch))[0].detach() for batch in batches]
-    mixed = [batches[0][2], *batches[0][:2]]
-    calls = []
-    run_teacher = objective._run_teacher
-    monkeypatch.setattr(objective, "_run_teacher", lambda *rows: calls.append(1) or run_teacher(*rows))
-    torch.testing.assert_close(loss_of(objective, prepare(mixed))[0].detach(), wanted[0])
-    torch.testing.assert_close(loss_of(objective, prepare(batches[1]))[0].detach(), wanted[1], rtol=0, atol=0)
-    assert not calls
-    torch.testing.assert_close(loss_of(objective, prepare(batches[2]))[0].detach(), wanted[2], rtol=0, atol=0)
-    assert len(calls) == 1
-    assert len(objective.cache.rows) == 6
-
-
-def test_rows_that_never_come_again_are_asked_each_time(overlay: Path, teacher: SalaModel) -> None:
-    student, _ = learner(overlay, teacher)
-    objective, fresh = (Distil(student, teacher, is_mixed=True, tile_rows=16, cache_bytes=1 << 20) for _ in range(2))
-    kinds = ("text", "needle", "text", "needle")
-    rows = [replace(row, kind=kind) for row, kind in zip(rows_of(1, 4), kinds, strict=True)]
-    first = loss_of(objective, prepare(rows))[0].detach()
-    # another needle, between rows that are known
-    other = [rows[0], replace(rows[1], tokens=rows[3].tokens), *rows[2:]]
-    wanted = loss_of(fresh, prepare(other))[0].detach()
-    torch.testing.assert_close(loss_of(objective, prepare(other))[0].detach(), wanted)
-    torch.testing.assert_close(loss_of(objective, prepare(rows))[0].detach(), first)
-    assert len(objective.cache.rows) == 2
-
-
 def test_it_learns(overlay: Path, teacher: SalaModel, tmp_path: Path) -> None:
     run = run_of(overlay, teacher, tmp_path, steps=60, lr=5e-3, mean_decay=0.8)
     run.parts = [StepPart(lambda index: rows_of(5)[index % 3], 3, 20)]

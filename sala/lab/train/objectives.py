@@ -94,8 +94,7 @@ class Distil(NextToken):
 
     Rows with a `truth` have a mixed target: that share of the text's own next token, the rest from the teacher.
 
-    With `window` set, the teacher's context is limited to that many tokens. `cache_bytes` of device memory hold its
-    hidden states of repeated rows.
+    With `window` set, the teacher's context is limited to that many tokens.
     """
 
     terms = ("kl", "answer")
@@ -108,66 +107,28 @@ class Distil(NextToken):
         has_selection_loss: bool = False,
         is_mixed: bool = False,
         tile_rows: int | None = None,
-        cache_bytes: int = 0,
     ) -> None:
         super().__init__(student, has_selection_loss, is_mixed, tile_rows)
-        self.window, self.cache_bytes = window, cache_bytes
+        self.window = window
         self._teacher = [teacher]  # in a list, so that it is not registered as a submodule
-        self.cache = TeacherCache(cache_bytes)
 
     def use(self, fast: FastPaths) -> None:
         """Compute on these paths from now on."""
-        self.fast, self.cache = fast, TeacherCache(0 if fast.has_graphs else self.cache_bytes)
+        self.fast = fast
         set_scan(self.student, fast.has_scan)
 
     def forward(self, batch: TrainingBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            wanted = self._teacher_hidden(batch)
+            wanted = self._teacher_hidden(batch.tokens, batch.lengths)
             wanted = wanted if batch.at is None else wanted.index_select(0, batch.at)
         return self.compute_loss(batch, scales, (wanted, self._teacher[0].lm_head.weight))
 
-    def _teacher_hidden(self, batch: TrainingBatch) -> Tensor:
-        """Return the teacher's last hidden states [B * n, h], from the cache where possible."""
-        known = self.cache.get(batch.keys)
-        if known is None:
-            hidden = self._run_teacher(batch.tokens, batch.lengths)
-            self.cache.put(batch.keys, hidden.view(*batch.tokens.shape, -1))
-            return hidden
-        fresh = [index for index, key in enumerate(batch.keys) if not key]
-        rows = known
-        if fresh:
-            computed = self._run_teacher(batch.tokens[fresh]).view(len(fresh), batch.tokens.shape[1], -1)
-            rows = [computed[fresh.index(at)] if at in fresh else known.pop(0) for at in range(len(batch.keys))]
-        return torch.cat(rows)
-
-    def _run_teacher(self, tokens: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
-        """Return the teacher's hidden states; rows longer than its window are split."""
+    def _teacher_hidden(self, tokens: Tensor, lengths: Sequence[int] | None) -> Tensor:
+        """Return the teacher's last hidden states [B * n, h]; rows longer than its window are split."""
         if self.window is not None and tokens.shape[1] > self.window:
             tokens = tokens.view(-1, self.window)
         hidden = _hidden(self._teacher[0], tokens, lengths)
         return hidden.to(self.head_dtype(hidden))
-
-
-class TeacherCache:
-    """The teacher's hidden states of repeated rows, on the device: later epochs need not run the teacher."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.left = max_bytes
-        self.rows: dict[int, Tensor] = {}
-
-    def get(self, keys: Sequence[int]) -> list[Tensor] | None:
-        """Return the states [n, h] of all rows that have a key, in order; None if there are none, or one is missing."""
-        found = [self.rows.get(key) for key in keys if key]
-        return found if found and all(row is not None for row in found) else None  # type: ignore[return-value]
-
-    def put(self, keys: Sequence[int], states: Tensor) -> None:
-        """Store the new rows of states [B, n, h] as long as the memory lasts."""
-        new = [index for index, key in enumerate(keys) if key and key not in self.rows]
-        size = states[0].numel() * states.element_size()
-        new = new[: max(0, self.left // size)]
-        if new:
-            self.left -= size * len(new)
-            self.rows |= zip((keys[index] for index in new), states[new].unbind(0), strict=True)
 
 
 class Align(Objective):

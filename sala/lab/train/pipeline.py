@@ -245,7 +245,6 @@ def _mix(run: RecipeRun, stage: MixStage, directory: Path, start: Path) -> None:
         stage.block_selection_weight > 0,
         is_mixed=True,
         tile_rows=2048 if run.device.type == "cuda" else 128,
-        cache_bytes=stage.cache_gb << 30,
     )
     if _is_compiled(run):
         objective.use(FastPaths.on(run.device, run.kernels))

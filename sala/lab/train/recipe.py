@@ -238,7 +238,6 @@ class MixStage(DistilStage):
     mean_decay: Number = 0.998
     probe: str = ""  # a file of prompts and teacher answers for `Probe`, measured every `probe_every` steps
     probe_every: Count = 300
-    cache_gb: Count = 48  # device memory for the teacher's hidden states of repeated rows, where graphs do not run
     on_policy: OnPolicy | None = None
 
     @property

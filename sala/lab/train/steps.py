@@ -1,6 +1,5 @@
 """Steps of rows of several lengths and kinds, in micro-batches of fixed shapes, as the objectives take them."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -39,7 +38,6 @@ class TrainingBatch(NamedTuple):
     at: Tensor | None  # [P], into B * n; None: all positions
     is_answer: Tensor  # [B, n]: whether the next token is part of an answer
     lengths: Sequence[int] | None  # of documents that do not attend to each other
-    keys: Sequence[int]  # a hash of each row for the teacher cache; 0 for rows that never repeat
     name: str  # kinds and length, for the log
     counts: Sequence[int]  # positions with a main loss, with a cross-entropy, and with any of them
     is_symmetric: bool = False  # the student wrote it: its divergence from the teacher is the Jensen-Shannon divergence
@@ -122,15 +120,10 @@ def collate(rows: Sequence[TrainingRow], packing: str = "stream", tile_rows: int
         at=None if at is None else torch.from_numpy(at),
         is_answer=torch.from_numpy(answer.reshape(tokens.shape)),
         lengths=lengths,
-        keys=[0 if row.kind in ("needle", "on-policy") else _key(row.tokens) for row in rows] if is_weighted else (),
         name=f"{'+'.join(sorted({row.kind for row in rows}))}-{tokens.shape[1]}",
         counts=[*(int(np.count_nonzero(weight)) for weight in weights), len(wanted)],
         is_symmetric=rows[0].kind == "on-policy",
     )
-
-
-def _key(tokens: Any) -> int:
-    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "big")
 
 
 def weigh_text(row: TrainingRow) -> TrainingRow:
