@@ -17,7 +17,6 @@ from sala.lab.train.accelerated import Accelerated
 from sala.lab.train.data import Mixture, StreamRows, TokenStream, TrainingRow
 from sala.lab.train.loop import Diverged, OutOfTime, Progress
 from sala.lab.train.objectives import Distil, NextToken
-from sala.lab.train.score import generate_greedy, score_rows
 from sala.lab.train.steps import collate
 from tests.train.small import learn, rows_of, small_mixture, small_model, small_stage
 
@@ -226,18 +225,6 @@ def test_truth_alone_is_the_next_token(models: Path) -> None:
     told, shown = Distil(student, teacher)(rows, scales)
     torch.testing.assert_close(told, NextToken(student)(plain, scales)[0])
     torch.testing.assert_close(shown, Distil(student, teacher)(plain, scales)[1])
-
-
-def test_greedy_writing_equals_reading(models: Path) -> None:
-    """What is written token by token is what reading it says, dense or sparse."""
-    model = small_model(models)
-    contexts = [list(range(1, 6)), list(range(9, 37)), [7]]
-    written = generate_greedy(model, contexts, 4, ends=(-1,))
-    scores = score_rows(model, list(zip(contexts, written, strict=True)))
-    assert all(len(ids) == 4 for ids in written)
-    assert all(all(score.is_first) for score in scores)
-    stopped = generate_greedy(model, contexts, 4, ends=(written[0][1],))
-    assert stopped[0] == written[0][: written[0].index(written[0][1]) + 1]
 
 
 def test_errors_of_the_data_reach_the_caller(models: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def greedy(model: SalaModel, tokens: list[int], begin: int) -> list[int]:
 
 def test_a_hybrid_writes_what_it_finds_likeliest(student: SalaModel) -> None:
     """Slots are used again: no state of an earlier row is left in them."""
-    writer = Writer(student, 2, 60, ENDS, Marks((40, 41, 42), (50, 51), (60, 61)), 0, torch.float32)
+    writer = Writer(student, 2, 60, ENDS, Marks((40, 41, 42), (50, 51), (60, 61)), 0)
     openings = [Opening((40, 41, 42, 70 + n, 80), 0.0) for n in range(7)]
     written = writer.write(openings)
     assert len(written) == 7
@@ -54,7 +54,7 @@ def test_a_hybrid_writes_what_it_finds_likeliest(student: SalaModel) -> None:
 
 def test_a_hybrid_goes_on_after_a_second_question(student: SalaModel) -> None:
     turn = (60, 61, 90, 91, 9, 50, 51)
-    writer = Writer(student, 3, 200, ENDS, Marks((40, 41, 42), (50, 51), (60, 61)), 0, torch.float32)
+    writer = Writer(student, 3, 200, ENDS, Marks((40, 41, 42), (50, 51), (60, 61)), 0)
     found = 0
     for tokens, roles, _ in writer.write([Opening((40, 41, 70 + n), 0.0, turns=(turn,)) for n in range(8)]).items():
         given = np.flatnonzero(roles == GIVEN)
@@ -66,7 +66,7 @@ def test_a_hybrid_goes_on_after_a_second_question(student: SalaModel) -> None:
 
 
 def test_a_writer_takes_over_new_weights(student: SalaModel) -> None:
-    writer = Writer(student, 2, 40, ENDS, Marks(), 0, torch.float32)
+    writer = Writer(student, 2, 40, ENDS, Marks(), 0)
     before = writer.write([Opening((40, 41), 0.0)]).rows()
     kept = student.model.layers[1].self_attn.v_proj.weight.data.clone()
     student.model.layers[1].self_attn.v_proj.weight.data *= -3

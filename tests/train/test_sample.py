@@ -57,7 +57,7 @@ MARKS = Marks((40, 41, 42), (50, 51), (60, 61))
 
 
 def writer(model: SalaModel, num_slots: int, length: int = 200) -> Writer:
-    return Writer(model, num_slots, length, ENDS, MARKS, 3, torch.float32)
+    return Writer(model, num_slots, length, ENDS, MARKS, 3)
 
 
 def test_the_marks_are_those_of_the_template(tokenizer: Tokenizer) -> None:

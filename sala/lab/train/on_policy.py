@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from sala.backends.torch.model import SalaModel
 from sala.lab.train.data import Array, TrainingRow
@@ -45,9 +44,8 @@ class StudentRows:
             Opening(tuple(self.prompts[at]), heats[index % len(heats)]) for index, at in enumerate(chosen.tolist())
         ]
         if self._writer is None:
-            is_gpu = self.student.lm_head.weight.is_cuda
-            ends, dtype = self.student.config.eos_token_id, torch.bfloat16 if is_gpu else torch.float32
-            self._writer = Writer(self.student, count, self.options.seq_len, ends, Marks(), self.seed, dtype)
+            ends = self.student.config.eos_token_id
+            self._writer = Writer(self.student, count, self.options.seq_len, ends, Marks(), self.seed)
         self._writer.restart()
         return TokenizedDocuments.of([cut_at_loop(*document) for document in self._writer.write(openings).items()])
 

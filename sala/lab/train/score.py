@@ -1,4 +1,4 @@
-"""Batched log-probabilities, greedy generation and perplexity, for layer selection and reports."""
+"""Batched log-probabilities and perplexity, for layer selection and reports."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -75,28 +75,6 @@ def _hidden_states(model: SalaModel, rows: Sequence[Sequence[int]], length: int)
     return model(whole(tokens.to(model.model.norm.weight.device), ops=select_ops(model.kernels))).view(
         len(rows), length, -1
     )
-
-
-@torch.no_grad()
-def generate_greedy(
-    model: SalaModel, contexts: Sequence[Sequence[int]], max_tokens: int, ends: Sequence[int]
-) -> list[list[int]]:
-    """Return the greedy continuation of each context, up to an end token. Every token recomputes the whole row."""
-    outputs: list[list[int]] = [[] for _ in contexts]
-    dense_len = model.config.sparse_config.dense_len
-    lengths = [_padded(len(context) + max_tokens, dense_len) for context in contexts]
-    open_rows = sorted(range(len(contexts)), key=lambda i: lengths[i])
-    for _ in range(max_tokens):
-        for batch in _batches(open_rows, lengths):
-            rows = [[*contexts[i], *outputs[i]] for i in batch]
-            hidden = _hidden_states(model, rows, lengths[batch[0]])
-            last = torch.stack([hidden[at, len(row) - 1] for at, row in enumerate(rows)])
-            with torch.autocast(last.device.type, enabled=False):  # bf16 logits would often tie
-                tokens = model.logits(last.float()).argmax(-1).tolist()
-            for i, token in zip(batch, tokens, strict=True):
-                outputs[i].append(token)
-        open_rows = [i for i in open_rows if outputs[i][-1] not in ends]
-    return outputs
 
 
 @torch.inference_mode()

@@ -161,16 +161,9 @@ class Writer:
     """Continue openings into documents, as many at a time as there are slots."""
 
     def __init__(
-        self,
-        model: SalaModel,
-        num_slots: int,
-        length: int,
-        ends: Sequence[int],
-        marks: Marks,
-        seed: int,
-        dtype: torch.dtype,
+        self, model: SalaModel, num_slots: int, length: int, ends: Sequence[int], marks: Marks, seed: int
     ) -> None:
-        self.slots = Slots(model, num_slots, length, ends, dtype, seed)
+        self.slots = Slots(model, num_slots, length, ends, seed)
         self.length, self.ends, self.marks = length, frozenset(ends), marks
         self.rows: list[_Row | None] = [None] * num_slots
         self.has_opening = [False] * num_slots  # the slot's KV cache starts with the template's opening
@@ -296,7 +289,7 @@ def write_samples(
     `note` is called with the number of finished rows, of all rows, and of tokens. At the deadline, finished documents
     are kept.
     """
-    config, device = model.config, model.model.norm.weight.device
+    config = model.config
     text_end = tokenizer.token_id(TEXT_END)
     ends = tuple(dict.fromkeys((*config.eos_token_id, *([] if text_end is None else [text_end]))))
     lines = [line for prompt in stage.prompts if prompt.path for line in _read_lines(base / prompt.path)]
@@ -305,9 +298,7 @@ def write_samples(
     bos = config.bos_token_id if config.bos_token_id is not None else 0
     openings = make_openings(stage.prompts, topics, stage.num_rows, tokenizer, seed, ends, bos, composed)
     marks = Marks.of(tokenizer, ends) if any(opening.writes != "text" for opening in openings) else Marks()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    num_slots = min(stage.batch_rows, len(openings))
-    writer = Writer(model, num_slots, stage.seq_len, ends, marks, seed, dtype)
+    writer = Writer(model, min(stage.batch_rows, len(openings)), stage.seq_len, ends, marks, seed)
     documents = writer.write(openings, deadline, lambda rows, tokens: note(rows, len(openings), tokens))
     del writer
     torch.cuda.empty_cache()  # training needs the memory of the slots' KV caches

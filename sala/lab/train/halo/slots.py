@@ -66,10 +66,9 @@ class SlotUpdate(NamedTuple):
 class Slots:
     """`num_slots` rows of at most `length` tokens. A row stops at an end token that it sampled, or when full."""
 
-    def __init__(
-        self, model: SalaModel, num_slots: int, length: int, ends: Sequence[int], dtype: torch.dtype, seed: int
-    ) -> None:
+    def __init__(self, model: SalaModel, num_slots: int, length: int, ends: Sequence[int], seed: int) -> None:
         device = model.model.norm.weight.device
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model, self.length, self.dtype, self.device = model, length, dtype, device
         self.shapes = [_shape(layer.self_attn, model.config) for layer in model.model.layers]
         self.layers = [_weights(layer, dtype) for layer in model.model.layers]
