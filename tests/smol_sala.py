@@ -18,4 +18,4 @@ def load(name: str) -> ModuleType:
     return module
 
 
-compose, pack, questions, rules = load("compose"), load("pack"), load("questions"), load("rules")
+compose, pack, rules = load("compose"), load("pack"), load("rules")

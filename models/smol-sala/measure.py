@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from questions import accuracy, questions
-from rules import RuledQuestion, is_met, read_questions
+from rules import RuledQuestion, accuracy, is_met, read_questions, simple_questions
 
 from sala.backends.torch.loader import pick_device
 from sala.backends.torch.model import SalaModel
@@ -132,9 +131,10 @@ def answer(llm: LLM, questions: Sequence[str], max_tokens: int, temperature: flo
 def conversations(engines: Mapping[str, LLM], parts: Sequence[str]) -> dict:
     out: dict[str, Any] = {}
     if "questions" in parts:
-        asked = [question.text for question in questions()]
+        simple = simple_questions()
+        asked = [question.turns[0] for question in simple]
         out["questions"] = compare(
-            engines, "questions", lambda llm: accuracy(questions(), [said.text for said in answer(llm, asked, 64)])
+            engines, "questions", lambda llm: accuracy(simple, [said.text for said in answer(llm, asked, 64)])
         )
     if "talk" in parts:
         out["talk"] = {}

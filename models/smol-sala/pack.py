@@ -6,7 +6,7 @@ python models/smol-sala/pack.py FINAL_MODEL TEACHER OUT --bits 4 --gate-bits 5 -
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +20,14 @@ from sala.checkpoint.packing import PACKED_PARTS, Packed, packed_specs, quantize
 from sala.checkpoint.writer import Spec, plan_shards, write_file
 from sala.config import SalaConfig
 from sala.lab.train.models import load_for_training
+from sala.lab.train.overlays import TeacherBase
 from sala.quantization_config import Groups, QuantConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Teacher:
-    """The teacher's tensors as the base of an overlay."""
-
-    tensors: dict[str, Any]
-
-    def read(self, name: str) -> Any:
-        return self.tensors[name]
-
-    def read_packed(self, name: str) -> None:
-        return None
 
 
 def pack(model: SalaModel, teacher: SalaModel, out: Path, packing: OverlayPacking) -> float:
     """Write overlay and config.json into `out` and return the overlay's size in MB."""
-    modules, norms, quantization = pack_overlay(model.config, _arrays(model), Teacher(_arrays(teacher)), packing)
+    tensors = TeacherBase.of(model).tensors
+    modules, norms, quantization = pack_overlay(model.config, tensors, TeacherBase.of(teacher), packing)
     out.mkdir(parents=True, exist_ok=True)
     for old in overlay_files(out):
         old.unlink()
@@ -111,10 +100,6 @@ def pack_overlay(
     overrides = tuple(gates) if packing.gate_bits != packing.bits else ()
     quantization = QuantConfig(packing.bits, packing.group_size, overrides)
     return modules | dict(changes(thin)), norms, quantization
-
-
-def _arrays(model: SalaModel) -> dict[str, Any]:
-    return {name: value.detach().float().cpu().numpy() for name, value in model.named_parameters()}
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ A line of JSON has a `kind`, the user's `turns`, and `rules`, all of which the l
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,18 @@ def read_questions(file: Path) -> list[RuledQuestion]:
             raise InputError("rules", f"{file}, line {number}: {', '.join(unknown)}", "use " + ", ".join(_RULES))
         out.append(RuledQuestion(entry["kind"], tuple(entry["turns"]), entry["rules"], tuple(entry.get("avoid", ()))))
     return out
+
+
+def simple_questions() -> list[RuledQuestion]:
+    """Return 64 questions that any working model answers, a quick check after a conversion or quantization."""
+    listed = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
+    return [RuledQuestion("simple", (text,), {"any": accepted}) for text, accepted in listed.items()]
+
+
+def accuracy(questions: Sequence[RuledQuestion], answers: Sequence[str]) -> float:
+    """Return the share of questions whose answer meets their rules; `answers[i]` is the answer to `questions[i]`."""
+    met = [is_met(question, answer) for question, answer in zip(questions, answers, strict=True)]
+    return sum(met) / max(1, len(met))
 
 
 def is_met(question: RuledQuestion, answer: str) -> bool:

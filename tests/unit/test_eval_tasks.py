@@ -9,7 +9,7 @@ import pytest
 from sala.errors import InputError
 from sala.lab.eval.tasks import choice
 from sala.lab.eval.tasks.choice import ChoiceTask
-from tests.smol_sala import questions
+from tests.smol_sala import rules
 
 TASK = ChoiceTask("The sky is", ("blue", "a very hot soup"), 0)
 
@@ -89,23 +89,24 @@ def test_lines_that_are_no_records_are_refused(tmp_path: Path) -> None:
 
 
 def test_there_are_64_different_questions() -> None:
-    assert len({question.text for question in questions.questions()}) == 64
-    for question in questions.questions():
-        assert question.text[-1] in "?."
-        assert all(answer == answer.strip() != "" for answer in question.accepted)
-        assert questions.score(question, question.text) == 0, "the question gives its answer away"
+    questions = rules.simple_questions()
+    assert len({question.turns for question in questions}) == 64
+    for question in questions:
+        assert question.turns[0][-1] in "?."
+        assert all(answer == answer.strip() != "" for answer in question.rules["any"])
+        assert not rules.is_met(question, question.turns[0]), "the question gives its answer away"
 
 
-@pytest.mark.parametrize("question", questions.questions(), ids=lambda question: question.accepted[0])
+@pytest.mark.parametrize("question", rules.simple_questions(), ids=lambda question: question.rules["any"][0])
 def test_every_spelling_counts_and_other_answers_do_not(question: Any) -> None:
-    for answer in question.accepted:
-        assert questions.score(question, f"Well, it is **{answer.upper()}**.") == 1
-        assert questions.score(question, f"x{answer}") == 0
-        assert questions.score(question, f"{answer}x") == 0
+    for answer in question.rules["any"]:
+        assert rules.is_met(question, f"Well, it is **{answer.upper()}**.")
+        assert not rules.is_met(question, f"x{answer}")
+        assert not rules.is_met(question, f"{answer}x")
     for other in ("", "I do not know.", "Banana-shaped things, or 99."):
-        assert questions.score(question, other) == 0
+        assert not rules.is_met(question, other)
 
 
 def test_accuracy_of_questions() -> None:
-    asked = questions.questions()[:4]
-    assert questions.accuracy(asked, ["Paris", "Kyoto", "rome", "It is Bonn"]) == 0.5
+    asked = rules.simple_questions()[:4]
+    assert rules.accuracy(asked, ["Paris", "Kyoto", "rome", "It is Bonn"]) == 0.5
