@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sala.errors import ConfigError
-from sala.lab.train.documents import HeldOut, read_held_out
+from sala.errors import ConfigError, InputError
+from sala.lab.train.documents import HeldOut, read_held_out, read_turns
 from tests.smol_sala import compose, rules
 
 PromptTable = compose.PromptTable
@@ -85,3 +85,9 @@ def test_held_out_files_have_words_to_avoid(tmp_path: Path) -> None:
     held_out = read_held_out([tmp_path / "a.jsonl"])
     assert "Add 26 to 17." in held_out
     assert "Add 26 to 18." not in held_out
+
+
+def test_a_bad_line_of_turns_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"turns": ["Hi"]}\n{"turn": ["Hi"]}\n')
+    with pytest.raises(InputError, match=r"a.jsonl:2 cannot be used: turns: Field required.*each line is"):
+        read_turns(tmp_path / "a.jsonl")

@@ -24,7 +24,7 @@ from sala.lab.draft.answers import Written, as_stream, frequent_tokens, read_ans
 from sala.lab.draft.exit_objective import ExitObjective
 from sala.lab.draft.objective import DraftObjective
 from sala.lab.train.accelerated import Accelerated
-from sala.lab.train.data import Array, TrainingRow
+from sala.lab.train.data import Array, Epochs, TrainingRow
 from sala.lab.train.loop import train
 from sala.lab.train.models import load_for_training
 from sala.lab.train.processes import barrier, destroy_process, init_process, is_main_process
@@ -194,30 +194,26 @@ class AnswerRows:
     """Rows of packed answers in a seeded order that changes with every epoch; some are held out."""
 
     def __init__(self, rows: Sequence[Written], length: int, seed: int, is_held_out: bool) -> None:
-        self.stream, self.length, self.seed, self.kinds = as_stream(rows), length, seed, [row.kind for row in rows]
+        self.stream, self.length, self.kinds = as_stream(rows), length, [row.kind for row in rows]
         count = len(self.stream.tokens) // length
         if count < 2:
             remedy = f"give more data, or shorter rows: --row {max(64, len(self.stream.tokens) // 8)}"
             raise InputError("data", f"fills {count} rows of {length:,} tokens", remedy)
         held = set(range(HELD_OUT - 1, count, HELD_OUT)) or {count - 1}
         self.numbers = [number for number in range(count) if (number in held) == is_held_out]
+        self.order = Epochs(np.array(self.numbers), seed)
 
     def __call__(self, number: int) -> TrainingRow:
-        return self.stream.row(self._place(number), self.length)
+        return self.stream.row(self.order(number), self.length)
 
     def groups(self, number: int) -> list[tuple[str, int]]:
         """Return the kind of text of each token of a row, and a bound for how many tokens of the text are before it."""
-        first = self._place(number) * self.length
+        first = self.order(number) * self.length
         places = np.arange(first, first + self.length)
         texts = np.searchsorted(self.stream.ends, places, "right")
         before = places - np.concatenate([[0], self.stream.ends])[texts]
         bounds = [LENGTHS[index] for index in np.searchsorted(LENGTHS[:-1], before)]
         return list(zip((self.kinds[text] for text in texts), bounds, strict=True))
-
-    def _place(self, number: int) -> int:
-        epoch, place = divmod(number, len(self.numbers))
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.numbers))
-        return self.numbers[int(order[place])]
 
 
 @dataclass(frozen=True, slots=True)

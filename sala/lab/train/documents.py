@@ -1,6 +1,5 @@
 """Documents that a teacher wrote, with a role for every token; filters for them, and training rows."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from sala.errors import InputError
+from sala.lab.eval.documents import read_lines
 from sala.lab.train.data import Array, ArrayFile, Epochs, TokenStream, TrainingRow
 
 GIVEN, ASKED, ANSWER, TEXT = range(4)  # roles: template or prompt, question by the teacher, answer, free text
@@ -148,17 +148,24 @@ def _words(text: str) -> list[str]:
     return re.findall(r"[a-z0-9]+", text.lower())
 
 
+@dataclass(frozen=True, slots=True)
+class UserTurns:
+    """What a user says in a dialogue, and words that together mark a question as held out."""
+
+    turns: tuple[str, ...]
+    avoid: tuple[str, ...] = ()
+
+
+def read_turns(file: Path) -> list[UserTurns]:
+    """Read user turns from JSONL; raise InputError about a bad line."""
+    return read_lines(file, UserTurns, "turns", 'each line is {"turns": ["what the user says"]}')
+
+
 def read_held_out(files: Sequence[Path]) -> HeldOut:
     """Return the `turns` of JSONL files, and their `avoid` words, as texts held out from training."""
-    texts: list[str] = []
-    avoid: list[tuple[list[str], str]] = []
-    for file in files:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            texts += record["turns"]
-            if record.get("avoid"):
-                avoid.append((record["avoid"], " ".join(record["turns"])))
-    return HeldOut(texts, avoid)
+    found = [one for file in files for one in read_turns(file)]
+    texts = (text for one in found for text in one.turns)
+    return HeldOut(texts, ((one.avoid, " ".join(one.turns)) for one in found if one.avoid))
 
 
 def to_stream(documents: TokenizedDocuments, end: int) -> TokenStream:

@@ -3,7 +3,6 @@
 Distilling on the teacher's own text preserves its behaviour, above all its style of answering, better than plain text.
 """
 
-import json
 import os
 import re
 import time
@@ -27,11 +26,13 @@ from sala.lab.train.documents import (
     TokenizedDocuments,
     filter_documents,
     read_held_out,
+    read_turns,
     runs,
 )
 from sala.lab.train.halo.slots import Slots, SlotUpdate
 from sala.lab.train.loop import prefetch
 from sala.lab.train.recipe import Prompts, SampleStage
+from sala.options.sources import read_text
 from sala.text.tokenizer import Tokenizer
 
 MIN_P = 0.05  # for answers: tokens less likely than this share of the likeliest are never sampled
@@ -292,9 +293,8 @@ def write_samples(
     config = model.config
     text_end = tokenizer.token_id(TEXT_END)
     ends = tuple(dict.fromkeys((*config.eos_token_id, *([] if text_end is None else [text_end]))))
-    lines = [line for prompt in stage.prompts if prompt.path for line in _read_lines(base / prompt.path)]
-    composed = [json.loads(line)["turns"] for line in lines]
-    topics = _read_lines(base / stage.topics) if stage.topics else []
+    composed = [one.turns for prompt in stage.prompts if prompt.path for one in read_turns(base / prompt.path)]
+    topics = [line for line in read_text(base / stage.topics).split("\n") if line] if stage.topics else []
     bos = config.bos_token_id if config.bos_token_id is not None else 0
     openings = make_openings(stage.prompts, topics, stage.num_rows, tokenizer, seed, ends, bos, composed)
     marks = Marks.of(tokenizer, ends) if any(opening.writes != "text" for opening in openings) else Marks()
@@ -322,7 +322,3 @@ def _repeats(
     num_workers = (os.cpu_count() or 1) if len(documents) >= MANY and hasattr(os, "fork") else 0
     parts = prefetch(check, range(-(-len(documents) // CHUNK)), num_workers)
     return np.array([value for part in parts for value in part], np.bool_)
-
-
-def _read_lines(file: Path) -> list[str]:
-    return [line for line in file.read_text(encoding="utf-8").split("\n") if line]
