@@ -1,7 +1,10 @@
 """Sample from a dense or hybrid model in thousands of slots at once, each at its own position (continuous batching).
 
-A finished slot starts the next text at once, so that no row idles. All state lies on the device; on a GPU a step is a
+A finished slot starts the next text at once, so that no row idles. All state is on the device; on a GPU a step is a
 CUDA graph, and the host checks for finished rows only every few steps. Attention is dense at every length.
+
+This is not the engine, whose host code takes longer per token than a small teacher computes, and which does not
+follow weights that are being trained.
 """
 
 import math
