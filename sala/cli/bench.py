@@ -199,7 +199,7 @@ def _against_torch(
 def _against_mlx(
     run: Run, path: Path, dense: str, bits: int, counts: list[int], new_tokens: int, options: Options
 ) -> "Sides":
-    from sala.lab.bench.dense_mlx import Ours, Theirs, check_fit, need_mlx_lm
+    from sala.lab.bench.dense_mlx import DenseOnMlx, SalaOnMlx, check_fit, need_mlx_lm
     from sala.options.schema import length_label
 
     need_mlx_lm()
@@ -210,14 +210,14 @@ def _against_mlx(
     run.learn(subject=f"{path.name}, {bits} bits, MLX", device=options.device, new_tokens=new_tokens)
     with run.resumable():
         s.note(f"ours: {run.settings['subject']}")
-        opened = cache(lambda: Ours(path, options, [count + new_tokens for count in counts]))
+        opened = cache(lambda: SalaOnMlx(path, options, [count + new_tokens for count in counts]))
         measure = _logged(run, "ours", lambda count: opened().measure(count, new_tokens))
         ours = _measure_all(counts, measure, length_label)
         if opened.cache_info().currsize:  # one model in memory at a time
             opened().close()
             opened.cache_clear()
         s.note(f"theirs: {dense}, {bits} bits, mlx-lm")
-        loaded = cache(lambda: Theirs(other, options, bits))
+        loaded = cache(lambda: DenseOnMlx(other, options, bits))
         measure = _logged(run, "dense", lambda count: loaded().measure(count, new_tokens))
         return ours, _measure_all(counts, measure, length_label)
 

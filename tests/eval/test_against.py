@@ -278,7 +278,7 @@ class TestOnMlx:
         from sala.backends.mlx import executor
 
         monkeypatch.setattr(executor, "free_bytes", lambda _: 100_000)
-        monkeypatch.setattr("sala.lab.bench.dense_mlx.Ours", None)  # would fail if anything were loaded
+        monkeypatch.setattr("sala.lab.bench.dense_mlx.SalaOnMlx", None)  # would fail if anything were loaded
         base = ["bench", "against", str(dense), "-m", str(tiny), "--backend", "mlx", "--device", "cpu"]
         assert run([*base, "--lengths", "16"]) == 1
         assert "the weights take" in capsys.readouterr().err

@@ -69,7 +69,10 @@ def open_dense(source: str, device: torch.device, dtype: torch.dtype, bits: int 
 
 
 def _pack(model: Any, bits: int, device: torch.device) -> None:
-    """Replace the linears by packed ones, one at a time, rounded to nearest; those that do not divide stay whole."""
+    """Replace the linears by packed ones, one at a time, rounded to nearest.
+
+    Those whose inputs do not divide into groups stay as they are.
+    """
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and module.in_features % GROUP_SIZE == 0:
             kind = "BF16" if module.weight.dtype == torch.bfloat16 else "F16"
@@ -106,25 +109,32 @@ def check_dense(source: str, options: Options, num_tokens: int, bits: int = 16) 
         bench.check_memory(source, weights, running, device)
         return
     path = _find(source)
-    stored, table = (
-        sum(file.stat().st_size for file in path.glob("*.safetensors")),
-        read_json_object(path / "config.json"),
-    )
-    kept = ELEMENT_BYTES.get(str(table.get("dtype") or table.get("torch_dtype")), size)
-    bench.check_memory(path.name, stored * size // kept, running_bytes(table, num_tokens, size), device)
+    table = read_json_object(path / "config.json")
+    weights = stored_bytes(path) * size // element_bytes(table, size)
+    bench.check_memory(path.name, weights, running_bytes(table, num_tokens, size), device)
 
 
-def running_bytes(table: Mapping[str, Any], num_tokens: int, element_bytes: int, chunk: int | None = None) -> int:
+def stored_bytes(path: Path) -> int:
+    """Return the bytes of a checkpoint's weights on disk."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def element_bytes(table: Mapping[str, Any], default: int) -> int:
+    """Return the bytes of a stored weight by its config.json."""
+    return ELEMENT_BYTES.get(str(table.get("dtype") or table.get("torch_dtype")), default)
+
+
+def running_bytes(table: Mapping[str, Any], num_tokens: int, size: int, chunk: int | None = None) -> int:
     """Return the bytes of keys, values and activations of a dense model, by its config.json; 0 if it does not say.
 
-    `chunk` tokens of the prompt, or all of them, are read at a time.
+    An element has `size` bytes. `chunk` tokens of the prompt, or all of them, are read at a time.
     """
     try:
         hidden, heads = table["hidden_size"], table["num_attention_heads"]
         groups, dim = table.get("num_key_value_heads") or heads, table.get("head_dim") or hidden // heads
         cached = 2 * table["num_hidden_layers"] * groups * dim
         active = 8 * hidden + max(3 * table["intermediate_size"], 4 * heads * dim)  # of a layer, and what norms copy
-        return int(element_bytes * (num_tokens * cached + min(num_tokens, chunk or num_tokens) * active))
+        return int(size * (num_tokens * cached + min(num_tokens, chunk or num_tokens) * active))
     except (KeyError, TypeError):
         return 0
 

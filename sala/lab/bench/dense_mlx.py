@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from sala.backends.memory import USABLE, estimate
-from sala.checkpoint.dtypes import ELEMENT_BYTES
 from sala.checkpoint.names import count_parameters, expected_tensors
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig, read_json_object
 from sala.engine.requests import Call
 from sala.errors import InputError, MissingExtra, SalaError
-from sala.lab.bench.dense import GROUP_SIZE, running_bytes
+from sala.lab.bench.dense import GROUP_SIZE, element_bytes, running_bytes, stored_bytes
 from sala.lab.bench.measure import WARM_TOKENS, Latency, need_memory, need_room
 from sala.llm import LLM
 from sala.protocol import Options, Sampling
@@ -41,12 +40,9 @@ def check_fit(ours: Path, theirs: Path, options: Options, num_tokens: int) -> No
     with Checkpoint(ours) as checkpoint:
         weights = checkpoint.nbytes
     need_memory(ours.name, weights, _own_bytes(ours, num_tokens), _free(options))
-    stored, table = (
-        sum(file.stat().st_size for file in theirs.glob("*.safetensors")),
-        read_json_object(theirs / "config.json"),
-    )
+    table = read_json_object(theirs / "config.json")
     # mlx-lm quantizes what it has loaded: the plain weights are in memory once, however few bits are wanted
-    need_memory(theirs.name, stored, _dense_bytes(table, num_tokens), _free(options))
+    need_memory(theirs.name, stored_bytes(theirs), _dense_bytes(table, num_tokens), _free(options))
 
 
 def _own_bytes(path: Path, num_tokens: int) -> int:
@@ -57,8 +53,7 @@ def _own_bytes(path: Path, num_tokens: int) -> int:
 
 
 def _dense_bytes(table: Mapping[str, Any], num_tokens: int) -> int:
-    size = ELEMENT_BYTES.get(str(table.get("dtype") or table.get("torch_dtype")), 2)
-    return running_bytes(table, num_tokens, size, PREFILL)
+    return running_bytes(table, num_tokens, element_bytes(table, 2), PREFILL)
 
 
 def _free(options: Options) -> int:
@@ -68,7 +63,7 @@ def _free(options: Options) -> int:
     return free_bytes(pick_device(options.device))
 
 
-class Ours:
+class SalaOnMlx:
     """Our model on MLX, for the longest of these lengths, answers included, that memory holds."""
 
     def __init__(self, path: Path, options: Options, lengths: Sequence[int]) -> None:
@@ -102,7 +97,7 @@ class Ours:
         gc.collect()
 
 
-class Theirs:
+class DenseOnMlx:
     """A dense model of mlx-lm, quantized to `bits` unless it is quantized already."""
 
     def __init__(self, path: Path, options: Options, bits: int) -> None:

@@ -9,39 +9,28 @@ from sala.backends.torch.batch import Features, whole
 from sala.backends.torch.draft_exit import DraftExit
 from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.model import SalaModel
+from sala.lab.draft.objective import DraftingObjective
 from sala.lab.train.losses import LossWeights, head_loss
-from sala.lab.train.objectives import Objective
 from sala.lab.train.steps import TrainingBatch
 
 
-class ExitObjective(Objective):
-    """The exit learns; the model is frozen. Every draft of a chain is made of true states, so one step is enough."""
+class ExitObjective(DraftingObjective):
+    """The loss of an exit. Every draft of a chain is made of the model's states, so one step is enough."""
 
     units = ("DraftExit",)
     terms = ("draft",)
-    num_steps = 1
 
-    def __init__(self, exit: DraftExit, model: SalaModel, tile_rows: int | None = None) -> None:
-        super().__init__()
-        self.exit, self.tile_rows = exit, tile_rows
-        self._model = [model.requires_grad_(False)]  # in a list, so that it is not registered as a submodule
-
-    @property
-    def model(self) -> SalaModel:
-        return self._model[0]
-
-    def counts(self, batch: TrainingBatch) -> list[int]:
-        return [batch.counts[0]]
+    def __init__(self, exit: DraftExit, model: SalaModel) -> None:
+        super().__init__(model, num_steps=1)
+        self.exit = exit
 
     def forward(self, batch: TrainingBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
-        lengths = list(batch.lengths or [batch.tokens.shape[1]] * batch.tokens.shape[0])
-        early, hidden = self.observe(batch.tokens.flatten(), lengths)
+        early, hidden = self.observe(batch.tokens.flatten(), batch.document_lengths)
         divisor = self.model.config.logit_divisor
         rows = self.model.lm_head.weight.float()
         weights = LossWeights(batch.main * scales[0], torch.zeros_like(batch.main))
-        loss, sums = head_loss(
-            self.exit(early) / divisor, rows, batch.labels * 0, weights, (hidden / divisor, rows), self.tile_rows
-        )
+        drafted, wanted = self.exit(early) / divisor, (hidden / divisor, rows)
+        loss, sums = head_loss(drafted, rows, batch.labels * 0, weights, wanted)
         return loss, sums[:1]
 
     @torch.no_grad()
@@ -53,7 +42,6 @@ class ExitObjective(Objective):
 
     @torch.no_grad()
     def guesses(self, tokens: Tensor, lengths: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-        """Return the draft after every token, for each step of a chain, and the model's own choice."""
         early, hidden = self.observe(tokens, lengths)
         head = self.model.lm_head
         return [head(self.exit(early).to(head.weight.dtype)).argmax(-1)], head(hidden.to(head.weight.dtype)).argmax(-1)

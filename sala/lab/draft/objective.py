@@ -24,16 +24,12 @@ STEP_WEIGHT = 0.8  # of the loss of each further draft
 QUERY_TILE = 512  # positions whose scores are in memory at a time
 
 
-class DraftObjective(Objective):
-    """The head learns; the model is frozen. `num_steps` is the length of the chain."""
+class DraftingObjective(Objective):
+    """What drafts learns from a frozen model; `num_steps` is the length of a chain of drafts."""
 
-    units = ("DraftHead",)
-
-    def __init__(self, head: DraftHead, model: SalaModel, num_steps: int, tile_rows: int | None = None) -> None:
+    def __init__(self, model: SalaModel, num_steps: int) -> None:
         super().__init__()
-        self.head, self.num_steps, self.tile_rows = head, num_steps, tile_rows
-        self.weights = tuple(STEP_WEIGHT**number for number in range(num_steps))
-        self.terms = tuple(f"draft {number}" for number in range(1, num_steps + 1))
+        self.num_steps = num_steps
         self._model = [model.requires_grad_(False)]  # in a list, so that it is not registered as a submodule
 
     @property
@@ -43,9 +39,24 @@ class DraftObjective(Objective):
     def counts(self, batch: TrainingBatch) -> list[int]:
         return [batch.counts[0]] * self.num_steps
 
+    def guesses(self, tokens: Tensor, lengths: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+        """Return the draft after every token, for each step of a chain, and the model's own choice."""
+        raise NotImplementedError
+
+
+class DraftObjective(DraftingObjective):
+    """The loss of a draft head, for each draft of a chain."""
+
+    units = ("DraftHead",)
+
+    def __init__(self, head: DraftHead, model: SalaModel, num_steps: int) -> None:
+        super().__init__(model, num_steps)
+        self.head = head
+        self.weights = tuple(STEP_WEIGHT**number for number in range(num_steps))
+        self.terms = tuple(f"draft {number}" for number in range(1, num_steps + 1))
+
     def forward(self, batch: TrainingBatch, scales: Tensor) -> tuple[Tensor, Tensor]:
-        lengths = list(batch.lengths or [batch.tokens.shape[1]] * batch.tokens.shape[0])
-        tokens = batch.tokens.flatten()
+        tokens, lengths = batch.tokens.flatten(), batch.document_lengths
         states, hidden = self.observe(tokens, lengths)
         targets, rows = self.targets(hidden), self.rows
         own = rows if self.head.lm_head is None else self.head.lm_head.weight
@@ -54,9 +65,7 @@ class DraftObjective(Objective):
         for number, drafted in enumerate(self.chain(tokens, states, lengths)):
             weights = LossWeights(batch.main * scales[number], torch.zeros_like(batch.main))
             normed = self.normed(drafted)
-            part, part_sums = head_loss(
-                normed, own.to(normed.dtype), batch.labels * 0, weights, (targets, rows), self.tile_rows
-            )
+            part, part_sums = head_loss(normed, own.to(normed.dtype), batch.labels * 0, weights, (targets, rows))
             loss = loss + part
             sums.append(part_sums[0])
         return loss, torch.stack(sums)
@@ -70,7 +79,6 @@ class DraftObjective(Objective):
 
     @torch.no_grad()
     def guesses(self, tokens: Tensor, lengths: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-        """Return the draft after every token, for each step of a chain, and the model's own choice."""
         states, hidden = self.observe(tokens, lengths)
         wanted = self.model.lm_head(hidden.to(self.model.lm_head.weight.dtype)).argmax(-1)
         own = self.rows if self.head.lm_head is None else self.head.lm_head.weight
@@ -82,7 +90,7 @@ class DraftObjective(Objective):
 
     @property
     def rows(self) -> Tensor:
-        """The rows of the model's head for the tokens that can be drafted."""
+        """Return the rows of the model's head for the tokens that can be drafted."""
         return self.model.lm_head.weight.index_select(0, self.head.tokens).float()
 
     def normed(self, drafted: Tensor) -> Tensor:

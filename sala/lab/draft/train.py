@@ -22,7 +22,7 @@ from sala.config import SalaConfig
 from sala.errors import InputError, ModelNotFound
 from sala.lab.draft.answers import Written, as_stream, frequent_tokens, read_answers, read_prompts, write_answers
 from sala.lab.draft.exit_objective import ExitObjective
-from sala.lab.draft.objective import DraftObjective
+from sala.lab.draft.objective import DraftingObjective, DraftObjective
 from sala.lab.train.accelerated import Accelerated
 from sala.lab.train.data import Array, Epochs, TrainingRow
 from sala.lab.train.loop import train
@@ -146,7 +146,7 @@ class DraftTraining:
             tokens = frequent_tokens(rows, config.vocab_size, config.draft_vocab_size)
             np.save(self.work / VOCABULARY, tokens)
 
-    def _objective(self, config: DraftConfig, device: torch.device) -> DraftObjective | ExitObjective:
+    def _objective(self, config: DraftConfig, device: torch.device) -> DraftingObjective:
         dtype = MODEL_DTYPES.get(device.type, torch.float32)
         model = load_for_training(self.model, device, dtype, kernels=self.loading.kernels)
         if isinstance(config, DraftExitConfig):
@@ -232,15 +232,12 @@ class Agreement:
 
 
 @torch.no_grad()
-def agreement(
-    objective: DraftObjective | ExitObjective, rows: AnswerRows, device: torch.device, most: int = 16
-) -> list[Agreement]:
+def agreement(objective: DraftingObjective, rows: AnswerRows, device: torch.device, most: int = 16) -> list[Agreement]:
     """Return how often drafts are the model's own choice in held-out rows, by kind of text and length."""
     found: dict[tuple[str, int], Agreement] = {}
     for number in range(min(most, len(rows.numbers))):
         batch = collate([rows(number)], "documents").to(device)
-        tokens, lengths = batch.tokens.flatten(), list(batch.lengths or [batch.tokens.shape[1]])
-        guesses, wanted = objective.guesses(tokens, lengths)
+        guesses, wanted = objective.guesses(batch.tokens.flatten(), batch.document_lengths)
         is_alive, groups = (batch.main > 0).cpu().numpy(), rows.groups(number)
         for step, guess in enumerate(guesses):
             is_right = is_alive & (guess == wanted).cpu().numpy()

@@ -42,6 +42,11 @@ class TrainingBatch(NamedTuple):
     counts: Sequence[int]  # positions with a main loss, with a cross-entropy, and with any of them
     is_symmetric: bool = False  # the student wrote it: its divergence from the teacher is the Jensen-Shannon divergence
 
+    @property
+    def document_lengths(self) -> list[int]:
+        """The lengths of the documents that do not attend to each other; without packing, of the rows."""
+        return list(self.lengths or [self.tokens.shape[1]] * self.tokens.shape[0])
+
     def to(self, device: torch.device) -> "TrainingBatch":
         moved: Any = (x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self)
         return TrainingBatch(*moved)
