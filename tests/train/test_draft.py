@@ -19,7 +19,7 @@ from sala.config import SalaConfig
 from sala.errors import InputError
 from sala.lab.draft import evaluate
 from sala.lab.draft import train as draft
-from sala.lab.draft.answers import PromptRecord, Written, frequent_tokens, read_prompts, write_answers
+from sala.lab.draft.answers import AnsweredPrompt, PromptRecord, frequent_tokens, read_prompts, write_answers
 from sala.lab.draft.objective import DraftObjective
 from sala.lab.draft.train import AnswerRows, DraftTraining, new_head
 from sala.lab.finetune.dialogues import BadData
@@ -146,7 +146,7 @@ def test_answers_are_written_once(tiny: Path, tmp_path: Path) -> None:
     assert rows[:3] == first
     assert seen in ([4, 5, 6], [5, 6])
     assert all(len(row.tokens) == row.start + 5 for row in rows[:5])
-    assert rows[5] == Written(prompts[5].ids, 1, "text")
+    assert rows[5] == AnsweredPrompt(prompts[5].ids, 1, "text")
 
 
 def test_bad_data_is_named(tiny: Path, tmp_path: Path) -> None:
@@ -167,11 +167,11 @@ def test_long_texts_are_cut_to_a_row(tiny: Path, tmp_path: Path) -> None:
     (prompt,) = read_prompts(file, llm, 64)
     assert list(prompt.ids) == llm.tokenizer.encode(text)[:64]
     with pytest.raises(InputError, match="fills 1 rows"):
-        AnswerRows([Written(tuple(range(200)), 1, "text")], 128, 0, is_held_out=False)
+        AnswerRows([AnsweredPrompt(tuple(range(200)), 1, "text")], 128, 0, is_held_out=False)
 
 
 def test_the_vocabulary_has_the_most_frequent_tokens() -> None:
-    rows = [Written((9, 9, 9, 5, 5, 3), 3, ""), Written((7, 5, 3, 6), 1, "")]
+    rows = [AnsweredPrompt((9, 9, 9, 5, 5, 3), 3, ""), AnsweredPrompt((7, 5, 3, 6), 1, "")]
     assert frequent_tokens(rows, 20, 3).tolist() == [3, 5, 6]
     assert frequent_tokens(rows, 20, 5).tolist() == [0, 1, 3, 5, 6]
     assert PromptRecord((1,), True, "").is_answered
@@ -183,7 +183,9 @@ def test_the_report_is_split_by_kind_and_length(monkeypatch: pytest.MonkeyPatch)
     rng, num_steps = np.random.default_rng(4), 3
     kinds = [*"ab" * 200]
     made: list[Any] = []
-    rows = AnswerRows([Written(tuple(rng.integers(9, size=37).tolist()), 5, kind) for kind in kinds], 50, 0, True)
+    rows = AnswerRows(
+        [AnsweredPrompt(tuple(rng.integers(9, size=37).tolist()), 5, kind) for kind in kinds], 50, 0, True
+    )
 
     class Objective:
         num_steps = 3

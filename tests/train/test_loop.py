@@ -63,7 +63,7 @@ def test_overfits_one_batch(models: Path, tmp_path: Path) -> None:
 def test_rates_follow_the_schedule_and_the_groups(models: Path, tmp_path: Path) -> None:
     stage = small_stage(schedule="wsd", decay_steps=3, steps=6)
     log = learn(small_model(models), tmp_path, stage)
-    assert [entry["rate"] for entry in log] == [stage.rate.rate(step) for step in range(6)]
+    assert [entry["rate"] for entry in log] == [stage.learning_rate.at(step) for step in range(6)]
     model = small_model(models)
     before = weights(model)
     learn(model, tmp_path / "one", small_stage(steps=1, warmup_steps=0, clip=0.0))

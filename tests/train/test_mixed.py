@@ -338,10 +338,10 @@ def test_plain_paths_take_over_where_fast_ones_fail(
 
 def test_rates() -> None:
     options = Schedule("wsd", 1.0, 0.2, 0, warmup_steps=4, decay_share=0.5)
-    assert options.rate(0, 0.0) == pytest.approx(0.2)
-    assert options.rate(10, 0.4) == 1.0
-    assert options.rate(10, 0.75) == pytest.approx(0.6)
-    assert options.rate(10, 1.2) == pytest.approx(0.2)
+    assert options.at(0, 0.0) == pytest.approx(0.2)
+    assert options.at(10, 0.4) == 1.0
+    assert options.at(10, 0.75) == pytest.approx(0.6)
+    assert options.at(10, 1.2) == pytest.approx(0.2)
 
 
 def test_narrow_products_give_the_same_loss() -> None:

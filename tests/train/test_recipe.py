@@ -138,7 +138,7 @@ def test_no_recipe(tmp_path: Path) -> None:
 
 def rates(kind: str, **options: int) -> list[float]:
     schedule = Schedule(kind, 1.0, 0.01, 11, **options)
-    return [schedule.rate(step) for step in range(11)]
+    return [schedule.at(step) for step in range(11)]
 
 
 @pytest.mark.parametrize("kind", ["constant", "cosine", "wsd", "exponential"])

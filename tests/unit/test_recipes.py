@@ -32,10 +32,10 @@ def learning(recipe: Recipe) -> dict[str, Learning]:
 def test_it_is_read_and_every_rate_is_sane(file: Path) -> None:
     for stage in learning(load_recipe(file)).values():
         last = max(stage.num_steps - 1, stage.warmup_steps)  # a stage may be bounded by seconds instead
-        assert stage.rate.rate(stage.warmup_steps) == pytest.approx(stage.lr, rel=1e-3)
-        assert 0 < stage.rate.rate(0) <= stage.lr
+        assert stage.learning_rate.at(stage.warmup_steps) == pytest.approx(stage.lr, rel=1e-3)
+        assert 0 < stage.learning_rate.at(0) <= stage.lr
         if stage.schedule != "constant":
-            assert stage.rate.rate(last, 1.0) == pytest.approx(stage.final_lr, rel=1e-6)
+            assert stage.learning_rate.at(last, 1.0) == pytest.approx(stage.final_lr, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", SALA_9B)

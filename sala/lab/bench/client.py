@@ -26,7 +26,7 @@ START = "start one (sala serve, vllm serve, …), or leave --url out to measure 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of an API, and the key it wants."""
+    """The address of an API, and its key if it requires one."""
 
     url: str  # with the path of the API, without a slash at its end
     key: str | None = None
@@ -69,7 +69,7 @@ class Endpoint:
         return response
 
     async def get_json(self, path: str) -> Any:
-        """Return what a route answers; raise SalaError with a remedy if nothing listens or it does not answer."""
+        """Return the response of a route as JSON; raise SalaError with a remedy if the server does not respond."""
         try:
             response = await self.send(path, timeout_s=10)
         except OSError as error:
@@ -95,8 +95,8 @@ class Response(asyncio.Protocol):
     _is_chunked: bool = False
     _has_events: bool = False
     _length: int = 1 << 60  # of a body that is not chunked
-    _raw: bytes = b""  # received and not taken apart
-    _left: int = 0  # bytes of the current chunk, with the line end after it, that are still to come
+    _raw: bytes = b""  # received, not parsed yet
+    _left: int = 0  # bytes of the current chunk that have not arrived, the line end after it included
     _line: bytes = b""  # the beginning of a line of events
 
     def data_received(self, data: bytes) -> None:
@@ -145,7 +145,7 @@ class Response(asyncio.Protocol):
                 if not end:
                     return
                 self._raw, self._left = rest, int(size.partition(b";")[0], 16) + 2
-                if self._left == 2:  # the last one
+                if self._left == 2:  # the last chunk
                     self._left = 0
                     self._finish()
                     return
@@ -162,7 +162,7 @@ class Response(asyncio.Protocol):
         self.events += [(now, line) for line in lines if line.startswith(b"data:")]
 
     def problem(self, url: str) -> SalaError:
-        """Return an error that says what the server refused."""
+        """Return an error that says why the server refused the request."""
         if self.status in (401, 403):
             return SalaError(f"the server at {url} requires a key", "set SALA_API_KEY or --api-key-file")
         return SalaError(
@@ -171,7 +171,7 @@ class Response(asyncio.Protocol):
 
     @property
     def message(self) -> str:
-        """The message of an error, in whichever of the usual forms."""
+        """The message of an error; servers send it in one of several forms."""
         try:
             found = json.loads(self.body)
             error = found.get("error", found)
@@ -181,7 +181,7 @@ class Response(asyncio.Protocol):
         return " ".join(str(text).split())[:MAX_MESSAGE]
 
     def timeline(self, num_input: int) -> Timeline:
-        """Return when tokens arrived; their number is the server's own, where it reports usage."""
+        """Return when tokens arrived; where the server reports usage, their number is taken from there."""
         found = Timeline(self.began, num_input=num_input)
         if self.status != 200:
             found.error = f"{self.status}: {self.message}"
@@ -211,7 +211,7 @@ class Response(asyncio.Protocol):
 
 
 def explain(error: OSError) -> str:
-    """Return the system's words for an error; asyncio puts the address in their place."""
+    """Return the system's message for an error; asyncio replaces it by the address."""
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error) or type(error).__name__
 
 

@@ -99,7 +99,7 @@ def _find(source: str) -> Path:
 def check_dense(source: str, options: Options, num_tokens: int, bits: int = 16) -> None:
     """Raise before anything is measured if there is no such model, or no memory for it and `num_tokens`.
 
-    A model that is packed is in memory whole before: `bits` do not lessen what is needed.
+    A model is loaded whole before it is packed, so `bits` do not lower the memory needed.
     """
     if bits not in BITS:
         raise InputError("bits", f"is {bits}", "use 16, 8 or 4")
@@ -296,7 +296,7 @@ def _crossing(before: Sequence[dict[str, Any]], row: dict[str, Any], name: str) 
 
 
 def verdict(rows: Sequence[dict[str, Any]], name: str) -> str:
-    """Say from which length on ours is faster at `name`."""
+    """Return a sentence that says from which length on ours is faster at `name`."""
     ratios = [row[f"{name}_ratio"] for row in rows if row[f"{name}_ratio"] is not None]
     places = [row["crossover"][name] for row in rows if name in row["crossover"]]
     if not ratios:

@@ -41,12 +41,12 @@ def check_fit(ours: Path, theirs: Path, options: Options, num_tokens: int) -> No
         weights = checkpoint.nbytes
     need_memory(ours.name, weights, _own_bytes(ours, num_tokens), _free(options))
     table = read_json_object(theirs / "config.json")
-    # mlx-lm quantizes what it has loaded: the plain weights are in memory once, however few bits are wanted
+    # mlx-lm quantizes after loading, so the plain weights are in memory once, whatever the bits
     need_memory(theirs.name, stored_bytes(theirs), _dense_bytes(table, num_tokens), _free(options))
 
 
 def _own_bytes(path: Path, num_tokens: int) -> int:
-    """Return what ours needs for so many tokens beside the weights."""
+    """Return the bytes that our model needs for `num_tokens` beside its weights."""
     config = SalaConfig.load(path)
     needed = estimate(config, count_parameters(expected_tensors(config)), num_tokens, 1, num_snapshots=0)
     return needed.total - needed.weights
@@ -64,7 +64,7 @@ def _free(options: Options) -> int:
 
 
 class SalaOnMlx:
-    """Our model on MLX, for the longest of these lengths, answers included, that memory holds."""
+    """Our model on MLX, opened for the longest of `lengths` (with its answer) that fits into memory."""
 
     def __init__(self, path: Path, options: Options, lengths: Sequence[int]) -> None:
         self._path, self._options = path, options
@@ -137,7 +137,7 @@ class DenseOnMlx:
         import mlx.core as mx
         from mlx_lm.generate import generate_step
 
-        mx.clear_cache()  # what shorter prompts have left is free
+        mx.clear_cache()  # frees the buffers of shorter prompts
         need_room(num_tokens, _dense_bytes(self._table, num_tokens + new_tokens), _free(self._options))
         with mx.stream(self._device):
             began = time.perf_counter()

@@ -19,16 +19,16 @@ from sala.lab.bench.client import TIMEOUT_S, Endpoint, Response, explain
 from sala.lab.bench.meters import PowerMeter, Timeline, summarize
 from sala.options.schema import read_count
 
-VOCABULARIES = (30_000, 4_000, 256)  # sizes that are tried; a model of today has more tokens than the first
+VOCABULARIES = (30_000, 4_000, 256)  # sizes to try; current models have more tokens than the first
 WORDS = ("time", "year", "work", "life", "hand", "part", "case", "week", "fact", "home", "area", "room", "book", "line")
-PROBES = (16, 272)  # words of the chats that tell how many tokens a word has
-REFUSED = (400, 404, 405, 422, 500, 501)  # what servers answer to a field or form that they do not know
+PROBES = (16, 272)  # words of the two chats that measure the tokens per word
+REFUSED = (400, 404, 405, 422, 500, 501)  # status codes for a field or form that a server does not support
 OnDone = Callable[[Timeline], None]
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Numbers of tokens: one, a list of which each is as likely, or a range."""
+    """Numbers of tokens: a single one, a list, or a range; all are equally likely."""
 
     values: Sequence[int]
 
@@ -54,7 +54,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Target:
-    """A model behind an endpoint, and how to ask it."""
+    """A model behind an endpoint, and the requests that the server supports."""
 
     endpoint: Endpoint
     model: str
@@ -80,7 +80,7 @@ class Target:
         return json.dumps({"model": self.model, "max_tokens": num_output, **stream, **self.fields, **prompt}).encode()
 
     async def ask(self, path: str, body: bytes, num_input: int) -> Timeline:
-        """Return what became of a request; a failure is a timeline with an error."""
+        """Return the timeline of a request; if the request fails, it holds the error."""
         began = time.perf_counter()
         try:
             response = await self.endpoint.send(path, body, self.timeout_s)
@@ -95,7 +95,7 @@ class Target:
 def open_target(
     endpoint: Endpoint, model: str | None, sampling: Mapping[str, Any], timeout_s: float = TIMEOUT_S
 ) -> Target:
-    """Find out how to ask the server; raise SalaError if it cannot be asked."""
+    """Return a target with the richest requests that the server supports; raise SalaError if it supports none."""
     return asyncio.run(_open_target(endpoint, model, sampling, timeout_s))
 
 
@@ -105,9 +105,12 @@ async def _open_target(endpoint: Endpoint, model: str | None, sampling: Mapping[
         models = [one for one in listed.get("data") or () if isinstance(one, dict) and "id" in one]
         if not models:
             raise SalaError(f"the server at {endpoint.url} lists no model", "load one there, or name one with --model")
-        model = next((one for one in models if one.get("loaded")), models[0])["id"]  # ours also lists those on disk
+        model = next((one for one in models if one.get("loaded")), models[0])["id"]  # ours also lists models on disk
     rng = random.Random()  # noqa: S311 - prompts, not secrets
-    for fields in ({**sampling, "ignore_eos": True}, sampling):  # answers of equal length, where the server can
+    for fields in (
+        {**sampling, "ignore_eos": True},
+        sampling,
+    ):  # for answers of equal length, if supported
         for size in VOCABULARIES:
             found = Target(endpoint, model, fields, size, timeout_s=timeout_s)
             response = await _probe(found, "/completions", found._body(1, prompt=[size // 2, size - 1]))
@@ -210,7 +213,7 @@ async def _run(target: Target, load: Load, requests: Requests, on_done: OnDone) 
 
 
 async def _closed(target: Target, requests: Requests, concurrency: int, on_done: OnDone) -> list[Timeline]:
-    """Send the next request when one is done."""
+    """Keep `concurrency` requests running; send the next one when one is done."""
     queue, timelines = iter(requests), []
 
     async def work() -> None:
@@ -223,7 +226,7 @@ async def _closed(target: Target, requests: Requests, concurrency: int, on_done:
 
 
 async def _open(target: Target, requests: Requests, arrivals: Iterator[float], on_done: OnDone) -> list[Timeline]:
-    """Send every request at its time, whatever has become of the others."""
+    """Send every request at its time, without waiting for others."""
     began = time.perf_counter()
 
     async def work(path: str, body: bytes, num_input: int, at: float) -> Timeline:
@@ -236,7 +239,7 @@ async def _open(target: Target, requests: Requests, arrivals: Iterator[float], o
 
 
 def measure_first_tokens(target: Target, num_tokens: int, repeats: int) -> dict[str, Any]:
-    """Ask one at a time. Return the time to first token of the first prompt of this length, and of later ones."""
+    """Send prompts of this length one at a time; return the time to first token of the first and of later ones."""
 
     async def ask() -> Timeline:
         path, body = target.request(num_tokens, 1, random.Random())  # noqa: S311

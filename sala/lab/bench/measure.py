@@ -60,12 +60,12 @@ class BenchTarget:
 
         Raise SalaError unless all of them can run at once.
         """
-        home = "device" if self.options.kv_home == "auto" else self.options.kv_home  # never another one unasked
+        home = "device" if self.options.kv_home == "auto" else self.options.kv_home  # no other one unless asked for
         options = replace(self.options, ctx=ctx, max_batch=batch, snapshots=self.options.snapshots or 0, kv_home=home)
         free = executor.free_bytes(self.device)
         capacity = executor.plan_capacity(self.config, options, self.dtype, self.device, free)
         fitting = min(capacity.num_pages // -(-capacity.max_tokens // capacity.page_size), capacity.num_slots)
-        if fitting < batch:  # one that waits would be measured as slow
+        if fitting < batch:  # a sequence that waits would count as slow
             message = f"{batch} sequences of {capacity.max_tokens:,} tokens do not fit into memory"
             raise SalaError(message, f"{fitting} would fit; use shorter or fewer sequences")
         opened = executor.TorchExecutor(self.model, capacity, self.device, self.dtype, options)
@@ -82,7 +82,7 @@ def release() -> None:
     """Free memory that is no longer referenced."""
     gc.collect()
     if torch.cuda.is_available():
-        with suppress(RuntimeError):  # a GPU that a kernel has broken says so soon enough
+        with suppress(RuntimeError):  # after a kernel error; the next call reports it
             torch.cuda.empty_cache()
 
 
@@ -222,7 +222,7 @@ def _measure(target: BenchTarget, batch: int, num_tokens: int, new_tokens: int) 
 
 
 def run_warm(run: Run, vocab_size: int, batch: int, num_tokens: int, new_tokens: int, warm_tokens: int) -> RunTimes:
-    """Answer random prompts; others before them, of `warm_tokens`, warm up."""
+    """Answer random prompts, after a warm-up with prompts of `warm_tokens`."""
     run(_prompts(batch, warm_tokens, vocab_size, seed=1), min(WARM_TOKENS, new_tokens))
     return run(_prompts(batch, num_tokens, vocab_size, seed=2), new_tokens)
 
@@ -257,7 +257,7 @@ def run(service: EngineService, prompts: Sequence[Sequence[int]], new_tokens: in
 
 
 def capture(call: Callable[[], Any], generator: torch.Generator | None = None) -> torch.cuda.CUDAGraph:
-    """Return a call as a CUDA graph; it runs once before, so that what is made at first use is not recorded.
+    """Return a call as a CUDA graph; it runs once before, so that one-time initialization is not recorded.
 
     Random numbers come from `generator`. Other threads may use the GPU meanwhile, such as one that pins memory.
     """

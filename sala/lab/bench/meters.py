@@ -15,7 +15,7 @@ from typing import IO, Any, Self
 
 PERCENTS = (50, 90, 99)
 POLL_MS = 200
-START_S = 5.0  # that nvidia-smi gets for its first line
+START_S = 5.0  # how long to wait for the first line of nvidia-smi
 QUERY = ("--query-gpu=index,power.draw", "--format=csv,noheader,nounits", f"--loop-ms={POLL_MS}")
 
 
@@ -59,7 +59,7 @@ class Timeline:
 
 
 def summarize(timelines: Sequence[Timeline], seconds: float) -> dict[str, Any]:
-    """Return the figures of a load that took so many seconds; errors are counted and otherwise left out."""
+    """Return the figures of a load that took `seconds`; failed requests are counted but not measured."""
     done = [one for one in timelines if one.error is None and one.events]
     return {
         "answers": len(done),
@@ -75,7 +75,7 @@ def summarize(timelines: Sequence[Timeline], seconds: float) -> dict[str, Any]:
 
 
 class PowerMeter:
-    """Polls nvidia-smi while the context is open. Measures nothing, and says so by None, where it is not installed.
+    """Poll nvidia-smi while the context is open. Where it is not installed, the results are None.
 
     CUDA_VISIBLE_DEVICES limits it to the GPUs that a server with the same environment uses.
     """
@@ -123,6 +123,6 @@ class PowerMeter:
         return sum(seen) if seen else None
 
     def joules_per_1k(self, num_tokens: int) -> float | None:
-        """Return the energy per 1,000 of so many tokens; None if it was not measured."""
+        """Return the energy per 1,000 tokens, of `num_tokens` in all; None if it was not measured."""
         watts = self.watts
         return None if watts is None or not num_tokens else watts * (self._ended - self._began) / num_tokens * 1000

@@ -24,7 +24,7 @@ WARM_MS, REPEAT_MS, LONG_MS = 10, 40, 200
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """The best that this GPU does."""
+    """The highest speeds of this GPU, as measured."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -35,7 +35,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class KernelResult:
-    """The result of a measurement; None where something did not run, for the reason in `error`."""
+    """The result of a measurement; None where something did not run; `error` says why."""
 
     name: str
     size: str

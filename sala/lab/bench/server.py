@@ -1,4 +1,4 @@
-"""A server of our own in a process of its own, for as long as it is measured."""
+"""Run `sala serve` in a process of its own while it is measured."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from sala.lab.bench.client import Endpoint
 
 GREETING = re.compile(r"sala listens at (http://\S+/v1)")
 ERROR = re.compile(r"^[\d:]+ ERROR (.+)$", re.MULTILINE)
-MAX_CLIENTS = "4096"  # so that a load is not refused
+MAX_CLIENTS = "4096"  # more than a load has, so that none is refused
 POLL_S = 0.05
 STOP_S = 60.0
 
@@ -56,7 +56,7 @@ def _wait(process: "subprocess.Popen[bytes]", log: Path, key: str | None) -> End
             return Endpoint(found[1], key)
         time.sleep(POLL_S)
     text = log.read_text(errors="replace")
-    lines = ERROR.findall(text) or text.splitlines()[-1:]  # the first error is the cause
+    lines = ERROR.findall(text) or text.splitlines()[-1:]  # later errors follow from the first
     raise SalaError(lines[0].removeprefix("sala: ") if lines else "the server did not start")
 
 

@@ -1,8 +1,8 @@
-"""What a draft head learns from: the model's own answers to prompts, and texts as they are.
+"""The training data of a draft head: the model's own answers to prompts, and given texts.
 
-A record of the data is {"messages": […]}, {"prompt": …} or {"text": …}. The model answers prompts and conversations, of
-which the last answer is left out if there is one; a text is taken as it is. Answers are written to a file as they
-complete, so that a run that was stopped goes on with the missing ones.
+A record of the data is {"messages": […]}, {"prompt": …} or {"text": …}. The model answers prompts and conversations; it
+replaces an answer that a conversation ends with. A text is used unchanged. Answers are written to a file as they
+complete, so that a resumed run only writes the missing ones.
 """
 
 import json
@@ -21,12 +21,12 @@ from sala.llm import LLM
 from sala.protocol import Sampling
 
 OnAnswer = Callable[[int, int], None]  # (done, all)
-TEMPERATURES = (0.0, 0.3, 0.7)  # of one record after another, where the user gives none
+TEMPERATURES = (0.0, 0.3, 0.7)  # used in turn, unless the user gives one
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """A record: token ids, and whether the model answers them."""
+    """The token ids of a record, and whether the model answers them."""
 
     ids: tuple[int, ...]
     is_answered: bool
@@ -34,7 +34,7 @@ class PromptRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class AnsweredPrompt:
     """Tokens of a prompt and its answer; the head has a loss from `start` on."""
 
     tokens: tuple[int, ...]
@@ -86,8 +86,8 @@ def _prompt(record: dict[str, Any] | Problem, llm: LLM, longest: int) -> PromptR
 def write_answers(
     llm: LLM, prompts: Sequence[PromptRecord], file: Path, sampling: Sampling, longest: int, on_answer: OnAnswer,
     temperatures: Sequence[float] = TEMPERATURES,
-) -> list[Written]:  # fmt: skip
-    """Answer what is not answered in the file yet; return all of it, in the order of the prompts."""
+) -> list[AnsweredPrompt]:  # fmt: skip
+    """Answer the prompts that the file does not answer yet, and return all answers in the order of the prompts."""
     known = dict(read_answers(file))
     missing = [number for number in range(len(prompts)) if number not in known]
 
@@ -105,7 +105,7 @@ def write_answers(
 
     with writing(file), file.open("a", encoding="utf-8") as handle:
 
-        def keep(number: int, one: Written) -> None:
+        def keep(number: int, one: AnsweredPrompt) -> None:
             known[number] = one
             handle.write(json.dumps([number, list(one.tokens), one.start, one.kind]) + "\n")
             handle.flush()
@@ -113,35 +113,35 @@ def write_answers(
 
         for number in missing:
             if not prompts[number].is_answered:
-                keep(number, Written(prompts[number].ids, 1, prompts[number].kind))
+                keep(number, AnsweredPrompt(prompts[number].ids, 1, prompts[number].kind))
         for number, result in llm.many(calls()):
             if isinstance(result, Exception):
                 raise result
             ids = prompts[number].ids
-            keep(number, Written((*ids, *result.token_ids), len(ids), prompts[number].kind))
+            keep(number, AnsweredPrompt((*ids, *result.token_ids), len(ids), prompts[number].kind))
     return [known[number] for number in range(len(prompts))]
 
 
-def read_answers(file: Path) -> Iterator[tuple[int, Written]]:
+def read_answers(file: Path) -> Iterator[tuple[int, AnsweredPrompt]]:
     if not file.is_file():
         return
     for line in file.read_text(encoding="utf-8").split("\n")[:-1]:  # a killed run may leave an incomplete last line
         try:
             number, tokens, start, kind = json.loads(line)
-        except ValueError:  # in the middle: the line that another run went on behind
+        except ValueError:  # a later run has appended to an incomplete line
             continue
-        yield number, Written(tuple(tokens), start, kind)
+        yield number, AnsweredPrompt(tuple(tokens), start, kind)
 
 
-def as_stream(rows: Sequence[Written]) -> TokenStream:
-    """Return rows one after another, with a loss on what the model wrote."""
+def as_stream(rows: Sequence[AnsweredPrompt]) -> TokenStream:
+    """Return the rows as one stream, with a loss on the tokens that the model wrote."""
     tokens: list[Array] = [np.asarray(row.tokens, np.int64) for row in rows]
     masks = [np.arange(len(row.tokens)) >= row.start for row in rows]
     return TokenStream(np.concatenate(tokens), np.concatenate(masks), np.cumsum([len(row.tokens) for row in rows]))
 
 
-def frequent_tokens(rows: Sequence[Written], vocab_size: int, count: int) -> Array:
-    """Return the `count` tokens that were written most often, ascending; ties and the rest by number, lowest first."""
+def frequent_tokens(rows: Sequence[AnsweredPrompt], vocab_size: int, count: int) -> Array:
+    """Return the `count` most frequent tokens of the answers, ascending; of equally frequent ones the lowest."""
     counts = np.zeros(vocab_size, np.int64)
     for row in rows:
         counts += np.bincount(np.asarray(row.tokens[row.start :], np.int64), minlength=vocab_size)

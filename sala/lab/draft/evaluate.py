@@ -1,7 +1,7 @@
-"""How many drafts are accepted, by position, kind of text and length; and whether they pay.
+"""Measure how many drafts are accepted, by position, kind of text and length, and whether drafting is faster.
 
-Every prompt is answered three times, greedily: without drafts, with as many drafts as the head can be asked for, which
-counts how many are accepted, and as users get it, which is timed against the first.
+Every prompt is answered three times, greedily: without drafts; with as many drafts as possible, to count the accepted
+ones; and with the user's settings, to compare the speed with the first.
 """
 
 import time
@@ -35,7 +35,7 @@ def built_in_prompts() -> dict[str, list[str]]:
 
 
 def questions(llm: LLM, prompts: dict[str, list[str]], lengths: Sequence[int]) -> list[DraftPrompt]:
-    """Return the prompts at each length: behind so much other text that they have about so many tokens."""
+    """Return the prompts at each length: other text before them brings them to about so many tokens."""
     text = "\n\n".join(read_source(None).documents)
     filler = llm.encode(text[: 8 * max(lengths)])
     made = []

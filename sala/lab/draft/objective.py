@@ -25,7 +25,7 @@ QUERY_TILE = 512  # positions whose scores are in memory at a time
 
 
 class DraftingObjective(Objective):
-    """What drafts learns from a frozen model; `num_steps` is the length of a chain of drafts."""
+    """A draft head or exit that learns from a frozen model; `num_steps` is the length of a chain of drafts."""
 
     def __init__(self, model: SalaModel, num_steps: int) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class DraftObjective(DraftingObjective):
     def attend(
         self, near: Tensor, far: Tensor, past: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]
     ) -> Tensor:
-        """Queries [T, H, D] of the last step, keys and values [T, G, D] of all steps → [T, H, D]."""
+        """Return the attention [T, H, D] of the last step's queries to keys and values [T, G, D] of all steps."""
         shared = self.head.num_heads // self.head.num_groups
         wide = [(k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)) for k, v in past]
         out, begin = [], 0
@@ -130,7 +130,7 @@ class DraftObjective(DraftingObjective):
         return torch.cat(out)
 
     def _attend_tile(self, near: Tensor, far: Tensor, past: Sequence[tuple[Tensor, Tensor]], first: int) -> Tensor:
-        """Queries first, first + 1, … of a document: [n, H, D] → [n, H, D]."""
+        """Return the attention [n, H, D] of the queries first, first + 1, … of a document."""
         config, depth, scale = self.head.config, len(past) - 1, self.head.dim**-0.5
         at = torch.arange(first, first + len(near), device=near.device)
         begin = max(0, first - config.window + 1)

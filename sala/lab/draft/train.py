@@ -1,6 +1,6 @@
 """Train a draft head or an exit: write the model's answers, learn from them, write the directory of the result.
 
-Everything lies in the working directory until the result is written; a run that was stopped goes on from there.
+The working directory holds answers and state until the result is written; a stopped run resumes from there.
 """
 
 import time
@@ -20,7 +20,15 @@ from sala.checkpoint.draft_head import TOKENS, DraftHeadConfig, write_draft_head
 from sala.checkpoint.writer import check_new
 from sala.config import SalaConfig
 from sala.errors import InputError, ModelNotFound
-from sala.lab.draft.answers import Written, as_stream, frequent_tokens, read_answers, read_prompts, write_answers
+from sala.lab.draft.answers import (
+    TEMPERATURES,
+    AnsweredPrompt,
+    as_stream,
+    frequent_tokens,
+    read_answers,
+    read_prompts,
+    write_answers,
+)
 from sala.lab.draft.exit_objective import ExitObjective
 from sala.lab.draft.objective import DraftingObjective, DraftObjective
 from sala.lab.train.accelerated import Accelerated
@@ -36,17 +44,17 @@ from sala.options import Options
 from sala.protocol import Sampling
 
 ANSWERS, VOCABULARY = "answers.jsonl", "tokens.npy"
-HELD_OUT = 16  # one row in so many is not learned
-LENGTHS = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)  # by which the report is split
+HELD_OUT = 16  # one row of so many is held out
+LENGTHS = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)  # bounds of the groups in the report
 MODEL_DTYPES = {"cuda": torch.bfloat16}
 DraftConfig = DraftHeadConfig | DraftExitConfig
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTraining:
-    """What to learn, from what, and where: `row` tokens are the longest text, `chain` the drafts of a round.
+    """Train a draft head or, with `exit_layers`, an exit after so many layers.
 
-    A draft head learns or, with `exit_layers`, an exit after so many layers.
+    `row` is the number of tokens of the longest text, `chain` the number of drafts of a round.
     """
 
     model: Path
@@ -63,14 +71,14 @@ class DraftTraining:
     temperature: float | None = None
     seed: int = 0
     minutes: float | None = None
-    sizes: dict[str, Any] = field(default_factory=dict)  # of the configuration, where they differ
+    sizes: dict[str, Any] = field(default_factory=dict)  # fields of the configuration that differ from its defaults
     exit_layers: int | None = None
-    loading: Options = field(default_factory=Options)  # of the model that answers; `kernels` trains too
+    loading: Options = field(default_factory=Options)  # of the model that answers; `kernels` also holds in training
 
     def run(self, note: Note) -> "list[Agreement]":
-        """Train to the end; return how often the drafts for held-out rows are the model's own choice.
+        """Train to the end, and return how often drafts for held-out rows agree with the model.
 
-        Raises OutOfTime when the minutes are over; run it again to go on.
+        Raise OutOfTime when the minutes are over; another run resumes.
         """
         deadline = None if self.minutes is None else time.monotonic() + 60 * self.minutes
         check_new(self.output)
@@ -118,7 +126,7 @@ class DraftTraining:
         else:
             write_draft_head(self.output, config, weights | {TOKENS: self._vocabulary()}, "BF16")
 
-    def _written(self) -> list[Written]:
+    def _written(self) -> list[AnsweredPrompt]:
         found = dict(read_answers(self.work / ANSWERS))
         return [found[number] for number in sorted(found)]
 
@@ -132,7 +140,7 @@ class DraftTraining:
         with LLM(options=options) as llm:
             prompts = read_prompts(self.data, llm, self.row)
             sampling = Sampling(max_tokens=self.max_tokens, repetition_penalty=llm.default_sampling.repetition_penalty)
-            heats = {} if self.temperature is None else {"temperatures": (self.temperature,)}
+            temperatures = TEMPERATURES if self.temperature is None else (self.temperature,)
             last = 0.0
 
             def on_answer(done: int, total: int) -> None:
@@ -141,7 +149,7 @@ class DraftTraining:
                     last = time.monotonic()
                     note("answers", f"{done:,} of {total:,} answers")
 
-            rows = write_answers(llm, prompts, self.work / ANSWERS, sampling, self.row, on_answer, **heats)
+            rows = write_answers(llm, prompts, self.work / ANSWERS, sampling, self.row, on_answer, temperatures)
         if isinstance(config, DraftHeadConfig) and not (self.work / VOCABULARY).is_file():
             tokens = frequent_tokens(rows, config.vocab_size, config.draft_vocab_size)
             np.save(self.work / VOCABULARY, tokens)
@@ -154,7 +162,7 @@ class DraftTraining:
         head = new_head(config, self._vocabulary(), self.seed).to(device)
         return DraftObjective(head, model, self.chain)
 
-    def _stage(self, rows: Sequence[Written]) -> Learning:
+    def _stage(self, rows: Sequence[AnsweredPrompt]) -> Learning:
         num_rows = max(1, sum(len(one.tokens) for one in rows) // self.row)
         steps = max(1, round(self.epochs * num_rows / self.batch))
         return Learning(
@@ -165,7 +173,7 @@ class DraftTraining:
 
 
 def new_head(config: DraftHeadConfig, tokens: Any, seed: int) -> DraftHead:
-    """Return an untrained head, whose layer changes nothing at first."""
+    """Return an untrained head; its layer is the identity at first."""
     head = DraftHead(config)
     _initialize(head, seed)
     setattr(head, TOKENS, torch.from_numpy(np.asarray(tokens, np.int64)))
@@ -173,7 +181,7 @@ def new_head(config: DraftHeadConfig, tokens: Any, seed: int) -> DraftHead:
 
 
 def new_exit(config: DraftExitConfig, seed: int) -> DraftExit:
-    """Return an untrained exit, which only norms at first."""
+    """Return an untrained exit; it only applies its norm at first."""
     made = DraftExit(config)
     _initialize(made, seed)
     return made
@@ -193,7 +201,7 @@ def _initialize(module: nn.Module, seed: int) -> None:
 class AnswerRows:
     """Rows of packed answers in a seeded order that changes with every epoch; some are held out."""
 
-    def __init__(self, rows: Sequence[Written], length: int, seed: int, is_held_out: bool) -> None:
+    def __init__(self, rows: Sequence[AnsweredPrompt], length: int, seed: int, is_held_out: bool) -> None:
         self.stream, self.length, self.kinds = as_stream(rows), length, [row.kind for row in rows]
         count = len(self.stream.tokens) // length
         if count < 2:
@@ -207,7 +215,7 @@ class AnswerRows:
         return self.stream.row(self.order(number), self.length)
 
     def groups(self, number: int) -> list[tuple[str, int]]:
-        """Return the kind of text of each token of a row, and a bound for how many tokens of the text are before it."""
+        """Return the kind of text of each token of a row, and a bound for the tokens of the text before it."""
         first = self.order(number) * self.length
         places = np.arange(first, first + self.length)
         texts = np.searchsorted(self.stream.ends, places, "right")
@@ -218,22 +226,22 @@ class AnswerRows:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Of the drafts of a chain, first, second, …: how many there were, and how many are the model's own choice."""
+    """How many first, second, … drafts of a chain there were, and how many of them the model would choose itself."""
 
     kind: str  # of the text
-    length: int  # at most so many tokens of the text before them
+    length: int  # upper bound for the tokens of the text before them
     asked: Array
     agreed: Array
 
     @property
     def rates(self) -> list[float]:
-        """The share of each draft, where those before it in its chain are the model's own choice too."""
+        """The share of agreement of each draft, counted where all drafts before it in its chain agree."""
         return [round(float(rate), 4) for rate in self.agreed / np.maximum(self.asked, 1)]
 
 
 @torch.no_grad()
 def agreement(objective: DraftingObjective, rows: AnswerRows, device: torch.device, most: int = 16) -> list[Agreement]:
-    """Return how often drafts are the model's own choice in held-out rows, by kind of text and length."""
+    """Return how often drafts for held-out rows agree with the model, by kind of text and length."""
     found: dict[tuple[str, int], Agreement] = {}
     for number in range(min(most, len(rows.numbers))):
         batch = collate([rows(number)], "documents").to(device)
@@ -253,6 +261,6 @@ def agreement(objective: DraftingObjective, rows: AnswerRows, device: torch.devi
 
 
 def total(report: Sequence[Agreement]) -> dict[str, float]:
-    """Return the shares of all texts together, by the names of metrics."""
+    """Return the agreement over all texts, by metric name."""
     asked, agreed = (sum((getattr(one, name) for one in report), np.zeros(1)) for name in ("asked", "agreed"))
     return {f"agreed {step}": rate for step, rate in enumerate(Agreement("", 0, asked, agreed).rates, 1)}

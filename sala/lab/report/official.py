@@ -88,7 +88,7 @@ def _benchmarks(runs: Sequence[Record]) -> Iterator[tuple[str, list[ResultRow], 
     """Yield each benchmark with the rows of all runs, and the published ones that are comparable."""
     for name in dict.fromkeys(_benchmark(run) for run in runs):
         own = [run for run in runs if _benchmark(run) == name]
-        rows = [row for run in _apart(own) for row in run]
+        rows = [row for run in _distinct_rows(own) for row in run]
         yield name, rows, [] if any(run.settings.get("haystack") for run in own) else published(name)[0]
 
 
@@ -102,8 +102,8 @@ def _published_name(model: str) -> str:
     return f"{model} (published)"
 
 
-def _apart(runs: Sequence[Record]) -> list[list[ResultRow]]:
-    """Return the rows of runs; models that occur in several of them are told apart by seed, or else by number."""
+def _distinct_rows(runs: Sequence[Record]) -> list[list[ResultRow]]:
+    """Return the rows of runs; a model that occurs in several of them is named with its seed, or else numbered."""
     counts = Counter(model for run in runs for model in dict.fromkeys(_models(run.results)))
     seeds = [run.settings.get("seed") for run in runs]
     words = [f"run {at}" if len(set(seeds)) < len(runs) else f"seed {seed}" for at, seed in enumerate(seeds, 1)]
@@ -116,7 +116,7 @@ def _apart(runs: Sequence[Record]) -> list[list[ResultRow]]:
 def _curves(name: str, rows: Sequence[ResultRow], others: Sequence[ResultRow]) -> list[Chart]:
     """Return lines over the length: of the means if there are any, else of each task.
 
-    Published scores stand only beside scores of the same: a mean of some tasks is not that of all.
+    Published scores are shown beside scores of the same tasks only: a mean of some tasks is not one of all.
     """
     charts: list[Chart] = []
     for task in _curve_tasks(rows):
@@ -149,7 +149,7 @@ def _bounds(row: ResultRow) -> tuple[float, float]:
 
 
 def _cell(row: ResultRow | None) -> str:
-    """Return a score, and of how many cases it is where that is known; of a single case, what it scored."""
+    """Return a score with its number of cases, where that is known; for a single case its own score."""
     if row is None:
         return ""
     if row.get("trials") == 1:

@@ -21,7 +21,7 @@ from sala.lab.report.record import Record, broken, read_json
 
 PNG = b"\x89PNG\r\n\x1a\n"
 MAX_PICTURE = 8 << 20
-MAX_OPEN = 12  # rows of a table beyond which it is folded if a heat map shows them
+MAX_OPEN = 12  # rows; a longer table is folded if a heat map shows the same
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _check_row(file: Path, kind: RecordKind, number: int, row: Any) -> None:
 
 
 def _picture(file: Path, name: Any) -> tuple[str, bytes] | None:
-    """Return a picture of the run, None if it is gone or not a PNG by its name; raise if it only claims to be one."""
+    """Return a PNG of the run; None if it is missing, a PDF or an SVG. Raise InputError if it is anything else."""
     if not isinstance(name, str):
         raise broken(file, "names a picture that is not text")
     path = file.parent / name

@@ -86,7 +86,7 @@ class Record:
     versions: dict[str, str | None] = field(default_factory=versions)
     commit: str | None = field(default_factory=commit)
     date: str = field(default_factory=today)
-    notes: list[str] = field(default_factory=list)  # what a reader of the results must know
+    notes: list[str] = field(default_factory=list)  # remarks that the results need
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

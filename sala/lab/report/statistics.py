@@ -1,8 +1,8 @@
-"""Counts as rates, with what they leave open."""
+"""Counts as rates, with confidence intervals."""
 
 import math
 
-MANY = 20  # trials from which on a share says more than a count
+MANY = 20  # trials; for fewer, a count says more than a share
 
 
 def ratio_text(share: float, trials: int) -> str:

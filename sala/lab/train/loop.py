@@ -123,7 +123,7 @@ def train(
     if probe is not None and clock.step == 0:
         log.add(0, probe(False))
     while clock.done < 1:
-        rate = stage.rate.rate(clock.step, clock.done)
+        rate = stage.learning_rate.at(clock.step, clock.done)
         learner.update(next(feed), clock.step, rate, clock.done)
         clock.tick()
         is_late = deadline is not None and any_process(time.monotonic() > deadline, learner.device)

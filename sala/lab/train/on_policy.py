@@ -38,10 +38,11 @@ class StudentRows:
 
     def _write(self, number: int) -> TokenizedDocuments:
         rng = np.random.default_rng([self.seed, number])
-        count, heats = self.options.rows * self.options.every, self.options.temperatures
+        count, temperatures = self.options.rows * self.options.every, self.options.temperatures
         chosen = rng.integers(len(self.prompts), size=count)
         openings = [
-            Opening(tuple(self.prompts[at]), heats[index % len(heats)]) for index, at in enumerate(chosen.tolist())
+            Opening(tuple(self.prompts[at]), temperatures[index % len(temperatures)])
+            for index, at in enumerate(chosen.tolist())
         ]
         if self._writer is None:
             ends = self.student.config.eos_token_id

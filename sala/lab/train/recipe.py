@@ -138,7 +138,7 @@ class Schedule:
     decay_steps: int = 0
     decay_share: float = 0.0
 
-    def rate(self, step: int, done: float = 0.0) -> float:
+    def at(self, step: int, done: float = 0.0) -> float:
         """Return the rate of step 0, 1, …, after the share `done` of the run.
 
         The warm-up starts above zero and ends at the peak.
@@ -186,7 +186,7 @@ class Learning(_Table):
         return self.steps or max(1, self.tokens // (self.batch_rows * self.seq_len))
 
     @property
-    def rate(self) -> Schedule:
+    def learning_rate(self) -> Schedule:
         return Schedule(self.schedule, self.lr, self.final_lr, self.num_steps, self.warmup_steps, self.decay_steps)
 
 
@@ -241,7 +241,7 @@ class MixStage(DistilStage):
     on_policy: OnPolicy | None = None
 
     @property
-    def rate(self) -> Schedule:
+    def learning_rate(self) -> Schedule:
         return Schedule("wsd", self.lr, self.final_lr, 0, self.warmup_steps, decay_share=self.decay_share)
 
 

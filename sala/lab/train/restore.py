@@ -1,8 +1,8 @@
-"""Bring the queries and keys of a trained model back towards those from before: they decide what is found in a text.
+"""Restore the queries and keys of a trained model, on which recall depends, from the model before training.
 
 plain       the projections (and their norms) from before
-orthogonal  the trained projections, each head turned by the orthogonal map that brings it closest to the head from
-            before (Procrustes): what a head tells apart stays as it was learnt, where it looks is as before
+orthogonal  the trained projections, each head rotated by the orthogonal map that brings it closest to the head from
+            before (Procrustes): distances within a head stay as trained, its directions are again those from before
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sala.config import SalaConfig
 
-EXACT = 0.02  # largest relative error of a turned change as an adapter stores it
+EXACT = 0.02  # largest relative error of a rotated change in low rank
 Layers = Literal["all", "attention"]
 QK_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm")
 
@@ -66,9 +66,9 @@ def turn(trained: Tensor, before: Tensor, head_dim: int) -> Tensor:
 def turned_change(
     change: tuple[Tensor, Tensor], before: Tensor, head_dim: int, scale: float, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Return low-rank factors (up, down) of the change that an adapter makes after the turn.
+    """Return low-rank factors (up, down) of the change that an adapter makes after the rotation.
 
-    The turn raises the rank of a change. The factors have the least rank that is exact to 2%, and at most `most`.
+    The rotation raises the rank of a change. The factors have the least rank that is exact to 2%, and at most `most`.
     """
     up, down = (part.detach().float() for part in change)
     base = before.detach().float().to(up.device)

@@ -40,7 +40,7 @@ ASK_TEMPERATURE, ASK_MIN_P = 1.0, 0.02  # for the users' turns that the teacher 
 TEXT_MIN_P = 0.02
 MAX_QUESTION, MAX_ANSWER = 120, 320  # tokens
 TEXT_END = "<|endoftext|>"  # ends free text where a tokenizer has it; turns end with the model's own end tokens
-MANY = 5000  # documents from which on the held-out check uses several processes
+MIN_PARALLEL = 5000  # documents; for more, the held-out check uses several processes
 CHUNK = 500  # documents that a process checks at a time
 STEPS = 8  # decoding steps between two checks for finished rows
 
@@ -120,8 +120,9 @@ def make_openings(
     out, next_composed = [], 0
     for choice in rng.choice(len(prompts), size=count, p=shares / shares.sum()):
         prompt = prompts[choice]
-        heat = prompt.temperatures[rng.integers(len(prompt.temperatures))] if prompt.temperatures else None
-        heat = prompt.temperature if heat is None else heat
+        temperature = prompt.temperature
+        if prompt.temperatures:
+            temperature = prompt.temperatures[rng.integers(len(prompt.temperatures))]
         if prompt.path:
             turns = composed[int(order[next_composed % len(order)])]
             next_composed += 1
@@ -129,16 +130,16 @@ def make_openings(
             turns = [_fill(prompt.templates[rng.integers(len(prompt.templates))], topics, rng)]
         if not prompt.is_chat:
             first = [] if bos is None else [bos]
-            out.append(Opening((*first, *tokenizer.encode(turns[0], bos=False)), heat, prompt.must_end, "text"))
+            out.append(Opening((*first, *tokenizer.encode(turns[0], bos=False)), temperature, prompt.must_end, "text"))
             continue
         num_asked = int(rng.random() < prompt.second_turns) if len(turns) == 1 else 0
         if not turns[0]:
-            out.append(Opening(marks.opening, heat, prompt.must_end, "question", num_asked=num_asked))
+            out.append(Opening(marks.opening, temperature, prompt.must_end, "question", num_asked=num_asked))
             continue
         # the template itself takes 4 ms per prompt in its own process: its marks give the same tokens
         given = (*marks.opening, *tokenizer.encode(turns[0], bos=False), ends[0], *marks.to_answer)
         more = tuple(marks.turn(tokenizer.encode(turn, bos=False), ends[0]) for turn in turns[1:])
-        out.append(Opening(given, heat, prompt.must_end, "answer", more, num_asked))
+        out.append(Opening(given, temperature, prompt.must_end, "answer", more, num_asked))
     return out
 
 
@@ -212,18 +213,18 @@ class Writer:
         return self._change(slot, row, position)
 
     def _change(self, slot: int, row: _Row, position: int) -> SlotUpdate:
-        """Let the row go on with its next part."""
+        """Start the next part of the row."""
         start = len(row.roles)
         row.role, tokens = row.parts.popleft()
         row.roles += [GIVEN] * len(tokens)
         row.begin = len(row.roles)
         if row.role == ASKED:
-            limit, heat, min_p = row.begin + MAX_QUESTION, ASK_TEMPERATURE, ASK_MIN_P
+            limit, temperature, min_p = row.begin + MAX_QUESTION, ASK_TEMPERATURE, ASK_MIN_P
         elif row.role == TEXT:
-            limit, heat, min_p = self.length, row.opening.temperature, TEXT_MIN_P
+            limit, temperature, min_p = self.length, row.opening.temperature, TEXT_MIN_P
         else:
-            limit, heat, min_p = row.begin + MAX_ANSWER, row.opening.temperature, MIN_P
-        return SlotUpdate(slot, start, position, tokens, min(limit, self.length), heat, min_p)
+            limit, temperature, min_p = row.begin + MAX_ANSWER, row.opening.temperature, MIN_P
+        return SlotUpdate(slot, start, position, tokens, min(limit, self.length), temperature, min_p)
 
     def _collect(self) -> int:
         """Collect finished rows, or start their next turn; return the number of tokens in new documents."""
@@ -319,6 +320,6 @@ def _repeats(
         questions = (runs(*documents.document(at)[:2], ASKED) for at in indices)
         return [any(tokenizer.decode(run) in held_out for run in one) for one in questions]
 
-    num_workers = (os.cpu_count() or 1) if len(documents) >= MANY and hasattr(os, "fork") else 0
+    num_workers = (os.cpu_count() or 1) if len(documents) >= MIN_PARALLEL and hasattr(os, "fork") else 0
     parts = prefetch(check, range(-(-len(documents) // CHUNK)), num_workers)
     return np.array([value for part in parts for value in part], np.bool_)
