@@ -183,9 +183,8 @@ def test_the_report_is_split_by_kind_and_length(monkeypatch: pytest.MonkeyPatch)
     rng, num_steps = np.random.default_rng(4), 3
     kinds = [*"ab" * 200]
     made: list[Any] = []
-    rows = AnswerRows(
-        [AnsweredPrompt(tuple(rng.integers(9, size=37).tolist()), 5, kind) for kind in kinds], 50, 0, True
-    )
+    answers = [AnsweredPrompt(tuple(rng.integers(9, size=37).tolist()), 5, kind) for kind in kinds]
+    rows = AnswerRows(answers, 50, 0, True)
 
     class Objective:
         num_steps = 3
