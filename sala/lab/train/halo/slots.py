@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from sala.backends.torch.model import LightningMixer, SalaModel
-from sala.backends.torch.ops.dense import apply_rope, query_growth, rms_norm, rope_angles
+from sala.backends.torch.batch import Sequences
+from sala.backends.torch.model import LightningMixer, SalaModel, SparseMixer
+from sala.backends.torch.ops.dense import grow_queries, rms_norm
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_step
 from sala.config import SalaConfig
 from sala.lab.bench.measure import capture
@@ -25,33 +26,6 @@ from sala.lab.train.losses import compiled
 
 _MIN_TEMPERATURE = 1e-3  # sampling is greedy below this temperature
 _PAGE = 64  # tokens
-
-
-class _LayerWeights(NamedTuple):
-    """Weights of a layer; projections with the same input (queries, keys, values, output gate) are concatenated."""
-
-    input_norm: Tensor
-    projections: Tensor
-    bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output_norm: Tensor | None
-    output: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-
-class _Shape(NamedTuple):
-    """The geometry of a layer's mixer."""
-
-    heads: int
-    groups: int
-    dim: int
-    eps: float
-    scale: float  # residual scale
-    theta: float | None  # of RoPE
-    is_lightning: bool
 
 
 class SlotUpdate(NamedTuple):
@@ -72,11 +46,11 @@ class Slots:
     def __init__(self, model: SalaModel, num_slots: int, length: int, ends: Sequence[int], seed: int) -> None:
         device = model.model.norm.weight.device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model, self.length, self.dtype, self.device = model, length, dtype, device
-        self.shapes = [_shape(layer.self_attn, model.config) for layer in model.model.layers]
-        self.layers = [_weights(layer, dtype) for layer in model.model.layers]
+        self.model, self.length, self.device = model, length, device
+        self.layers = _new_layers(model.config, dtype, device)
+        self.refresh()
         self.head = model.lm_head.weight.detach().float()  # bf16 logits would often tie
-        self.caches = [_new_cache(shape, num_slots, length, dtype, device) for shape in self.shapes]
+        self.caches = [_new_cache(layer.self_attn, num_slots, length, dtype, device) for layer in self.layers]
         self.tokens = torch.zeros((num_slots, length), dtype=torch.long, device=device)
         whole: dict[str, Any] = {"dtype": torch.long, "device": device}
         self.position, self.given = torch.zeros(num_slots, **whole), torch.zeros(num_slots, **whole)
@@ -94,15 +68,14 @@ class Slots:
     @property
     def has_states(self) -> bool:
         """Whether a row can only continue where it stopped: a recurrent state holds no earlier positions."""
-        return any(shape.is_lightning for shape in self.shapes)
+        return bool(self.model.config.lightning_layers)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the model's current weights."""
-        for weights, layer in zip(self.layers, self.model.model.layers, strict=True):
-            for target, value in zip(weights, _weights(layer, self.dtype), strict=True):
-                if target is not None and value is not None:
-                    target.copy_(value)
+        for name, target in self.layers.named_parameters():
+            module, _, leaf = name.rpartition(".")
+            target.copy_(getattr(self.model.model.layers.get_submodule(module), leaf))
 
     def update(self, changes: Sequence[SlotUpdate]) -> None:
         """Start new tasks in slots."""
@@ -161,85 +134,50 @@ class Slots:
 
     def _forward(self, tokens: Tensor) -> Tensor:
         """Append tokens [R] to the caches at each row's position, and return the logits [R, vocabulary] in fp32."""
-        model = self.model
-        config = model.config
-        angles: dict[Any, tuple[Any, Any]] = {
-            (shape.dim, shape.theta): rope_angles(self.position, shape.dim, shape.theta)
-            for shape in self.shapes
-            if shape.theta is not None
-        }
-        growth = None if config.attn_log_base is None else query_growth(self.position, config.attn_log_base)
-        x = model.model.embed_tokens(tokens).float() * config.scale_emb
+        config = self.model.config
+        batch = Sequences(tokens, self.position, ())
+        x = self.model.model.embed_tokens(tokens).float() * config.scale_emb
         page, place = self.rows * -(-self.length // _PAGE) + self.position // _PAGE, self.position % _PAGE
-        for weights, shape, cache in zip(self.layers, self.shapes, self.caches, strict=True):
-            cos, sin = angles.get((shape.dim, shape.theta), (None, None))
-            q, k, v, gate = self.project(x, weights, cos, sin, growth, shape)
-            if shape.is_lightning:
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            q, k, v, gate = self.project(layer, x, batch)
+            if isinstance(layer.self_attn, LightningMixer):
                 o = self.recur(q, k, v, cache[0], self.position, self.is_active)
             else:
                 cache[0][:, page, place], cache[1][:, page, place] = k.transpose(0, 1), v.transpose(0, 1)
                 o = self.attend(q, *cache, self.position + 1)
-            x = self.finish_layer(x, o.flatten(1), gate, weights, shape)
-        hidden = rms_norm(x, model.model.norm.weight, config.rms_norm_eps) / config.logit_divisor
+            x = self.finish_layer(layer, x, o.flatten(1), gate)
+        hidden = rms_norm(x, self.model.model.norm.weight, config.rms_norm_eps) / config.logit_divisor
         return F.linear(hidden, self.head)
 
 
-def _shape(mixer: Any, config: SalaConfig) -> _Shape:
-    heads, is_lightning = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim), isinstance(mixer, LightningMixer)
-    return _Shape(*heads, config.rms_norm_eps, config.residual_scale, mixer.rope_theta, is_lightning)
+def _new_layers(config: SalaConfig, dtype: torch.dtype, device: torch.device) -> nn.ModuleList:
+    """Return the layers of a model with linears in `dtype`, norms in fp32, and no values yet."""
+    with torch.device("meta"):
+        layers = SalaModel(config).model.layers.requires_grad_(False)
+    for module in layers.modules():
+        if isinstance(module, nn.Linear):
+            module.to(dtype)
+    return layers.to_empty(device=device)
 
 
-def _new_cache(
-    shape: _Shape, num_slots: int, length: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, ...]:
+def _new_cache(mixer: Any, num_slots: int, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """Return a recurrent state in fp32, or keys and values in pages [G, P, B, D]: those of a slot follow each other."""
-    if shape.is_lightning:
-        return (torch.zeros(num_slots, shape.heads, shape.dim, shape.dim, device=device),)
-    size = (shape.groups, num_slots * -(-length // _PAGE), _PAGE, shape.dim)
+    if isinstance(mixer, LightningMixer):
+        return (torch.zeros(num_slots, mixer.num_heads, mixer.head_dim, mixer.head_dim, device=device),)
+    size = (mixer.num_kv_heads, num_slots * -(-length // _PAGE), _PAGE, mixer.head_dim)
     return torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device)
 
 
-def _weights(layer: Any, dtype: torch.dtype) -> _LayerWeights:
-    mixer, mlp = layer.self_attn, layer.mlp
-    inputs = [mixer.q_proj, mixer.k_proj, mixer.v_proj]
-    bias = None if mixer.q_proj.bias is None else [part.bias for part in inputs]
-    gate = mixer.z_proj if isinstance(mixer, LightningMixer) else mixer.o_gate
-    if gate is not None:
-        inputs.append(gate)
-        if bias is not None:
-            bias.append(torch.zeros(gate.weight.shape[0], device=gate.weight.device))
-    norms = [getattr(mixer, name, None) for name in ("q_norm", "k_norm", "o_norm")]
-    q_norm, k_norm, output_norm = (None if norm is None else norm.weight.detach().clone() for norm in norms)
-    return _LayerWeights(
-        input_norm=layer.input_layernorm.weight.detach().clone(),
-        projections=torch.cat([part.weight for part in inputs]).detach().to(dtype),
-        bias=None if bias is None else torch.cat(bias).detach().to(dtype),
-        q_norm=q_norm,
-        k_norm=k_norm,
-        output_norm=output_norm,
-        output=mixer.o_proj.weight.detach().to(dtype, copy=True),
-        mlp_norm=layer.post_attention_layernorm.weight.detach().clone(),
-        gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach().to(dtype),
-        down=mlp.down_proj.weight.detach().to(dtype, copy=True),
-    )
-
-
-def _project(
-    x: Tensor, weights: _LayerWeights, cos: Tensor | None, sin: Tensor | None, growth: Tensor | None, shape: _Shape
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _project(layer: Any, x: Tensor, batch: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return q [R, H, D], k and v [R, G, D] and the output gate [R, H * D] of x [R, hidden] in fp32."""
-    inner = rms_norm(x, weights.input_norm, shape.eps).to(weights.projections.dtype)
-    found = F.linear(inner, weights.projections, weights.bias)
-    width = (shape.heads + 2 * shape.groups) * shape.dim
-    gate = torch.sigmoid(found[:, width:]) if found.shape[1] > width else None
-    q, k, v = found[:, :width].unflatten(1, (-1, shape.dim)).split([shape.heads, shape.groups, shape.groups], 1)
-    if weights.q_norm is not None and weights.k_norm is not None:
-        q, k = rms_norm(q, weights.q_norm, shape.eps), rms_norm(k, weights.k_norm, shape.eps)
-    if cos is not None and sin is not None:
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-    if growth is not None and not shape.is_lightning:
-        q = q * growth[:, None, None]
-    return q.to(inner.dtype).contiguous(), k.to(inner.dtype).contiguous(), v.contiguous(), gate
+    mixer = layer.self_attn
+    inner = layer.input_layernorm(x).to(mixer.q_proj.weight.dtype)
+    q, k, v = mixer.project(inner, batch)
+    if isinstance(mixer, SparseMixer) and mixer.log_base is not None:
+        q = grow_queries(q, batch.positions, mixer.log_base)
+    gate = mixer.z_proj if isinstance(mixer, LightningMixer) else mixer.o_gate
+    q, k, v = (part.to(inner.dtype).contiguous() for part in (q, k, v))
+    return q, k, v, None if gate is None else torch.sigmoid(gate(inner))
 
 
 def _recur(q: Tensor, k: Tensor, v: Tensor, state: Tensor, position: Tensor, is_active: Tensor) -> Tensor:
@@ -255,16 +193,16 @@ def _recur(q: Tensor, k: Tensor, v: Tensor, state: Tensor, position: Tensor, is_
     return out.to(q.dtype)
 
 
-def _finish_layer(x: Tensor, o: Tensor, gate: Tensor | None, weights: _LayerWeights, shape: _Shape) -> Tensor:
+def _finish_layer(layer: Any, x: Tensor, o: Tensor, gate: Tensor | None) -> Tensor:
     """Return the output of the layer: norm and gate, output projection, MLP and residuals."""
-    if weights.output_norm is not None:
-        o = rms_norm(o, weights.output_norm, shape.eps).to(o.dtype)
+    mixer = layer.self_attn
+    if isinstance(mixer, LightningMixer) and mixer.o_norm is not None:
+        o = mixer.o_norm(o).to(o.dtype)
     if gate is not None:
         o = o * gate
-    x = x + F.linear(o.to(weights.output.dtype), weights.output).float() * shape.scale
-    inner = rms_norm(x, weights.mlp_norm, shape.eps).to(weights.gate_up.dtype)
-    gate, up = F.linear(inner, weights.gate_up).chunk(2, 1)
-    return x + F.linear(F.silu(gate) * up, weights.down).float() * shape.scale
+    dtype = mixer.o_proj.weight.dtype
+    x = x + mixer.o_proj(o.to(dtype)).float() * layer.residual_scale
+    return x + layer.mlp(layer.post_attention_layernorm(x).to(dtype)).float() * layer.residual_scale
 
 
 def _sample(logits: Tensor, temperature: Tensor, min_p: Tensor, noise: Tensor) -> Tensor:
