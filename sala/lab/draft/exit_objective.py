@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sala.backends.torch.batch import Features, whole
+from sala.backends.torch.batch import Features
 from sala.backends.torch.draft_exit import DraftExit
-from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.model import SalaModel
 from sala.lab.draft.objective import DraftingObjective
 from sala.lab.train.losses import LossWeights, head_loss
+from sala.lab.train.models import hidden_states
 from sala.lab.train.steps import TrainingBatch
 
 
@@ -37,7 +37,7 @@ class ExitObjective(DraftingObjective):
     def observe(self, tokens: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the normed hidden states after the first layers, and those after all of them."""
         features = Features((self.exit.config.num_layers,))
-        hidden = self.model(whole(tokens, lengths, select_ops(self.model.kernels), features))
+        hidden = hidden_states(self.model, tokens, lengths, features)
         return self.model.model.norm(features.states[0]).float(), hidden.float()
 
     @torch.no_grad()

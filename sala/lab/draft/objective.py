@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sala.backends.torch.batch import Features, whole
+from sala.backends.torch.batch import Features
 from sala.backends.torch.draft_head import DraftHead
-from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.model import SalaModel
 from sala.lab.train.losses import LossWeights, head_loss
+from sala.lab.train.models import hidden_states
 from sala.lab.train.objectives import Objective
 from sala.lab.train.steps import TrainingBatch
 
@@ -74,7 +74,7 @@ class DraftObjective(DraftingObjective):
     def observe(self, tokens: Tensor, lengths: Sequence[int]) -> tuple[list[Tensor], Tensor]:
         """Return the model's hidden states for the head, and the normed ones [T, hidden] that its own head takes."""
         features = Features(self.head.config.feature_layers)
-        hidden = self.model(whole(tokens, lengths, select_ops(self.model.kernels), features))
+        hidden = hidden_states(self.model, tokens, lengths, features)
         return [state.float() for state in features.states], hidden.float()
 
     @torch.no_grad()

@@ -1,12 +1,14 @@
 """Load models for training in fp32, and write them as ordinary checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from sala.backends.torch.batch import Features, whole
+from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.loader import fill_model, read_parameter
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.names import check_tensors, expected_tensors
@@ -40,6 +42,14 @@ def load_for_training(
         model = fill_model(replace(config, quantization=None), read)
     model.kernels = kernels
     return model
+
+
+def hidden_states(
+    model: SalaModel, tokens: Tensor, lengths: Sequence[int] | None = None, features: Features | None = None
+) -> Tensor:
+    """Return the normed hidden states [T, hidden] of whole sequences: tokens [B, n], or [T] with their lengths."""
+    hidden: Tensor = model(whole(tokens, lengths, select_ops(model.kernels), features))
+    return hidden
 
 
 def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -17,6 +17,7 @@ from sala.backends.torch.model import SalaModel, SparseMixer
 from sala.lab.train.block_selection_loss import BlockSelectionLoss, count_queries
 from sala.lab.train.fast_paths import FastPaths, set_scan, uncompiled_sparse_layers
 from sala.lab.train.losses import LossWeights, head_loss
+from sala.lab.train.models import hidden_states
 from sala.lab.train.steps import TrainingBatch
 
 
@@ -170,7 +171,7 @@ class Align(Objective):
 
 
 def _hidden(model: SalaModel, tokens: Tensor, lengths: Sequence[int] | None) -> Tensor:
-    return model(whole(tokens, lengths, select_ops(model.kernels))) / model.config.logit_divisor
+    return hidden_states(model, tokens, lengths) / model.config.logit_divisor
 
 
 def _relative_error(found: Tensor, wanted: Tensor) -> Tensor:

@@ -1,8 +1,11 @@
 """The parts of a model that a run can train: which of them a parameter or module belongs to."""
 
+from typing import Literal, get_args
+
 from sala.config import SalaConfig
 
-PARTS = ("all", "mixers", "attention", "lightning", "mlps", "norms", "embeddings")
+Part = Literal["all", "mixers", "attention", "lightning", "mlps", "norms", "embeddings"]
+PARTS: tuple[Part, ...] = get_args(Part)
 _BY_NAME = {".self_attn.": "mixers", ".mlp.": "mlps", "norm": "norms"}  # what names contain; the first wins
 
 

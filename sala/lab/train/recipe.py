@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from sala.config import SparseConfig, read_small_file
 from sala.errors import ConfigError
+from sala.lab.train.parts import Part
 from sala.options.schema import suggest
 
 _MAX_RECIPE_BYTES = 1 << 20
@@ -204,7 +205,7 @@ class TrainStage(Learning):
 
     kind: Literal["train"]
     # attention, lightning: the mixers of these layers alone
-    learns: tuple[Literal["all", "mixers", "attention", "lightning", "mlps", "norms", "embeddings"], ...] = ("all",)
+    learns: tuple[Part, ...] = ("all",)
     mlp_rank: Count = 0  # above 0: MLPs are trained as low-rank changes
     mlp_lr_scale: Number = 1.0
     bits: Count = 0  # above 0: quantization-aware training of the mixers

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sala.backends.torch.batch import whole
-from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.model import SalaModel
 from sala.lab.eval.tasks.choice import Accuracy, ChoiceTask, accuracy, requests
+from sala.lab.train.models import hidden_states
 
 _TOKENS_AT_ONCE = 1 << 16
 
@@ -72,9 +71,7 @@ def _hidden_states(model: SalaModel, rows: Sequence[Sequence[int]], length: int)
     tokens = torch.zeros(len(rows), length, dtype=torch.long)
     for at, row in enumerate(rows):
         tokens[at, : len(row)] = torch.tensor(row)
-    return model(whole(tokens.to(model.model.norm.weight.device), ops=select_ops(model.kernels))).view(
-        len(rows), length, -1
-    )
+    return hidden_states(model, tokens.to(model.model.norm.weight.device)).view(len(rows), length, -1)
 
 
 @torch.inference_mode()
@@ -85,7 +82,7 @@ def perplexity(model: SalaModel, tokens: Sequence[int], length: int, rows_at_onc
     pieces = torch.tensor(tokens[: count * length]).view(count, length)
     total = 0.0
     for batch in pieces.split(max(1, min(rows_at_once, _TOKENS_AT_ONCE // length))):
-        hidden = model(whole(batch.to(device), ops=select_ops(model.kernels))).view(*batch.shape, -1)
+        hidden = hidden_states(model, batch.to(device)).view(*batch.shape, -1)
         for row, ids in zip(hidden, batch.to(device), strict=True):
             for begin in range(0, length - 1, 1024):
                 end = min(begin + 1024, length - 1)
