@@ -45,6 +45,7 @@ from sala.protocol import Sampling
 
 ANSWERS, VOCABULARY = "answers.jsonl", "tokens.npy"
 HELD_OUT = 16  # one row of so many is held out
+MAX_COMPARED = 16  # held-out rows by which drafts are compared with the model
 LENGTHS = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)  # bounds of the groups in the report
 MODEL_DTYPES = {"cuda": torch.bfloat16}
 DraftConfig = DraftHeadConfig | DraftExitConfig
@@ -240,10 +241,10 @@ class Agreement:
 
 
 @torch.no_grad()
-def agreement(objective: DraftingObjective, rows: AnswerRows, device: torch.device, most: int = 16) -> list[Agreement]:
+def agreement(objective: DraftingObjective, rows: AnswerRows, device: torch.device) -> list[Agreement]:
     """Return how often drafts for held-out rows agree with the model, by kind of text and length."""
     found: dict[tuple[str, int], Agreement] = {}
-    for number in range(min(most, len(rows.numbers))):
+    for number in range(min(MAX_COMPARED, len(rows.numbers))):
         batch = collate([rows(number)], "documents").to(device)
         guesses, wanted = objective.guesses(batch.tokens.flatten(), batch.document_lengths)
         is_alive, groups = (batch.main > 0).cpu().numpy(), rows.groups(number)

@@ -15,6 +15,8 @@ from sala.lab.train.data import Array, ArrayFile, Epochs, TokenStream, TrainingR
 
 GIVEN, ASKED, ANSWER, TEXT = range(4)  # roles: template or prompt, question by the teacher, answer, free text
 NGRAM = 8
+LOOP_TIMES = 3  # occurrences of an n-gram that make a loop
+ANSWER_TOKENS = range(5, 301)  # lengths of answers that are kept
 Document = tuple[Sequence[int] | Array, Sequence[int] | Array, bool]  # tokens, roles, whether it ended
 MIN_TEXT = 64  # tokens; shorter free text is dropped
 
@@ -65,8 +67,8 @@ class TokenizedDocuments(ArrayFile):
 
 
 def has_loop(tokens: Sequence[int]) -> bool:
-    """Return whether an n-gram occurs at least three times."""
-    return loop_start(tokens, times=3) < len(tokens)
+    """Return whether an n-gram occurs at least `LOOP_TIMES` times."""
+    return loop_start(tokens, LOOP_TIMES) < len(tokens)
 
 
 def loop_start(tokens: Sequence[int], times: int = 2) -> int:
@@ -80,31 +82,31 @@ def loop_start(tokens: Sequence[int], times: int = 2) -> int:
     return len(tokens)
 
 
-def filter_documents(documents: TokenizedDocuments, least: int = 5, most: int = 300) -> TokenizedDocuments:
-    """Keep dialogues whose answers end, have `least` to `most` tokens and do not loop; cut free text at a loop."""
+def filter_documents(documents: TokenizedDocuments) -> TokenizedDocuments:
+    """Keep dialogues whose answers end, are neither short nor long, and do not loop; cut free text at a loop."""
     kept = []
     for tokens, roles, is_ended in documents.items():
         if TEXT in roles:
             if _loops(tokens, roles):
-                stop = loop_start(tokens.tolist(), times=3)
+                stop = loop_start(tokens.tolist(), LOOP_TIMES)
                 tokens, roles, is_ended = tokens[:stop], roles[:stop], False
             is_good = len(tokens) >= MIN_TEXT
         else:
             sizes = [len(answer) for answer in runs(tokens, roles, ANSWER)]
-            is_sized = bool(sizes) and least <= min(sizes) and max(sizes) <= most
+            is_sized = bool(sizes) and all(size in ANSWER_TOKENS for size in sizes)
             is_good = is_ended and is_sized and not _loops(tokens, roles)
         if is_good:
             kept.append((tokens, roles, is_ended))
     return TokenizedDocuments.of(kept)
 
 
-def _loops(tokens: Array, roles: Array, times: int = 3) -> bool:
-    """Return whether an n-gram that the teacher wrote occurs at least `times` times."""
+def _loops(tokens: Array, roles: Array) -> bool:
+    """Return whether an n-gram that the teacher wrote occurs at least `LOOP_TIMES` times."""
     if len(tokens) < NGRAM:
         return False
     is_written = sliding_window_view((roles == ANSWER) | (roles == TEXT), NGRAM).all(-1)
     grams = Counter(map(bytes, sliding_window_view(tokens, NGRAM)[is_written]))
-    return max(grams.values(), default=0) >= times
+    return max(grams.values(), default=0) >= LOOP_TIMES
 
 
 def runs(tokens: Array, roles: Array, role: int) -> list[list[int]]:
