@@ -61,7 +61,7 @@ def make_learner(device: torch.device, tile_rows: int) -> LatentLearner:
     latents = Latents(student, overlay_storage(student, TeacherBase.of(teacher), OverlayPacking()), (0.9, 0.95))
     objective = Distil(student, teacher, 2048, has_selection_loss=True, is_mixed=True, tile_rows=tile_rows)
     objective.use(FastPaths.on(device))
-    if objective.fast.is_compiled:
+    if device.type == "cuda":
         for layer in (*student.model.layers, *teacher.model.layers):
             layer.compile(dynamic=False)
     stage = next(stage for stage in load_recipe(MODEL / "recipe-6.toml").stages if isinstance(stage, MixStage))

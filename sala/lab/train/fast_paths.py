@@ -15,11 +15,10 @@ from sala.lab.train.losses import LossWeights, head_loss
 
 @dataclass(frozen=True, slots=True)
 class FastPaths:
-    """Switches for the fast paths; with all of them off only PyTorch's own operations run, in eager mode."""
+    """Switches for the fast paths; with all of them off only PyTorch's own operations run."""
 
     has_scan: bool = False  # the Triton kernel for lightning layers
     has_bf16_head: bool = False  # matrix products of head and loss in bf16
-    is_compiled: bool = False
     has_graphs: bool = False  # forward and backward replayed as CUDA graphs
 
     @property
@@ -32,7 +31,7 @@ class FastPaths:
         if device.type != "cuda":
             return cls()
         has_scan = kernels != "off" and _is_accurate(check_scan, device)
-        return cls(has_scan, _is_accurate(check_head, device), True, True)
+        return cls(has_scan, _is_accurate(check_head, device), has_graphs=True)
 
 
 def set_scan(student: SalaModel, is_fast: bool) -> None:

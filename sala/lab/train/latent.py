@@ -244,7 +244,7 @@ class LatentLearner:
         if self.objective.fast.is_plain:
             return "the gradient"
         self.note("the gradient is not finite: continuing without the fast paths")
-        self.objective.use(FastPaths(is_compiled=self.objective.fast.is_compiled))
+        self.objective.use(FastPaths())
         self._graphs = None
         self.num_skipped = 0
         return None
