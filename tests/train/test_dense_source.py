@@ -90,9 +90,9 @@ class Reference:
         return self.linear(self.norm(x, "model.norm"), head)
 
 
-def write_rows(model, openings, length, ends, seed, dtype):
+def write_rows(model, openings, length, ends):
     """Every opening continued up to `length` tokens, or up to and including the first end token."""
-    return Writer(model, len(openings), length, ends, Marks(), seed, dtype).write(openings).rows()
+    return Writer(model, len(openings), length, ends, Marks(), 0).write(openings).rows()
 
 
 def test_same_logits(source: Path, teacher: Path) -> None:
@@ -107,7 +107,7 @@ def test_the_teacher_writes_what_it_thinks(teacher: Path) -> None:
     """Rows in step on the sampler's own cache: with next to no temperature, the likeliest token each time."""
     model = load_for_training(teacher, CPU)
     openings = [Opening(tuple(range(40, 40 + n)), 1e-6) for n in (1, 3, 9, 30)]
-    rows = write_rows(model, openings, 24, (), 0, torch.float32)
+    rows = write_rows(model, openings, 24, ())
     for opening, row in zip(openings, rows, strict=True):
         assert len(row) == 24
         assert tuple(row[: len(opening.tokens)]) == opening.tokens[:24]
@@ -121,7 +121,7 @@ def test_rows_end_at_the_first_end_mark(teacher: Path) -> None:
     model = load_for_training(teacher, CPU)
     openings = [Opening((40 + n, 50), 1.0) for n in range(6)]
     ends = tuple(range(0, 260, 9))
-    for row in write_rows(model, openings, 64, ends, 0, torch.float32):
+    for row in write_rows(model, openings, 64, ends):
         assert not any(token in ends for token in row[2:-1])
         assert row[-1] in ends or len(row) == 64
 
@@ -131,10 +131,10 @@ def test_rows_that_must_end(teacher: Path) -> None:
     ends = tuple(range(0, 260, 29))
     free = [Opening((40 + n, 50), 1.0) for n in range(12)]
     bound = [Opening(opening.tokens, 1.0, must_end=True) for opening in free]
-    rows = write_rows(model, free, 12, ends, 0, torch.float32)
+    rows = write_rows(model, free, 12, ends)
     ended = [row for row in rows if row[-1] in ends]
     assert 0 < len(ended) < len(rows) == 12
-    assert write_rows(model, bound, 12, ends, 0, torch.float32) == ended
+    assert write_rows(model, bound, 12, ends) == ended
 
 
 def test_derived_values_are_left_out(tmp_path: Path) -> None:

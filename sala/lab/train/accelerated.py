@@ -43,8 +43,7 @@ class Accelerated:
             group["lr"] = rate * scale
         counts = torch.tensor([self.objective.counts(batch) for batch in batches], dtype=torch.float64)
         self.totals = self.accelerator.reduce(counts.sum(0).to(self.device).float(), "sum")
-        extra = [getattr(self.stage, name, 0.0) for name in ("answer_weight", "block_selection_weight")]
-        of_terms = self.objective.weights or [1.0, *extra][: len(self.totals)]
+        of_terms = self.objective.weights or self.stage.term_weights[: len(self.totals)]
         weights = torch.tensor(of_terms, device=self.device)
         # data parallelism averages the gradients; the number of processes restores the sum
         scales = weights / self.totals.clamp(min=1) * self.world

@@ -190,6 +190,11 @@ class Learning(_Table):
     def learning_rate(self) -> Schedule:
         return Schedule(self.schedule, self.lr, self.final_lr, self.num_steps, self.warmup_steps, self.decay_steps)
 
+    @property
+    def term_weights(self) -> tuple[float, ...]:
+        """The weights of the terms of the loss."""
+        return (1.0,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignStage(Learning):
@@ -214,6 +219,10 @@ class TrainStage(Learning):
     is_sparse: bool = False  # sparse attention from dense_len on; false: dense at every length
     sparse: SparseConfig | None = None  # another geometry during this stage, to train block selection on short rows
     block_selection_weight: Number = 0.0  # weight of the block-selection loss
+
+    @property
+    def term_weights(self) -> tuple[float, ...]:
+        return 1.0, self.answer_weight, self.block_selection_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
