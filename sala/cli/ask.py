@@ -146,6 +146,8 @@ def read_entries(
     tokenizer.close()
     if not entries:
         show_entries(entries, found.left_out, is_whole=False)
+        if list(paths) == [STDIN]:
+            raise InputError("standard input", "holds no text", 'name files: sala ask FILE… "question"')
         raise InputError("documents", "hold no text", "name other files")
     return entries, found.left_out
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from sala.backends import wait_passively
 from sala.cli import flags as s
 from sala.cli.outputs import check_new, output_file, print_table
 from sala.cli.training import Minutes, Output, Work
@@ -59,7 +60,7 @@ def train(
         row, epochs, batch, lr, chain, max_tokens, temperature, seed, minutes,
         {name: value for name, value in sizes.items() if value is not None}, exit_layers, options,
     )  # fmt: skip
-    s.wait_passively(options.threads)
+    wait_passively(options.threads)
     try:
         with training_bar() as bar:
             report = job.run(bar)
@@ -106,7 +107,7 @@ def eval(
     options = replace(options, speculate=mode, ctx=options.ctx or max(counts) + max_tokens + 256)
     find_draft_head(path, options)  # a missing one is an error before anything is measured
     some = {kind: texts[:prompts] for kind, texts in built_in_prompts().items()}
-    s.wait_passively(options.threads)
+    wait_passively(options.threads)
     with ProgressBar() as bar:
         record = evaluate(options, some, counts, max_tokens, lambda done, total: bar("draft", done, total))
     write_atomically(file, json.dumps(record, indent=1) + "\n")

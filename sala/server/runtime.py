@@ -241,7 +241,9 @@ class Runtime:
             if unused_s is not None:
                 await self._try(entry_id, check_model, path)  # don't unload a model for one that cannot be loaded
                 await self._make_room(unused_s)
+            began = time.monotonic()
             llm = await self._try(entry_id, open_model, path, self._settings)
+            _log.info("%s is ready: loaded in %.1f s, context %s", entry_id, time.monotonic() - began, f"{llm.ctx:,}")
             llm.service.max_queue = self._settings.max_queue
             llm.service.limit_time(self._settings.answer_seconds)
             llm.service.observe(self._observer, _log)
